@@ -1,0 +1,1 @@
+"""The policy language: reading, checking, explaining and executing policy files."""
