@@ -1,0 +1,27 @@
+# Two commands: `make test` and `make demo`. Both set up what they need in .venv first.
+SGLANG ?= 0.5.23
+VENV := $(if $(filter 0.5.23,$(SGLANG)),.venv,.venv-$(SGLANG))
+PYTHON := $(VENV)/bin/python -P
+PYTEST_ARGS ?=
+
+.PHONY: setup test demo lint docs train clean
+
+setup:
+	@SGLANG=$(SGLANG) VENV=$(VENV) bash tests/environment/setup.sh
+
+test: setup lint
+	$(VENV)/bin/kvpolicy test
+	$(PYTHON) -m pytest $(PYTEST_ARGS)
+
+demo: setup
+	@$(PYTHON) examples/demo.py
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+docs: setup
+	$(VENV)/bin/kvpolicy docs --out docs/reference.md
+
+clean:
+	rm -rf .venv .venv-* .cache build *.egg-info

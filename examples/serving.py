@@ -1,0 +1,216 @@
+"""Start and stop a real SGLang server on a free loopback port.
+
+Used by the demo, the tests and the benchmarks, and a fair start for scripts of one's own:
+
+    from serving import serve
+    with serve("examples/model-tiny", policies=["policies/snapkv.yaml"]) as server:
+        print(server.generate(text="...", max_new_tokens=8)["text"])
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import requests
+
+# The CPU has no flash kernels and `--dtype auto` would mean float16 there.
+CPU_FLAGS = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "dtype": "float32",
+    "max_total_tokens": 16384,
+}
+GPU_FLAGS = {"attention_backend": "torch_native", "dtype": "float32", "disable_cuda_graph": True}
+
+
+class ServerFailed(RuntimeError):
+    """The server stopped or did not answer; the message ends with its last lines."""
+
+
+@dataclass
+class Server:
+    """A running server. Every method raises `requests.HTTPError` on an HTTP error status."""
+
+    url: str
+    process: subprocess.Popen
+    log: Path
+    session: requests.Session = field(default_factory=requests.Session)
+
+    def post(self, path: str, body: dict, timeout: float = 600) -> requests.Response:
+        """POST without raising, for those who want to see the status."""
+        return self.session.post(self.url + path, json=body, timeout=timeout)
+
+    def generate(
+        self,
+        *,
+        text: str | None = None,
+        input_ids: Sequence[int] | None = None,
+        policy: str | None = None,
+        max_new_tokens: int = 16,
+        **options,
+    ) -> dict:
+        """One greedy answer from /generate.
+
+        Args:
+            text, input_ids: the prompt, one of both.
+            policy: name of a policy the server has, or "none"; None means the server's default.
+            options: further sampling parameters.
+        """
+        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, **options}
+        if policy is not None:
+            sampling["custom_params"] = {"kv_policy": policy}
+        prompt = {"text": text} if text is not None else {"input_ids": list(input_ids)}
+        response = self.post("/generate", {**prompt, "sampling_params": sampling})
+        response.raise_for_status()
+        return response.json()
+
+    def metrics(self) -> dict[str, float]:
+        """Samples of /metrics, keyed by name with labels as the server writes them."""
+        response = self.session.get(self.url + "/metrics", timeout=60)
+        response.raise_for_status()
+        lines = (line for line in response.text.splitlines() if line and line[0] != "#")
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+    def flush(self) -> None:
+        """Empty the radix cache; only an idle server does it."""
+        for _ in range(50):
+            if self.post("/flush_cache", {}).ok:
+                return
+            time.sleep(0.1)
+        raise ServerFailed("the server did not flush its cache: it was not idle for 5 s")
+
+    def log_text(self) -> str:
+        """What the server has printed so far."""
+        return self.log.read_text(errors="replace")
+
+
+def has_gpu() -> bool:
+    """Whether the server will run on an NVIDIA GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def command_line(flags: dict[str, object]) -> list[str]:
+    """`{"page_size": 1, "x": True, "y": ["a", "b"]}` -> `--page-size 1 --x --y a --y b`."""
+    words = []
+    for name, value in flags.items():
+        option = "--" + name.replace("_", "-")
+        if value is True:
+            words.append(option)
+        elif isinstance(value, list | tuple):
+            words += [word for item in value for word in (option, str(item))]
+        elif value is not None and value is not False:
+            words += [option, str(value)]
+    return words
+
+
+@contextlib.contextmanager
+def serve(
+    model: str | Path,
+    policies: Sequence[str | Path] = (),
+    settings: Sequence[str] = (),
+    *,
+    env: dict[str, str] | None = None,
+    log: Path | None = None,
+    progress: bool = False,
+    start_timeout: float = 300,
+    **flags,
+) -> Iterator[Server]:
+    """Run `python -m sglang.launch_server` for the time of a `with` block.
+
+    Args:
+        model: folder of the checkpoint.
+        policies, settings: values of --kv-policy and --kv-policy-set.
+        env: additions to the environment of the server.
+        log: where its output goes (default: a temporary file).
+        progress: show a line with the seconds waited.
+        start_timeout: seconds until a server that does not answer is given up.
+        flags: further options with underscores, as in `max_total_tokens=4096`.
+
+    Raises:
+        ServerFailed: it stopped or never answered; the message ends with its last lines.
+    """
+    port = free_port()
+    flags = {
+        "model_path": str(model),
+        "host": "127.0.0.1",
+        "port": port,
+        "kv_policy": [str(p) for p in policies],
+        "kv_policy_set": list(settings),
+        **(GPU_FLAGS if has_gpu() else CPU_FLAGS),
+        **flags,
+    }
+    # -P keeps the current folder off sys.path, where `kernels/` would shadow a package of that name.
+    command = [sys.executable, "-P", "-m", "sglang.launch_server", *command_line(flags)]
+    threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    log = log or Path(tempfile.mkstemp(prefix="kvpolicy-server-", suffix=".log")[1])
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**threads, **os.environ, **(env or {})},
+            start_new_session=True,
+        )
+    server = Server(f"http://127.0.0.1:{port}", process, log)
+    try:
+        _wait_until_ready(server, start_timeout, progress)
+        yield server
+    finally:
+        _stop(process)
+
+
+def _wait_until_ready(server: Server, timeout: float, progress: bool) -> None:
+    started = time.monotonic()
+    while True:
+        waited = time.monotonic() - started
+        if progress:
+            print(f"\rstarting SGLang ... {waited:3.0f} s", end="", file=sys.stderr, flush=True)
+        if server.process.poll() is not None:
+            raise ServerFailed(
+                _last_words(server, f"stopped (exit status {server.process.poll()})")
+            )
+        if waited > timeout:
+            raise ServerFailed(_last_words(server, f"did not answer within {timeout:.0f} s"))
+        with contextlib.suppress(requests.RequestException):
+            if server.session.get(server.url + "/health_generate", timeout=30).ok:
+                break
+        time.sleep(0.25)
+    if progress:
+        print(f"\rstarting SGLang ... ready after {waited:.0f} s", file=sys.stderr, flush=True)
+
+
+def _last_words(server: Server, what: str) -> str:
+    lines = [line[:400] for line in server.log_text().splitlines() if line.strip()]
+    return "\n".join([f"the SGLang server {what}; its last lines ({server.log}):", *lines[-15:]])
+
+
+def _stop(process: subprocess.Popen) -> None:
+    # The server runs in a process group of its own, so its children go with it.
+    for sign, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+            break
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

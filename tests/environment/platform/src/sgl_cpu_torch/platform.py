@@ -1,0 +1,89 @@
+"""The CPU platform class; see the package's docstring."""
+
+import gc
+
+import psutil
+import torch
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+
+class CpuTorchPlatform(SRTPlatform):
+    """Everything SGLang asks of a device, answered for plain torch on the CPU."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+
+    def get_device_total_memory(self, device_id=0):
+        return int(psutil.virtual_memory().total)
+
+    def get_current_memory_usage(self, device=None):
+        memory = psutil.virtual_memory()
+        return float(memory.total - memory.available)
+
+    def get_available_memory(self, device_id=0):
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+    def get_device(self, device_id=0):
+        return torch.device("cpu")
+
+    def set_device(self, device):
+        pass
+
+    def get_device_name(self, device_id=0):
+        return "cpu"
+
+    def get_device_uuid(self, device_id=0):
+        return "cpu"
+
+    def get_device_capability(self, device_id=0):
+        return None
+
+    def empty_cache(self):
+        gc.collect()
+
+    def synchronize(self):
+        pass
+
+    def is_pin_memory_available(self, device=None):
+        return False
+
+    def get_default_attention_backend(self):
+        return "torch_native"
+
+    def get_torch_distributed_backend_str(self):
+        return "gloo"
+
+    def get_compile_backend(self, mode=None):
+        return "eager"
+
+    def get_dispatch_key_name(self):
+        return "native"
+
+
+class _CpuTorchPlatformBefore22(CpuTorchPlatform):
+    """SGLang 0.5.21 makes every platform name its pool and allocator classes."""
+
+    def get_mha_kv_pool_cls(self):
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        return MHATokenToKVPool
+
+    def get_paged_allocator_cls(self):
+        return _allocator
+
+
+def _allocator(size, *, page_size, dtype, device, kvcache, need_sort):
+    """SGLang's own allocator. With pages its kernels are Triton: set TRITON_INTERPRET=1."""
+    from sglang.srt.mem_cache import allocator
+
+    options = {"dtype": dtype, "device": device, "kvcache": kvcache, "need_sort": need_sort}
+    if page_size == 1:
+        return allocator.TokenToKVPoolAllocator(size, **options)
+    return allocator.PagedTokenToKVPoolAllocator(size, page_size=page_size, **options)
+
+
+if not hasattr(SRTPlatform, "get_kv_pool_cls"):
+    CpuTorchPlatform = _CpuTorchPlatformBefore22

@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Makes the virtual environment in which `make test` and `make demo` run: CPU packages where there is
+# no NVIDIA GPU, SGLang's own (CUDA) packages where there is one. Does nothing when it is up to date.
+#
+#   SGLANG=0.5.23   SGLang version (another version gets an environment of its own)
+#   PYTHON=python3  interpreter, 3.11 or later
+#   VENV=.venv      where the environment goes
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+sglang=${SGLANG:-0.5.23}
+python=${PYTHON:-python3}
+default=.venv
+[ "$sglang" = 0.5.23 ] || default=.venv-$sglang
+venv=${VENV:-$default}
+here=tests/environment
+log=$venv/setup.log
+
+fail() { echo "setup: $*" >&2; exit 1; }
+
+command -v "$python" >/dev/null || fail "'$python' was not found; install Python 3.11 or later, or name it: PYTHON=/path/to/python3 make ..."
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+  || fail "$("$python" --version) is too old; kvpolicy needs Python 3.11 or later: PYTHON=/path/to/python3.11 make ..."
+
+device=cpu
+if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then device=cuda; fi
+
+stamp=$({ echo "$device $sglang"; "$python" --version; cat pyproject.toml $here/setup.sh $here/requirements-*.txt; } | sha256sum)
+if [ -f "$venv/.ready" ] && [ "$(cat "$venv/.ready")" = "$stamp" ]; then exit 0; fi
+
+rm -rf "$venv"
+"$python" -m venv "$venv" || fail "could not create $venv; on Debian install the package python3-venv"
+: >"$log"
+pip() {
+  echo "setup: $1"; shift
+  "$venv/bin/python" -m pip --disable-pip-version-check "$@" >>"$log" 2>&1 \
+    || { tail -n 15 "$log" >&2; fail "pip failed (whole log: $log); check the network and pip's index settings, then run it again"; }
+}
+
+if [ $device = cuda ]; then
+  pip "SGLang $sglang with its CUDA packages (several GB, minutes)" install "sglang==$sglang"
+  pip "what the tests need" install -r $here/requirements-dev.txt
+else
+  # SGLang's own requirements would bring the CUDA stack, so its CPU needs are listed and it comes alone.
+  # torch first and alone: pip's settings (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL) decide which build it is.
+  pip "torch" install "$(grep '^torch==' $here/requirements-cpu.txt)"
+  requirements=$here/requirements-cpu.txt
+  if [ "$sglang" = 0.5.21 ]; then
+    requirements=$venv/requirements.txt
+    grep -v -f <(cut -d= -f1 $here/requirements-cpu-0.5.21.txt | sed 's/.*/^&==/') $here/requirements-cpu.txt >"$requirements"
+    cat $here/requirements-cpu-0.5.21.txt >>"$requirements"
+  fi
+  pip "what SGLang needs on a CPU (about 2 GB, 2 minutes)" install -r "$requirements"
+  pip "SGLang $sglang" install --no-deps torchvision==0.28.0 "sglang==$sglang"
+  pip "the CPU platform for SGLang" install --no-deps $here/platform
+  site=$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')
+  cp $here/torchvision_cpu.py "$site/_kvpolicy_torchvision_cpu.py"
+  echo "import _kvpolicy_torchvision_cpu" >"$site/_kvpolicy_torchvision_cpu.pth"
+fi
+pip "kvpolicy" install --no-deps --editable .
+echo "$stamp" >"$venv/.ready"
+echo "setup: $venv is ready (SGLang $sglang, $device)"
