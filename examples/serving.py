@@ -159,7 +159,7 @@ def serve(
         **(GPU_FLAGS if has_gpu() else CPU_FLAGS),
         **flags,
     }
-    # -P keeps the current folder off sys.path, where `kernels/` would shadow a package of that name.
+    # -P keeps the current folder off sys.path: `kernels/` would shadow a package of that name.
     command = [sys.executable, "-P", "-m", "sglang.launch_server", *command_line(flags)]
     threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     log = log or Path(tempfile.mkstemp(prefix="kvpolicy-server-", suffix=".log")[1])
