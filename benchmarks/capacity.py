@@ -1,0 +1,99 @@
+"""How many long requests are decoded at once: stock SGLang against a policy, in one tight pool.
+
+Both servers get the same --max-total-tokens and the same requests, one server after the other in
+this run. The number at once is what SGLang itself prints for its decode batches.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import report
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from serving import serve
+
+DECODE_BATCH = re.compile(r"Decode batch, #running-req: (\d+)")
+
+
+def measure(server, prompts: list[list[int]], new_tokens: int) -> dict:
+    """Send all prompts at once; return peak and mean decode batch, seconds and the answers."""
+    server.generate(input_ids=prompts[0][:8], max_new_tokens=2)
+    before = len(server.log_text())
+    started = time.perf_counter()
+
+    def ask(prompt):
+        return server.generate(input_ids=prompt, max_new_tokens=new_tokens, ignore_eos=True)
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(ask, prompts))
+    seconds = time.perf_counter() - started
+    batches = [int(n) for n in DECODE_BATCH.findall(server.log_text()[before:])]
+    bad = [a for a in answers if a["meta_info"]["completion_tokens"] != new_tokens]
+    if bad or not batches:
+        raise SystemExit(f"capacity: {len(bad)} of {len(answers)} answers are incomplete")
+    return {
+        "peak": max(batches),
+        "mean": float(np.mean(batches)),
+        "seconds": seconds,
+        "retractions": sum(a["meta_info"]["num_retractions"] for a in answers),
+        "answers": [a["output_ids"] for a in answers],
+    }
+
+
+def main() -> None:
+    parser = report.arguments(__doc__)
+    parser.add_argument("--policy", default=str(report.ROOT / "policies" / "snapkv.yaml"))
+    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens")
+    parser.add_argument("--kept", type=float, default=0.125, help="share of the prompt kept")
+    parser.add_argument("--new", type=int, default=32, help="tokens generated")
+    parser.add_argument("--at-once", type=int, default=8, help="R: what the pool holds without")
+    parser.add_argument("--requests", type=int, default=96)
+    options = parser.parse_args()
+
+    rng = np.random.default_rng(options.seed)
+    prompts = rng.integers(20, 500, (options.requests, options.prompt)).tolist()
+    flags = {
+        # One request of slack, so that R requests are admitted in spite of rounding.
+        "max_total_tokens": int((options.at_once + 0.5) * (options.prompt + options.new)),
+        "skip_tokenizer_init": True,
+        "decode_log_interval": 1,
+    }
+    capacity = int(options.kept * options.prompt)
+    with serve(options.model, progress=True, **flags) as server:
+        stock = measure(server, prompts, options.new)
+    setting = f"capacity={capacity}"
+    with serve(options.model, [options.policy], [setting], progress=True, **flags) as server:
+        policy = measure(server, prompts, options.new)
+
+    name = Path(options.policy).stem
+    row = lambda label, m: [  # noqa: E731
+        label,
+        m["peak"],
+        f"{m['mean']:.1f}",
+        f"{m['seconds']:.1f}",
+        m["retractions"],
+    ]
+    text = (
+        f"{options.requests} requests of {options.prompt} tokens, {options.new} generated, pool of "
+        f"{flags['max_total_tokens']} tokens.\n\n"
+        + report.table(
+            ["server", "peak at once", "mean at once", "seconds for all", "retractions"],
+            [row("stock SGLang", stock), row(f"{name}, {capacity} entries", policy)],
+        )
+        + f"\n\nPeak: {policy['peak'] / stock['peak']:.1f} times as many at once."
+    )
+    for result in (stock, policy):
+        del result["answers"]
+    report.publish(
+        "capacity", "Requests decoded at once", text, {"stock": stock, name: policy}, options.save
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The wheel holds every folder, policy and grammar, and nothing at the top level but `kvpolicy`."""
+
+import importlib.metadata
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", folder, ROOT],
+        check=True,
+        capture_output=True,
+    )
+    return zipfile.ZipFile(next(folder.glob("*.whl")))
+
+
+def test_wheel_holds_every_module_and_policy(wheel):
+    names = set(wheel.namelist())
+    for folder in ("dsl", "kernels", "sglang_ext"):
+        for path in (ROOT / folder).glob("*.py"):
+            assert f"kvpolicy/{folder}/{path.name}" in names
+    for path in (ROOT / "policies").glob("*.yaml"):
+        assert f"kvpolicy/policies/{path.name}" in names
+    assert "kvpolicy/dsl/expr.lark" in names
+
+
+def test_wheel_adds_one_top_level_name(wheel):
+    assert {name.split("/")[0].split("-")[0] for name in wheel.namelist()} == {"kvpolicy"}
+
+
+def test_entry_points():
+    points = importlib.metadata.entry_points(group="sglang.srt.plugins")
+    assert [p.value for p in points if p.name == "kvpolicy"] == [
+        "kvpolicy.sglang_ext.plugin:register"
+    ]
+
+
+def test_subpackages_are_listed():
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    for folder in ("dsl", "kernels", "sglang_ext"):
+        for path in (ROOT / folder).rglob("*.py"):
+            package = "kvpolicy." + ".".join(path.parent.relative_to(ROOT).parts)
+            assert package in config["packages"], f"add {package} to pyproject.toml"
