@@ -1,0 +1,59 @@
+"""Copy the chosen entries of one layer's prompt into private pages.
+
+An entry is one key vector and one value vector of one layer, KV head and position. The pool is one
+array of entries: key entry `e` has its value at `e + value_offset`. A page is G consecutive
+entries; page `r` is the entries `r * G .. r * G + G - 1`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def compact(
+    entries: torch.Tensor,
+    prompt_slots: torch.Tensor,
+    kept: torch.Tensor,
+    pages: torch.Tensor,
+    *,
+    key_base: int,
+    value_offset: int,
+) -> torch.Tensor:
+    """Copy kept keys and values into pages, in position order, each KV head from a new page on.
+
+    Args:
+        entries: [E, D] any dtype; written in place.
+        prompt_slots: [N] int64; position n of KV head g is the entry
+            `key_base + prompt_slots[n] * G + g`.
+        kept: [G, N] bool.
+        pages: [P] int64 page numbers to fill, at least the sum over heads of ceil(kept / G); none
+            of them may hold an entry of the prompt.
+        key_base: first key entry of the layer.
+        value_offset: from a key entry to its value.
+
+    Returns:
+        [G] int64, how many entries each KV head now has.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
+    if kept.dtype != torch.bool or kept.dim() != 2:
+        raise ValueError(f"kept: expected bool [G, N], got {kept.dtype} {list(kept.shape)}")
+    group, length = kept.shape
+    if prompt_slots.shape != (length,):
+        raise ValueError(f"prompt_slots: expected [{length}], got {list(prompt_slots.shape)}")
+    counts = kept.sum(dim=1)
+    used = (counts + group - 1) // group
+    total = int(used.sum())
+    if pages.dim() != 1 or pages.shape[0] < total:
+        raise ValueError(f"pages: expected [>= {total}], got {list(pages.shape)}")
+
+    head, position = kept.nonzero(as_tuple=True)
+    source = key_base + prompt_slots[position] * group + head
+    first_entry = counts.cumsum(0) - counts
+    first_page = used.cumsum(0) - used
+    place = torch.arange(head.shape[0], device=kept.device) - first_entry[head]
+    target = pages[first_page[head] + place // group] * group + place % group
+    entries[target] = entries[source]
+    entries[target + value_offset] = entries[source + value_offset]
+    return counts

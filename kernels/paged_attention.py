@@ -1,0 +1,81 @@
+"""Attention over ragged lists of entries, one list per (request, KV head).
+
+The torch implementation is the reference: it defines the result for every other one. Lists of one
+request may differ in length from KV head to KV head, which ordinary paged attention cannot express.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def paged_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """Softmax attention of the last T tokens of each request over its listed entries.
+
+    Args:
+        q: [B, T, H, D] fp32, fp16 or bf16. T is 1 for a decode step.
+        keys, values: [E, D], dtype of q; entry e is keys[e] and values[e].
+        indptr: [B * G + 1] int64. KV head g of request b owns
+            indices[indptr[b * G + g] : indptr[b * G + g + 1]]; G divides H.
+        indices: [nnz] int64 entries in position order. The last T of a list are those of the
+            queries' own tokens: query t does not see the last T - 1 - t of them.
+        scale: multiplies q.k, usually D ** -0.5.
+
+    Returns:
+        [B, T, H, D], dtype of q, computed in float32. Zero where a query sees no entry.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
+    groups = _check(q, keys, values, indptr)
+    requests, tokens, heads, size = q.shape
+    if requests == 0:
+        return torch.empty_like(q)
+    length = indptr.diff()
+    longest = max(int(length.max()), 1)
+    place = torch.arange(longest, device=q.device)
+    # A place past the end of a list repeats its first entry, so that no other list is touched.
+    inside = place[None, :] < length[:, None]
+    at = indptr[:-1, None] + torch.where(inside, place[None, :], 0)
+    entry = indices[at.clamp(max=max(indices.shape[0] - 1, 0))] if indices.shape[0] else at * 0
+
+    # [B * G, T, H / G, D] against [B * G, M, D]
+    grouped = q.view(requests, tokens, groups, heads // groups, size).transpose(1, 2)
+    grouped = grouped.reshape(requests * groups, tokens * (heads // groups), size).float()
+    scores = torch.bmm(grouped, keys[entry].float().transpose(1, 2)) * scale
+    last = length[:, None] - tokens + torch.arange(tokens, device=q.device)  # [B * G, T]
+    seen = place <= last[:, :, None]  # [B * G, T, M]
+    seen = seen.repeat_interleave(heads // groups, dim=1)
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    out = torch.bmm(weights.nan_to_num(0.0), values[entry].float())
+    out = out.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    out = out.view(requests, groups, tokens, heads // groups, size).transpose(1, 2)
+    return out.reshape(requests, tokens, heads, size).to(q.dtype)
+
+
+def _check(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, indptr: torch.Tensor) -> int:
+    """G, the number of KV heads."""
+    if q.dim() != 4:
+        raise ValueError(f"q: expected [B, T, H, D], got {list(q.shape)}")
+    requests, _, heads, size = q.shape
+    for name, tensor in (("keys", keys), ("values", values)):
+        if tensor.dim() != 2 or tensor.shape[1] != size:
+            raise ValueError(f"{name}: expected [E, {size}], got {list(tensor.shape)}")
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"{name}: expected {q.dtype}, got {tensor.dtype}")
+    lists = indptr.shape[0] - 1
+    groups = lists // requests if requests else 1
+    if requests and (groups == 0 or groups * requests != lists or heads % groups):
+        raise ValueError(
+            f"indptr: expected [{requests} * G + 1] with G dividing {heads}, "
+            f"got {list(indptr.shape)}"
+        )
+    return groups

@@ -1,0 +1,253 @@
+"""Every SGLang name that the plugin touches, and the versions it was checked on.
+
+Nothing is imported from SGLang at module level: the plugin is loaded before SGLang has parsed its
+command line, and most of SGLang takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+CHECKED_VERSIONS = ("0.5.23",)
+
+# Hook targets. The launcher needs the first two; `PUBLISH` and `META_INFO` also the tokenizer.
+ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
+FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
+PUBLISH = "sglang.srt.runtime_context.publish"
+META_INFO = "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info"
+
+# The scheduler's.
+CREATE_BUFFERS = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal"
+ALLOC_MEMORY_POOL = "sglang.srt.model_executor.model_runner.ModelRunner.alloc_memory_pool"
+INIT_MODEL_WORKER = "sglang.srt.managers.scheduler.Scheduler.init_model_worker"
+ADD_REQUEST = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
+MAX_PREFIX_LEN = "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len"
+RESET_FOR_RETRACT = "sglang.srt.managers.schedule_batch.Req.reset_for_retract"
+PREPARE_FOR_EXTEND = "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend"
+SLOT_RESERVE = "sglang.srt.managers.schedule_policy.PrefillAdder._request_slot_reserve_for_req"
+ADD_ONE = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
+ADD_CHUNKED = "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req"
+FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
+CHECKPOINT = "sglang.srt.mem_cache.common.checkpoint_kv_cache"
+UNCACHED_SIZES = (
+    "sglang.srt.managers.scheduler_components.invariant_checker."
+    "SchedulerInvariantChecker._get_total_uncached_sizes"
+)
+
+_SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
+_TOKENIZER_MODULE = "sglang.srt.managers.tokenizer_manager"
+
+
+def installed_version() -> str:
+    """Version of the installed SGLang."""
+    return version("sglang")
+
+
+def in_scheduler() -> bool:
+    """Whether this process runs a scheduler: only there is its module loaded before plugins are."""
+    return _SCHEDULER_MODULE in sys.modules
+
+
+def has_tokenizer() -> bool:
+    """Whether this process has loaded the tokenizer manager."""
+    return _TOKENIZER_MODULE in sys.modules
+
+
+def register(target: str, hook: Callable, kind: str) -> None:
+    """Register a hook; `kind` is "before", "after" or "around"."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, hook, HookType(kind))
+
+
+def apply_hooks() -> None:
+    """Apply what was registered since SGLang applied hooks; those applied stay as they are."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    HookRegistry.apply_hooks()
+
+
+def is_applied(target: str) -> bool:
+    """Whether the hooks of a target are in place (SGLang only logs a failure)."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return target in HookRegistry._patched
+
+
+def wrap_attention_backends(wrap: Callable[[str, Callable], Callable]) -> None:
+    """Replace every factory of attention backends by `wrap(name, factory)`."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    for name, factory in list(ATTENTION_BACKENDS.items()):
+        ATTENTION_BACKENDS[name] = wrap(name, factory)
+
+
+def resolved(server_args: Any) -> Any:
+    """Options as SGLang has resolved them (defaults chosen), as attributes."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    return resolved_view(server_args)
+
+
+def attention_backends(options: Any) -> tuple[str, str]:
+    """Names of the attention backends for prefill and decode."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of
+
+    return attention_backends_of(options)
+
+
+def model_config(server_args: Any) -> Any:
+    """SGLang's description of the model (reads config.json, no weights)."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    return model_config_of(server_args)
+
+
+def is_mla(config: Any) -> bool:
+    """Whether a model config describes latent attention (MLA)."""
+    from sglang.srt.configs.model_config import AttentionArch
+
+    return config.attention_arch == AttentionArch.MLA
+
+
+def has_recurrent_layers(config: Any) -> bool:
+    """Whether a model mixes attention with Mamba or linear attention."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(config) is not None
+
+
+def uses_rust_server() -> bool:
+    """Whether SGLang's own Rust front end replaces its HTTP server."""
+    from sglang.srt.environ import envs
+
+    return bool(envs.SGLANG_RUST_SERVER.get())
+
+
+def post_capture_sizing() -> bool:
+    """Whether the pool is sized only after graph capture, which bypasses the arena."""
+    from sglang.srt.environ import envs
+
+    return bool(envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get())
+
+
+def is_plain_pool(pool: Any) -> bool:
+    """Whether the KV pool is the ordinary one: `[slots, G, D]` per layer, unquantized."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    return type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and not pool.use_hnd
+
+
+def kv_memory_region(pool: Any) -> Any:
+    """The context in which SGLang allocates KV buffers."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+
+    return pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE)
+
+
+def attention_layers(model: Any) -> list[Any]:
+    """The model's attention layers, in order of their ids."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    layers = [m for m in model.modules() if isinstance(m, RadixAttention)]
+    return sorted(layers, key=lambda layer: layer.layer_id)
+
+
+def is_decoder_attention(layer: Any) -> bool:
+    """Whether an attention layer is ordinary causal self-attention."""
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    return layer.attn_type == AttentionType.DECODER and not layer.is_cross_attention
+
+
+def is_torch_native(backend: Any) -> bool:
+    """Whether an attention backend is SGLang's torch-native one."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    return isinstance(backend, TorchNativeAttnBackend)
+
+
+def save_kv(backend: Any, layer: Any, batch: Any, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Write a forward's new keys and values into the pool, as the stock backend does."""
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    location = KVWriteLoc(batch.out_cache_loc, None)
+    backend.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+
+
+def stock_decode_rows(
+    backend: Any, layer: Any, batch: Any, q: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    """The torch-native backend's own attention for some rows of a decode batch.
+
+    Args:
+        q: [B, H, D] queries of the whole batch.
+        rows: [R] int64 rows wanted.
+
+    Returns:
+        [R, H, D]
+    """
+    part = q[rows]
+    return backend._run_sdpa_forward_decode(
+        part,
+        part.new_empty(part.shape),
+        backend.token_to_kv_pool.get_key_buffer(layer.layer_id),
+        backend.token_to_kv_pool.get_value_buffer(layer.layer_id),
+        backend.req_to_token_pool.req_to_token,
+        batch.req_pool_indices[rows],
+        batch.seq_lens[rows],
+        None,
+        scaling=layer.scaling,
+        enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
+        causal=False,
+    )
+
+
+def evict(tree: Any, slots: int) -> None:
+    """Ask the radix cache to evict until so many slots are free, or nothing is left to evict."""
+    from sglang.srt.mem_cache.common import evict_from_tree_cache
+
+    evict_from_tree_cache(tree, slots)
+
+
+def is_health_check(request: Any) -> bool:
+    """Whether a request is one of SGLang's own health checks."""
+    from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+
+    return isinstance(request.rid, str) and request.rid.startswith(HEALTH_CHECK_RID_PREFIX)
+
+
+def admitted_none() -> Any:
+    """The prefill adder's answer "admit nothing more in this pass"."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return AddReqResult.OTHER
+
+
+def longest_estimated_output() -> int:
+    """Output tokens that the prefill adder reserves at most."""
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+    return CLIP_MAX_NEW_TOKENS
+
+
+def free_slots(allocator: Any) -> torch.Tensor:
+    """Page numbers on the allocator's free list."""
+    return allocator.get_all_free_pages()
+
+
+def metric_labels(scheduler: Any) -> dict[str, str] | None:
+    """Labels that SGLang gives this scheduler's metrics; None when metrics are off."""
+    collector = scheduler.metrics_collector
+    return None if collector is None else dict(collector.labels)
+
+
+def names(targets: Sequence[str]) -> str:
+    """Hook targets as a short list for a message."""
+    return ", ".join(target.removeprefix("sglang.srt.") for target in targets)

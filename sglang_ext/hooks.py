@@ -1,0 +1,194 @@
+"""The hooks, by process; each only translates SGLang's arguments for `Runtime`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from kvpolicy.sglang_ext import backend as backends
+from kvpolicy.sglang_ext import compat, refusals
+from kvpolicy.sglang_ext.arena import Arena, create_arena
+from kvpolicy.sglang_ext.metrics import Metrics
+from kvpolicy.sglang_ext.options import Refused
+from kvpolicy.sglang_ext.request import Served
+from kvpolicy.sglang_ext.runtime import Runtime
+from kvpolicy.sglang_ext.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+def stop(error: Refused) -> SystemExit:
+    """What to raise to stop the server with one message and no traceback."""
+    return SystemExit(f"kvpolicy: {error}")
+
+
+def install(runtime: Runtime) -> None:
+    """Register every hook of a scheduler process."""
+    for target, kind, hook in _scheduler_hooks(runtime):
+        compat.register(target, hook, kind)
+
+    def wrap(name: str, factory: Callable) -> Callable:
+        def build(runner: Any) -> Any:
+            backend = factory(runner)
+            if name in backends.READERS:
+                return backends.attach(backend, name, runtime)
+            raise stop(Refused(f"--attention-backend {name} cannot read compressed entries."))
+
+        return build
+
+    compat.wrap_attention_backends(wrap)
+
+
+def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Callable]]:
+    return [
+        (compat.CREATE_BUFFERS, "around", lambda original, pool: _create_buffers(runtime, pool)),
+        (compat.ALLOC_MEMORY_POOL, "after", _after_pool(runtime)),
+        (compat.INIT_MODEL_WORKER, "after", lambda _, scheduler: _start(runtime, scheduler)),
+        (compat.ADD_REQUEST, "before", _before_queue(runtime)),
+        (compat.MAX_PREFIX_LEN, "after", lambda r, req, *_: runtime.limit_prefix(req, r)),
+        (compat.RESET_FOR_RETRACT, "after", lambda _, req: runtime.retracted(req)),
+        (compat.PREPARE_FOR_EXTEND, "after", lambda _, batch: runtime.allocate(batch)),
+        (compat.SLOT_RESERVE, "after", _after_reserve(runtime)),
+        (compat.ADD_ONE, "around", _around_add_one(runtime)),
+        (compat.ADD_CHUNKED, "around", _around_add_chunked(runtime)),
+        (compat.FORWARD, "around", _around_forward(runtime)),
+        (compat.CHECKPOINT, "after", lambda _, req, tree: runtime.published(req, tree)),
+        (compat.UNCACHED_SIZES, "after", lambda r, _: (r[0] + runtime.store.held, *r[1:])),
+    ]
+
+
+def _create_buffers(runtime: Runtime, pool: Any) -> None:
+    """Instead of MHATokenToKVPool._create_buffers_normal: all layers in one tensor."""
+    if not compat.is_plain_pool(pool):
+        raise stop(Refused("--kv-policy: this model's KV pool is not laid out as plain K and V."))
+    rows = pool.size + pool.page_size
+    padded = -(-rows // pool.page_size) * pool.page_size
+    with compat.kv_memory_region(pool):
+        runtime.arena = create_arena(
+            pool.layer_num, padded, pool.head_num, pool.head_dim, pool.store_dtype, pool.device
+        )
+    pool.k_buffer = [layer[0, :rows] for layer in runtime.arena.storage]
+    pool.v_buffer = [layer[1, :rows] for layer in runtime.arena.storage]
+
+
+def _after_pool(runtime: Runtime) -> Callable:
+    def after(_: None, runner: Any, *args: Any, **options: Any) -> None:
+        """After ModelRunner.alloc_memory_pool."""
+        allocator = runner.token_to_kv_pool_allocator
+        runtime.store = Store(
+            runtime.arena,
+            allocator,
+            lambda policy, slots: runtime.metrics.private_slots(policy, slots),
+        )
+        runner.req_to_token_pool.attach_aux_cache(runtime.store)
+
+    return after
+
+
+def _start(runtime: Runtime, scheduler: Any) -> None:
+    """After Scheduler.init_model_worker: verify everything and bind the policies."""
+    try:
+        verify(runtime, scheduler)
+        config = scheduler.model_config
+        shape = refusals.model_shape(config)
+        refusals.check_layers(
+            compat.attention_layers(scheduler.tp_worker.model_runner.model), shape
+        )
+        for policy in runtime.policies:
+            served = Served(policy, policy.bind(shape), runtime.arena)
+            runtime.served[policy.name] = served
+            params = ", ".join(f"{k}={v}" for k, v in served.bound.params.items())
+            logger.info(
+                "KV-cache policy %s (%s): %s. digest=%s",
+                policy.name,
+                policy.path,
+                params or "no parameters",
+                served.bound.digest[:12],
+            )
+    except Refused as error:
+        raise stop(error) from None
+    runtime.metrics = Metrics(compat.metric_labels(scheduler), runtime.served)
+
+
+def verify(runtime: Runtime, scheduler: Any) -> None:
+    """Refuse to serve unless every part of the plugin is in place.
+
+    Raises:
+        Refused: says what is missing.
+    """
+    refusals.check_version()
+    refusals.check_options(compat.resolved(scheduler.server_args))
+    refusals.check_model(scheduler.model_config)
+    targets = [target for target, _, _ in _scheduler_hooks(runtime)]
+    missing = [target for target in targets if not compat.is_applied(target)]
+    if missing:
+        raise Refused(f"--kv-policy: SGLang did not apply the hooks on {compat.names(missing)}.")
+    runner = scheduler.tp_worker.model_runner
+    _verify_arena(runtime.arena, runner.token_to_kv_pool)
+    if runner.attn_backend.forward_decode.__module__ != backends.__name__:
+        raise Refused("--kv-policy: the attention backend was replaced after it was made.")
+
+
+def _verify_arena(arena: Arena, pool: Any) -> None:
+    for layer, (k, v) in enumerate(zip(pool.k_buffer, pool.v_buffer, strict=True)):
+        keys, values = arena.storage[layer]
+        if k.data_ptr() != keys.data_ptr() or v.data_ptr() != values.data_ptr():
+            raise Refused("--kv-policy: the KV pool is not in the memory laid out for policies.")
+    if arena.storage.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise Refused(f"--kv-cache-dtype {arena.storage.dtype} is not served with --kv-policy.")
+
+
+def _before_queue(runtime: Runtime) -> Callable:
+    def before(scheduler: Any, req: Any, *args: Any, **options: Any) -> None:
+        """Before Scheduler._add_request_to_queue."""
+        runtime.queue(req)
+
+    return before
+
+
+def _after_reserve(runtime: Runtime) -> Callable:
+    def after(reserved: int, adder: Any, req: Any, *, extend_input_len: int | None = None) -> int:
+        """After PrefillAdder._request_slot_reserve_for_req."""
+        return reserved + runtime.reserve(adder, req, extend_input_len)
+
+    return after
+
+
+def _around_add_one(runtime: Runtime) -> Callable:
+    def around(original: Callable, adder: Any, req: Any, has_chunked_req: bool, *args: Any, **kw):
+        """Around PrefillAdder.add_one_req."""
+        if runtime.must_wait(adder, req, has_chunked_req):
+            return compat.admitted_none()
+        result = original(adder, req, has_chunked_req, *args, **kw)
+        admitted = bool(adder.can_run_list) and adder.can_run_list[-1] is req
+        if admitted and runtime.end_at_prompt(req):
+            # The rest follows as the next chunk; only one request at a time can be in chunks.
+            adder.new_chunked_req = req
+            return compat.admitted_none()
+        return result
+
+    return around
+
+
+def _around_add_chunked(runtime: Runtime) -> Callable:
+    def around(original: Callable, adder: Any, req: Any) -> Any:
+        """Around PrefillAdder.add_chunked_req; returns the request while it is not finished."""
+        if adder.rem_chunk_tokens is None:
+            # Chunked prefill is off: this is a resumed request, and its last chunk has no limit.
+            adder.rem_chunk_tokens = max(adder.rem_input_tokens, req.seqlen)
+        unfinished = original(adder, req)
+        return req if runtime.end_at_prompt(req) else unfinished
+
+    return around
+
+
+def _around_forward(runtime: Runtime) -> Callable:
+    def around(original: Callable, worker: Any, batch: Any, *args: Any, **options: Any) -> Any:
+        """Around TpModelWorker.forward_batch_generation."""
+        if batch is None:
+            return original(worker, batch, *args, **options)
+        return runtime.forward(lambda: original(worker, batch, *args, **options), batch)
+
+    return around

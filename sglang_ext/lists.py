@@ -1,0 +1,71 @@
+"""Where the entries of compressed requests lie, as the lists that paged attention reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from kvpolicy.sglang_ext.arena import Arena
+from kvpolicy.sglang_ext.store import Private
+
+
+class Lists:
+    """Entry lists of B compressed requests for one forward, built layer by layer.
+
+    A list is the entries of one (request, KV head): its private pages, then its tail, the tokens
+    since the end of the prompt, in ordinary slots. What does not depend on the layer is computed
+    once; ids are made per layer because all of them together would be a table of 1 to 3 % of the
+    entries' own memory.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        requests: Sequence[Private],
+        lengths: Sequence[int],
+        req_to_token: torch.Tensor,
+    ) -> None:
+        """
+        Args:
+            requests: B compressed requests.
+            lengths: tokens of each, prompt included, after this forward.
+            req_to_token: [rows, context] SGLang's table of ordinary slots.
+        """
+        self._arena = arena
+        device = req_to_token.device
+        pages = [arena.pages(r.slots) for r in requests]
+        sizes = torch.tensor([p.numel() for p in pages], device=device)
+        self._pages = torch.cat(pages)
+        self._counts = torch.stack([r.counts for r in requests]).to(torch.int64)  # [B, L, G]
+        first = torch.stack([r.first_page for r in requests]).to(torch.int64)
+        self._first = first + (sizes.cumsum(0) - sizes)[:, None, None]
+        rows = zip(requests, lengths, strict=True)
+        tails = [req_to_token[r.row, r.tail_start : n] for r, n in rows]
+        self._tail = torch.cat(tails).to(torch.int64)
+        self._tail_length = torch.tensor([t.numel() for t in tails], device=device)
+        self._tail_first = self._tail_length.cumsum(0) - self._tail_length
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Entry lists of one layer.
+
+        Returns:
+            indptr [B * G + 1] int64 and indices [nnz] int64, as `paged_attention` takes them.
+        """
+        arena = self._arena
+        page = groups = arena.kv_heads
+        count = self._counts[:, layer].flatten()  # [B * G]
+        length = count + self._tail_length.repeat_interleave(groups)
+        indptr = torch.zeros(length.numel() + 1, dtype=torch.int64, device=length.device)
+        torch.cumsum(length, 0, out=indptr[1:])
+        owner = torch.repeat_interleave(length)
+        place = torch.arange(owner.numel(), device=owner.device) - indptr[owner]
+
+        count = count[owner]
+        compressed = place < count
+        paged = self._first[:, layer].flatten()[owner] + place // page
+        # An empty list of pages (nothing kept) still needs an index that exists.
+        paged = paged.masked_fill(~compressed, 0).clamp(max=max(self._pages.numel() - 1, 0))
+        paged = self._pages[paged] * page + place % page if self._pages.numel() else place
+        tail = self._tail_first[owner // groups] + place - count
+        tail = self._tail[tail.masked_fill(compressed, 0)] * groups + owner % groups
+        return indptr, torch.where(compressed, paged, tail + arena.key_base(layer))

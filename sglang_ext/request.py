@@ -1,0 +1,150 @@
+"""What the plugin knows about one request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from kvpolicy.dsl.bind import Bound
+from kvpolicy.dsl.torch_program import TorchProgram
+from kvpolicy.sglang_ext.arena import Arena
+from kvpolicy.sglang_ext.options import Policy
+from kvpolicy.sglang_ext.store import Private
+
+_ATTRIBUTE = "kv_policy_state"
+_LONG = 1 << 20  # a prompt for which a bounded policy surely drops something
+
+# Why a request is served in full; the label `reason` of the metric.
+SHORT_PROMPT = "short_prompt"  # the budget holds the whole prompt
+NOTHING_DROPPED = "nothing_dropped"  # known only after scoring
+NO_SLOTS = "no_slots"  # no room for the compressed copy beside the prompt
+ONE_TOKEN = "one_token"  # nothing is decoded after the prefill
+MULTIMODAL = "multimodal"
+EMBEDDINGS = "input_embeds"  # the prompt is not tokens, so it is not in the radix cache
+SESSION = "session"  # the next turn continues from the full row
+BEAM = "beam_search"
+
+
+class Served:
+    """A policy bound to the model that is served."""
+
+    def __init__(self, policy: Policy, bound: Bound, arena: Arena) -> None:
+        self.name = policy.name
+        self.policy = policy
+        self.bound = bound
+        self.program = TorchProgram(bound)
+        self._arena = arena
+        self.most_slots = lru_cache(maxsize=4096)(self._most_slots)
+        self._bounded = bound.max_entries(_LONG) < self._everything(_LONG)
+
+    def _everything(self, prompt: int) -> int:
+        return self.bound.shape.layers * self.bound.shape.kv_heads * prompt
+
+    def _most_slots(self, prompt: int) -> int | None:
+        """Private slots that suffice for a prompt; None when the policy surely keeps all of it."""
+        entries = self.bound.max_entries(prompt)
+        if entries >= self._everything(prompt):
+            return None if self._bounded else prompt
+        slots = self._arena.most_slots(entries)
+        return slots if slots < prompt else None
+
+
+@dataclass
+class State:
+    """A request's policy and how far it has come.
+
+    Attributes:
+        served: its policy.
+        prompt: N, tokens of the prompt.
+        slots: private slots to reserve, an upper bound.
+        uncompressed: why it is served in full, or None.
+        private: its compressed copy, from the forward that ends its prompt on.
+        detached: whether its prompt has been left to the radix cache.
+        was_compressed: whether it decoded from a compressed copy before it was retracted.
+        window: per layer, queries of the observation window seen in earlier chunks.
+        seconds: time spent on scoring and compaction.
+        counted: whether metrics include it.
+    """
+
+    served: Served
+    prompt: int
+    slots: int
+    uncompressed: str | None = None
+    private: Private | None = None
+    detached: bool = False
+    was_compressed: bool = False
+    window: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    seconds: float = 0.0
+    counted: bool = False
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the request is to be compressed when its prompt ends."""
+        return self.uncompressed is None
+
+    @property
+    def queries(self) -> int:
+        """W, the last queries of the prompt that the policy observes."""
+        return self.served.bound.queries(self.prompt)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether its earlier output has to be computed again from the compressed copy."""
+        return self.wanted and self.was_compressed
+
+
+def state_of(request: Any) -> State | None:
+    """The state of an SGLang request; None when no policy applies to it."""
+    return getattr(request, _ATTRIBUTE, None)
+
+
+def is_assigned(request: Any) -> bool:
+    """Whether `assign` has seen the request; it is queued again after a retraction."""
+    return hasattr(request, _ATTRIBUTE)
+
+
+def choose(policies: Mapping[str, Served], default: str, request: Any) -> Served | None:
+    """The policy of a request: the one it names, none, or the server's default.
+
+    Raises:
+        ValueError: the name is unknown or not a string; the message is for the client.
+    """
+    custom = request.sampling_params.custom_params
+    name = custom.get("kv_policy", default) if isinstance(custom, dict) else default
+    if name == "none":
+        return None
+    if not isinstance(name, str) or name not in policies:
+        known = ", ".join(f"`{each}`" for each in (*policies, "none"))
+        shown = f"`{name}`" if isinstance(name, str) else f"{name!r}"
+        raise ValueError(f"custom_params.kv_policy is {shown}; this server has {known}")
+    return policies[name]
+
+
+def assign(request: Any, served: Served | None) -> None:
+    """Note the request's policy, and whether it can be compressed as far as known by now."""
+    state = None
+    if served is not None:
+        prompt = len(request.origin_input_ids)
+        reason = _unsuited(request)
+        slots = None if reason else served.most_slots(prompt)
+        if reason is None and slots is None:
+            reason = SHORT_PROMPT
+        state = State(served, prompt, slots or 0, uncompressed=reason)
+    setattr(request, _ATTRIBUTE, state)
+
+
+def _unsuited(request: Any) -> str | None:
+    if request.sampling_params.max_new_tokens <= 1:
+        return ONE_TOKEN
+    if request.multimodal_inputs is not None:
+        return MULTIMODAL
+    if request.input_embeds is not None or request.positional_embed_overrides is not None:
+        return EMBEDDINGS
+    if request.session is not None:
+        return SESSION
+    if request.beam_group is not None:
+        return BEAM
+    return None

@@ -1,0 +1,218 @@
+"""The life of compressed requests in one scheduler.
+
+queued     `queue` chooses the policy and decides what is known about compressing the request
+admitted   `reserve` adds the private slots to what the request needs
+batched    `allocate` takes them when the forward ends the prompt
+forward    `step` observes every layer; afterwards the kept entries are copied to private pages
+published  `published` leaves the prompt to the radix cache, unlocked: others can hit it, and it is
+           the first to be evicted when memory is short
+decoding   reads private pages and the tail; the tail grows as in stock SGLang
+retracted  `retracted`; the prompt is prefilled again, the same entries are chosen, and the output
+           so far is computed on them as one more chunk, so that decoding goes on as it would have
+freed      SGLang frees the row, the store gives back the slots
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvpolicy.sglang_ext import compat, request
+from kvpolicy.sglang_ext.arena import Arena
+from kvpolicy.sglang_ext.metrics import Metrics
+from kvpolicy.sglang_ext.options import Policy
+from kvpolicy.sglang_ext.request import Served, State, state_of
+from kvpolicy.sglang_ext.step import Step, iterate_finishing
+from kvpolicy.sglang_ext.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+class Runtime:
+    """State of the plugin in one scheduler process."""
+
+    def __init__(self, policies: Sequence[Policy]) -> None:
+        self.policies = tuple(policies)
+        self.served: dict[str, Served] = {}
+        self.metrics = Metrics(None, ())
+        self.step: Step | None = None
+        self.arena: Arena
+        self.store: Store
+
+    @property
+    def default(self) -> str:
+        """Name of the policy of requests that name none."""
+        return self.policies[0].name
+
+    # Queued and admitted.
+
+    def queue(self, req: Any) -> None:
+        """Choose the policy of a request that enters the queue; refuse an unknown name."""
+        if request.is_assigned(req):
+            return
+        served = None
+        if req.to_finish is None and not compat.is_health_check(req):
+            try:
+                served = request.choose(self.served, self.default, req)
+            except ValueError as error:
+                req.set_finish_with_abort(str(error))
+        request.assign(req, served)
+
+    def limit_prefix(self, req: Any, matched: int) -> int:
+        """Longest prefix that may be taken from the radix cache: the window is computed again."""
+        state = state_of(req)
+        if state is None or not state.wanted:
+            return matched
+        return max(min(matched, state.prompt - state.queries), 0)
+
+    def reserve(self, adder: Any, req: Any, extend: int | None) -> int:
+        """Slots beyond its tokens that a request needs when it is admitted.
+
+        Args:
+            adder: SGLang's prefill adder.
+            extend: tokens that this pass computes; None while the whole request is considered.
+        """
+        state = state_of(req)
+        if state is None or not state.wanted or state.private is not None:
+            return 0
+        slots = self.store.whole_pages(state.slots)
+        if req.kv.holds_kv:
+            # A request in chunks cannot wait: where the copy does not fit, it goes without one.
+            ends = req.prefix_len + extend >= state.prompt
+            room = adder.memory_budget.remaining_current - extend - adder.per_req_token_overhead
+            return slots if ends and slots <= room else 0
+        output = min(req.sampling_params.max_new_tokens, compat.longest_estimated_output())
+        whole = state.prompt + output + 2 * adder.per_req_token_overhead
+        if whole + slots >= self.store.dense_capacity:
+            # It would wait for ever: even an empty pool has no room for prompt and copy.
+            state.uncompressed = request.NO_SLOTS
+            return 0
+        return slots
+
+    def must_wait(self, adder: Any, req: Any, has_chunked: bool) -> bool:
+        """Whether a resumed request cannot be admitted now because another one is in chunks."""
+        state = state_of(req)
+        other = has_chunked or adder.new_chunked_req is not None
+        return state is not None and state.resumes and other
+
+    def end_at_prompt(self, req: Any) -> bool:
+        """End a resumed request's pass at its prompt; whether that cut the pass short."""
+        state = state_of(req)
+        if state is None or not state.resumes or not req.prefix_len < state.prompt < req.extend_end:
+            return False
+        req.extend_end = state.prompt
+        return True
+
+    # Batched and computed.
+
+    def allocate(self, batch: Any) -> None:
+        """Take private slots for the requests whose prompt ends in this batch."""
+        for req, state in iterate_finishing(batch):
+            if not state.wanted or state.private is not None:
+                continue
+            state.private = self.store.allocate(
+                req.kv.req_pool_idx,
+                state.served.name,
+                state.slots,
+                state.prompt,
+                lambda slots: compat.evict(batch.tree_cache, slots),
+            )
+            if state.private is None:
+                state.uncompressed = request.NO_SLOTS
+
+    def forward(self, run: Callable[[], Any], batch: Any) -> Any:
+        """Run a batch's forward with the plugin's part in it."""
+        self.step = Step(self, batch)
+        try:
+            result = run()
+            self.step.finish()
+        finally:
+            self.step = None
+        if batch.forward_mode.is_extend():
+            for req, state in iterate_finishing(batch):
+                if not state.wanted:
+                    self._served_in_full(req, state)
+        return result
+
+    def finished_prompt(self, req: Any, state: State, kept: int) -> None:
+        """Note the outcome of compressing a prompt of which `kept` entries were chosen."""
+        if state.private is None:
+            state.uncompressed = request.NOTHING_DROPPED
+            return
+        if state.counted:
+            return
+        state.counted = True
+        lists = self.arena.layers * self.arena.kv_heads
+        after = state.private.slots.numel()
+        facts = {
+            "policy": state.served.name,
+            "prompt_tokens": state.prompt,
+            "entries_before": lists * state.prompt,
+            "entries_kept": kept,
+            "kv_bytes_before": self.arena.slot_bytes * state.prompt,
+            "kv_bytes_after": self.arena.slot_bytes * after,
+            "slots_freed": state.prompt - after,
+            "compression_seconds": round(state.seconds, 6),
+        }
+        self._report(req, facts)
+        self.metrics.compressed(
+            state.served.name,
+            prompt=state.prompt,
+            kept=kept,
+            saved_bytes=facts["kv_bytes_before"] - facts["kv_bytes_after"],
+            seconds=state.seconds,
+        )
+
+    def _served_in_full(self, req: Any, state: State) -> None:
+        state.window.clear()
+        if state.counted:
+            return
+        state.counted = True
+        facts = {
+            "policy": state.served.name,
+            "prompt_tokens": state.prompt,
+            "uncompressed": state.uncompressed,
+        }
+        self._report(req, facts)
+        self.metrics.uncompressed(state.served.name, state.uncompressed)
+
+    @staticmethod
+    def _report(req: Any, facts: dict[str, Any]) -> None:
+        # SGLang puts these into the answer's meta_info, one element per output token; the
+        # tokenizer's hook makes it one value.
+        req.customized_info = {**(req.customized_info or {}), "kv_policy": [facts]}
+        logger.debug("Prompt ended. rid=%s, %s", req.rid, facts)
+
+    # Published, retracted.
+
+    def published(self, req: Any, tree: Any) -> None:
+        """Leave a compressed request's prompt to the radix cache and give up its slots."""
+        state = state_of(req)
+        if state is None or state.detached or state.private is None or not state.private.ready:
+            return
+        prompt = state.prompt // tree.page_size * tree.page_size
+        if req.kv.cache_protected_len < prompt:
+            # The cache is off, or has not taken everything: nobody else can use these slots.
+            tree.free_kv_row(req.kv, [(req.kv.cache_protected_len, prompt)])
+            req.kv.cache_protected_len = prompt
+        tree.unlock(req.lock)
+        req.lock = None
+        # What is decoded from here on was computed from chosen entries; others must not reuse it.
+        req.skip_radix_cache_insert = True
+        # The slots may be someone else's soon; a stray read must not find them.
+        tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :prompt] = 0
+        state.detached = True
+
+    def retracted(self, req: Any) -> None:
+        """Forget the compressed copy, which SGLang has freed with the request's row."""
+        state = state_of(req)
+        if state is None:
+            return
+        state.window.clear()
+        if state.detached:
+            req.skip_radix_cache_insert = False
+        if state.private is not None and state.private.ready:
+            state.was_compressed = len(req.output_ids) > 0
+        state.private = None
+        state.detached = False

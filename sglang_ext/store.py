@@ -1,0 +1,202 @@
+"""Private slots of compressed requests: who holds which, and what their pages contain.
+
+Slots come from SGLang's own allocator and are counted in its unit, so that admission, eviction,
+retraction and the leak checks see one pool:
+available + evictable + protected + session + uncached + private == total at every step.
+The store is also the pool's "aux cache": SGLang tells it when a request's row is freed or when
+everything is flushed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from kvpolicy.sglang_ext.arena import Arena
+
+
+class Allocator(Protocol):
+    """The part of SGLang's slot allocator that is used."""
+
+    page_size: int
+    size: int
+
+    def alloc(self, need_size: int) -> torch.Tensor | None: ...
+    def free(self, free_index: torch.Tensor) -> None: ...
+
+
+@dataclass
+class Private:
+    """The compressed copy of one request's prompt.
+
+    Attributes:
+        row: row of the request in SGLang's request pool.
+        policy: name of the policy.
+        slots: [S] int64.
+        counts: [L, G] int32 entries of each (layer, KV head); None until they are written.
+        first_page: [L, G] int32, index of the list's first page among the request's pages.
+        tail_start: position from which entries lie in ordinary slots; the prompt's length.
+    """
+
+    row: int
+    policy: str
+    slots: torch.Tensor
+    tail_start: int
+    counts: torch.Tensor | None = None
+    first_page: torch.Tensor | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether decode steps may read it."""
+        return self.counts is not None
+
+    @property
+    def table_bytes(self) -> int:
+        """Memory of the tables that describe it."""
+        tables = (self.slots, self.counts, self.first_page)
+        return sum(t.numel() * t.element_size() for t in tables if t is not None)
+
+
+class Store:
+    """All private slots of one scheduler."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        allocator: Allocator,
+        changed: Callable[[str, int], None] = lambda policy, slots: None,
+    ) -> None:
+        """
+        Args:
+            changed: called with a policy's name and the slots it now holds, after every change.
+        """
+        self.arena = arena
+        self.allocator = allocator
+        self._changed = changed
+        self._rows: dict[int, Private] = {}
+        self._held: dict[str, int] = {}
+
+    @property
+    def held(self) -> int:
+        """Slots held by all requests."""
+        return sum(self._held.values())
+
+    @property
+    def requests(self) -> tuple[Private, ...]:
+        """Every request that holds slots."""
+        return tuple(self._rows.values())
+
+    @property
+    def dense_capacity(self) -> int:
+        """Tokens that SGLang may schedule: the store takes nothing away in advance."""
+        return self.allocator.size
+
+    def whole_pages(self, slots: int) -> int:
+        """Rounded up to what the allocator hands out."""
+        return -(-slots // self.allocator.page_size) * self.allocator.page_size
+
+    def allocate(
+        self, row: int, policy: str, slots: int, tail_start: int, evict: Callable[[int], object]
+    ) -> Private | None:
+        """Take slots for a request, evicting from the radix cache where needed; None if too few.
+
+        Args:
+            evict: asks the radix cache to make so many slots available.
+        """
+        if row in self._rows:
+            raise RuntimeError(f"row {row} already holds private slots")
+        slots = self.whole_pages(slots)
+        evict(slots)
+        taken = self.allocator.alloc(slots)
+        if taken is None:
+            return None
+        # The allocator hands out a view of its whole free list; a copy does not keep that alive.
+        private = Private(row, policy, taken.to(torch.int32), tail_start)
+        self._rows[row] = private
+        self._count(policy, slots)
+        return private
+
+    def saves(self, private: Private, counts: torch.Tensor) -> bool:
+        """Whether so many entries [L, G] take fewer slots than the prompt does."""
+        page = self.arena.kv_heads
+        pages = int(((counts + page - 1) // page).sum())
+        return self.whole_pages(self.arena.slots_for(pages)) < private.tail_start
+
+    def fill(self, private: Private, counts: torch.Tensor) -> None:
+        """Lay out the pages for what was kept and give back the slots that are not needed.
+
+        Args:
+            counts: [L, G] entries that will be written.
+        """
+        page = self.arena.kv_heads
+        used = ((counts + page - 1) // page).flatten()
+        private.counts = counts.to(torch.int32)
+        private.first_page = (used.cumsum(0) - used).view(counts.shape).to(torch.int32)
+        slots = self.whole_pages(self.arena.slots_for(int(used.sum())))
+        surplus = private.slots[slots:]
+        if surplus.numel():
+            private.slots = private.slots[:slots].clone()
+            self.allocator.free(surplus.to(torch.int64))
+            self._count(private.policy, -surplus.numel())
+
+    def release(self, private: Private) -> None:
+        """Give back every slot of a request."""
+        if self._rows.get(private.row) is not private:
+            raise RuntimeError(f"row {private.row} does not hold these private slots")
+        del self._rows[private.row]
+        self.allocator.free(private.slots.to(torch.int64))
+        self._count(private.policy, -private.slots.numel())
+
+    def free(self, row: int) -> None:
+        """SGLang has freed a row: its request finished, was aborted or retracted."""
+        private = self._rows.get(row)
+        if private is not None:
+            self.release(private)
+
+    def clear(self) -> None:
+        """SGLang flushes everything; it empties the allocator itself next."""
+        self._rows.clear()
+        for policy, slots in list(self._held.items()):
+            self._count(policy, -slots)
+
+    def reset_allocator(self) -> None:
+        """SGLang has emptied its allocator; nothing is kept here."""
+
+    def alloc_to_lengths(self, **_: object) -> None:
+        """SGLang has lengthened rows; private slots do not grow."""
+
+    def check_integrity(self, free: torch.Tensor) -> None:
+        """Raise unless every private slot is held exactly once and none is free.
+
+        Args:
+            free: slots on the allocator's free list.
+
+        Raises:
+            RuntimeError: says which slots are wrong.
+        """
+        slots = [p.slots.to(torch.int64) for p in self._rows.values()]
+        held = torch.cat(slots) if slots else free.new_empty(0)
+        if held.numel() != self.held:
+            raise RuntimeError(f"{held.numel()} slots are listed but {self.held} are counted")
+        unique, times = held.unique(return_counts=True)
+        if (times > 1).any():
+            raise RuntimeError(f"slots held twice: {unique[times > 1][:8].tolist()}")
+        both = unique[torch.isin(unique, free)]
+        if both.numel():
+            raise RuntimeError(f"slots both private and free: {both[:8].tolist()}")
+        for private in self._rows.values():
+            self._check_tables(private)
+
+    def _check_tables(self, private: Private) -> None:
+        if private.counts is None or private.first_page is None:
+            return
+        page = self.arena.kv_heads
+        last = int((private.first_page + (private.counts + page - 1) // page).max())
+        if last > self.arena.layers * private.slots.numel():
+            raise RuntimeError(f"row {private.row}: {last} pages in {private.slots.numel()} slots")
+
+    def _count(self, policy: str, slots: int) -> None:
+        self._held[policy] = self._held.get(policy, 0) + slots
+        self._changed(policy, self._held[policy])
