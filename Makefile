@@ -1,6 +1,7 @@
 # Two commands: `make test` and `make demo`. Both set up what they need in .venv first.
 SGLANG ?= 0.5.23
 VENV := $(if $(filter 0.5.23,$(SGLANG)),.venv,.venv-$(SGLANG))
+# -P keeps the project's folder off sys.path: `kernels/` would shadow a package of that name.
 PYTHON := $(VENV)/bin/python -P
 PYTEST_ARGS ?=
 
@@ -14,7 +15,7 @@ test: setup lint
 	$(PYTHON) -m pytest $(PYTEST_ARGS)
 
 demo: setup
-	@$(PYTHON) examples/demo.py
+	@$(VENV)/bin/python examples/demo.py
 
 lint: setup
 	$(VENV)/bin/ruff check .
