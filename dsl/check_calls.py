@@ -1,0 +1,565 @@
+"""Types calls of the language's functions, by the rules that the table in functions.py names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from kvpolicy.dsl.check_expr import Context, Expansion, Typer, unit_words
+from kvpolicy.dsl.diagnostics import did_you_mean, listed
+from kvpolicy.dsl.expression import parse_expression
+from kvpolicy.dsl.functions import FUNCTIONS, HEAD, Function, Parameter
+from kvpolicy.dsl.graph import in_order
+from kvpolicy.dsl.ir import AXES, Node, When
+from kvpolicy.dsl.syntax import Argument, Axis, Call, Expr, Name
+
+Nodes = dict[str, Node]
+Exprs = dict[str, Expr]
+_ELEMENTWISE_PAIRS = {"max": "maximum", "min": "minimum"}
+_NOT_READ_AT_ONCE = frozenset(("top", "rank", "index", "pool", "past", "at"))
+
+
+def type_call(typer: Typer, call: Call, fills: bool = False) -> Node | None:
+    """The node of a call; `fills` where a `top` without a count may stand."""
+    function = FUNCTIONS.get(call.name)
+    if function is None:
+        return _unknown_function(typer, call)
+    if call.name in _ELEMENTWISE_PAIRS and call.axes is None and len(call.arguments) == 2:
+        return _pair(typer, call)
+    axes = _axes(typer, call, function)
+    exprs = bind_arguments(typer, call, function)
+    if exprs is None:
+        return None
+    nodes = _argument_nodes(typer, call, function, exprs)
+    if nodes is None or axes is None:
+        return None
+    if function.rule == "top" and "n" not in nodes and not fills:
+        message = f"`{typer.shown(call)}` has no count"
+        help = (
+            "without a count, `top` fills the budget, which it can only in `keep` and "
+            "`propagate.tokens`, in last place"
+        )
+        typer.error("arguments", message, call.span, help)
+        return None
+    if function.rule in _NOT_READ_AT_ONCE and not _reduced_at_once(typer, nodes, exprs):
+        return None
+    if function.unserved:
+        typer.scope.unserved(f"`{function.name}`")
+    return _RULES[function.rule](typer, call, function, axes, exprs, nodes)
+
+
+def _unknown_function(typer: Typer, call: Call) -> None:
+    for argument in call.arguments:
+        typer.expr(argument.value)
+    if typer.scope.knows(call.name, typer.context):
+        message = f"`{call.name}` is a value, not a function"
+        help = "write it without brackets and parentheses"
+    else:
+        message = f"unknown function `{call.name}`"
+        help = did_you_mean(call.name, FUNCTIONS) or "`kvpolicy docs` lists the functions"
+    typer.error("name", message, call.name_span, help)
+
+
+def _pair(typer: Typer, call: Call) -> Node | None:
+    """`max(a, b)` and `min(a, b)`."""
+    written = tuple(argument.value for argument in call.arguments)
+    named = [argument for argument in call.arguments if argument.name]
+    nodes = [typer.number(expr, f"`{call.name}`") for expr in written]
+    if named:
+        message = f"`{call.name}` has no argument named `{named[0].name}`"
+        typer.error("arguments", message, named[0].name_span or call.span)
+        return None
+    if any(node is None for node in nodes):
+        return None
+    return typer.combine(_ELEMENTWISE_PAIRS[call.name], call, written, nodes)
+
+
+# Axes and arguments
+
+
+def _axes(typer: Typer, call: Call, function: Function) -> tuple[str, ...] | None:
+    """The axes in brackets, `head` expanded; the default where none are written."""
+    if call.axes is None:
+        if function.axes == "optional":
+            return ("token",)
+        if function.axes == "none":
+            return ()
+        axis = "layer" if function.axes == "layer" else "query"
+        what = "the axis that it looks across" if function.axes == "layer" else "axes"
+        if function.rule == "reduction":
+            what = "the axes to remove"
+        example = f"{call.name}[{axis}](...)"
+        message = f"`{call.name}` needs {what}, as in `{example}`"
+        typer.error("arguments", message, call.name_span)
+        return None
+    if function.axes == "none":
+        span = call.axes[0].span
+        typer.error(
+            "arguments", f"`{call.name}` takes no axes", span, f"write `{function.signature}`"
+        )
+        return None
+    axes = _named_axes(typer, call.axes)
+    if axes is not None and function.axes == "layer" and axes != ("layer",):
+        message = f"`{call.name}` looks across layers only, as in `{function.signature}`"
+        typer.error("arguments", message, call.axes[0].span)
+        return None
+    return axes
+
+
+def _named_axes(typer: Typer, written: tuple[Axis, ...]) -> tuple[str, ...] | None:
+    if typer.expansion and all(axis.text == "a" for axis in written):
+        written = typer.expansion.axes
+    axes: list[str] = []
+    for axis in written:
+        names = HEAD if axis.text == "head" else (axis.text,)
+        for name in names:
+            if name != "layer" and name not in AXES:
+                known = (*AXES, "head", "layer")
+                message = f"there is no axis `{name}`"
+                help = did_you_mean(name, known) or f"the axes are {listed(known, 'and')}"
+                typer.error("axis", message, axis.span, help)
+                return None
+            if name in axes:
+                typer.error("arguments", f"axis `{name}` is named twice", axis.span)
+                return None
+            axes.append(name)
+    return tuple(axes)
+
+
+def bind_arguments(typer: Typer, call: Call, function: Function) -> Exprs | None:
+    """Which expression was given for which parameter; reports what is missing or too much."""
+    bound: Exprs = {}
+    names = [parameter.name for parameter in function.parameters]
+    for place, argument in enumerate(call.arguments):
+        problem = _argument_problem(argument, place, names, bound, function)
+        if problem:
+            span = argument.name_span or argument.value.span
+            typer.error("arguments", problem, span, f"write `{function.signature}`")
+            return None
+        bound[argument.name or names[place]] = argument.value
+    missing = [p.name for p in function.parameters if not p.optional and p.name not in bound]
+    if missing:
+        message = f"`{call.name}` needs {listed(missing, 'and')}"
+        typer.error("arguments", message, call.span, f"write `{function.signature}`")
+        return None
+    return bound
+
+
+def _argument_problem(
+    argument: Argument, place: int, names: list[str], bound: Exprs, function: Function
+) -> str | None:
+    if argument.name:
+        if argument.name not in names:
+            return f"`{function.name}` has no argument named `{argument.name}`"
+        if argument.name in bound:
+            return f"`{argument.name}` is given twice"
+        return None
+    if place >= len(names):
+        number = {0: "no arguments", 1: "one argument"}.get(len(names), f"{len(names)} arguments")
+        return f"`{function.name}` takes {number}"
+    if names[place] in bound:
+        return "an argument without a name comes after one with a name"
+    return None
+
+
+def _argument_nodes(typer: Typer, call: Call, function: Function, exprs: Exprs) -> Nodes | None:
+    """The typed arguments; None if one of them is wrong. Query sets are not values and left out."""
+    nodes: dict[str, Node | None] = {}
+    for parameter in function.parameters:
+        expr = exprs.get(parameter.name)
+        if expr is None or parameter.kind == "queries":
+            continue
+        reader = typer
+        if function.rule in ("target", "receivers") and typer.context.in_merge:
+            reader = Typer(typer.scope, Context(typer.context.phase))
+            reader.expansion = typer.expansion
+        node = reader.expr(expr)
+        if node is not None and not _fits(typer, function, parameter, expr, node):
+            node = None
+        nodes[parameter.name] = node
+    if any(node is None for node in nodes.values()):
+        return None
+    return {name: node for name, node in nodes.items() if node is not None}
+
+
+def _fits(typer: Typer, function: Function, parameter: Parameter, expr: Expr, node: Node) -> bool:
+    """Whether an argument has the kind, unit and moment that its parameter asks for."""
+    if parameter.kind == "any":
+        return True
+    kind = "truth" if parameter.kind == "truth" else "number"
+    if not typer.is_kind(node, kind, expr, f"`{function.name}`"):
+        return False
+    if parameter.unit == "tokens" and not is_token_count(
+        typer, node, expr, f"`{function.name}` takes"
+    ):
+        return False
+    if parameter.unit == "tokens" and function.name in ("recent", "sinks", "top"):
+        typer.scope.suggest_range(expr, whole=True, minimum=0)
+    if parameter.kind == "width":
+        typer.scope.suggest_range(expr, whole=True, odd=True, minimum=1)
+        return _is_static(typer, node, expr, f"the width of `{function.name}`")
+    return True
+
+
+def is_token_count(typer: Typer, node: Node, expr: Expr, what: str) -> bool:
+    """Whether a node can be a number of tokens; otherwise reports."""
+    if node.type.unit in (None, "tokens"):
+        typer.scope.suggest_unit(expr, "tokens")
+        return True
+    message = f"{what} a number of tokens; `{typer.shown(expr)}` is {unit_words(node.type.unit)}"
+    help = None
+    if node.type.unit == "ratio":
+        help = f"for example `{typer.shown(expr)} * prompt`"
+    typer.error("unit", message, expr.span, help)
+    return False
+
+
+def _is_static(typer: Typer, node: Node, expr: Expr, what: str) -> bool:
+    """Whether a node is one number known before the prefill; otherwise reports."""
+    if not node.type.axes and node.when <= When.PROMPT and not node.type.absent:
+        return True
+    message = f"{what} must be one number known before the prefill; `{typer.shown(expr)}` is not"
+    typer.error("phase", message, expr.span)
+    return False
+
+
+def _has_axes(
+    typer: Typer, axes: tuple[str, ...], node: Node, expr: Expr, span_of: Call, verb: str
+) -> bool:
+    """Whether a value has the axes that a function reads along; otherwise reports."""
+    for axis in axes:
+        if axis == "layer" or axis in node.type.axes:
+            continue
+        shape = str(node.type).partition("[")[2].partition("]")[0]
+        has = f"is [{shape}]" if shape else "has no axes"
+        message = f"`{typer.shown(expr)}` {has}; it has no axis `{axis}` to {verb}"
+        help = None
+        if axis == "token" and "dropped" in node.type.axes:
+            help = "inside `merge` the axis of the dropped entries is called `dropped`"
+        typer.error("axis", message, span_of.span, help)
+        return False
+    return True
+
+
+def _reduced_at_once(typer: Typer, nodes: Nodes, exprs: Exprs) -> bool:
+    return all(typer.scope.reduced(node, exprs[name], typer) for name, node in nodes.items())
+
+
+# Rules: one function per `rule` of the table
+
+
+def _reduction(
+    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
+) -> Node | None:
+    x = nodes["x"]
+    if function.name == "any" and not typer.is_kind(x, "truth", exprs["x"], "`any`"):
+        return None
+    if "layer" in axes and len(axes) > 1:
+        rest = ", ".join(axis for axis in axes if axis != "layer")
+        message = "`layer` is reduced on its own"
+        help = f"for example `{call.name}[layer]({call.name}[{rest}](...))`"
+        typer.error("arguments", message, call.span, help)
+        return None
+    if not _has_axes(typer, axes, x, exprs["x"], call, f"{_VERBS[function.name]} over"):
+        return None
+    unit = x.type.unit if function.unit == "first" else None
+    if function.unit == "count":
+        counted = {"layer": "layers", "token": "tokens", "query": "tokens", "dropped": "tokens"}
+        units = {counted.get(axis) for axis in axes} - {None}
+        unit = units.pop() if len(units) == 1 else None
+    kind = "truth" if function.name == "any" else "number"
+    rest_axes = tuple(axis for axis in x.type.axes if axis not in axes)
+    return typer.graph.make(
+        function.name, (x,), kind=kind, axes=rest_axes, over=in_writing(axes), unit=unit,
+        absent=False, span=typer.span(call),
+    )  # fmt: skip
+
+
+_VERBS = {
+    "sum": "sum", "mean": "average", "max": "take the maximum", "min": "take the minimum",
+    "var": "take the variance", "any": "look", "count": "count",
+}  # fmt: skip
+
+
+def in_writing(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Axes of a reduction: order does not matter, so it is made canonical."""
+    return axes if "layer" in axes else in_order(axes)
+
+
+def _top(
+    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
+) -> Node | None:
+    x = nodes["x"]
+    for axis in axes:
+        if axis != "layer" and axis not in x.type.axes:
+            what = {"kv": "heads", "group": "heads", "token": "tokens"}.get(axis, f"`{axis}`")
+            shown = typer.shown(exprs["x"])
+            message = f"`{shown}` has no axis `{axis}`, so {what} cannot compete with it"
+            typer.error("competition", message, call.span)
+            return None
+    args = (x,)
+    if "n" in nodes:
+        n = nodes["n"]
+        shared = [axis for axis in n.type.axes if axis in (*axes, "token")]
+        if shared:
+            message = f"the count varies over `{shared[0]}`, along which the values compete"
+            typer.error("axis", message, exprs["n"].span)
+            return None
+        if n.type.absent:
+            typer.scope.absent(n, exprs["n"], "the count of `top`", typer)
+            return None
+        args = (x, n)
+    return typer.graph.make(
+        "top", args, kind="truth", over=axes, absent=False, span=typer.span(call)
+    )
+
+
+def _rank(
+    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
+) -> Node | None:
+    if not _has_axes(typer, axes, nodes["x"], exprs["x"], call, "rank along"):
+        return None
+    return typer.graph.make("rank", (nodes["x"],), over=axes, span=typer.span(call))
+
+
+def _index(
+    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
+) -> Node | None:
+    if len(axes) != 1 or axes == ("layer",):
+        typer.error("arguments", "`index` counts along one axis", call.span)
+        return None
+    if not _has_axes(typer, axes, nodes["x"], exprs["x"], call, "count along"):
+        return None
+    return typer.graph.make(
+        "index", (nodes["x"],), axes=axes, over=axes, absent=False, span=typer.span(call)
+    )
+
+
+def _pool(
+    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
+) -> Node | None:
+    x, width = nodes["x"], nodes["width"]
+    if not _has_axes(typer, ("token",), x, exprs["x"], call, "pool along"):
+        return None
+    typer.scope.width(width, exprs["width"], typer)
+    return typer.graph.make(
+        function.name, (x, width), axes=x.type.axes, unit=x.type.unit, span=typer.span(call)
+    )
+
+
+def _attention(
+    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
+) -> Node | None:
+    written = exprs["queries"]
+    args: tuple[Node, ...] = ()
+    if isinstance(written, Name) and written.text in ("all", "new"):
+        value = written.text
+    elif isinstance(written, Call) and written.name == "recent":
+        value = "recent"
+        bound = bind_arguments(typer, written, FUNCTIONS["recent"])
+        if bound is None:
+            return None
+        count = typer.number(bound["n"], "`recent`")
+        if count is None or not is_token_count(typer, count, bound["n"], "`recent` takes"):
+            return None
+        if not _is_static(typer, count, bound["n"], "the number of queries"):
+            return None
+        typer.scope.suggest_range(bound["n"], whole=True, minimum=1)
+        args = (count,)
+    else:
+        message = f"`{call.name}` takes `recent(n)`, `all` or `new`, not `{typer.shown(written)}`"
+        typer.error("query-set", message, written.span)
+        return None
+    return _attention_node(typer, call, value, args, written)
+
+
+def _attention_node(
+    typer: Typer, call: Call, value: str, args: tuple[Node, ...], written: Expr
+) -> Node | None:
+    phase = typer.context.phase
+    if phase == "static":
+        typer.error("phase", f"`{call.name}` is not known before the prefill", call.span)
+        return None
+    if phase == "decode" and value == "all":
+        message = f"`{call.name}(all)` in decode: only recent queries exist"
+        typer.error("phase", message, call.span, "use `new` or a state")
+        return None
+    if phase == "prefill" and value != "recent":
+        typer.scope.unserved(f"`{call.name}({value})` in the prefill")
+    axes = ("query", "token") if call.name == "distance" else ("kv", "group", "query", "token")
+    node = typer.graph.make(
+        call.name, args, axes=axes, unit="tokens" if call.name == "distance" else None,
+        absent=True, value=value, when=typer.context.base, span=typer.span(call),
+    )  # fmt: skip
+    if phase == "prefill" and value != "recent":
+        typer.scope.whole_maps.add(id(node))
+    return typer.at_dropped(node)
+
+
+def _past(
+    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
+) -> Node | None:
+    x, n = nodes["x"], nodes["n"]
+    if "past" in x.type.axes:
+        typer.error("axis", f"`{typer.shown(exprs['x'])}` has the axis `past` already", call.span)
+        return None
+    if not _is_static(typer, n, exprs["n"], "the number of layers"):
+        return None
+    if n.type.unit in ("tokens", "ratio"):
+        message = f"`past` takes a number of layers; `{typer.shown(exprs['n'])}` is "
+        typer.error("unit", message + unit_words(n.type.unit), exprs["n"].span)
+        return None
+    typer.scope.suggest_unit(exprs["n"], "layers")
+    typer.scope.suggest_range(exprs["n"], whole=True, minimum=1)
+    return typer.graph.make(
+        "past", (x, n), kind=x.type.kind, axes=("past", *x.type.axes), unit=x.type.unit,
+        absent=True, span=typer.span(call),
+    )  # fmt: skip
+
+
+def _at(
+    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
+) -> Node | None:
+    layer, x = nodes["layer"], nodes["x"]
+    if layer.type.axes:
+        message = f"`{typer.shown(exprs['layer'])}` is not one number for the layer"
+        typer.error("axis", message, exprs["layer"].span)
+        return None
+    if layer.type.unit in ("tokens", "ratio"):
+        message = f"`at` takes a layer; `{typer.shown(exprs['layer'])}` is "
+        typer.error("unit", message + unit_words(layer.type.unit), exprs["layer"].span)
+        return None
+    typer.scope.suggest_unit(exprs["layer"], "layers")
+    return typer.graph.make(
+        "at", (layer, x), kind=x.type.kind, axes=x.type.axes, unit=x.type.unit, absent=True,
+        span=typer.span(call),
+    )  # fmt: skip
+
+
+def _across(
+    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
+) -> Node | None:
+    """`split` and `cluster`: one number per layer."""
+    for name, node in nodes.items():
+        shown = typer.shown(exprs[name])
+        if node.type.axes:
+            shape = str(node.type).partition("[")[2].partition("]")[0]
+            message = f"`{call.name}` takes one number per layer; `{shown}` is [{shape}]"
+            typer.error("axis", message, exprs[name].span, f"reduce it, as in `sum[{shape}](...)`")
+            return None
+        if node.type.absent:
+            typer.scope.absent(node, exprs[name], f"`{name}` of `{call.name}`", typer)
+            return None
+    if function.rule == "cluster" and not _is_static(typer, nodes["k"], exprs["k"], "`k`"):
+        return None
+    order = [nodes[p.name] for p in function.parameters if p.name in nodes]
+    unit = "tokens" if function.name == "split" else None
+    return typer.graph.make(
+        function.name, tuple(order), over=("layer",), unit=unit, span=typer.span(call)
+    )
+
+
+def _uniform(
+    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
+) -> Node | None:
+    if typer.context.phase == "static":
+        typer.error("phase", "`uniform` is not known before the prefill", call.span)
+        return None
+    if not _is_static(typer, nodes["seed"], exprs["seed"], "the seed"):
+        return None
+    node = typer.graph.make(
+        "uniform", (nodes["seed"],), axes=("kv", "token"), when=typer.context.base,
+        span=typer.span(call),
+    )  # fmt: skip
+    return typer.at_dropped(node)
+
+
+def _receivers(
+    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
+) -> Node | None:
+    if not typer.receivers:
+        typer.error("merge", f"`{call.name}` stands only in `merge.into`", call.span)
+        return None
+    node = nodes["x" if call.name == "nearest" else "n"]
+    if call.name == "next" and not _is_static(typer, node, exprs["n"], "the number of receivers"):
+        return None
+    if call.name == "nearest" and node.type.axes != ("kv", "token", "dim"):
+        message = "`nearest` compares vectors per KV head and token, such as `key`"
+        typer.error("axis", message, exprs["x"].span)
+        return None
+    return typer.graph.make(
+        call.name, (node,), kind="truth", axes=("kv", "token", "dropped"), absent=False,
+        span=typer.span(call),
+    )  # fmt: skip
+
+
+def _target(
+    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
+) -> Node | None:
+    if not typer.context.in_merge:
+        typer.error("merge", "`target` means something only inside `merge`", call.span)
+        return None
+    x = nodes["x"]
+    if not _has_axes(typer, ("token",), x, exprs["x"], call, "read at the receivers"):
+        return None
+    axes = in_order(("kv", "dropped", *(axis for axis in x.type.axes if axis != "token")))
+    return typer.graph.make(
+        "target", (x,), axes=axes, unit=x.type.unit, absent=False, span=typer.span(call)
+    )
+
+
+def _elementwise(
+    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
+) -> Node | None:
+    x = nodes["x"]
+    unit = x.type.unit if function.unit == "first" else None
+    return typer.graph.make(function.name, (x,), unit=unit, span=typer.span(call))
+
+
+def _derived(
+    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
+) -> Node | None:
+    if function.axes == "required":
+        for name in nodes.keys() & {"x", "y"}:
+            if not _has_axes(
+                typer, axes, nodes[name], exprs[name], call, f"take `{call.name}` over"
+            ):
+                return None
+    inner = Typer(typer.scope, typer.context)
+    outer = typer.expansion
+    inner.expansion = Expansion(
+        outer.name if outer else typer.shown(call),
+        typer.span(call),
+        nodes,
+        tuple(Axis(call.span, axis) for axis in axes),
+    )
+    node = inner.expr(_body(function))
+    if node is None:
+        return None
+    return typer.graph.relabel(node, origin=function.name, span=typer.span(call))
+
+
+@cache
+def _body(function: Function) -> Expr:
+    assert function.body is not None
+    return parse_expression(function.body, lambda offset: offset)
+
+
+Rule = Callable[[Typer, Call, Function, tuple[str, ...], Exprs, Nodes], Node | None]
+_RULES: dict[str, Rule] = {
+    "reduction": _reduction,
+    "top": _top,
+    "rank": _rank,
+    "index": _index,
+    "pool": _pool,
+    "attention": _attention,
+    "past": _past,
+    "at": _at,
+    "split": _across,
+    "cluster": _across,
+    "uniform": _uniform,
+    "receivers": _receivers,
+    "target": _target,
+    "elementwise": _elementwise,
+    "derived": _derived,
+}

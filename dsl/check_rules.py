@@ -1,0 +1,336 @@
+"""Types the sections of a policy: rules of the prefill and of decode, propagation, merge, share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvpolicy.dsl.check_calls import is_token_count
+from kvpolicy.dsl.check_expr import Context, Typer
+from kvpolicy.dsl.check_selection import type_selection
+from kvpolicy.dsl.ir import Merge, Node, Propagate, Rules, Share, State, When
+from kvpolicy.dsl.parse import Block, Item
+from kvpolicy.dsl.scope import Definition, Scope
+from kvpolicy.dsl.syntax import Call, Expr
+
+
+def shape_of(node: Node) -> str:
+    """The axes of a node as they are written, `[head, token]`."""
+    return f"[{str(node.type).partition('[')[2].partition(']')[0]}]"
+
+
+class RulesChecker:
+    """Types one phase's rules."""
+
+    def __init__(self, scope: Scope, phase: str) -> None:
+        self.scope = scope
+        self.phase = phase
+        self.context = Context(phase)
+        self.block = scope.file
+        decode = scope.file.get("decode")
+        self.own = (
+            decode if phase == "decode" and isinstance(decode, Block) else Block(scope.file.span)
+        )
+
+    def item(self, name: str) -> Item | None:
+        """A rule's item: decode's own, or the file's."""
+        return self.own.items.get(name) or self.block.items.get(name)
+
+    def rules(self) -> Rules:
+        """The rules of this phase; what is wrong is None."""
+        return Rules(
+            score=self.score(),
+            budget=self.budget(),
+            keep=self.keep(),
+            merge=self.merge(),
+            states=self.states(),
+            lets={},
+            when=self.when(),
+        )
+
+    def score(self) -> Node | None:
+        item = self.item("score")
+        node = self.scope.section("score", self.phase)
+        if node is None or item is None:
+            return None
+        typer = Typer(self.scope, self.context)
+        if not typer.is_kind(node, "number", item.value, "`score`"):
+            return None
+        extra = [axis for axis in node.type.axes if axis not in ("kv", "token")]
+        if "token" not in node.type.axes:
+            message = f"score is {shape_of(node)}; it needs one number per token"
+            if not node.type.axes:
+                message = "score is one number for the layer; it needs one per token"
+            typer.error("score-axes", message, item.span)
+            return None
+        if extra:
+            message = f"score is {shape_of(node)}; only `kv` and `token` may be left"
+            help = f"reduce `{extra[0]}`, for example with `sum[{extra[0]}](...)`"
+            typer.error("score-axes", message, item.span, help)
+            return None
+        return node
+
+    def budget(self) -> Node | None:
+        item, home = self.scope.section_item("budget", self.phase)
+        if self.phase == "decode" and "budget" not in self.own:
+            return None  # the prefill's numbers stay in force
+        node = self.scope.section("budget", self.phase)
+        if node is None or item is None:
+            return None
+        return check_count(Typer(self.scope, home), node, item, "budget")
+
+    def keep(self) -> Node | None:
+        item = self.item("keep")
+        if item is None or not isinstance(item.value, Expr):
+            return None
+        typer = Typer(self.scope, self.context)
+        has_budget = self.scope.section_item("budget", self.phase)[0] is not None
+        node = type_selection(typer, item.value, item.path, has_budget)
+        return check_set(typer, node, item, "keep", ("kv", "token"))
+
+    def states(self) -> dict[str, State]:
+        sections = ("", "decode") if self.phase == "decode" else ("",)
+        return dict(self._states(sections))
+
+    def _states(self, sections: tuple[str, ...]) -> Iterator[tuple[str, State]]:
+        for section in sections:
+            for definition in self.scope.definitions[section].values():
+                if definition.kind != "state":
+                    continue
+                state = self.scope.state(definition, self.phase)
+                if state is not None:
+                    yield definition.name, state
+
+    def when(self) -> Node | None:
+        item = self.own.items.get("when")
+        if item is None or not isinstance(item.value, Expr):
+            return None
+        typer = Typer(self.scope, self.context)
+        node = typer.truth(item.value, "`when`")
+        if node is None:
+            return None
+        culprit = next((n for n in node.walk() if not _known_to_host(n)), None)
+        if culprit is not None:
+            shown = culprit.name or culprit.value or culprit.op
+            message = f"`decode.when` may use `generated`, `prompt` and parameters, not `{shown}`"
+            typer.error("host", message, item.span, "the host decides at which steps entries leave")
+            return None
+        return check_present(typer, node, item, "`decode.when`")
+
+    def merge(self) -> Merge | None:
+        item = self.item("merge")
+        if item is None or not isinstance(item.value, Block):
+            return None
+        self.scope.unserved("`merge`")
+        if self.item("keep") is None:
+            message = "`merge` without `keep`: nothing is dropped"
+            self.scope.error("merge", message, item.key)
+            return None
+        section = item.path
+        block: Block = item.value
+        into = self._into(block)
+        parts = {name: self._part(block, name, section) for name in _MERGE_PARTS}
+        states = dict(self._states((section,)))
+        if into is None:
+            return None
+        return Merge(into, **parts, apply=_applied(block), states=states)
+
+    def _into(self, block: Block) -> Node | None:
+        item = block.items.get("into")
+        if item is None or not isinstance(item.value, Expr):
+            return None
+        if not isinstance(item.value, Call) or item.value.name not in ("nearest", "next"):
+            message = "`merge.into` is `nearest(x)` or `next(n)`"
+            self.scope.error("merge", message, item.span)
+            return None
+        typer = Typer(self.scope, self.context)
+        typer.receivers = True
+        return typer.expr(item.value)
+
+    def _part(self, block: Block, name: str, section: str) -> Node | None:
+        item = block.items.get(name)
+        if item is None or not isinstance(item.value, Expr):
+            return None
+        typer = Typer(self.scope, Context(self.phase, section))
+        what = f"`{item.path}`"
+        node = (typer.truth if name == "accept" else typer.number)(item.value, what)
+        allowed = ("kv", "token") if name == "divide" else ("kv", "dropped")
+        if node is None or not check_axes(typer, node, item, allowed):
+            return None
+        return check_present(typer, node, item, what)
+
+
+_MERGE_PARTS = ("accept", "weight", "own", "divide")
+
+
+def _applied(block: Block) -> tuple[str, ...]:
+    chosen = tuple(item.value for item in block.get("apply") or () if item.value)
+    return chosen or ("key", "value")
+
+
+def _known_to_host(node: Node) -> bool:
+    if node.op == "size":
+        return node.value != "cached" and node.value != "layer"
+    return node.op in _HOST_OPERATIONS and not node.type.axes
+
+
+_HOST_OPERATIONS = frozenset(
+    "number truth param add subtract multiply divide floor_divide modulo power negate abs exp log"
+    " sqrt cos sin acos floor ceil round minimum maximum less less_equal greater greater_equal"
+    " equal not_equal and or not mask choose".split()
+)
+
+
+# What every deciding value must satisfy
+
+
+def check_axes(typer: Typer, node: Node, item: Item, allowed: tuple[str, ...]) -> bool:
+    """Whether a value has no axes but those allowed; otherwise reports."""
+    extra = [axis for axis in node.type.axes if axis not in allowed]
+    if not extra:
+        return True
+    only = " and ".join(f"`{axis}`" for axis in allowed) or "none"
+    message = f"`{item.path}` is {shape_of(node)}; it may have the axes {only}"
+    if not allowed:
+        message = f"`{item.path}` is {shape_of(node)}; one value for the layer is needed"
+    verb = "any" if node.type.kind == "truth" else "sum"
+    help = f"reduce `{extra[0]}`, for example with `{verb}[{extra[0]}](...)`"
+    typer.error("axis", message, item.span, help)
+    return False
+
+
+def check_present(typer: Typer, node: Node, item: Item, what: str) -> Node | None:
+    """The node if its value can never be absent; otherwise reports."""
+    if node.type.absent:
+        typer.scope.absent(node, item.value, what, typer)
+        return None
+    return node
+
+
+def check_count(typer: Typer, node: Node, item: Item, name: str) -> Node | None:
+    """A number of tokens per KV head at most."""
+    if not typer.is_kind(node, "number", item.value, f"`{item.path}`"):
+        return None
+    if node.type.unit not in (None, "tokens"):
+        shown = typer.shown(item.value)
+        words = {"ratio": "a ratio", "layers": "a number of layers"}[node.type.unit]
+        message = f"{name} is {words}; a number of tokens is needed"
+        help = f"for example `{shown} * prompt`" if node.type.unit == "ratio" else None
+        typer.error("unit", message, item.span, help)
+        return None
+    is_token_count(typer, node, item.value, name)
+    if not check_axes(typer, node, item, ("kv",)):
+        return None
+    return check_present(typer, node, item, f"`{item.path}`")
+
+
+def check_set(
+    typer: Typer, node: Node | None, item: Item, name: str, allowed: tuple[str, ...]
+) -> Node | None:
+    """A token set that decides."""
+    if node is None or not typer.is_set(node, item.value, f"`{name}`"):
+        return None
+    if not check_axes(typer, node, item, allowed):
+        return None
+    return check_present(typer, node, item, f"`{item.path}`")
+
+
+# Propagation, sharing, reading
+
+
+def propagate(scope: Scope) -> Propagate | None:
+    """The section `propagate`."""
+    block = scope.file.get("propagate")
+    if not isinstance(block, Block):
+        return None
+    scope.unserved("`propagate`")
+    item = scope.file.items["propagate"]
+    if ("first" in block) == ("every" in block):
+        message = "say `first` (one layer) or `every` (each such layer)"
+        message += ", not both" if "first" in block else ""
+        scope.error("once", message, item.key)
+    if "restart" in block and "every" in block:
+        scope.error(
+            "once", "`restart` goes with `first`, not with `every`", block.items["restart"].key
+        )
+    parts = {
+        name: _propagate_part(scope, block, name)
+        for name in ("tokens", "first", "every", "budget", "restart")
+    }
+    if parts["tokens"] is None:
+        return None
+    return Propagate(**parts)
+
+
+def _propagate_part(scope: Scope, block: Block, name: str) -> Node | None:
+    item = block.items.get(name)
+    if item is None or not isinstance(item.value, Expr):
+        return None
+    if name == "restart":
+        typer = Typer(scope, Context("static"))
+    else:
+        typer = Typer(scope, Context("prefill", "propagate"))
+    if name == "tokens":
+        node = type_selection(typer, item.value, item.path, "budget" in block)
+        node = check_set(typer, node, item, "propagate.tokens", ("token",))
+    elif name == "budget":
+        node = typer.number(item.value, "`propagate.budget`")
+        node = check_count(typer, node, item, "propagate.budget") if node else None
+    else:
+        node = typer.truth(item.value, f"`{item.path}`")
+        node = node if node and check_axes(typer, node, item, ()) else None
+        node = check_present(typer, node, item, f"`{item.path}`") if node else None
+    if node is not None and node.when >= When.END:
+        _report_later_layer(scope, node, item)
+        return None
+    return node
+
+
+def _report_later_layer(scope: Scope, node: Node, item: Item) -> None:
+    across = next(n for n in node.walk() if "layer" in n.axes and n.when >= When.END)
+    shown = scope.shown(across.span) if across.span else across.op
+    message = f"`{item.path}` needs every layer through `{shown}`, but acts at its own"
+    scope.error("later-layer", message, item.span, "`past` and `at` look at the layers before")
+
+
+def share(scope: Scope) -> Share | None:
+    """The section `share`."""
+    block = scope.file.get("share")
+    if not isinstance(block, Block):
+        return None
+    scope.unserved("`share`")
+    nodes: dict[str, Node | None] = {}
+    for name in ("when", "direction", "except"):
+        item = block.items.get(name)
+        if item is None or not isinstance(item.value, Expr):
+            nodes[name] = None
+            continue
+        context = Context("static") if name == "when" else Context("prefill", "share")
+        typer = Typer(scope, context)
+        read = typer.number if name == "direction" else typer.truth
+        node = read(item.value, f"`{item.path}`")
+        allowed = {"when": (), "direction": ("kv", "token", "dim"), "except": ("kv", "token")}
+        if node is not None and not check_axes(typer, node, item, allowed[name]):
+            node = None
+        nodes[name] = check_present(typer, node, item, f"`{item.path}`") if node else None
+    if nodes["when"] is None or nodes["direction"] is None:
+        return None
+    return Share(nodes["when"], nodes["direction"], nodes["except"], _applied(block))
+
+
+def read(scope: Scope) -> Node | None:
+    """The section `read`."""
+    item = scope.file.items.get("read")
+    if item is None or not isinstance(item.value, Expr):
+        return None
+    scope.unserved("`read`")
+    typer = Typer(scope, Context("decode"))
+    node = typer.expr(item.value)
+    return check_set(typer, node, item, "read", ("kv", "token"))
+
+
+def unused(scope: Scope) -> Iterator[Definition]:
+    """Definitions that nothing uses."""
+    for section, names in scope.definitions.items():
+        for name, definition in names.items():
+            if (section, name) not in scope.used:
+                yield definition

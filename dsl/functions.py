@@ -1,0 +1,455 @@
+"""The table of the language's own names and functions.
+
+The checker types calls by this table, the function reference is generated from it, and derived
+functions are defined in it, in the language itself, so that they have no meaning of their own.
+
+Letters in costs: N cached tokens, w queries, D head size, P dropped entries, C kept entries,
+L layers; per layer and KV head unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HEAD = ("kv", "group")  # `head` is shorthand for this pair
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """An argument of a function. `kind`: number, truth, any, set, queries or width."""
+
+    name: str
+    kind: str = "number"
+    optional: bool = False
+    unit: str | None = None  # "tokens": a ratio or layers are refused
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of the language.
+
+    `rule` names how the checker types it; "derived" functions have a `body`. `axes` says whether
+    brackets are "none", "required", "optional" (default `token`) or "layer" (exactly `[layer]`).
+    `unit` is the result's: "same" (arguments agree), "first", "none", "tokens".
+    """
+
+    name: str
+    rule: str
+    parameters: tuple[Parameter, ...]
+    meaning: str
+    cost: str = "O(size)"
+    axes: str = "none"
+    unit: str = "none"
+    result: str = ""  # type as shown in the reference
+    body: str | None = None
+    group: str = ""
+    unserved: bool = False  # this step's runtime does not serve it
+
+    @property
+    def signature(self) -> str:
+        """As shown in messages and in the reference: `top[a](x, n)`."""
+        arguments = ", ".join(f"{p.name}?" if p.optional else p.name for p in self.parameters)
+        brackets = {"required": "[a]", "optional": "[a]", "layer": "[layer]"}.get(self.axes, "")
+        return f"{self.name}{brackets}({arguments})"
+
+
+@dataclass(frozen=True)
+class Builtin:
+    """A name of the language.
+
+    `where` says in which phases it exists: "always", "prompt" (from the prompt's arrival),
+    "tensors" (prefill and decode), "prefill", "decode", "merge" or "share".
+    """
+
+    name: str
+    op: str
+    axes: tuple[str, ...]
+    unit: str | None
+    where: str
+    meaning: str
+    kind: str = "number"
+    unserved: bool = False
+
+
+def _numbers(*names: str) -> tuple[Parameter, ...]:
+    return tuple(Parameter(name) for name in names)
+
+
+BUILTINS: dict[str, Builtin] = {
+    b.name: b
+    for b in (
+        Builtin("true", "truth", (), None, "always", "the condition that always holds", "truth"),
+        Builtin("false", "truth", (), None, "always", "the condition that never holds", "truth"),
+        Builtin("pi", "size", (), None, "always", "3.14159..., a float64"),
+        Builtin("layers", "size", (), "layers", "always", "number of layers"),
+        Builtin("layer", "size", (), "layers", "always", "this layer, counted from 0"),
+        Builtin("heads", "size", (), None, "always", "query heads per layer"),
+        Builtin("kv_heads", "size", (), None, "always", "KV heads per layer"),
+        Builtin("prompt", "size", (), "tokens", "prompt", "tokens of the prompt"),
+        Builtin("length", "size", (), "tokens", "prefill", "tokens that reach this layer"),
+        Builtin("generated", "size", (), "tokens", "decode", "decode steps, this one included"),
+        Builtin(
+            "cached",
+            "size",
+            ("kv",),
+            "tokens",
+            "decode",
+            "entries of each KV head, the new one included",
+        ),
+        Builtin(
+            "position",
+            "position",
+            ("token",),
+            "tokens",
+            "tensors",
+            "original position, counted from 0",
+        ),
+        Builtin("all", "all", ("token",), None, "tensors", "every candidate", "truth"),
+        Builtin(
+            "new",
+            "new",
+            ("token",),
+            None,
+            "tensors",
+            "the tokens of this step: the whole prompt in prefill, one token in decode",
+            "truth",
+        ),
+        Builtin(
+            "key",
+            "key",
+            ("kv", "token", "dim"),
+            None,
+            "tensors",
+            "cached keys, after RoPE at their original positions",
+        ),
+        Builtin("value", "value", ("kv", "token", "dim"), None, "tensors", "cached values"),
+        Builtin(
+            "hidden_in",
+            "hidden_in",
+            ("token", "channel"),
+            None,
+            "prefill",
+            "residual stream that enters the layer",
+            unserved=True,
+        ),
+        Builtin(
+            "hidden_mid",
+            "hidden_mid",
+            ("token", "channel"),
+            None,
+            "prefill",
+            "residual stream after attention, before the MLP",
+            unserved=True,
+        ),
+        Builtin(
+            "mass",
+            "special",
+            ("kv", "token"),
+            None,
+            "merge",
+            "own weight plus the weights of the entries merged into a receiver",
+        ),
+        Builtin(
+            "members",
+            "special",
+            ("kv", "token"),
+            None,
+            "merge",
+            "1 plus the number of entries merged into a receiver",
+        ),
+        Builtin(
+            "own", "special", ("kv", "token", "dim"), None, "share", "key or value of this layer"
+        ),
+        Builtin(
+            "below",
+            "special",
+            ("kv", "token", "dim"),
+            None,
+            "share",
+            "key or value of the layer below",
+        ),
+    )
+}
+
+
+def _reduction(name: str, meaning: str, unit: str = "first", kind: str = "number") -> Function:
+    return Function(
+        name,
+        "reduction",
+        (Parameter("x", kind),),
+        meaning,
+        axes="required",
+        unit=unit,
+        result="x without a",
+        group="Reductions",
+    )
+
+
+def _elementwise(name: str, meaning: str, unit: str = "none") -> Function:
+    return Function(
+        name, "elementwise", _numbers("x"), meaning, unit=unit, group="Elementwise", result="as x"
+    )
+
+
+def _derived(name: str, parameters: str, axes: str, meaning: str, body: str) -> Function:
+    return Function(
+        name,
+        "derived",
+        _numbers(*parameters.split()),
+        meaning,
+        axes=axes,
+        body=body,
+        group="Derived",
+        cost="as its definition",
+    )
+
+
+_QUERIES = (Parameter("queries", "queries"),)
+_COUNT = Parameter("n", unit="tokens")
+
+FUNCTIONS: dict[str, Function] = {
+    f.name: f
+    for f in (
+        Function(
+            "attn",
+            "attention",
+            _QUERIES,
+            "softmax over all candidates of q.k / sqrt(D), causal, in float32; absent where the token comes after the query",
+            "O(w N D); `all` and, in prefill, `new`: O(N^2 D)",
+            result="number[head, query, token]",
+            group="Attention",
+        ),
+        Function(
+            "logits",
+            "attention",
+            _QUERIES,
+            "the same before the softmax",
+            "O(w N D)",
+            result="number[head, query, token]",
+            group="Attention",
+            unserved=True,
+        ),
+        Function(
+            "distance",
+            "attention",
+            _QUERIES,
+            "position of the query minus position of the token; absent where negative",
+            "O(w N)",
+            result="number[query, token] tokens",
+            group="Attention",
+        ),
+        _reduction("sum", "sum of the present values; 0 of none"),
+        _reduction("mean", "mean of the present values; 0 of none"),
+        _reduction(
+            "max", "largest present value; -inf of none. `max(a, b)`, without axes, is elementwise"
+        ),
+        _reduction(
+            "min", "smallest present value; inf of none. `min(a, b)`, without axes, is elementwise"
+        ),
+        _reduction("var", "variance, divided by the number of present values; 0 of none", "none"),
+        _reduction("any", "whether it is true anywhere", "none", "truth"),
+        _reduction("count", "how many are true or, of numbers, present", "count", "any"),
+        Function(
+            "top",
+            "top",
+            (Parameter("x"), Parameter("n", optional=True, unit="tokens")),
+            "the n highest present values among those that compete along a; equal values in the order of the axes as written, lower index first. Without n, in last place of `keep` and `propagate.tokens`: as many as the budget still misses",
+            "select",
+            axes="optional",
+            result="truth, axes of x",
+            group="Order and selection",
+        ),
+        Function(
+            "rank",
+            "rank",
+            _numbers("x"),
+            "1 for the highest along a, ties by index; absent stays absent",
+            "sort",
+            axes="optional",
+            result="as x",
+            group="Order and selection",
+        ),
+        Function(
+            "index",
+            "index",
+            _numbers("x"),
+            "0, 1, ... along axis a of x",
+            axes="required",
+            result="number[a]",
+            group="Order and selection",
+        ),
+        Function(
+            "avgpool",
+            "pool",
+            (Parameter("x"), Parameter("width", "width")),
+            "sum of the present neighbours along `token`, divided by the width; centred, stride 1, odd width; absent stays absent",
+            unit="first",
+            result="as x",
+            group="Along tokens",
+        ),
+        Function(
+            "maxpool",
+            "pool",
+            (Parameter("x"), Parameter("width", "width")),
+            "largest present neighbour along `token`; centred, stride 1, odd width; absent stays absent",
+            unit="first",
+            result="as x",
+            group="Along tokens",
+        ),
+        Function(
+            "past",
+            "past",
+            (Parameter("x", "any"), Parameter("n")),
+            "x at this layer and the n - 1 before it; absent below layer 0",
+            "n times the size kept",
+            unit="first",
+            result="[past] and the axes of x",
+            group="Across layers",
+        ),
+        Function(
+            "at",
+            "at",
+            (Parameter("layer"), Parameter("x", "any")),
+            "x at that layer; absent where that layer is deeper than this one, or does not exist",
+            "size kept",
+            unit="first",
+            result="as x",
+            group="Across layers",
+        ),
+        Function(
+            "split",
+            "split",
+            (
+                Parameter("total", unit="tokens"),
+                Parameter("weight"),
+                Parameter("max", optional=True, unit="tokens"),
+            ),
+            "whole numbers for the layers that add up to floor(total), in proportion to the weights; no layer gets more than max",
+            "O(L log L)",
+            axes="layer",
+            result="number tokens",
+            group="Across layers",
+        ),
+        Function(
+            "cluster",
+            "cluster",
+            (Parameter("x"), Parameter("k")),
+            "optimal k-means of one number per layer; the label of this layer, 0 for the lowest mean",
+            "O(k L^2)",
+            axes="layer",
+            result="number",
+            group="Across layers",
+        ),
+        Function(
+            "uniform",
+            "uniform",
+            (Parameter("seed"),),
+            "pseudo-random number in [0, 1) per KV head and entry, from a hash of seed, layer, head, position and decode step; the same on every device",
+            result="number[kv, token]",
+            group="Other",
+        ),
+        Function(
+            "nearest",
+            "receivers",
+            _numbers("x"),
+            "receivers of a dropped entry: the kept entry of the same KV head with the highest cosine of x; ties to the lower position",
+            "O(P C D)",
+            group="Merging",
+        ),
+        Function(
+            "next",
+            "receivers",
+            (Parameter("n"),),
+            "receivers of a dropped entry: the n kept entries of the same KV head that follow it",
+            "O(P n)",
+            group="Merging",
+        ),
+        Function(
+            "target",
+            "target",
+            _numbers("x"),
+            "mean of x over the receivers of each dropped entry",
+            "O(P size)",
+            unit="first",
+            group="Merging",
+            result="as x, per dropped entry",
+        ),
+        _elementwise("abs", "absolute value", "first"),
+        _elementwise("exp", "e to the power x"),
+        _elementwise("log", "natural logarithm"),
+        _elementwise("sqrt", "square root; of a negative number 0"),
+        _elementwise("cos", "cosine"),
+        _elementwise("sin", "sine"),
+        _elementwise("acos", "arc cosine"),
+        _elementwise("floor", "largest whole number not above x", "first"),
+        _elementwise("ceil", "smallest whole number not below x", "first"),
+        _elementwise("round", "nearest whole number, halves to even", "first"),
+        _derived("recent", "n", "none", "the last n candidates", "top(position, n)"),
+        _derived("sinks", "n", "none", "the first n candidates", "top(-position, n)"),
+        _derived("norm1", "x", "required", "sum of absolute values", "sum[a](abs(x))"),
+        _derived("norm2", "x", "required", "Euclidean length", "sqrt(sum[a](x ^ 2))"),
+        _derived("normalize", "x", "required", "x divided by its sum", "x / sum[a](x)"),
+        _derived(
+            "softmax",
+            "x",
+            "required",
+            "exponentials that add up to 1",
+            "normalize[a](exp(x - max[a](x)))",
+        ),
+        _derived(
+            "minmax",
+            "x",
+            "required",
+            "x moved and scaled to 0 to 1",
+            "(x - min[a](x)) / (max[a](x) - min[a](x))",
+        ),
+        _derived(
+            "entropy",
+            "x",
+            "required",
+            "entropy of x seen as a distribution",
+            "-sum[a](normalize[a](x) * log(normalize[a](x)))",
+        ),
+        _derived(
+            "cosine",
+            "x y",
+            "required",
+            "cosine of the angle between x and y",
+            "sum[a](x * y) / (norm2[a](x) * norm2[a](y))",
+        ),
+        _derived(
+            "clamp",
+            "x low high",
+            "none",
+            "x, not below low and not above high",
+            "min(max(x, low), high)",
+        ),
+        _derived("unit", "x", "required", "the direction of x", "x / norm2[a](x)"),
+        _derived(
+            "angle",
+            "x y",
+            "required",
+            "angle between x and y",
+            "acos(sum[a](unit[a](x) * unit[a](y)))",
+        ),
+        _derived(
+            "slerp",
+            "x y t",
+            "required",
+            "the direction t of the way from x to y along the arc between them",
+            "(sin((1 - t) * angle[a](x, y)) * unit[a](x) + sin(t * angle[a](x, y)) * unit[a](y))"
+            " / sin(angle[a](x, y)) where sin(angle[a](x, y)) > 1e-6"
+            " else (1 - t) * unit[a](x) + t * unit[a](y)",
+        ),
+    )
+}
+
+# Names that no parameter, state or let may have, with what they are.
+RESERVED: dict[str, str] = {
+    **dict.fromkeys(
+        ("past", "kv", "group", "head", "query", "token", "dropped", "dim", "channel"), "an axis"
+    ),
+    **dict.fromkeys(BUILTINS, "a name of the language"),
+    **dict.fromkeys(FUNCTIONS, "a function"),
+    **dict.fromkeys(("score", "budget"), "a section"),
+}

@@ -1,0 +1,255 @@
+"""YAML nodes -> the sections of a policy, with every expression parsed.
+
+Nothing is given a meaning here: names, types and ranges are the checker's business.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from kvpolicy.dsl.diagnostics import Diagnostic, did_you_mean, listed
+from kvpolicy.dsl.expression import MAX_EXPONENT, ExpressionError, parse_expression
+from kvpolicy.dsl.sections import FILE, Key
+from kvpolicy.dsl.source import Source, Span
+from kvpolicy.dsl.syntax import Expr
+from kvpolicy.dsl.yaml_nodes import Mapping, Node, Scalar, Sequence, read_yaml
+
+MAX_NAMES = 64
+
+_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]{1,4})?")
+_POLICY = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+@dataclass
+class Item:
+    """What stands under a key. `value` depends on the key's form; None if it is unusable.
+
+    An expression is an `Expr`, a number a `Fraction`, text a `str`, a mapping a `Block`; a list is
+    a list of `Item`.
+    """
+
+    path: str  # `budget`, `propagate.first`, ...
+    key: Span
+    span: Span
+    value: Any
+
+
+@dataclass
+class Block:
+    """The keys of a mapping, in the order of writing."""
+
+    span: Span
+    items: dict[str, Item] = field(default_factory=dict)
+
+    def get(self, name: str) -> Any:
+        """The usable value under a key, or None."""
+        item = self.items.get(name)
+        return item.value if item else None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.items
+
+
+def parse(source: Source, report: Callable[[Diagnostic], None]) -> Block | None:
+    """The sections of a policy file; every defect of its form is reported."""
+    root = read_yaml(source, report)
+    if root is None:
+        return None
+    return _Reader(source, report).file(root)
+
+
+class _Reader:
+    def __init__(self, source: Source, report: Callable[[Diagnostic], None]) -> None:
+        self.source = source
+        self.emit = report
+        self.names = 0
+
+    def error(self, code: str, message: str, span: Span, help: str | None = None) -> None:
+        self.emit(Diagnostic(code, message, span, help))
+
+    def file(self, root: Node) -> Block | None:
+        if not isinstance(root, Mapping):
+            span = Span(root.span.start, min(root.span.end, root.span.start + 1))
+            self.error("yaml", "a policy file is a mapping", span, "start with `policy: my-name`")
+            return None
+        return self.block(root, FILE, "", Span(root.span.start, root.span.start))
+
+    def block(self, node: Mapping, keys: tuple[Key, ...], path: str, whole: Span) -> Block:
+        """A mapping with the given keys; `whole` is where a missing key is reported."""
+        block = Block(whole)
+        known = {key.name: key for key in keys}
+        for name, value in node.entries:
+            key = known.get(name.text)
+            if key is None:
+                inside = f" in `{path}`" if path else ""
+                help = did_you_mean(name.text, known) or f"the keys here are {listed(known, 'and')}"
+                self.error("key", f"unknown key `{name.text}`{inside}", name.span, help)
+                continue
+            below = f"{path}.{name.text}" if path else name.text
+            read = self.value(value, key, below, name.span)
+            block.items[name.text] = Item(below, name.span, value.span, read)
+        for key in keys:
+            if key.required and key.name not in block:
+                inside = f"`{path}`" if path else "the file"
+                message = f"{inside} needs the key `{key.name}`"
+                self.error("key", message, whole, f"{key.name}: {key.meaning}")
+        return block
+
+    def value(self, node: Node, key: Key, path: str, name: Span) -> Any:
+        """What stands under a key, read as its form says."""
+        if key.form == "either":
+            form = "keys" if isinstance(node, Mapping) else "expression"
+        elif key.form == "same":
+            if isinstance(node, Scalar) and node.text == "same":
+                return "same"
+            form = "keys"
+        else:
+            form = key.form
+        if form == "keys":
+            return self.keys(node, key, path, name)
+        if form == "named":
+            return self.named(node, key, path)
+        if form in ("expressions", "choices", "values"):
+            return self.list(node, key, path, name)
+        if not isinstance(node, Scalar):
+            self.error("key", f"`{path}` takes {_TAKES[form]}, not a {_kind(node)}", name)
+            return None
+        return getattr(self, form)(node, key, path)
+
+    def keys(self, node: Node, key: Key, path: str, name: Span) -> Block | None:
+        if isinstance(node, Mapping):
+            return self.block(node, key.keys, path, name)
+        words = "`same` or a mapping" if key.form == "same" else "a mapping"
+        keys = listed([k.name for k in key.keys], "and")
+        self.error("key", f"`{path}` takes {words}", node.span, f"its keys are {keys}")
+        return None
+
+    def named(self, node: Node, key: Key, path: str) -> Block | None:
+        """Names of the author's own, each with a value."""
+        if not isinstance(node, Mapping):
+            help = "one name per line, as in `window: 32`"
+            self.error("key", f"`{path}` takes names and values", node.span, help)
+            return None
+        block = Block(node.span)
+        assert key.item is not None
+        for name, value in node.entries:
+            self.names += 1
+            if self.names == MAX_NAMES + 1:
+                message = f"the file defines more than {MAX_NAMES} names"
+                self.error("size", message, name.span)
+            if not _NAME.fullmatch(name.text):
+                help = "names are lower case letters, digits and `_`, and start with a letter"
+                self.error("key", f"`{name.text}` is not a name", name.span, help)
+                continue
+            below = f"{path}.{name.text}"
+            if key.item.name == "parameter" and not isinstance(value, Mapping):
+                default = next(k for k in key.item.keys if k.name == "default")
+                read: Any = self.value(value, default, below, name.span)
+            else:
+                read = self.value(value, key.item, below, name.span)
+            block.items[name.text] = Item(below, name.span, value.span, read)
+        return block
+
+    def list(self, node: Node, key: Key, path: str, name: Span) -> list[Item] | None:
+        if not isinstance(node, Sequence):
+            if key.form == "expressions" and isinstance(node, Scalar):
+                help = f"write `{path}: [{node.text.strip()}]`"
+            else:
+                help = f"write `{path}: [...]`"
+            self.error("key", f"`{path}` takes a list", node.span, help)
+            return None
+        read = {"expressions": self.expression, "choices": self.choice, "values": self.default}
+        items = []
+        for item in node.items:
+            if isinstance(item, Scalar):
+                value = read[key.form](item, key, path)
+                items.append(Item(path, name, item.span, value))
+            else:
+                self.error("key", f"`{path}` lists plain values", item.span)
+        return items
+
+    def text(self, node: Scalar, key: Key, path: str) -> str:
+        return node.text
+
+    def name(self, node: Scalar, key: Key, path: str) -> str | None:
+        if _POLICY.fullmatch(node.text) and len(node.text) <= 64:
+            return node.text
+        help = "lower case letters and digits in groups joined by `-`, at most 64 characters"
+        self.error("key", f"`{node.text}` is not a policy name", _visible(node), help)
+        return None
+
+    def version(self, node: Scalar, key: Key, path: str) -> int | None:
+        if node.text == "1":
+            return 1
+        message = f"this program reads language 1, not `{node.text}`"
+        self.error("key", message, _visible(node))
+        return None
+
+    def truth(self, node: Scalar, key: Key, path: str) -> bool | None:
+        if node.text in ("true", "false"):
+            return node.text == "true"
+        self.error("key", f"`{path}` is `true` or `false`, not `{node.text}`", _visible(node))
+        return None
+
+    def choice(self, node: Scalar, key: Key, path: str) -> str | None:
+        if node.text in key.choices:
+            return node.text
+        help = did_you_mean(node.text, key.choices)
+        message = f"`{path}` takes {listed(key.choices)}, not `{node.text}`"
+        self.error("key", message, _visible(node), help)
+        return None
+
+    def number(self, node: Scalar, key: Key, path: str) -> Fraction | None:
+        if _NUMBER.fullmatch(node.text):
+            _, _, exponent = node.text.partition("e")
+            if abs(int(exponent or 0)) <= MAX_EXPONENT:
+                return Fraction(node.text)
+        self.error("key", f"`{path}` takes a number, not `{node.text}`", _visible(node))
+        return None
+
+    def default(self, node: Scalar, key: Key, path: str) -> Any:
+        if node.text in ("true", "false"):
+            return node.text == "true"
+        if _NUMBER.fullmatch(node.text):
+            return self.number(node, key, path)
+        return self.expression(node, key, path)
+
+    def expression(self, node: Scalar, key: Key, path: str) -> Expr | None:
+        try:
+            return parse_expression(node.text, node.place)
+        except ExpressionError as error:
+            span = Span(node.place(error.start), node.place(max(error.end - 1, error.start)) + 1)
+            if not node.text.strip():
+                span, error.help = _visible(node), f"`{path}` has no value"
+            help = error.help
+            if node.flow and node.style is None:
+                help = "an expression with `[` or `,` inside `{}` or `[]` must stand in quotes"
+            self.error(error.code, error.message, span, help)
+            return None
+
+
+_TAKES = {
+    "expression": "an expression",
+    "text": "text",
+    "name": "a name",
+    "version": "a number",
+    "number": "a number",
+    "truth": "`true` or `false`",
+    "default": "a number, `true`, `false` or an expression",
+    "choice": "a word",
+}
+
+
+def _kind(node: Node) -> str:
+    return "mapping" if isinstance(node, Mapping) else "list"
+
+
+def _visible(node: Scalar) -> Span:
+    """The scalar's place, or the character before it when it is empty."""
+    span = node.span
+    return span if span.end > span.start else Span(max(0, span.start - 1), max(1, span.start))

@@ -1,0 +1,400 @@
+"""What the names of a policy mean: parameters, tensors, states, lets and the sections with a name.
+
+A let is typed where it is used: in decode it is computed from decode's data, inside `merge` it is
+read at the dropped entries. Every such reading is made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from kvpolicy.dsl.check_expr import Context, Typer, is_whole_map
+from kvpolicy.dsl.diagnostics import Diagnostic, did_you_mean
+from kvpolicy.dsl.functions import FUNCTIONS, RESERVED
+from kvpolicy.dsl.graph import Graph
+from kvpolicy.dsl.ir import Node, State, Type, When
+from kvpolicy.dsl.parse import Block, Item
+from kvpolicy.dsl.source import Source, Span
+from kvpolicy.dsl.syntax import Expr, Name
+
+# Where names are defined. Those of a section are seen only inside it.
+_SECTIONS = ("", "decode", "merge", "decode.merge", "share")
+_KINDS = {"params": "parameter", "data": "tensor", "state": "state", "let": "let"}
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A name that the policy defines."""
+
+    name: str
+    kind: str  # "parameter", "tensor", "state" or "let"
+    section: str
+    item: Item
+
+
+@dataclass
+class Uses:
+    """What the uses of a parameter say about it."""
+
+    unit: str | None = None
+    whole: bool = False
+    odd: bool = False
+    minimum: Fraction | None = None
+
+
+class Scope:
+    """Names and their nodes, for one pass of the checker over a file."""
+
+    def __init__(self, source: Source, file: Block, uses: dict[str, Uses]) -> None:
+        self.source = source
+        self.file = file
+        self.uses = uses
+        self.diagnostics: list[Diagnostic] = []
+        self.graph = Graph()
+        self.propagates = "propagate" in file
+        self.not_served: dict[str, None] = {}
+        self.used: set[tuple[str, str]] = set()
+        self.whole_maps: set[int] = set()
+        self.widths: list[tuple[Node, Span]] = []
+        self.definitions: dict[str, dict[str, Definition]] = {s: {} for s in _SECTIONS}
+        self._nodes: dict[tuple, Node | None] = {}
+        self._states: dict[tuple[str, str], State | None] = {}
+        self._open: list[tuple] = []
+        self._state_types: dict[tuple[str, str], Type] = {}
+        for section, block in self._blocks():
+            self._define(section, block)
+
+    # Reporting
+
+    def error(self, code: str, message: str, span: Span, help: str | None = None) -> None:
+        """Reports a defect."""
+        self.diagnostics.append(Diagnostic(code, message, span, help))
+
+    def warn(self, code: str, message: str, span: Span, help: str | None = None) -> None:
+        """Reports something that is probably not meant."""
+        self.diagnostics.append(Diagnostic(code, message, span, help, "warning"))
+
+    def absent(self, node: Node, expr: Expr, what: str, typer: Typer) -> None:
+        """Reports that a deciding value may be absent."""
+        message = f"{what} may be absent: `{typer.shown(expr)}` has no value for some"
+        help = "add `else`, or reduce it"
+        if node.op == "mask":
+            message = f"{what} may be absent: it has no value where the condition is false"
+            help = "add `else`"
+        typer.error("absent", message, expr.span, help)
+
+    def shown(self, span: Span) -> str:
+        """The text at a place, on one line and not longer than 40 characters."""
+        text = " ".join(self.source.text[span.start : span.end].split())
+        return text if len(text) <= 40 else text[:37].rstrip() + "..."
+
+    def unserved(self, what: str) -> None:
+        """Notes that the policy uses something that the runtime does not serve yet."""
+        self.not_served[what] = None
+
+    # Definitions
+
+    def _blocks(self) -> Iterator[tuple[str, Block]]:
+        yield "", self.file
+        for section in _SECTIONS[1:]:
+            block: object = self.file
+            for key in section.split("."):
+                block = block.get(key) if isinstance(block, Block) else None
+            if isinstance(block, Block):
+                yield section, block
+
+    def _define(self, section: str, block: Block) -> None:
+        for key, kind in _KINDS.items():
+            names = block.get(key)
+            for name, item in (names.items if isinstance(names, Block) else {}).items():
+                if name in RESERVED:
+                    message = f"`{name}` is {RESERVED[name]} and cannot be a {kind}"
+                    self.error("name", message, item.key, "choose another name")
+                    continue
+                other = self._visible(name, section)
+                if other:
+                    line, _ = self.source.place(other.item.key.start)
+                    message = f"`{name}` is already a {other.kind} (line {line})"
+                    self.error("name", message, item.key, "choose another name")
+                    continue
+                self.definitions[section][name] = Definition(name, kind, section, item)
+
+    def _visible(self, name: str, section: str) -> Definition | None:
+        """The definition that a name has inside a section, the innermost first."""
+        outer = {"decode.merge": ("decode.merge", "decode", ""), "": ("",)}
+        for place in outer.get(section, (section, "")):
+            if name in self.definitions[place]:
+                return self.definitions[place][name]
+        return None
+
+    def find(self, name: str, context: Context) -> Definition | None:
+        """The definition of a name in a context."""
+        if context.inside in self.definitions and name in self.definitions[context.inside]:
+            return self.definitions[context.inside][name]
+        if context.phase == "decode" and name in self.definitions["decode"]:
+            return self.definitions["decode"][name]
+        return self.definitions[""].get(name)
+
+    def knows(self, name: str, context: Context) -> bool:
+        """Whether a name without parentheses means something here."""
+        return self.find(name, context) is not None or (name in RESERVED and name not in FUNCTIONS)
+
+    def unknown(self, expr: Name, context: Context) -> None:
+        """Reports a name that means nothing here."""
+        name = expr.text
+        message, help = f"unknown name `{name}`", None
+        if name in FUNCTIONS:
+            message = f"`{name}` is a function and needs arguments"
+            help = f"write `{FUNCTIONS[name].signature}`"
+        elif RESERVED.get(name) == "an axis":
+            message = f"`{name}` is an axis, not a value"
+            help = f"axes stand in brackets, as in `sum[{name}](x)`"
+        elif name == "budget":
+            message, help = "the file has no `budget`", "add one"
+        elif name == "score":
+            message, help = "the file has no `score`", "add one"
+        else:
+            places = [s for s, names in self.definitions.items() if name in names]
+            if places:
+                message = f"`{name}` is defined under `{places[0]}` and exists only there"
+            else:
+                candidates = [*RESERVED, *(n for names in self.definitions.values() for n in names)]
+                help = did_you_mean(name, candidates)
+        self.error("name", message, expr.span, help)
+
+    # Nodes
+
+    def resolve(self, expr: Name, context: Context) -> tuple[bool, Node | None]:
+        """Whether the policy gives the name a meaning, and its node if that is sound."""
+        if expr.text in ("score", "budget"):
+            return self._section(expr, context)
+        definition = self.find(expr.text, context)
+        if definition is None:
+            return False, None
+        self.used.add((definition.section, definition.name))
+        if context.phase == "static" and definition.kind not in ("parameter", "tensor"):
+            message = f"`{expr.text}` is a {definition.kind}; only parameters and model sizes "
+            self.error("phase", message + "are known here", expr.span)
+            return True, None
+        local = definition.section == context.inside
+        home = context if local else Context(context.phase)
+        node = self.node(definition, home, expr.span)
+        if node is not None and not local:
+            node = Typer(self, context).at_dropped(node)
+        return True, node
+
+    def node(self, definition: Definition, context: Context, span: Span) -> Node | None:
+        """The value of a name in a context; `span` is the use, for the report of a cycle."""
+        if definition.kind == "parameter":
+            return self.parameter(definition)
+        if definition.kind == "tensor":
+            return self._tensor(definition)
+        if definition.kind == "state":
+            return self._state_value(definition, context)
+        return self._once(("let", definition.section, definition.name, context), definition, span)
+
+    def _once(self, key: tuple, definition: Definition, span: Span) -> Node | None:
+        """A let's node, made at its first use; reports a let that uses itself."""
+        if key in self._nodes:
+            return self._nodes[key]
+        if key in self._open:
+            names = [k[2] for k in self._open[self._open.index(key) :]]
+            self._cycle(definition.name, names, span)
+            return None
+        expr = definition.item.value
+        self._open.append(key)
+        typer = Typer(self, key[3])
+        node = typer.expr(expr) if isinstance(expr, Expr) else None
+        self._open.pop()
+        if node is not None and not self.reduced(node, expr, typer):
+            node = None
+        if node is not None:
+            node = self.graph.relabel(node, name=definition.name)
+            self._carry_whole(node)
+        self._nodes[key] = node
+        return node
+
+    def _cycle(self, name: str, names: list[str], span: Span) -> None:
+        if len(names) == 1:
+            self.error("name", f"`{name}` is defined by itself", span, "a `state` may be")
+            return
+        path = " -> ".join(f"`{n}`" for n in [*names, name])
+        self.error("name", f"`{name}` is defined by itself: {path}", span)
+
+    def _section(self, expr: Name, context: Context) -> tuple[bool, Node | None]:
+        """The values of the sections `score` and `budget` by their names."""
+        name = expr.text
+        if context.phase == "static":
+            self.error("phase", f"`{name}` is not known before the prefill", expr.span)
+            return True, None
+        if context.inside == "propagate" and name == "budget":
+            block = self.file.get("propagate")
+            item = block.items.get("budget") if isinstance(block, Block) else None
+            home = context
+        else:
+            item, home = self.section_item(name, context.phase)
+        if item is None:
+            return False, None
+        definition = Definition(name, "section", item.path, item)
+        node = self._once(("section", item.path, name, home), definition, expr.span)
+        if node is None or name == "score":
+            return True, node if node is None else Typer(self, context).at_dropped(node)
+        when = When.STEP if context.phase == "decode" else node.when
+        exact = node.type.exact and context.phase != "decode"
+        budget = self.graph.make(
+            "budget", axes=node.type.axes, unit="tokens", when=when, exact=exact, span=expr.span
+        )
+        return True, budget
+
+    def section_item(self, name: str, phase: str) -> tuple[Item | None, Context]:
+        """A section's item in a phase, decode's own or inherited, and where it is typed."""
+        if phase == "decode":
+            decode = self.file.get("decode")
+            if isinstance(decode, Block) and name in decode:
+                return decode.items[name], Context("decode")
+            if name == "budget":  # decided in prefill, in force while decoding
+                return self.file.items.get(name), Context("prefill")
+        return self.file.items.get(name), Context(phase)
+
+    def section(self, name: str, phase: str) -> Node | None:
+        """The node of `score` or `budget`."""
+        item, home = self.section_item(name, phase)
+        if item is None or not isinstance(item.value, Expr):
+            return None
+        definition = Definition(name, "section", item.path, item)
+        return self._once(("section", item.path, name, home), definition, item.span)
+
+    def parameter(self, definition: Definition) -> Node:
+        """A parameter's node; its unit is what the file or else its uses say."""
+        value = definition.item.value
+        unit = value.get("unit") if isinstance(value, Block) else None
+        default = value.get("default") if isinstance(value, Block) else value
+        kind = "truth" if self._is_truth(default) else "number"
+        uses = self.uses.get(definition.name)
+        if unit is None and uses and kind == "number":
+            unit = uses.unit
+        return self.graph.make(
+            "param", kind=kind, axes=(), unit=unit, value=definition.name,
+            span=definition.item.key,
+        )  # fmt: skip
+
+    @staticmethod
+    def _is_truth(default: object) -> bool:
+        return isinstance(default, bool) or (
+            isinstance(default, Name) and default.text in ("true", "false")
+        )
+
+    def _tensor(self, definition: Definition) -> Node | None:
+        block = definition.item.value
+        axes = block.get("axes") if isinstance(block, Block) else None
+        names = [item.value for item in axes or []]
+        if not isinstance(block, Block) or None in names:
+            return None
+        shape = tuple(axis for axis in ("kv", "group") if axis in names)
+        return self.graph.make(
+            "data", axes=shape, value=definition.name, exact=False, span=definition.item.key
+        )
+
+    # States
+
+    def _state_value(self, definition: Definition, context: Context) -> Node | None:
+        """A state's value: inside its own `next` before the step's update, elsewhere after it."""
+        key = (definition.section, definition.name)
+        if key in self._state_types:
+            type_ = self._state_types[key]
+        else:
+            state = self.state(definition, context.phase)
+            if state is None:
+                return None
+            type_ = state.type
+        return self.graph.make(
+            "state", kind=type_.kind, axes=type_.axes, unit=type_.unit, value=definition.name,
+            absent=False, when=context.base, span=definition.item.key,
+        )  # fmt: skip
+
+    def state(self, definition: Definition, phase: str) -> State | None:
+        """A state of one phase. Its type is found by assuming that it starts as a plain number."""
+        key = (f"{definition.section}.{definition.name}", phase)
+        if key in self._states:
+            return self._states[key]
+        mark = (definition.section, definition.name)
+        value = definition.item.value
+        start = value.get("start") if isinstance(value, Block) else None
+        next_ = value.get("next") if isinstance(value, Block) else value
+        if start is None and next_ is None:
+            if isinstance(value, Block) and not value.items:
+                self.error("key", f"`{definition.item.path}` needs `next`", definition.item.key)
+            self._states[key] = None
+            return None
+        self.unserved("`state`")
+        context = Context(phase, definition.section if "merge" in definition.section else None)
+        typer = Typer(self, context)
+        first = typer.number(start, "a state") if start is not None else None
+        self._states[key] = None
+        if start is not None and first is None:
+            return None
+        type_ = first.type if first is not None else Type("number")
+        update: Node | None = None
+        for _ in range(2 if next_ is not None else 0):
+            self._state_types[mark] = Type("number", type_.axes, type_.unit)
+            update = typer.number(next_, "a state")
+            del self._state_types[mark]
+            if update is None or not self.reduced(update, next_, typer):
+                return None
+            if set(type_.axes) - set(update.type.axes) or update.type == type_:
+                break
+            type_ = update.type
+        if update is not None and update.type.axes != type_.axes:
+            message = f"the state `{definition.name}` changes its axes from one step to the next"
+            self.error("axis", message, definition.item.key)
+            return None
+        type_ = Type("number", type_.axes, type_.unit)
+        self._states[key] = State(definition.name, first, update, type_)
+        return self._states[key]
+
+    # Attention of all queries
+
+    def _carry_whole(self, node: Node) -> None:
+        """A renamed copy of an attention map is still one."""
+        if is_whole_map(node, self.whole_maps):
+            self.whole_maps.add(id(node))
+
+    def reduced(self, node: Node, expr: Expr, typer: Typer) -> bool:
+        """Whether a value may be held: all queries by all tokens may not; otherwise reports."""
+        if not is_whole_map(node, self.whole_maps):
+            return True
+        message = f"`{typer.shown(expr)}` would hold N x N values"
+        typer.error("whole-map", message, expr.span, "reduce it at once with `sum[query](...)`")
+        return False
+
+    # What uses say about parameters and widths
+
+    def suggest_unit(self, expr: Expr, unit: str) -> None:
+        """Notes the unit of what a parameter is combined with."""
+        uses = self._uses(expr)
+        if uses and uses.unit is None:
+            uses.unit = unit
+
+    def suggest_range(
+        self, expr: Expr, *, whole: bool = False, odd: bool = False, minimum: int | None = None
+    ) -> None:
+        """Notes what values the place asks for where a parameter stands."""
+        uses = self._uses(expr)
+        if uses is None:
+            return
+        uses.whole |= whole
+        uses.odd |= odd
+        if minimum is not None:
+            uses.minimum = max(uses.minimum or Fraction(minimum), Fraction(minimum))
+
+    def _uses(self, expr: Expr) -> Uses | None:
+        if isinstance(expr, Name) and expr.text in self.definitions[""]:
+            if self.definitions[""][expr.text].kind == "parameter":
+                return self.uses.setdefault(expr.text, Uses())
+        return None
+
+    def width(self, node: Node, expr: Expr, typer: Typer) -> None:
+        """Notes a pooling width, which must be odd."""
+        self.widths.append((node, typer.span(expr)))

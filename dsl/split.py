@@ -1,0 +1,80 @@
+"""Division of a total among the layers: the meaning of `split[layer]`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+Number = Fraction | float | int
+
+
+def split_layers(
+    total: Number, weights: Sequence[Number], maxima: Sequence[Number] | None = None
+) -> list[int]:
+    """Whole numbers for L layers that add up to floor(total), in proportion to the weights.
+
+    Shares are computed exactly and floored. What exceeds a layer's maximum is poured equally over
+    the layers below theirs, then what is still missing; where it does not divide, the earliest
+    layers get one more. Both are repeated until everything is placed or every layer is full.
+
+    Args:
+        total: what to divide; floored, and 0 if negative.
+        weights: [L]; negative ones and NaN count as 0. All 0: equal shares. Infinite ones share
+            everything equally.
+        maxima: [L] most that each layer takes, floored; None: no limit.
+
+    Returns:
+        [L] integers, none below 0 or above its maximum.
+
+    Source: the budgets of CAKE, https://arxiv.org/abs/2503.12491, made to terminate.
+    """
+    count = len(weights)
+    if count == 0:
+        return []
+    most = [math.inf if maxima is None else _whole(maximum) for maximum in maxima or [0] * count]
+    whole = _whole(total)
+    if whole == math.inf:
+        if math.inf in most:
+            raise ValueError("an infinite total cannot be divided")
+        return [int(maximum) for maximum in most]
+    placed = _floors(int(whole), weights)
+    while True:
+        excess = sum(max(0, have - top) for have, top in zip(placed, most, strict=True))
+        placed = [min(have, top) for have, top in zip(placed, most, strict=True)]
+        _pour(placed, most, excess)
+        missing = int(whole) - sum(placed)
+        poured = _pour(placed, most, missing)
+        if not poured and not excess:
+            return [int(have) for have in placed]
+        if all(have >= top for have, top in zip(placed, most, strict=True)):
+            return [int(min(have, top)) for have, top in zip(placed, most, strict=True)]
+
+
+def _whole(value: Number) -> Number:
+    """floor(value), at least 0; infinities stay, NaN is 0."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return math.inf if value > 0 else 0
+    return max(0, math.floor(value))
+
+
+def _floors(total: int, weights: Sequence[Number]) -> list[Number]:
+    """Floors of the exact proportional shares."""
+    if any(weight == math.inf for weight in weights):
+        weights = [int(weight == math.inf) for weight in weights]
+    exact = [Fraction(weight) if weight > 0 else Fraction(0) for weight in weights]
+    whole = sum(exact)
+    if not whole:
+        exact, whole = [Fraction(1)] * len(exact), Fraction(len(exact))
+    return [math.floor(total * weight / whole) for weight in exact]
+
+
+def _pour(placed: list[Number], most: Sequence[Number], amount: Number) -> bool:
+    """Adds an amount in equal parts to the layers below their maximum; whether there was any."""
+    room = [i for i, have in enumerate(placed) if have < most[i]]
+    if amount <= 0 or not room:
+        return False
+    each, odd = divmod(int(amount), len(room))
+    for rank, layer in enumerate(room):
+        placed[layer] += each + (rank < odd)
+    return True
