@@ -238,8 +238,11 @@ def longest_estimated_output() -> int:
 
 
 def free_slots(allocator: Any) -> torch.Tensor:
-    """Page numbers on the allocator's free list."""
-    return allocator.get_all_free_pages()
+    """Slots on the allocator's free list."""
+    import torch
+
+    pages, size = allocator.get_all_free_pages(), allocator.page_size
+    return (pages[:, None] * size + torch.arange(size, device=pages.device)).flatten()
 
 
 def metric_labels(scheduler: Any) -> dict[str, str] | None:

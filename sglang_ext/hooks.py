@@ -10,8 +10,8 @@ import torch
 from kvpolicy.sglang_ext import backend as backends
 from kvpolicy.sglang_ext import compat, refusals
 from kvpolicy.sglang_ext.arena import Arena, create_arena
+from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.metrics import Metrics
-from kvpolicy.sglang_ext.options import Refused
 from kvpolicy.sglang_ext.request import Served
 from kvpolicy.sglang_ext.runtime import Runtime
 from kvpolicy.sglang_ext.store import Store
@@ -179,7 +179,11 @@ def _around_add_chunked(runtime: Runtime) -> Callable:
             # Chunked prefill is off: this is a resumed request, and its last chunk has no limit.
             adder.rem_chunk_tokens = max(adder.rem_input_tokens, req.seqlen)
         unfinished = original(adder, req)
-        return req if runtime.end_at_prompt(req) else unfinished
+        if not runtime.end_at_prompt(req):
+            return unfinished
+        # SGLang takes a request that is still in chunks to have used up the pass.
+        adder.rem_chunk_tokens = 0
+        return req
 
     return around
 

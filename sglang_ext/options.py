@@ -18,13 +18,10 @@ from kvpolicy.dsl.bind import Bound, bind
 from kvpolicy.dsl.check import load
 from kvpolicy.dsl.diagnostics import PolicyError
 from kvpolicy.dsl.ir import ModelShape, Program
+from kvpolicy.sglang_ext.errors import Refused
 
 PATHS_VARIABLE = "SGLANG_KV_POLICY"  # paths, separated as in PATH
 SETTINGS_VARIABLE = "SGLANG_KV_POLICY_SET"  # name=value, separated by commas
-
-
-class Refused(Exception):
-    """What was asked for cannot be served; the message is for the operator and says why."""
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,18 @@
 """The entry point that SGLang calls in each of its processes (`sglang.srt.plugins`).
 
-SGLang logs an exception of a plugin and goes on without it. A server that was asked for a policy
-must not start without it, so everything here that fails raises SystemExit, which is no Exception.
+SGLang logs an exception of a plugin, also one of its import, and goes on without it. A server that
+was asked for a policy must not start without it, so nothing that may fail is imported here at
+module level, and once a policy is asked for a failure raises SystemExit, which is no Exception.
 """
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
 
-from kvpolicy.sglang_ext import compat, options
+from kvpolicy.sglang_ext.errors import Refused
 
 _KEY = "kv_policy"  # in an answer's meta_info
 _FACTS = "kv_policy_facts"
@@ -18,42 +20,51 @@ _FACTS = "kv_policy_facts"
 
 def register() -> None:
     """Add the command line options; with policies given, install what this process needs."""
-    compat.register(compat.ADD_CLI_ARGS, _add_cli_args, "after")
-    compat.register(compat.FROM_CLI_ARGS, _from_cli_args, "after")
     try:
+        from kvpolicy.sglang_ext import compat, options
+
+        compat.register(compat.ADD_CLI_ARGS, _add_cli_args, "after")
+        compat.register(compat.FROM_CLI_ARGS, _from_cli_args, "after")
         paths, settings = options.requested()
-        if not paths and not settings:
-            return
-        _install(paths, settings)
-    except options.Refused as error:
-        raise SystemExit(f"kvpolicy: {error}") from None
+        if paths or settings:
+            _install(paths, settings)
     except Exception as error:
-        # Without this SGLang would log it and serve without the policy that was asked for.
-        raise SystemExit(f"kvpolicy: the plugin failed to start: {error!r}") from error
+        if any(name.startswith("SGLANG_KV_POLICY") for name in os.environ):
+            raise _stop(error) from error
+        raise
+
+
+def _stop(error: Exception) -> SystemExit:
+    """Stops the process with one message."""
+    what = error if isinstance(error, Refused) else f"the plugin failed to start: {error!r}"
+    return SystemExit(f"kvpolicy: {what}")
 
 
 def _install(paths: list[str], settings: list[str]) -> None:
-    from kvpolicy.sglang_ext import refusals
+    from kvpolicy.sglang_ext import compat, refusals
+    from kvpolicy.sglang_ext.options import load_policies
 
     refusals.check_version()
     if compat.in_scheduler():
         from kvpolicy.sglang_ext.hooks import install
         from kvpolicy.sglang_ext.runtime import Runtime
 
-        install(Runtime(options.load_policies(paths, settings)))
+        install(Runtime(load_policies(paths, settings)))
     else:
         compat.register(compat.PUBLISH, _after_publish, "after")
 
 
 def _add_cli_args(result: Any, parser: ArgumentParser, *args: Any, **kwargs: Any) -> None:
     """After ServerArgs.add_cli_args, which SGLang may call more than once on a parser."""
+    from kvpolicy.sglang_ext import options
+
     if "--kv-policy" not in parser._option_string_actions:
         options.add_arguments(parser)
 
 
 def _from_cli_args(server_args: Any, cls: type, arguments: Namespace, *args: Any) -> None:
     """After ServerArgs.from_cli_args: check the policies before anything is loaded."""
-    from kvpolicy.sglang_ext import refusals
+    from kvpolicy.sglang_ext import compat, options, refusals
 
     try:
         options.export(arguments)
@@ -62,8 +73,8 @@ def _from_cli_args(server_args: Any, cls: type, arguments: Namespace, *args: Any
             return
         refusals.check_version()
         options.load_policies(paths, settings)
-    except options.Refused as error:
-        raise SystemExit(f"kvpolicy: {error}") from None
+    except Refused as error:
+        raise _stop(error) from None
     if not compat.in_scheduler():
         compat.register(compat.PUBLISH, _after_publish, "after")
         compat.apply_hooks()
@@ -71,7 +82,7 @@ def _from_cli_args(server_args: Any, cls: type, arguments: Namespace, *args: Any
 
 def _after_publish(result: Any, server_args: Any, *, role: str, **kwargs: Any) -> None:
     """After runtime_context.publish in the launcher: options are resolved, nothing is loaded."""
-    from kvpolicy.sglang_ext import refusals
+    from kvpolicy.sglang_ext import compat, options, refusals
 
     if role != "tokenizer":
         return
@@ -81,8 +92,8 @@ def _after_publish(result: Any, server_args: Any, *, role: str, **kwargs: Any) -
         refusals.check_model(config)
         for policy in options.load_policies(*options.requested()):
             policy.bind(refusals.model_shape(config))
-    except options.Refused as error:
-        raise SystemExit(f"kvpolicy: {error}") from None
+    except Refused as error:
+        raise _stop(error) from None
     if compat.has_tokenizer():
         compat.register(compat.META_INFO, _around_meta_info, "around")
         compat.apply_hooks()

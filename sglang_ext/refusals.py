@@ -6,7 +6,7 @@ from typing import Any
 
 from kvpolicy.dsl.ir import ModelShape
 from kvpolicy.sglang_ext import compat
-from kvpolicy.sglang_ext.options import Refused
+from kvpolicy.sglang_ext.errors import Refused
 
 # Attention backends whose decode can read compressed entries; see backend.py.
 SERVED_BACKENDS = ("torch_native",)

@@ -60,11 +60,15 @@ class Runtime:
         request.assign(req, served)
 
     def limit_prefix(self, req: Any, matched: int) -> int:
-        """Longest prefix that may be taken from the radix cache: the window is computed again."""
+        """Longest prefix that may be taken from the radix cache.
+
+        The observation window is computed again, and at least the last token of the prompt: a
+        resumed request must pass the end of its prompt to be compressed there.
+        """
         state = state_of(req)
         if state is None or not state.wanted:
             return matched
-        return max(min(matched, state.prompt - state.queries), 0)
+        return max(min(matched, state.prompt - max(state.queries, 1)), 0)
 
     def reserve(self, adder: Any, req: Any, extend: int | None) -> int:
         """Slots beyond its tokens that a request needs when it is admitted.

@@ -1,0 +1,182 @@
+"""A real SGLang scheduler inside the test's own process, driven step by step.
+
+SGLang's hooks are global and one process holds one scheduler, so tests run scenarios in
+subprocesses: see `run` and `scenarios.py`. Requests go in where the tokenizer's would arrive and
+answers are taken where the detokenizer would receive them; everything between is SGLang's.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Answer:
+    """What came back for one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish: dict | None = None
+    cached_tokens: int = 0
+    facts: dict | None = None
+    retractions: int = 0
+
+
+class Driver:
+    """One scheduler and the requests sent to it."""
+
+    def __init__(self, model: str, policies: Sequence[str], settings: Sequence[str], **flags: Any):
+        os.environ["SGLANG_KV_POLICY"] = os.pathsep.join(policies)
+        os.environ["SGLANG_KV_POLICY_SET"] = ",".join(settings)
+        os.environ.setdefault("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
+        os.environ.setdefault("SGLANG_CHECK_KV_PAGE_INVARIANTS", "1")
+        import sglang.srt.managers.scheduler as module
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.runtime_context import SpawnRanks, publish
+        from sglang.srt.server_args import PortArgs, ServerArgs
+
+        load_plugins()
+        options = {
+            "model_path": model,
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "max_total_tokens": 4096,
+            "disable_cuda_graph": True,
+            **flags,
+        }
+        args = ServerArgs(**options)
+        args.resolve_once()
+        ranks = SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
+        publish(args, role="scheduler", ranks=ranks)
+        self.scheduler = module.Scheduler(args, PortArgs.init_new(args))
+        self.answers: dict[str, Answer] = {}
+        self.steps = 0
+        self.each_step: list[Callable[[], None]] = []
+        self._inbox: list[Any] = []
+        self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
+        self._started = False
+        self._failure: BaseException | None = None
+        self.scheduler.output_streamer.send_to_detokenizer = self
+        self.scheduler.send_abort_output = self._aborted
+        receiver = type(self.scheduler.request_receiver)
+        receiver.recv_requests = lambda _, local_reqs=(): self._receive(local_reqs)
+        threading.Thread(target=self._loop, daemon=True).start()
+
+    @property
+    def store(self) -> Any:
+        """The plugin's store of private slots."""
+        return self.scheduler.req_to_token_pool._aux_cache
+
+    def send(self, rid: str, tokens: Sequence[int], **options: Any) -> None:
+        """Queue a greedy request; it is received at the scheduler's next step."""
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        policy = options.pop("policy", None)
+        stream = options.pop("stream", False)
+        custom = None if policy is None else {"kv_policy": policy}
+        sampling = SamplingParams(
+            temperature=0.0, ignore_eos=True, custom_params=custom, **options
+        )
+        sampling.normalize(None)
+        sampling.verify(1 << 30)
+        self.answers[rid] = Answer()
+        self._inbox.append(
+            TokenizedGenerateReqInput(
+                rid=rid,
+                input_text=None,
+                input_ids=array("q", tokens),
+                input_embeds=None,
+                mm_inputs=None,
+                token_type_ids=None,
+                sampling_params=sampling,
+                return_logprob=False,
+                logprob_start_len=-1,
+                top_logprobs_num=0,
+                token_ids_logprob=None,
+                stream=stream,
+            )
+        )
+
+    def abort(self, rid: str) -> None:
+        """Abort a request wherever it is."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self._inbox.append(AbortReq(rid=rid))
+
+    def step(self) -> None:
+        """Let the scheduler's own event loop make one round."""
+        self.steps += 1
+        self._go.release()
+        self._paused.acquire()
+        if self._failure is not None:
+            raise self._failure
+        for check in self.each_step:
+            check()
+
+    def run_until(self, done: Callable[[], bool], limit: int = 20000) -> None:
+        """Make rounds until `done`, at most so many."""
+        for _ in range(limit):
+            if done():
+                return
+            self.step()
+        raise RuntimeError(f"not done after {limit} steps")
+
+    def _loop(self) -> None:
+        self._go.acquire()
+        try:
+            self.scheduler.run_event_loop()
+        except BaseException as error:  # handed to the thread that waits for this one
+            self._failure = error
+            self._paused.release()
+
+    def finish(self) -> None:
+        """Run until every request is answered and the scheduler is idle."""
+        idle = self.scheduler.is_fully_idle
+        self.run_until(
+            lambda: not self._inbox and all(a.finish for a in self.answers.values()) and idle()
+        )
+
+    def flush(self) -> None:
+        """Empty the radix cache."""
+        if not self.scheduler.flush_cache():
+            raise RuntimeError("the scheduler is not idle")
+
+    def used_slots(self) -> int:
+        """Slots that are neither free nor in the radix cache."""
+        allocator, tree = self.scheduler.token_to_kv_pool_allocator, self.scheduler.tree_cache
+        return allocator.size - allocator.available_size() - tree.evictable_size()
+
+    def _receive(self, local: Sequence[Any]) -> list[Any]:
+        if self._started:
+            self._paused.release()
+            self._go.acquire()
+        self._started = True
+        received, self._inbox = [*local, *self._inbox], []
+        return received
+
+    def send_output(self, payload: Any, *_: Any) -> None:
+        """Called by SGLang in place of its socket to the detokenizer."""
+        from sglang.srt.managers.io_struct import BatchTokenIDOutput, unwrap_from_pickle
+
+        if not isinstance(payload, BatchTokenIDOutput):
+            return
+        facts = (unwrap_from_pickle(payload.customized_info) or {}).get("kv_policy")
+        for i, rid in enumerate(payload.rids):
+            answer = self.answers[rid]
+            answer.tokens += list(payload.output_ids[i])
+            answer.finish = payload.finished_reasons[i] or answer.finish
+            answer.cached_tokens = payload.cached_tokens[i]
+            answer.retractions = payload.retraction_counts[i]
+            for each in facts[i] if facts else ():
+                answer.facts = each or answer.facts
+
+    def _aborted(self, message: Any, request: Any) -> None:
+        self.answers[request.rid].finish = message.finished_reason or {"type": "abort"}
