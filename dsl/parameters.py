@@ -1,0 +1,196 @@
+"""Values of a policy's parameters: overrides, defaults, ranges and `require`.
+
+Every value that is not accepted is refused with one message that names the parameter, the value
+and what is accepted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+
+from kvpolicy.dsl.diagnostics import did_you_mean, listed, refused
+from kvpolicy.dsl.exact import Value, evaluate
+from kvpolicy.dsl.ir import ModelShape, Node, Param, Program
+from kvpolicy.dsl.lower import Env
+
+# Digits and exponent are bounded so that a value from a request cannot cost memory.
+_NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?(e[+-]?[0-9]{1,2})?")
+
+
+def environment(
+    shape: ModelShape,
+    params: Mapping[str, Fraction | bool | float],
+    prompt: int | None = None,
+    layer: int | None = None,
+) -> Env:
+    """What `exact.evaluate` needs: model sizes, parameters, and the prompt and layer if given."""
+    env: dict[str, Fraction | bool | float] = {
+        "layers": Fraction(shape.layers),
+        "heads": Fraction(shape.heads),
+        "kv_heads": Fraction(shape.kv_heads),
+    }
+    if prompt is not None:
+        env["prompt"] = env["length"] = Fraction(prompt)
+    if layer is not None:
+        env["layer"] = Fraction(layer)
+    env.update((f"param:{name}", value) for name, value in params.items())
+    return env
+
+
+def parameter_values(
+    program: Program, shape: ModelShape, overrides: Mapping[str, str]
+) -> dict[str, Value]:
+    """Values of all parameters: an override, or the default for this model.
+
+    Raises:
+        PolicyError: unknown parameter, a value that is not accepted, or a `require` that is false.
+    """
+    values = _values(program, shape, overrides)
+    for name, param in program.params.items():
+        _check_range(program, param, values[name])
+    _check_requires(program, shape, values)
+    return values
+
+
+def _values(program: Program, shape: ModelShape, overrides: Mapping[str, str]) -> dict[str, Value]:
+    for name in overrides:
+        if name not in program.params:
+            message = f"policy `{program.name}` has no parameter `{name}`"
+            raise refused(program.name, "name", message, _suggest(program, name))
+    values: dict[str, Value] = {}
+
+    def value_of(name: str) -> Value:
+        if name not in values:
+            param = program.params[name]
+            if name in overrides:
+                values[name] = _parse(program, param, overrides[name])
+            else:
+                for node in param.default.walk():
+                    if node.op == "param":
+                        value_of(node.value)
+                values[name] = evaluate(param.default, environment(shape, values))
+        return values[name]
+
+    return {name: value_of(name) for name in program.params}
+
+
+def _suggest(program: Program, name: str) -> str:
+    if not program.params:
+        return "it has no parameters"
+    close = did_you_mean(name, program.params)
+    return close or f"its parameters are {listed(sorted(program.params), 'and')}"
+
+
+def _parse(program: Program, param: Param, text: str) -> Fraction | bool:
+    text = text.strip()
+    if param.kind == "truth":
+        if text not in ("true", "false"):
+            raise refused(
+                program.name, "range", f"`{param.name}` is `{text}`; it is `true` or `false`"
+            )
+        return text == "true"
+    if not _NUMBER.fullmatch(text):
+        raise refused(
+            program.name, "range", f"`{param.name}` is `{text}`; it is a number{_accepted(param)}"
+        )
+    return Fraction(text)
+
+
+def _accepted(param: Param) -> str:
+    """What a parameter accepts, as the end of a sentence: `, a whole number, at least 1`."""
+    parts = []
+    if param.whole:
+        parts.append("a whole number")
+    if param.odd:
+        parts.append("odd")
+    if param.above is not None:
+        parts.append(f"above {_shown(param.above)}")
+    if param.minimum is not None:
+        parts.append(f"at least {_shown(param.minimum)}")
+    if param.maximum is not None:
+        parts.append(f"at most {_shown(param.maximum)}")
+    if param.choices:
+        parts.append("one of " + ", ".join(_shown(choice) for choice in param.choices))
+    return "".join(f", {part}" for part in parts)
+
+
+def _shown(value: Value) -> str:
+    """A value as an author would write it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(int(value)) if value == int(value) else f"{float(value):.10g}"
+
+
+def _check_range(program: Program, param: Param, value: Value) -> None:
+    if isinstance(value, bool) != (param.kind == "truth"):
+        kind = "`true` or `false`" if param.kind == "truth" else "a number"
+        raise refused(program.name, "range", f"`{param.name}` is {_shown(value)}; it is {kind}")
+    wrong = bool(param.choices) and value not in param.choices
+    if not isinstance(value, bool):
+        wrong = wrong or not all(
+            (
+                not (param.whole or param.odd) or value == int(value),
+                not param.odd or int(value) % 2 == 1,
+                param.above is None or value > param.above,
+                param.minimum is None or value >= param.minimum,
+                param.maximum is None or value <= param.maximum,
+            )
+        )
+    if wrong:
+        accepted = _accepted(param).removeprefix(", ")
+        raise refused(
+            program.name, "range", f"`{param.name}` is {_shown(value)}; it must be {accepted}"
+        )
+
+
+def _check_requires(program: Program, shape: ModelShape, params: Mapping[str, Value]) -> None:
+    env = environment(shape, params)
+    for condition in program.requires:
+        if evaluate(condition, env):
+            continue
+        names = sorted({node.value for node in condition.walk() if node.op == "param"})
+        values = ", ".join(f"`{name}` is {_shown(params[name])}" for name in names)
+        raise refused(
+            program.name,
+            "range",
+            f"policy `{program.name}` requires {_sentence(condition)}"
+            + (f", but {values}" if values else ""),
+        )
+
+
+_SIGNS = {
+    "less": "<",
+    "less_equal": "<=",
+    "greater": ">",
+    "greater_equal": ">=",
+    "equal": "==",
+    "not_equal": "!=",
+    "add": "+",
+    "subtract": "-",
+    "multiply": "*",
+    "divide": "/",
+    "floor_divide": "//",
+    "modulo": "%",
+    "and": "and",
+    "or": "or",
+    "power": "^",
+}
+
+
+def _sentence(node: Node) -> str:
+    """A static condition, as an author would write it (parentheses around inner operations)."""
+
+    def text(node: Node, inner: bool) -> str:
+        if node.op in ("param", "size"):
+            return str(node.value)
+        if node.op in ("number", "truth"):
+            return _shown(node.value)
+        parts = [text(argument, True) for argument in node.args]
+        if node.op in _SIGNS:
+            joined = f"{parts[0]} {_SIGNS[node.op]} {parts[1]}"
+            return f"({joined})" if inner else joined
+        return f"{node.op}({', '.join(parts)})"
+
+    return f"`{text(node, False)}`"

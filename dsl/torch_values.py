@@ -1,0 +1,143 @@
+"""Values of the torch program: named axes, absent values, float64 data on any device.
+
+A value's tensor has one dimension per axis, in canonical order; `layer` comes first where the
+values of all layers are held together, after the last layer. Absent values are a mask with axes of
+its own, so that a mask over tokens costs N bits and not a copy of the data; what the data hold
+where the mask is false means nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from kvpolicy.dsl import counts
+from kvpolicy.dsl.bind import Bound
+from kvpolicy.dsl.ir import AXES
+
+ORDER = ("layer", *AXES)
+
+Scalar = float | bool | int
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A number or truth value with named axes.
+
+    Attributes:
+        data: float64 or bool tensor with a dimension per axis, or a Python scalar without axes.
+        axes: names in the order of `ORDER`.
+        mask: bool tensor, false where the value is absent; None: present everywhere.
+        mask_axes: axes of `mask`, among `axes`.
+        zero: `data` are 0 where absent, so that a sum needs no masking.
+        finite: no present value is infinite, so that sums and products cannot be NaN.
+    """
+
+    data: torch.Tensor | Scalar
+    axes: tuple[str, ...] = ()
+    mask: torch.Tensor | None = None
+    mask_axes: tuple[str, ...] = ()
+    zero: bool = False
+    finite: bool = False
+
+
+@dataclass
+class Frame:
+    """Where operations find the tensors of the layer (or block of KV heads) at hand.
+
+    Attributes:
+        bound: the policy; N = `tokens`; G = `kv` KV heads in this block, the first `kv_start`.
+        layer: this layer, or None after the last one.
+        q: [H, W, D]; k, v: [G, N, D], heads of this block only.
+        fixed: tensors that live as long as the plan, by id; masks made of these are made once.
+        memo: what was made of `fixed` tensors.
+        checks: 0-d bool tensors, false if the model's tensors hold NaN or infinity.
+    """
+
+    bound: Bound
+    tokens: int
+    device: torch.device
+    kv: int
+    kv_start: int = 0
+    layer: int | None = None
+    q: torch.Tensor | None = None
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+    fixed: dict[int, torch.Tensor] = field(default_factory=dict)
+    memo: dict[tuple, torch.Tensor] = field(default_factory=dict)
+    checks: list[torch.Tensor] = field(default_factory=list)
+
+    def both(self, a: Value, b: Value) -> tuple[torch.Tensor | None, tuple[str, ...]]:
+        """Where both are present."""
+        if a.mask is None or b.mask is None or a.mask is b.mask:
+            return (b.mask, b.mask_axes) if a.mask is None else (a.mask, a.mask_axes)
+        return self.conjunction(a.mask, a.mask_axes, b.mask, b.mask_axes)
+
+    def conjunction(
+        self, a: torch.Tensor, a_axes: tuple[str, ...], b: torch.Tensor, b_axes: tuple[str, ...]
+    ) -> tuple[torch.Tensor, tuple[str, ...]]:
+        """`a and b` of two masks."""
+        axes = union(a_axes, b_axes)
+        return self.once(
+            ("and", id(a), id(b)),
+            (a, b),
+            lambda: aligned(a, a_axes, axes) & aligned(b, b_axes, axes),
+        ), axes
+
+    def once(
+        self, key: tuple, sources: Sequence[torch.Tensor], make: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """`make()`, remembered for later layers if all `sources` live as long as the plan."""
+        if not all(id(source) in self.fixed for source in sources):
+            return make()
+        if key not in self.memo:
+            made = make()
+            self.memo[key] = self.fixed[id(made)] = made
+        return self.memo[key]
+
+
+def union(*sets: tuple[str, ...]) -> tuple[str, ...]:
+    """All axes, in order."""
+    first = sets[0]
+    if all(axes == first or not axes for axes in sets):
+        return first
+    names = set().union(*sets)
+    return tuple(axis for axis in ORDER if axis in names)
+
+
+def aligned(data: torch.Tensor | Scalar, axes: tuple[str, ...], to: tuple[str, ...]):
+    """The data with a dimension of size 1 for each axis of `to` that they lack."""
+    if axes == to or not axes:
+        return data
+    return data[tuple(slice(None) if axis in axes else None for axis in to)]
+
+
+def as_tensor(data: torch.Tensor | Scalar, frame: Frame) -> torch.Tensor:
+    if isinstance(data, torch.Tensor):
+        return data
+    kind = torch.bool if isinstance(data, bool) else torch.float64
+    return torch.tensor(data, dtype=kind, device=frame.device)
+
+
+def filled(x: Value, filler: Scalar) -> torch.Tensor:
+    """The data, with `filler` where absent."""
+    if x.mask is None:
+        return x.data
+    return torch.where(aligned(x.mask, x.mask_axes, x.axes), x.data, filler)
+
+
+def snapped(x: torch.Tensor) -> torch.Tensor:
+    """`counts.snap` for tensors."""
+    nearest = torch.round(2 * x) / 2
+    return torch.where((x - nearest).abs() <= counts.SNAP * x.abs().clamp(min=1), nearest, x)
+
+
+def sizes_of(*values: Value) -> dict[str, int]:
+    """Size of every axis that the values have."""
+    return {
+        axis: size
+        for x in values
+        if x.axes
+        for axis, size in zip(x.axes, x.data.shape, strict=True)
+    }
