@@ -197,7 +197,7 @@ def _fits(typer: Typer, function: Function, parameter: Parameter, expr: Expr, no
         typer.scope.suggest_range(expr, whole=True, minimum=0)
     if parameter.kind == "width":
         typer.scope.suggest_range(expr, whole=True, odd=True, minimum=1)
-        return _is_static(typer, node, expr, f"the width of `{function.name}`")
+        return _is_constant(typer, node, expr, f"the width of `{function.name}`")
     return True
 
 
@@ -219,6 +219,16 @@ def _is_static(typer: Typer, node: Node, expr: Expr, what: str) -> bool:
     if not node.type.axes and node.when <= When.PROMPT and not node.type.absent:
         return True
     message = f"{what} must be one number known before the prefill; `{typer.shown(expr)}` is not"
+    typer.error("phase", message, expr.span)
+    return False
+
+
+def _is_constant(typer: Typer, node: Node, expr: Expr, what: str) -> bool:
+    """Whether a node is one number for the whole model, known at load; otherwise reports."""
+    layer = any(n.op == "size" and n.value == "layer" for n in node.walk())
+    if not layer and node.when == When.LOAD and node.type.exact:
+        return True
+    message = f"{what} must follow from parameters alone; `{typer.shown(expr)}` does not"
     typer.error("phase", message, expr.span)
     return False
 

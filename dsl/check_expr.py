@@ -40,6 +40,7 @@ _WHERE_NOT = {
     "merge": "means something only inside `merge`",
     "share": "means something only inside `share`",
     "tensors": "is not known before the prefill",
+    "layer": "has no value here: this holds for the whole model",
 }
 
 
@@ -162,6 +163,7 @@ class Typer:
         context, where = self.context, builtin.where
         exists = {
             "always": True,
+            "layer": context.phase != "static" or context.inside == "share",
             "prompt": context.phase != "static",
             "tensors": context.phase != "static",
             "prefill": context.phase == "prefill",
@@ -170,7 +172,8 @@ class Typer:
             "share": context.inside == "share",
         }[where]
         if not exists:
-            reason = _WHERE_NOT["tensors" if context.phase == "static" else where]
+            static = context.phase == "static" and where != "layer"
+            reason = _WHERE_NOT["tensors" if static else where]
             help = (
                 "`cached` counts a head's entries in decode" if builtin.name == "length" else None
             )
@@ -187,7 +190,7 @@ class Typer:
             when = When.PROMPT
         elif builtin.name == "length" and not self.scope.propagates:
             when = When.PROMPT
-        elif builtin.where != "always":
+        elif builtin.where not in ("always", "layer"):
             when, exact = self.context.base, False
         value: object = builtin.name if builtin.op in ("size", "special") else None
         if builtin.op == "truth":

@@ -9,7 +9,7 @@ from kvpolicy.dsl.ir import Data, Node, Param
 from kvpolicy.dsl.parse import Block
 from kvpolicy.dsl.scope import Definition, Scope, Uses
 from kvpolicy.dsl.source import Span
-from kvpolicy.dsl.syntax import Expr, Name
+from kvpolicy.dsl.syntax import Expr
 
 
 def declared_params(scope: Scope) -> dict[str, Param]:
@@ -134,8 +134,3 @@ def declared_data(scope: Scope) -> dict[str, Data]:
                 definition.name, axes, block.get("min"), block.get("max"), about
             )
     return tensors
-
-
-def is_name(value: object, text: str) -> bool:
-    """Whether an expression is just this name."""
-    return isinstance(value, Name) and value.text == text

@@ -304,7 +304,7 @@ def share(scope: Scope) -> Share | None:
         if item is None or not isinstance(item.value, Expr):
             nodes[name] = None
             continue
-        context = Context("static") if name == "when" else Context("prefill", "share")
+        context = Context("static" if name == "when" else "prefill", "share")
         typer = Typer(scope, context)
         read = typer.number if name == "direction" else typer.truth
         node = read(item.value, f"`{item.path}`")

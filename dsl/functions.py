@@ -57,7 +57,7 @@ class Function:
 class Builtin:
     """A name of the language.
 
-    `where` says in which phases it exists: "always", "prompt" (from the prompt's arrival),
+    `where` says in which phases it exists: "always", "layer" (wherever a layer decides), "prompt" (from the prompt's arrival),
     "tensors" (prefill and decode), "prefill", "decode", "merge" or "share".
     """
 
@@ -82,7 +82,7 @@ BUILTINS: dict[str, Builtin] = {
         Builtin("false", "truth", (), None, "always", "the condition that never holds", "truth"),
         Builtin("pi", "size", (), None, "always", "3.14159..., a float64"),
         Builtin("layers", "size", (), "layers", "always", "number of layers"),
-        Builtin("layer", "size", (), "layers", "always", "this layer, counted from 0"),
+        Builtin("layer", "size", (), "layers", "layer", "this layer, counted from 0"),
         Builtin("heads", "size", (), None, "always", "query heads per layer"),
         Builtin("kv_heads", "size", (), None, "always", "KV heads per layer"),
         Builtin("prompt", "size", (), "tokens", "prompt", "tokens of the prompt"),
@@ -214,7 +214,8 @@ FUNCTIONS: dict[str, Function] = {
             "attn",
             "attention",
             _QUERIES,
-            "softmax over all candidates of q.k / sqrt(D), causal, in float32; absent where the token comes after the query",
+            "softmax over all candidates of q.k / sqrt(D), causal, in float32; absent where the "
+            "token comes after the query",
             "O(w N D); `all` and, in prefill, `new`: O(N^2 D)",
             result="number[head, query, token]",
             group="Attention",
@@ -253,7 +254,9 @@ FUNCTIONS: dict[str, Function] = {
             "top",
             "top",
             (Parameter("x"), Parameter("n", optional=True, unit="tokens")),
-            "the n highest present values among those that compete along a; equal values in the order of the axes as written, lower index first. Without n, in last place of `keep` and `propagate.tokens`: as many as the budget still misses",
+            "the n highest present values among those that compete along a; equal values in the "
+            "order of the axes as written, lower index first. Without n, in last place of `keep` "
+            "and `propagate.tokens`: as many as the budget still misses",
             "select",
             axes="optional",
             result="truth, axes of x",
@@ -282,7 +285,8 @@ FUNCTIONS: dict[str, Function] = {
             "avgpool",
             "pool",
             (Parameter("x"), Parameter("width", "width")),
-            "sum of the present neighbours along `token`, divided by the width; centred, stride 1, odd width; absent stays absent",
+            "sum of the present neighbours along `token`, divided by the width; centred, stride "
+            "1, odd width; absent stays absent",
             unit="first",
             result="as x",
             group="Along tokens",
@@ -291,7 +295,8 @@ FUNCTIONS: dict[str, Function] = {
             "maxpool",
             "pool",
             (Parameter("x"), Parameter("width", "width")),
-            "largest present neighbour along `token`; centred, stride 1, odd width; absent stays absent",
+            "largest present neighbour along `token`; centred, stride 1, odd width; absent stays "
+            "absent",
             unit="first",
             result="as x",
             group="Along tokens",
@@ -324,7 +329,8 @@ FUNCTIONS: dict[str, Function] = {
                 Parameter("weight"),
                 Parameter("max", optional=True, unit="tokens"),
             ),
-            "whole numbers for the layers that add up to floor(total), in proportion to the weights; no layer gets more than max",
+            "whole numbers for the layers that add up to floor(total), in proportion to the "
+            "weights; no layer gets more than max",
             "O(L log L)",
             axes="layer",
             result="number tokens",
@@ -334,7 +340,8 @@ FUNCTIONS: dict[str, Function] = {
             "cluster",
             "cluster",
             (Parameter("x"), Parameter("k")),
-            "optimal k-means of one number per layer; the label of this layer, 0 for the lowest mean",
+            "optimal k-means of one number per layer; the label of this layer, 0 for the lowest "
+            "mean",
             "O(k L^2)",
             axes="layer",
             result="number",
@@ -344,7 +351,8 @@ FUNCTIONS: dict[str, Function] = {
             "uniform",
             "uniform",
             (Parameter("seed"),),
-            "pseudo-random number in [0, 1) per KV head and entry, from a hash of seed, layer, head, position and decode step; the same on every device",
+            "pseudo-random number in [0, 1) per KV head and entry, from a hash of seed, layer, "
+            "head, position and decode step; the same on every device",
             result="number[kv, token]",
             group="Other",
         ),
@@ -352,7 +360,8 @@ FUNCTIONS: dict[str, Function] = {
             "nearest",
             "receivers",
             _numbers("x"),
-            "receivers of a dropped entry: the kept entry of the same KV head with the highest cosine of x; ties to the lower position",
+            "receivers of a dropped entry: the kept entry of the same KV head with the highest "
+            "cosine of x; ties to the lower position",
             "O(P C D)",
             group="Merging",
         ),

@@ -1,4 +1,4 @@
-"""The table of a policy file's keys: reading, formatting, the JSON Schema and the reference use it."""
+"""The table of a policy file's keys, for reading, formatting, the JSON Schema and the reference."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Key:
     `form` says what may stand under it: "expression", "expressions" (a list), "text", "name" (the
     policy's), "version", "number", "truth", "default" (number, truth or expression), "choice" (one
     of `choices`), "choices" (a list of them), "values" (a list of numbers), "keys" (a mapping with
-    `keys`), "same" (the word `same`, or a mapping with `keys`), "named" (names of the author's, each
-    with what `item` says) or "either" (an expression, or a mapping with `keys`).
+    `keys`), "same" (the word `same`, or a mapping with `keys`), "named" (names of the author's,
+    each with what `item` says) or "either" (an expression, or a mapping with `keys`).
     """
 
     name: str
@@ -85,7 +85,12 @@ MERGE = Key(
 )
 
 FILE = (
-    Key("policy", "name", "name of the policy; the file's name without `.yaml`", True),
+    Key(
+        "policy",
+        "name",
+        "its name in requests and metrics; by custom the file's name without `.yaml`",
+        True,
+    ),
     Key("language", "version", "version of the language: 1", True),
     Key("about", "text", "one sentence"),
     Key("source", "text", "paper or repository"),

@@ -1,8 +1,8 @@
 """A policy file as YAML nodes that know where they stand.
 
-YAML is read by its events, not by a loader, so that scalars stay text until the language types them
-(`on`, `1e-3` and `12:30` mean what their key says) and everything a policy does not need is refused:
-tags, anchors, aliases, merge keys, duplicate keys, folded scalars, several documents.
+YAML is read by its events, not by a loader, so that scalars stay text until the language types
+them (`on`, `1e-3` and `12:30` mean what their key says) and everything a policy does not need is
+refused: tags, anchors, aliases, merge keys, duplicate keys, folded scalars, several documents.
 """
 
 from __future__ import annotations

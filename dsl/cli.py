@@ -1,0 +1,238 @@
+"""The command `kvpolicy`.
+
+Exit codes: 0 well, 1 something differs or fails, 2 input that cannot be used. What executes
+policies is imported only by the commands that do, so that `check` needs neither numpy nor torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from kvpolicy.dsl.diagnostics import PolicyError, render_all
+
+_FILE = "path of a policy, or the name of a shipped one"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    args = _parser().parse_args(arguments)
+    try:
+        code = args.command(args)
+        sys.stdout.flush()
+        return code
+    except PolicyError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of a pipe has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _check(args: argparse.Namespace) -> int:
+    from kvpolicy.dsl.check import load
+
+    code = 0
+    for file in args.files:
+        try:
+            checked = load(file)
+        except PolicyError as error:
+            print(error)
+            code = 2
+            continue
+        if checked.diagnostics:
+            print(render_all(checked.diagnostics, checked.source))
+        if checked.errors:
+            code = max(code, 1)
+        else:
+            print(f"{checked.source.name}: well")
+            for sentence in checked.unserved:
+                print(f"{checked.source.name}: note: {sentence}")
+    return code
+
+
+def _fmt(args: argparse.Namespace) -> int:
+    from kvpolicy.dsl.fmt import format_file
+
+    code = 0
+    for file in args.files:
+        try:
+            changed = format_file(Path(file), write=not args.check)
+        except PolicyError as error:
+            print(error, file=sys.stderr)
+            code = 2
+            continue
+        if changed:
+            print(f"{file}: {'would be formatted' if args.check else 'formatted'}")
+            code = max(code, 1 if args.check else 0)
+    return code
+
+
+def _list(args: argparse.Namespace) -> int:
+    from kvpolicy.dsl.check import load
+    from kvpolicy.dsl.library import shipped
+
+    policies = [(name, load(path).program) for name, path in shipped().items()]
+    width = max((len(name) for name, _ in policies), default=0)
+    for name, program in policies:
+        print(f"{name:<{width}}  {program.about if program else 'has errors'}")
+    return 0
+
+
+def _schema(args: argparse.Namespace) -> int:
+    from kvpolicy.dsl.schema import schema_text
+
+    return _generated(schema_text(), args)
+
+
+def _docs(args: argparse.Namespace) -> int:
+    from kvpolicy.dsl.docs import reference
+
+    return _generated(reference(), args)
+
+
+def _generated(text: str, args: argparse.Namespace) -> int:
+    """Prints generated text, writes it to a file, or compares it with one."""
+    if args.out is None:
+        sys.stdout.write(text)
+        return 0
+    path = Path(args.out)
+    try:
+        if args.check:
+            current = path.read_text(encoding="utf-8") if path.exists() else ""
+            if current != text:
+                print(f"{path}: differs from what `kvpolicy {args.name}` generates")
+            return int(current != text)
+        path.write_text(text, encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        print(f"{path}: error[file]: {reason.lower()}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _delegate(args: argparse.Namespace) -> int:
+    """Commands that execute policies."""
+    try:
+        module = import_module(f"kvpolicy.dsl.{args.module}")
+        return module.main(args)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("numpy", "torch"):
+            raise
+        message = f"kvpolicy {args.name}: error[file]: this command needs {error.name}"
+        print(f"{message}\n = help: pip install 'kvpolicy[run]'", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvpolicy", description="KV-cache policies for SGLang, written in YAML."
+    )
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+
+    check = commands.add_parser("check", help="report every defect of policy files")
+    check.add_argument("files", nargs="+", metavar="FILE", help=_FILE)
+    check.set_defaults(command=_check)
+
+    fmt = commands.add_parser("fmt", help="write policy files in their canonical form")
+    fmt.add_argument("--check", action="store_true", help="only say which files would change")
+    fmt.add_argument("files", nargs="+", metavar="FILE", help="path of a policy")
+    fmt.set_defaults(command=_fmt)
+
+    _add_explain(commands)
+    _add_run(commands)
+    _add_test(commands)
+    _add_diff(commands)
+
+    for name, command, help in (
+        ("schema", _schema, "print the JSON Schema of policy files, for editors"),
+        ("docs", _docs, "print the reference of sections, names and functions"),
+    ):
+        sub = commands.add_parser(name, help=help)
+        sub.add_argument("--out", metavar="FILE", help="write to a file instead")
+        sub.add_argument("--check", action="store_true", help="with --out: compare, do not write")
+        sub.set_defaults(command=command)
+
+    listing = commands.add_parser("list", help="list the shipped policies")
+    listing.set_defaults(command=_list)
+    return parser
+
+
+def _add_explain(commands: argparse._SubParsersAction) -> None:
+    explain = commands.add_parser(
+        "explain", help="what a policy computes, keeps and costs for a model and a length"
+    )
+    explain.add_argument("file", metavar="FILE", help=_FILE)
+    _add_model(explain)
+    _add_set(explain)
+    explain.set_defaults(command=_delegate, module="explain")
+
+
+def _add_run(commands: argparse._SubParsersAction) -> None:
+    run = commands.add_parser("run", help="apply a policy to recorded tensors")
+    run.add_argument("file", metavar="FILE", help=_FILE)
+    run.add_argument(
+        "--tensors", required=True, metavar="X.npz", help="q [L,H,N,D], k and v [L,G,N,D], float32"
+    )
+    run.add_argument("--scores", action="store_true", help="write the scores too")
+    run.add_argument("--out", required=True, metavar="R.json", help="where the result goes")
+    _add_set(run)
+    _add_execution(run)
+    run.set_defaults(command=_delegate, module="run")
+
+
+def _add_test(commands: argparse._SubParsersAction) -> None:
+    test = commands.add_parser("test", help="run the tests beside policies (NAME.test.yaml)")
+    test.add_argument(
+        "files", nargs="*", metavar="FILE", help="policies, tests or folders; default: all shipped"
+    )
+    _add_execution(test, default=None)
+    test.set_defaults(command=_delegate, module="policy_tests")
+
+
+def _add_diff(commands: argparse._SubParsersAction) -> None:
+    diff = commands.add_parser("diff", help="what changes between two policies")
+    diff.add_argument("first", metavar="A", help=_FILE)
+    diff.add_argument("second", metavar="B", help=_FILE)
+    _add_model(diff)
+    diff.set_defaults(command=_delegate, module="diff")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", required=True, metavar="CONFIG", help="config.json of a model, or its folder"
+    )
+    parser.add_argument(
+        "--length", required=True, type=_length, metavar="N", help="tokens of the prompt"
+    )
+
+
+def _length(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) <= 10**8:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a number of tokens")
+    return int(text)
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="value of a parameter"
+    )
+
+
+def _add_execution(parser: argparse.ArgumentParser, default: str | None = "interpreter") -> None:
+    choices = ("interpreter", "torch")
+    help = "what executes the policy" + ("" if default else "; default: each")
+    parser.add_argument("--execution", choices=choices, default=default, help=help)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
