@@ -57,8 +57,9 @@ class Function:
 class Builtin:
     """A name of the language.
 
-    `where` says in which phases it exists: "always", "layer" (wherever a layer decides), "prompt" (from the prompt's arrival),
-    "tensors" (prefill and decode), "prefill", "decode", "merge" or "share".
+    `where` says in which phases it exists: "always", "layer" (wherever a layer decides), "prompt"
+    (from the prompt's arrival), "tensors" (prefill and decode), "prefill", "decode", "merge" or
+    "share".
     """
 
     name: str

@@ -62,7 +62,7 @@ OPERATIONS: Mapping[str, tuple[str, str]] = {
     "data": ("0", "value: name of a tensor delivered with the model"),
     "state": (
         "0",
-        "value: name; the state before this step's update inside its own `next`, after it elsewhere",
+        "value: name; before this step's update inside its own `next`, after it elsewhere",
     ),
     "budget": ("0", "the numbers of the section `budget` of the enclosing rules"),
     "position": ("0", "[token] original position"),
