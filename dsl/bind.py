@@ -7,20 +7,23 @@ parameter, the value and what is accepted. Nothing here imports torch or numpy.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 
 from kvpolicy.dsl.bounds import Bounds
 from kvpolicy.dsl.counts import whole
-from kvpolicy.dsl.diagnostics import refused
-from kvpolicy.dsl.exact import evaluate
+from kvpolicy.dsl.diagnostics import PolicyError, refused
+from kvpolicy.dsl.exact import Value, evaluator
+from kvpolicy.dsl.fit import does_not_fit
 from kvpolicy.dsl.ir import ModelShape, Node, Program, Rules, When
-from kvpolicy.dsl.lower import Env, Phase, Phases, Static, fold, lower
+from kvpolicy.dsl.lower import Phase, Phases, Static, fold, lower
 from kvpolicy.dsl.parameters import environment, parameter_values
 from kvpolicy.dsl.print_ir import print_program
+from kvpolicy.dsl.source import Source
 
+# Prompt lengths whose numbers are remembered; a server asks for one several times in a row.
+_PROMPTS = 4
 _ATTENTION = ("attn", "logits", "distance")
 
 
@@ -39,18 +42,25 @@ class Bound:
 
     program: Program
     shape: ModelShape
-    params: Mapping[str, Fraction | bool | float]
+    params: Mapping[str, Value]
     rules: Rules
     lowered: Rules
     static: Static
+    _numbers: dict[int, list[Callable[[Node], Value]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
-    def env(self, prompt: int | None = None, layer: int | None = None) -> Env:
-        """What `exact.evaluate` needs to evaluate a static node."""
-        return environment(self.shape, self.params, prompt, layer)
-
-    def number(self, node: Node, prompt: int, layer: int = 0) -> Fraction | bool | float:
+    def number(self, node: Node, prompt: int, layer: int = 0) -> Value:
         """Value of a static scalar at a layer, for a prompt of `prompt` tokens."""
-        return evaluate(node, self.env(prompt, layer))
+        if prompt not in self._numbers:
+            while len(self._numbers) >= _PROMPTS:
+                self._numbers.pop(next(iter(self._numbers)))
+            environments = (
+                environment(self.shape, self.params, prompt, each)
+                for each in range(self.shape.layers)
+            )
+            self._numbers[prompt] = [evaluator(each) for each in environments]
+        return self._numbers[prompt][layer](node)
 
     def nodes(self) -> Iterator[Node]:
         """Every node that score, budget and keep of `rules` need, once."""
@@ -58,10 +68,18 @@ class Bound:
 
     def queries(self, prompt: int) -> int:
         """How many of the last queries of a layer any `attn`, `logits` or `distance` reads (W)."""
-        most = 0
-        for node in self.nodes():
-            if node.op in _ATTENTION:
-                most = max(most, *(self.window(node, prompt, i) for i in range(self.shape.layers)))
+        return self._queries(prompt)
+
+    @cached_property
+    def _queries(self) -> Callable[[int], int]:
+        windows = [node for node in self.nodes() if node.op in _ATTENTION]
+        layers = range(self.shape.layers)
+
+        @lru_cache(maxsize=4096)
+        def most(prompt: int) -> int:
+            counts = (self.window(node, prompt, layer) for node in windows for layer in layers)
+            return max(counts, default=0)
+
         return most
 
     def window(self, node: Node, prompt: int, layer: int) -> int:
@@ -110,13 +128,14 @@ def bind(program: Program, shape: ModelShape, overrides: Mapping[str, str] | Non
     """
     _check_shape(shape)
     params = parameter_values(program, shape, overrides or {})
+    too_much = does_not_fit(program, None, environment(shape, params))
+    if too_much:
+        raise PolicyError(too_much, Source(program.name, ""))
     # Only the prefill decides here; `load` refuses to serve what decides elsewhere.
     rules = fold(program.prefill, environment(shape, params))
     if rules.keep is None:
         rules = replace(rules, keep=Node("all", when=When.PROMPT))
-    bound = Bound(program, shape, params, rules, lower(rules), Static())
-    _check_fits(bound)
-    return bound
+    return Bound(program, shape, params, rules, lower(rules), Static())
 
 
 def _nodes(rules: Rules) -> Iterator[Node]:
@@ -135,31 +154,3 @@ def _check_shape(shape: ModelShape) -> None:
             f"{shape.layers} layers, {shape.heads} heads, {shape.kv_heads} KV heads, head size "
             f"{shape.head_dim}: all are at least 1 and the KV heads divide the heads",
         )
-
-
-def _check_fits(bound: Bound) -> None:
-    """Refuses sized terms of `keep` that exceed a budget known at load."""
-    budget = bound.rules.budget
-    if budget is None or not _known_at_load(bound, budget):
-        return
-    for node in bound.rules.keep.walk():
-        if node.op != "then" or len(node.args[-1].args) != 1 or node.args[-1].op != "top":
-            continue
-        counts = [a.args[1] for a in node.args[:-1] if a.op == "top" and "kv" not in a.axes]
-        counts = [count for count in counts if _known_at_load(bound, count)]
-        for layer in range(bound.shape.layers):
-            taken = sum(whole(bound.number(count, 0, layer), 2**62) for count in counts)
-            allowed = whole(bound.number(budget, 0, layer), 2**62)
-            if taken > allowed:
-                raise refused(
-                    bound.program.name,
-                    "does-not-fit",
-                    f"`keep` always takes {taken} entries per KV head at layer {layer}, but the "
-                    f"budget there is {allowed}",
-                    "raise the budget, or lower the counts of `recent`, `sinks` and `top`",
-                )
-
-
-def _known_at_load(bound: Bound, node: Node) -> bool:
-    needs = bound.static.needs(node)
-    return needs is not None and "prompt" not in needs

@@ -35,11 +35,10 @@ def executable(path: str | Path) -> Program:
         PolicyError: the file has defects, or decides more than the end of the prefill.
     """
     checked = load(path)
-    if checked.program is None:
-        raise PolicyError(checked.diagnostics, checked.source)
+    program = checked.require()
     if checked.unserved:
-        raise refused(str(path), "phase", "; ".join(checked.unserved))
-    return checked.program
+        raise refused(checked.source.name, "phase", "; ".join(checked.unserved))
+    return program
 
 
 def overrides(settings: Sequence[str] | None) -> dict[str, str]:

@@ -34,9 +34,22 @@ def evaluate(node: Node, env: Mapping[str, Value]) -> Value:
     Raises:
         NotStatic: the value depends on data, on a missing name, or is absent.
     """
-    value = _Evaluation(env).value(node)
-    if value is None:
-        raise NotStatic("the value is absent")
+    return evaluator(env)(node)
+
+
+def evaluator(env: Mapping[str, Value]) -> Callable[[Node], Value]:
+    """`evaluate` in one environment for many nodes: what they share is computed once.
+
+    The nodes must outlive the result.
+    """
+    evaluation = _Evaluation(env)
+
+    def value(node: Node) -> Value:
+        found = evaluation.value(node)
+        if found is None:
+            raise NotStatic("the value is absent")
+        return found
+
     return value
 
 

@@ -12,12 +12,14 @@ from kvpolicy.dsl.ir import Node, Program
 from kvpolicy.dsl.source import Source, Span
 
 
-def does_not_fit(program: Program, source: Source, env: Mapping[str, Value]) -> list[Diagnostic]:
+def does_not_fit(
+    program: Program, source: Source | None, env: Mapping[str, Value]
+) -> list[Diagnostic]:
     """Diagnostics for every selection of the prefill that takes more than its budget.
 
     Args:
         program: a checked policy.
-        source: its text, for the messages.
+        source: its text, for the messages; None if it is not at hand.
         env: as of `exact.evaluate`. With `layers`, every layer is tested. What depends on values
             that are not in it is skipped.
     """
@@ -55,7 +57,7 @@ def _sized(selection: Node) -> list[tuple[Node, Node]]:
 
 
 def _problem(
-    budget: Node, sized: list[tuple[Node, Node]], source: Source, env: Mapping[str, Value]
+    budget: Node, sized: list[tuple[Node, Node]], source: Source | None, env: Mapping[str, Value]
 ) -> Diagnostic | None:
     spans = [term.span for term, _ in sized if term.span]
     if not spans:
@@ -68,9 +70,11 @@ def _problem(
         except NotStatic:
             continue
         if taken > most:
-            span = Span(spans[0].start, spans[-1].end)
-            shown = " ".join(source.text[span.start : span.end].split())
-            verb = "take" if len(spans) > 1 else "takes"
+            span = Span(spans[0].start, spans[-1].end) if source else None
+            shown = "keep"
+            if source and span:
+                shown = " ".join(source.text[span.start : span.end].split())
+            verb = "take" if source and len(spans) > 1 else "takes"
             message = f"`{shown}` {verb} {taken} entries, but the budget is {most}"
             if "layer" in layer_env and _uses_layer(budget, sized):
                 message += f" at layer {layer_env['layer']}"

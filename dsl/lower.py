@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from enum import IntEnum
 from fractions import Fraction
 
-from kvpolicy.dsl.exact import evaluate
+from kvpolicy.dsl.exact import Value, evaluator
 from kvpolicy.dsl.ir import AXES, Node, Rules, Type, When
 
 ELEMENTWISE = frozenset(
@@ -27,7 +27,7 @@ REDUCTIONS = frozenset("sum mean max min var any count".split())
 # Known to the host before any tensor is seen.
 STATIC_LEAVES = frozenset("number truth param size".split())
 
-Env = Mapping[str, Fraction | bool | float]
+Env = Mapping[str, Value]
 
 
 class Phase(IntEnum):
@@ -103,7 +103,7 @@ def fold(rules: Rules, env: Env) -> Rules:
         rules: the prefill rules of a checked program.
         env: values of parameters and model sizes, keyed as for `exact.evaluate`.
     """
-    static = Static()
+    static, evaluate = Static(), evaluator(env)
     done: dict[int, Node] = {}
 
     def visit(node: Node) -> Node:
@@ -115,11 +115,11 @@ def fold(rules: Rules, env: Env) -> Rules:
         if node.op in ("number", "truth"):
             return node
         if static.needs(node) == frozenset():
-            value = evaluate(node, env)
+            value = evaluate(node)
             if not isinstance(value, float):
                 return _constant(value, node)
         if node.op == "choose" and static.needs(node.args[1]) == frozenset():
-            return visit(node.args[0 if evaluate(node.args[1], env) else 2])
+            return visit(node.args[0 if evaluate(node.args[1]) else 2])
         args = tuple(visit(argument) for argument in node.args)
         return node if args == node.args else _with_args(node, args)
 
