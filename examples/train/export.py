@@ -1,0 +1,108 @@
+"""Write and read the model folder that `transformers` and SGLang load.
+
+The weights are stored in float16 and used in float32: the small folder costs no accuracy (the
+rounding error of a weight is far below what changes an answer; `evaluate.py` measures the file).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import tasks
+import words
+from model import Config, Llama
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+# One user turn is a context and a question; the answer follows the word `answer`.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    " answer {{ message['content'] }} {{ eos_token }}"
+    "{% else %}"
+    " {{ message['content'] }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %} answer{% endif %}"
+)
+
+
+def write(model: Llama, folder: Path) -> None:
+    """Weights, configurations and tokenizer of `model` into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: tensor.half().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_json(folder / "config.json", model_config(model.config))
+    write_json(folder / "generation_config.json", generation_config())
+    tokenizer().save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", tokenizer_config(model.config))
+
+
+def read(folder: Path) -> Llama:
+    """The model in `folder`, float32."""
+    stored = json.loads((folder / "config.json").read_text())
+    model = Llama(Config(**{field.name: stored[field.name] for field in fields(Config)}))
+    weights = load_file(folder / "model.safetensors")
+    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    return model.eval()
+
+
+def write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def model_config(config: Config) -> dict:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **config.as_dict(),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "bos_token_id": tasks.BOS,
+        "eos_token_id": tasks.END,
+        "pad_token_id": tasks.PAD,
+    }
+
+
+def generation_config() -> dict:
+    return {
+        "bos_token_id": tasks.BOS,
+        "eos_token_id": tasks.END,
+        "pad_token_id": tasks.PAD,
+        "do_sample": False,
+    }
+
+
+def tokenizer() -> Tokenizer:
+    """Whole words, lower case, punctuation apart; `<s>` is put before a text."""
+    special = [words.VOCABULARY[i] for i in (tasks.PAD, tasks.BOS, tasks.END, tasks.UNK)]
+    vocabulary = {word: i for i, word in enumerate(words.VOCABULARY)}
+    result = Tokenizer(models.WordLevel(vocabulary, unk_token=words.VOCABULARY[tasks.UNK]))
+    result.normalizer = normalizers.Lowercase()
+    result.pre_tokenizer = pre_tokenizers.Whitespace()
+    bos = words.VOCABULARY[tasks.BOS]
+    result.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, tasks.BOS)]
+    )
+    result.add_special_tokens(special)
+    return result
+
+
+def tokenizer_config(config: Config) -> dict:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": words.VOCABULARY[tasks.BOS],
+        "eos_token": words.VOCABULARY[tasks.END],
+        "pad_token": words.VOCABULARY[tasks.PAD],
+        "unk_token": words.VOCABULARY[tasks.UNK],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": config.max_position_embeddings,
+        "chat_template": CHAT_TEMPLATE,
+    }
