@@ -99,7 +99,7 @@ def _start(runtime: Runtime, scheduler: Any) -> None:
         for policy in runtime.policies:
             served = Served(policy, policy.bind(shape), runtime.arena)
             runtime.served[policy.name] = served
-            params = ", ".join(f"{k}={v}" for k, v in served.bound.params.items())
+            params = ", ".join(f"{k}={_shown(v)}" for k, v in served.bound.params.items())
             logger.info(
                 "KV-cache policy %s (%s): %s. digest=%s",
                 policy.name,
@@ -110,6 +110,10 @@ def _start(runtime: Runtime, scheduler: Any) -> None:
     except Refused as error:
         raise stop(error) from None
     runtime.metrics = Metrics(compat.metric_labels(scheduler), runtime.served)
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{float(value):g}"
 
 
 def verify(runtime: Runtime, scheduler: Any) -> None:

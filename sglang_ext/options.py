@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvpolicy.dsl.bind import Bound, bind
 from kvpolicy.dsl.check import load
-from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.dsl.diagnostics import PolicyError, render_all
 from kvpolicy.dsl.ir import ModelShape, Program
 from kvpolicy.sglang_ext.errors import Refused
 
@@ -123,11 +123,14 @@ def load_policies(paths: Sequence[str], settings: Sequence[str]) -> tuple[Policy
 def _program(path: str) -> Program:
     if not Path(path).is_file():
         raise Refused(f"--kv-policy {path}: there is no such file")
-    checked = load(path)
+    try:
+        checked = load(path)
+    except PolicyError as error:
+        raise Refused(str(error)) from None
     if checked.program is None:
-        raise Refused(checked.render())
+        raise Refused(f"--kv-policy {path}:\n{render_all(checked.errors, checked.source)}")
     if checked.unserved:
-        raise Refused(f"--kv-policy {path}: {' '.join(checked.unserved)}")
+        raise Refused(f"--kv-policy {path}: {'; '.join(checked.unserved)}.")
     return checked.program
 
 

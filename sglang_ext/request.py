@@ -20,6 +20,7 @@ _LONG = 1 << 20  # a prompt for which a bounded policy surely drops something
 # Why a request is served in full; the label `reason` of the metric.
 SHORT_PROMPT = "short_prompt"  # the budget holds the whole prompt
 NOTHING_DROPPED = "nothing_dropped"  # known only after scoring
+NOT_FINITE = "not_finite"  # queries, keys or values held NaN or infinity
 NO_SLOTS = "no_slots"  # no room for the compressed copy beside the prompt
 ONE_TOKEN = "one_token"  # nothing is decoded after the prefill
 MULTIMODAL = "multimodal"

@@ -139,10 +139,14 @@ class Runtime:
                     self._served_in_full(req, state)
         return result
 
-    def finished_prompt(self, req: Any, state: State, kept: int) -> None:
-        """Note the outcome of compressing a prompt of which `kept` entries were chosen."""
+    def finished_prompt(self, req: Any, state: State, kept: int, *, finite: bool) -> None:
+        """Note the outcome of compressing a prompt of which `kept` entries were chosen.
+
+        Args:
+            finite: whether the model's tensors were; otherwise nothing can be chosen by them.
+        """
         if state.private is None:
-            state.uncompressed = request.NOTHING_DROPPED
+            state.uncompressed = request.NOTHING_DROPPED if finite else request.NOT_FINITE
             return
         if state.counted:
             return

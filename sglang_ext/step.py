@@ -152,7 +152,9 @@ class Step:
                 kept = torch.stack(list(each.run.finish()))  # [L, G, N]
                 each.state.window.clear()
                 self._compress(each, kept)
-            self._runtime.finished_prompt(each.request, each.state, int(kept.sum()))
+            self._runtime.finished_prompt(
+                each.request, each.state, int(kept.sum()), finite=not each.run.not_finite
+            )
 
     def _compress(self, scored: _Scored, kept: torch.Tensor) -> None:
         state, store, arena = scored.state, self._runtime.store, self._runtime.arena

@@ -82,9 +82,7 @@ class Driver:
         policy = options.pop("policy", None)
         stream = options.pop("stream", False)
         custom = None if policy is None else {"kv_policy": policy}
-        sampling = SamplingParams(
-            temperature=0.0, ignore_eos=True, custom_params=custom, **options
-        )
+        sampling = SamplingParams(temperature=0.0, ignore_eos=True, custom_params=custom, **options)
         sampling.normalize(None)
         sampling.verify(1 << 30)
         self.answers[rid] = Answer()

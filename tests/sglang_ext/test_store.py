@@ -1,0 +1,187 @@
+"""Private slots: pages, tables, accounting; and reading them back through entry lists."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kvpolicy.kernels.compact import compact
+from kvpolicy.kernels.paged_attention import paged_attention
+from kvpolicy.sglang_ext.arena import create_arena
+from kvpolicy.sglang_ext.lists import Lists
+from kvpolicy.sglang_ext.store import Store
+
+
+class Allocator:
+    """Hands out shuffled slots, whole pages at a time; slot 0's page is never handed out."""
+
+    def __init__(self, pages: int, page_size: int = 1) -> None:
+        self.page_size, self.size = page_size, pages * page_size
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(0)) + 1
+        self.free_slots = (order[:, None] * page_size + torch.arange(page_size)).flatten()
+
+    def alloc(self, need_size):
+        if need_size > self.free_slots.numel():
+            return None
+        taken, self.free_slots = self.free_slots[:need_size], self.free_slots[need_size:]
+        return taken
+
+    def free(self, free_index):
+        self.free_slots = torch.cat([self.free_slots, free_index])
+
+
+def make_store(layers=3, kv_heads=2, slots=64, page_size=1, size=4):
+    allocator = Allocator(slots // page_size, page_size)
+    arena = create_arena(layers, slots + page_size, kv_heads, size, torch.float32, "cpu")
+    return Store(arena, allocator)
+
+
+def no_cache(slots):
+    """Evicts nothing."""
+
+
+def test_slots_are_returned_however_a_request_ends():
+    store = make_store()
+    changes = []
+    store._changed = lambda *change: changes.append(change)
+    first = store.allocate(1, "a", 5, 40, no_cache)
+    store.allocate(2, "b", 7, 40, no_cache)
+    assert store.held == 12
+    assert store.allocator.free_slots.numel() == 52
+    store.check_integrity(store.allocator.free_slots)
+    store.free(2)
+    store.free(2)  # a row without private slots
+    store.release(first)
+    assert store.held == 0
+    assert store.allocator.free_slots.sort().values.tolist() == list(range(1, 65))
+    assert changes == [("a", 5), ("b", 7), ("b", 0), ("a", 0)]
+
+
+def test_too_few_slots_leave_everything_as_it_was():
+    store = make_store(slots=8)
+    asked = []
+    assert store.allocate(1, "a", 9, 40, asked.append) is None
+    assert asked == [9]
+    assert store.held == 0
+    assert store.allocator.free_slots.numel() == 8
+
+
+def test_surplus_is_returned_in_whole_pages_of_the_allocator():
+    store = make_store(layers=2, kv_heads=2, slots=64, page_size=8)
+    private = store.allocate(1, "a", 30, 60, no_cache)
+    assert private.slots.numel() == 32
+    store.fill(private, torch.tensor([[9, 4], [1, 0]]))  # 5 + 2 + 1 pages: 4 slots
+    assert private.slots.numel() == store.held == 8
+    assert private.first_page.tolist() == [[0, 5], [7, 8]]
+    store.check_integrity(store.allocator.free_slots)
+
+
+def test_flush_drops_without_returning():
+    store = make_store()
+    store.allocate(1, "a", 5, 40, no_cache)
+    store.clear()
+    store.reset_allocator()
+    assert store.held == 0
+    assert store.allocator.free_slots.numel() == 59
+    store.allocate(1, "a", 5, 40, no_cache)
+
+
+def test_integrity_names_what_is_wrong():
+    store = make_store()
+    private = store.allocate(1, "a", 4, 40, no_cache)
+    with pytest.raises(RuntimeError, match=f"both private and free: .{int(private.slots[0])}"):
+        store.check_integrity(private.slots[:1].to(torch.int64))
+    private.slots[1] = private.slots[0]
+    with pytest.raises(RuntimeError, match="held twice"):
+        store.check_integrity(store.allocator.free_slots)
+    with pytest.raises(RuntimeError, match="row 1 already holds"):
+        store.allocate(1, "a", 4, 40, no_cache)
+
+
+@given(
+    layers=st.integers(1, 5),
+    kv_heads=st.sampled_from([1, 2, 4, 8]),
+    counts=st.data(),
+)
+def test_most_slots_suffice(layers, kv_heads, counts):
+    arena = create_arena(layers, 4, kv_heads, 1, torch.float32, "cpu")
+    lists = [counts.draw(st.integers(0, 30)) for _ in range(layers * kv_heads)]
+    pages = sum(math.ceil(n / kv_heads) for n in lists)
+    most = arena.most_slots(sum(lists))
+    assert most >= arena.slots_for(pages)
+    assert most <= arena.slots_for(pages) + kv_heads
+
+
+def test_tables_take_less_than_one_percent():
+    """Sizes of a model with 8 KV heads of 128 in bf16, and of the embedded one."""
+    for layers, kv_heads, size, dtype in ((32, 8, 128, torch.bfloat16), (4, 2, 32, torch.float32)):
+        arena = create_arena(layers, 80, kv_heads, size, dtype, "cpu")
+        store = Store(arena, Allocator(79))
+        private = store.allocate(1, "a", 64, 512, no_cache)
+        store.fill(private, torch.full((layers, kv_heads), 64))
+        assert private.slots.numel() == 64
+        assert private.table_bytes < 0.01 * 64 * arena.slot_bytes
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize("seed", range(4))
+def test_compressed_requests_read_exactly_what_was_kept(heads, kv_heads, seed):
+    """Random ragged choices, tails and requests; every slot that nobody owns holds NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    layers, size, rows, context = 3, 8, 400, 60
+    arena = create_arena(layers, rows, kv_heads, size, torch.float32, "cpu")
+    arena.storage.fill_(float("nan"))
+    store = Store(arena, Allocator(rows - 1))
+    table = torch.zeros((5, context), dtype=torch.int32)
+    scale = size**-0.5
+    privates, wanted, lengths = [], [], []
+    q = torch.randn(3, layers, heads, size, generator=generator)
+    for row, (prompt, tail) in enumerate(((40, 1), (7, 9), (30, 20)), start=1):
+        length = prompt + tail
+        slots = store.allocator.alloc(length)
+        table[row, :length] = slots.to(torch.int32)
+        kv = torch.randn(layers, 2, length, kv_heads, size, generator=generator)
+        arena.storage[:, :, slots] = kv
+        kept = torch.rand(layers, kv_heads, prompt, generator=generator) < 0.4
+        kept[0, 0] = False  # a list may be empty
+        private = store.allocate(row, "a", arena.most_slots(int(kept.sum())), prompt, no_cache)
+        store.fill(private, kept.sum(2))
+        pages = arena.pages(private.slots)
+        for layer in range(layers):
+            compact(
+                arena.entries,
+                slots[:prompt],
+                kept[layer],
+                pages[int(private.first_page[layer, 0]) :],
+                key_base=arena.key_base(layer),
+                value_offset=arena.value_offset,
+            )
+        arena.storage[:, :, slots[:prompt]] = float("nan")  # freed
+        table[row, :prompt] = 0
+        privates.append(private)
+        lengths.append(length)
+        wanted.append(_dense(q[row - 1], kv, kept, prompt, scale))
+
+    lists = Lists(arena, privates, lengths, table)
+    for layer in range(layers):
+        indptr, indices = lists.layer(layer)
+        got = paged_attention(
+            q[:, layer, None], arena.entries, arena.values, indptr, indices, scale=scale
+        )
+        torch.testing.assert_close(got[:, 0], torch.stack(wanted)[:, layer], atol=1e-5, rtol=1e-5)
+
+
+def _dense(q, kv, kept, prompt, scale):
+    """[L, H, D] attention over the kept entries and the tail, head by head."""
+    layers, heads, _ = q.shape
+    kv_heads = kv.shape[3]
+    out = torch.zeros_like(q)
+    for layer in range(layers):
+        for head in range(heads):
+            group = head // (heads // kv_heads)
+            seen = torch.ones(kv.shape[2], dtype=torch.bool)
+            seen[:prompt] = kept[layer, group]
+            k, v = kv[layer, :, seen, group]
+            out[layer, head] = (k @ q[layer, head] * scale).softmax(0) @ v
+    return out
