@@ -1,0 +1,100 @@
+"""Every SGLang name that the plugin touches exists with the arguments that it relies on."""
+
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
+
+from kvpolicy.sglang_ext import compat, refusals
+from kvpolicy.sglang_ext.errors import Refused
+
+SIGNATURES = {
+    compat.ADD_CLI_ARGS: ["parser"],
+    compat.FROM_CLI_ARGS: ["cls", "args"],
+    compat.PUBLISH: ["server_args", "role"],
+    compat.META_INFO: ["self", "meta_info", "state", "customized_info", "index", "finish_reason"],
+    compat.CREATE_BUFFERS: ["self"],
+    compat.ALLOC_MEMORY_POOL: ["self"],
+    compat.INIT_MODEL_WORKER: ["self"],
+    compat.ADD_REQUEST: ["self", "req"],
+    compat.MAX_PREFIX_LEN: ["self", "input_len"],
+    compat.RESET_FOR_RETRACT: ["self"],
+    compat.PREPARE_FOR_EXTEND: ["self"],
+    compat.SLOT_RESERVE: ["self", "req", "extend_input_len"],
+    compat.ADD_ONE: ["self", "req", "has_chunked_req"],
+    compat.ADD_CHUNKED: ["self", "req"],
+    compat.FORWARD: ["self", "batch"],
+    compat.CHECKPOINT: ["req", "tree_cache"],
+    compat.UNCACHED_SIZES: ["self"],
+}
+
+
+def test_the_installed_version_was_checked():
+    refusals.check_version()
+
+
+def test_another_version_is_refused_in_one_sentence(monkeypatch):
+    monkeypatch.setattr(compat, "installed_version", lambda: "0.9.9")
+    with pytest.raises(
+        Refused, match=r"^--kv-policy works with SGLang .*, but 0\.9\.9 is installed\.$"
+    ):
+        refusals.check_version()
+
+
+def test_every_target_is_listed():
+    targets = {v for v in vars(compat).values() if isinstance(v, str) and v.startswith("sglang.")}
+    modules = {compat._SCHEDULER_MODULE, compat._TOKENIZER_MODULE}
+    assert targets - modules == set(SIGNATURES)
+
+
+@pytest.mark.parametrize("target", SIGNATURES)
+def test_target_has_the_arguments(target):
+    path, name = target.rsplit(".", 1)
+    owner = pkgutil.resolve_name(path)
+    raw = inspect.getattr_static(owner, name)
+    function = getattr(raw, "__func__", raw)
+    parameters = list(inspect.signature(function).parameters)
+    wanted = SIGNATURES[target]
+    assert parameters[: len(wanted)] == wanted
+
+
+def test_attributes_that_are_read_or_written_exist():
+    """A rename would otherwise show up only in the middle of a request."""
+    batch = importlib.import_module("sglang.srt.managers.schedule_batch")
+    source = inspect.getsource(batch.Req.__init__)
+    for name in (
+        "origin_input_ids", "sampling_params", "multimodal_inputs", "input_embeds", "session",
+        "positional_embed_overrides", "beam_group", "to_finish", "prefix_len", "extend_end",
+        "lock", "skip_radix_cache_insert", "customized_info", "output_ids",
+    ):  # fmt: skip
+        assert f"self.{name}" in source, name
+    assert {"req_pool_idx", "cache_protected_len"} <= set(batch.ReqKvInfo.__slots__)
+    adder = importlib.import_module("sglang.srt.managers.schedule_policy").PrefillAdder
+    source = inspect.getsource(adder.__init__)
+    for name in (
+        "memory_budget", "rem_chunk_tokens", "rem_input_tokens", "new_chunked_req",
+        "can_run_list", "per_req_token_overhead",
+    ):  # fmt: skip
+        assert f"self.{name}" in source, name
+
+
+def test_refused_options_exist():
+    from sglang.srt.server_args import ServerArgs
+
+    fields = set(inspect.signature(ServerArgs).parameters)
+    assert {name for name, _, _ in refusals._OPTIONS} | {"kv_cache_dtype"} <= fields
+
+
+def test_the_plugin_is_light():
+    """SGLang loads it before it parses its command line: no torch, no SGLang, no scheduler."""
+    code = (
+        "import sys, kvpolicy.sglang_ext.plugin as p; "
+        "sys.exit(' '.join(m for m in ('torch', 'numpy', 'sglang') if m in sys.modules) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.strip()) == (0, "")

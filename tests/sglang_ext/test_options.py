@@ -1,0 +1,122 @@
+"""--kv-policy and --kv-policy-set: parsing, the environment, and every refusal's sentence."""
+
+import argparse
+import os
+
+import pytest
+from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.sglang_ext import options
+from kvpolicy.sglang_ext.errors import Refused
+
+SHAPE = ModelShape(layers=4, heads=4, kv_heads=2, head_dim=32)
+POLICY = """\
+policy: {name}
+language: 1
+params:
+  capacity: {{default: 64, unit: tokens, min: 1}}
+budget: capacity
+keep: sinks(4) then recent(capacity - 4)
+"""
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Paths of two policy files, `one` and `two`; no policy in the environment."""
+    # setenv first, so that what a test exports is removed after it.
+    for variable in (options.PATHS_VARIABLE, options.SETTINGS_VARIABLE):
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    paths = []
+    for name in ("one", "two"):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(POLICY.format(name=name))
+        paths.append(str(path))
+    return paths
+
+
+def parse(*words):
+    parser = argparse.ArgumentParser()
+    options.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_flags_reach_child_processes_through_the_environment(files, monkeypatch):
+    monkeypatch.chdir(os.path.dirname(files[0]))
+    options.export(parse("--kv-policy", "one.yaml", "--kv-policy", files[1]))
+    options.export(parse("--kv-policy-set", "one.capacity=8", "two.capacity=9"))
+    assert options.requested() == (files, ["one.capacity=8", "two.capacity=9"])
+    one, two = options.load_policies(*options.requested())
+    assert (one.name, two.name) == ("one", "two")
+    assert one.bind(SHAPE).params["capacity"] == 8
+    assert two.bind(SHAPE).params["capacity"] == 9
+
+
+def test_one_policy_needs_no_prefix(files):
+    (policy,) = options.load_policies(files[:1], ["capacity=8"])
+    assert policy.bind(SHAPE).params["capacity"] == 8
+
+
+def test_without_flags_nothing_is_requested(files):
+    options.export(parse())
+    assert options.requested() == ([], [])
+    assert options.load_policies([], []) == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["capacity=8"], r"capacity=8: say which policy, as in one\.capacity=8"),
+        (["three.capacity=8"], "no policy is called `three`; there is one, two"),
+        (["capacity"], r"expected NAME=VALUE or POLICY\.NAME=VALUE"),
+        (["one.=3"], r"expected NAME=VALUE or POLICY\.NAME=VALUE"),
+    ],
+)
+def test_settings_that_fit_no_policy(files, settings, message):
+    with pytest.raises(Refused, match=message):
+        options.load_policies(files, settings)
+
+
+def test_settings_without_a_policy(files):
+    with pytest.raises(Refused, match="there is no --kv-policy"):
+        options.load_policies([], ["capacity=8"])
+
+
+def test_unknown_and_unaccepted_parameters_name_the_file(files):
+    for setting, message in (("capacty=8", "did you mean `capacity`"), ("capacity=0", "at least")):
+        (policy,) = options.load_policies(files[:1], [setting])
+        with pytest.raises(Refused, match=message) as refused:
+            policy.bind(SHAPE)
+        assert f"--kv-policy {files[0]}" in str(refused.value)
+
+
+def test_files_that_cannot_be_served(files, tmp_path):
+    missing = tmp_path / "missing.yaml"
+    with pytest.raises(Refused, match=f"--kv-policy {missing}: there is no such file"):
+        options.load_policies([str(missing)], [])
+    with pytest.raises(Refused, match="is also called `one`"):
+        options.load_policies([files[0], files[0]], [])
+    none = tmp_path / "none.yaml"
+    none.write_text(POLICY.format(name="none"))
+    with pytest.raises(Refused, match="`none` stands for no policy"):
+        options.load_policies([str(none)], [])
+
+
+def test_a_wrong_file_gives_the_checkers_diagnostics(tmp_path):
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(POLICY.format(name="wrong").replace("capacity - 4", "capacty - 4"))
+    with pytest.raises(Refused) as refused:
+        options.load_policies([str(wrong)], [])
+    assert f"{wrong}:6:" in str(refused.value)
+    assert "did you mean `capacity`?" in str(refused.value)
+
+
+def test_what_is_not_served_yet_is_refused_in_one_sentence(tmp_path):
+    path = tmp_path / "slots.yaml"
+    path.write_text(POLICY.format(name="slots") + "positions: slots\n")
+    with pytest.raises(Refused, match=r"`positions: slots` cannot be served yet\.$"):
+        options.load_policies([str(path)], [])
+
+
+def test_separators_in_values_are_refused(files):
+    with pytest.raises(Refused, match="a value cannot contain `,`"):
+        options.export(parse("--kv-policy-set", "capacity=1,2"))

@@ -1,0 +1,133 @@
+"""Options and models that cannot be combined with a policy: one sentence each."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
+
+from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.sglang_ext import compat, refusals
+from kvpolicy.sglang_ext.errors import Refused
+
+HARMLESS = {name: value for name, value, _ in refusals._OPTIONS} | {
+    "kv_cache_dtype": "auto",
+    "attention_backend": "torch_native",
+    "prefill_attention_backend": None,
+    "decode_attention_backend": None,
+}
+
+
+def options(**changes):
+    return SimpleNamespace(**(HARMLESS | changes))
+
+
+def test_harmless_options_are_served():
+    refusals.check_options(options())
+    refusals.check_options(options(disaggregation_mode=None))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"speculative_algorithm": "EAGLE"},
+        {"disaggregation_mode": "prefill"},
+        {"enable_mixed_chunk": True},
+        {"tp_size": 2},
+        {"pp_size": 2},
+        {"dp_size": 2},
+        {"enable_dp_attention": True},
+        {"enable_hierarchical_cache": True},
+        {"enable_lmcache": True},
+        {"enable_deterministic_inference": True},
+        {"dllm_algorithm": "LowConfidence"},
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"attention_backend": "triton"},
+        {"decode_attention_backend": "flashinfer"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_each_refusal_is_one_sentence_that_names_the_option(change):
+    ((name, value),) = change.items()
+    with pytest.raises(Refused) as refused:
+        refusals.check_options(options(**change))
+    sentence = str(refused.value)
+    assert sentence.startswith("--" + name.removeprefix("decode_").replace("_", "-"))
+    assert value is True or str(value) in sentence
+    assert "cannot be combined with --kv-policy: " in sentence
+    assert sentence.endswith(".")
+    assert sentence.count(". ") == 0
+    assert "\n" not in sentence
+
+
+def test_environment_variables_are_refused(monkeypatch):
+    for name in ("SGLANG_RUST_SERVER", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"):
+        with monkeypatch.context() as context:
+            context.setenv(name, "1")
+            with pytest.raises(Refused, match=name):
+                refusals.check_options(options())
+
+
+def model(monkeypatch, mla=False, recurrent=False, **changes):
+    monkeypatch.setattr(compat, "is_mla", lambda config: mla)
+    monkeypatch.setattr(compat, "has_recurrent_layers", lambda config: recurrent)
+    fields = {
+        "model_path": "m",
+        "is_hybrid_swa": False,
+        "attention_chunk_size": None,
+        "is_encoder_decoder": False,
+        "has_attention_sinks": False,
+        "is_generation": True,
+    }
+    return SimpleNamespace(**(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"mla": True}, "latent attention"),
+        ({"recurrent": True}, "recurrent layers"),
+        ({"is_hybrid_swa": True}, "sliding-window layers"),
+        ({"attention_chunk_size": 8192}, "chunked local attention"),
+        ({"is_encoder_decoder": True}, "cross-attention"),
+        ({"has_attention_sinks": True}, "attention sinks"),
+        ({"is_generation": False}, "no language-model head"),
+    ],
+)
+def test_models_whose_attention_a_policy_does_not_describe(monkeypatch, changes, what):
+    with pytest.raises(Refused, match=f"^--model-path m .*{what}.*\\.$"):
+        refusals.check_model(model(monkeypatch, **changes))
+
+
+def test_an_ordinary_model_is_served(monkeypatch):
+    refusals.check_model(model(monkeypatch))
+
+
+def layer(number, **changes):
+    fields = {
+        "layer_id": number,
+        "tp_q_head_num": 4,
+        "tp_k_head_num": 2,
+        "qk_head_dim": 32,
+        "v_head_dim": 32,
+        "sliding_window_size": -1,
+        "logit_cap": 0.0,
+        "xai_temperature_len": -1,
+    }
+    return SimpleNamespace(**(fields | changes))
+
+
+def test_every_attention_layer_is_checked(monkeypatch):
+    monkeypatch.setattr(compat, "is_decoder_attention", lambda layer: not hasattr(layer, "cross"))
+    shape = ModelShape(2, 4, 2, 32)
+    refusals.check_layers([layer(0), layer(1)], shape)
+    for wrong, message in (
+        ([layer(0)], "1 attention layers where its config says 2"),
+        ([layer(0), layer(1, tp_k_head_num=4)], "layer 1 has heads"),
+        ([layer(0, cross=True), layer(1)], "layer 0 has attention that is not causal"),
+        ([layer(0, sliding_window_size=64), layer(1)], "layer 0 has a sliding window"),
+        ([layer(0), layer(1, logit_cap=30.0)], "layer 1 has capped logits"),
+        ([layer(0), layer(1, xai_temperature_len=8)], "layer 1 has a temperature by position"),
+    ):
+        with pytest.raises(Refused, match=message):
+            refusals.check_layers(wrong, shape)
