@@ -20,7 +20,7 @@ RESULTS = ROOT / "docs" / "results"
 def command() -> str:
     """The command that is running, as it would be typed from the project's folder."""
     script = Path(sys.argv[0]).resolve().relative_to(ROOT)
-    return shlex.join(["python", "-P", str(script), *sys.argv[1:]])
+    return shlex.join(["python", str(script), *sys.argv[1:]])
 
 
 def machine() -> str:

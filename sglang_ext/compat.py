@@ -28,6 +28,7 @@ ALLOC_MEMORY_POOL = "sglang.srt.model_executor.model_runner.ModelRunner.alloc_me
 INIT_MODEL_WORKER = "sglang.srt.managers.scheduler.Scheduler.init_model_worker"
 ADD_REQUEST = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
 MAX_PREFIX_LEN = "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len"
+NEW_PREFILL = "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill"
 RESET_FOR_RETRACT = "sglang.srt.managers.schedule_batch.Req.reset_for_retract"
 PREPARE_FOR_EXTEND = "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend"
 SLOT_RESERVE = "sglang.srt.managers.schedule_policy.PrefillAdder._request_slot_reserve_for_req"

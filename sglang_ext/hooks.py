@@ -47,6 +47,7 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Callable]]:
         (compat.ALLOC_MEMORY_POOL, "after", _after_pool(runtime)),
         (compat.INIT_MODEL_WORKER, "after", lambda _, scheduler: _start(runtime, scheduler)),
         (compat.ADD_REQUEST, "before", _before_queue(runtime)),
+        (compat.NEW_PREFILL, "before", lambda _, running: runtime.admit_again(running)),
         (compat.MAX_PREFIX_LEN, "after", lambda r, req, *_: runtime.limit_prefix(req, r)),
         (compat.RESET_FOR_RETRACT, "after", lambda _, req: runtime.retracted(req)),
         (compat.PREPARE_FOR_EXTEND, "after", lambda _, batch: runtime.allocate(batch)),

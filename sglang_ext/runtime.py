@@ -37,6 +37,7 @@ class Runtime:
         self.served: dict[str, Served] = {}
         self.metrics = Metrics(None, ())
         self.step: Step | None = None
+        self._has_room = False
         self.arena: Arena
         self.store: Store
 
@@ -93,6 +94,16 @@ class Runtime:
             state.uncompressed = request.NO_SLOTS
             return 0
         return slots
+
+    def admit_again(self, running: Any) -> None:
+        """Let the scheduler admit requests if prompts have been given up since it last tried.
+
+        SGLang takes a batch to be full until one of its requests ends, because only that frees
+        memory there; leaving a prompt to the radix cache frees memory too.
+        """
+        if self._has_room:
+            running.batch_is_full = False
+            self._has_room = False
 
     def must_wait(self, adder: Any, req: Any, has_chunked: bool) -> bool:
         """Whether a resumed request cannot be admitted now because another one is in chunks."""
@@ -211,6 +222,7 @@ class Runtime:
         # The slots may be someone else's soon; a stray read must not find them.
         tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :prompt] = 0
         state.detached = True
+        self._has_room = True
 
     def retracted(self, req: Any) -> None:
         """Forget the compressed copy, which SGLang has freed with the request's row."""
