@@ -202,21 +202,24 @@ class Bounds:
         top = node.args[0]
         if "kv" not in top.axes or "kv" in node.axes or len(top.args) != 2:
             return math.inf
-        return self.interval(top.args[1], layer)[1]
+        return max(0, self.interval(top.args[1], layer)[1])
 
     def _shares(self, node: Node) -> Number:
         """Sums over layers and KV heads that the operation itself fixes."""
         repeated = 1 if "kv" in node.type.axes else self._kv
         if node.op == "split":
-            return repeated * self.interval(node.args[0], 0)[1]
+            return repeated * max(0, self.interval(node.args[0], 0)[1])
         if node.op == "divide" and self._normalises(node) and "layer" in node.args[1].axes:
             summed = "kv" in node.args[1].axes
             return 1 if summed and repeated == 1 else self._kv
         if node.op == "count" and node.args[0].op == "top":
             top = node.args[0]
             if "layer" in top.axes and "kv" in top.axes and len(top.args) == 2:
-                return repeated * self.interval(top.args[1], 0)[1]
-            if "kv" in top.axes and "kv" not in node.axes and len(top.args) == 2:
+                return repeated * max(0, self.interval(top.args[1], 0)[1])
+            positive = all(
+                self.interval(node.args[0].args[-1], i)[0] >= 0 for i in range(self._layers)
+            )
+            if positive and "kv" in top.axes and "kv" not in node.axes and len(top.args) == 2:
                 return self._total(top.args[1]) / self._kv
         return math.inf
 

@@ -17,7 +17,7 @@ def apply(bound: Bound, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Result:
     layers, kv, tokens, _ = k.shape
     run = program.start(tokens)
     for layer in range(layers):
-        tensors = [torch.from_numpy(np.ascontiguousarray(x[layer])) for x in (q, k, v)]
+        tensors = [torch.tensor(x[layer]) for x in (q, k, v)]
         run.observe(layer, *tensors)
     kept = [each.numpy() for each in run.finish()]
     if run.not_finite:

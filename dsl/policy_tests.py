@@ -1,0 +1,183 @@
+"""`kvpolicy test`: runs the tests beside policies, on every execution."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from kvpolicy.dsl.bind import bind
+from kvpolicy.dsl.commands import EXECUTIONS, executable, execute, guarded, overrides
+from kvpolicy.dsl.diagnostics import PolicyError, refused
+from kvpolicy.dsl.interpret import Result
+from kvpolicy.dsl.ir import Program
+from kvpolicy.dsl.library import find, read_source, shipped
+from kvpolicy.dsl.test_format import Case, Numbers, Seed, read_cases
+
+_SUFFIX = ".test.yaml"
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Args:
+        args: `files` (policies, their tests, or folders; none: all shipped), `execution` (a name,
+            or None for each).
+
+    Returns:
+        0 if every test passes, 1 if one fails, 2 if the input cannot be used.
+    """
+    return guarded(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    executions = EXECUTIONS if args.execution is None else (args.execution,)
+    passed = failed = 0
+    for path in _test_files(args.files):
+        name, cases = read_cases(read_source(path))
+        program = _tested(path, name)
+        for case in cases:
+            for execution in executions:
+                problems = check_case(program, case, execution)
+                passed += not problems
+                failed += bool(problems)
+                for problem in problems:
+                    print(f"{path}:{case.line}: {case.name} ({execution}): {problem}")
+    print(f"{passed} passed, {failed} failed ({' and '.join(executions)})")
+    return 1 if failed else 0
+
+
+def _test_files(files: Sequence[str]) -> Iterator[Path]:
+    """The test files that the arguments name.
+
+    Raises:
+        PolicyError: one names none.
+    """
+    paths = [Path(file) for file in files] or list(shipped().values())
+    for path in paths:
+        if path.is_dir():
+            found = sorted(path.glob(f"*{_SUFFIX}"))
+            if not found:
+                raise refused(str(path), "file", f"no file *{_SUFFIX} in this folder")
+            yield from found
+            continue
+        test = path if path.name.endswith(_SUFFIX) else find(path).with_suffix(_SUFFIX)
+        if not test.exists():
+            raise refused(str(path), "file", f"there are no tests: `{test.name}` is missing")
+        yield test
+
+
+def _tested(test: Path, name: str) -> Program:
+    """The policy beside a test file."""
+    stem = test.name.removesuffix(_SUFFIX)
+    if name != stem:
+        raise refused(str(test), "test", f"`policy` is `{name}`, but the file tests `{stem}`")
+    return executable(test.with_name(f"{stem}.yaml"))
+
+
+def check_case(program: Program, case: Case, execution: str) -> list[str]:
+    """What differs from what a test expects; empty if nothing does."""
+    try:
+        bound = bind(program, case.shape, overrides(case.settings))
+        if case.refused is not None:
+            return [f"should be refused with `{case.refused}`, but is accepted"]
+        q, k, v = tensors(case)
+        result = execute(bound, execution, q, k, v)
+    except PolicyError as error:
+        message = str(error)
+        if case.refused is not None and case.refused in message:
+            return []
+        return [f"refused: {message}"]
+    problems = list(_differences(case, result))
+    total = sum(int(layer.sum()) for layer in result.kept)
+    if total > bound.max_entries(case.tokens):
+        problems.append(
+            f"keeps {total} entries, more than the bound {bound.max_entries(case.tokens)}"
+        )
+    return problems
+
+
+def _differences(case: Case, result: Result) -> Iterator[str]:
+    for layer, heads in enumerate(case.kept or []):
+        for head, expected in enumerate(heads):
+            kept = np.flatnonzero(result.kept[layer][head]).tolist()
+            if kept != expected:
+                yield f"layer {layer}, KV head {head}: {_difference(kept, expected)}"
+    if case.budgets is not None and result.budgets is not None:
+        budgets = [layer.tolist() for layer in result.budgets]
+        if budgets != case.budgets:
+            yield f"budgets are {budgets}, not {case.budgets}"
+    elif case.budgets is not None:
+        yield "the policy has no budgets to compare"
+
+
+def _difference(kept: list[int], expected: list[int]) -> str:
+    extra = sorted(set(kept) - set(expected))
+    lost = sorted(set(expected) - set(kept))
+    parts = [f"kept {shown(kept)}"]
+    if extra:
+        parts.append(f"{shown(extra)} should not be there")
+    if lost:
+        parts.append(
+            f"{shown(lost)} is missing" if len(lost) == 1 else f"{shown(lost)} are missing"
+        )
+    return "; ".join(parts)
+
+
+def shown(positions: Sequence[int]) -> str:
+    """Positions as test files write them: `0 3-5 11`."""
+    words: list[str] = []
+    for i, position in enumerate(positions):
+        if i and position == positions[i - 1] + 1:
+            start = words[-1].partition("-")[0]
+            words[-1] = f"{start}-{position}"
+        else:
+            words.append(str(position))
+    return " ".join(words) or "nothing"
+
+
+def tensors(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q [L, H, N, D], k and v [L, G, N, D] of a test, float32.
+
+    Raises:
+        PolicyError: numbers that do not fit the model's sizes.
+    """
+    shape = case.shape
+    made = []
+    for name, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
+        size = (shape.layers, heads, case.tokens, shape.head_dim)
+        given = case.tensors[name]
+        made.append(
+            _seeded(given, size) if isinstance(given, Seed) else _written(name, given, size)
+        )
+    return tuple(made)
+
+
+def _seeded(given: Seed, size: tuple[int, ...]) -> np.ndarray:
+    layers = [
+        generated(given.seed + given.stride * layer, size[1:])
+        * np.float32(given.scale + given.step * layer)
+        for layer in range(size[0])
+    ]
+    return np.stack(layers)
+
+
+def _written(name: str, given: Numbers | None, size: tuple[int, ...]) -> np.ndarray:
+    try:
+        values = np.asarray(0.0 if given is None else given, dtype=np.float32)
+        return np.ascontiguousarray(np.broadcast_to(values, size))
+    except ValueError:
+        message = f"`{name}` does not have the sizes {list(size)}, nor the last of them"
+        raise refused(name, "test", message) from None
+
+
+def generated(seed: int, size: Sequence[int]) -> np.ndarray:
+    """Numbers between -2 and 2 that any program can make again, float32.
+
+    With k the flat index (last dimension fastest):
+    ((((37 + 2 seed) k^2 + (17 + 4 seed) k + 29 seed + 7) mod 1009) - 504) / 252.
+    """
+    k = np.arange(int(np.prod(size)), dtype=np.int64) % 1009
+    values = ((37 + 2 * seed) * k * k + (17 + 4 * seed) * k + 29 * seed + 7) % 1009
+    return ((values - 504) / 252).astype(np.float32).reshape(size)
