@@ -157,8 +157,10 @@ def _argument_problem(
     if place >= len(names):
         number = {0: "no arguments", 1: "one argument"}.get(len(names), f"{len(names)} arguments")
         return f"`{function.name}` takes {number}"
-    if names[place] in bound:
+    if set(names[:place]) - set(bound):
         return "an argument without a name comes after one with a name"
+    if names[place] in bound:
+        return f"`{names[place]}` is given twice"
     return None
 
 
@@ -193,6 +195,12 @@ def _fits(typer: Typer, function: Function, parameter: Parameter, expr: Expr, no
         typer, node, expr, f"`{function.name}` takes"
     ):
         return False
+    if parameter.unit == "tokens" and node.type.absent:
+        what = f"the count of `{function.name}`"
+        if function.name == "split":
+            what = f"`{parameter.name}` of `split`"
+        typer.scope.absent(node, expr, what, typer)
+        return False
     if parameter.unit == "tokens" and function.name in ("recent", "sinks", "top"):
         typer.scope.suggest_range(expr, whole=True, minimum=0)
     if parameter.kind == "width":
@@ -214,12 +222,12 @@ def is_token_count(typer: Typer, node: Node, expr: Expr, what: str) -> bool:
     return False
 
 
-def _is_static(typer: Typer, node: Node, expr: Expr, what: str) -> bool:
+def _is_static(typer: Typer, node: Node, expr: Expr, what: str, code: str = "phase") -> bool:
     """Whether a node is one number known before the prefill; otherwise reports."""
     if not node.type.axes and node.when <= When.PROMPT and not node.type.absent:
         return True
     message = f"{what} must be one number known before the prefill; `{typer.shown(expr)}` is not"
-    typer.error("phase", message, expr.span)
+    typer.error(code, message, expr.span)
     return False
 
 
@@ -315,9 +323,6 @@ def _top(
             message = f"the count varies over `{shared[0]}`, along which the values compete"
             typer.error("axis", message, exprs["n"].span)
             return None
-        if n.type.absent:
-            typer.scope.absent(n, exprs["n"], "the count of `top`", typer)
-            return None
         args = (x, n)
     return typer.graph.make(
         "top", args, kind="truth", over=axes, absent=False, span=typer.span(call)
@@ -372,7 +377,7 @@ def _attention(
         count = typer.number(bound["n"], "`recent`")
         if count is None or not is_token_count(typer, count, bound["n"], "`recent` takes"):
             return None
-        if not _is_static(typer, count, bound["n"], "the number of queries"):
+        if not _is_static(typer, count, bound["n"], "the number of queries", "query-set"):
             return None
         typer.scope.suggest_range(bound["n"], whole=True, minimum=1)
         args = (count,)

@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvpolicy.dsl.functions import BUILTINS, FUNCTIONS, RESERVED, Builtin
-from kvpolicy.dsl.graph import union
+from kvpolicy.dsl.graph import TooLarge, union
 from kvpolicy.dsl.ir import Node, When
 from kvpolicy.dsl.source import Span
 from kvpolicy.dsl.syntax import Axis, Call, Chain, Expr, Name, Number, Operation, Then, Where
 
 if TYPE_CHECKING:
     from kvpolicy.dsl.scope import Scope
+
+# How deep expressions may be nested through names, so that typing them needs little stack.
+MAX_LEVEL = 120
 
 COMPARISONS = frozenset(("less", "less_equal", "greater", "greater_equal", "equal", "not_equal"))
 LOGIC = frozenset(("and", "or", "not"))
@@ -104,6 +107,14 @@ class Typer:
 
     def expr(self, expr: Expr) -> Node | None:
         """The node of an expression, or None after a report."""
+        self.scope.level += 1
+        if self.scope.level > MAX_LEVEL:
+            raise TooLarge
+        node = self._expr(expr)
+        self.scope.level -= 1
+        return node
+
+    def _expr(self, expr: Expr) -> Node | None:
         if isinstance(expr, Number):
             return self.graph.make("number", value=expr.value, span=self.span(expr))
         if isinstance(expr, Name):

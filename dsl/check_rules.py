@@ -52,22 +52,28 @@ class RulesChecker:
         node = self.scope.section("score", self.phase)
         if node is None or item is None:
             return None
+        if not self._is_score(node, item):
+            self.scope.refuse_section("score", self.phase)
+            return None
+        return node
+
+    def _is_score(self, node: Node, item: Item) -> bool:
         typer = Typer(self.scope, self.context)
         if not typer.is_kind(node, "number", item.value, "`score`"):
-            return None
+            return False
         extra = [axis for axis in node.type.axes if axis not in ("kv", "token")]
         if "token" not in node.type.axes:
             message = f"score is {shape_of(node)}; it needs one number per token"
             if not node.type.axes:
                 message = "score is one number for the layer; it needs one per token"
             typer.error("score-axes", message, item.span)
-            return None
+            return False
         if extra:
             message = f"score is {shape_of(node)}; only `kv` and `token` may be left"
             help = f"reduce `{extra[0]}`, for example with `sum[{extra[0]}](...)`"
             typer.error("score-axes", message, item.span, help)
-            return None
-        return node
+            return False
+        return True
 
     def budget(self) -> Node | None:
         item, home = self.scope.section_item("budget", self.phase)
@@ -76,7 +82,10 @@ class RulesChecker:
         node = self.scope.section("budget", self.phase)
         if node is None or item is None:
             return None
-        return check_count(Typer(self.scope, home), node, item, "budget")
+        checked = check_count(Typer(self.scope, home), node, item, "budget")
+        if checked is None:
+            self.scope.refuse_section("budget", self.phase)
+        return checked
 
     def keep(self) -> Node | None:
         item = self.item("keep")

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from kvpolicy.dsl.source import Source, Span
 
 
+MAX_LINE = 160  # characters of a source line that a message shows
+
+
 @dataclass(frozen=True)
 class Diagnostic:
     """One defect. `code` is one of the table in docs/language.md."""
@@ -26,11 +29,11 @@ class Diagnostic:
             margin = ""
         else:
             number, column = source.place(self.span.start)
-            text = source.line(number)
             margin = " " * len(str(number))
-            width = max(1, min(self.span.end - self.span.start, len(text) - column + 1))
+            text, at = _shortened(source.line(number), column - 1)
+            width = max(1, min(self.span.end - self.span.start, len(text) - at))
             # Tabs are repeated so that the caret stands under its text.
-            indent = "".join("\t" if c == "\t" else " " for c in text[: column - 1])
+            indent = "".join("\t" if c == "\t" else " " for c in text[:at])
             lines = [
                 f"{source.name}:{number}:{column}: {head}",
                 f"{margin} |",
@@ -40,6 +43,16 @@ class Diagnostic:
         if self.help:
             lines.append(f"{margin} = help: {self.help}")
         return "\n".join(lines)
+
+
+def _shortened(line: str, at: int) -> tuple[str, int]:
+    """A line cut to what can be read around a place, and the place in it."""
+    if len(line) > MAX_LINE and at > MAX_LINE // 2:
+        cut = at - MAX_LINE // 4
+        line, at = "... " + line[cut:], at - cut + 4
+    if len(line) > MAX_LINE:
+        line = line[:MAX_LINE] + " ..."
+    return line, at
 
 
 class PolicyError(Exception):

@@ -132,7 +132,9 @@ class _Evaluation:
         if node.op not in _REDUCTIONS:
             raise NotStatic(node.op)
         values = [v for v in (layer.value(node.args[0]) for layer in layers) if v is not None]
-        return _REDUCTIONS[node.op](values)
+        if any(isinstance(value, float) for value in values):
+            values = [_float(value) for value in values]
+        return _number(lambda: _REDUCTIONS[node.op](values), [])
 
     def _split(self, node: Node, layers: list[_Evaluation]) -> Value:
         here = self._given_layer()
@@ -181,12 +183,15 @@ def _float(value: Value) -> float:
 
 
 def _power(base: Value, exponent: Value) -> Value:
+    if base == 0 and exponent < 0:
+        return math.inf
     if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
         if _bits(base) * abs(exponent.numerator) <= 2 * MAX_BITS:
             return base**exponent.numerator
-    if base == 0 and exponent < 0:
-        return math.inf
-    return math.pow(_float(base), _float(exponent))
+    try:
+        return math.pow(_float(base), _float(exponent))
+    except OverflowError:
+        return -math.inf if base < 0 and exponent % 2 == 1 else math.inf
 
 
 def _round_to(function: Callable[[Value], int]) -> Callable[[Value], Value]:
@@ -214,7 +219,7 @@ _NUMERIC: dict[str, Callable[..., Value]] = {
     "multiply": lambda a, b: a * b,
     "divide": lambda a, b: a / b,
     "floor_divide": _floor_divide,
-    "modulo": lambda a, b: a % b,
+    "modulo": lambda a, b: a % b if b else Fraction(0),
     "power": _power,
     "negate": lambda a: -a,
     "abs": abs,
@@ -244,12 +249,12 @@ _LOGIC: dict[str, Callable[..., bool]] = {
 
 
 def _mean(values: list) -> Value:
-    return _number(lambda: sum(values, Fraction(0)) / len(values), [0]) if values else Fraction(0)
+    return sum(values, Fraction(0)) / len(values) if values else Fraction(0)
 
 
 def _variance(values: list) -> Value:
     middle = _mean(values)
-    return _mean([_number(lambda v: (v - middle) ** 2, [v]) for v in values])
+    return _mean([(value - middle) * (value - middle) for value in values])
 
 
 _REDUCTIONS: dict[str, Callable[[list], Value]] = {

@@ -186,7 +186,7 @@ class _Parser:
         tree = self.tree(name, values, span)
         depth = 1 + max((self.depths[id(child)] for child in tree.children), default=0)
         if depth > MAX_DEPTH:
-            message = f"the expression is nested {depth} deep; {MAX_DEPTH} is allowed"
+            message = f"the expression is nested more than {MAX_DEPTH} deep"
             raise ExpressionError("size", message, start, end, "name parts of it under `let`")
         self.depths[id(tree)] = depth
         return tree
@@ -252,8 +252,12 @@ def unexpected(tokens: list[Token], at: int, expected: set[str]) -> ExpressionEr
         message = f"expected an operand {before}"
         if not at_end:
             message += f", not `{token.text}`"
+        if token.kind == "STAR" and tokens[at - 1].kind == "STAR":
+            help = "the power operator is `^`"
     elif expected <= {"NAME"}:
         message = f"expected the name of an axis {before}"
+    elif "RSQB" in expected and not at_end:
+        message = f"expected `,` or `]` {before}, not `{token.text}`"
     elif at_end and ("RPAR" in expected or "RSQB" in expected):
         opening = _open_bracket(tokens)
         message = f"`{opening.text}` is never closed"
@@ -289,8 +293,6 @@ def _operator_help(tokens: list[Token], at: int) -> str | None:
 def _follow_help(token: Token, expected: set[str]) -> str | None:
     if token.kind == "RELATION":
         return "a chain has at most two comparisons; join more with `and`"
-    if token.kind == "STAR" or token.kind == "__ANON_0":
-        return "the power operator is `^`"
     if token.kind in ("WHERE", "THEN", "ELSE"):
         return f"put what stands before `{token.text}` in parentheses"
     signs = sorted(LITERALS[kind] for kind in expected if kind in LITERALS)

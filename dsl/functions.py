@@ -73,7 +73,7 @@ class Builtin:
 
 
 def _numbers(*names: str) -> tuple[Parameter, ...]:
-    return tuple(Parameter(name) for name in names)
+    return tuple(Parameter(name, unit="tokens" if name == "n" else None) for name in names)
 
 
 BUILTINS: dict[str, Builtin] = {

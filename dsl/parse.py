@@ -220,12 +220,13 @@ class _Reader:
         return self.expression(node, key, path)
 
     def expression(self, node: Scalar, key: Key, path: str) -> Expr | None:
+        if not node.text.strip():
+            self.error("key", f"`{path}` has no value", _visible(node))
+            return None
         try:
             return parse_expression(node.text, node.place)
         except ExpressionError as error:
             span = Span(node.place(error.start), node.place(max(error.end - 1, error.start)) + 1)
-            if not node.text.strip():
-                span, error.help = _visible(node), f"`{path}` has no value"
             help = error.help
             if node.flow and node.style is None:
                 help = "an expression with `[` or `,` inside `{}` or `[]` must stand in quotes"

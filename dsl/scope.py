@@ -62,6 +62,8 @@ class Scope:
         self._nodes: dict[tuple, Node | None] = {}
         self._states: dict[tuple[str, str], State | None] = {}
         self._open: list[tuple] = []
+        self._refused: set[str] = set()  # names whose definition was refused; uses stay silent
+        self.level = 0  # how deep the expression now typed is nested, through names too
         self._state_types: dict[tuple[str, str], Type] = {}
         for section, block in self._blocks():
             self._define(section, block)
@@ -112,6 +114,7 @@ class Scope:
                 if name in RESERVED:
                     message = f"`{name}` is {RESERVED[name]} and cannot be a {kind}"
                     self.error("name", message, item.key, "choose another name")
+                    self._refused.add(name)
                     continue
                 other = self._visible(name, section)
                 if other:
@@ -170,6 +173,8 @@ class Scope:
         """Whether the policy gives the name a meaning, and its node if that is sound."""
         if expr.text in ("score", "budget"):
             return self._section(expr, context)
+        if expr.text in self._refused:
+            return True, None
         definition = self.find(expr.text, context)
         if definition is None:
             return False, None
@@ -265,6 +270,12 @@ class Scope:
             return None
         definition = Definition(name, "section", item.path, item)
         return self._once(("section", item.path, name, home), definition, item.span)
+
+    def refuse_section(self, name: str, phase: str) -> None:
+        """Makes what uses a section silent, because the section itself was refused."""
+        item, home = self.section_item(name, phase)
+        if item is not None:
+            self._nodes[("section", item.path, name, home)] = None
 
     def parameter(self, definition: Definition) -> Node:
         """A parameter's node; its unit is what the file or else its uses say."""
