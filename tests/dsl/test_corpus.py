@@ -1,0 +1,90 @@
+"""Policy files with one defect each, and the exact message; and files that are well.
+
+`bad/NAME.yaml` has one defect, `bad/NAME.txt` is what `kvpolicy check` says. The name begins with
+the defect's code. After an intended change of a message, write the new text to the file.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.diagnostics import render_all
+from kvpolicy.dsl.library import shipped
+from kvpolicy.dsl.source import Source
+
+FOLDER = Path(__file__).parent
+BAD = sorted((FOLDER / "bad").glob("*.yaml"))
+GOOD = sorted((FOLDER / "good").glob("*.yaml"))
+
+# `file` and `data` are not defects of a policy's text: reading and serving find them.
+CODES = {
+    "yaml", "key", "syntax", "name", "arguments", "axis", "score-axes", "type", "not-a-set",
+    "unit", "absent", "no-budget", "unreachable", "does-not-fit", "competition", "phase",
+    "later-layer", "host", "query-set", "whole-map", "merge", "once", "range", "size", "unused",
+}  # fmt: skip
+SERVED = {
+    "ada-pyramidkv", "adakv", "dynamickv", "lava", "my-method", "pyramidkv", "simlayerkv-prefill",
+    "sinks-recent", "snapkv",
+}  # fmt: skip
+
+
+def read(path: Path) -> Source:
+    return Source(path.name, path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", BAD, ids=lambda path: path.stem)
+def test_bad_file(path):
+    checked = load(read(path))
+    expected = path.with_suffix(".txt").read_text(encoding="utf-8")
+    assert render_all(checked.diagnostics, checked.source) + "\n" == expected
+    assert len(checked.diagnostics) == 1
+    diagnostic = checked.diagnostics[0]
+    assert path.stem.startswith(diagnostic.code)
+    assert (checked.program is None) == (diagnostic.severity == "error")
+
+
+def test_bad_files_cover_every_code():
+    found = {d.code for path in BAD for d in load(read(path)).diagnostics}
+    assert found == CODES
+
+
+@pytest.mark.parametrize("path", GOOD, ids=lambda path: path.stem)
+def test_good_file(path):
+    checked = load(read(path))
+    assert render_all(checked.diagnostics, checked.source) == ""
+    assert checked.program is not None
+    assert checked.program.name == path.stem
+    assert (checked.unserved == ()) == (path.stem in SERVED)
+
+
+def test_unserved_sentences_name_the_feature():
+    checked = load(read(FOLDER / "good" / "h2o.yaml"))
+    assert checked.unserved == (
+        "`state` cannot be served yet",
+        "`attn(new)` in the prefill cannot be served yet",
+        "`decode` cannot be served yet",
+    )
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_policy(name):
+    checked = load(name)
+    assert render_all(checked.diagnostics, checked.source) == ""
+    program = checked.require()
+    assert program.name == name
+    assert program.about
+    assert program.source
+    assert not checked.unserved
+
+
+def test_every_defect_is_reported_in_order():
+    text = (
+        "policy: many\nlanguage: 1\nparams: {window: 8, kernel: 6}\n"
+        "score: mean[head, query](avgpool(attn(recent(windw)), kernel))\n"
+        "bugdet: 16\nbudget: layer\nkeep: recent(window) then top[kv, token](position)\n"
+    )
+    checked = load(Source("many.yaml", text))
+    places = [checked.source.place(d.span.start) for d in checked.diagnostics]
+    assert places == sorted(places)
+    assert [d.code for d in checked.diagnostics] == ["range", "name", "key", "unit", "competition"]

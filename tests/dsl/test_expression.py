@@ -1,0 +1,202 @@
+"""The parser's tables are those of expr.lark, its trees are Lark's, its spans are exact."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lark import Lark, Token, Tree, UnexpectedInput
+from lark.exceptions import UnexpectedEOF
+
+from kvpolicy.dsl import grammar
+from kvpolicy.dsl.expression import ExpressionError, parse_expression, tokenize
+from kvpolicy.dsl.functions import FUNCTIONS
+from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.syntax import Argument, Axis, Call, Chain, Name, Number, Operation, Then, Where
+from kvpolicy.dsl.yaml_nodes import Mapping, Scalar, Sequence, read_yaml
+
+GOOD = sorted((Path(__file__).parent / "good").glob("*.yaml"))
+WORDS = (
+    "a", "b1", "where", "else", "then", "or", "and", "not", "+", "-", "*", "/", "//", "%", "^",
+    "(", ")", "[", "]", ",", "=", "<", "<=", "==", "!=", ">=", "1", "0.5", "2e-3", "top", "sum[a](x)",
+)  # fmt: skip
+LARK: Lark = grammar.build_lark()
+
+
+def scalars(node):
+    if isinstance(node, Scalar):
+        yield node
+    elif isinstance(node, Sequence):
+        for item in node.items:
+            yield from scalars(item)
+    elif isinstance(node, Mapping):
+        for _, value in node.entries:
+            yield from scalars(value)
+
+
+def expressions():
+    """Everything in the good files that reads as an expression, and the derived functions."""
+    for path in GOOD:
+        source = Source(path.name, path.read_text(encoding="utf-8"))
+        for scalar in scalars(read_yaml(source, lambda d: None)):
+            try:
+                parse_expression(scalar.text, scalar.place)
+            except ExpressionError:
+                continue
+            yield source, scalar
+    for function in FUNCTIONS.values():
+        if function.body:
+            source = Source("functions", function.body)
+            span = type("", (), {"start": 0, "end": len(function.body)})
+            yield source, Scalar(span, function.body, None, False, source)
+
+
+EXPRESSIONS = list(expressions())
+
+
+def as_lark(expr):
+    """Our tree in the shape of Lark's, names and numbers as text."""
+    comparisons = {
+        "less": "<", "less_equal": "<=", "greater": ">", "greater_equal": ">=", "equal": "==",
+        "not_equal": "!=",
+    }  # fmt: skip
+    if isinstance(expr, Number):
+        return ("number", expr.text)
+    if isinstance(expr, Name):
+        return ("name", expr.text)
+    if isinstance(expr, Axis):
+        return expr.text
+    if isinstance(expr, Argument):
+        value = as_lark(expr.value)
+        return value if expr.name is None else ("named", expr.name, value)
+    if isinstance(expr, Call):
+        axes = [("axes", *map(as_lark, expr.axes))] if expr.axes else []
+        given_ = [("arguments", *map(as_lark, expr.arguments))] if expr.arguments else []
+        return ("call", expr.name, *axes, *given_)
+    if isinstance(expr, Chain):
+        low, middle, high = map(as_lark, expr.operands)
+        return ("chain", low, comparisons[expr.first], middle, comparisons[expr.second], high)
+    if isinstance(expr, Where):
+        parts = [as_lark(part) for part in expr.children]
+        return ("choose" if expr.other else "mask", *parts)
+    if isinstance(expr, Then):
+        return ("then", *map(as_lark, expr.terms))
+    assert isinstance(expr, Operation)
+    if expr.op in comparisons:
+        left, right = map(as_lark, expr.operands)
+        return ("compare", left, comparisons[expr.op], right)
+    return (expr.op, *map(as_lark, expr.operands))
+
+
+def plain(tree):
+    if isinstance(tree, Token):
+        return str(tree)
+    children = tuple(plain(child) for child in tree.children)
+    return children[0] if tree.data == "start" else (str(tree.data).rstrip("_"), *children)
+
+
+def test_tables_are_current():
+    assert grammar.TABLE.read_text(encoding="utf-8") == grammar.generate()
+
+
+@pytest.mark.parametrize("number", range(len(EXPRESSIONS)))
+def test_trees_are_larks(number):
+    _, scalar = EXPRESSIONS[number]
+    tree = LARK.parse(scalar.text)
+    assert isinstance(tree, Tree)
+    assert as_lark(parse_expression(scalar.text, scalar.place)) == plain(tree)
+
+
+@given(st.lists(st.sampled_from(WORDS), max_size=12))
+def test_accepts_what_lark_accepts(words):
+    text = " ".join(words)
+    try:
+        expected = plain(LARK.parse(text))
+    except (UnexpectedInput, UnexpectedEOF):
+        with pytest.raises(ExpressionError):
+            parse_expression(text, lambda offset: offset)
+        return
+    try:
+        ours = parse_expression(text, lambda offset: offset)
+    except ExpressionError as error:
+        assert "do not form a chain" in error.message
+    else:
+        assert as_lark(ours) == expected
+
+
+@given(st.text(alphabet="abwhere_not then01.e+-*/%^()[],=<>! \n", max_size=30))
+def test_splits_into_larks_tokens(text):
+    try:
+        ours = [(t.kind, t.text, t.start) for t in tokenize(text)[:-1]]
+    except ExpressionError:
+        ours = None
+    try:
+        theirs = [(t.type, str(t), t.start_pos) for t in LARK.lex(text)]
+    except UnexpectedInput:
+        theirs = None
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("number", range(len(EXPRESSIONS)))
+def test_spans_cover_the_text(number):
+    source, scalar = EXPRESSIONS[number]
+    expr = parse_expression(scalar.text, scalar.place)
+    for part in expr.walk():
+        written = source.text[part.span.start : part.span.end]
+        if isinstance(part, Name | Number):
+            assert written == part.text
+        elif isinstance(part, Call):
+            assert written.startswith(part.name)
+            assert written.endswith(")")
+
+
+@pytest.mark.parametrize(
+    ("yaml", "written"),
+    [
+        ("x: a + bad", "bad"),
+        ("x: 'a + bad'", "bad"),
+        ('x: "a + bad"', "bad"),
+        ('x: "\\x61 + bad"', "bad"),
+        ("x: |\n  a +\n    bad\n", "bad"),
+        ("x: |2-\n   a +\n   bad\n", "bad"),
+        ("x: |  # comment with bad in it\n  a\n\n  + bad\n", "bad"),
+        ("x: a\n  +\n  bad", "bad"),
+        ("x: 'a\n\n  + bad'", "bad"),
+        ("x: {y: a + bad}", "bad"),
+        ("x: [1, a + bad]", "bad"),
+    ],
+)
+def test_place_of_a_name_in_every_kind_of_scalar(yaml, written):
+    source = Source("x.yaml", yaml)
+    scalar = list(scalars(read_yaml(source, lambda d: None)))[-1]
+    name = list(parse_expression(scalar.text, scalar.place).walk())[-1]
+    assert source.text[name.span.start : name.span.end] == written
+    assert name.span.start == yaml.rindex("bad")
+
+
+@pytest.mark.parametrize(
+    ("text", "tree"),
+    [
+        ("-a ^ 2", ("negate", ("power", "a", "2"))),
+        ("a ^ -b ^ c", ("power", "a", ("negate", ("power", "b", "c")))),
+        ("a - b - c", ("subtract", ("subtract", "a", "b"), "c")),
+        ("not a and b or c", ("or", ("and", ("not", "a"), "b"), "c")),
+        ("a where b else c where d else e", ("choose", "a", "b", ("choose", "c", "d", "e"))),
+        ("a then b where c else d", ("choose", ("then", "a", "b"), "c", "d")),
+        ("a then b or c", ("then", "a", ("or", "b", "c"))),
+        ("1 <= a < 4", ("chain", "1", "<=", "a", "<", "4")),
+    ],
+)
+def test_precedence(text, tree):
+    def short(node):
+        if node[0] in ("name", "number"):
+            return node[1]
+        return tuple(short(part) if isinstance(part, tuple) else part for part in node)
+
+    assert short(as_lark(parse_expression(text, lambda offset: offset))) == tree
+
+
+def test_numbers_are_exact():
+    expr = parse_expression("0.1", lambda offset: offset)
+    assert expr.value == Fraction(1, 10)
