@@ -66,12 +66,12 @@ class RulesChecker:
             message = f"score is {shape_of(node)}; it needs one number per token"
             if not node.type.axes:
                 message = "score is one number for the layer; it needs one per token"
-            typer.error("score-axes", message, item.span)
+            typer.error("score-axes", message, item.value.span)
             return False
         if extra:
             message = f"score is {shape_of(node)}; only `kv` and `token` may be left"
             help = f"reduce `{extra[0]}`, for example with `sum[{extra[0]}](...)`"
-            typer.error("score-axes", message, item.span, help)
+            typer.error("score-axes", message, item.value.span, help)
             return False
         return True
 
@@ -121,7 +121,9 @@ class RulesChecker:
         if culprit is not None:
             shown = culprit.name or culprit.value or culprit.op
             message = f"`decode.when` may use `generated`, `prompt` and parameters, not `{shown}`"
-            typer.error("host", message, item.span, "the host decides at which steps entries leave")
+            typer.error(
+                "host", message, item.value.span, "the host decides at which steps entries leave"
+            )
             return None
         return check_present(typer, node, item, "`decode.when`")
 
@@ -149,7 +151,7 @@ class RulesChecker:
             return None
         if not isinstance(item.value, Call) or item.value.name not in ("nearest", "next"):
             message = "`merge.into` is `nearest(x)` or `next(n)`"
-            self.scope.error("merge", message, item.span)
+            self.scope.error("merge", message, item.value.span)
             return None
         typer = Typer(self.scope, self.context)
         typer.receivers = True
@@ -203,7 +205,7 @@ def check_axes(typer: Typer, node: Node, item: Item, allowed: tuple[str, ...]) -
         message = f"`{item.path}` is {shape_of(node)}; one value for the layer is needed"
     verb = "any" if node.type.kind == "truth" else "sum"
     help = f"reduce `{extra[0]}`, for example with `{verb}[{extra[0]}](...)`"
-    typer.error("axis", message, item.span, help)
+    typer.error("axis", message, item.value.span, help)
     return False
 
 
@@ -224,7 +226,7 @@ def check_count(typer: Typer, node: Node, item: Item, name: str) -> Node | None:
         words = {"ratio": "a ratio", "layers": "a number of layers"}[node.type.unit]
         message = f"{name} is {words}; a number of tokens is needed"
         help = f"for example `{shown} * prompt`" if node.type.unit == "ratio" else None
-        typer.error("unit", message, item.span, help)
+        typer.error("unit", message, item.value.span, help)
         return None
     is_token_count(typer, node, item.value, name)
     if not check_axes(typer, node, item, ("kv",)):
@@ -298,7 +300,9 @@ def _report_later_layer(scope: Scope, node: Node, item: Item) -> None:
     across = next(n for n in node.walk() if "layer" in n.axes and n.when >= When.END)
     shown = scope.shown(across.span) if across.span else across.op
     message = f"`{item.path}` needs every layer through `{shown}`, but acts at its own"
-    scope.error("later-layer", message, item.span, "`past` and `at` look at the layers before")
+    scope.error(
+        "later-layer", message, item.value.span, "`past` and `at` look at the layers before"
+    )
 
 
 def share(scope: Scope) -> Share | None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from kvpolicy.dsl.source import Source, Span
 
-
 MAX_LINE = 160  # characters of a source line that a message shows
 
 

@@ -8,6 +8,8 @@ from fractions import Fraction
 
 Number = Fraction | float | int
 
+MOST = 2**62  # stands for infinity: more entries than any cache holds
+
 
 def split_layers(
     total: Number, weights: Sequence[Number], maxima: Sequence[Number] | None = None
@@ -19,7 +21,7 @@ def split_layers(
     layers get one more. Both are repeated until everything is placed or every layer is full.
 
     Args:
-        total: what to divide; floored, and 0 if negative.
+        total: what to divide; floored, and 0 if negative; at most MOST.
         weights: [L]; negative ones and NaN count as 0. All 0: equal shares. Infinite ones share
             everything equally.
         maxima: [L] most that each layer takes, floored; None: no limit.
@@ -32,33 +34,29 @@ def split_layers(
     count = len(weights)
     if count == 0:
         return []
-    most = [math.inf if maxima is None else _whole(maximum) for maximum in maxima or [0] * count]
+    most = [MOST] * count if maxima is None else [_whole(maximum) for maximum in maxima]
     whole = _whole(total)
-    if whole == math.inf:
-        if math.inf in most:
-            raise ValueError("an infinite total cannot be divided")
-        return [int(maximum) for maximum in most]
-    placed = _floors(int(whole), weights)
+    placed = _floors(whole, weights)
     while True:
         excess = sum(max(0, have - top) for have, top in zip(placed, most, strict=True))
         placed = [min(have, top) for have, top in zip(placed, most, strict=True)]
         _pour(placed, most, excess)
-        missing = int(whole) - sum(placed)
+        missing = whole - sum(placed)
         poured = _pour(placed, most, missing)
         if not poured and not excess:
-            return [int(have) for have in placed]
+            return placed
         if all(have >= top for have, top in zip(placed, most, strict=True)):
-            return [int(min(have, top)) for have, top in zip(placed, most, strict=True)]
+            return most
 
 
-def _whole(value: Number) -> Number:
-    """floor(value), at least 0; infinities stay, NaN is 0."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return math.inf if value > 0 else 0
-    return max(0, math.floor(value))
+def _whole(value: Number) -> int:
+    """floor(value), between 0 and MOST; NaN is 0."""
+    if value >= MOST:
+        return MOST
+    return math.floor(value) if value > 0 else 0
 
 
-def _floors(total: int, weights: Sequence[Number]) -> list[Number]:
+def _floors(total: int, weights: Sequence[Number]) -> list[int]:
     """Floors of the exact proportional shares."""
     if any(weight == math.inf for weight in weights):
         weights = [int(weight == math.inf) for weight in weights]
@@ -69,12 +67,12 @@ def _floors(total: int, weights: Sequence[Number]) -> list[Number]:
     return [math.floor(total * weight / whole) for weight in exact]
 
 
-def _pour(placed: list[Number], most: Sequence[Number], amount: Number) -> bool:
+def _pour(placed: list[int], most: Sequence[int], amount: int) -> bool:
     """Adds an amount in equal parts to the layers below their maximum; whether there was any."""
     room = [i for i, have in enumerate(placed) if have < most[i]]
     if amount <= 0 or not room:
         return False
-    each, odd = divmod(int(amount), len(room))
+    each, odd = divmod(amount, len(room))
     for rank, layer in enumerate(room):
         placed[layer] += each + (rank < odd)
     return True

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from kvpolicy.dsl.check import load
 from kvpolicy.dsl.diagnostics import render_all
 from kvpolicy.dsl.expression import ExpressionError, tokenize
@@ -151,11 +150,7 @@ def test_large_input(name):
 
 def test_time_and_memory_are_bounded():
     """All large inputs together, in a process that may use 60 seconds and 512 MiB."""
-    script = (
-        "import sys, test_any_text as t\n"
-        "for text in t.LARGE.values():\n"
-        "    t.judged(text)\n"
-    )
+    script = "import sys, test_any_text as t\nfor text in t.LARGE.values():\n    t.judged(text)\n"
 
     def limit():
         resource.setrlimit(resource.RLIMIT_CPU, (60, 60))

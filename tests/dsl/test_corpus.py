@@ -7,7 +7,6 @@ the defect's code. After an intended change of a message, write the new text to 
 from pathlib import Path
 
 import pytest
-
 from kvpolicy.dsl.check import load
 from kvpolicy.dsl.diagnostics import render_all
 from kvpolicy.dsl.library import shipped

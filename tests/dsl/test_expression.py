@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lark import Lark, Token, Tree, UnexpectedInput
-from lark.exceptions import UnexpectedEOF
-
 from kvpolicy.dsl import grammar
 from kvpolicy.dsl.expression import ExpressionError, parse_expression, tokenize
 from kvpolicy.dsl.functions import FUNCTIONS
 from kvpolicy.dsl.source import Source
 from kvpolicy.dsl.syntax import Argument, Axis, Call, Chain, Name, Number, Operation, Then, Where
 from kvpolicy.dsl.yaml_nodes import Mapping, Scalar, Sequence, read_yaml
+from lark import Lark, Token, Tree, UnexpectedInput
+from lark.exceptions import UnexpectedEOF
 
 GOOD = sorted((Path(__file__).parent / "good").glob("*.yaml"))
 WORDS = (
     "a", "b1", "where", "else", "then", "or", "and", "not", "+", "-", "*", "/", "//", "%", "^",
-    "(", ")", "[", "]", ",", "=", "<", "<=", "==", "!=", ">=", "1", "0.5", "2e-3", "top", "sum[a](x)",
+    "(", ")", "[", "]", ",", "=", "<", "<=", "==", "!=", ">=", "1", "0.5", "2e-3", "top",
+    "sum[a](x)",
 )  # fmt: skip
 LARK: Lark = grammar.build_lark()
 
@@ -96,6 +96,14 @@ def plain(tree):
     return children[0] if tree.data == "start" else (str(tree.data).rstrip("_"), *children)
 
 
+def mixed_chain(tree):
+    """Whether a tree of Lark has a chain of two directions, which the grammar cannot tell."""
+    if not isinstance(tree, tuple):
+        return False
+    signs = tree[2][0] + tree[4][0] if tree[0] == "chain" else "<<"
+    return signs not in ("<<", ">>") or any(map(mixed_chain, tree))
+
+
 def test_tables_are_current():
     assert grammar.TABLE.read_text(encoding="utf-8") == grammar.generate()
 
@@ -117,12 +125,11 @@ def test_accepts_what_lark_accepts(words):
         with pytest.raises(ExpressionError):
             parse_expression(text, lambda offset: offset)
         return
-    try:
-        ours = parse_expression(text, lambda offset: offset)
-    except ExpressionError as error:
-        assert "do not form a chain" in error.message
-    else:
-        assert as_lark(ours) == expected
+    if not mixed_chain(expected):
+        assert as_lark(parse_expression(text, lambda offset: offset)) == expected
+        return
+    with pytest.raises(ExpressionError, match="do not form a chain"):
+        parse_expression(text, lambda offset: offset)
 
 
 @given(st.text(alphabet="abwhere_not then01.e+-*/%^()[],=<>! \n", max_size=30))
