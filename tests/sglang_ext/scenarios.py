@@ -1,0 +1,207 @@
+"""Scenarios for `test_scheduler.py`: `python scenarios.py NAME OUT.json '{"flag": value}'`.
+
+Each runs one real scheduler (see in_process.py) on a checkpoint with random weights and writes what
+it saw as JSON; the assertions are the tests'.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from in_process import Driver
+
+ROOT = Path(__file__).parents[2]
+POLICIES = {
+    "snapkv": ["capacity=48", "window=16"],
+    "adakv": ["capacity=40"],
+    "lava": ["capacity=48"],
+    "dynamickv": ["capacity=40"],
+    "simlayerkv-prefill": ["window=32", "threshold=0.5", "reach=64"],
+    "sinks-recent": ["capacity=32"],
+}
+SETTINGS = [f"{name}.{value}" for name, values in POLICIES.items() for value in values]
+VOCABULARY = 500
+
+
+def start(model: str, flags: dict[str, Any]) -> Driver:
+    paths = [str(ROOT / "policies" / f"{name}.yaml") for name in POLICIES]
+    driver = Driver(model, paths, SETTINGS, **flags)
+    from kvpolicy.sglang_ext import compat
+
+    allocator = driver.scheduler.token_to_kv_pool_allocator
+    driver.each_step.append(lambda: driver.store.check_integrity(compat.free_slots(allocator)))
+    return driver
+
+
+def prompt(rnd: random.Random, length: int) -> list[int]:
+    return [rnd.randrange(3, VOCABULARY) for _ in range(length)]
+
+
+def choices(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """What each policy keeps, beside what the interpreter keeps of the same tensors."""
+    driver = start(model, flags)
+    recorded = _record_runs()
+    rnd = random.Random(1)
+    prompts = {"long": prompt(rnd, 300), "odd": prompt(rnd, 131)}
+    result = {}
+    for policy in POLICIES:
+        for name, tokens in prompts.items():
+            for again in (False, True):  # the second time most of it is a prefix hit
+                rid = f"{policy} {name}{' again' if again else ''}"
+                driver.send(rid, tokens, policy=policy, max_new_tokens=4)
+                driver.finish()
+                answer = driver.answers[rid]
+                result[rid] = _compare(recorded.pop()) | {
+                    "tokens": answer.tokens,
+                    "cached": answer.cached_tokens,
+                    "facts": answer.facts,
+                }
+            driver.flush()
+    return result
+
+
+def _record_runs() -> list[Any]:
+    """Make the torch program note what it was shown; the last run is the last element."""
+    from kvpolicy.dsl.torch_program import Run
+
+    runs: list[Any] = []
+    observe, finish = Run.observe, Run.finish
+
+    def noting_observe(self, layer, q, k, v):
+        self.__dict__.setdefault("seen", {})[layer] = (q.clone(), k.clone(), v)
+        observe(self, layer, q, k, v)
+
+    def noting_finish(self):
+        self.kept = finish(self)
+        runs.append(self)
+        return self.kept
+
+    Run.observe, Run.finish = noting_observe, noting_finish
+    return runs
+
+
+def _compare(run: Any) -> dict[str, Any]:
+    import numpy as np
+    from kvpolicy.dsl.interpret import interpret
+
+    layers = [run.seen[i] for i in range(len(run.seen))]
+    q, k = (np.stack([each[i].numpy() for each in layers]) for i in (0, 1))
+    values = [each[1] if each[2] is None else each[2] for each in layers]
+    v = np.stack([each.numpy() for each in values])
+    kept = np.stack([each.numpy() for each in run.kept])
+    wanted = np.stack(interpret(run.program.bound, q, k, v).kept)
+    return {
+        "differ": int((kept != wanted).sum()),
+        "kept": sha256(np.packbits(kept).tobytes()).hexdigest(),
+        "entries": int(kept.sum()),
+    }
+
+
+def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """Random requests of all policies, alone and then together with aborts."""
+    count, seed = flags.pop("count"), flags.pop("seed")
+    driver = start(model, flags)
+    rnd = random.Random(seed)
+    bases = [prompt(rnd, rnd.randrange(1, 400)) for _ in range(5)]
+    requests = []
+    for i in range(count):
+        base = rnd.choice(bases)
+        tokens = base[: rnd.randrange(1, len(base) + 1)] + prompt(rnd, rnd.randrange(0, 40))
+        requests.append((f"{i:04}", tokens, rnd.choice([*POLICIES, "none"]), rnd.randrange(1, 40)))
+    alone = {}
+    for rid, tokens, policy, output in requests:
+        driver.send(rid, tokens, policy=policy, max_new_tokens=output)
+        driver.finish()
+        alone[rid] = driver.answers.pop(rid).tokens
+        driver.flush()
+    aborted = set()
+    for rid, tokens, policy, output in requests:
+        stream = rnd.random() < 0.5
+        driver.send(rid, tokens, policy=policy, max_new_tokens=output, stream=stream)
+        for _ in range(rnd.randrange(3)):
+            driver.step()
+        victim = rnd.choice(list(driver.answers))
+        if rnd.random() < 0.2 and not driver.answers[victim].finish:
+            driver.abort(victim)
+            aborted.add(victim)
+    driver.finish()
+    answers = {rid: a for rid, a in driver.answers.items() if rid not in aborted}
+    result = {
+        "different": [rid for rid, a in answers.items() if a.tokens != alone[rid]],
+        "compressed": sum("entries_kept" in (a.facts or {}) for a in answers.values()),
+        "in_full": sum("uncompressed" in (a.facts or {}) for a in answers.values()),
+        "retractions": sum(a.retractions for a in answers.values()),
+        "aborted": len(aborted),
+        "used": driver.used_slots(),
+        "private": driver.store.held,
+    }
+    driver.flush()
+    allocator = driver.scheduler.token_to_kv_pool_allocator
+    return result | {"missing_after_flush": allocator.size - allocator.available_size()}
+
+
+def prefix(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """Prefix hits on a prompt whose first request is decoding from its compressed copy."""
+    driver = start(model, flags)
+    rnd = random.Random(2)
+    first = prompt(rnd, 256)
+    driver.send("first", first, policy="snapkv", max_new_tokens=40)
+    tree = driver.scheduler.tree_cache
+    driver.run_until(lambda: driver.store.held > 0)
+    for _ in range(3):
+        driver.step()
+    result = {
+        "private": driver.store.held,
+        "protected": tree.protected_size(),
+        "evictable": tree.evictable_size(),
+    }
+    driver.send("same", first, policy="snapkv", max_new_tokens=2)
+    driver.send("longer", first + prompt(rnd, 40), policy="lava", max_new_tokens=2)
+    driver.send("plain", first + prompt(rnd, 30), policy="none", max_new_tokens=2)
+    done = [driver.answers[rid] for rid in ("same", "longer", "plain")]
+    driver.run_until(lambda: all(each.finish for each in done))
+    result["first_still_decoding"] = driver.answers["first"].finish is None
+    driver.finish()
+    # Its output was computed from chosen entries: a continuation must not hit it.
+    driver.send("next", first + driver.answers["first"].tokens, policy="none", max_new_tokens=2)
+    driver.finish()
+    return result | {f"cached_{rid}": a.cached_tokens for rid, a in driver.answers.items()}
+
+
+def capacity(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """How many long requests decode at once without and with a policy, in the same pool."""
+    length, output = 320, 40
+    driver = start(model, {"max_total_tokens": 2 * (length + output) + 40, **flags})
+    rnd = random.Random(3)
+    prompts = [prompt(rnd, length) for _ in range(16)]
+    result = {}
+    running = [0]
+    batch = driver.scheduler
+    driver.each_step.append(
+        lambda: running.__setitem__(0, max(running[0], len(batch.running_batch.reqs)))
+    )
+    for policy in ("none", "sinks-recent"):
+        running[0] = 0
+        for i, tokens in enumerate(prompts):
+            driver.send(f"{policy}{i}", tokens, policy=policy, max_new_tokens=output)
+        driver.finish()
+        driver.flush()
+        result[policy] = running[0]
+    facts = driver.answers["sinks-recent0"].facts
+    dropped = 1 - facts["entries_kept"] / facts["entries_before"]
+    return result | {"freed_share": facts["slots_freed"] / (dropped * length)}
+
+
+if __name__ == "__main__":
+    name, out, model, flags = sys.argv[1:]
+    found = {"choices": choices, "mixed": mixed, "prefix": prefix, "capacity": capacity}[name](
+        model, json.loads(flags)
+    )
+    Path(out).write_text(json.dumps(found))
+    os._exit(0)  # the scheduler's threads would keep the process alive

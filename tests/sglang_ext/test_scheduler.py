@@ -1,0 +1,145 @@
+"""Whole lives of requests in a real scheduler, checked after every step.
+
+Every scenario runs with SGLang's strict memory check (available + evictable + protected + session +
+uncached + private == total at every step), with its check that no row points at a free slot, and
+with the store's own integrity check.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
+
+pytestmark = pytest.mark.server
+SCENARIOS = Path(__file__).with_name("scenarios.py")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A Llama checkpoint with random weights: 4 layers, 4 heads, 2 KV heads of 32."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.2,  # attention that is far from uniform
+    )
+    folder = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def run(model, tmp_path_factory):
+    """Runs a scenario in a process of its own."""
+
+    def run(name, env=None, **flags):
+        out = tmp_path_factory.mktemp("scenario") / "out.json"
+        done = subprocess.run(
+            [sys.executable, "-P", str(SCENARIOS), name, str(out), model, json.dumps(flags)],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env={
+                "OMP_NUM_THREADS": "1",
+                **os.environ,
+                **(env or {}),
+                "PYTHONPATH": str(SCENARIOS.parent),
+            },
+        )
+        assert out.exists(), (done.stdout + done.stderr)[-5000:]
+        return json.loads(out.read_text())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def chosen(run):
+    """What policies keep of prompts that are prefilled in one pass."""
+    return run("choices")
+
+
+def test_kept_entries_are_the_interpreters(chosen):
+    assert len(chosen) == 24
+    assert {rid: each["differ"] for rid, each in chosen.items()} == dict.fromkeys(chosen, 0)
+    for rid, each in chosen.items():
+        if each["facts"].get("uncompressed"):
+            continue
+        assert each["facts"]["entries_kept"] == each["entries"], rid
+        assert each["entries"] < each["facts"]["entries_before"], rid
+        assert each["facts"]["slots_freed"] > 0, rid
+    compressed = {rid.split()[0] for rid, e in chosen.items() if "entries_kept" in e["facts"]}
+    assert compressed == {rid.split()[0] for rid in chosen}
+
+
+def test_a_prefix_hit_keeps_the_same_entries(chosen):
+    for rid, each in chosen.items():
+        if rid.endswith(" again"):
+            first = chosen[rid.removesuffix(" again")]
+            assert (each["kept"], each["tokens"]) == (first["kept"], first["tokens"]), rid
+            assert (first["cached"], each["cached"] > 80) == (0, True), rid
+
+
+def test_chunked_prefill_keeps_the_same_entries(chosen, run):
+    # 50 does not divide the prompts: observation windows lie across chunks.
+    for size in (64, 50):
+        chunked = run("choices", chunked_prefill_size=size)
+        for rid, each in chosen.items():
+            assert chunked[rid]["differ"] == 0, rid
+            assert chunked[rid]["kept"] == each["kept"], (size, rid)
+            assert chunked[rid]["tokens"] == each["tokens"], (size, rid)
+
+
+RETRACT = {"SGLANG_TEST_RETRACT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "flags"),
+    [
+        ({}, {}),
+        ({}, {"disable_overlap_schedule": True, "page_size": 16}),
+        ({}, {"max_total_tokens": 700}),
+        (RETRACT, {"max_total_tokens": 1200, "chunked_prefill_size": 64}),
+        (RETRACT, {"chunked_prefill_size": -1, "mem_fraction_static": 0.5}),
+        (RETRACT, {"disable_radix_cache": True, "disable_overlap_schedule": True}),
+    ],
+    ids=["overlap", "paged", "small-pool", "retracted-chunks", "retracted", "no-radix"],
+)
+def test_answers_do_not_depend_on_what_else_happens(run, env, flags):
+    seen = run("mixed", env, count=40, seed=len(flags), **flags)
+    assert seen["different"] == []
+    assert (seen["used"], seen["private"], seen["missing_after_flush"]) == (0, 0, 0)
+    assert seen["compressed"] >= 5
+    assert seen["in_full"] >= 3
+    assert seen["aborted"] >= 1
+    assert (seen["retractions"] > 0) == bool(env)
+
+
+def test_others_hit_the_prompt_of_a_request_that_decodes_compressed(run):
+    seen = run("prefix")
+    assert seen["private"] == 48
+    assert (seen["protected"], seen["evictable"]) == (0, 256)
+    assert seen["first_still_decoding"]
+    assert seen["cached_same"] == 256 - 16  # all but the observation window
+    assert seen["cached_longer"] == 256
+    assert seen["cached_plain"] == 256
+    assert seen["cached_next"] == 256
+
+
+def test_many_more_requests_decode_at_once(run):
+    seen = run("capacity")
+    assert seen["none"] >= 2
+    assert seen["sinks-recent"] >= 4 * seen["none"]
+    assert seen["freed_share"] >= 0.98
