@@ -36,7 +36,7 @@ def _param(scope: Scope, definition: Definition) -> Param | None:
     unit = scope.parameter(definition).type.unit
     minimum = _largest(block.get("min"), uses.minimum)
     maximum, above = block.get("max"), block.get("above")
-    if unit == "ratio":
+    if block.get("unit") == "ratio":
         minimum = Fraction(0) if minimum is None else minimum
         maximum = Fraction(1) if maximum is None else maximum
     choices = tuple(i.value for i in block.get("choices") or () if i.value is not None)

@@ -1,7 +1,7 @@
 """`kvpolicy fmt`: one canonical way to write a policy.
 
 Keys come in the order of the table of sections, one name per line, expressions with one spacing,
-lines of at most 100 characters where they can be broken. Comments stay with what they stand above
+lines of at most 120 characters where they can be broken. Comments stay with what they stand above
 or beside. The result is read again and must say the same; otherwise the file is left alone.
 """
 
@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvpolicy.dsl.diagnostics import Diagnostic, PolicyError
-from kvpolicy.dsl.expression import ExpressionError, Token, tokenize
+from kvpolicy.dsl.expression import ExpressionError, tokenize
 from kvpolicy.dsl.library import read_source
 from kvpolicy.dsl.parse import parse
 from kvpolicy.dsl.sections import FILE, Key
 from kvpolicy.dsl.source import Source
 from kvpolicy.dsl.yaml_nodes import Mapping, Node, Scalar, Sequence, read_yaml
 
-WIDTH = 100
+WIDTH = 120
 
 _EXPRESSIONS = ("expression", "default", "either", "expressions", "same")
 _PLAIN = re.compile(r"[A-Za-z0-9(][^\n]*|-[^ \n][^\n]*")
@@ -91,9 +91,18 @@ def _scalars(node: Node) -> Iterator[Scalar]:
             yield from _scalars(value)
 
 
+def _text_of(scalar: Scalar) -> Iterator[tuple[int, int]]:
+    """Where a scalar's text stands; between a `|` and its first line there may be a comment."""
+    start, end = scalar.span.start, scalar.span.end
+    if scalar.style == "|":
+        yield start, start + 1
+        start = max(start + 1, scalar.source.text.find("\n", start, end))
+    yield start, end
+
+
 def _comments(source: Source, root: Node) -> list[_Comment]:
     """Every comment of the file: a `#` outside scalars, at a line's start or after a space."""
-    covered = sorted((s.span.start, s.span.end) for s in _scalars(root))
+    covered = sorted(interval for scalar in _scalars(root) for interval in _text_of(scalar))
     comments, at, text = [], 0, source.text
     for start, end in [*covered, (len(text), len(text))]:
         gap = text[at:start]
@@ -176,7 +185,8 @@ class _Writer:
         if mine and mine[-1].alone:
             entry.above.append(pad + mine[-1].text)
         elif mine:
-            entry.lines[-1] += f"  {mine[-1].text}"
+            line = 0 if entry.lines[0].endswith(": |") else -1
+            entry.lines[line] += f"  {mine[-1].text}"
         return entry
 
     def _beside(self, start: int, end: int) -> str:
@@ -217,7 +227,7 @@ class _Writer:
     def inline(self, head: str, value: Node, key: Key, indent: int) -> list[str]:
         """A value on the line of its key, or broken over several."""
         if isinstance(value, Scalar) and key.form in _EXPRESSIONS:
-            return _wrapped(head, _expression_text(value), indent + 4)
+            return _expression_lines(head, value, indent)
         if isinstance(value, Scalar):
             return [head + self._text(value, key, flow=False)]
         line = head + self.flow(value, key)
@@ -252,17 +262,6 @@ class _Writer:
         return text
 
 
-def _wrapped(head: str, text: str, indent: int) -> list[str]:
-    """An expression after its key, broken at spaces where it is too long."""
-    lines, current = [], head
-    for word in text.split(" "):
-        if len(current) + len(word) > WIDTH and current.strip() and current != head:
-            lines.append(current.rstrip())
-            current = " " * indent
-        current += word + " "
-    return [*lines, current.rstrip()]
-
-
 # Expressions
 
 _TIGHT_AFTER = ("LPAR", "LSQB", "UNARY")
@@ -270,26 +269,71 @@ _TIGHT_BEFORE = ("RPAR", "RSQB", "COMMA", "$END")
 _OPERANDS = ("NAME", "NUMBER", "RPAR", "RSQB")
 
 
-def _expression_text(value: Scalar) -> str:
-    """An expression, number or word in canonical spacing."""
-    if re.fullmatch(r"-?[0-9].*", value.text) and " " not in value.text.strip():
-        return value.text.strip()
-    return spaced(tokenize(value.text))
+@dataclass(frozen=True)
+class _Piece:
+    """A token as it is written: with the space before it, how many brackets are open, its line."""
+
+    text: str
+    space: bool
+    depth: int
+    line: int
 
 
-def spaced(tokens: list[Token]) -> str:
-    """The text of tokens in canonical spacing."""
-    parts: list[str] = []
+def _pieces(text: str) -> Iterator[_Piece]:
     before = ""  # kind of the token before; a sign without a left operand is UNARY
-    for token in tokens:
+    depth = 0
+    for token in tokenize(text)[:-1]:
         kind = token.kind
         if kind == "MINUS" and before not in _OPERANDS:
             kind = "UNARY"
         call = kind in ("LPAR", "LSQB") and before in ("NAME", "RSQB")
-        tight = call or not parts or before in _TIGHT_AFTER or kind in _TIGHT_BEFORE
-        parts.append(token.text if tight else f" {token.text}")
+        tight = call or not before or before in _TIGHT_AFTER or kind in _TIGHT_BEFORE
+        depth -= kind in ("RPAR", "RSQB")
+        yield _Piece(token.text, not tight, depth, text.count("\n", 0, token.start))
+        depth += kind in ("LPAR", "LSQB")
         before = kind
-    return "".join(parts)
+
+
+def _joined(pieces: Iterable[_Piece]) -> str:
+    return "".join(f" {piece.text}" if piece.space else piece.text for piece in pieces).strip()
+
+
+def _expression_text(value: Scalar) -> str:
+    """An expression, number or word on one line in canonical spacing."""
+    if re.fullmatch(r"-?[0-9][^ ]*", value.text.strip()):
+        return value.text.strip()
+    return _joined(_pieces(value.text))
+
+
+def _expression_lines(head: str, value: Scalar, indent: int) -> list[str]:
+    """An expression after its key; what the author laid out in a `|` block keeps its lines."""
+    text = value.text.strip()
+    if value.style == "|" and "\n" in text:
+        pieces = list(_pieces(text))
+        lines = [
+            f"{' ' * (indent + 2)}{_joined(piece for piece in pieces if piece.line == number)}"
+            for number in sorted({piece.line for piece in pieces})
+        ]
+        return [f"{head}|", *lines]
+    return _wrapped(head, _expression_text(value), indent + 4)
+
+
+def _wrapped(head: str, text: str, indent: int) -> list[str]:
+    """An expression broken where the fewest brackets are open, if it is too long for one line."""
+    lines = []
+    while len(head) + len(text) > WIDTH:
+        spaces = [at for at, character in enumerate(text) if character == " "]
+        fitting = [at for at in spaces if len(head) + at <= WIDTH] or spaces[:1]
+        if not fitting:
+            break
+        cut = min(fitting, key=lambda at: (_open_brackets(text[:at]), -at))
+        lines.append(head + text[:cut])
+        head, text = " " * indent, text[cut + 1 :]
+    return [*lines, head + text]
+
+
+def _open_brackets(text: str) -> int:
+    return sum(text.count(c) for c in "([") - sum(text.count(c) for c in ")]")
 
 
 # Sameness

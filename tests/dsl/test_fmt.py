@@ -1,0 +1,125 @@
+"""`kvpolicy fmt`: canonical, idempotent, same meaning, comments kept."""
+
+from pathlib import Path
+
+import pytest
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.dsl.fmt import format_file, format_policy
+from kvpolicy.dsl.library import shipped
+from kvpolicy.dsl.source import Source
+
+FILES = [*sorted((Path(__file__).parent / "good").glob("*.yaml")), *shipped().values()]
+
+
+def shape(node):
+    """A node as a value that can be compared; names and places left out."""
+    if node is None:
+        return None
+    return (node.op, node.axes, node.value, str(node.type), tuple(shape(a) for a in node.args))
+
+
+def formatted(text):
+    return format_policy(Source("x.yaml", text))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_idempotent_and_same_meaning(path):
+    source = Source(path.name, path.read_text())
+    once = format_policy(source)
+    assert formatted(once) == once
+    before, after = load(source).require(), load(Source(path.name, once)).require()
+    assert list(before.params) == list(after.params)
+    for rules in ("score", "budget", "keep"):
+        assert shape(getattr(before.prefill, rules)) == shape(getattr(after.prefill, rules))
+    assert (
+        max(len(line) for line in once.splitlines() if ": " in line and "about" not in line) < 140
+    )
+
+
+@pytest.mark.parametrize("path", shipped().values(), ids=lambda path: path.stem)
+def test_shipped_policies_are_formatted(path):
+    assert not format_file(path, write=False)
+
+
+def test_canonical_form():
+    text = """\
+# a header
+keep:   recent( window )then top( score )   # what stays
+budget: window+
+  4*  window
+# about the score
+score: "sum[group]( maxpool(sum[query](attn(recent(window)))where not recent(window),kernel) )"
+params: {kernel: {odd: true, default: 7},
+  # the window
+  window: {about: 'last tokens: their attention', default: -(-8), unit: tokens}}
+
+policy: x
+language: 1
+about: It's "plain"
+"""
+    expected = """\
+# a header
+policy: x
+language: 1
+about: It's "plain"
+params:
+  kernel: {default: 7, odd: true}
+  # the window
+  window: {default: -(-8), unit: tokens, about: "last tokens: their attention"}
+# about the score
+score: sum[group](maxpool(sum[query](attn(recent(window))) where not recent(window), kernel))
+budget: window + 4 * window
+keep: recent(window) then top(score)  # what stays
+"""
+    assert formatted(text) == expected
+
+
+def test_long_lines_are_broken():
+    text = "policy: x\nlanguage: 1\nbudget: " + " + ".join(["prompt"] * 30) + "\nkeep: recent(4)\n"
+    lines = formatted(text).splitlines()
+    assert max(map(len, lines)) <= 120
+    assert len(lines) == 6
+    assert formatted("\n".join(lines) + "\n") == "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(
+    "comment",
+    ["# alone\nkeep: recent(4)", "keep: recent(4)  # beside", "keep: recent(4)\n# at the end",
+     "let:  # beside a block\n  n: 4\nkeep: recent(n)",
+     "let: {n: 4,  # in a flow mapping\n  m: 5}\nkeep: recent(n + m)",
+     "budget: |  # beside a bar\n  4 +\n  4\nkeep: recent(4)",
+     "require: [1 < 2, # in a list\n  2 < 3]\nkeep: recent(4)"],
+)  # fmt: skip
+def test_comments_are_kept(comment):
+    text = formatted(f"policy: x\nlanguage: 1\n{comment}\n")
+    assert comment[comment.index("#") :].partition("\n")[0] in text
+    assert formatted(text) == text
+
+
+def test_laid_out_expressions_keep_their_lines():
+    text = (
+        "policy: x\nlanguage: 1\nbudget: |\n  4*prompt\n\n    where  layer<2\n  else -8\n"
+        "keep: recent(4)\n"
+    )
+    assert "budget: |\n  4 * prompt\n  where layer < 2\n  else -8\nkeep" in formatted(text)
+
+
+def test_a_hash_inside_text_is_no_comment():
+    text = 'policy: x\nlanguage: 1\nabout: "a # b"\nsource: see#1\nkeep: recent(4)\n'
+    assert formatted(text) == text
+
+
+def test_defects_of_form_are_reported():
+    with pytest.raises(PolicyError, match=r"error\[syntax\]"):
+        formatted("policy: x\nlanguage: 1\nkeep: recent(\n")
+
+
+def test_writes_only_what_changes(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("language: 1\npolicy: x\nkeep: recent(4)\n")
+    assert format_file(path, write=False)
+    assert path.read_text().startswith("language")
+    assert format_file(path)
+    assert path.read_text().startswith("policy")
+    assert not format_file(path)
