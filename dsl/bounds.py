@@ -381,8 +381,9 @@ def _with_zero(*a: Interval) -> Interval:
     return (min(a[0][0], 0), max(a[0][1], 0))
 
 
-def _floor(x: Number) -> Number:
-    return x if math.isinf(x) else math.floor(x)
+def _to_whole(function: Callable[[Number], int], a: Interval) -> Interval:
+    """`floor`, `ceil` or `round` of both ends, which all keep the order."""
+    return tuple(x if math.isinf(x) else function(x) for x in a)
 
 
 _RULES: dict[str, Callable[..., Interval]] = {
@@ -390,7 +391,7 @@ _RULES: dict[str, Callable[..., Interval]] = {
     "subtract": lambda a, b: (_add(a[0], -b[1], -math.inf), _add(a[1], -b[0], math.inf)),
     "multiply": _multiply,
     "divide": _divide,
-    "floor_divide": lambda a, b: tuple(_floor(x) for x in _divide(a, b)),
+    "floor_divide": lambda a, b: _to_whole(math.floor, _divide(a, b)),
     "power": _power,
     "negate": lambda a: (-a[1], -a[0]),
     "abs": lambda a: (max(0, a[0], -a[1]), max(a[1], -a[0])),
@@ -399,9 +400,9 @@ _RULES: dict[str, Callable[..., Interval]] = {
     "sqrt": lambda a: _POSITIVE,
     "cos": lambda a: (-1, 1),
     "sin": lambda a: (-1, 1),
-    "floor": lambda a: (_floor(a[0]), _floor(a[1])),
-    "ceil": lambda a: (a[0], a[1] + 1),
-    "round": lambda a: (a[0] - 0.5, a[1] + 0.5),
+    "floor": lambda a: _to_whole(math.floor, a),
+    "ceil": lambda a: _to_whole(math.ceil, a),
+    "round": lambda a: _to_whole(round, a),
     "minimum": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
     "maximum": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
     "choose": lambda a, b: (min(a[0], b[0]), max(a[1], b[1])),

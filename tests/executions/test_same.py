@@ -1,0 +1,266 @@
+"""The interpreter and the torch program keep the same entries: shipped policies and random ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kvpolicy.dsl.bind import bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.commands import execute
+from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.library import shipped
+from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.torch_program import TorchProgram
+
+SHAPES = [(3, 4, 2, 8), (2, 2, 2, 4), (1, 4, 1, 3), (2, 8, 2, 5)]
+SMALL = {"capacity": "11", "window": "4", "start": "2", "queries": "3", "reach": "5"}
+VARIANTS = [
+    {},
+    {"threshold": "0.45"},
+    {"average": "true"},
+    {"strongest": "true", "concentrate": "true"},
+    {"exact_total": "true"},
+    {"alpha": "0.5"},
+    {"rate": "0.3"},
+]
+
+
+def tensors(rng, shape, tokens, ties=False):
+    """q, k, v; with `ties` small integers, so that many scores are equal."""
+    layers, heads, kv, size = shape
+    result = []
+    for count in (heads, kv, kv):
+        dims = (layers, count, tokens, size)
+        made = rng.integers(-1, 2, dims) if ties else rng.normal(size=dims)
+        result.append(made.astype(np.float32))
+    return result
+
+
+def assert_same(bound, q, k, v):
+    expected, actual = execute(bound, "interpreter", q, k, v), execute(bound, "torch", q, k, v)
+    for layer, (a, b) in enumerate(zip(expected.kept, actual.kept, strict=True)):
+        assert np.array_equal(a, b), f"layer {layer}: {np.argwhere(a != b).tolist()}"
+    if expected.budgets is not None:
+        assert all(map(np.array_equal, expected.budgets, actual.budgets))
+    if expected.scores is not None:
+        for a, b in zip(expected.scores, actual.scores, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+    kept = sum(int(layer.sum()) for layer in expected.kept)
+    assert kept <= bound.max_entries(k.shape[2])
+    return expected
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_policies(name):
+    program = load(name).require()
+    seed = 0
+    for shape in SHAPES:
+        for tokens in (0, 1, 3, 4, 5, 11, 12, 23, 40):
+            for variant in VARIANTS:
+                if not set(variant) <= set(program.params):
+                    continue
+                given_ = {n: x for n, x in {**SMALL, **variant}.items() if n in program.params}
+                bound = bind(program, ModelShape(shape[0], shape[1], shape[2], shape[3]), given_)
+                seed += 1
+                rng = np.random.default_rng(seed)
+                assert_same(bound, *tensors(rng, shape, tokens, ties=seed % 3 == 0))
+
+
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "sinks-recent"])
+def test_static_budgets_are_counted_exactly(name):
+    """Where no data decide how many entries stay, the bound is their number."""
+    program = load(name).require()
+    given_ = {n: x for n, x in SMALL.items() if n in program.params}
+    bound = bind(program, ModelShape(3, 4, 2, 4), given_)
+    for tokens in range(1, 30):
+        q, k, v = tensors(np.random.default_rng(tokens), (3, 4, 2, 4), tokens)
+        kept = execute(bound, "torch", q, k, v).kept
+        assert sum(int(layer.sum()) for layer in kept) == bound.max_entries(tokens)
+
+
+@pytest.mark.parametrize("name", ["adakv", "lava", "dynamickv", "ada-pyramidkv"])
+def test_bounds_of_data_dependent_budgets_are_tight(name):
+    """At most half an entry of rounding per head above the nominal budget."""
+    bound = bind(load(name).require(), ModelShape(4, 8, 4, 8), {"capacity": "100"})
+    nominal = 4 * 4 * 100 * (1.1 if name == "ada-pyramidkv" else 1)
+    assert bound.max_entries(1000) <= nominal + 4 * 4
+    assert bound.max_entries(60) == 4 * 4 * 60
+
+
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "sinks-recent"])
+def test_permuted_heads(name):
+    """Where heads do not compete, each decides for itself."""
+    program = load(name).require()
+    given_ = {n: x for n, x in SMALL.items() if n in program.params}
+    bound = bind(program, ModelShape(1, 4, 4, 8), given_)
+    q, k, v = tensors(np.random.default_rng(5), (1, 4, 4, 8), 33)
+    turn = [2, 0, 3, 1]
+    kept = execute(bound, "torch", q, k, v).kept[0]
+    turned = execute(bound, "torch", q[:, turn], k[:, turn], v[:, turn]).kept[0]
+    assert np.array_equal(kept[turn], turned)
+
+
+def _observe(program, q, k, v, dtype=torch.float32):
+    run = program.start(k.shape[2])
+    for layer in range(k.shape[0]):
+        window = q[layer][:, q.shape[2] - run.queries :]
+        run.observe(layer, *(torch.tensor(x).to(dtype) for x in (window, k[layer], v[layer])))
+    return torch.stack(run.finish())
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_requests_do_not_disturb_each_other(name):
+    """Two prefills in turn, layer by layer, keep what each keeps alone; inputs stay unchanged."""
+    program = load(name).require()
+    given_ = {n: x for n, x in SMALL.items() if n in program.params}
+    shared = TorchProgram(bind(program, ModelShape(3, 4, 2, 8), given_))
+    rng = np.random.default_rng(3)
+    requests = [tensors(rng, (3, 4, 2, 8), tokens) for tokens in (29, 17, 29)]
+    alone = [_observe(shared, *request) for request in requests]
+    runs = [shared.start(request[1].shape[2]) for request in requests]
+    inputs = [[torch.tensor(x) for x in request] for request in requests]
+    for layer in reversed(range(3)):
+        for run, (q, k, v) in zip(runs, inputs, strict=True):
+            queries = q[layer][:, q.shape[2] - run.queries :]
+            # As a server holds them: tokens first.
+            stored = [x[layer].transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v)]
+            run.observe(layer, queries, *stored)
+    for run, expected in zip(runs, alone, strict=True):
+        assert torch.equal(torch.stack(run.finish()), expected)
+    for request, copies in zip(requests, inputs, strict=True):
+        assert all(np.array_equal(x, y.numpy()) for x, y in zip(request, copies, strict=True))
+
+
+@pytest.mark.parametrize("name", ["snapkv", "lava", "adakv"])
+def test_blocks_of_heads_change_nothing(name, monkeypatch):
+    """Long prompts are scored a few KV heads at a time."""
+    bound = bind(load(name).require(), ModelShape(2, 8, 4, 8), {"capacity": "9", "window": "4"})
+    request = tensors(np.random.default_rng(1), (2, 8, 4, 8), 37)
+    whole = _observe(TorchProgram(bound), *request)
+    monkeypatch.setattr("kvpolicy.dsl.torch_program._BLOCK_BYTES", 1)
+    assert torch.equal(_observe(TorchProgram(bound), *request), whole)
+
+
+def test_nan_keeps_everything():
+    """NaN or infinity in the model's tensors decides nothing: the prompt stays whole."""
+    bound = bind(load("lava").require(), ModelShape(2, 4, 2, 4), {"capacity": "8", "window": "4"})
+    for index in range(3):
+        for value in (np.nan, np.inf):
+            request = tensors(np.random.default_rng(0), (2, 4, 2, 4), 20)
+            request[index][1, 0, 18, 2] = value
+            run = TorchProgram(bound).start(20)
+            for layer in range(2):
+                run.observe(layer, *(torch.tensor(x[layer]) for x in request))
+            assert torch.stack(run.finish()).all()
+            assert run.not_finite
+
+
+# Random policies. Every strategy gives the text of an expression with known axes.
+
+
+def _scores(depth: int):
+    """Texts with the axes [kv, token]."""
+    heads = st.sampled_from(
+        [
+            "{r}[query](attn(recent(3)))",
+            "{r}[query](attn(recent(3)) where not recent(3))",
+            "{r}[query](logits(recent(2)))",
+            "mean[query](attn(recent(4)) * distance(recent(4)))",
+            "var[query](attn(recent(3)))",
+            "count[query](attn(recent(3)) > 0.1)",
+            "index[token](position) * sum[query](attn(recent(2)))",
+        ]
+    ).flatmap(lambda text: st.sampled_from(["sum", "mean", "max"]).map(lambda r: text.format(r=r)))
+    base = st.one_of(
+        st.sampled_from(
+            ["sum[dim](value)", "norm1[dim](key)", "norm2[dim](value)", "cosine[dim](key, value)"]
+        ),
+        st.tuples(st.sampled_from(["sum", "mean", "max", "min", "var"]), heads).map(
+            lambda pair: f"{pair[0]}[group]({pair[1]})"
+        ),
+        heads.map(lambda text: f"max[group](maxpool({text}, 3))"),
+    )
+    if depth == 0:
+        return base
+    inner = _scores(depth - 1)
+    unary = st.sampled_from(
+        [
+            "abs({x})",
+            "-({x})",
+            "exp(-abs({x}))",
+            "log({x})",
+            "sqrt({x})",
+            "floor(4 * {x})",
+            "round({x} * 2)",
+            "maxpool({x}, 3)",
+            "avgpool({x}, 5)",
+            "rank({x})",
+            "rank[kv, token]({x})",
+            "softmax[token]({x})",
+            "minmax[kv, token]({x})",
+            "({x} where position % 3 < 2)",
+            "({x} where not recent(2))",
+            "{x} / sum[token]({x})",
+            "{x} - max[layer]({x})",
+            "{x} * entropy[token](abs({x}))",
+            "mean[layer]({x}) + {x}",
+            "max[past](past({x}, 2))",
+            "({x} where layer < 1 else position + 0 * {x})",
+            "min({x}, mean[kv, token]({x}))",
+        ]
+    )
+    binary = st.sampled_from(["{x} + {y}", "{x} * {y}", "{x} / {y}", "max({x}, {y})", "{x} - {y}"])
+    return st.one_of(
+        base,
+        st.tuples(unary, inner).map(lambda p: p[0].format(x=f"({p[1]})")),
+        st.tuples(binary, inner, inner).map(lambda p: p[0].format(x=f"({p[1]})", y=f"({p[2]})")),
+        st.tuples(inner, inner).map(
+            lambda p: f"(({p[0]}) where ({p[1]}) > 0.2 else sum[dim](value))"
+        ),
+    )
+
+
+KEEPS = [
+    "recent(3) then top(score)",
+    "sinks(2) then recent(2) then top[kv, token](score)",
+    "top(score)",
+    "top[token, kv](score)",
+    "top(score, 5)",
+    "top(score, budget // 2) then recent(2) then top(score)",
+    "recent(2) then top(score, 2) then top[layer, kv, token](score)",
+    "top[layer, kv, token](score, 17)",
+    "recent(2) then top(score) where max[kv, token](score) > 0.5 else all",
+    "score > mean[token](score) or recent(1)",
+    "top(max[kv](score), 4) then top(score)",
+    "recent(2) then top(score) where 0 < layer else sinks(3)",
+]
+BUDGETS = [
+    "7",
+    "5 + layer * 3",
+    "0.4 * length",
+    "2 + split[layer](20, max[kv, token](score), max = length)",
+    "1 + count[token](top[kv, token](score, 9))",
+    "1 + 6 * max[token](score) / sum[layer](max[token](score))",
+]
+
+
+@settings(
+    max_examples=120,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(score=_scores(2), keep=st.sampled_from(KEEPS), budget=st.sampled_from(BUDGETS))
+def test_random_policies(score, keep, budget):
+    text = (
+        "policy: random\nlanguage: 1\nabout: random\n"
+        f"score: |\n  {score}\nbudget: |\n  {budget}\nkeep: |\n  {keep}\n"
+    )
+    program = load(Source("random.yaml", text)).require()
+    for seed, (shape, tokens) in enumerate([(SHAPES[0], 19), (SHAPES[2], 2), (SHAPES[1], 11)]):
+        bound = bind(program, ModelShape(*shape))
+        rng = np.random.default_rng(seed)
+        assert_same(bound, *tensors(rng, shape, tokens, ties=seed == 2))
