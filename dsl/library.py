@@ -24,10 +24,12 @@ def find(policy: str | Path) -> Path:
     Raises:
         PolicyError: there is no such file or name.
     """
-    path = Path(policy)
-    if path.exists():
-        return path
-    name = str(policy)
+    path, name = Path(policy), str(policy)
+    try:
+        if path.exists():
+            return path
+    except OSError:  # a name that no file can have
+        pass
     if name in shipped():
         return shipped()[name]
     if path.suffix or path.parent != Path():

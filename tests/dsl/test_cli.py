@@ -1,0 +1,183 @@
+"""The command line: exit codes, messages, and no traceback whatever the input."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvpolicy.dsl.cli import main
+from kvpolicy.dsl.library import shipped
+
+GOOD = "policy: x\nlanguage: 1\nkeep: recent(4)\n"
+BAD = "policy: x\nlanguage: 1\nkeep: recnt(4)\n"
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def run(*arguments, **options):
+    """`kvpolicy` as a process of its own."""
+    command = [sys.executable, "-m", "kvpolicy.dsl.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(content, name="x.yaml"):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    return write
+
+
+def test_check_well(file, capsys):
+    path = file(GOOD)
+    assert main(["check", path]) == 0
+    assert capsys.readouterr().out == f"{path}: well\n"
+
+
+def test_check_reports_every_file(file, capsys):
+    assert main(["check", file(BAD, "a.yaml"), file(GOOD, "b.yaml"), file(BAD, "c.yaml")]) == 1
+    out = capsys.readouterr().out
+    assert out.count("error[name]: unknown function `recnt`") == 2
+    assert out.count(": well\n") == 1
+
+
+def test_check_warns(file, capsys):
+    assert main(["check", file(GOOD + "params: {beta: 2}\n")]) == 0
+    assert "warning[unused]: `beta` is never used" in capsys.readouterr().out
+
+
+def test_check_says_what_cannot_be_served(file, capsys):
+    path = file(GOOD + "decode: same\n")
+    assert main(["check", path]) == 0
+    assert f"{path}: note: `decode` cannot be served yet\n" in capsys.readouterr().out
+
+
+def test_check_shipped_by_name(capsys):
+    assert main(["check", "snapkv"]) == 0
+    assert capsys.readouterr().out == "policies/snapkv.yaml: well\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xfe\x00", "the file is not UTF-8 text"),
+        (b"\x7fELF\x00\x00\x80", "the file is not UTF-8 text"),
+        (b"a: " + b"x" * 70_000, "the file has more than 65,536 bytes"),
+        (b"\xff" * 70_000, "the file has more than 65,536 bytes"),
+    ],
+)
+def test_check_unreadable(file, capsys, content, message):
+    path = file(content)
+    assert main(["check", path]) == 2
+    assert capsys.readouterr().out == f"{path}: error[file]: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere/x.yaml", "nowhere/x.yaml: error[file]: there is no such file\n"),
+        ("x.yaml", "x.yaml: error[file]: there is no such file\n"),
+        ("snapvk", "snapvk: error[file]: there is no such file and no shipped policy of this "
+         "name\n = help: did you mean `snapkv`?\n"),
+        ("a" * 300, "a" * 300 + ": error[file]: there is no such file and no shipped policy of "
+         "this name\n = help: `kvpolicy list` shows the shipped policies\n"),
+        ("x\0y", "x\0y: error[file]: there is no such file and no shipped policy of this name\n"
+         " = help: `kvpolicy list` shows the shipped policies\n"),
+    ],
+)  # fmt: skip
+def test_check_missing(capsys, name, message):
+    assert main(["check", name]) == 2
+    assert capsys.readouterr().out == message
+
+
+def test_check_folder(tmp_path, capsys):
+    assert main(["check", str(tmp_path)]) == 2
+    assert capsys.readouterr().out == (
+        f"{tmp_path}: error[file]: this is a folder, not a policy file\n"
+    )
+
+
+def test_check_accepts_a_byte_order_mark_and_windows_lines(file):
+    assert main(["check", file(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode())]) == 0
+
+
+def test_undisplayable_text_is_escaped(file):
+    done = run("check", file('policy: "\\uD800"\nlanguage: 1\n'), env={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 1
+    assert "is not a policy name" in done.stdout
+    assert done.stderr == ""
+
+
+def test_broken_pipe_is_silent():
+    command = f"{sys.executable} -m kvpolicy.dsl.cli docs | head -n 1"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout == "# Reference\n"
+    assert done.stderr == ""
+
+
+def test_check_needs_no_heavy_module(file):
+    """Whole process: neither what executes policies nor what makes the parser is imported."""
+    script = (
+        "import sys\nfrom kvpolicy.dsl.cli import main\ncode = main(['check', sys.argv[1]])\n"
+        "heavy = {'torch', 'numpy', 'lark', 'sglang', 'jsonschema'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else code)\n"
+    )
+    command = [sys.executable, "-c", script, file(GOOD)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_fmt(file, capsys):
+    path = file("language: 1\npolicy: x\nkeep: recent(4)\n")
+    assert main(["fmt", "--check", path]) == 1
+    assert main(["fmt", path]) == 0
+    assert main(["fmt", "--check", path]) == 0
+    assert capsys.readouterr().out == f"{path}: would be formatted\n{path}: formatted\n"
+
+
+def test_fmt_refuses_what_it_cannot_read(file, capsys):
+    assert main(["fmt", file("policy: x\nlanguage: 1\nkeep: recent(\n"), "nowhere.yaml"]) == 2
+    err = capsys.readouterr().err
+    assert "error[syntax]" in err
+    assert "nowhere.yaml: error[file]: there is no such file" in err
+
+
+def test_list(capsys):
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(shipped())
+
+
+def test_schema_and_docs_go_to_files(tmp_path, capsys):
+    for command in ("schema", "docs"):
+        path = tmp_path / command
+        assert main([command, "--out", str(path), "--check"]) == 1
+        assert main([command, "--out", str(path)]) == 0
+        assert main([command, "--out", str(path), "--check"]) == 0
+        assert path.read_text()
+        assert main([command, "--out", str(tmp_path)]) == 2
+    assert "is a directory" in capsys.readouterr().err
+
+
+def test_reference_is_current():
+    """After a change of the tables: `kvpolicy docs --out docs/reference.md`."""
+    assert main(["docs", "--out", str(DOCS / "reference.md"), "--check"]) == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["explain", "snapkv", "--model", "m", "--length", "many"],
+        ["explain", "snapkv", "--model", "m", "--length", "0"],
+        ["run", "snapkv"],
+        ["check"],
+    ],
+)
+def test_wrong_usage(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert "usage: kvpolicy" in capsys.readouterr().err
