@@ -144,7 +144,7 @@ class Driver:
 
     def flush(self) -> None:
         """Empty the radix cache."""
-        if not self.scheduler.flush_cache():
+        if not self.scheduler.flush_cache(empty_cache=False):
             raise RuntimeError("the scheduler is not idle")
 
     def used_slots(self) -> int:

@@ -13,32 +13,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
-
 pytestmark = pytest.mark.server
 SCENARIOS = Path(__file__).with_name("scenarios.py")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A Llama checkpoint with random weights: 4 layers, 4 heads, 2 KV heads of 32."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.2,  # attention that is far from uniform
-    )
-    folder = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")

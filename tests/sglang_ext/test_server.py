@@ -1,0 +1,243 @@
+"""The plugin in a real server, over HTTP."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.server
+POLICIES = Path(__file__).parents[2] / "policies"
+SNAPKV, SINKS = str(POLICIES / "snapkv.yaml"), str(POLICIES / "sinks-recent.yaml")
+STRICT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
+
+
+def prompt(seed, length):
+    rnd = random.Random(seed)
+    return [rnd.randrange(3, 500) for _ in range(length)]
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    """Serves snapkv (default, 48 of every list), and sinks-recent with a budget for everything."""
+    from serving import serve
+
+    settings = ["snapkv.capacity=48", "snapkv.window=16", "sinks-recent.capacity=4096"]
+    with serve(model, [SNAPKV, SINKS], settings, enable_metrics=True, env=STRICT) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def stock(model):
+    """Greedy answers of a server without the plugin."""
+    from serving import serve
+
+    with serve(model, env={"SGLANG_PLUGINS": "cpu_torch"}) as server:
+        assert "kvpolicy" not in server.log_text()
+        return answers(server, None)
+
+
+def answers(server, policy):
+    """Tokens for 24 prompts of many lengths, in flight together."""
+
+    def ask(seed):
+        tokens = prompt(seed, 7 + 25 * seed)
+        return server.generate(input_ids=tokens, policy=policy, max_new_tokens=24)["output_ids"]
+
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(ask, range(24)))
+
+
+def test_with_budgets_for_everything_the_answers_are_those_of_stock_sglang(server, stock):
+    assert answers(server, "sinks-recent") == stock
+    assert answers(server, "none") == stock
+
+
+def test_a_smaller_budget_changes_answers_and_facts(server, stock):
+    assert answers(server, "snapkv") != stock
+    meta = server.generate(input_ids=prompt(50, 300), max_new_tokens=4)["meta_info"]
+    facts = meta["kv_policy"]
+    slot = 4 * 2 * 2 * 32 * 4  # layers, keys and values, KV heads, head size, bytes of float32
+    assert facts.pop("compression_seconds") > 0
+    assert facts == {
+        "policy": "snapkv",
+        "prompt_tokens": 300,
+        "entries_before": 4 * 2 * 300,
+        "entries_kept": 4 * 2 * 48,
+        "kv_bytes_before": 300 * slot,
+        "kv_bytes_after": 48 * slot,
+        "slots_freed": 252,
+    }
+
+
+def test_why_a_request_was_served_in_full(server):
+    def facts(tokens, **options):
+        answer = server.generate(input_ids=tokens, **options)
+        return answer["meta_info"].get("kv_policy", {}).get("uncompressed")
+
+    assert facts(prompt(0, 48)) == "short_prompt"
+    assert facts(prompt(0, 300), max_new_tokens=1) == "one_token"
+    assert facts(prompt(0, 300), policy="sinks-recent") == "short_prompt"
+    assert facts(prompt(0, 300), policy="none") is None
+
+
+@pytest.mark.parametrize("value", ["nope", 5, ["snapkv"], None])
+def test_a_wrong_name_is_a_400_for_that_request_alone(server, value):
+    custom = {"kv_policy": value}
+    text = " ".join(f"w{i}" for i in prompt(0, 20))
+    bodies = {
+        "/generate": {"text": text, "sampling_params": {"custom_params": custom}},
+        "/v1/completions": {"model": "m", "prompt": text, "custom_params": custom},
+        "/v1/chat/completions": {
+            "model": "m",
+            "messages": [{"role": "user", "content": text}],
+            "custom_params": custom,
+        },
+    }
+    for path, body in bodies.items():
+        with ThreadPoolExecutor(2) as pool:
+            good = pool.submit(server.generate, input_ids=prompt(1, 200))
+            response = server.post(path, body)
+            assert response.status_code == 400, (path, response.text)
+            assert "this server has `snapkv`, `sinks-recent`, `none`" in response.text
+            assert good.result()["meta_info"]["completion_tokens"] == 16
+
+
+def test_openai_routes_choose_a_policy(server):
+    text = " ".join(f"w{i}" for i in prompt(3, 200))
+    before = count(server, "requests_total", "sinks-recent")
+    body = {"model": "m", "max_tokens": 4, "custom_params": {"kv_policy": "sinks-recent"}}
+    messages = [{"role": "user", "content": text}]
+    assert server.post("/v1/completions", {**body, "prompt": text}).ok
+    assert server.post("/v1/chat/completions", {**body, "messages": messages}).ok
+    assert count(server, "requests_total", "sinks-recent") == before + 2
+
+
+def test_a_batch_may_mix_policies(server):
+    names = ["snapkv", "none", "sinks-recent"]
+    sampling = [{"max_new_tokens": 8, "custom_params": {"kv_policy": name}} for name in names]
+    body = {"input_ids": [prompt(9, 200)] * 3, "sampling_params": sampling}
+    facts = [a["meta_info"].get("kv_policy", {}) for a in server.post("/generate", body).json()]
+    assert [each.get("policy") for each in facts] == ["snapkv", None, "sinks-recent"]
+
+
+@pytest.mark.parametrize("length", [300, 20])
+def test_streams_carry_the_facts_in_every_chunk(server, length):
+    sampling = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+    body = {"input_ids": prompt(4, length), "sampling_params": sampling, "stream": True}
+    lines = [x for x in server.post("/generate", body).text.splitlines() if x.startswith("data: {")]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert chunks[-1]["meta_info"]["completion_tokens"] == 6
+    for chunk in chunks:
+        assert chunk["meta_info"]["kv_policy"]["policy"] == "snapkv"
+
+
+def count(server, name, policy, **labels):
+    """Value of one of the plugin's metrics."""
+    wanted = [f'policy="{policy}"', *(f'{k}="{v}"' for k, v in labels.items())]
+    samples = server.metrics().items()
+    prefix = f"sglang:kv_policy_{name}{{"
+    found = [v for k, v in samples if k.startswith(prefix) and all(w in k for w in wanted)]
+    assert len(found) <= 1, found
+    return sum(found)
+
+
+def test_metrics_count_what_policies_did(server):
+    def snapshot():
+        names = ("requests_total", "prompt_tokens_total", "kept_entries_total")
+        names += ("saved_bytes_total", "compression_seconds_count")
+        counts = {name: count(server, name, "snapkv") for name in names}
+        short = count(server, "uncompressed_requests_total", "snapkv", reason="short_prompt")
+        return {**counts, "short": short}
+
+    before = snapshot()
+    for seed in range(3):
+        server.generate(input_ids=prompt(100 + seed, 200), max_new_tokens=4)
+    server.generate(input_ids=prompt(0, 20), max_new_tokens=4)
+    after = snapshot()
+    assert {name: after[name] - before[name] for name in after} == {
+        "requests_total": 4,
+        "prompt_tokens_total": 600,
+        "kept_entries_total": 3 * 4 * 2 * 48,
+        "saved_bytes_total": 3 * (200 - 48) * 2048,
+        "compression_seconds_count": 3,
+        "short": 1,
+    }
+    assert count(server, "private_slots", "snapkv") == 0
+
+
+def test_aborted_streams_leave_nothing_behind(server):
+    import requests
+
+    sampling = {"max_new_tokens": 400, "ignore_eos": True}
+    for seed in range(4):
+        body = {"input_ids": prompt(seed, 300), "sampling_params": sampling, "stream": True}
+        with requests.post(server.url + "/generate", json=body, stream=True, timeout=60) as answer:
+            next(answer.iter_content(64))  # its prefill is done; the client goes away
+    server.flush()
+    assert count(server, "private_slots", "snapkv") == 0
+    assert "leak" not in server.log_text().lower()
+
+
+def launch(model, *words, env=None):
+    """Output and exit status of a server that is expected not to start."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "sglang.launch_server", "--model-path", model, "--device",
+         "cpu", "--attention-backend", "torch_native", *words],
+        capture_output=True, text=True, timeout=200, env={**os.environ, **(env or {})},
+    )  # fmt: skip
+    return done.stdout + done.stderr, done.returncode
+
+
+def test_a_wrong_policy_stops_the_launch_with_the_checkers_words(model, tmp_path):
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("policy: wrong\nlanguage: 1\nkeep: recent(windw)\n")
+    output, status = launch(model, "--kv-policy", str(wrong))
+    assert status == 1
+    assert f"{wrong}:3:" in output
+    assert "Traceback" not in output
+    assert "server_args=" not in output  # nothing had been started
+
+
+def test_an_option_that_cannot_work_stops_the_launch_in_one_sentence(model):
+    output, status = launch(model, "--kv-policy", SNAPKV, "--enable-mixed-chunk")
+    assert status == 1
+    assert "--enable-mixed-chunk cannot be combined with --kv-policy" in output
+    assert "Traceback" not in output
+
+
+def test_a_plugin_that_fails_to_load_stops_the_launch(model, tmp_path):
+    """SGLang only logs such failures."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys; sys.modules['kvpolicy.sglang_ext.options'] = None\n"
+    )
+    env = {"SGLANG_KV_POLICY": SNAPKV, "PYTHONPATH": str(tmp_path)}
+    output, status = launch(model, env=env)
+    assert status == 1
+    assert "kvpolicy: the plugin failed to start" in output
+    assert "server_args=" not in output
+
+
+def test_without_policies_only_the_command_line_is_touched():
+    code = """
+import sglang.srt.managers.scheduler, sys
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+factories = dict(ATTENTION_BACKENDS)
+load_plugins()
+assert factories == ATTENTION_BACKENDS
+print(*sorted(t.rsplit(".", 1)[1] for t in HookRegistry._patched))
+"""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_KV_POLICY")}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=200, env=env
+    )
+    assert done.stdout.splitlines()[-1] == "add_cli_args from_cli_args", done.stderr
