@@ -59,6 +59,29 @@ class Bounds:
         """Upper bound on the entries kept, summed over layers and KV heads."""
         return self.size(self._bound.lowered.keep).total
 
+    def is_exact(self, node: Node) -> bool:
+        """Whether the size of a token set is its number of entries: no data decide it.
+
+        Sets are tops with known counts and what fills a known budget after them.
+        """
+        if node.op == "fill":
+            return self._static(node.args[2].args[0]) and self.is_exact(node.args[1])
+        if node.op == "choose":
+            return self._static(node.args[1]) and all(self.is_exact(x) for x in node.args[::2])
+        if node.op == "or":
+            return self._disjoint(*node.args) and all(self.is_exact(x) for x in node.args)
+        if node.op == "top":
+            return self._static(node.args[1])
+        return node.op in ("all", "truth")
+
+    @staticmethod
+    def _disjoint(taken: Node, right: Node) -> bool:
+        """Whether `right` chooses among what `taken` left over."""
+        if right.op != "top" or right.args[0].op != "mask":
+            return False
+        condition = right.args[0].args[1]
+        return condition.op == "not" and condition.args[0] is taken
+
     def size(self, node: Node) -> Size:
         """Bounds on the entries of a token set, broadcast to every KV head."""
         cases: dict[str, Callable[[Node], Size]] = {

@@ -106,17 +106,17 @@ def _accepted(param: Param) -> str:
     if param.odd:
         parts.append("odd")
     if param.above is not None:
-        parts.append(f"above {_shown(param.above)}")
+        parts.append(f"above {shown(param.above)}")
     if param.minimum is not None:
-        parts.append(f"at least {_shown(param.minimum)}")
+        parts.append(f"at least {shown(param.minimum)}")
     if param.maximum is not None:
-        parts.append(f"at most {_shown(param.maximum)}")
+        parts.append(f"at most {shown(param.maximum)}")
     if param.choices:
-        parts.append("one of " + ", ".join(_shown(choice) for choice in param.choices))
+        parts.append("one of " + ", ".join(shown(choice) for choice in param.choices))
     return "".join(f", {part}" for part in parts)
 
 
-def _shown(value: Value) -> str:
+def shown(value: Value) -> str:
     """A value as an author would write it."""
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -126,7 +126,7 @@ def _shown(value: Value) -> str:
 def _check_range(program: Program, param: Param, value: Value) -> None:
     if isinstance(value, bool) != (param.kind == "truth"):
         kind = "`true` or `false`" if param.kind == "truth" else "a number"
-        raise refused(program.name, "range", f"`{param.name}` is {_shown(value)}; it is {kind}")
+        raise refused(program.name, "range", f"`{param.name}` is {shown(value)}; it is {kind}")
     wrong = bool(param.choices) and value not in param.choices
     if not isinstance(value, bool):
         wrong = wrong or not all(
@@ -141,7 +141,7 @@ def _check_range(program: Program, param: Param, value: Value) -> None:
     if wrong:
         accepted = _accepted(param).removeprefix(", ")
         raise refused(
-            program.name, "range", f"`{param.name}` is {_shown(value)}; it must be {accepted}"
+            program.name, "range", f"`{param.name}` is {shown(value)}; it must be {accepted}"
         )
 
 
@@ -151,7 +151,7 @@ def _check_requires(program: Program, shape: ModelShape, params: Mapping[str, Va
         if evaluate(condition, env):
             continue
         names = sorted({node.value for node in condition.walk() if node.op == "param"})
-        values = ", ".join(f"`{name}` is {_shown(params[name])}" for name in names)
+        values = ", ".join(f"`{name}` is {shown(params[name])}" for name in names)
         raise refused(
             program.name,
             "range",
@@ -186,7 +186,7 @@ def _sentence(node: Node) -> str:
         if node.op in ("param", "size"):
             return str(node.value)
         if node.op in ("number", "truth"):
-            return _shown(node.value)
+            return shown(node.value)
         parts = [text(argument, True) for argument in node.args]
         if node.op in _SIGNS:
             joined = f"{parts[0]} {_SIGNS[node.op]} {parts[1]}"

@@ -1,0 +1,207 @@
+"""`kvpolicy explain`: what a policy computes, keeps and costs for a model and a length."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from kvpolicy.dsl.bind import Bound, bind
+from kvpolicy.dsl.bounds import Bounds, Size
+from kvpolicy.dsl.check import Checked, load
+from kvpolicy.dsl.commands import guarded, overrides
+from kvpolicy.dsl.cost import Cost, cost
+from kvpolicy.dsl.ir import Node
+from kvpolicy.dsl.lower import Phase, Phases
+from kvpolicy.dsl.model_config import ModelConfig, read_config
+from kvpolicy.dsl.parameters import shown
+from kvpolicy.dsl.print_ir import print_nodes
+
+_WHEN = {
+    Phase.PLAN: "when the prompt arrives",
+    Phase.LAYER: "at the end of each layer",
+    Phase.END: "after the last layer",
+}
+_BAR = 24
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Args:
+        args: `file`, `model` (path of a config.json or its folder), `length` (tokens), `set`
+            (name=value strings), `ir` (print the intermediate representation instead).
+
+    Returns:
+        0, or 2 if the input cannot be used.
+    """
+    return guarded(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    checked = load(args.file)
+    program = checked.require()
+    config = read_config(args.model)
+    bound = bind(program, config.shape, overrides(args.set))
+    if args.ir:
+        rules = bound.rules
+        roots = [("score", rules.score), ("budget", rules.budget), ("keep", rules.keep)]
+        print(print_nodes((name, node) for name, node in roots if node is not None), end="")
+        return 0
+    print("\n".join(explanation(checked, bound, config, args.length)))
+    return 0
+
+
+def explanation(checked: Checked, bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
+    """The lines of the explanation."""
+    shape = config.shape
+    yield f"{bound.program.name}: {bound.program.about}"
+    if bound.program.source:
+        yield f"  source  {bound.program.source}"
+    yield f"  digest  {bound.digest[:16]}"
+    yield (
+        f"  model   {config.name}: {shape.layers} layers, {shape.heads} heads, {shape.kv_heads} KV "
+        f"heads of size {shape.head_dim}, {config.dtype}"
+    )
+    yield f"  prompt  {length:,} tokens"
+    for sentence in checked.unserved:
+        yield f"  note    {sentence}; what follows is the end of the prefill alone"
+    if bound.params:
+        yield from ("", "Parameters")
+        yield from _parameters(bound)
+    yield from ("", "Plan")
+    yield from _plan(checked, bound)
+    yield from ("", "Entries kept per KV head")
+    yield from _entries(bound, length)
+    yield from ("", "Memory")
+    yield from _memory(bound, config, length)
+    yield from ("", "Cost of deciding (torch program, float64)")
+    yield from _cost(bound, config, length)
+
+
+def _parameters(bound: Bound) -> Iterator[str]:
+    params = bound.program.params
+    width = max(len(name) for name in params)
+    values = {
+        name: f"{shown(bound.params[name])} {params[name].unit or ''}".strip() for name in params
+    }
+    room = max(len(value) for value in values.values())
+    for name, param in params.items():
+        yield f"  {name:<{width}}  {values[name]:<{room}}  {param.about}".rstrip()
+
+
+def _plan(checked: Checked, bound: Bound) -> Iterator[str]:
+    """Named values and sections by the moment at which they are known."""
+    phases = Phases()
+    known: dict[Phase, list[tuple[str, Node]]] = {phase: [] for phase in Phase}
+    seen: set[int] = set()
+    rules = bound.rules
+    for root in (rules.keep, rules.budget, rules.score):
+        for node in root.walk(seen) if root is not None else ():
+            if node.name is not None and bound.static.needs(node) != frozenset():
+                known[_phase(bound, phases, node)].append((node.name, node))
+    known[phases.of(bound.lowered.keep)].append(("keep", rules.keep))
+    width = max(len(name) for named in known.values() for name, _ in named)
+    for phase, named in known.items():
+        if named:
+            yield f"  {_WHEN[phase]}"
+        for name, node in named:
+            yield f"    {name:<{width}}  {_written(checked, node)}  : {node.type}"
+
+
+def _phase(bound: Bound, phases: Phases, node: Node) -> Phase:
+    if node.op == "budget":
+        return phases.of(bound.rules.budget)
+    return phases.of(node)
+
+
+def _written(checked: Checked, node: Node) -> str:
+    """A node's expression as the author wrote it, on one line."""
+    if node.span is None:
+        return node.op
+    text = " ".join(checked.source.text[node.span.start : node.span.end].split())
+    return text if len(text) <= 72 else text[:69].rstrip() + "..."
+
+
+def _entries(bound: Bound, length: int) -> Iterator[str]:
+    bounds = Bounds(bound, length)
+    size = bounds.size(bound.lowered.keep)
+    layers = bound.shape.layers
+    mean = size.total / (layers * bound.shape.kv_heads)
+    exact = bounds.is_exact(bound.lowered.keep)
+    if exact:
+        top = max(1, *size.head)
+        for first, last in _runs(size.head):
+            name = f"layer {first}" if first == last else f"layers {first}-{last}"
+            bar = "#" * max(1, round(_BAR * size.head[first] / top)) if size.head[first] else ""
+            yield f"  {name:<14} {size.head[first]:>9,}  {bar}"
+        yield f"  {'mean':<14} {mean:>9,.1f}  {mean / length:.2%} of the prompt"
+        return
+    yield "  The numbers depend on the prompt's content. Before it is seen, it is certain that"
+    yield f"  - on average over layers and KV heads at most {mean:,.1f} stay ({mean / length:.2%})"
+    yield from _limits(size, bound.shape.kv_heads)
+
+
+def _limits(size: Size, kv_heads: int) -> Iterator[str]:
+    heads, layers = set(size.head), set(size.layer)
+    if len(heads) == 1:
+        yield f"  - one KV head keeps at most {size.head[0]:,}"
+    else:
+        yield f"  - one KV head keeps at most {min(heads):,} to {max(heads):,}, by layer"
+    shares = {n / kv_heads for n in layers}
+    text = (
+        f"{min(shares):,.1f}" if len(shares) == 1 else f"{min(shares):,.1f} to {max(shares):,.1f}"
+    )
+    yield f"  - one layer keeps at most {text} per KV head"
+
+
+def _runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and last index of each run of equal values."""
+    for _, group in groupby(range(len(values)), key=values.__getitem__):
+        indices = list(group)
+        yield indices[0], indices[-1]
+
+
+def _memory(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
+    full = bound.shape.layers * bound.shape.kv_heads * length
+    kept = bound.max_entries(length)
+    most = "" if Bounds(bound, length).is_exact(bound.lowered.keep) else "at most "
+    yield f"  KV cache before  {size_text(config.kv_size(full)):>10}  {full:,} entries"
+    share = kept / full if full else 1
+    yield f"  KV cache after   {size_text(config.kv_size(kept)):>10}  {most}{kept:,} ({share:.2%})"
+
+
+def _cost(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
+    found: Cost = cost(bound, length, config.kv_bytes)
+    total, prefill = found.total(bound.shape.layers), config.prefill_flops(length)
+    for name, operations in sorted(found.operations.items(), key=lambda item: -item[1]):
+        yield f"  {name:<26} {flops_text(operations):>12} per layer"
+    if found.at_end:
+        yield f"  {_WHEN[Phase.END]:<26} {flops_text(found.at_end):>12}"
+    yield f"  {'in all':<26} {flops_text(total):>12}  {total / prefill:.3%} of the prefill's"
+    yield f"  {'reads':<26} {size_text(found.bytes_read):>12} per layer"
+    yield f"  {'memory at once':<26} {size_text(found.peak):>12} within a layer, then freed"
+    if found.held:
+        yield f"  {'held until the end':<26} {size_text(found.held):>12} for all layers"
+    queries = bound.queries(length)
+    if queries:
+        noun = "query" if queries == 1 else "queries"
+        yield f"  {'observation window':<26} {queries:>12,} last {noun}"
+
+
+def size_text(size: float) -> str:
+    """Bytes in the largest unit that leaves at least 1."""
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size >= 1024:
+            size, unit = size / 1024, larger
+    return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+
+
+def flops_text(operations: float) -> str:
+    """Operations in the largest unit that leaves at least 1."""
+    unit = ""
+    for larger in "kMGT":
+        if operations >= 1000:
+            operations, unit = operations / 1000, larger
+    return f"{operations:,.1f} {unit}flop" if unit else f"{operations:,.0f} flop"
