@@ -4,19 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
-from kvpolicy.dsl.check_expr import Context, Expansion, Typer, unit_words
-from kvpolicy.dsl.diagnostics import did_you_mean, listed
+from kvpolicy.dsl.check_arguments import (
+    Exprs,
+    Nodes,
+    argument_nodes,
+    bind_arguments,
+    has_axes,
+    is_static,
+    is_token_count,
+    reduced_at_once,
+    written_axes,
+)  # fmt: skip
+from kvpolicy.dsl.check_expr import Expansion, Typer, unit_words
+from kvpolicy.dsl.diagnostics import did_you_mean
 from kvpolicy.dsl.expression import parse_expression
-from kvpolicy.dsl.functions import FUNCTIONS, HEAD, Function, Parameter
+from kvpolicy.dsl.functions import FUNCTIONS, Function
 from kvpolicy.dsl.graph import in_order
-from kvpolicy.dsl.ir import AXES, Node, When
-from kvpolicy.dsl.syntax import Argument, Axis, Call, Expr, Name
+from kvpolicy.dsl.ir import Node
+from kvpolicy.dsl.syntax import Axis, Call, Expr, Name
 
-Nodes = dict[str, Node]
-Exprs = dict[str, Expr]
 _ELEMENTWISE_PAIRS = {"max": "maximum", "min": "minimum"}
 _NOT_READ_AT_ONCE = frozenset(("top", "rank", "index", "pool", "past", "at"))
+
+
+class Site(NamedTuple):
+    """A call whose axes and arguments fit its function."""
+
+    typer: Typer
+    call: Call
+    function: Function
+    axes: tuple[str, ...]
+    exprs: Exprs  # as written, by parameter
+    nodes: Nodes  # as typed; query sets are left out
 
 
 def type_call(typer: Typer, call: Call, fills: bool = False) -> Node | None:
@@ -26,11 +47,11 @@ def type_call(typer: Typer, call: Call, fills: bool = False) -> Node | None:
         return _unknown_function(typer, call)
     if call.name in _ELEMENTWISE_PAIRS and call.axes is None and len(call.arguments) == 2:
         return _pair(typer, call)
-    axes = _axes(typer, call, function)
+    axes = written_axes(typer, call, function)
     exprs = bind_arguments(typer, call, function)
     if exprs is None:
         return None
-    nodes = _argument_nodes(typer, call, function, exprs)
+    nodes = argument_nodes(typer, call, function, exprs)
     if nodes is None or axes is None:
         return None
     if function.rule == "top" and "n" not in nodes and not fills:
@@ -41,11 +62,11 @@ def type_call(typer: Typer, call: Call, fills: bool = False) -> Node | None:
         )
         typer.error("arguments", message, call.span, help)
         return None
-    if function.rule in _NOT_READ_AT_ONCE and not _reduced_at_once(typer, nodes, exprs):
+    if function.rule in _NOT_READ_AT_ONCE and not reduced_at_once(typer, nodes, exprs):
         return None
     if function.unserved:
         typer.scope.unserved(f"`{function.name}`")
-    return _RULES[function.rule](typer, call, function, axes, exprs, nodes)
+    return _RULES[function.rule](Site(typer, call, function, axes, exprs, nodes))
 
 
 def _unknown_function(typer: Typer, call: Call) -> None:
@@ -74,201 +95,11 @@ def _pair(typer: Typer, call: Call) -> Node | None:
     return typer.combine(_ELEMENTWISE_PAIRS[call.name], call, written, nodes)
 
 
-# Axes and arguments
-
-
-def _axes(typer: Typer, call: Call, function: Function) -> tuple[str, ...] | None:
-    """The axes in brackets, `head` expanded; the default where none are written."""
-    if call.axes is None:
-        if function.axes == "optional":
-            return ("token",)
-        if function.axes == "none":
-            return ()
-        axis = "layer" if function.axes == "layer" else "query"
-        what = "the axis that it looks across" if function.axes == "layer" else "axes"
-        if function.rule == "reduction":
-            what = "the axes to remove"
-        example = f"{call.name}[{axis}](...)"
-        message = f"`{call.name}` needs {what}, as in `{example}`"
-        typer.error("arguments", message, call.name_span)
-        return None
-    if function.axes == "none":
-        span = call.axes[0].span
-        typer.error(
-            "arguments", f"`{call.name}` takes no axes", span, f"write `{function.signature}`"
-        )
-        return None
-    axes = _named_axes(typer, call.axes)
-    if axes is not None and function.axes == "layer" and axes != ("layer",):
-        message = f"`{call.name}` looks across layers only, as in `{function.signature}`"
-        typer.error("arguments", message, call.axes[0].span)
-        return None
-    return axes
-
-
-def _named_axes(typer: Typer, written: tuple[Axis, ...]) -> tuple[str, ...] | None:
-    if typer.expansion and all(axis.text == "a" for axis in written):
-        written = typer.expansion.axes
-    axes: list[str] = []
-    for axis in written:
-        names = HEAD if axis.text == "head" else (axis.text,)
-        for name in names:
-            if name != "layer" and name not in AXES:
-                known = (*AXES, "head", "layer")
-                message = f"there is no axis `{name}`"
-                help = did_you_mean(name, known) or f"the axes are {listed(known, 'and')}"
-                typer.error("axis", message, axis.span, help)
-                return None
-            if name in axes:
-                typer.error("arguments", f"axis `{name}` is named twice", axis.span)
-                return None
-            axes.append(name)
-    return tuple(axes)
-
-
-def bind_arguments(typer: Typer, call: Call, function: Function) -> Exprs | None:
-    """Which expression was given for which parameter; reports what is missing or too much."""
-    bound: Exprs = {}
-    names = [parameter.name for parameter in function.parameters]
-    for place, argument in enumerate(call.arguments):
-        problem = _argument_problem(argument, place, names, bound, function)
-        if problem:
-            span = argument.name_span or argument.value.span
-            typer.error("arguments", problem, span, f"write `{function.signature}`")
-            return None
-        bound[argument.name or names[place]] = argument.value
-    missing = [p.name for p in function.parameters if not p.optional and p.name not in bound]
-    if missing:
-        message = f"`{call.name}` needs {listed(missing, 'and')}"
-        typer.error("arguments", message, call.span, f"write `{function.signature}`")
-        return None
-    return bound
-
-
-def _argument_problem(
-    argument: Argument, place: int, names: list[str], bound: Exprs, function: Function
-) -> str | None:
-    if argument.name:
-        if argument.name not in names:
-            return f"`{function.name}` has no argument named `{argument.name}`"
-        if argument.name in bound:
-            return f"`{argument.name}` is given twice"
-        return None
-    if place >= len(names):
-        number = {0: "no arguments", 1: "one argument"}.get(len(names), f"{len(names)} arguments")
-        return f"`{function.name}` takes {number}"
-    if set(names[:place]) - set(bound):
-        return "an argument without a name comes after one with a name"
-    if names[place] in bound:
-        return f"`{names[place]}` is given twice"
-    return None
-
-
-def _argument_nodes(typer: Typer, call: Call, function: Function, exprs: Exprs) -> Nodes | None:
-    """The typed arguments; None if one of them is wrong. Query sets are not values and left out."""
-    nodes: dict[str, Node | None] = {}
-    for parameter in function.parameters:
-        expr = exprs.get(parameter.name)
-        if expr is None or parameter.kind == "queries":
-            continue
-        reader = typer
-        if function.rule in ("target", "receivers") and typer.context.in_merge:
-            reader = Typer(typer.scope, Context(typer.context.phase))
-            reader.expansion = typer.expansion
-        node = reader.expr(expr)
-        if node is not None and not _fits(typer, function, parameter, expr, node):
-            node = None
-        nodes[parameter.name] = node
-    if any(node is None for node in nodes.values()):
-        return None
-    return {name: node for name, node in nodes.items() if node is not None}
-
-
-def _fits(typer: Typer, function: Function, parameter: Parameter, expr: Expr, node: Node) -> bool:
-    """Whether an argument has the kind, unit and moment that its parameter asks for."""
-    if parameter.kind == "any":
-        return True
-    kind = "truth" if parameter.kind == "truth" else "number"
-    if not typer.is_kind(node, kind, expr, f"`{function.name}`"):
-        return False
-    if parameter.unit == "tokens" and not is_token_count(
-        typer, node, expr, f"`{function.name}` takes"
-    ):
-        return False
-    if parameter.unit == "tokens" and node.type.absent:
-        what = f"the count of `{function.name}`"
-        if function.name == "split":
-            what = f"`{parameter.name}` of `split`"
-        typer.scope.absent(node, expr, what, typer)
-        return False
-    if parameter.unit == "tokens" and function.name in ("recent", "sinks", "top"):
-        typer.scope.suggest_range(expr, whole=True, minimum=0)
-    if parameter.kind == "width":
-        typer.scope.suggest_range(expr, whole=True, odd=True, minimum=1)
-        return _is_constant(typer, node, expr, f"the width of `{function.name}`")
-    return True
-
-
-def is_token_count(typer: Typer, node: Node, expr: Expr, what: str) -> bool:
-    """Whether a node can be a number of tokens; otherwise reports."""
-    if node.type.unit in (None, "tokens"):
-        typer.scope.suggest_unit(expr, "tokens")
-        return True
-    message = f"{what} a number of tokens; `{typer.shown(expr)}` is {unit_words(node.type.unit)}"
-    help = None
-    if node.type.unit == "ratio":
-        help = f"for example `{typer.shown(expr)} * prompt`"
-    typer.error("unit", message, expr.span, help)
-    return False
-
-
-def _is_static(typer: Typer, node: Node, expr: Expr, what: str, code: str = "phase") -> bool:
-    """Whether a node is one number known before the prefill; otherwise reports."""
-    if not node.type.axes and node.when <= When.PROMPT and not node.type.absent:
-        return True
-    message = f"{what} must be one number known before the prefill; `{typer.shown(expr)}` is not"
-    typer.error(code, message, expr.span)
-    return False
-
-
-def _is_constant(typer: Typer, node: Node, expr: Expr, what: str) -> bool:
-    """Whether a node is one number for the whole model, known at load; otherwise reports."""
-    layer = any(n.op == "size" and n.value == "layer" for n in node.walk())
-    if not layer and node.when == When.LOAD and node.type.exact:
-        return True
-    message = f"{what} must follow from parameters alone; `{typer.shown(expr)}` does not"
-    typer.error("phase", message, expr.span)
-    return False
-
-
-def _has_axes(
-    typer: Typer, axes: tuple[str, ...], node: Node, expr: Expr, span_of: Call, verb: str
-) -> bool:
-    """Whether a value has the axes that a function reads along; otherwise reports."""
-    for axis in axes:
-        if axis == "layer" or axis in node.type.axes:
-            continue
-        shape = str(node.type).partition("[")[2].partition("]")[0]
-        has = f"is [{shape}]" if shape else "has no axes"
-        message = f"`{typer.shown(expr)}` {has}; it has no axis `{axis}` to {verb}"
-        help = None
-        if axis == "token" and "dropped" in node.type.axes:
-            help = "inside `merge` the axis of the dropped entries is called `dropped`"
-        typer.error("axis", message, span_of.span, help)
-        return False
-    return True
-
-
-def _reduced_at_once(typer: Typer, nodes: Nodes, exprs: Exprs) -> bool:
-    return all(typer.scope.reduced(node, exprs[name], typer) for name, node in nodes.items())
-
-
 # Rules: one function per `rule` of the table
 
 
-def _reduction(
-    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
-) -> Node | None:
+def _reduction(site: Site) -> Node | None:
+    typer, call, function, axes, exprs, nodes = site
     x = nodes["x"]
     if function.name == "any" and not typer.is_kind(x, "truth", exprs["x"], "`any`"):
         return None
@@ -278,7 +109,7 @@ def _reduction(
         help = f"for example `{call.name}[layer]({call.name}[{rest}](...))`"
         typer.error("arguments", message, call.span, help)
         return None
-    if not _has_axes(typer, axes, x, exprs["x"], call, f"{_VERBS[function.name]} over"):
+    if not has_axes(typer, axes, x, exprs["x"], call, f"{_VERBS[function.name]} over"):
         return None
     unit = x.type.unit if function.unit == "first" else None
     if function.unit == "count":
@@ -304,9 +135,8 @@ def in_writing(axes: tuple[str, ...]) -> tuple[str, ...]:
     return axes if "layer" in axes else in_order(axes)
 
 
-def _top(
-    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
-) -> Node | None:
+def _top(site: Site) -> Node | None:
+    typer, call, axes, exprs, nodes = site.typer, site.call, site.axes, site.exprs, site.nodes
     x = nodes["x"]
     for axis in axes:
         if axis != "layer" and axis not in x.type.axes:
@@ -329,32 +159,29 @@ def _top(
     )
 
 
-def _rank(
-    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
-) -> Node | None:
-    if not _has_axes(typer, axes, nodes["x"], exprs["x"], call, "rank along"):
+def _rank(site: Site) -> Node | None:
+    typer, call, axes, exprs, nodes = site.typer, site.call, site.axes, site.exprs, site.nodes
+    if not has_axes(typer, axes, nodes["x"], exprs["x"], call, "rank along"):
         return None
     return typer.graph.make("rank", (nodes["x"],), over=axes, span=typer.span(call))
 
 
-def _index(
-    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
-) -> Node | None:
+def _index(site: Site) -> Node | None:
+    typer, call, axes, exprs, nodes = site.typer, site.call, site.axes, site.exprs, site.nodes
     if len(axes) != 1 or axes == ("layer",):
         typer.error("arguments", "`index` counts along one axis", call.span)
         return None
-    if not _has_axes(typer, axes, nodes["x"], exprs["x"], call, "count along"):
+    if not has_axes(typer, axes, nodes["x"], exprs["x"], call, "count along"):
         return None
     return typer.graph.make(
         "index", (nodes["x"],), axes=axes, over=axes, absent=False, span=typer.span(call)
     )
 
 
-def _pool(
-    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
-) -> Node | None:
+def _pool(site: Site) -> Node | None:
+    typer, call, function, _, exprs, nodes = site
     x, width = nodes["x"], nodes["width"]
-    if not _has_axes(typer, ("token",), x, exprs["x"], call, "pool along"):
+    if not has_axes(typer, ("token",), x, exprs["x"], call, "pool along"):
         return None
     typer.scope.width(width, exprs["width"], typer)
     return typer.graph.make(
@@ -362,9 +189,8 @@ def _pool(
     )
 
 
-def _attention(
-    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
-) -> Node | None:
+def _attention(site: Site) -> Node | None:
+    typer, call, exprs = site.typer, site.call, site.exprs
     written = exprs["queries"]
     args: tuple[Node, ...] = ()
     if isinstance(written, Name) and written.text in ("all", "new"):
@@ -377,7 +203,7 @@ def _attention(
         count = typer.number(bound["n"], "`recent`")
         if count is None or not is_token_count(typer, count, bound["n"], "`recent` takes"):
             return None
-        if not _is_static(typer, count, bound["n"], "the number of queries", "query-set"):
+        if not is_static(typer, count, bound["n"], "the number of queries", "query-set"):
             return None
         typer.scope.suggest_range(bound["n"], whole=True, minimum=1)
         args = (count,)
@@ -411,14 +237,13 @@ def _attention_node(
     return typer.at_dropped(node)
 
 
-def _past(
-    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
-) -> Node | None:
+def _past(site: Site) -> Node | None:
+    typer, call, _, _, exprs, nodes = site
     x, n = nodes["x"], nodes["n"]
     if "past" in x.type.axes:
         typer.error("axis", f"`{typer.shown(exprs['x'])}` has the axis `past` already", call.span)
         return None
-    if not _is_static(typer, n, exprs["n"], "the number of layers"):
+    if not is_static(typer, n, exprs["n"], "the number of layers"):
         return None
     if n.type.unit in ("tokens", "ratio"):
         message = f"`past` takes a number of layers; `{typer.shown(exprs['n'])}` is "
@@ -432,9 +257,8 @@ def _past(
     )  # fmt: skip
 
 
-def _at(
-    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
-) -> Node | None:
+def _at(site: Site) -> Node | None:
+    typer, call, _, _, exprs, nodes = site
     layer, x = nodes["layer"], nodes["x"]
     if layer.type.axes:
         message = f"`{typer.shown(exprs['layer'])}` is not one number for the layer"
@@ -451,10 +275,9 @@ def _at(
     )  # fmt: skip
 
 
-def _across(
-    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
-) -> Node | None:
+def _across(site: Site) -> Node | None:
     """`split` and `cluster`: one number per layer."""
+    typer, call, function, _, exprs, nodes = site
     for name, node in nodes.items():
         shown = typer.shown(exprs[name])
         if node.type.axes:
@@ -465,7 +288,7 @@ def _across(
         if node.type.absent:
             typer.scope.absent(node, exprs[name], f"`{name}` of `{call.name}`", typer)
             return None
-    if function.rule == "cluster" and not _is_static(typer, nodes["k"], exprs["k"], "`k`"):
+    if function.rule == "cluster" and not is_static(typer, nodes["k"], exprs["k"], "`k`"):
         return None
     order = [nodes[p.name] for p in function.parameters if p.name in nodes]
     unit = "tokens" if function.name == "split" else None
@@ -474,13 +297,12 @@ def _across(
     )
 
 
-def _uniform(
-    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
-) -> Node | None:
+def _uniform(site: Site) -> Node | None:
+    typer, call, _, _, exprs, nodes = site
     if typer.context.phase == "static":
         typer.error("phase", "`uniform` is not known before the prefill", call.span)
         return None
-    if not _is_static(typer, nodes["seed"], exprs["seed"], "the seed"):
+    if not is_static(typer, nodes["seed"], exprs["seed"], "the seed"):
         return None
     node = typer.graph.make(
         "uniform", (nodes["seed"],), axes=("kv", "token"), when=typer.context.base,
@@ -489,14 +311,13 @@ def _uniform(
     return typer.at_dropped(node)
 
 
-def _receivers(
-    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
-) -> Node | None:
+def _receivers(site: Site) -> Node | None:
+    typer, call, _, _, exprs, nodes = site
     if not typer.receivers:
         typer.error("merge", f"`{call.name}` stands only in `merge.into`", call.span)
         return None
     node = nodes["x" if call.name == "nearest" else "n"]
-    if call.name == "next" and not _is_static(typer, node, exprs["n"], "the number of receivers"):
+    if call.name == "next" and not is_static(typer, node, exprs["n"], "the number of receivers"):
         return None
     if call.name == "nearest" and node.type.axes != ("kv", "token", "dim"):
         message = "`nearest` compares vectors per KV head and token, such as `key`"
@@ -508,14 +329,13 @@ def _receivers(
     )  # fmt: skip
 
 
-def _target(
-    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
-) -> Node | None:
+def _target(site: Site) -> Node | None:
+    typer, call, _, _, exprs, nodes = site
     if not typer.context.in_merge:
         typer.error("merge", "`target` means something only inside `merge`", call.span)
         return None
     x = nodes["x"]
-    if not _has_axes(typer, ("token",), x, exprs["x"], call, "read at the receivers"):
+    if not has_axes(typer, ("token",), x, exprs["x"], call, "read at the receivers"):
         return None
     axes = in_order(("kv", "dropped", *(axis for axis in x.type.axes if axis != "token")))
     return typer.graph.make(
@@ -523,20 +343,18 @@ def _target(
     )
 
 
-def _elementwise(
-    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
-) -> Node | None:
+def _elementwise(site: Site) -> Node | None:
+    typer, call, function, nodes = site.typer, site.call, site.function, site.nodes
     x = nodes["x"]
     unit = x.type.unit if function.unit == "first" else None
     return typer.graph.make(function.name, (x,), unit=unit, span=typer.span(call))
 
 
-def _derived(
-    typer: Typer, call: Call, function: Function, axes: tuple[str, ...], exprs: Exprs, nodes: Nodes
-) -> Node | None:
+def _derived(site: Site) -> Node | None:
+    typer, call, function, axes, exprs, nodes = site
     if function.axes == "required":
         for name in nodes.keys() & {"x", "y"}:
-            if not _has_axes(
+            if not has_axes(
                 typer, axes, nodes[name], exprs[name], call, f"take `{call.name}` over"
             ):
                 return None
@@ -560,7 +378,7 @@ def _body(function: Function) -> Expr:
     return parse_expression(function.body, lambda offset: offset)
 
 
-Rule = Callable[[Typer, Call, Function, tuple[str, ...], Exprs, Nodes], Node | None]
+Rule = Callable[[Site], Node | None]
 _RULES: dict[str, Rule] = {
     "reduction": _reduction,
     "top": _top,

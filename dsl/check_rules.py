@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvpolicy.dsl.check_calls import is_token_count
+from kvpolicy.dsl.check_arguments import is_token_count
 from kvpolicy.dsl.check_expr import Context, Typer
 from kvpolicy.dsl.check_selection import type_selection
 from kvpolicy.dsl.ir import Merge, Node, Propagate, Rules, Share, State, When

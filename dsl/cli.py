@@ -177,7 +177,6 @@ def _add_explain(commands: argparse._SubParsersAction) -> None:
         "--ir", action="store_true", help="print the intermediate representation instead"
     )
     _add_set(explain)
-    explain.add_argument("--ir", action="store_true", help="print what is executed as well")
     explain.set_defaults(command=_delegate, module="explain")
 
 
