@@ -316,7 +316,8 @@ FUNCTIONS: dict[str, Function] = {
             "at",
             "at",
             (Parameter("layer"), Parameter("x", "any")),
-            "x at that layer; absent where that layer is deeper than this one, or does not exist",
+            "x at that layer; absent where that layer does not exist, or is deeper than this one and "
+            "x is known at its own layer",
             "size kept",
             unit="first",
             result="as x",
