@@ -21,6 +21,7 @@ from kvpolicy.dsl.lower import Phase, Phases, Static, fold, lower
 from kvpolicy.dsl.parameters import environment, parameter_values
 from kvpolicy.dsl.print_ir import print_program
 from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.verify import verify
 
 # Prompt lengths whose numbers are remembered; a server asks for one several times in a row.
 _PROMPTS = 4
@@ -126,6 +127,7 @@ def bind(program: Program, shape: ModelShape, overrides: Mapping[str, str] | Non
         PolicyError: unknown parameter, value not accepted, `require` false, or `keep` takes more
             than the budget holds.
     """
+    verify(program)
     _check_shape(shape)
     params = parameter_values(program, shape, overrides or {})
     too_much = does_not_fit(program, None, environment(shape, params))

@@ -64,7 +64,8 @@ def _true_divide(a, b) -> torch.Tensor:
     return a / b
 
 
-_DIVIDE = elementwise(binary(_true_divide), nan=True, stays_finite=False)
+# -0 is 0: adding 0 makes it so.
+_DIVIDE = elementwise(binary(lambda a, b: a / (b + 0.0)), nan=True, stays_finite=False)
 _DIVIDE_SAFE = elementwise(binary(_true_divide))
 
 

@@ -126,7 +126,7 @@ def pool(node: Node, frame: Frame, x: Value, width: Value) -> Value:
 
 
 def _floor_divide(a, b) -> torch.Tensor:
-    return snapped(a / b).floor()
+    return snapped(a / (b + 0.0)).floor()  # -0 is 0
 
 
 OPERATIONS: dict[str, Callable[..., Value]] = {
@@ -146,7 +146,7 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     "modulo": elementwise(
         binary(lambda a, b: a - b * _floor_divide(a, b)), nan=True, stays_finite=False
     ),
-    "power": elementwise(binary(torch.pow), nan=True, stays_finite=False),
+    "power": elementwise(binary(lambda a, b: torch.pow(a + 0.0, b)), nan=True, stays_finite=False),
     "negate": elementwise(torch.neg),
     "abs": elementwise(torch.abs),
     "exp": elementwise(torch.exp, stays_finite=False),
