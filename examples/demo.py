@@ -7,6 +7,7 @@ loopback port, hides one fact in a long text, asks for it twice and prints what 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -53,9 +54,9 @@ def main() -> int:
     settings = options.set or ["capacity=64", "window=8"]
     sample = tasks.sample("distractors", options.tokens, np.random.default_rng(options.seed))
     model = ROOT / "examples" / "model-tiny"
-    print(f"policy {options.policy} with {', '.join(settings)}")
+    print(f"policy {os.path.relpath(options.policy)} with {', '.join(settings)}")
     try:
-        with serve(model, [options.policy], settings, progress=True) as server:
+        with serve(model, [options.policy], settings, progress=True, enable_metrics=True) as server:
             name = Path(options.policy).stem
             ask(server, sample.text, "none")  # the first request of a server is slow
             answers = [ask(server, sample.text, policy) for policy in ("none", name)]
