@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
 from kvpolicy.dsl import check_rules
 from kvpolicy.dsl.check_expr import Context, Typer
-from kvpolicy.dsl.check_params import declared_data, declared_params, range_problem
+from kvpolicy.dsl.check_params import declared_data, declared_params
 from kvpolicy.dsl.diagnostics import Diagnostic, PolicyError, in_order
 from kvpolicy.dsl.exact import NotStatic, Value, evaluate
 from kvpolicy.dsl.fit import does_not_fit
@@ -23,6 +23,7 @@ from kvpolicy.dsl.graph import MAX_DEPTH, MAX_NODES, TooLarge
 from kvpolicy.dsl.ir import Node, Param, Program, Rules
 from kvpolicy.dsl.library import read_source
 from kvpolicy.dsl.parse import parse
+from kvpolicy.dsl.ranges import range_problem
 from kvpolicy.dsl.scope import Scope, Uses
 from kvpolicy.dsl.source import Source, Span
 from kvpolicy.dsl.syntax import Expr
@@ -115,8 +116,8 @@ class _FileChecker:
         program = Program(
             file.get("policy") or "", (file.get("about") or "").strip(),
             (file.get("source") or "").strip(), params, (*requires, *self.width_conditions()),
-            data, self.with_lets(prefill, "prefill"),
-            self.with_lets(decode, "decode") if decode else None,
+            data, replace(prefill, lets=scope.lets("prefill")),
+            replace(decode, lets=scope.lets("decode")) if decode else None,
             propagate, share, read, positions,
         )  # fmt: skip
         self.test_defaults(program)
@@ -138,16 +139,6 @@ class _FileChecker:
             return None
         self.scope.unserved("`decode`")
         return check_rules.RulesChecker(self.scope, "decode").rules()
-
-    def with_lets(self, rules: Rules, phase: str) -> Rules:
-        """The rules with the lets that were used in their phase."""
-        lets: dict[str, Node] = {}
-        for key, node in self.scope._nodes.items():
-            if key[0] == "let" and key[3] == Context(phase) and node is not None:
-                lets[key[2]] = node
-        return Rules(
-            rules.score, rules.budget, rules.keep, rules.merge, rules.states, lets, rules.when
-        )
 
     def unused(self) -> None:
         """Warns of names that nothing uses, and checks what they stand for all the same."""

@@ -7,6 +7,7 @@ from fractions import Fraction
 from kvpolicy.dsl.check_expr import Context, Typer
 from kvpolicy.dsl.ir import Data, Node, Param
 from kvpolicy.dsl.parse import Block
+from kvpolicy.dsl.ranges import range_problem
 from kvpolicy.dsl.scope import Definition, Scope, Uses
 from kvpolicy.dsl.source import Span
 from kvpolicy.dsl.syntax import Expr
@@ -67,38 +68,6 @@ def _default(scope: Scope, default: object, span: Span) -> Node | None:
 
 def _largest(*bounds: Fraction | None) -> Fraction | None:
     return max((bound for bound in bounds if bound is not None), default=None)
-
-
-def range_problem(param: Param, value: Fraction | bool | float) -> str | None:
-    """What is wrong with a value of a parameter, as a sentence; None if nothing is."""
-    shown = show_number(value)
-    about = f"`{param.name}` is {shown}"
-    if isinstance(value, bool) != (param.kind == "truth"):
-        return f"{about}; it is {'true or false' if param.kind == 'truth' else 'a number'}"
-    if param.choices and value not in param.choices:
-        return f"{about}; it is one of {', '.join(show_number(c) for c in param.choices)}"
-    if param.kind == "truth":
-        return None
-    if param.odd and value % 2 != 1:
-        return f"{about}; it must be odd"
-    if param.whole and value % 1 != 0:
-        return f"{about}; it must be a whole number"
-    if param.minimum is not None and value < param.minimum:
-        return f"{about}; it must be at least {show_number(param.minimum)}"
-    if param.above is not None and value <= param.above:
-        return f"{about}; it must be more than {show_number(param.above)}"
-    if param.maximum is not None and value > param.maximum:
-        return f"{about}; it must be at most {show_number(param.maximum)}"
-    return None
-
-
-def show_number(value: Fraction | bool | float) -> str:
-    """A value as it is written in a policy."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, Fraction) and value.denominator == 1:
-        return str(value.numerator)
-    return f"{float(value):.10g}"
 
 
 def _report_cycles(scope: Scope, params: dict[str, Param]) -> None:

@@ -217,7 +217,7 @@ FUNCTIONS: dict[str, Function] = {
             _QUERIES,
             "softmax over all candidates of q.k / sqrt(D), causal, in float32; absent where the "
             "token comes after the query",
-            "O(w N D); `all` and, in prefill, `new`: O(N^2 D)",
+            "O(w N D); all queries: O(N^2 D)",
             result="number[head, query, token]",
             group="Attention",
         ),
@@ -316,8 +316,8 @@ FUNCTIONS: dict[str, Function] = {
             "at",
             "at",
             (Parameter("layer"), Parameter("x", "any")),
-            "x at that layer; absent where that layer does not exist, or is deeper than this one and "
-            "x is known at its own layer",
+            "x at that layer; absent where that layer does not exist, or is deeper than this one "
+            "and x is known at its own layer",
             "size kept",
             unit="first",
             result="as x",

@@ -14,6 +14,7 @@ from kvpolicy.dsl.diagnostics import did_you_mean, listed, refused
 from kvpolicy.dsl.exact import Value, evaluate
 from kvpolicy.dsl.ir import ModelShape, Node, Param, Program
 from kvpolicy.dsl.lower import Env
+from kvpolicy.dsl.ranges import accepted, range_problem, shown
 
 # Digits and exponent are bounded so that a value from a request cannot cost memory.
 _NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?(e[+-]?[0-9]{1,2})?")
@@ -93,56 +94,20 @@ def _parse(program: Program, param: Param, text: str) -> Fraction | bool:
         return text == "true"
     if not _NUMBER.fullmatch(text):
         raise refused(
-            program.name, "range", f"`{param.name}` is `{text}`; it is a number{_accepted(param)}"
+            program.name, "range", f"`{param.name}` is `{text}`; it is a number{_limits(param)}"
         )
     return Fraction(text)
 
 
-def _accepted(param: Param) -> str:
-    """What a parameter accepts, as the end of a sentence: `, a whole number, at least 1`."""
-    parts = []
-    if param.whole:
-        parts.append("a whole number")
-    if param.odd:
-        parts.append("odd")
-    if param.above is not None:
-        parts.append(f"above {shown(param.above)}")
-    if param.minimum is not None:
-        parts.append(f"at least {shown(param.minimum)}")
-    if param.maximum is not None:
-        parts.append(f"at most {shown(param.maximum)}")
-    if param.choices:
-        parts.append("one of " + ", ".join(shown(choice) for choice in param.choices))
-    return "".join(f", {part}" for part in parts)
-
-
-def shown(value: Value) -> str:
-    """A value as an author would write it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(int(value)) if value == int(value) else f"{float(value):.10g}"
+def _limits(param: Param) -> str:
+    limits = accepted(param)
+    return f", {limits}" if limits else ""
 
 
 def _check_range(program: Program, param: Param, value: Value) -> None:
-    if isinstance(value, bool) != (param.kind == "truth"):
-        kind = "`true` or `false`" if param.kind == "truth" else "a number"
-        raise refused(program.name, "range", f"`{param.name}` is {shown(value)}; it is {kind}")
-    wrong = bool(param.choices) and value not in param.choices
-    if not isinstance(value, bool):
-        wrong = wrong or not all(
-            (
-                not (param.whole or param.odd) or value == int(value),
-                not param.odd or int(value) % 2 == 1,
-                param.above is None or value > param.above,
-                param.minimum is None or value >= param.minimum,
-                param.maximum is None or value <= param.maximum,
-            )
-        )
-    if wrong:
-        accepted = _accepted(param).removeprefix(", ")
-        raise refused(
-            program.name, "range", f"`{param.name}` is {shown(value)}; it must be {accepted}"
-        )
+    problem = range_problem(param, value)
+    if problem is not None:
+        raise refused(program.name, "range", problem)
 
 
 def _check_requires(program: Program, shape: ModelShape, params: Mapping[str, Value]) -> None:

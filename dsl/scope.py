@@ -169,6 +169,14 @@ class Scope:
 
     # Nodes
 
+    def lets(self, phase: str) -> dict[str, Node]:
+        """The lets that were used in a phase, by name."""
+        return {
+            key[2]: node
+            for key, node in self._nodes.items()
+            if key[0] == "let" and key[3] == Context(phase) and node is not None
+        }
+
     def resolve(self, expr: Name, context: Context) -> tuple[bool, Node | None]:
         """Whether the policy gives the name a meaning, and its node if that is sound."""
         if expr.text in ("score", "budget"):
