@@ -58,9 +58,10 @@ def read_tensors(path: str | Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
     where = str(path)
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            if not isinstance(stored, np.lib.npyio.NpzFile):
-                raise refused(where, "data", "holds a single array, not an npz of q, k and v")
+        stored = np.load(path, allow_pickle=False)
+        if not isinstance(stored, np.lib.npyio.NpzFile):
+            raise refused(where, "data", "holds a single array, not an npz of q, k and v")
+        with stored:
             missing = [name for name in _DIMENSIONS if name not in stored.files]
             if missing:
                 have = ", ".join(f"`{name}`" for name in stored.files) or "nothing"

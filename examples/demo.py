@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--policy", default=str(ROOT / "policies" / "snapkv.yaml"))
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--tokens", type=int, default=512, help="length of the prompt")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
     settings = options.set or ["capacity=64", "window=8"]
     sample = tasks.sample("distractors", options.tokens, np.random.default_rng(options.seed))

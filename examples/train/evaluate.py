@@ -28,7 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 MODEL = Path(__file__).parents[1] / "model-tiny"
-LENGTHS = (128, 256, 512, 1024)
+LENGTHS = (128, 256, 512, 1024, 1536)
 SINKS = 4
 WINDOW = 8
 KERNEL = 7

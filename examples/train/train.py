@@ -1,6 +1,6 @@
 """Train the embedded model from nothing, on a CPU.
 
-    python examples/train/train.py                # about 40 minutes on one core
+    python examples/train/train.py                # about 20 minutes on one free core
     python examples/train/train.py --resume       # go on after Ctrl-C
 
 Steps, not minutes, decide what is trained, and every draw is seeded: the same machine gives the
@@ -32,6 +32,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[2]
+MINUTES = 20
 WARM_UP_STEPS = 100
 STRETCHED_SHARE = 0.1
 SHORTER_SHARE = 0.2
@@ -211,7 +212,8 @@ def main() -> None:
     run = Run(stages, options.seed)
     if options.resume:
         run.load(options.state)
-    print(f"{run.total} steps; about {40 * options.scale:.0f} minutes on one core", file=sys.stderr)
+    minutes = MINUTES * options.scale
+    print(f"{run.total} steps; about {minutes:.0f} minutes on one free core", file=sys.stderr)
     if not train(run, options.state, every=200):
         sys.exit(f"stopped after step {run.step}; go on with --resume")
     export.write(run.model, options.out)

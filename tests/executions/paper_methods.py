@@ -122,7 +122,7 @@ def adakv(q, k, v, *, capacity, window, kernel, average, alpha, strongest, beta=
         votes = votes.reshape(kv, q.shape[1] // kv, -1)
         votes = votes.max(1) if strongest else votes.mean(1)
         scores = [pooled(row, kernel, average) for row in votes]
-        if inners[layer] > rest:
+        if tokens <= capacity or inners[layer] > rest:
             numbers = [tokens] * kv
         else:
             numbers = _heads_compete(scores, inners[layer], alpha, int(alpha * inners[layer]))

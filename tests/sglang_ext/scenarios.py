@@ -23,7 +23,7 @@ POLICIES = {
     "lava": ["capacity=48"],
     "dynamickv": ["capacity=40"],
     "simlayerkv-prefill": ["window=32", "threshold=0.5", "reach=64"],
-    "sinks-recent": ["capacity=32"],
+    "sinks-recent": ["capacity=40"],
 }
 SETTINGS = [f"{name}.{value}" for name, values in POLICIES.items() for value in values]
 VOCABULARY = 500
@@ -176,8 +176,8 @@ def prefix(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 def capacity(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     """How many long requests decode at once without and with a policy, in the same pool."""
-    length, output = 320, 40
-    driver = start(model, {"max_total_tokens": 2 * (length + output) + 40, **flags})
+    length, output = 320, 16
+    driver = start(model, {"max_total_tokens": 3 * (length + output) + 20, **flags})
     rnd = random.Random(3)
     prompts = [prompt(rnd, length) for _ in range(16)]
     result = {}

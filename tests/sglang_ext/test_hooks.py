@@ -22,6 +22,7 @@ SIGNATURES = {
     compat.ALLOC_MEMORY_POOL: ["self"],
     compat.INIT_MODEL_WORKER: ["self"],
     compat.ADD_REQUEST: ["self", "req"],
+    compat.NEW_PREFILL: ["self", "running_batch"],
     compat.MAX_PREFIX_LEN: ["self", "input_len"],
     compat.RESET_FOR_RETRACT: ["self"],
     compat.PREPARE_FOR_EXTEND: ["self"],

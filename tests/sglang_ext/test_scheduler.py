@@ -115,7 +115,7 @@ def test_others_hit_the_prompt_of_a_request_that_decodes_compressed(run):
 
 
 def test_many_more_requests_decode_at_once(run):
-    seen = run("capacity")
-    assert seen["none"] >= 2
+    seen = run("capacity")  # at 12.5 % kept
+    assert seen["none"] == 3
     assert seen["sinks-recent"] >= 4 * seen["none"]
     assert seen["freed_share"] >= 0.98

@@ -30,7 +30,9 @@ def server(model):
     from serving import serve
 
     settings = ["snapkv.capacity=48", "snapkv.window=16", "sinks-recent.capacity=4096"]
-    with serve(model, [SNAPKV, SINKS], settings, enable_metrics=True, env=STRICT) as server:
+    with serve(
+        model, [SNAPKV, SINKS], settings, enable_metrics=True, sleep_on_idle=True, env=STRICT
+    ) as server:
         yield server
 
 
@@ -39,7 +41,7 @@ def stock(model):
     """Greedy answers of a server without the plugin."""
     from serving import serve
 
-    with serve(model, env={"SGLANG_PLUGINS": "cpu_torch"}) as server:
+    with serve(model, sleep_on_idle=True, env={"SGLANG_PLUGINS": "cpu_torch"}) as server:
         assert "kvpolicy" not in server.log_text()
         return answers(server, None)
 
