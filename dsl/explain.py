@@ -137,22 +137,22 @@ def _entries(bound: Bound, length: int) -> Iterator[str]:
             yield f"  {name:<14} {size.head[first]:>9,}  {bar}"
         yield f"  {'mean':<14} {mean:>9,.1f}  {mean / length:.2%} of the prompt"
         return
+    if mean == length:
+        yield "  The numbers depend on the prompt's content; everything may stay."
+        return
     yield "  The numbers depend on the prompt's content. Before it is seen, it is certain that"
     yield f"  - on average over layers and KV heads at most {mean:,.1f} stay ({mean / length:.2%})"
-    yield from _limits(size, bound.shape.kv_heads)
+    yield from _limits(size, bound.shape.kv_heads, length)
 
 
-def _limits(size: Size, kv_heads: int) -> Iterator[str]:
-    heads, layers = set(size.head), set(size.layer)
-    if len(heads) == 1:
-        yield f"  - one KV head keeps at most {size.head[0]:,}"
-    else:
-        yield f"  - one KV head keeps at most {min(heads):,} to {max(heads):,}, by layer"
-    shares = {n / kv_heads for n in layers}
-    text = (
-        f"{min(shares):,.1f}" if len(shares) == 1 else f"{min(shares):,.1f} to {max(shares):,.1f}"
-    )
-    yield f"  - one layer keeps at most {text} per KV head"
+def _limits(size: Size, kv_heads: int, length: int) -> Iterator[str]:
+    """Bounds on one head and one layer, where they say more than the prompt's length."""
+    shares = [n / kv_heads for n in size.layer]
+    for what, most in (("one KV head", size.head), ("one layer, per KV head,", shares)):
+        low, high = min(most), max(most)
+        if low < length:
+            text = f"{high:,.1f}" if low == high else f"{low:,.1f} to {high:,.1f} by layer"
+            yield f"  - {what} keeps at most {text}"
 
 
 def _runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:

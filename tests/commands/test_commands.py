@@ -1,0 +1,207 @@
+"""`explain`, `diff` and `test`: what they say and how they end."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from kvpolicy.dsl.cli import main
+from kvpolicy.dsl.explain import flops_text, size_text
+
+CONFIG = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "torch_dtype": "float16",
+}
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return str(folder)
+
+
+def explain(model, policy, *options, length=1000) -> int:
+    return main(["explain", policy, "--model", model, "--length", str(length), *options])
+
+
+def test_static_budgets_are_shown_exactly(model, capsys):
+    assert explain(model, "pyramidkv", "--set", "capacity=100") == 0
+    text = capsys.readouterr().out
+    # Budgets outside the window of 8: mean 92, last 92 // 20 = 4, first 180, step 58.
+    for layer, entries in enumerate((188, 130, 72, 14)):
+        assert f"  layer {layer}{entries:>17,}  #" in text
+    assert f"mean{101.0:>20,.1f}  10.10% of the prompt" in text
+    # 4 layers x 2 KV heads x 1000 entries x 2 x 32 numbers x 2 bytes
+    assert "KV cache before  1,000.0 KiB  8,000 entries" in text
+    assert "KV cache after    101.0 KiB  808 (10.10%)" in text
+
+
+def test_budgets_that_depend_on_data_are_bounded(model, capsys):
+    assert explain(model, "lava", "--set", "capacity=100") == 0
+    text = capsys.readouterr().out
+    assert "depend on the prompt's content" in text
+    assert "at most 100.5 stay" in text
+    assert "at most 804 (10.05%)" in text
+    assert text.index("after the last layer") < text.index("inner ")
+    assert explain(model, "simlayerkv-prefill") == 0
+    assert "everything may stay" in capsys.readouterr().out
+
+
+def test_cost_of_attention(model, capsys):
+    assert explain(model, "snapkv", "--set", "capacity=100") == 0
+    text = capsys.readouterr().out
+    # 8 heads x 32 queries x 1000 tokens x (2 x 32 multiply-adds + 5 of the softmax)
+    assert f"  attention of the window{flops_text(8 * 32 * 1000 * 69):>16} per layer" in text
+    # keys 1000 x 2 x 32 and queries 32 x 8 x 32, 2 bytes each
+    assert f"  reads{size_text(2 * (64_000 + 8_192)):>34} per layer" in text
+
+
+def test_intermediate_representation(model, capsys):
+    assert explain(model, "snapkv", "--ir") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("keep = %")
+    assert any('attn["recent"]' in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": None}, "the key `num_hidden_layers` is missing"),
+        (
+            {"num_attention_heads": "8"},
+            "`num_attention_heads` is '8'; it is a positive whole number",
+        ),
+        ({"num_key_value_heads": 3}, "8 heads cannot share 3 KV heads"),
+    ],
+)
+def test_unusable_config(tmp_path, capsys, change, message):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**CONFIG, **change}))
+    assert explain(str(file), "snapkv") == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("[]", "is a JSON object"), ("{", "not JSON"), (None, "no such file")]
+)
+def test_config_that_is_none(tmp_path, capsys, content, message):
+    file = tmp_path / "config.json"
+    if content is not None:
+        file.write_text(content)
+    assert explain(str(file), "snapkv") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_diff(model, tmp_path, capsys):
+    def diff(first: str, second: str) -> int:
+        return main(["diff", first, second, "--model", model, "--length", "3000"])
+
+    assert diff("snapkv", "snapkv") == 0
+    assert "mean the same" in capsys.readouterr().out
+    assert diff("snapkv", "pyramidkv") == 1
+    text = capsys.readouterr().out
+    assert "window       32 -> 8" in text
+    assert "beta         - -> 20" in text
+    # A prompt of less than twice the budget gets even budgets.
+    assert "layers 0-3" not in text
+    assert "Overlap on a sample" in text
+    assert diff("snapkv", "sinks-recent") == 1
+    first = capsys.readouterr().out
+    assert diff("snapkv", "sinks-recent") == 1
+    assert capsys.readouterr().out == first
+    assert diff("snapkv", str(tmp_path / "missing.yaml")) == 2
+
+
+def test_shipped_policies_pass_their_tests(capsys):
+    assert main(["test"]) == 0
+    assert " 0 failed (interpreter and torch)" in capsys.readouterr().out
+
+
+POLICY = """policy: ends
+language: 1
+about: ends
+params: {n: {default: 2, min: 1, unit: tokens}}
+keep: sinks(1) then recent(n)
+"""
+CASE = """policy: ends
+tests:
+  - name: six tokens
+    model: {layers: 1, heads: 1, kv_heads: 1, head_size: 2}
+    tokens: 6
+    kept: "0 4-5"
+"""
+
+
+def check(tmp_path, capsys, case: str) -> tuple[int, str]:
+    (tmp_path / "ends.yaml").write_text(POLICY)
+    (tmp_path / "ends.test.yaml").write_text(case)
+    code = main(["test", str(tmp_path / "ends.yaml")])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def test_policy_test_that_passes(tmp_path, capsys):
+    assert check(tmp_path, capsys, CASE)[0] == 0
+    refused = CASE.replace('kept: "0 4-5"', "set: {n: 0}\n    refused: at least 1")
+    assert check(tmp_path, capsys, refused)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"0 4-5"', '"0 3 5"', "kept 0 4-5; 4 should not be there; 3 is missing"),
+        ('"0 4-5"', '"0-5"', "1-3 are missing"),
+        ("tokens: 6", "tokens: 6\n    set: {n: 0}", "refused: ends: error[range]: `n` is 0"),
+        ('kept: "0 4-5"', "refused: never", "should be refused with `never`, but is accepted"),
+        ("tokens: 6", "tokens: 6\n    budgets: 3", "no budgets to compare"),
+    ],
+)
+def test_policy_test_that_fails(tmp_path, capsys, old, new, message):
+    code, text = check(tmp_path, capsys, CASE.replace(old, new))
+    assert code == 1
+    assert message in text
+    assert "ends.test.yaml:3: six tokens (torch)" in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("policy: ends", "policy: other", "`policy` is `other`, but the file tests `ends`"),
+        ("tokens: 6", "tokns: 6", "did you mean `tokens`?"),
+        ("tokens: 6", "tokens: six", "`six` is no whole number"),
+        ("layers: 1", "layers: 1000000", "the tensors have more than"),
+        ('"0 4-5"', '"5 4"', "positions are written in ascending order"),
+        ('"0 4-5"', '"a"', "`a` is no position"),
+        ('"0 4-5"', '[["0", "1"]]', "2 KV heads are listed, the model has 1"),
+        ('"0 4-5"', '["0", "1"]', "2 layers are listed, the model has 1"),
+        ('    kept: "0 4-5"\n', "", "either what is `kept` or how it is `refused`"),
+        ("head_size: 2", "size: 2", "unknown key `size`"),
+        (", head_size: 2", "", "the key `head_size` is missing"),
+        ("tokens: 6", "tokens: 6\n    q: [a]", "`a` is no number"),
+        ("tests:", "tests: 3\nmore:", "unknown key `more`"),
+    ],
+)
+def test_unusable_test_file(tmp_path, capsys, old, new, message):
+    code, text = check(tmp_path, capsys, CASE.replace(old, new))
+    assert code == 2
+    assert message in text
+    assert "Traceback" not in text
+
+
+def test_tensors_of_the_wrong_size_fail_the_test(tmp_path, capsys):
+    code, text = check(tmp_path, capsys, CASE.replace("tokens: 6", "tokens: 6\n    q: [1, 2, 3]"))
+    assert code == 1
+    assert "`q` does not have the sizes [1, 1, 6, 2]" in text
+
+
+def test_missing_tests(tmp_path, capsys):
+    (tmp_path / "ends.yaml").write_text(POLICY)
+    assert main(["test", str(tmp_path / "ends.yaml")]) == 2
+    assert "`ends.test.yaml` is missing" in capsys.readouterr().err
+    assert main(["test", str(tmp_path)]) == 2

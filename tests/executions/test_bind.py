@@ -1,0 +1,156 @@
+"""Binding: parameter values, digests, what a server asks before it serves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from fractions import Fraction
+
+import pytest
+from kvpolicy.dsl.bind import bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.library import shipped
+from kvpolicy.dsl.print_ir import print_program
+from kvpolicy.dsl.source import Source
+
+SHAPE = ModelShape(layers=4, heads=8, kv_heads=2, head_dim=16)
+HEADER = "policy: a-test\nlanguage: 1\nabout: a test\n"
+
+
+def program(text: str):
+    return load(Source("a-test.yaml", HEADER + text)).require()
+
+
+def test_values_are_exact():
+    bound = bind(load("snapkv").require(), SHAPE, {"rate": "1e-1", "window": " 8 "})
+    assert bound.params["rate"] == Fraction(1, 10)
+    assert bound.params["window"] == 8
+    assert bound.params["capacity"] == 2048
+
+
+def test_defaults_may_use_sizes_and_other_parameters():
+    text = "params: {a: layers // 2, b: a + heads}\nkeep: recent(a) or sinks(b)\n"
+    assert bind(program(text), SHAPE).params == {"a": 2, "b": 10}
+    assert bind(program(text), SHAPE, {"a": "1"}).params == {"a": 1, "b": 9}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("windw", "3", "did you mean `window`?"),
+        ("xyz", "3", "its parameters are `average`, `capacity`, `kernel`, `rate` and `window`"),
+        ("window", "3.5", "`window` is 3.5; it must be a whole number, at least 1"),
+        ("window", "0", "`window` is 0"),
+        ("window", "1/2", "`window` is `1/2`; it is a number"),
+        ("window", "9" * 40, "it is a number"),
+        ("window", "1e9999", "it is a number"),
+        ("window", "true", "`window` is `true`; it is a number"),
+        ("window", "", "`window` is ``; it is a number"),
+        ("average", "1", "it is `true` or `false`"),
+        ("capacity", "31", "`capacity` is 31, `rate` is 0, `window` is 32"),
+    ],
+)
+def test_refused_values(name, value, message):
+    with pytest.raises(PolicyError) as error:
+        bind(load("snapkv").require(), SHAPE, {name: value})
+    assert message in str(error.value)
+    assert str(error.value).startswith("snapkv: error[")
+
+
+def test_policy_without_parameters():
+    with pytest.raises(PolicyError, match="it has no parameters"):
+        bind(program("keep: recent(4)\n"), SHAPE, {"window": "3"})
+
+
+def test_what_does_not_fit_is_refused():
+    text = "params: {n: 4, budgeted: 8}\nbudget: budgeted\nscore: norm1[dim](key)\n"
+    fits = program(text + "keep: recent(n) then sinks(2) then top(score)\n")
+    bind(fits, SHAPE, {"n": "6"})
+    with pytest.raises(PolicyError, match="`keep` takes 9 entries, but the budget is 8"):
+        bind(fits, SHAPE, {"n": "7"})
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 1, 4), (2, 3, 2, 4), (2, 2, 1, 0)])
+def test_impossible_models(shape):
+    with pytest.raises(PolicyError, match="KV heads divide the heads"):
+        bind(load("snapkv").require(), ModelShape(*shape))
+
+
+def test_digest_names_the_meaning():
+    plain = "score: norm1[dim](key)\nbudget: 0.5 * prompt\nkeep: top(score)\n"
+    spaced = "# comment\nkeep:  top( score )\nbudget: (0.50*prompt)\nscore: |\n  norm1[dim](key)\n"
+    named = "let: {size: 'norm1[dim](key)'}\nscore: size\nbudget: 0.5 * prompt\nkeep: top(score)\n"
+    other = plain.replace("0.5", "0.6")
+    digests = [bind(program(text), SHAPE).digest for text in (plain, spaced, named, other)]
+    assert digests[0] == digests[1] == digests[2] != digests[3]
+    assert all(len(digest) == 64 for digest in digests)
+
+
+def test_digest_depends_on_parameter_values():
+    snapkv = load("snapkv").require()
+    digests = {bind(snapkv, SHAPE, {"window": str(n)}).digest for n in (8, 16, 32)}
+    assert len(digests) == 3
+    assert bind(snapkv, SHAPE).digest == bind(snapkv, SHAPE, {"window": "32.0"}).digest
+
+
+def test_name_on_the_right_of_then_is_another_meaning():
+    inline = "keep: recent(4) then top(position, 2)\n"
+    named = "let: {best: 'top(position, 2)'}\nkeep: recent(4) then best\n"
+    assert print_program(program(inline)) != print_program(program(named))
+
+
+def test_queries():
+    lava = bind(load("lava").require(), SHAPE, {"window": "16"})
+    assert [lava.queries(n) for n in (0, 1, 15, 16, 1000)] == [0, 1, 15, 16, 16]
+    assert bind(load("sinks-recent").require(), SHAPE).queries(1000) == 0
+    deeper = "score: sum[head, query](attn(recent(5 where layer > 1 else 2)))\nbudget: 4\nkeep: top(score)\n"
+    assert bind(program(deeper), SHAPE).queries(100) == 5
+
+
+def test_unused_branches_do_not_count():
+    text = (
+        "params: {values: false}\nbudget: 8\nkeep: top(score)\n"
+        "score: norm1[dim](value) where values else norm1[dim](key)\n"
+    )
+    assert not bind(program(text), SHAPE).needs_values
+    assert bind(program(text), SHAPE, {"values": "true"}).needs_values
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "crosses"),
+    [
+        ("snapkv", False, False),
+        ("pyramidkv", False, False),
+        ("lava", True, True),
+        ("dynamickv", False, True),
+        ("simlayerkv-prefill", False, False),
+    ],
+)
+def test_needs(name, values, crosses):
+    bound = bind(load(name).require(), SHAPE)
+    assert (bound.needs_values, bound.crosses_layers) == (values, crosses)
+
+
+def test_splitting_known_numbers_does_not_cross_layers():
+    exact = bind(load("pyramidkv").require(), SHAPE, {"exact_total": "true", "capacity": "64"})
+    assert not exact.crosses_layers
+    assert exact.max_entries(1000) == 4 * 2 * 64
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_bound_never_exceeds_the_prompt(name):
+    bound = bind(load(name).require(), SHAPE)
+    for tokens in (0, 1, 7, 100, 100_000):
+        assert 0 <= bound.max_entries(tokens) <= 4 * 2 * tokens
+
+
+def test_binding_imports_neither_torch_nor_numpy():
+    code = (
+        "import sys; from kvpolicy.dsl.bind import bind; from kvpolicy.dsl.check import load; "
+        "from kvpolicy.dsl.ir import ModelShape; "
+        "bind(load('lava').require(), ModelShape(2, 4, 2, 8)).max_entries(100); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
