@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvpolicy.dsl.functions import BUILTINS, FUNCTIONS, RESERVED, Builtin
+from kvpolicy.dsl.functions import BUILTINS, Builtin
 from kvpolicy.dsl.graph import TooLarge, union
 from kvpolicy.dsl.ir import Node, When
 from kvpolicy.dsl.source import Span
@@ -373,11 +373,6 @@ def unit_words(unit: str) -> str:
     return {"tokens": "a number of tokens", "layers": "a number of layers", "ratio": "a ratio"}[
         unit
     ]
-
-
-def names_of_language() -> list[str]:
-    """Every name and function, for suggestions."""
-    return [*BUILTINS, *FUNCTIONS, *RESERVED]
 
 
 def is_whole_map(node: Node, maps: set[int]) -> bool:

@@ -105,7 +105,7 @@ class RulesChecker:
             for definition in self.scope.definitions[section].values():
                 if definition.kind != "state":
                     continue
-                state = self.scope.state(definition, self.phase)
+                state = self.scope.states.state(definition, self.phase)
                 if state is not None:
                     yield definition.name, state
 

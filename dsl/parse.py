@@ -163,7 +163,7 @@ class _Reader:
                 help = f"write `{path}: [...]`"
             self.error("key", f"`{path}` takes a list", node.span, help)
             return None
-        read = {"expressions": self.expression, "choices": self.choice, "values": self.default}
+        read = {"expressions": self.expression, "choices": self.choice, "values": self.literal}
         items = []
         for item in node.items:
             if isinstance(item, Scalar):
@@ -212,11 +212,14 @@ class _Reader:
         self.error("key", f"`{path}` takes a number, not `{node.text}`", _visible(node))
         return None
 
-    def default(self, node: Scalar, key: Key, path: str) -> Any:
+    def literal(self, node: Scalar, key: Key, path: str) -> Fraction | bool | None:
         if node.text in ("true", "false"):
             return node.text == "true"
-        if _NUMBER.fullmatch(node.text):
-            return self.number(node, key, path)
+        return self.number(node, key, path)
+
+    def default(self, node: Scalar, key: Key, path: str) -> Any:
+        if node.text in ("true", "false") or _NUMBER.fullmatch(node.text):
+            return self.literal(node, key, path)
         return self.expression(node, key, path)
 
     def expression(self, node: Scalar, key: Key, path: str) -> Expr | None:

@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kvpolicy.dsl.check_expr import Context, Typer, is_whole_map
+from kvpolicy.dsl.check_expr import COMPARISONS, LOGIC, Context, Typer, is_whole_map
+from kvpolicy.dsl.check_states import States
 from kvpolicy.dsl.diagnostics import Diagnostic, did_you_mean
 from kvpolicy.dsl.functions import FUNCTIONS, RESERVED
 from kvpolicy.dsl.graph import Graph
-from kvpolicy.dsl.ir import Node, State, Type, When
-from kvpolicy.dsl.parse import Block, Item
+from kvpolicy.dsl.ir import Node, When
+from kvpolicy.dsl.parse import MAX_NAMES, Block, Item
 from kvpolicy.dsl.source import Source, Span
-from kvpolicy.dsl.syntax import Expr, Name
+from kvpolicy.dsl.syntax import Chain, Expr, Name, Operation, Where
 
 # Where names are defined. Those of a section are seen only inside it.
 _SECTIONS = ("", "decode", "merge", "decode.merge", "share")
@@ -53,6 +54,7 @@ class Scope:
         self.uses = uses
         self.diagnostics: list[Diagnostic] = []
         self.graph = Graph()
+        self.states = States(self)
         self.propagates = "propagate" in file
         self.not_served: dict[str, None] = {}
         self.used: set[tuple[str, str]] = set()
@@ -60,11 +62,9 @@ class Scope:
         self.widths: list[tuple[Node, Span]] = []
         self.definitions: dict[str, dict[str, Definition]] = {s: {} for s in _SECTIONS}
         self._nodes: dict[tuple, Node | None] = {}
-        self._states: dict[tuple[str, str], State | None] = {}
         self._open: list[tuple] = []
         self._refused: set[str] = set()  # names whose definition was refused; uses stay silent
         self.level = 0  # how deep the expression now typed is nested, through names too
-        self._state_types: dict[tuple[str, str], Type] = {}
         for section, block in self._blocks():
             self._define(section, block)
 
@@ -205,7 +205,7 @@ class Scope:
         if definition.kind == "tensor":
             return self._tensor(definition)
         if definition.kind == "state":
-            return self._state_value(definition, context)
+            return self.states.value(definition, context, span)
         return self._once(("let", definition.section, definition.name, context), definition, span)
 
     def _once(self, key: tuple, definition: Definition, span: Span) -> Node | None:
@@ -228,6 +228,11 @@ class Scope:
             self._carry_whole(node)
         self._nodes[key] = node
         return node
+
+    @property
+    def lets_open(self) -> int:
+        """How many lets and sections are being typed just now."""
+        return len(self._open)
 
     def _cycle(self, name: str, names: list[str], span: Span) -> None:
         if len(names) == 1:
@@ -289,8 +294,7 @@ class Scope:
         """A parameter's node; its unit is what the file or else its uses say."""
         value = definition.item.value
         unit = value.get("unit") if isinstance(value, Block) else None
-        default = value.get("default") if isinstance(value, Block) else value
-        kind = "truth" if self._is_truth(default) else "number"
+        kind = "truth" if self._is_condition(self._default(definition), 0) else "number"
         uses = self.uses.get(definition.name)
         if unit is None and uses and kind == "number":
             unit = uses.unit
@@ -300,10 +304,23 @@ class Scope:
         )  # fmt: skip
 
     @staticmethod
-    def _is_truth(default: object) -> bool:
-        return isinstance(default, bool) or (
-            isinstance(default, Name) and default.text in ("true", "false")
-        )
+    def _default(definition: Definition) -> object:
+        value = definition.item.value
+        return value.get("default") if isinstance(value, Block) else value
+
+    def _is_condition(self, default: object, level: int) -> bool:
+        """Whether a default is a truth value, seen from how it is written."""
+        if isinstance(default, bool):
+            return True
+        if isinstance(default, Operation):
+            return default.op in COMPARISONS or default.op in LOGIC
+        if isinstance(default, Where):
+            return self._is_condition(default.value, level)
+        if isinstance(default, Name) and default.text not in ("true", "false"):
+            other = self.definitions[""].get(default.text)
+            parameter = other is not None and other.kind == "parameter" and level < MAX_NAMES
+            return parameter and self._is_condition(self._default(other), level + 1)
+        return isinstance(default, Chain | Name)
 
     def _tensor(self, definition: Definition) -> Node | None:
         block = definition.item.value
@@ -315,63 +332,6 @@ class Scope:
         return self.graph.make(
             "data", axes=shape, value=definition.name, exact=False, span=definition.item.key
         )
-
-    # States
-
-    def _state_value(self, definition: Definition, context: Context) -> Node | None:
-        """A state's value: inside its own `next` before the step's update, elsewhere after it."""
-        key = (definition.section, definition.name)
-        if key in self._state_types:
-            type_ = self._state_types[key]
-        else:
-            state = self.state(definition, context.phase)
-            if state is None:
-                return None
-            type_ = state.type
-        return self.graph.make(
-            "state", kind=type_.kind, axes=type_.axes, unit=type_.unit, value=definition.name,
-            absent=False, when=context.base, span=definition.item.key,
-        )  # fmt: skip
-
-    def state(self, definition: Definition, phase: str) -> State | None:
-        """A state of one phase. Its type is found by assuming that it starts as a plain number."""
-        key = (f"{definition.section}.{definition.name}", phase)
-        if key in self._states:
-            return self._states[key]
-        mark = (definition.section, definition.name)
-        value = definition.item.value
-        start = value.get("start") if isinstance(value, Block) else None
-        next_ = value.get("next") if isinstance(value, Block) else value
-        if start is None and next_ is None:
-            if isinstance(value, Block) and not value.items:
-                self.error("key", f"`{definition.item.path}` needs `next`", definition.item.key)
-            self._states[key] = None
-            return None
-        self.unserved("`state`")
-        context = Context(phase, definition.section if "merge" in definition.section else None)
-        typer = Typer(self, context)
-        first = typer.number(start, "a state") if start is not None else None
-        self._states[key] = None
-        if start is not None and first is None:
-            return None
-        type_ = first.type if first is not None else Type("number")
-        update: Node | None = None
-        for _ in range(2 if next_ is not None else 0):
-            self._state_types[mark] = Type("number", type_.axes, type_.unit)
-            update = typer.number(next_, "a state")
-            del self._state_types[mark]
-            if update is None or not self.reduced(update, next_, typer):
-                return None
-            if set(type_.axes) - set(update.type.axes) or update.type == type_:
-                break
-            type_ = update.type
-        if update is not None and update.type.axes != type_.axes:
-            message = f"the state `{definition.name}` changes its axes from one step to the next"
-            self.error("axis", message, definition.item.key)
-            return None
-        type_ = Type("number", type_.axes, type_.unit)
-        self._states[key] = State(definition.name, first, update, type_)
-        return self._states[key]
 
     # Attention of all queries
 
