@@ -24,5 +24,8 @@ lint: setup
 docs: setup
 	$(VENV)/bin/kvpolicy docs --out docs/reference.md
 
+train: setup
+	$(VENV)/bin/python examples/train/train.py $(ARGS)
+
 clean:
 	rm -rf .venv .venv-* .cache build *.egg-info

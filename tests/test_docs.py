@@ -1,0 +1,82 @@
+"""The documents are true: links lead somewhere, policies check, commands run."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.diagnostics import render_all
+from kvpolicy.dsl.source import Source
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)(?:#[^)]*)?\)")
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(path):
+    prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", path.read_text(), flags=re.M | re.S)
+    for target in LINK.findall(prose):
+        if "://" not in target:
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_policies_in_documents_check(path):
+    for text in blocks(path, "yaml"):
+        if "language: 1" in text:
+            checked = load(Source(path.name, text))
+            assert checked.program is not None, render_all(checked.diagnostics, checked.source)
+
+
+def test_the_policy_of_the_guide_is_the_one_in_the_examples():
+    shown = next(b for b in blocks(ROOT / "docs" / "authors.md", "yaml") if "language: 1" in b)
+    assert shown == (ROOT / "examples" / "policies" / "loud.yaml").read_text()
+
+
+def test_the_policy_of_the_readme_is_the_one_that_is_shipped():
+    shown = next(b for b in blocks(ROOT / "README.md", "yaml") if "language: 1" in b)
+    assert shown == (ROOT / "policies" / "snapkv.yaml").read_text()
+
+
+def test_commands_of_the_guide_run(tmp_path):
+    binaries = Path(sys.executable).parent
+    commands = [line for b in blocks(ROOT / "docs" / "authors.md", "sh") for line in b.splitlines()]
+    assert len(commands) >= 6
+    for command in commands:
+        words = shlex.split(command.replace(".cache/", f"{tmp_path}/"))
+        words[0] = str(binaries / words[0])
+        result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+
+
+def test_the_error_in_the_guide_is_what_check_prints():
+    name = "examples/policies/loud.yaml"
+    text = (ROOT / name).read_text().replace("max[group, query]", "max[query]")
+    shown = next(b for b in blocks(ROOT / "docs" / "authors.md", "text") if "error[" in b)
+    source = Source(name, text)
+    assert render_all(load(source).diagnostics, source).strip() == shown.strip()
+
+
+def test_what_the_guide_says_of_pooling(tmp_path):
+    """The positions in section 4."""
+    import json
+
+    python, kvpolicy = sys.executable, str(Path(sys.executable).parent / "kvpolicy")
+    tensors = str(tmp_path / "prompt.npz")
+    record = ["examples/record.py", "--prompt", "examples/prompt.txt", "--out", tensors]
+    subprocess.run([python, *record], cwd=ROOT, check=True, capture_output=True)
+    for kernel, facts in (("1", {22, 23, 24}), ("5", set(range(20, 27)))):
+        out = tmp_path / f"{kernel}.json"
+        words = ["run", "examples/policies/loud.yaml", "--tensors", tensors]
+        words += ["--set", f"kernel={kernel}", "--out", str(out)]
+        subprocess.run([kvpolicy, *words], cwd=ROOT, check=True)
+        kept = set(json.loads(out.read_text())["kept"][1][1])
+        assert kept & set(range(20, 28)) == facts
