@@ -1,7 +1,7 @@
 """The torch program of a policy: keeps exactly what the interpreter keeps, on any device.
 
 A bound policy is compiled once into steps of three phases. What needs only the prompt's length is
-computed once per length (`_Plan`); steps of a layer run when the layer's tensors are there and free
+computed once per length (`Plan`); steps of a layer run when the layer's tensors are there and free
 their results when nothing needs them any more; steps across layers run at the end, on tensors with
 the axis `layer` in front. Between layers only what those need is held, never an attention map.
 
@@ -22,10 +22,11 @@ from kvpolicy.dsl.diagnostics import refused
 from kvpolicy.dsl.ir import Node
 from kvpolicy.dsl.lower import Phase, Phases
 from kvpolicy.dsl.torch_ops import OPERATIONS
-from kvpolicy.dsl.torch_values import Frame, Value, aligned, union
+from kvpolicy.dsl.torch_plan import Plan, call, of_layer, operands, stacked
+from kvpolicy.dsl.torch_values import Frame, Value, aligned
 
 # Plans kept for prompt lengths seen last.
-_PLANS = 16
+_PLANS = 8
 # Bytes of float64 that one attention map may take before the KV heads are done in blocks.
 _BLOCK_BYTES = 64 << 20
 
@@ -64,40 +65,45 @@ class TorchProgram:
             by_phase[self.phases.of(node)].append(node)
         self._check(nodes)
         # Of static scalars only those that others use: their parts are evaluated exactly with them.
-        used = {id(x) for n in nodes if bound.static.needs(n) is None for x in _operands(n)}
+        used = {id(x) for n in nodes if bound.static.needs(n) is None for x in operands(n)}
         self.plan_nodes = [
             n
             for n in by_phase[Phase.PLAN]
             if id(n) in used or bound.static.needs(n) is None or n in self.roots
         ]
+        self.plan_used = {
+            id(x) for n in by_phase[Phase.LAYER] + by_phase[Phase.END] for x in operands(n)
+        } | {id(root) for root in self.roots}
         ends = by_phase[Phase.END]
         # What a layer hands over to the end: its part of `keep`, or what the end needs.
-        used_at_end = {id(x) for node in ends for x in _operands(node)}
+        used_at_end = {id(x) for node in ends for x in operands(node)}
         used_at_end |= {id(root) for root in self.roots}
         self.handed_over = [n for n in by_phase[Phase.LAYER] if id(n) in used_at_end]
         self.by_head = self._heads_apart(by_phase[Phase.LAYER])
         outside = [n for n in by_phase[Phase.LAYER] if id(n) not in self.by_head]
         inside = [n for n in by_phase[Phase.LAYER] if id(n) in self.by_head]
-        needed = {id(x) for node in outside for x in _operands(node)} | {
+        needed = {id(x) for node in outside for x in operands(node)} | {
             id(x) for x in self.handed_over
         }
         self.joined = [n for n in inside if id(n) in needed]
         self.head_steps = _steps(inside, self.joined)
         self.layer_steps = _steps(outside, self.handed_over)
         self.end_steps = _steps(ends, self.roots)
-        self._plans: OrderedDict[tuple[int, torch.device], _Plan] = OrderedDict()
+        self._plans: OrderedDict[tuple[int, torch.device], Plan] = OrderedDict()
 
     def start(self, prompt: int) -> Run:
         """Begins a prefill of `prompt` tokens."""
         return Run(self, prompt, self.bound.queries(prompt) if prompt else 0)
 
-    def plan(self, prompt: int, device: torch.device) -> _Plan:
+    def plan(self, prompt: int, device: torch.device) -> Plan:
         """What only the prompt's length decides."""
         key = (prompt, device)
         if key not in self._plans:
             while len(self._plans) >= _PLANS:
                 self._plans.popitem(last=False)
-            self._plans[key] = _Plan.make(self, prompt, device)
+            self._plans[key] = Plan.make(
+                self.bound, self.plan_nodes, self.plan_used, prompt, device
+            )
         self._plans.move_to_end(key)
         return self._plans[key]
 
@@ -114,12 +120,8 @@ class TorchProgram:
         """Nodes of a layer that may be computed for each KV head by itself."""
         apart: set[int] = set()
         for node in nodes:
-            inner = [x for x in node.args if self.phases.of(x) == Phase.LAYER]
-            if (
-                "kv" in node.type.axes
-                and "kv" not in node.axes
-                and all(id(x) in apart for x in inner)
-            ):
+            inner = {id(x) for x in node.args if self.phases.of(x) == Phase.LAYER}
+            if "kv" in node.type.axes and "kv" not in node.axes and inner <= apart:
                 apart.add(id(node))
         return apart
 
@@ -129,147 +131,16 @@ def _steps(nodes: list[Node], wanted: list[Node]) -> list[Step]:
     own = {id(node) for node in nodes} - {id(node) for node in wanted}
     last: dict[int, int] = {}
     for place, node in enumerate(nodes):
-        for argument in _operands(node):
+        for argument in operands(node):
             last[id(argument)] = place
     frees: dict[int, list[int]] = {}
     for name, place in last.items():
         if name in own:
             frees.setdefault(place, []).append(name)
     return [
-        Step(node, tuple(id(x) for x in _operands(node)), tuple(frees.get(place, ())))
+        Step(node, tuple(id(x) for x in operands(node)), tuple(frees.get(place, ())))
         for place, node in enumerate(nodes)
     ]
-
-
-@dataclass
-class _Plan:
-    """Values that only the prompt's length decides: one for all layers, or one per layer."""
-
-    frame: Frame
-    values: list[dict[int, Value]]  # per layer, by id of node
-    at_end: dict[int, Value]  # with the axis `layer` where layers differ
-
-    @classmethod
-    def make(cls, program: TorchProgram, prompt: int, device: torch.device) -> _Plan:
-        bound = program.bound
-        layers = range(bound.shape.layers)
-        frame = Frame(bound, prompt, device, bound.shape.kv_heads)
-        frames = [replace(frame, layer=layer) for layer in layers]
-        values: list[dict[int, Value]] = [{} for _ in layers]
-        at_end: dict[int, Value] = {}
-        varies: set[int] = set()
-        for node in program.plan_nodes:
-            needs = bound.static.needs(node)
-            if _across(node):
-                value = _call(node, frame, [at_end[id(x)] for x in _operands(node)])
-                own = [_own(value, layer) for layer in layers]
-                if "layer" in value.axes:
-                    varies.add(id(node))
-            elif needs is None and not _differs(node, varies):
-                own = [_call(node, frames[0], [values[0][id(x)] for x in _operands(node)])] * len(
-                    layers
-                )
-            elif needs is not None and "layer" not in needs:
-                own = [_scalar(bound.number(node, prompt))] * len(layers)
-            else:
-                varies.add(id(node))
-                own = [
-                    _scalar(bound.number(node, prompt, layer))
-                    if needs is not None
-                    else _call(node, frames[layer], [values[layer][id(x)] for x in _operands(node)])
-                    for layer in layers
-                ]
-            for layer in layers:
-                values[layer][id(node)] = own[layer]
-            at_end[id(node)] = _stacked(own, device) if id(node) in varies else own[0]
-        for value in [value for own in values for value in own.values()] + list(at_end.values()):
-            for tensor in (value.data, value.mask):
-                if isinstance(tensor, torch.Tensor):
-                    frame.fixed[id(tensor)] = tensor
-        return cls(frame, values, at_end)
-
-
-def _operands(node: Node) -> tuple[Node, ...]:
-    """The arguments that a step reads; a window is a number that `bind` already knows."""
-    return () if node.op in ("attn", "logits", "distance") else node.args
-
-
-def _differs(node: Node, varies: set[int]) -> bool:
-    """Whether a node that is no static scalar has another value at each layer."""
-    windows = node.op == "distance"
-    return windows or node.op == "uniform" or any(id(x) in varies for x in node.args)
-
-
-def _across(node: Node) -> bool:
-    return "layer" in node.axes or node.op in ("past", "at", "split", "cluster")
-
-
-def _scalar(value) -> Value:
-    if isinstance(value, bool):
-        return Value(value, finite=True)
-    number = float(value)
-    return Value(number, finite=abs(number) < float("inf"))
-
-
-def _call(node: Node, frame: Frame, arguments: list[Value]) -> Value:
-    if _across(node) and node.op not in ("split", "cluster"):
-        place = 1 if node.op == "at" else 0
-        arguments = list(arguments)
-        arguments[place] = _over_layers(arguments[place], frame)
-    return OPERATIONS[node.op](node, frame, *arguments)
-
-
-def _over_layers(x: Value, frame: Frame) -> Value:
-    """The value with the axis `layer`, repeated if all layers have the same."""
-    if "layer" in x.axes:
-        return x
-    data = x.data
-    if not isinstance(data, torch.Tensor):
-        kind = torch.bool if isinstance(data, bool) else torch.float64
-        data = torch.tensor(data, dtype=kind, device=frame.device)
-    data = data.expand(frame.bound.shape.layers, *data.shape)
-    return replace(x, data=data, axes=("layer", *x.axes))
-
-
-def _own(x: Value, layer: int) -> Value:
-    """One layer's part."""
-    if "layer" not in x.axes:
-        return x
-    mask, mask_axes = x.mask, x.mask_axes
-    if "layer" in mask_axes:
-        mask, mask_axes = mask[layer], mask_axes[1:]
-    data = x.data[layer]
-    # Numbers of a plan are the host's, so that no later step waits for the device.
-    return replace(
-        x, data=data if data.ndim else data.item(), axes=x.axes[1:], mask=mask, mask_axes=mask_axes
-    )
-
-
-def _stacked(values: list[Value], device: torch.device) -> Value:
-    """The values of all layers as one, with the axis `layer` in front."""
-    axes = union(*(x.axes for x in values))
-    sizes = {a: n for x in values if x.axes for a, n in zip(x.axes, x.data.shape, strict=True)}
-    shape = [sizes[axis] for axis in axes]
-
-    def spread(data: torch.Tensor | float | bool, own: tuple[str, ...]) -> torch.Tensor:
-        if not isinstance(data, torch.Tensor):
-            kind = torch.bool if isinstance(data, bool) else torch.float64
-            data = torch.tensor(data, dtype=kind, device=device)
-        return aligned(data, own, axes).expand(shape)
-
-    data = [spread(x.data, x.axes) for x in values]
-    mask, mask_axes = values[0].mask, values[0].mask_axes
-    if any(x.mask is not mask for x in values):
-        masks = [spread(True if x.mask is None else x.mask, x.mask_axes) for x in values]
-        mask, mask_axes = torch.stack(masks), ("layer", *axes)
-    return Value(
-        torch.stack(data),
-        ("layer", *axes),
-        mask,
-        mask_axes,
-        zero=all(x.zero for x in values),
-        finite=all(x.finite for x in values),
-    )
 
 
 @dataclass
@@ -286,7 +157,7 @@ class Run:
     prompt: int
     queries: int
     not_finite: bool = False
-    _plan: _Plan | None = None
+    _plan: Plan | None = None
     _layers: dict[int, dict[int, Value]] = field(default_factory=dict)
     _checks: list[torch.Tensor] = field(default_factory=list)
     _end: dict[int, Value] = field(default_factory=dict)
@@ -333,7 +204,7 @@ class Run:
         """The value of one of the program's roots at every layer, after `finish`."""
         layers = range(self.program.bound.shape.layers)
         if id(root) in self._end:
-            return [_own(self._end[id(root)], layer) for layer in layers]
+            return [of_layer(self._end[id(root)], layer) for layer in layers]
         return [
             (self._layers.get(layer) or {}).get(id(root)) or self._plan.values[layer][id(root)]
             for layer in layers
@@ -346,7 +217,7 @@ class Run:
         values = dict(self._plan.at_end)
         for node in self.program.handed_over:
             own = [self._layers[layer][id(node)] for layer in range(frame.bound.shape.layers)]
-            values[id(node)] = _stacked(own, frame.device)
+            values[id(node)] = stacked(own, frame.device)
         handed = {id(node) for node in self.program.handed_over}
         if not handed & {id(root) for root in self.program.roots}:
             self._layers.clear()
@@ -386,7 +257,7 @@ class Run:
     def _compute(steps: list[Step], frame: Frame, values: dict[int, Value]) -> None:
         for step in steps:
             arguments = [values[name] for name in step.arguments]
-            values[id(step.node)] = _call(step.node, frame, arguments)
+            values[id(step.node)] = call(step.node, frame, arguments)
             for name in step.frees:
                 del values[name]
 

@@ -51,7 +51,7 @@ def _expected(given: object, shape: tuple[int, ...]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize(("group", "case"), _cases())
+@pytest.mark.parametrize(("group", "case"), list(_cases()))
 def test_expression(group, case, execution):
     lets = {**({"x": "sum[dim](value)"} if "x" in group else {}), **case.get("let", {})}
     written = "".join(f"  {name}: |\n    {text}\n" for name, text in lets.items())
