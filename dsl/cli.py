@@ -9,11 +9,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 from kvpolicy.dsl.diagnostics import PolicyError, render_all
+
+# Commands whose module has another name.
+_MODULES = {"test": "policy_tests"}
 
 _FILE = "path of a policy, or the name of a shipped one"
 
@@ -23,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    args = _parser().parse_args(arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    args = _parser(arguments[0] if arguments else "").parse_args(arguments)
     try:
         code = args.command(args)
         sys.stdout.flush()
@@ -123,7 +128,7 @@ def _generated(text: str, args: argparse.Namespace) -> int:
 def _delegate(args: argparse.Namespace) -> int:
     """Commands that execute policies."""
     try:
-        module = import_module(f"kvpolicy.dsl.{args.module}")
+        module = import_module(f"kvpolicy.dsl.{_MODULES.get(args.name, args.name)}")
         return module.main(args)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("numpy", "torch"):
@@ -133,81 +138,51 @@ def _delegate(args: argparse.Namespace) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvpolicy", description="KV-cache policies for SGLang, written in YAML."
-    )
-    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
-
-    check = commands.add_parser("check", help="report every defect of policy files")
-    check.add_argument("files", nargs="+", metavar="FILE", help=_FILE)
-    check.set_defaults(command=_check)
-
-    fmt = commands.add_parser("fmt", help="write policy files in their canonical form")
-    fmt.add_argument("--check", action="store_true", help="only say which files would change")
-    fmt.add_argument("files", nargs="+", metavar="FILE", help="path of a policy")
-    fmt.set_defaults(command=_fmt)
-
-    _add_explain(commands)
-    _add_run(commands)
-    _add_test(commands)
-    _add_diff(commands)
-
-    for name, command, help in (
-        ("schema", _schema, "print the JSON Schema of policy files, for editors"),
-        ("docs", _docs, "print the reference of sections, names and functions"),
-    ):
-        sub = commands.add_parser(name, help=help)
-        sub.add_argument("--out", metavar="FILE", help="write to a file instead")
-        sub.add_argument("--check", action="store_true", help="with --out: compare, do not write")
-        sub.set_defaults(command=command)
-
-    listing = commands.add_parser("list", help="list the shipped policies")
-    listing.set_defaults(command=_list)
-    return parser
+def _check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", metavar="FILE", help=_FILE)
 
 
-def _add_explain(commands: argparse._SubParsersAction) -> None:
-    explain = commands.add_parser(
-        "explain", help="what a policy computes, keeps and costs for a model and a length"
-    )
-    explain.add_argument("file", metavar="FILE", help=_FILE)
-    _add_model(explain)
-    explain.add_argument(
+def _fmt_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="only say which files would change")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="path of a policy")
+
+
+def _explain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help=_FILE)
+    _add_model(parser)
+    parser.add_argument(
         "--ir", action="store_true", help="print the intermediate representation instead"
     )
-    _add_set(explain)
-    explain.set_defaults(command=_delegate, module="explain")
+    _add_set(parser)
 
 
-def _add_run(commands: argparse._SubParsersAction) -> None:
-    run = commands.add_parser("run", help="apply a policy to recorded tensors")
-    run.add_argument("file", metavar="FILE", help=_FILE)
-    run.add_argument(
+def _run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help=_FILE)
+    parser.add_argument(
         "--tensors", required=True, metavar="X.npz", help="q [L,H,N,D], k and v [L,G,N,D], float32"
     )
-    run.add_argument("--scores", action="store_true", help="write the scores too")
-    run.add_argument("--out", required=True, metavar="R.json", help="where the result goes")
-    _add_set(run)
-    _add_execution(run)
-    run.set_defaults(command=_delegate, module="run")
+    parser.add_argument("--scores", action="store_true", help="write the scores too")
+    parser.add_argument("--out", required=True, metavar="R.json", help="where the result goes")
+    _add_set(parser)
+    _add_execution(parser)
 
 
-def _add_test(commands: argparse._SubParsersAction) -> None:
-    test = commands.add_parser("test", help="run the tests beside policies (NAME.test.yaml)")
-    test.add_argument(
+def _test_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "files", nargs="*", metavar="FILE", help="policies, tests or folders; default: all shipped"
     )
-    _add_execution(test, default=None)
-    test.set_defaults(command=_delegate, module="policy_tests")
+    _add_execution(parser, default=None)
 
 
-def _add_diff(commands: argparse._SubParsersAction) -> None:
-    diff = commands.add_parser("diff", help="what changes between two policies")
-    diff.add_argument("first", metavar="A", help=_FILE)
-    diff.add_argument("second", metavar="B", help=_FILE)
-    _add_model(diff)
-    diff.set_defaults(command=_delegate, module="diff")
+def _diff_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", metavar="A", help=_FILE)
+    parser.add_argument("second", metavar="B", help=_FILE)
+    _add_model(parser)
+
+
+def _generated_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", metavar="FILE", help="write to a file instead")
+    parser.add_argument("--check", action="store_true", help="with --out: compare, do not write")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -235,6 +210,49 @@ def _add_execution(parser: argparse.ArgumentParser, default: str | None = "inter
     choices = ("interpreter", "torch")
     help = "what executes the policy" + ("" if default else "; default: each")
     parser.add_argument("--execution", choices=choices, default=default, help=help)
+
+
+class Command(NamedTuple):
+    """A command: what it does, what runs it, and what adds its arguments to a parser."""
+
+    help: str
+    run: Callable[[argparse.Namespace], int]
+    arguments: Callable[[argparse.ArgumentParser], None]
+
+
+COMMANDS = {
+    "check": Command("report every defect of policy files", _check, _check_arguments),
+    "explain": Command(
+        "what a policy computes, keeps and costs for a model and a length",
+        _delegate,
+        _explain_arguments,
+    ),
+    "run": Command("apply a policy to recorded tensors", _delegate, _run_arguments),
+    "test": Command("run the tests beside policies (NAME.test.yaml)", _delegate, _test_arguments),
+    "fmt": Command("write policy files in their canonical form", _fmt, _fmt_arguments),
+    "diff": Command("what changes between two policies", _delegate, _diff_arguments),
+    "list": Command("list the shipped policies", _list, lambda parser: None),
+    "schema": Command(
+        "print the JSON Schema of policy files, for editors", _schema, _generated_arguments
+    ),
+    "docs": Command(
+        "print the reference of sections, names and functions", _docs, _generated_arguments
+    ),
+}
+
+
+def _parser(chosen: str) -> argparse.ArgumentParser:
+    """The parser of the chosen command alone, which is quicker, or of all."""
+    parser = argparse.ArgumentParser(
+        prog="kvpolicy", description="KV-cache policies for SGLang, written in YAML."
+    )
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+    for name in [chosen] if chosen in COMMANDS else COMMANDS:
+        command = COMMANDS[name]
+        below = commands.add_parser(name, help=command.help)
+        command.arguments(below)
+        below.set_defaults(command=command.run)
+    return parser
 
 
 if __name__ == "__main__":

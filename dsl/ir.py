@@ -164,7 +164,7 @@ class Node:
         yield self
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Param:
     """A parameter of a policy: its default and what values it accepts."""
 
@@ -182,7 +182,7 @@ class Param:
     span: Span | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Data:
     """A tensor delivered with the model."""
 
@@ -193,7 +193,7 @@ class Data:
     about: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class State:
     """What is remembered between steps; section 3 of the language."""
 
@@ -203,7 +203,7 @@ class State:
     type: Type
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Propagate:
     """Which tokens deeper layers compute."""
 
@@ -214,7 +214,7 @@ class Propagate:
     restart: Node | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Merge:
     """What becomes of dropped entries."""
 
@@ -227,7 +227,7 @@ class Merge:
     states: Mapping[str, State] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Share:
     """Two adjacent layers that store one direction."""
 
@@ -237,7 +237,7 @@ class Share:
     apply: tuple[str, ...] = ("key", "value")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rules:
     """What decides at one phase. Used for the prefill and, under `decode`, for a step."""
 
@@ -250,7 +250,7 @@ class Rules:
     when: Node | None = None  # decode only: the steps at which entries leave
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """A checked policy, ready to be bound to a model and parameter values."""
 

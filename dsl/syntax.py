@@ -9,7 +9,7 @@ from fractions import Fraction
 from kvpolicy.dsl.source import Span
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Expr:
     """An expression and the place where it was written."""
 
@@ -27,7 +27,7 @@ class Expr:
             yield from child.walk()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Number(Expr):
     """A literal number, exact."""
 
@@ -35,14 +35,14 @@ class Number(Expr):
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Name(Expr):
     """A name: of the policy's own or of the language."""
 
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operation(Expr):
     """An operator and its operands; `op` is the operation's name in the IR."""
 
@@ -54,7 +54,7 @@ class Operation(Expr):
         return self.operands
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chain(Expr):
     """Two comparisons in one direction, `low <= x < high`."""
 
@@ -67,7 +67,7 @@ class Chain(Expr):
         return self.operands
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Where(Expr):
     """`value where condition`, or with `else other` a choice."""
 
@@ -80,7 +80,7 @@ class Where(Expr):
         return (self.value, self.condition, *((self.other,) if self.other else ()))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Then(Expr):
     """Token sets that fill in order."""
 
@@ -91,7 +91,7 @@ class Then(Expr):
         return self.terms
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Axis:
     """The name of an axis between brackets."""
 
@@ -99,7 +99,7 @@ class Axis:
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Argument:
     """An argument of a call, with its name where one was given."""
 
@@ -108,7 +108,7 @@ class Argument:
     value: Expr
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call(Expr):
     """`name[axes](arguments)`; `axes` is None where no brackets were written."""
 

@@ -19,14 +19,14 @@ MAX_BYTES = 64 * 1024
 MAX_DEPTH = 12
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Node:
     """A YAML value and its place in the file."""
 
     span: Span
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scalar(Node):
     """Text. `style` is None for plain, else the quote or `|`; `flow` when inside `{}` or `[]`."""
 
@@ -66,14 +66,14 @@ class Scalar(Node):
         return self.offsets[min(offset, len(self.offsets) - 1)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mapping(Node):
     """Keys and values in the order of writing; every key is a scalar and occurs once."""
 
     entries: tuple[tuple[Scalar, Node], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sequence(Node):
     """A list."""
 
