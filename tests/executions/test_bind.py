@@ -105,7 +105,10 @@ def test_queries():
     lava = bind(load("lava").require(), SHAPE, {"window": "16"})
     assert [lava.queries(n) for n in (0, 1, 15, 16, 1000)] == [0, 1, 15, 16, 16]
     assert bind(load("sinks-recent").require(), SHAPE).queries(1000) == 0
-    deeper = "score: sum[head, query](attn(recent(5 where layer > 1 else 2)))\nbudget: 4\nkeep: top(score)\n"
+    deeper = (
+        "score: sum[head, query](attn(recent(5 where layer > 1 else 2)))\n"
+        "budget: 4\nkeep: top(score)\n"
+    )
     assert bind(program(deeper), SHAPE).queries(100) == 5
 
 
