@@ -1,0 +1,87 @@
+"""A picture of what policies keep of one prompt: positions across, layers and KV heads down.
+
+python examples/kept_map.py --out kept.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from kvpolicy.dsl.bind import bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.torch_program import TorchProgram
+from record import record
+
+sys.path.insert(0, str(Path(__file__).parent / "train"))
+import tasks
+
+ROOT = Path(__file__).parents[1]
+POLICIES = ("snapkv", "adakv", "pyramidkv", "lava", "sinks-recent")
+
+
+def kept_by(name: str, tensors: dict[str, np.ndarray], settings: dict[str, str]) -> np.ndarray:
+    """[L * G, N] bool: what a shipped policy keeps of a recorded prompt."""
+    layers, heads, tokens, size = tensors["q"].shape
+    shape = ModelShape(layers, heads, tensors["k"].shape[1], size)
+    bound = bind(load(ROOT / "policies" / f"{name}.yaml").require(), shape, settings)
+    run = TorchProgram(bound).start(tokens)
+    observed = bound.queries(tokens)
+    for layer in range(layers):
+        q, k, v = (torch.from_numpy(tensors[x][layer]) for x in "qkv")
+        run.observe(layer, q[:, tokens - observed :], k, v)
+    return torch.cat(list(run.finish())).numpy()
+
+
+def draw(kept: dict[str, np.ndarray], needle: tuple[int, int], kv_heads: int, path: Path) -> None:
+    """One row of panels, shared position axis; the fact that is asked for is shaded."""
+    figure, axes = plt.subplots(len(kept), 1, figsize=(9, 1.35 * len(kept)), sharex=True)
+    for axis, (name, mask) in zip(axes, kept.items(), strict=True):
+        axis.axvspan(needle[0] - 0.5, needle[1] - 0.5, color="#f0b400", alpha=0.5, lw=0)
+        rows, positions = mask.nonzero()
+        axis.scatter(positions, rows, marker="|", s=70, linewidths=1.1, color="#1f4e9c")
+        axis.set_ylim(len(mask) - 0.4, -0.6)
+        axis.set_yticks(range(len(mask)))
+        labels = [f"{i // kv_heads}.{i % kv_heads}" for i in range(len(mask))]
+        axis.set_yticklabels(labels, fontsize=6)
+        share = 100 * mask.mean()
+        axis.set_title(f"{name}: {share:.1f} % kept", fontsize=9, loc="left", pad=3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[len(axes) // 2].set_ylabel("layer.KV head", fontsize=8)
+    axes[-1].set_xlabel("position in the prompt (shaded: the fact that the last tokens ask for)")
+    axes[-1].set_xlim(-3, kept[name].shape[1] + 2)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", default=str(ROOT / "examples" / "model-tiny"))
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--capacity", type=int, default=64)
+    parser.add_argument("--window", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    sample = tasks.sample("distractors", options.tokens, np.random.default_rng(options.seed))
+    tensors = record(options.model, sample.text)
+    kept = {}
+    for name in POLICIES:
+        settings = {"capacity": str(options.capacity), "window": str(options.window)}
+        if name == "sinks-recent":
+            del settings["window"]
+        kept[name] = kept_by(name, tensors, settings)
+    draw(kept, sample.needles[0], tensors["k"].shape[1], options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
