@@ -33,7 +33,12 @@ def _term(typer: Typer, expr: Expr, section: str, has_budget: bool) -> Node | No
         help = f"add `{budget}`, or write a count, as in `{shown.removesuffix(')')}, n)`"
         typer.error("no-budget", message, expr.span, help)
         return None
-    return type_call(typer, expr, fills=True)
+    node = type_call(typer, expr, fills=True)
+    if node is not None and "token" not in node.axes:
+        message = f"`{typer.shown(expr)}` fills the budget, so tokens must compete"
+        typer.error("competition", message, expr.span, "add the axis `token`, or write a count")
+        return None
+    return node
 
 
 def _fills(expr: Expr) -> bool:

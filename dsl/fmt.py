@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvpolicy.dsl.diagnostics import Diagnostic, PolicyError
 from kvpolicy.dsl.expression import ExpressionError, tokenize
-from kvpolicy.dsl.library import read_source
+from kvpolicy.dsl.library import find, read_source
 from kvpolicy.dsl.parse import parse
 from kvpolicy.dsl.sections import FILE, Key
 from kvpolicy.dsl.source import Source
@@ -33,6 +33,7 @@ def format_file(path: Path, write: bool = True) -> bool:
     Raises:
         PolicyError: the file is no policy, or cannot be formatted without changing its meaning.
     """
+    path = find(path)
     source = read_source(path)
     text = format_policy(source)
     if text == source.text:

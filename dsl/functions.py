@@ -206,7 +206,6 @@ def _derived(name: str, parameters: str, axes: str, meaning: str, body: str) -> 
 
 
 _QUERIES = (Parameter("queries", "queries"),)
-_COUNT = Parameter("n", unit="tokens")
 
 FUNCTIONS: dict[str, Function] = {
     f.name: f
