@@ -160,9 +160,12 @@ def test_schema_and_docs_go_to_files(tmp_path, capsys):
     assert "is a directory" in capsys.readouterr().err
 
 
-def test_reference_is_current():
-    """After a change of the tables: `kvpolicy docs --out docs/reference.md`."""
-    assert main(["docs", "--out", str(DOCS / "reference.md"), "--check"]) == 0
+@pytest.mark.parametrize(
+    ("command", "name"), [("docs", "reference.md"), ("schema", "policy.schema.json")]
+)
+def test_generated_documents_are_current(command, name):
+    """After a change of the tables: `kvpolicy docs --out docs/reference.md`, and so on."""
+    assert main([command, "--out", str(DOCS / name), "--check"]) == 0
 
 
 @pytest.mark.parametrize(
