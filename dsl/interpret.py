@@ -95,6 +95,9 @@ class _Interpreter:
             elif node.op in _FUNCTIONS:
                 arguments = (self.value(argument, layer) for argument in node.args)
                 known = arrays.elementwise(_FUNCTIONS[node.op], *arguments)
+            elif node.op in _LOGIC:
+                arguments = (self._truth(argument, layer) for argument in node.args)
+                known = arrays.elementwise(_LOGIC[node.op], *arguments)
             elif node.op in _COMPARISONS:
                 arguments = (self.value(argument, layer) for argument in node.args)
                 known = arrays.compare(_COMPARISONS[node.op], *arguments)
@@ -111,6 +114,11 @@ class _Interpreter:
                 )
             self._known[key] = known
         return self._known[key]
+
+    def _truth(self, node: Node, layer: int) -> Array:
+        """A truth value, false where absent."""
+        x = self.value(node, layer)
+        return Array.of(x.axes, x.data & x.present)
 
     def _forget(self, layer: int) -> None:
         """Drops the attention maps of a layer, which nothing across layers needs."""
@@ -239,11 +247,11 @@ class _Interpreter:
         if not sets:
             return Array.of(("token",), np.zeros(self.tokens, dtype=np.bool_))
         if len(sets) == 1:
-            return self.value(sets[0], layer)
+            return self._truth(sets[0], layer)
         *before, last = sets
         taken = self._prefix(tuple(before), layer)
         if last.op != "top" or last.name is not None:
-            return arrays.elementwise(np.logical_or, taken, self.value(last, layer))
+            return arrays.elementwise(np.logical_or, taken, self._truth(last, layer))
         if len(last.args) == 1:
             return self._fill(last, tuple(before), layer)
         rest = self._rest(last, tuple(before), layer)
@@ -353,6 +361,10 @@ _FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "round": _round,
     "minimum": np.minimum,
     "maximum": np.maximum,
+}
+
+# An absent truth value counts as false.
+_LOGIC: dict[str, Callable[..., np.ndarray]] = {
     "and": np.logical_and,
     "or": np.logical_or,
     "not": np.logical_not,

@@ -167,6 +167,11 @@ def lower(rules: Rules) -> Rules:
         key = (made.op, made.axes, type(made.value), made.value, *map(id, made.args))
         return unique.setdefault(key, made)
 
+    def present(taken: Node) -> Node:
+        """A token set, empty where it is absent."""
+        nothing = share(Node("truth", value=False, type=Type("truth"), when=When.LOAD))
+        return share(_or(taken, nothing)) if taken.type.absent else taken
+
     def floored(node: Node) -> Node:
         """Counts are floored where they are used, exactly if known before the prefill."""
         return share(Node("floor", (node,), type=node.type, when=node.when))
@@ -181,7 +186,7 @@ def lower(rules: Rules) -> Rules:
         if node.op != "then":
             args = tuple(visit(argument) for argument in node.args)
             return node if args == node.args else _with_args(node, args)
-        taken = visit(node.args[0])
+        taken = present(visit(node.args[0]))
         for argument in node.args[1:]:
             taken = after(taken, argument)
         return taken
@@ -189,7 +194,7 @@ def lower(rules: Rules) -> Rules:
     def after(taken: Node, right: Node) -> Node:
         """`taken then right`; a name on the right is computed on all candidates."""
         if right.op != "top" or right.name is not None:
-            return share(_or(taken, visit(right)))
+            return share(_or(taken, present(visit(right))))
         if len(right.args) == 1:
             return fill(right, taken)
         x, count = visit(right.args[0]), floored(visit(right.args[1]))

@@ -87,6 +87,17 @@ def compare(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     return apply
 
 
+def logic(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
+    """`and`, `or`, `not`: an absent truth value counts as false."""
+    plain = elementwise(function)
+
+    def apply(node: Node, frame: Frame, *args: Value) -> Value:
+        present = [Value(filled(x, False), x.axes) for x in args]
+        return plain(node, frame, *present)
+
+    return apply
+
+
 def mask(node: Node, frame: Frame, x: Value, condition: Value) -> Value:
     """`x where condition`: only the mask changes."""
     axes = union(x.axes, condition.axes)
