@@ -128,7 +128,7 @@ class Typer:
         if isinstance(expr, Then):
             return self.then(expr, [self.expr(term) for term in expr.terms])
         assert isinstance(expr, Call)
-        from kvpolicy.dsl.check_calls import type_call
+        from kvpolicy.dsl.check_calls import type_call  # which types arguments by this class
 
         return type_call(self, expr)
 
