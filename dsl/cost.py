@@ -120,16 +120,17 @@ def _peak(nodes: list[Node], sizes: Sizes, bound: Bound, block_bytes: int) -> in
     blocks = 1
     if maps:
         blocks = min(bound.shape.kv_heads, math.ceil(max(maps) / block_bytes))
+    keys = sizes.axes["kv"] * sizes.axes["token"] * sizes.axes["dim"] * _VALUE
     alive: dict[int, int] = {}
     peak = 0
     for place, node in enumerate(nodes):
         large = {"query", "dim"} & set(node.type.axes)
         size = sizes.of(node) * (1 if node.type.kind == "truth" else _VALUE)
         alive[id(node)] = size // blocks if large else size
-        # The attention's float64 copy of the keys lives while its map is made.
+        # While a map is made, the float64 copy of the keys or the map before its softmax exists.
         scratch = 0
         if node.op in ("attn", "logits"):
-            scratch = sizes.axes["kv"] * sizes.axes["token"] * sizes.axes["dim"] * _VALUE // blocks
+            scratch = max(alive[id(node)], keys // blocks)
         peak = max(peak, sum(alive.values()) + scratch)
         for name in [name for name in alive if last.get(name, math.inf) <= place]:
             del alive[name]

@@ -271,26 +271,25 @@ class _Interpreter:
 
     def _fill(self, top: Node, before: tuple[Node, ...], layer: int) -> Array:
         """What `before` takes and the best of the rest, until the budget is full."""
-        among = self.layers if "layer" in top.axes else [layer]
+        among = list(self.layers) if "layer" in top.axes else [layer]
         sets = [self._spread(self._prefix(before, each), ("kv", "token")) for each in among]
-        taken = np.stack([each.data for each in sets])
+        taken = np.stack([each.data for each in sets])  # [layers that compete, G, N]
         budget = np.stack([self._spread(self._budget(each), ("kv",)).data for each in among])
         missing = np.maximum(budget - taken.sum(-1), 0)
         left = self.tokens - taken.sum(-1)
-        if "kv" in top.axes:
-            missing, left = missing.sum(-1, keepdims=True), left.sum(-1, keepdims=True)
-        if "layer" in top.axes:
-            missing, left = missing.sum(0, keepdims=True), left.sum(0, keepdims=True)
-        own = layer if "layer" in top.axes else 0
-        here = min(own, missing.shape[0] - 1)
-        number = self._spread(Array.of(("kv",), missing[here]), ("kv",))
-        if "kv" in top.axes:
-            number = Array.of((), missing[here, 0])
-        rest = self._rest(top, before, layer)
-        chosen = self._own(arrays.top(rest, number, top.axes), layer)
+        for axis, name in enumerate(("layer", "kv")):
+            if name in top.axes:
+                missing = np.broadcast_to(missing.sum(axis, keepdims=True), missing.shape)
+                left = np.broadcast_to(left.sum(axis, keepdims=True), left.shape)
+        here = among.index(layer)
+        # Where KV heads compete, all have the same number.
+        together = "kv" in top.axes
+        number = Array.of((), missing[here, 0]) if together else Array.of(("kv",), missing[here])
+        chosen = self._own(arrays.top(self._rest(top, before, layer), number, top.axes), layer)
         fits = (left <= missing)[here][:, None]
-        result = taken[own] | self._spread(chosen, ("kv", "token")).data | fits
-        return Array.of(("kv", "token"), result)
+        return Array.of(
+            ("kv", "token"), taken[here] | self._spread(chosen, ("kv", "token")).data | fits
+        )
 
     def _budget(self, layer: int) -> Array:
         budget = self.rules.budget

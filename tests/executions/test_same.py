@@ -144,6 +144,17 @@ def test_blocks_of_heads_change_nothing(name, monkeypatch):
     assert torch.equal(_observe(TorchProgram(bound), *request), whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ["snapkv", "lava"])
+def test_any_float(name, dtype):
+    """The tensors' own numbers decide, whatever their type: nothing is computed in it."""
+    bound = bind(load(name).require(), ModelShape(2, 4, 2, 8), {"capacity": "9", "window": "4"})
+    request = tensors(np.random.default_rng(2), (2, 4, 2, 8), 41)
+    rounded = [torch.tensor(x).to(dtype).double().numpy() for x in request]
+    expected = np.stack(execute(bound, "interpreter", *rounded).kept)
+    assert np.array_equal(_observe(TorchProgram(bound), *request, dtype).numpy(), expected)
+
+
 def test_nan_keeps_everything():
     """NaN or infinity in the model's tensors decides nothing: the prompt stays whole."""
     bound = bind(load("lava").require(), ModelShape(2, 4, 2, 4), {"capacity": "8", "window": "4"})
