@@ -94,10 +94,10 @@ def cost(bound: Bound, prompt: int, element: int, block_bytes: int = 64 << 20) -
 
 
 def _name(node: Node) -> str:
-    if node.op in ("attn", "logits", "key", "value"):
-        return {"attn": "attention of the window", "logits": "attention of the window"}.get(
-            node.op, "keys and values"
-        )
+    if node.op in ("attn", "logits"):
+        return "attention of the window"
+    if node.op in ("key", "value"):
+        return "keys and values"
     if node.op in _SELECTIONS:
         return "selection"
     return "pooling" if node.op.endswith("pool") else "other arithmetic"
