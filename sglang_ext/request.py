@@ -38,7 +38,9 @@ class Served:
         self.bound = bound
         self.program = TorchProgram(bound)
         self._arena = arena
+        # Both are asked for at every attempt to admit a request, by prompt length.
         self.most_slots = lru_cache(maxsize=4096)(self._most_slots)
+        self.queries = lru_cache(maxsize=4096)(bound.queries)
         self._bounded = bound.max_entries(_LONG) < self._everything(_LONG)
 
     def _everything(self, prompt: int) -> int:
@@ -89,7 +91,7 @@ class State:
     @property
     def queries(self) -> int:
         """W, the last queries of the prompt that the policy observes."""
-        return self.served.bound.queries(self.prompt)
+        return self.served.queries(self.prompt)
 
     @property
     def resumes(self) -> bool:

@@ -62,17 +62,18 @@ class Step:
             self._plan_decode(batch)
 
     def _plan_decode(self, batch: Any) -> None:
-        private = [state.private if (state := state_of(r)) else None for r in batch.reqs]
-        rows = [i for i, each in enumerate(private) if each is not None]
-        if not rows:
+        states = [state_of(request) for request in batch.reqs]
+        private = {i: s.private for i, s in enumerate(states) if s is not None and s.private}
+        if not private:
             return
         device = self._table.device
         lengths = batch.seq_lens_cpu.tolist()
-        self.compressed = torch.tensor(rows, device=device)
-        others = [i for i, each in enumerate(private) if each is None]
+        # There may be more rows than requests: beams of one request follow the others.
+        others = [i for i in range(len(lengths)) if i not in private]
+        self.compressed = torch.tensor(list(private), device=device)
         self.plain = torch.tensor(others, dtype=torch.int64, device=device)
         self.lists = Lists(
-            self._runtime.arena, [private[i] for i in rows], [lengths[i] for i in rows], self._table
+            self._runtime.arena, list(private.values()), [lengths[i] for i in private], self._table
         )
 
     def _plan_extend(self, batch: Any) -> None:
