@@ -59,12 +59,12 @@ class Driver:
         self.answers: dict[str, Answer] = {}
         self.steps = 0
         self.each_step: list[Callable[[], None]] = []
+        self._aborted: set[str] = set()  # in the queue they get no answer here
         self._inbox: list[Any] = []
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self._started = False
         self._failure: BaseException | None = None
         self.scheduler.output_streamer.send_to_detokenizer = self
-        self.scheduler.send_abort_output = self._aborted
         receiver = type(self.scheduler.request_receiver)
         receiver.recv_requests = lambda _, local_reqs=(): self._receive(local_reqs)
         threading.Thread(target=self._loop, daemon=True).start()
@@ -107,6 +107,7 @@ class Driver:
         """Abort a request wherever it is."""
         from sglang.srt.managers.io_struct import AbortReq
 
+        self._aborted.add(rid)
         self._inbox.append(AbortReq(rid=rid))
 
     def step(self) -> None:
@@ -136,10 +137,13 @@ class Driver:
             self._paused.release()
 
     def finish(self) -> None:
-        """Run until every request is answered and the scheduler is idle."""
-        idle = self.scheduler.is_fully_idle
+        """Run until every request is answered or aborted and the scheduler is idle."""
         self.run_until(
-            lambda: not self._inbox and all(a.finish for a in self.answers.values()) and idle()
+            lambda: (
+                not self._inbox
+                and all(a.finish or rid in self._aborted for rid, a in self.answers.items())
+                and self.scheduler.is_fully_idle()
+            )
         )
 
     def flush(self) -> None:
@@ -175,6 +179,3 @@ class Driver:
             answer.retractions = payload.retraction_counts[i]
             for each in facts[i] if facts else ():
                 answer.facts = each or answer.facts
-
-    def _aborted(self, message: Any, request: Any) -> None:
-        self.answers[request.rid].finish = message.finished_reason or {"type": "abort"}
