@@ -45,9 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     from kvpolicy.dsl.check import load
+    from kvpolicy.dsl.library import TEST_SUFFIX
 
     code = 0
     for file in args.files:
+        if file.endswith(TEST_SUFFIX):
+            code = max(code, _check_tests(file))
+            continue
         try:
             checked = load(file)
         except PolicyError as error:
@@ -59,17 +63,39 @@ def _check(args: argparse.Namespace) -> int:
         if checked.errors:
             code = max(code, 1)
         else:
-            print(f"{checked.source.name}: well")
+            print(f"{checked.source.name}: ok")
             for sentence in checked.unserved:
                 print(f"{checked.source.name}: note: {sentence}")
     return code
 
 
+def _check_tests(file: str) -> int:
+    """Checks a file of tests, so that `kvpolicy check policies/*.yaml` means what it says."""
+    from kvpolicy.dsl.library import read_source
+    from kvpolicy.dsl.test_format import read_cases
+
+    try:
+        source = read_source(file)
+    except PolicyError as error:
+        print(error)
+        return 2
+    try:
+        read_cases(source)
+    except PolicyError as error:
+        print(error)
+        return 1
+    print(f"{file}: ok")
+    return 0
+
+
 def _fmt(args: argparse.Namespace) -> int:
     from kvpolicy.dsl.fmt import format_file
+    from kvpolicy.dsl.library import TEST_SUFFIX
 
     code = 0
     for file in args.files:
+        if file.endswith(TEST_SUFFIX):
+            continue  # tests have no canonical form
         try:
             changed = format_file(Path(file), write=not args.check)
         except PolicyError as error:

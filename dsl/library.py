@@ -9,13 +9,13 @@ from kvpolicy.dsl.source import Source
 from kvpolicy.dsl.yaml_nodes import MAX_BYTES
 
 POLICIES = Path(__file__).resolve().parent.parent / "policies"
-_TEST_SUFFIX = ".test.yaml"
+TEST_SUFFIX = ".test.yaml"
 
 
 def shipped() -> dict[str, Path]:
     """The shipped policies by name, in order of name."""
     files = sorted(POLICIES.glob("*.yaml"))
-    return {path.stem: path for path in files if not path.name.endswith(_TEST_SUFFIX)}
+    return {path.stem: path for path in files if not path.name.endswith(TEST_SUFFIX)}
 
 
 def find(policy: str | Path) -> Path:

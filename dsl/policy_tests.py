@@ -12,10 +12,8 @@ from kvpolicy.dsl.commands import EXECUTIONS, executable, execute, guarded, over
 from kvpolicy.dsl.diagnostics import PolicyError, refused
 from kvpolicy.dsl.interpret import Result
 from kvpolicy.dsl.ir import Program
-from kvpolicy.dsl.library import find, read_source, shipped
+from kvpolicy.dsl.library import TEST_SUFFIX, find, read_source, shipped
 from kvpolicy.dsl.test_format import Case, Numbers, Seed, read_cases
-
-_SUFFIX = ".test.yaml"
 
 
 def main(args: argparse.Namespace) -> int:
@@ -57,12 +55,12 @@ def _test_files(files: Sequence[str]) -> Iterator[Path]:
     paths = [Path(file) for file in files] or list(shipped().values())
     for path in paths:
         if path.is_dir():
-            found = sorted(path.glob(f"*{_SUFFIX}"))
+            found = sorted(path.glob(f"*{TEST_SUFFIX}"))
             if not found:
-                raise refused(str(path), "file", f"no file *{_SUFFIX} in this folder")
+                raise refused(str(path), "file", f"no file *{TEST_SUFFIX} in this folder")
             yield from found
             continue
-        test = path if path.name.endswith(_SUFFIX) else find(path).with_suffix(_SUFFIX)
+        test = path if path.name.endswith(TEST_SUFFIX) else find(path).with_suffix(TEST_SUFFIX)
         if not test.exists():
             raise refused(str(path), "file", f"there are no tests: `{test.name}` is missing")
         yield test
@@ -70,7 +68,7 @@ def _test_files(files: Sequence[str]) -> Iterator[Path]:
 
 def _tested(test: Path, name: str) -> Program:
     """The policy beside a test file."""
-    stem = test.name.removesuffix(_SUFFIX)
+    stem = test.name.removesuffix(TEST_SUFFIX)
     if name != stem:
         raise refused(str(test), "test", f"`policy` is `{name}`, but the file tests `{stem}`")
     return executable(test.with_name(f"{stem}.yaml"))

@@ -32,14 +32,14 @@ def file(tmp_path):
 def test_check_well(file, capsys):
     path = file(GOOD)
     assert main(["check", path]) == 0
-    assert capsys.readouterr().out == f"{path}: well\n"
+    assert capsys.readouterr().out == f"{path}: ok\n"
 
 
 def test_check_reports_every_file(file, capsys):
     assert main(["check", file(BAD, "a.yaml"), file(GOOD, "b.yaml"), file(BAD, "c.yaml")]) == 1
     out = capsys.readouterr().out
     assert out.count("error[name]: unknown function `recnt`") == 2
-    assert out.count(": well\n") == 1
+    assert out.count(": ok\n") == 1
 
 
 def test_check_warns(file, capsys):
@@ -55,7 +55,7 @@ def test_check_says_what_cannot_be_served(file, capsys):
 
 def test_check_shipped_by_name(capsys):
     assert main(["check", "snapkv"]) == 0
-    assert capsys.readouterr().out == "policies/snapkv.yaml: well\n"
+    assert capsys.readouterr().out == "policies/snapkv.yaml: ok\n"
 
 
 @pytest.mark.parametrize(
@@ -184,3 +184,15 @@ def test_wrong_usage(arguments, capsys):
         main(arguments)
     assert stop.value.code == 2
     assert "usage: kvpolicy" in capsys.readouterr().err
+
+
+def test_check_reads_test_files_too(tmp_path, capsys):
+    shipped = DOCS.parent / "policies"
+    files = [str(path) for path in sorted(shipped.glob("*.yaml"))]
+    assert any(file.endswith(".test.yaml") for file in files)
+    assert main(["check", *files]) == 0
+    wrong = tmp_path / "x.test.yaml"
+    wrong.write_text("policy: x\ntests:\n  - nme: a\n")
+    assert main(["check", str(wrong)]) == 1
+    assert "did you mean `name`?" in capsys.readouterr().out
+    assert main(["fmt", "--check", *files]) == 0
