@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-CHECKED_VERSIONS = ("0.5.23",)
+CHECKED_VERSIONS = ("0.5.22", "0.5.23")
 
 # Hook targets. The launcher needs the first two; `PUBLISH` and `META_INFO` also the tokenizer.
 ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
@@ -165,13 +165,6 @@ def is_decoder_attention(layer: Any) -> bool:
     from sglang.srt.layers.radix_attention import AttentionType
 
     return layer.attn_type == AttentionType.DECODER and not layer.is_cross_attention
-
-
-def is_torch_native(backend: Any) -> bool:
-    """Whether an attention backend is SGLang's torch-native one."""
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
-    return isinstance(backend, TorchNativeAttnBackend)
 
 
 def save_kv(backend: Any, layer: Any, batch: Any, k: torch.Tensor, v: torch.Tensor) -> None:

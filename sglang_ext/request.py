@@ -34,7 +34,6 @@ class Served:
 
     def __init__(self, policy: Policy, bound: Bound, arena: Arena) -> None:
         self.name = policy.name
-        self.policy = policy
         self.bound = bound
         self.program = TorchProgram(bound)
         self._arena = arena

@@ -84,11 +84,6 @@ class Store:
         return sum(self._held.values())
 
     @property
-    def requests(self) -> tuple[Private, ...]:
-        """Every request that holds slots."""
-        return tuple(self._rows.values())
-
-    @property
     def dense_capacity(self) -> int:
         """Tokens that SGLang may schedule: the store takes nothing away in advance."""
         return self.allocator.size
