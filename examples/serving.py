@@ -30,6 +30,7 @@ CPU_FLAGS = {
     "sampling_backend": "pytorch",
     "dtype": "float32",
     "max_total_tokens": 16384,
+    "sleep_on_idle": True,  # an idle scheduler would keep a core busy
 }
 GPU_FLAGS = {"attention_backend": "torch_native", "dtype": "float32", "disable_cuda_graph": True}
 

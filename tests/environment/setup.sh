@@ -44,13 +44,7 @@ else
   # SGLang's own requirements would bring the CUDA stack, so its CPU needs are listed and it comes alone.
   # torch first and alone: pip's settings (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL) decide which build it is.
   pip "torch" install "$(grep '^torch==' $here/requirements-cpu.txt)"
-  requirements=$here/requirements-cpu.txt
-  if [ "$sglang" = 0.5.21 ]; then
-    requirements=$venv/requirements.txt
-    grep -v -f <(cut -d= -f1 $here/requirements-cpu-0.5.21.txt | sed 's/.*/^&==/') $here/requirements-cpu.txt >"$requirements"
-    cat $here/requirements-cpu-0.5.21.txt >>"$requirements"
-  fi
-  pip "what SGLang needs on a CPU (about 2 GB, 2 minutes)" install -r "$requirements"
+  pip "what SGLang needs on a CPU (about 2 GB, 2 minutes)" install -r $here/requirements-cpu.txt
   pip "SGLang $sglang" install --no-deps torchvision==0.28.0 "sglang==$sglang"
   pip "the CPU platform for SGLang" install --no-deps $here/platform
   site=$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')

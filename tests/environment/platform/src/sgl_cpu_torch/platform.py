@@ -61,29 +61,3 @@ class CpuTorchPlatform(SRTPlatform):
 
     def get_dispatch_key_name(self):
         return "native"
-
-
-class _CpuTorchPlatformBefore22(CpuTorchPlatform):
-    """SGLang 0.5.21 makes every platform name its pool and allocator classes."""
-
-    def get_mha_kv_pool_cls(self):
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-        return MHATokenToKVPool
-
-    def get_paged_allocator_cls(self):
-        return _allocator
-
-
-def _allocator(size, *, page_size, dtype, device, kvcache, need_sort):
-    """SGLang's own allocator. With pages its kernels are Triton: set TRITON_INTERPRET=1."""
-    from sglang.srt.mem_cache import allocator
-
-    options = {"dtype": dtype, "device": device, "kvcache": kvcache, "need_sort": need_sort}
-    if page_size == 1:
-        return allocator.TokenToKVPoolAllocator(size, **options)
-    return allocator.PagedTokenToKVPoolAllocator(size, page_size=page_size, **options)
-
-
-if not hasattr(SRTPlatform, "get_kv_pool_cls"):
-    CpuTorchPlatform = _CpuTorchPlatformBefore22

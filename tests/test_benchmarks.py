@@ -1,0 +1,70 @@
+"""The benchmarks and the demo run at toy sizes and check their own results, so they do not rot.
+
+No time is compared here.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.server
+
+
+def run(*words):
+    result = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 0, f"{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+    return result.stdout
+
+
+def rows(output):
+    """Cells of the table's lines after its header."""
+    lines = [line for line in output.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_demo():
+    output = run("examples/demo.py", "--tokens", "256")
+    table = {line[:22].strip(): line[22:].split("  ") for line in output.splitlines()}
+    answer = [cell.strip() for cell in table["answer"] if cell.strip()]
+    expected = [cell.strip() for cell in table["expected"] if cell.strip()]
+    assert answer == expected
+    assert "64 of 256" not in output
+    assert "192 of 256" in output  # slots freed at 64 entries
+
+
+def test_accuracy():
+    by_policy = {row[0]: row for row in rows(run("benchmarks/accuracy.py", "--questions", "12"))}
+    assert by_policy["full KV"][1] == "100.0"
+    for name in ("snapkv", "adakv", "pyramidkv", "lava"):
+        assert 11 < float(by_policy[name][1].split(" / ")[0]) < 13
+        # Of 12 answers one may differ from full KV.
+        assert all(int(cell.split()[0]) >= 91 for cell in by_policy[name][2:])
+    assert all(int(cell.split()[0]) <= 60 for cell in by_policy["sinks-recent"][2:])
+
+
+def test_capacity():
+    words = ("--requests", "40", "--prompt", "256", "--new", "16", "--at-once", "6")
+    stock, policy = rows(run("benchmarks/capacity.py", *words))
+    assert int(stock[1]) == 6
+    assert int(policy[1]) >= 3 * 6
+
+
+def test_cost():
+    words = ("--lengths", "256", "--rounds", "1", "--policies", "snapkv,lava", "--new", "8")
+    for row in rows(run("benchmarks/cost.py", *words)):
+        assert 11 < float(row[2]) < 13
+        assert float(row[3].split()[0]) > 0
+
+
+def test_soak():
+    words = ("--requests", "60", "--longest", "700", "--pool", "3000", "--at-once", "16")
+    [row] = rows(run("benchmarks/soak.py", *words))
+    requests, compared, compressed, _, different, _, leaked, _ = row
+    assert (requests, different, leaked) == ("60", "0", "0")
+    assert int(compared) > 40
+    assert int(compressed) > 5
