@@ -21,7 +21,7 @@ import tasks
 from serving import Server, serve
 
 POLICIES = ("snapkv", "adakv", "pyramidkv", "ada-pyramidkv", "lava", "dynamickv", "sinks-recent")
-TASKS = {"niah": "single needle", "mk": "multi-key needle"}
+TASKS = {"niah": "single needle", "mk": "multi-key needle", "mq": "multi-query, 3 of 24"}
 
 
 def ask(server: Server, sample, policy: str) -> tuple[bool, int, int]:
