@@ -51,7 +51,10 @@ def installed_version() -> str:
 
 
 def in_scheduler() -> bool:
-    """Whether this process runs a scheduler: only there is its module loaded before plugins are."""
+    """Whether this process may run a scheduler: its module is loaded before the plugins are.
+
+    Also true in the process of `sgl.Engine`, where the hooks lie idle.
+    """
     return _SCHEDULER_MODULE in sys.modules
 
 

@@ -50,8 +50,8 @@ def _install(paths: list[str], settings: list[str]) -> None:
         from kvpolicy.sglang_ext.runtime import Runtime
 
         install(Runtime(load_policies(paths, settings)))
-    else:
-        compat.register(compat.PUBLISH, _after_publish, "after")
+    # The process of `sgl.Engine` has the scheduler's module loaded too, but no command line.
+    compat.register(compat.PUBLISH, _after_publish, "after")
 
 
 def _add_cli_args(result: Any, parser: ArgumentParser, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,55 @@
+"""`sgl.Engine` has no command line: the environment names its policies."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.server
+SCRIPT = """
+import json, sglang
+if __name__ == "__main__":
+    engine = sglang.Engine(
+        model_path=MODEL, device="cpu", attention_backend="torch_native", dtype="float32",
+        max_total_tokens=4096, skip_tokenizer_init=True, log_level="error",
+    )
+    def facts(**custom):
+        sampling = {"temperature": 0, "max_new_tokens": 4, "custom_params": custom or None}
+        answer = engine.generate(input_ids=list(range(20, 320)), sampling_params=sampling)
+        return answer["meta_info"].get("kv_policy")
+    print("FACTS", json.dumps([facts(), facts(kv_policy="none")]))
+    engine.shutdown()
+"""
+
+
+def run(tmp_path, setting):
+    script = tmp_path / "engine.py"
+    script.write_text(SCRIPT.replace("MODEL", repr(str(ROOT / "examples" / "model-tiny"))))
+    variables = {
+        "SGLANG_KV_POLICY": str(ROOT / "policies" / "snapkv.yaml"),
+        "SGLANG_KV_POLICY_SET": setting,
+        "OMP_NUM_THREADS": "1",
+    }
+    words = [sys.executable, "-P", str(script)]
+    environment = {**os.environ, **variables}
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def test_the_environment_names_the_policy(tmp_path):
+    result = run(tmp_path, "capacity=48")
+    line = next((x for x in result.stdout.splitlines() if x.startswith("FACTS ")), None)
+    assert line, result.stderr[-2000:]
+    compressed, full = json.loads(line.removeprefix("FACTS "))
+    assert (compressed["policy"], compressed["entries_kept"]) == ("snapkv", 8 * 48)
+    assert full is None
+
+
+def test_a_wrong_setting_stops_the_engine_with_one_message(tmp_path):
+    result = run(tmp_path, "kernel=6")
+    assert result.returncode != 0
+    assert "`kernel` is 6; it must be a whole number, odd, at least 1" in result.stderr
+    assert "Traceback" not in result.stderr
