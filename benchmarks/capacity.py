@@ -22,7 +22,7 @@ DECODE_BATCH = re.compile(r"Decode batch, #running-req: (\d+)")
 
 
 def measure(server, prompts: list[list[int]], new_tokens: int) -> dict:
-    """Send all prompts at once; return peak and mean decode batch, seconds and the answers."""
+    """Send all prompts at once; return peak and mean decode batch and seconds."""
     server.generate(input_ids=prompts[0][:8], max_new_tokens=2)
     before = len(server.log_text())
     started = time.perf_counter()
@@ -42,8 +42,13 @@ def measure(server, prompts: list[list[int]], new_tokens: int) -> dict:
         "mean": float(np.mean(batches)),
         "seconds": seconds,
         "retractions": sum(a["meta_info"]["num_retractions"] for a in answers),
-        "answers": [a["output_ids"] for a in answers],
     }
+
+
+def row(label: str, result: dict) -> list[object]:
+    """A line of the table."""
+    mean, seconds = f"{result['mean']:.1f}", f"{result['seconds']:.1f}"
+    return [label, result["peak"], mean, seconds, result["retractions"]]
 
 
 def main() -> None:
@@ -59,7 +64,7 @@ def main() -> None:
     rng = np.random.default_rng(options.seed)
     prompts = rng.integers(20, 500, (options.requests, options.prompt)).tolist()
     flags = {
-        # One request of slack, so that R requests are admitted in spite of rounding.
+        # Half a request of slack, so that R requests are admitted in spite of rounding.
         "max_total_tokens": int((options.at_once + 0.5) * (options.prompt + options.new)),
         "skip_tokenizer_init": True,
         "decode_log_interval": 1,
@@ -72,13 +77,6 @@ def main() -> None:
         policy = measure(server, prompts, options.new)
 
     name = Path(options.policy).stem
-    row = lambda label, m: [  # noqa: E731
-        label,
-        m["peak"],
-        f"{m['mean']:.1f}",
-        f"{m['seconds']:.1f}",
-        m["retractions"],
-    ]
     text = (
         f"{options.requests} requests of {options.prompt} tokens, {options.new} generated, pool of "
         f"{flags['max_total_tokens']} tokens.\n\n"
@@ -88,8 +86,6 @@ def main() -> None:
         )
         + f"\n\nPeak: {policy['peak'] / stock['peak']:.1f} times as many at once."
     )
-    for result in (stock, policy):
-        del result["answers"]
     report.publish(
         "capacity", "Requests decoded at once", text, {"stock": stock, name: policy}, options.save
     )

@@ -7,6 +7,7 @@ start of the first forward to the first token.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from serving import Server, serve
 
 POLICIES = ("snapkv", "adakv", "pyramidkv", "lava", "dynamickv", "simlayerkv-prefill")
+HEADER = (
+    "policy",
+    "prompt tokens",
+    "kept, %",
+    "scoring + compaction, % of prefill",
+    "stock TPOT, ms",
+    "policy TPOT, ms",
+    "policy / stock",
+)
 SECONDS = "sglang:kv_policy_compression_seconds_sum"
 
 
@@ -73,7 +83,29 @@ def compare(stock: Server, ours: Server, policy: str, length: int, options) -> d
     return result
 
 
-def main() -> None:
+def settings_for(names: list[str], capacity: int) -> list[str]:
+    """Parameters with which each policy keeps about `capacity` entries."""
+    settings = [f"{name}.capacity={capacity}" for name in names if name != "simlayerkv-prefill"]
+    if "simlayerkv-prefill" in names:  # every layer counts as lazy
+        settings += ["simlayerkv-prefill.threshold=0", f"simlayerkv-prefill.window={capacity}"]
+    return settings
+
+
+def row(name: str, length: int, result: dict) -> list[str]:
+    """A line of the table."""
+    ratio = [p / s for p, s in zip(result["policy_ms"], result["stock_ms"], strict=True)]
+    return [
+        name,
+        str(length),
+        f"{100 * np.mean(result['kept']):.1f}",
+        report.spread(result["share"], 0, 100),
+        report.spread(result["stock_ms"]),
+        report.spread(result["policy_ms"]),
+        report.spread(ratio),
+    ]
+
+
+def parse() -> argparse.Namespace:
     parser = report.arguments(__doc__)
     parser.add_argument("--lengths", default="512,1024,2048", help="prompt tokens")
     parser.add_argument("--kept", type=float, default=0.125, help="share of the prompt kept")
@@ -81,53 +113,30 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=48, help="tokens generated")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--policies", default=",".join(POLICIES))
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
     lengths = [int(n) for n in options.lengths.split(",")]
     names = options.policies.split(",")
     files = [report.ROOT / "policies" / f"{name}.yaml" for name in names]
-    flags = {"skip_tokenizer_init": True, "enable_metrics": True, "disable_radix_cache": False}
+    flags = {"skip_tokenizer_init": True, "enable_metrics": True}
     rows, data = [], {}
     bar = tqdm(total=len(lengths) * len(names), desc="lengths x policies")
     with serve(options.model, progress=True, **flags) as stock:
         for length in lengths:
-            capacity = int(options.kept * length)
-            settings = [
-                f"{n}.capacity={capacity}" if n != "simlayerkv-prefill" else f"{n}.threshold=0"
-                for n in names
-            ]
-            settings += [f"simlayerkv-prefill.window={capacity}"]
+            settings = settings_for(names, int(options.kept * length))
             with serve(options.model, files, settings, **flags) as ours:
                 for name in names:
-                    r = data[f"{name}@{length}"] = compare(stock, ours, name, length, options)
-                    ratio = [p / s for p, s in zip(r["policy_ms"], r["stock_ms"], strict=True)]
-                    rows.append(
-                        [
-                            name,
-                            length,
-                            f"{100 * np.mean(r['kept']):.1f}",
-                            report.spread(r["share"], 0, 100),
-                            report.spread(r["stock_ms"]),
-                            report.spread(r["policy_ms"]),
-                            report.spread(ratio),
-                        ]
-                    )
+                    result = compare(stock, ours, name, length, options)
+                    data[f"{name}@{length}"] = result
+                    rows.append(row(name, length, result))
                     bar.update()
     bar.close()
     text = (
         f"Median (min-max) of {options.rounds} rounds; decode: {options.batch} requests together, "
-        f"{options.new} tokens each.\n\n"
-        + report.table(
-            [
-                "policy",
-                "prompt tokens",
-                "kept, %",
-                "scoring + compaction, % of prefill",
-                "stock TPOT, ms",
-                "policy TPOT, ms",
-                "policy / stock",
-            ],
-            rows,
-        )
+        f"{options.new} tokens each.\n\n" + report.table(HEADER, rows)
     )
     report.publish("cost", "Compression cost and decode step", text, data, options.save)
 
