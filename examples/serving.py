@@ -184,12 +184,12 @@ def _wait_until_ready(server: Server, timeout: float, progress: bool) -> None:
     started = time.monotonic()
     while True:
         waited = time.monotonic() - started
-        if progress:
+        # A file or a pipe gets the last line only.
+        if progress and sys.stderr.isatty():
             print(f"\rstarting SGLang ... {waited:3.0f} s", end="", file=sys.stderr, flush=True)
         if server.process.poll() is not None:
-            raise ServerFailed(
-                _last_words(server, f"stopped (exit status {server.process.poll()})")
-            )
+            status = server.process.poll()
+            raise ServerFailed(_last_words(server, f"stopped (exit status {status})"))
         if waited > timeout:
             raise ServerFailed(_last_words(server, f"did not answer within {timeout:.0f} s"))
         with contextlib.suppress(requests.RequestException):
@@ -197,7 +197,8 @@ def _wait_until_ready(server: Server, timeout: float, progress: bool) -> None:
                 break
         time.sleep(0.25)
     if progress:
-        print(f"\rstarting SGLang ... ready after {waited:.0f} s", file=sys.stderr, flush=True)
+        start = "\r" if sys.stderr.isatty() else ""
+        print(f"{start}starting SGLang ... ready after {waited:.0f} s", file=sys.stderr, flush=True)
 
 
 def _last_words(server: Server, what: str) -> str:
