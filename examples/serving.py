@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -104,10 +105,16 @@ def has_gpu() -> bool:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A loopback port that nobody listens on now.
+
+    Below the range from which the system gives ports to outgoing connections: a server takes half
+    a minute to start, and a port of that range may be taken by then.
+    """
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ServerFailed("no free loopback port was found between 20000 and 32000")
 
 
 def command_line(flags: dict[str, object]) -> list[str]:
