@@ -14,11 +14,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-import torch
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
+from kvpolicy.dsl.commands import bound_policy, execute
 from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.torch_program import TorchProgram
 from record import record
 
 sys.path.insert(0, str(Path(__file__).parent / "train"))
@@ -28,17 +25,12 @@ ROOT = Path(__file__).parents[1]
 POLICIES = ("snapkv", "adakv", "pyramidkv", "lava", "sinks-recent")
 
 
-def kept_by(name: str, tensors: dict[str, np.ndarray], settings: dict[str, str]) -> np.ndarray:
+def kept_by(name: str, tensors: dict[str, np.ndarray], settings: list[str]) -> np.ndarray:
     """[L * G, N] bool: what a shipped policy keeps of a recorded prompt."""
-    layers, heads, tokens, size = tensors["q"].shape
+    layers, heads, _, size = tensors["q"].shape
     shape = ModelShape(layers, heads, tensors["k"].shape[1], size)
-    bound = bind(load(ROOT / "policies" / f"{name}.yaml").require(), shape, settings)
-    run = TorchProgram(bound).start(tokens)
-    observed = bound.queries(tokens)
-    for layer in range(layers):
-        q, k, v = (torch.from_numpy(tensors[x][layer]) for x in "qkv")
-        run.observe(layer, q[:, tokens - observed :], k, v)
-    return torch.cat(list(run.finish())).numpy()
+    bound = bound_policy(name, settings, shape)
+    return np.concatenate(execute(bound, "torch", *(tensors[x] for x in "qkv")).kept)
 
 
 def draw(kept: dict[str, np.ndarray], needle: tuple[int, int], kv_heads: int, path: Path) -> None:
@@ -75,9 +67,9 @@ def main() -> int:
     tensors = record(options.model, sample.text)
     kept = {}
     for name in POLICIES:
-        settings = {"capacity": str(options.capacity), "window": str(options.window)}
-        if name == "sinks-recent":
-            del settings["window"]
+        settings = [f"capacity={options.capacity}"]
+        if name != "sinks-recent":
+            settings.append(f"window={options.window}")
         kept[name] = kept_by(name, tensors, settings)
     draw(kept, sample.needles[0], tensors["k"].shape[1], options.out)
     return 0
