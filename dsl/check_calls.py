@@ -237,6 +237,18 @@ def _attention_node(
     return typer.at_dropped(node)
 
 
+def _in_layers(site: Site, argument: str, takes: str) -> bool:
+    """Whether an argument may count layers; a parameter in it then gets that unit."""
+    typer, _, _, _, exprs, nodes = site
+    expr, unit = exprs[argument], nodes[argument].type.unit
+    if unit in ("tokens", "ratio"):
+        message = f"{takes}; `{typer.shown(expr)}` is {unit_words(unit)}"
+        typer.error("unit", message, expr.span)
+        return False
+    typer.scope.suggest_unit(expr, "layers")
+    return True
+
+
 def _past(site: Site) -> Node | None:
     typer, call, _, _, exprs, nodes = site
     x, n = nodes["x"], nodes["n"]
@@ -245,11 +257,8 @@ def _past(site: Site) -> Node | None:
         return None
     if not is_static(typer, n, exprs["n"], "the number of layers"):
         return None
-    if n.type.unit in ("tokens", "ratio"):
-        message = f"`past` takes a number of layers; `{typer.shown(exprs['n'])}` is "
-        typer.error("unit", message + unit_words(n.type.unit), exprs["n"].span)
+    if not _in_layers(site, "n", "`past` takes a number of layers"):
         return None
-    typer.scope.suggest_unit(exprs["n"], "layers")
     typer.scope.suggest_range(exprs["n"], whole=True, minimum=1)
     return typer.graph.make(
         "past", (x, n), kind=x.type.kind, axes=("past", *x.type.axes), unit=x.type.unit,
@@ -264,11 +273,8 @@ def _at(site: Site) -> Node | None:
         message = f"`{typer.shown(exprs['layer'])}` is not one number for the layer"
         typer.error("axis", message, exprs["layer"].span)
         return None
-    if layer.type.unit in ("tokens", "ratio"):
-        message = f"`at` takes a layer; `{typer.shown(exprs['layer'])}` is "
-        typer.error("unit", message + unit_words(layer.type.unit), exprs["layer"].span)
+    if not _in_layers(site, "layer", "`at` takes a layer"):
         return None
-    typer.scope.suggest_unit(exprs["layer"], "layers")
     return typer.graph.make(
         "at", (layer, x), kind=x.type.kind, axes=x.type.axes, unit=x.type.unit, absent=True,
         span=typer.span(call),
