@@ -38,15 +38,15 @@ def attach(backend: Any, name: str, runtime: Runtime) -> Any:
     def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, **options):
         out = stock.forward_extend(self, q, k, v, layer, batch, save_kv_cache, **options)
         step = runtime.step
-        if step is not None:
+        if step is not None and step.prefill is not None:
             heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-            step.observe(layer, heads)
-            step.overwrite_resumed(layer, heads, out.view(heads.shape), read)
+            step.prefill.observe(layer, heads)
+            step.resume.overwrite(layer, heads, out.view(heads.shape), read)
         return out
 
     def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True, **options):
-        step = runtime.step
-        if step is None or step.lists is None:
+        step = None if runtime.step is None else runtime.step.decode
+        if step is None or not step.reads:
             return stock.forward_decode(self, q, k, v, layer, batch, save_kv_cache, **options)
         if save_kv_cache and k is not None:
             compat.save_kv(self, layer, batch, k, v)
@@ -54,8 +54,7 @@ def attach(backend: Any, name: str, runtime: Runtime) -> Any:
         out = torch.empty_like(heads)
         if step.plain.numel():
             out[step.plain] = compat.stock_decode_rows(self, layer, batch, heads, step.plain)
-        queries = heads[step.compressed].unsqueeze(1)
-        out[step.compressed] = attend(runtime.arena, step.lists, layer, queries, read)[:, 0]
+        out[step.compressed] = step.attend(layer, heads, read)
         return out.view(q.shape)
 
     members = {"forward_extend": forward_extend, "forward_decode": forward_decode}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -101,6 +101,26 @@ class State:
 def state_of(request: Any) -> State | None:
     """The state of an SGLang request; None when no policy applies to it."""
     return getattr(request, _ATTRIBUTE, None)
+
+
+def iterate_finishing(batch: Any) -> Iterator[tuple[Any, State]]:
+    """Requests of an extend batch whose prompt ends in it, with their state."""
+    for request in batch.reqs:
+        state = state_of(request)
+        if state is not None and request.extend_end == state.prompt:
+            yield request, state
+
+
+def iterate_rows(batch: Any) -> Iterator[tuple[Any, State, slice, int]]:
+    """Requests of an extend batch that are to be compressed: state, rows, tokens before these."""
+    end = 0
+    for request, prefix, count in zip(
+        batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
+    ):
+        start, end = end, end + count
+        state = state_of(request)
+        if state is not None and state.wanted:
+            yield request, state, slice(start, end), prefix
 
 
 def is_assigned(request: Any) -> bool:

@@ -22,8 +22,8 @@ from kvpolicy.sglang_ext import compat, request
 from kvpolicy.sglang_ext.arena import Arena
 from kvpolicy.sglang_ext.metrics import Metrics
 from kvpolicy.sglang_ext.options import Policy
-from kvpolicy.sglang_ext.request import Served, State, state_of
-from kvpolicy.sglang_ext.step import Step, iterate_finishing
+from kvpolicy.sglang_ext.request import Served, State, iterate_finishing, state_of
+from kvpolicy.sglang_ext.step import Step
 from kvpolicy.sglang_ext.store import Store
 
 logger = logging.getLogger(__name__)
