@@ -1,13 +1,13 @@
 """Copy the chosen entries of one layer's prompt into private pages.
 
 An entry is one key vector and one value vector of one layer, KV head and position. The pool is one
-array of entries: key entry `e` has its value at `e + value_offset`. A page is G consecutive
-entries; page `r` is the entries `r * G .. r * G + G - 1`.
+array of entries: key entry `e` has its value at `e + value_offset`.
 """
 
 from __future__ import annotations
 
 import torch
+from kvpolicy.kernels.pages import lay_out
 
 
 def compact(
@@ -20,6 +20,8 @@ def compact(
     value_offset: int,
 ) -> torch.Tensor:
     """Copy kept keys and values into pages, in position order, each KV head from a new page on.
+
+    Unlike `place` it reads the pool itself, and of it only what is kept.
 
     Args:
         entries: [E, D] any dtype; written in place.
@@ -37,23 +39,11 @@ def compact(
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    if kept.dtype != torch.bool or kept.dim() != 2:
-        raise ValueError(f"kept: expected bool [G, N], got {kept.dtype} {list(kept.shape)}")
+    head, position, target, counts = lay_out(kept, pages)
     group, length = kept.shape
     if prompt_slots.shape != (length,):
         raise ValueError(f"prompt_slots: expected [{length}], got {list(prompt_slots.shape)}")
-    counts = kept.sum(dim=1)
-    used = (counts + group - 1) // group
-    total = int(used.sum())
-    if pages.dim() != 1 or pages.shape[0] < total:
-        raise ValueError(f"pages: expected [>= {total}], got {list(pages.shape)}")
-
-    head, position = kept.nonzero(as_tuple=True)
     source = key_base + prompt_slots[position] * group + head
-    first_entry = counts.cumsum(0) - counts
-    first_page = used.cumsum(0) - used
-    place = torch.arange(head.shape[0], device=kept.device) - first_entry[head]
-    target = pages[first_page[head] + place // group] * group + place % group
     entries[target] = entries[source]
     entries[target + value_offset] = entries[source + value_offset]
     return counts

@@ -17,6 +17,9 @@ def paged_attention(
     indices: torch.Tensor,
     *,
     scale: float,
+    value_indices: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention of the last T tokens of each request over its listed entries.
 
@@ -28,6 +31,9 @@ def paged_attention(
         indices: [nnz] int64 entries in position order. The last T of a list are those of the
             queries' own tokens: query t does not see the last T - 1 - t of them.
         scale: multiplies q.k, usually D ** -0.5.
+        value_indices: [nnz] int64, where a value does not lie beside its key; default `indices`.
+        key_scale, value_scale: [nnz] float32; the j-th key is keys[indices[j]] * key_scale[j], the
+            value likewise. Default 1.
 
     Returns:
         [B, T, H, D], dtype of q, computed in float32. Zero where a query sees no entry.
@@ -36,29 +42,42 @@ def paged_attention(
         ValueError: names the argument, the expected and the actual shape.
     """
     groups = _check(q, keys, values, indptr)
+    own = {"value_indices": value_indices, "key_scale": key_scale, "value_scale": value_scale}
+    for name, tensor in own.items():
+        if tensor is not None and tensor.shape != indices.shape:
+            raise ValueError(f"{name}: expected {list(indices.shape)}, got {list(tensor.shape)}")
     requests, tokens, heads, size = q.shape
-    if requests == 0:
-        return torch.empty_like(q)
+    if requests == 0 or indices.shape[0] == 0:
+        return torch.zeros_like(q)
     length = indptr.diff()
     longest = max(int(length.max()), 1)
     place = torch.arange(longest, device=q.device)
     # A place past the end of a list repeats its first entry, so that no other list is touched.
     inside = place[None, :] < length[:, None]
     at = indptr[:-1, None] + torch.where(inside, place[None, :], 0)
-    entry = indices[at.clamp(max=max(indices.shape[0] - 1, 0))] if indices.shape[0] else at * 0
+    at = at.clamp(max=indices.shape[0] - 1)
 
     # [B * G, T, H / G, D] against [B * G, M, D]
     grouped = q.view(requests, tokens, groups, heads // groups, size).transpose(1, 2)
     grouped = grouped.reshape(requests * groups, tokens * (heads // groups), size).float()
-    scores = torch.bmm(grouped, keys[entry].float().transpose(1, 2)) * scale
+    scores = torch.bmm(grouped, _rows(keys, indices, key_scale, at).transpose(1, 2)) * scale
     last = length[:, None] - tokens + torch.arange(tokens, device=q.device)  # [B * G, T]
     seen = place <= last[:, :, None]  # [B * G, T, M]
     seen = seen.repeat_interleave(heads // groups, dim=1)
     weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
-    out = torch.bmm(weights.nan_to_num(0.0), values[entry].float())
+    beside = indices if value_indices is None else value_indices
+    out = torch.bmm(weights.nan_to_num(0.0), _rows(values, beside, value_scale, at))
     out = out.masked_fill(~seen.any(-1, keepdim=True), 0.0)
     out = out.view(requests, groups, tokens, heads // groups, size).transpose(1, 2)
     return out.reshape(requests, tokens, heads, size).to(q.dtype)
+
+
+def _rows(
+    rows: torch.Tensor, indices: torch.Tensor, scale: torch.Tensor | None, at: torch.Tensor
+) -> torch.Tensor:
+    """[..., D] float32, the listed rows at places `at` [...] of the lists."""
+    found = rows[indices[at]].float()
+    return found if scale is None else found * scale[at].unsqueeze(-1)
 
 
 def _check(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, indptr: torch.Tensor) -> int:

@@ -1,0 +1,51 @@
+"""Read the ragged entry lists of one request into dense tensors."""
+
+from __future__ import annotations
+
+import torch
+
+
+def gather(
+    entries: torch.Tensor,
+    values: torch.Tensor,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    there: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of listed entries, laid out by candidate.
+
+    Args:
+        entries, values: [E, D] any dtype; entry e is entries[e] and values[e]. Nothing outside the
+            lists is read.
+        indptr: [G + 1] int64; KV head g owns indices[indptr[g] : indptr[g + 1]]. It may be a part
+            of a longer one, as of several requests.
+        indices: [nnz] int64.
+        there: [G, M] bool; the j-th entry of head g's list goes to its j-th True. None: all lists
+            are equally long, and nothing lies between.
+
+    Returns:
+        k, v: [G, M, D], dtype of entries and of values; zero where not there.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual lengths.
+    """
+    lengths = indptr.diff()
+    if there is None:
+        if bool((lengths != lengths[0]).any()):
+            raise ValueError(f"indptr: expected lists of one length, got {lengths.tolist()}")
+    elif there.shape[0] != lengths.shape[0] or bool((there.sum(dim=1) != lengths).any()):
+        raise ValueError(
+            f"there: expected {lengths.tolist()} True per KV head, got {there.sum(dim=1).tolist()}"
+        )
+    listed = indices[indptr[0] : indptr[-1]]
+    return _dense(entries[listed], there, lengths), _dense(values[listed], there, lengths)
+
+
+def _dense(rows: torch.Tensor, there: torch.Tensor | None, lengths: torch.Tensor) -> torch.Tensor:
+    if there is None:
+        heads, size = lengths.shape[0], rows.shape[1]
+        return rows.view(heads, rows.shape[0] // heads, size)
+    dense = rows.new_zeros(*there.shape, rows.shape[1])
+    # Row by row of `there`, as the lists follow each other.
+    dense[there] = rows
+    return dense

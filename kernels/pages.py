@@ -1,0 +1,41 @@
+"""How lists of entries lie in pages; the one place that says so for all kernels that write them.
+
+A page is G consecutive entries of the pool: page `r` is the entries `r * G .. r * G + G - 1`. The
+list of each KV head starts on a page of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def lay_out(
+    kept: torch.Tensor, pages: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Entries of the pool for the kept candidates, in order, each KV head from a new page on.
+
+    Args:
+        kept: [G, M] bool.
+        pages: [P] int64 page numbers to fill, at least the sum over heads of ceil(kept / G).
+
+    Returns:
+        head [nnz], candidate [nnz] of the kept ones, entry [nnz] of each, counts [G]; all int64.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
+    if kept.dtype != torch.bool or kept.dim() != 2:
+        raise ValueError(f"kept: expected bool [G, N], got {kept.dtype} {list(kept.shape)}")
+    size = kept.shape[0]
+    counts = kept.sum(dim=1)
+    used = (counts + size - 1) // size
+    total = int(used.sum())
+    if pages.dim() != 1 or pages.shape[0] < total:
+        raise ValueError(f"pages: expected [>= {total}], got {list(pages.shape)}")
+
+    head, candidate = kept.nonzero(as_tuple=True)
+    first_entry = counts.cumsum(0) - counts
+    first_page = used.cumsum(0) - used
+    place = torch.arange(head.shape[0], device=kept.device) - first_entry[head]
+    entry = pages[first_page[head] + place // size] * size + place % size
+    return head, candidate, entry, counts

@@ -1,0 +1,164 @@
+"""Writing rows into pages against writing one at a time; rounding against exact fractions."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from kvpolicy.kernels.compact import compact
+from kvpolicy.kernels.place import place
+from kvpolicy.kernels.rounding import rounded
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def written(entries, k, v, kept, pages, value_offset):
+    """The same by definition."""
+    entries = entries.clone()
+    group, length = kept.shape
+    page = 0
+    for head in range(group):
+        at = 0
+        for row in range(length):
+            if not kept[head, row]:
+                continue
+            target = int(pages[page + at // group]) * group + at % group
+            entries[target] = k[head, row].to(entries.dtype)
+            entries[target + value_offset] = v[head, row].to(entries.dtype)
+            at += 1
+        page += -(-at // group)
+    return entries
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [3, 64, 128])
+@pytest.mark.parametrize(("group", "length"), [(1, 1), (2, 63), (3, 9), (4, 8), (8, 17), (2, 0)])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_equals_writing_one_at_a_time(dtype, size, group, length, share):
+    generator = torch.Generator().manual_seed(group * 100 + length)
+    pages = group * (length // group + 1)
+    value_offset = 2 * pages * group
+    entries = torch.full((2 * value_offset, size), float("nan"), dtype=dtype)
+    k, v = torch.randn(2, group, length, size, generator=generator)
+    kept = torch.rand(group, length, generator=generator) < share
+    kept[0] = False  # an empty head
+    order = torch.randperm(2 * pages, generator=generator)[:pages]
+    wanted = written(entries, k, v, kept, order, value_offset)
+    k[~kept], v[~kept] = float("nan"), float("inf")  # must not be read
+
+    counts = place(entries, k, v, kept, order, value_offset=value_offset)
+
+    assert counts.tolist() == kept.sum(1).tolist()
+    torch.testing.assert_close(entries, wanted, rtol=0, atol=0, equal_nan=True)
+    assert int((~entries.isnan()).all(1).sum()) == 2 * int(kept.sum())
+
+
+def test_full_pages_end_where_the_next_head_begins():
+    entries = torch.zeros(16, 1)
+    k = torch.arange(1.0, 9.0).view(2, 4, 1)
+    place(
+        entries,
+        k,
+        -k,
+        torch.ones(2, 4, dtype=torch.bool),
+        torch.tensor([3, 0, 1, 2]),
+        value_offset=8,
+    )
+    assert entries[:8, 0].tolist() == [3, 4, 5, 6, 7, 8, 1, 2]
+    assert entries[8:, 0].tolist() == [-3, -4, -5, -6, -7, -8, -1, -2]
+
+
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_lays_entries_out_as_compact_does(group):
+    generator = torch.Generator().manual_seed(group)
+    length, size = 21, 5
+    rows = 4 * length
+    value_offset = rows * group
+    entries = torch.randn(2 * value_offset, size, generator=generator)
+    slots = torch.randperm(2 * length, generator=generator)[:length]
+    kept = torch.rand(group, length, generator=generator) < 0.5
+    pages = 2 * length + torch.randperm(2 * length, generator=generator)
+    copies = entries.clone()
+    compact(copies, slots, kept, pages, key_base=0, value_offset=value_offset)
+    rows_of = slots[None] * group + torch.arange(group)[:, None]
+    k, v = entries[rows_of], entries[rows_of + value_offset]
+    place(entries, k, v, kept, pages, value_offset=value_offset)
+    assert torch.equal(entries, copies)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pages_may_hold_what_is_moved(dtype):
+    """In-place compaction: the rows were read before anything is written."""
+    entries = torch.arange(48).view(24, 2).to(dtype)
+    k, v = entries[:12].view(2, 6, 2).clone(), entries[12:].view(2, 6, 2).clone()
+    kept = torch.tensor([[0, 1, 0, 1, 1, 0], [1, 0, 0, 0, 1, 1]], dtype=torch.bool)
+    place(entries, k, v, kept, torch.arange(4), value_offset=12)
+    assert torch.equal(entries[[0, 1, 2]], k[0, [1, 3, 4]])
+    assert torch.equal(entries[[4, 5, 6]], k[1, [0, 4, 5]])
+    assert torch.equal(entries[[16, 17, 18]], v[1, [0, 4, 5]])
+
+
+def test_float64_rows_are_rounded_once():
+    entries = torch.zeros(4, 1, dtype=torch.bfloat16)
+    row = torch.full((1, 1, 1), 1 + 2**-8 + 2**-40, dtype=torch.float64)
+    kept = torch.ones(1, 1, dtype=torch.bool)
+    place(entries, row, -row, kept, torch.tensor([1]), value_offset=2)
+    assert entries[:, 0].tolist() == [0, 1 + 2**-7, 0, -1 - 2**-7]
+
+
+def nearest(x, dtype):
+    """The number of `dtype` nearest to a float64, by comparing exact fractions."""
+    near = torch.tensor(x, dtype=torch.float64).to(dtype)
+    around = [near, torch.nextafter(near, near * 0 - 1e4), torch.nextafter(near, near * 0 + 1e4)]
+    around = [a for a in around if a.isfinite()]
+
+    def distance(a):
+        even = int(a.view(torch.int16)) % 2
+        return abs(Fraction(float(a)) - Fraction(x)), even
+
+    return min(around, key=distance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounding_is_to_the_nearest(dtype):
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.randn(200, generator=generator).to(dtype).double()
+    step = 2.0 ** torch.randint(-50, 0, (200,), generator=generator).double()
+    halves = (exact + torch.nextafter(exact.to(dtype), torch.tensor(9e3, dtype=dtype)).double()) / 2
+    # Near the middle between two numbers, where rounding twice goes wrong; tiny and zero as well.
+    x = torch.cat([halves, halves * (1 + step), halves * (1 - step), halves * 1e-7, exact * 0])
+    got = rounded(x, dtype)
+    wanted = torch.stack([nearest(float(each), dtype) for each in x])
+    assert torch.equal(got, wanted)
+    assert not torch.equal(x.to(dtype), wanted)  # so the test can tell
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_rounding_keeps_what_is_not_finite(dtype):
+    x = torch.tensor([float("inf"), -float("inf"), float("nan"), 1e300, -0.0], dtype=torch.float64)
+    got = rounded(x, dtype)
+    assert got.dtype == dtype
+    assert got[:2].tolist() == [float("inf"), -float("inf")]
+    assert got[2].isnan()
+    assert float(got[3]) == (1e300 if dtype == torch.float64 else float("inf"))
+    assert got[4].signbit()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kept": torch.ones(2, 3)}, r"kept: expected bool \[G, N\], got torch.float32 \[2, 3\]"),
+        ({"k": torch.zeros(2, 4, 2)}, r"k: expected \[2, 3, 2\], got \[2, 4, 2\]"),
+        ({"v": torch.zeros(2, 3, 3)}, r"v: expected \[2, 3, 2\], got \[2, 3, 3\]"),
+        ({"pages": torch.arange(3)}, r"pages: expected \[>= 4\], got \[3\]"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    arguments = {
+        "entries": torch.zeros(64, 2),
+        "k": torch.zeros(2, 3, 2),
+        "v": torch.zeros(2, 3, 2),
+        "kept": torch.ones(2, 3, dtype=torch.bool),
+        "pages": torch.arange(4),
+    } | change
+    with pytest.raises(ValueError, match=message):
+        place(**arguments, value_offset=16)
