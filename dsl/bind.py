@@ -16,29 +16,49 @@ from kvpolicy.dsl.counts import whole
 from kvpolicy.dsl.diagnostics import PolicyError, refused
 from kvpolicy.dsl.exact import Value, evaluator
 from kvpolicy.dsl.fit import does_not_fit
-from kvpolicy.dsl.ir import ModelShape, Node, Program, Rules, When
+from kvpolicy.dsl.ir import ModelShape, Node, Program, Propagate, Rules, Share, Type, When
 from kvpolicy.dsl.lower import Phase, Phases, Static, fold, lower
 from kvpolicy.dsl.parameters import environment, parameter_values
 from kvpolicy.dsl.print_ir import print_program
 from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.traverse import (
+    Sections,
+    merge_roots,
+    nodes_of,
+    propagate_roots,
+    state_roots,
+    states_needed,
+)
 from kvpolicy.dsl.verify import verify
 
-# Prompt lengths whose numbers are remembered; a server asks for one several times in a row.
-_PROMPTS = 4
+# Environments whose numbers are remembered; a server asks for one several times in a row.
+_ENVIRONMENTS = 512
 _ATTENTION = ("attn", "logits", "distance")
+# More queries than any request has.
+_MOST = 2**31
+# Lets whose values `kvpolicy run` reports.
+REPORTED = ("layer_ratio", "laziness")
 
 
 @dataclass(frozen=True)
 class Bound:
     """A policy with a model and parameter values: what an execution runs.
 
+    `rules`, `decode`, `propagate` and `share` have everything folded that parameters and sizes
+    decide, and `states` only as far as something reads them; the `lowered` ones have no `then`, no
+    unsized `top` and no name `budget` either (see `lower.py`).
+
     Attributes:
         program: the checked policy.
         shape: sizes of the model.
         params: value of every parameter, defaults included.
-        rules: prefill rules with everything folded that parameters and sizes decide.
-        lowered: the same without `then` and unsized `top` (see `lower.py`).
-        static: which nodes of `rules` and `lowered` are known before the prefill.
+        rules, lowered: the prefill's.
+        static: which nodes are numbers that the host knows.
+        decode, decode_lowered: the rules of a decode step; None if nothing leaves.
+        propagate, propagate_lowered: None if nothing is propagated.
+        share: two layers that store one direction, lowered; None if nothing is shared.
+        fold_interval: entries may leave at every so many decode steps; a given `decode.when`
+            decides instead.
     """
 
     program: Program
@@ -47,28 +67,64 @@ class Bound:
     rules: Rules
     lowered: Rules
     static: Static
-    _numbers: dict[int, list[Callable[[Node], Value]]] = field(
+    decode: Rules | None = None
+    decode_lowered: Rules | None = None
+    propagate: Propagate | None = None
+    propagate_lowered: Propagate | None = None
+    share: Share | None = None
+    fold_interval: int = 1
+    _numbers: dict[tuple, Callable[[Node], Value]] = field(
         default_factory=dict, compare=False, repr=False
     )
 
-    def number(self, node: Node, prompt: int, layer: int = 0) -> Value:
-        """Value of a static scalar at a layer, for a prompt of `prompt` tokens."""
-        if prompt not in self._numbers:
-            while len(self._numbers) >= _PROMPTS:
+    @property
+    def positions(self) -> str:
+        """`original`, or `slots`: keys are rotated to their place in the cache."""
+        return self.program.positions
+
+    def number(
+        self,
+        node: Node,
+        prompt: int,
+        layer: int = 0,
+        *,
+        length: int | None = None,
+        generated: int | None = None,
+    ) -> Value:
+        """Value of a static scalar at a layer, for a prompt of `prompt` tokens.
+
+        Args:
+            node: with `static.needs(node)` not None.
+            prompt: N tokens.
+            layer: from 0.
+            length: tokens that reached this layer; the prompt's if left out.
+            generated: which decode step, from 1.
+        """
+        needs = self.static.needs(node)
+        if needs is not None:
+            length = length if "length" in needs else None
+            generated = generated if "generated" in needs else None
+        key = (prompt, layer, length, generated)
+        if key not in self._numbers:
+            while len(self._numbers) >= _ENVIRONMENTS:
                 self._numbers.pop(next(iter(self._numbers)))
-            environments = (
-                environment(self.shape, self.params, prompt, each)
-                for each in range(self.shape.layers)
-            )
-            self._numbers[prompt] = [evaluator(each) for each in environments]
-        return self._numbers[prompt][layer](node)
+            given = environment(self.shape, self.params, prompt, layer, length, generated)
+            self._numbers[key] = evaluator(given)
+        return self._numbers[key](node)
 
     def nodes(self) -> Iterator[Node]:
-        """Every node that score, budget and keep of `rules` need, once."""
-        return _nodes(self.rules)
+        """Every node that the prefill needs, once: of its rules, states and propagation."""
+        rules = self.rules
+        sections = (rules.keep, rules.budget, rules.score, *rules.lets.values())
+        remembered = (*state_roots(rules.states), *merge_roots(rules.merge))
+        return nodes_of([*sections, *remembered, *propagate_roots(self.propagate)])
+
+    def decode_nodes(self) -> Iterator[Node]:
+        """Every node that a decode step needs, once."""
+        return nodes_of([] if self.decode is None else _decode_roots(self.decode))
 
     def queries(self, prompt: int) -> int:
-        """How many of the last queries of a layer any `attn`, `logits` or `distance` reads (W)."""
+        """How many of the last queries of a layer the prefill reads (W): all if states need all."""
         return self._queries(prompt)
 
     @cached_property
@@ -83,11 +139,64 @@ class Bound:
 
         return most
 
-    def window(self, node: Node, prompt: int, layer: int) -> int:
-        """Number of last queries of one `attn`, `logits` or `distance` at a layer."""
+    def step_queries(self, prompt: int) -> int:
+        """How many of a layer's last queries a decode step reads, its own included."""
+        windows = [node for node in self.decode_nodes() if node.op in _ATTENTION]
+        most = max((self._recent(node, prompt) for node in windows if node.args), default=0)
+        return max(most, int(any(not node.args for node in windows)))
+
+    def _recent(self, node: Node, prompt: int) -> int:
+        layers = range(self.shape.layers)
+        return max(whole(self.number(node.args[0], prompt, layer), _MOST) for layer in layers)
+
+    def window(self, node: Node, prompt: int, layer: int, length: int | None = None) -> int:
+        """Number of last queries of one `attn`, `logits` or `distance` of the prefill at a layer.
+
+        Args:
+            node: with all queries, or with the argument of `recent`.
+            prompt: N tokens.
+            layer: from 0.
+            length: tokens that reached this layer; the prompt's if left out.
+        """
+        most = prompt if length is None else length
         if not node.args or self.static.needs(node.args[0]) is None:
-            return prompt
-        return whole(self.number(node.args[0], prompt, layer), prompt)
+            return most
+        return whole(self.number(node.args[0], prompt, layer), most)
+
+    def leaves_at(self, generated: int, prompt: int) -> bool:
+        """Whether entries may leave at a decode step (from 1) after a prompt of N tokens."""
+        if self.decode is None:
+            return False
+        if self.decode.when is None:
+            return generated % self.fold_interval == 0
+        return bool(self.number(self.decode.when, prompt, generated=generated))
+
+    @cached_property
+    def remembers(self) -> bool:
+        """Whether there are states that advance at every decode step."""
+        return self.decode is not None and any(s.next for s in self.decode.states.values())
+
+    @property
+    def propagates(self) -> bool:
+        """Whether deeper layers may see fewer tokens than the prompt has."""
+        return self.propagate is not None
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the prefill begins again on the propagated tokens."""
+        return self.propagate is not None and self.propagate.restart is not None
+
+    def propagation_layer(self, prompt: int) -> int | None:
+        """The layer after which fewer tokens are computed, where `first` needs no data.
+
+        L, the number of layers, if `first` never holds; None if data decide, or for `every`.
+        """
+        first = None if self.propagate is None else self.propagate.first
+        if first is None or self.static.needs(first) is None:
+            return None
+        layers = range(self.shape.layers)
+        holds = (layer for layer in layers if self.number(first, prompt, layer, length=prompt))
+        return next(holds, self.shape.layers)
 
     def max_entries(self, prompt: int) -> int:
         """Upper bound on the entries kept for a prompt, summed over layers and KV heads.
@@ -99,7 +208,7 @@ class Bound:
 
     @cached_property
     def needs_values(self) -> bool:
-        """Whether the rules read the tensor `value`."""
+        """Whether the prefill reads the tensor `value` before entries leave."""
         return any(node.op == "value" for node in self.nodes())
 
     @cached_property
@@ -110,18 +219,28 @@ class Bound:
 
     @cached_property
     def digest(self) -> str:
-        """64 hex digits that name the meaning: the printed program and the parameter values."""
+        """64 hex digits that name the meaning: the printed program and the values in force."""
         values = "".join(f"{name} = {self.params[name]}\n" for name in sorted(self.params))
+        if self.decode is not None and self.decode.when is None:
+            values += f"fold interval {self.fold_interval}\n"
         return hashlib.sha256((print_program(self.program) + values).encode()).hexdigest()
 
 
-def bind(program: Program, shape: ModelShape, overrides: Mapping[str, str] | None = None) -> Bound:
+def bind(
+    program: Program,
+    shape: ModelShape,
+    overrides: Mapping[str, str] | None = None,
+    *,
+    fold_interval: int = 1,
+) -> Bound:
     """Binds a policy to a model.
 
     Args:
         program: from `check.load`.
         shape: sizes of the model.
         overrides: parameter name to value as text: `12`, `0.25`, `1e-3`, `true`, `false`.
+        fold_interval: at least 1; while decoding, entries leave at every so many steps, unless the
+            policy says `decode.when`.
 
     Raises:
         PolicyError: unknown parameter, value not accepted, `require` false, or `keep` takes more
@@ -129,22 +248,88 @@ def bind(program: Program, shape: ModelShape, overrides: Mapping[str, str] | Non
     """
     verify(program)
     _check_shape(shape)
+    if fold_interval < 1:
+        raise refused(program.name, "range", f"a fold interval is at least 1, not {fold_interval}")
     params = parameter_values(program, shape, overrides or {})
-    too_much = does_not_fit(program, None, environment(shape, params))
+    env = environment(shape, params)
+    too_much = does_not_fit(program, None, env)
     if too_much:
         raise PolicyError(too_much, Source(program.name, ""))
-    # Only the prefill decides here; `load` refuses to serve what decides elsewhere.
-    rules = fold(program.prefill, environment(shape, params))
-    if rules.keep is None:
-        rules = replace(rules, keep=Node("all", when=When.PROMPT))
-    return Bound(program, shape, params, rules, lower(rules), Static())
+    folded = _needed(fold(Sections.of(program), env))
+    lowered = lower(folded)
+    return Bound(
+        program,
+        shape,
+        params,
+        rules=folded.prefill,
+        lowered=lowered.prefill,
+        static=Static(folded.propagate is not None),
+        decode=folded.decode,
+        decode_lowered=lowered.decode,
+        propagate=folded.propagate,
+        propagate_lowered=lowered.propagate,
+        share=lowered.share,
+        fold_interval=fold_interval,
+    )
 
 
-def _nodes(rules: Rules) -> Iterator[Node]:
-    seen: set[int] = set()
-    for root in (rules.keep, rules.budget, rules.score):
-        if root is not None:
-            yield from root.walk(seen)
+def _needed(folded: Sections) -> Sections:
+    """The sections without what nothing reads: rules that do nothing, states and lets."""
+    everything = Node("all", type=Type("truth", ("token",)), when=When.PROMPT)
+    prefill, decode = folded.prefill, folded.decode
+    prefill = replace(prefill, keep=prefill.keep or everything)
+    if decode is not None:
+        if decode.keep is None or decode.keep.op == "all":
+            decode = None
+        else:
+            decode = _with_states(decode, _decode_roots(replace(decode, states={})))
+    propagate = folded.propagate
+    if propagate is not None:
+        propagate = None if _never(propagate) else _without_restart(propagate)
+    roots = [prefill.keep, prefill.budget, prefill.score, *merge_roots(prefill.merge)]
+    roots += propagate_roots(propagate)
+    later = () if decode is None else (x.name for x in decode.states.values() if x.inherited)
+    prefill = _with_states(prefill, roots, set(later))
+    return Sections(prefill, decode, propagate, folded.share)
+
+
+def _with_states(rules: Rules, roots: list[Node | None], also: set[str] = frozenset()) -> Rules:
+    """The rules with the states and reported lets that the roots read, and the states `also`."""
+    wanted = state_roots({name: rules.states[name] for name in also})
+    names = also | states_needed([*roots, *wanted], rules.states)
+    states = {name: state for name, state in rules.states.items() if name in names}
+    read = {id(node) for node in nodes_of([*roots, *state_roots(states)])}
+    lets = {
+        name: node for name, node in rules.lets.items() if name in REPORTED and id(node) in read
+    }
+    return replace(rules, states=states, lets=lets)
+
+
+def _decode_roots(decode: Rules) -> list[Node | None]:
+    """What a decode step computes; its score and budget only where `keep` reads them."""
+    budget = decode.budget if decode.budget is not None and _fills(decode) else None
+    return [decode.keep, budget, *merge_roots(decode.merge), *state_roots(decode.states)]
+
+
+def _fills(rules: Rules) -> bool:
+    """Whether a selection reads the budget."""
+    parts = [rules.keep, *merge_roots(rules.merge)]
+    return any(
+        node.op == "budget" or (node.op == "top" and len(node.args) == 1)
+        for node in nodes_of(parts)
+    )
+
+
+def _never(propagate: Propagate) -> bool:
+    """Whether parameters alone say that nothing is propagated."""
+    moment = propagate.first or propagate.every
+    return moment.op == "truth" and not moment.value
+
+
+def _without_restart(propagate: Propagate) -> Propagate:
+    """The section with `restart` only where it holds."""
+    restarts = propagate.restart is not None and bool(propagate.restart.value)
+    return propagate if restarts else replace(propagate, restart=None)
 
 
 def _check_shape(shape: ModelShape) -> None:

@@ -86,7 +86,9 @@ class States:
             if node is not None and node.type.absent:
                 self.scope.absent(node, expr, f"the state `{definition.name}`", typer)
                 return None
-        return State(definition.name, first, update, Type("number", type_.axes, type_.unit))
+        type_ = Type("number", type_.axes, type_.unit)
+        inherited = phase == "decode" and definition.section in ("", "merge")
+        return State(definition.name, first, update, type_, inherited)
 
     def _update(
         self, typer: Typer, mark: tuple[str, str], expr: Expr, assumed: Type

@@ -14,7 +14,7 @@ from kvpolicy.dsl.ir import ModelShape, Program
 
 if TYPE_CHECKING:
     import numpy as np
-    from kvpolicy.dsl.interpret import Result
+    from kvpolicy.dsl.result import Result, Steps
 
 EXECUTIONS = ("interpreter", "torch")
 
@@ -61,16 +61,26 @@ def bound_policy(path: str | Path, settings: Sequence[str] | None, shape: ModelS
     return bind(executable(path), shape, overrides(settings))
 
 
-def execute(bound: Bound, execution: str, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Result:
-    """Applies a policy by the execution of that name; see `interpret` for the tensors."""
+def execute(
+    bound: Bound,
+    execution: str,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    steps: Steps | None = None,
+    inv_freq: np.ndarray | None = None,
+) -> Result:
+    """Applies a policy by the execution of that name; see `interpret` for the arguments."""
     from kvpolicy.dsl.interpret import interpret
 
     if execution == "interpreter":
-        return interpret(bound, q, k, v)
+        return interpret(bound, q, k, v, steps, inv_freq)
     try:
         from kvpolicy.dsl.torch_apply import apply
     except ImportError as error:
         raise refused(
             "--execution torch", "arguments", f"{error}", "install torch, or use the interpreter"
         ) from None
-    return apply(bound, q, k, v)
+    if steps is None and inv_freq is None:
+        return apply(bound, q, k, v)
+    return apply(bound, q, k, v, steps, inv_freq)

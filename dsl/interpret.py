@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -20,31 +19,27 @@ from kvpolicy.dsl.arrays import Array
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.diagnostics import refused
 from kvpolicy.dsl.ir import Node, When
+from kvpolicy.dsl.result import Result, Steps
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a policy decides for one prompt.
-
-    Attributes:
-        kept: per layer, bool [G, N]: true for the entries that stay.
-        budgets: per layer, int64 [G]: the budget, floored; None if the policy has none.
-        scores: per layer, float64 [G, N], NaN where absent; None if the policy has none.
-    """
-
-    kept: list[np.ndarray]
-    budgets: list[np.ndarray] | None
-    scores: list[np.ndarray] | None
-
-
-def interpret(bound: Bound, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Result:
-    """Applies a policy to the tensors of one whole prompt.
+def interpret(
+    bound: Bound,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    steps: Steps | None = None,
+    inv_freq: np.ndarray | None = None,
+) -> Result:
+    """Applies a policy to the tensors of one whole prompt, and of the decode steps after it.
 
     Args:
         bound: the policy with its model and parameters.
         q: [L, H, T, D] queries after RoPE; T is N, or at least `bound.queries(N)` last ones.
         k: [L, G, N, D] keys after RoPE.
         v: [L, G, N, D] values.
+        steps: the new token of each decode step.
+        inv_freq: [D / 2] angle per position by which RoPE turns dimensions i and i + D / 2, for
+            `positions: slots`; without it keys are not turned.
 
     Raises:
         PolicyError: the policy needs data that these tensors do not hold, or they hold NaN.

@@ -64,7 +64,11 @@ OPERATIONS: Mapping[str, tuple[str, str]] = {
         "0",
         "value: name; before this step's update inside its own `next`, after it elsewhere",
     ),
-    "budget": ("0", "the numbers of the section `budget` of the enclosing rules"),
+    "budget": (
+        "0",
+        "the numbers of the section `budget` of the enclosing rules; value: None, or `propagate` "
+        "for those of `propagate.budget`",
+    ),
     "position": ("0", "[token] original position"),
     "key": ("0", "[kv, token, dim] after RoPE"),
     "value": ("0", "[kv, token, dim]"),
@@ -195,12 +199,17 @@ class Data:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What is remembered between steps; section 3 of the language."""
+    """What is remembered between steps.
+
+    In the rules of decode, an `inherited` state goes on from its value after the prefill; any other
+    is empty before the first decode step.
+    """
 
     name: str
-    start: Node | None
-    next: Node | None
+    start: Node | None  # before the first update; None: 0
+    next: Node | None  # after each step; None: `start` stays
     type: Type
+    inherited: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,16 +7,21 @@ operations that say what they take:
     missing[axes](budget, taken)    entries to fill, added up over the competing axes
     remaining[axes](taken)          candidates left over, added up over the competing axes
     fill[axes](x, taken, n, left)   taken, and the n best of the rest by x (all if n >= left)
+
+The name `budget` becomes the floored budget. In decode rules without a `budget` of their own it
+stays the leaf `budget`: the whole numbers that the prefill decided.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import IntEnum
 from fractions import Fraction
 
 from kvpolicy.dsl.exact import Value, evaluator
-from kvpolicy.dsl.ir import AXES, Node, Rules, Type, When
+from kvpolicy.dsl.ir import AXES, Node, Type, When
+from kvpolicy.dsl.traverse import Sections, map_propagate, map_rules, map_share
 
 ELEMENTWISE = frozenset(
     "add subtract multiply divide floor_divide modulo power negate abs exp log sqrt cos sin acos "
@@ -39,13 +44,20 @@ class Phase(IntEnum):
 
 
 _PLAN_LEAVES = STATIC_LEAVES | {"position", "all", "distance"}
+_OF_TOKENS_THERE = frozenset("position all distance".split())
 _ACROSS = frozenset("past at split cluster".split())
 
 
 class Phases:
-    """The phase of every node of bound rules."""
+    """The phase of every node of bound rules.
 
-    def __init__(self) -> None:
+    Args:
+        propagates: which tokens reach a layer is decided on the way, so that their positions and
+            number are known only there.
+    """
+
+    def __init__(self, propagates: bool = False) -> None:
+        self._propagates = propagates
         self._known: dict[int, tuple[Node, Phase]] = {}
 
     def of(self, node: Node) -> Phase:
@@ -56,6 +68,10 @@ class Phases:
 
     def _find(self, node: Node) -> Phase:
         # The argument of a window is static, so that `distance` needs no data and `attn` does.
+        if self._propagates and (
+            node.op in _OF_TOKENS_THERE or (node.op == "size" and node.value == "length")
+        ):
+            return Phase.LAYER
         if not node.args or node.op in ("attn", "logits"):
             return Phase.PLAN if node.op in _PLAN_LEAVES else Phase.LAYER
         phase = max(self.of(argument) for argument in node.args)
@@ -71,23 +87,32 @@ def axes_of(*nodes: Node, without: tuple[str, ...] = ()) -> tuple[str, ...]:
 
 
 class Static:
-    """Which nodes are scalars known before the prefill, and what they depend on."""
+    """Which nodes are scalars that the host knows without data, and what they depend on.
 
-    def __init__(self) -> None:
+    Args:
+        propagates: `length` is not the prompt's, but known when a layer's tokens are.
+    """
+
+    def __init__(self, propagates: bool = False) -> None:
+        self._names = {"layer": "layer", "prompt": "prompt", "generated": "generated"}
+        self._names["length"] = "length" if propagates else "prompt"
         self._known: dict[int, tuple[Node, frozenset[str] | None]] = {}
 
     def needs(self, node: Node) -> frozenset[str] | None:
-        """Names among `layer`, `prompt` that a static scalar depends on; None: not static."""
+        """Names that a static scalar depends on; None: not static.
+
+        The names are `layer`, `prompt`, `length` (only where tokens are propagated) and `generated`
+        (only in decode).
+        """
         if id(node) not in self._known:
             self._known[id(node)] = (node, self._find(node))
         return self._known[id(node)][1]
 
     def _find(self, node: Node) -> frozenset[str] | None:
         if node.op == "size":
-            if node.value in ("generated", "cached"):
+            if node.value == "cached":
                 return None
-            names = {"layer": "layer", "prompt": "prompt", "length": "prompt"}
-            return frozenset({names[node.value]} if node.value in names else ())
+            return frozenset({self._names[node.value]} if node.value in self._names else ())
         if node.op in STATIC_LEAVES:
             return frozenset()
         if node.op not in ELEMENTWISE or node.op == "mask":
@@ -96,11 +121,11 @@ class Static:
         return None if None in parts else frozenset().union(*parts)
 
 
-def fold(rules: Rules, env: Env) -> Rules:
-    """The rules with every scalar that `env` decides replaced by its value.
+def fold(sections: Sections, env: Env) -> Sections:
+    """The sections with every scalar that `env` decides replaced by its value.
 
     Args:
-        rules: the prefill rules of a checked program.
+        sections: of a checked program.
         env: values of parameters and model sizes, keyed as for `exact.evaluate`.
     """
     static, evaluate = Static(), evaluator(env)
@@ -121,9 +146,15 @@ def fold(rules: Rules, env: Env) -> Rules:
         if node.op == "choose" and static.needs(node.args[1]) == frozenset():
             return visit(node.args[0 if evaluate(node.args[1]) else 2])
         args = tuple(visit(argument) for argument in node.args)
-        return node if args == node.args else _with_args(node, args)
+        return node if args == node.args else replace(node, args=args)
 
-    return _map_rules(rules, visit)
+    decode, propagate, share = sections.decode, sections.propagate, sections.share
+    return Sections(
+        map_rules(sections.prefill, visit),
+        decode and map_rules(decode, visit),
+        propagate and map_propagate(propagate, visit),
+        share and map_share(share, visit),
+    )
 
 
 def _constant(value: Fraction | bool, node: Node) -> Node:
@@ -132,83 +163,99 @@ def _constant(value: Fraction | bool, node: Node) -> Node:
     return Node(kind, value=value, type=type_, when=When.LOAD, span=node.span, name=node.name)
 
 
-def _with_args(node: Node, args: tuple[Node, ...]) -> Node:
-    return Node(
-        node.op,
-        args,
-        node.axes,
-        node.value,
-        type=node.type,
-        when=node.when,
-        span=node.span,
-        name=node.name,
-        origin=node.origin,
-    )
+def lower(sections: Sections) -> Sections:
+    """The sections without `then`, unsized `top` and the name `budget`; equal nodes are one."""
+    budget = sections.prefill.budget
+    first = _Lowering(budget)
+    if sections.propagate is not None:
+        first.own["propagate"] = sections.propagate.budget
+    prefill = map_rules(sections.prefill, first.visit)
+    share = sections.share and map_share(sections.share, first.visit)
+    propagate = sections.propagate
+    if propagate is not None:
+        # An unsized `top` in `tokens` fills the section's own budget; lets are shared with `keep`.
+        first.filled = "propagate"
+        propagate = map_propagate(propagate, first.visit)
+    decode = sections.decode
+    if decode is not None:
+        own = decode.budget
+        if own is None and budget is not None:
+            kind = Type("number", budget.type.axes, "tokens")
+            own = Node("budget", type=kind, when=When.STEP)
+        decode = map_rules(decode, _Lowering(own).visit)
+    return Sections(prefill, decode, propagate, share)
 
 
-def _map_rules(rules: Rules, visit) -> Rules:
-    def one(node: Node | None) -> Node | None:
-        return None if node is None else visit(node)
+class _Lowering:
+    """Rewrites the nodes of one moment."""
 
-    return Rules(score=one(rules.score), budget=one(rules.budget), keep=one(rules.keep))
+    def __init__(self, budget: Node | None) -> None:
+        self.own = {None: budget}  # the budgets that the leaf `budget` may name
+        self.filled: str | None = None  # the one that an unsized `top` fills
+        self._unique: dict[tuple, Node] = {}  # nodes made, by what they are
+        self._done: dict[int, Node] = {}
 
+    def visit(self, node: Node) -> Node:
+        """The node rewritten, once."""
+        if id(node) not in self._done:
+            self._done[id(node)] = self._share(self._rewrite(node))
+        return self._done[id(node)]
 
-def lower(rules: Rules) -> Rules:
-    """The rules without `then`, unsized `top` and the name `budget`; equal nodes are one."""
-    done: dict[int, Node] = {}
-    unique: dict[tuple, Node] = {}
-
-    def visit(node: Node) -> Node:
-        if id(node) not in done:
-            done[id(node)] = share(rewrite(node))
-        return done[id(node)]
-
-    def share(made: Node) -> Node:
+    def _share(self, made: Node) -> Node:
         key = (made.op, made.axes, type(made.value), made.value, *map(id, made.args))
-        return unique.setdefault(key, made)
+        return self._unique.setdefault(key, made)
 
-    def present(taken: Node) -> Node:
+    def _nothing(self) -> Node:
+        return self._share(Node("truth", value=False, type=Type("truth"), when=When.LOAD))
+
+    def _present(self, taken: Node) -> Node:
         """A token set, empty where it is absent."""
-        nothing = share(Node("truth", value=False, type=Type("truth"), when=When.LOAD))
-        return share(_or(taken, nothing)) if taken.type.absent else taken
+        return self._share(_or(taken, self._nothing())) if taken.type.absent else taken
 
-    def floored(node: Node) -> Node:
+    def _floored(self, node: Node) -> Node:
         """Counts are floored where they are used, exactly if known before the prefill."""
-        return share(Node("floor", (node,), type=node.type, when=node.when))
+        if node.op == "budget":  # the prefill's whole numbers
+            return self._share(node)
+        return self._share(Node("floor", (node,), type=node.type, when=node.when))
 
-    def rewrite(node: Node) -> Node:
+    def _budget(self, name: str | None) -> Node:
+        budget = self.own[name]
+        return self._floored(budget if budget.op == "budget" else self.visit(budget))
+
+    def _rewrite(self, node: Node) -> Node:
         if node.op == "budget":
-            return floored(visit(rules.budget))
+            return self._budget(node.value)
         if node.op == "top" and len(node.args) == 1:
-            return fill(node, Node("truth", value=False, type=Type("truth"), when=When.LOAD))
+            return self._fill(node, self._nothing())
         if node.op == "top":
-            return _with_args(node, (visit(node.args[0]), floored(visit(node.args[1]))))
+            x, count = self.visit(node.args[0]), self._floored(self.visit(node.args[1]))
+            return replace(node, args=(x, count))
         if node.op != "then":
-            args = tuple(visit(argument) for argument in node.args)
-            return node if args == node.args else _with_args(node, args)
-        taken = present(visit(node.args[0]))
+            args = tuple(self.visit(argument) for argument in node.args)
+            return node if args == node.args else replace(node, args=args)
+        taken = self._present(self.visit(node.args[0]))
         for argument in node.args[1:]:
-            taken = after(taken, argument)
+            taken = self._after(taken, argument)
         return taken
 
-    def after(taken: Node, right: Node) -> Node:
+    def _after(self, taken: Node, right: Node) -> Node:
         """`taken then right`; a name on the right is computed on all candidates."""
         if right.op != "top" or right.name is not None:
-            return share(_or(taken, present(visit(right))))
+            return self._share(_or(taken, self._present(self.visit(right))))
         if len(right.args) == 1:
-            return fill(right, taken)
-        x, count = visit(right.args[0]), floored(visit(right.args[1]))
-        left = share(Node("not", (taken,), type=taken.type, when=taken.when))
+            return self._fill(right, taken)
+        x, count = self.visit(right.args[0]), self._floored(self.visit(right.args[1]))
+        left = self._share(Node("not", (taken,), type=taken.type, when=taken.when))
         kind = Type("number", axes_of(x, left), x.type.unit, absent=True)
-        rest = share(Node("mask", (x, left), type=kind, when=max(x.when, left.when)))
+        rest = self._share(Node("mask", (x, left), type=kind, when=max(x.when, left.when)))
         kind = Type("truth", axes_of(rest, count))
         origin = right.origin if taken.op == "truth" else None
         when = max(rest.when, count.when)
         top = Node("top", (rest, count), right.axes, type=kind, when=when, origin=origin)
-        return share(_or(taken, share(top)))
+        return self._share(_or(taken, self._share(top)))
 
-    def fill(top: Node, taken: Node) -> Node:
-        x, budget, axes = visit(top.args[0]), floored(visit(rules.budget)), top.axes
+    def _fill(self, top: Node, taken: Node) -> Node:
+        x, budget, axes = self.visit(top.args[0]), self._budget(self.filled), top.axes
         kind = Type("number", axes_of(budget, taken, without=(*axes, "token")), "tokens")
         moment = When.END if "layer" in axes else max(budget.when, taken.when)
         count = Node("missing", (budget, taken), axes, type=kind, when=moment)
@@ -217,8 +264,6 @@ def lower(rules: Rules) -> Rules:
         kind = Type("truth", axes_of(x, taken, count))
         moment = max(moment, x.when)
         return Node("fill", (x, taken, count, left), axes, type=kind, when=moment)
-
-    return _map_rules(rules, visit)
 
 
 def _or(a: Node, b: Node) -> Node:

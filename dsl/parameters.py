@@ -25,15 +25,24 @@ def environment(
     params: Mapping[str, Fraction | bool | float],
     prompt: int | None = None,
     layer: int | None = None,
+    length: int | None = None,
+    generated: int | None = None,
 ) -> Env:
-    """What `exact.evaluate` needs: model sizes, parameters, and the prompt and layer if given."""
+    """What `exact.evaluate` needs: model sizes, parameters, and what else is given.
+
+    `length` is the number of tokens at the layer; left out, nothing has been propagated and it is
+    the prompt's. `generated` counts decode steps.
+    """
     env: dict[str, Fraction | bool | float] = {
         "layers": Fraction(shape.layers),
         "heads": Fraction(shape.heads),
         "kv_heads": Fraction(shape.kv_heads),
     }
     if prompt is not None:
-        env["prompt"] = env["length"] = Fraction(prompt)
+        env["prompt"] = Fraction(prompt)
+        env["length"] = Fraction(prompt if length is None else length)
+    if generated is not None:
+        env["generated"] = Fraction(generated)
     if layer is not None:
         env["layer"] = Fraction(layer)
     env.update((f"param:{name}", value) for name, value in params.items())

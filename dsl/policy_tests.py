@@ -10,9 +10,9 @@ import numpy as np
 from kvpolicy.dsl.bind import bind
 from kvpolicy.dsl.commands import EXECUTIONS, executable, execute, guarded, overrides
 from kvpolicy.dsl.diagnostics import PolicyError, refused
-from kvpolicy.dsl.interpret import Result
 from kvpolicy.dsl.ir import Program
 from kvpolicy.dsl.library import TEST_SUFFIX, find, read_source, shipped
+from kvpolicy.dsl.result import Result
 from kvpolicy.dsl.test_format import Case, Numbers, Seed, read_cases
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from kvpolicy.dsl.bind import Bound, bind
 from kvpolicy.dsl.commands import executable, execute, guarded, overrides
 from kvpolicy.dsl.diagnostics import refused
-from kvpolicy.dsl.interpret import Result
 from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.result import Result
 
 _DIMENSIONS = {"q": "[L, H, N, D]", "k": "[L, G, N, D]", "v": "[L, G, N, D]"}
 

@@ -126,7 +126,11 @@ class Scope:
 
     def _visible(self, name: str, section: str) -> Definition | None:
         """The definition that a name has inside a section, the innermost first."""
-        outer = {"decode.merge": ("decode.merge", "decode", ""), "": ("",)}
+        outer = {
+            "": ("",),
+            "merge": ("merge", "decode", ""),
+            "decode.merge": ("decode.merge", "decode", ""),
+        }
         for place in outer.get(section, (section, "")):
             if name in self.definitions[place]:
                 return self.definitions[place][name]
@@ -261,8 +265,15 @@ class Scope:
             return True, node if node is None else Typer(self, context).at_dropped(node)
         when = When.STEP if context.phase == "decode" else node.when
         exact = node.type.exact and context.phase != "decode"
+        inside = "propagate" if home.inside == "propagate" else None
         budget = self.graph.make(
-            "budget", axes=node.type.axes, unit="tokens", when=when, exact=exact, span=expr.span
+            "budget",
+            value=inside,
+            axes=node.type.axes,
+            unit="tokens",
+            when=when,
+            exact=exact,
+            span=expr.span,
         )
         return True, budget
 

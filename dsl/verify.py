@@ -52,7 +52,7 @@ class MalformedProgram(Exception):
 
 
 def verify(program: Program) -> None:
-    """Checks every node of a program and the types of its prefill sections.
+    """Checks every node of a program and the types of its sections.
 
     Raises:
         MalformedProgram: with the operation and what is wrong with it.
@@ -64,15 +64,36 @@ def verify(program: Program) -> None:
                 _verify_node(node, program)
             except MalformedProgram as error:
                 raise MalformedProgram(f"`{node.op}` in `{program.name}`: {error}") from None
-    rules = program.prefill
-    sections = (
-        ("score", rules.score, "number", {"kv", "token"}),
-        ("budget", rules.budget, "number", {"kv"}),
-        ("keep", rules.keep, "truth", {"kv", "token"}),
-    )
-    for name, node, kind, axes in sections:
+    for name, node, kind, axes in _sections(program):
         if node is not None and (node.type.kind != kind or set(node.type.axes) - axes):
             raise MalformedProgram(f"`{name}` of `{program.name}` is {node.type}")
+
+
+def _sections(program: Program) -> Iterator[tuple[str, Node | None, str, set[str]]]:
+    """Each section's name, value, kind and the axes that it may have."""
+    for rules in (program.prefill, program.decode):
+        if rules is None:
+            continue
+        yield "score", rules.score, "number", {"kv", "token"}
+        yield "budget", rules.budget, "number", {"kv"}
+        yield "keep", rules.keep, "truth", {"kv", "token"}
+        yield "when", rules.when, "truth", set()
+        if rules.merge is not None:
+            merge, dropped = rules.merge, {"kv", "dropped"}
+            yield "merge.into", merge.into, "truth", {"kv", "token", "dropped"}
+            yield "merge.accept", merge.accept, "truth", dropped
+            yield "merge.weight", merge.weight, "number", dropped
+            yield "merge.own", merge.own, "number", dropped
+            yield "merge.divide", merge.divide, "number", {"kv", "token"}
+    if program.propagate is not None:
+        yield "propagate.tokens", program.propagate.tokens, "truth", {"token"}
+        yield "propagate.first", program.propagate.first, "truth", set()
+        yield "propagate.every", program.propagate.every, "truth", set()
+        yield "propagate.budget", program.propagate.budget, "number", set()
+    if program.share is not None:
+        yield "share.when", program.share.when, "truth", set()
+        yield "share.direction", program.share.direction, "number", {"kv", "token", "dim"}
+        yield "share.except", program.share.exceptions, "truth", {"kv", "token"}
 
 
 def _roots(value: object) -> Iterator[Node]:
@@ -158,6 +179,9 @@ _VALUES: dict[str, Callable[[Node, Program], bool]] = {
     "size": lambda node, program: node.value in _SIZES,
     "data": lambda node, program: node.value in program.data,
     "state": lambda node, program: isinstance(node.value, str),
+    "budget": lambda node, program: (
+        node.value is None or (node.value == "propagate" and program.propagate is not None)
+    ),
     "special": lambda node, program: node.value in ("own", "below", "mass", "members"),
     **dict.fromkeys(
         ("attn", "logits", "distance"),
