@@ -87,6 +87,66 @@ def test_other_requests_change_nothing():
         torch.testing.assert_close(alone[0], together[b], atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(1, 1, 3), (6, 3, 5), (8, 2, 128)])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_keys_and_values_from_separate_lists_with_lengths(heads, groups, size, tokens, dtype):
+    """Equals attention over entries that hold the products, in lists of their own."""
+    generator = torch.Generator().manual_seed(size)
+    lengths = torch.randint(tokens, 30, (2 * groups,), generator=generator).tolist()
+    lengths[1 % len(lengths)] = 0  # an empty list
+    indptr, indices = lists_of(lengths, 200 * groups, generator)
+    _, value_indices = lists_of(lengths, 200 * groups, generator)
+    count = indices.shape[0]
+    stored_k = torch.full((200 * groups, size), float("nan"), dtype=dtype)
+    stored_v = stored_k.clone()
+    stored_k[indices] = torch.randn(count, size, generator=generator).to(dtype)
+    stored_v[value_indices] = torch.randn(count, size, generator=generator).to(dtype)
+    key_scale, value_scale = 3 * torch.rand(2, count, generator=generator)
+    key_scale[0] = value_scale[-1] = 0.0
+    q = torch.randn(2, tokens, heads, size, generator=generator).to(dtype)
+
+    got = paged_attention(
+        q,
+        stored_k,
+        stored_v,
+        indptr,
+        indices,
+        scale=0.3,
+        value_indices=value_indices,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
+
+    keys = stored_k[indices].float() * key_scale[:, None]
+    values = stored_v[value_indices].float() * value_scale[:, None]
+    listed = torch.arange(count)
+    wanted = paged_attention(q.float(), keys, values, indptr, listed, scale=0.3)
+    assert torch.equal(got, wanted.to(dtype))
+    assert wanted.abs().sum() > 0
+
+
+def test_a_request_without_separate_lists_reads_as_before():
+    generator = torch.Generator().manual_seed(3)
+    indptr, indices = lists_of([7, 4], 30, generator)
+    keys, values = torch.randn(2, 30, 8, generator=generator)
+    q = torch.randn(1, 1, 4, 8, generator=generator)
+    ones = torch.ones(11)
+    wanted = paged_attention(q, keys, values, indptr, indices, scale=0.3)
+    got = paged_attention(
+        q,
+        keys,
+        values,
+        indptr,
+        indices,
+        scale=0.3,
+        value_indices=indices,
+        key_scale=ones,
+        value_scale=ones,
+    )
+    assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -94,6 +154,8 @@ def test_other_requests_change_nothing():
         ({"keys": torch.zeros(9, 7)}, r"keys: expected \[E, 8\], got \[9, 7\]"),
         ({"values": torch.zeros(9, 8).half()}, "values: expected torch.float32, got torch.float16"),
         ({"indptr": torch.zeros(6)}, r"indptr: expected \[2 \* G \+ 1\] with G dividing 4"),
+        ({"value_indices": torch.arange(3)}, r"value_indices: expected \[0\], got \[3\]"),
+        ({"key_scale": torch.ones(2)}, r"key_scale: expected \[0\], got \[2\]"),
         ({"indptr": torch.zeros(7)}, r"indptr: expected \[2 \* G \+ 1\] with G dividing 4"),
     ],
 )
