@@ -105,8 +105,6 @@ class _FileChecker:
         share = check_rules.share(scope)
         read = check_rules.read(scope)
         positions = file.get("positions") or "original"
-        if positions == "slots":
-            scope.unserved("`positions: slots`")
         self.unused()
         if not {"keep", "propagate", "decode", "share", "read"} & set(file.items):
             message = "the file has no `keep`: nothing would be dropped"
@@ -134,11 +132,11 @@ class _FileChecker:
         return tuple(nodes)
 
     def decode(self) -> Rules | None:
-        value = self.file.get("decode")
-        if value is None:
+        if self.file.get("decode") is None:
             return None
-        self.scope.unserved("`decode`")
-        return check_rules.RulesChecker(self.scope, "decode").rules()
+        rules = check_rules.RulesChecker(self.scope, "decode").rules()
+        check_rules.note_unserved(self.scope, rules)
+        return rules
 
     def unused(self) -> None:
         """Warns of names that nothing uses, and checks what they stand for all the same."""

@@ -64,8 +64,6 @@ def type_call(typer: Typer, call: Call, fills: bool = False) -> Node | None:
         return None
     if function.rule in _NOT_READ_AT_ONCE and not reduced_at_once(typer, nodes, exprs):
         return None
-    if function.unserved:
-        typer.scope.unserved(f"`{function.name}`")
     return _RULES[function.rule](Site(typer, call, function, axes, exprs, nodes))
 
 
@@ -225,8 +223,6 @@ def _attention_node(
         message = f"`{call.name}(all)` in decode: only recent queries exist"
         typer.error("phase", message, call.span, "use `new` or a state")
         return None
-    if phase == "prefill" and value != "recent":
-        typer.scope.unserved(f"`{call.name}({value})` in the prefill")
     axes = ("query", "token") if call.name == "distance" else ("kv", "group", "query", "token")
     node = typer.graph.make(
         call.name, args, axes=axes, unit="tokens" if call.name == "distance" else None,

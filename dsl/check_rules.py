@@ -10,7 +10,8 @@ from kvpolicy.dsl.check_selection import type_selection
 from kvpolicy.dsl.ir import Merge, Node, Propagate, Rules, Share, State, When
 from kvpolicy.dsl.parse import Block, Item
 from kvpolicy.dsl.scope import Definition, Scope
-from kvpolicy.dsl.syntax import Call, Expr
+from kvpolicy.dsl.syntax import Call, Expr, Name
+from kvpolicy.dsl.traverse import merge_roots, nodes_of
 
 
 def shape_of(node: Node) -> str:
@@ -131,7 +132,6 @@ class RulesChecker:
         item = self.item("merge")
         if item is None or not isinstance(item.value, Block):
             return None
-        self.scope.unserved("`merge`")
         if self.item("keep") is None:
             message = "`merge` without `keep`: nothing is dropped"
             self.scope.error("merge", message, item.key)
@@ -164,13 +164,18 @@ class RulesChecker:
         typer = Typer(self.scope, Context(self.phase, section))
         what = f"`{item.path}`"
         node = (typer.truth if name == "accept" else typer.number)(item.value, what)
-        allowed = ("kv", "token") if name == "divide" else ("kv", "dropped")
-        if node is None or not check_axes(typer, node, item, allowed):
+        if node is None or not check_axes(typer, node, item, _MERGE_PARTS[name]):
             return None
         return check_present(typer, node, item, what)
 
 
-_MERGE_PARTS = ("accept", "weight", "own", "divide")
+# Parts of a merge and the axes that they may have: a receiver has one weight of its own.
+_MERGE_PARTS = {
+    "accept": ("kv", "dropped"),
+    "weight": ("kv", "dropped"),
+    "own": ("kv",),
+    "divide": ("kv", "token"),
+}
 
 
 def _applied(block: Block) -> tuple[str, ...]:
@@ -253,7 +258,6 @@ def propagate(scope: Scope) -> Propagate | None:
     block = scope.file.get("propagate")
     if not isinstance(block, Block):
         return None
-    scope.unserved("`propagate`")
     item = scope.file.items["propagate"]
     if ("first" in block) == ("every" in block):
         message = "say `first` (one layer) or `every` (each such layer)"
@@ -305,12 +309,29 @@ def _report_later_layer(scope: Scope, node: Node, item: Item) -> None:
     )
 
 
+_NOT_SHARED = frozenset("attn logits state past at split cluster".split())
+
+
+def _may_share(scope: Scope) -> bool:
+    """Whether nothing else in the file moves or drops entries; otherwise reports."""
+    for key in ("keep", "propagate", "decode", "merge"):
+        item = scope.file.items.get(key)
+        if item is None or (key == "keep" and isinstance(item.value, Name)):
+            if item is None or item.value.text == "all":
+                continue
+        message = f"`share` with `{key}`: two layers that share entries must keep the same ones"
+        scope.error("share", message, item.key, "only `keep: all` goes with `share`")
+        return False
+    return True
+
+
 def share(scope: Scope) -> Share | None:
     """The section `share`."""
     block = scope.file.get("share")
     if not isinstance(block, Block):
         return None
-    scope.unserved("`share`")
+    if not _may_share(scope):
+        return None
     nodes: dict[str, Node | None] = {}
     for name in ("when", "direction", "except"):
         item = block.items.get(name)
@@ -327,6 +348,9 @@ def share(scope: Scope) -> Share | None:
         nodes[name] = check_present(typer, node, item, f"`{item.path}`") if node else None
     if nodes["when"] is None or nodes["direction"] is None:
         return None
+    for node in nodes_of([nodes["direction"], nodes["except"]]):
+        if "layer" in node.axes or node.op in _NOT_SHARED:
+            scope.unserved(f"`{'[layer]' if 'layer' in node.axes else node.op}` in `share`")
     return Share(nodes["when"], nodes["direction"], nodes["except"], _applied(block))
 
 
@@ -339,6 +363,15 @@ def read(scope: Scope) -> Node | None:
     typer = Typer(scope, Context("decode"))
     node = typer.expr(item.value)
     return check_set(typer, node, item, "read", ("kv", "token"))
+
+
+def note_unserved(scope: Scope, decode: Rules) -> None:
+    """Notes what a decode step cannot decide: it is asked layer by layer."""
+    for node in nodes_of([decode.keep, decode.budget, *merge_roots(decode.merge)]):
+        if "layer" in node.axes:
+            scope.unserved("`[layer]` in `decode`")
+        elif node.op in ("past", "at"):
+            scope.unserved(f"`{node.op}` in `decode`")
 
 
 def unused(scope: Scope) -> Iterator[Definition]:

@@ -9,6 +9,7 @@ from kvpolicy.dsl.ir import Node, State, Type
 from kvpolicy.dsl.parse import Block
 from kvpolicy.dsl.source import Span
 from kvpolicy.dsl.syntax import Expr
+from kvpolicy.dsl.traverse import nodes_of
 
 if TYPE_CHECKING:
     from kvpolicy.dsl.scope import Definition, Scope
@@ -61,7 +62,6 @@ class States:
                     "key", f"`{definition.item.path}` needs `next`", definition.item.key
                 )
             return None
-        self.scope.unserved("`state`")
         context = Context(phase, definition.section if "merge" in definition.section else None)
         typer = Typer(self.scope, context)
         first, update = None, None
@@ -82,6 +82,7 @@ class States:
                 self.scope.error("axis", message, definition.item.key)
                 return None
             type_ = update.type
+        self._note_unserved([first, update])
         for node, expr in ((first, start), (update, next_)):
             if node is not None and node.type.absent:
                 self.scope.absent(node, expr, f"the state `{definition.name}`", typer)
@@ -89,6 +90,13 @@ class States:
         type_ = Type("number", type_.axes, type_.unit)
         inherited = phase == "decode" and definition.section in ("", "merge")
         return State(definition.name, first, update, type_, inherited)
+
+    def _note_unserved(self, nodes: list[Node | None]) -> None:
+        """A state advances at every step, layer by layer."""
+        for node in nodes_of(nodes):
+            if "layer" in node.axes or node.op in ("past", "at"):
+                what = "[layer]" if "layer" in node.axes else node.op
+                self.scope.unserved(f"`{what}` in a state")
 
     def _update(
         self, typer: Typer, mark: tuple[str, str], expr: Expr, assumed: Type

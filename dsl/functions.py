@@ -43,7 +43,6 @@ class Function:
     result: str = ""  # type as shown in the reference
     body: str | None = None
     group: str = ""
-    unserved: bool = False  # this step's runtime does not serve it
 
     @property
     def signature(self) -> str:
@@ -69,7 +68,7 @@ class Builtin:
     where: str
     meaning: str
     kind: str = "number"
-    unserved: bool = False
+    unserved: bool = False  # the runtime does not serve it
 
 
 def _numbers(*names: str) -> tuple[Parameter, ...]:
@@ -228,7 +227,6 @@ FUNCTIONS: dict[str, Function] = {
             "O(w N D)",
             result="number[head, query, token]",
             group="Attention",
-            unserved=True,
         ),
         Function(
             "distance",

@@ -48,9 +48,9 @@ def test_check_warns(file, capsys):
 
 
 def test_check_says_what_cannot_be_served(file, capsys):
-    path = file(GOOD + "decode: same\n")
+    path = file(GOOD + "read: recent(4)\n")
     assert main(["check", path]) == 0
-    assert f"{path}: note: `decode` cannot be served yet\n" in capsys.readouterr().out
+    assert f"{path}: note: `read` cannot be served yet\n" in capsys.readouterr().out
 
 
 def test_check_shipped_by_name(capsys):

@@ -174,7 +174,7 @@ def test_output_that_cannot_be_written(tmp_path, capsys):
 
 def test_policy_that_decides_elsewhere(tmp_path, capsys):
     (tmp_path / "p.yaml").write_text(
-        "policy: p\nlanguage: 1\nabout: p\nkeep: recent(4)\ndecode: same\n"
+        "policy: p\nlanguage: 1\nabout: p\nkeep: recent(4)\nread: recent(4)\n"
     )
     assert run(tmp_path, str(tmp_path / "p.yaml"), arrays(9)) == 2
     assert "cannot be served yet" in capsys.readouterr().err
