@@ -64,5 +64,6 @@ def attach(backend: Any, name: str, runtime: Runtime) -> Any:
 
 def attend(arena: Arena, lists: Any, layer: Any, queries: torch.Tensor, read: Any) -> torch.Tensor:
     """Attention of [B, T, H, D] queries over the entry lists of a layer."""
-    indptr, indices = lists.layer(layer.layer_id)
-    return read(queries, arena.entries, arena.values, indptr, indices, scale=layer.scaling)
+    indptr, indices, options = lists.layer(layer.layer_id)
+    pool = (arena.entries, arena.values)
+    return read(queries, *pool, indptr, indices, scale=layer.scaling, **options)

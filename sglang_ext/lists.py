@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.arena import Arena
 from kvpolicy.sglang_ext.store import Private
 
@@ -43,14 +44,26 @@ class Lists:
         tails = [req_to_token[r.row, r.tail_start : n] for r, n in rows]
         self._tail = torch.cat(tails).to(torch.int64)
         self._tail_length = torch.tensor([t.numel() for t in tails], device=device)
+        self._shared = {i: r.shared for i, r in enumerate(requests) if r.shared is not None}
         self._tail_first = self._tail_length.cumsum(0) - self._tail_length
 
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Entry lists of one layer.
 
         Returns:
-            indptr [B * G + 1] int64 and indices [nnz] int64, as `paged_attention` takes them.
+            indptr [B * G + 1] int64, indices [nnz] int64 and further options, as `paged_attention`
+            takes them.
         """
+        indptr, indices = self._together(layer)
+
+        def entry_at(request: int, place: torch.Tensor) -> torch.Tensor:
+            page = self._arena.kv_heads
+            first = self._first[request, layer, :, None]
+            return self._pages[first + place // page] * page + place % page
+
+        return indptr, *share.separate(self._shared, layer, indptr, indices, entry_at)
+
+    def _together(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         arena = self._arena
         page = groups = arena.kv_heads
         count = self._counts[:, layer].flatten()  # [B * G]

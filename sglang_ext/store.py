@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 from kvpolicy.sglang_ext.arena import Arena
+from kvpolicy.sglang_ext.share import Shared
 
 
 class Allocator(Protocol):
@@ -38,6 +39,7 @@ class Private:
         counts: [L, G] int32 entries of each (layer, KV head); None until they are written.
         first_page: [L, G] int32, index of the list's first page among the request's pages.
         tail_start: position from which entries lie in ordinary slots; the prompt's length.
+        shared: layers that are stored in pairs, if any.
     """
 
     row: int
@@ -46,6 +48,7 @@ class Private:
     tail_start: int
     counts: torch.Tensor | None = None
     first_page: torch.Tensor | None = None
+    shared: Shared | None = None
 
     @property
     def ready(self) -> bool:

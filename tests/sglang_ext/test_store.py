@@ -165,7 +165,8 @@ def test_compressed_requests_read_exactly_what_was_kept(heads, kv_heads, seed):
 
     lists = Lists(arena, privates, lengths, table)
     for layer in range(layers):
-        indptr, indices = lists.layer(layer)
+        indptr, indices, options = lists.layer(layer)
+        assert options == {}
         got = paged_attention(
             q[:, layer, None], arena.entries, arena.values, indptr, indices, scale=scale
         )
