@@ -18,6 +18,7 @@ from kvpolicy.dsl.bind import Bound, bind
 from kvpolicy.dsl.check import load
 from kvpolicy.dsl.diagnostics import PolicyError, render_all
 from kvpolicy.dsl.ir import ModelShape, Program
+from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.errors import Refused
 
 PATHS_VARIABLE = "SGLANG_KV_POLICY"  # paths, separated as in PATH
@@ -44,9 +45,13 @@ class Policy:
             Refused: a setting is unknown or not accepted, or the policy does not fit the model.
         """
         try:
-            return bind(self.program, shape, self.settings)
+            bound = bind(self.program, shape, self.settings)
         except PolicyError as error:
             raise Refused(f"--kv-policy {self.path}: {error}") from None
+        sentence = share.unserved(bound)
+        if sentence:
+            raise Refused(f"--kv-policy {self.path}: {sentence}")
+        return bound
 
 
 def add_arguments(parser: ArgumentParser) -> None:

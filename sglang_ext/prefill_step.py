@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.compress import compress, timed
 from kvpolicy.sglang_ext.request import State, iterate_rows
 
@@ -94,7 +95,10 @@ class PrefillStep:
             with timed(each.state):
                 kept = torch.stack(list(each.run.finish()))  # [L, G, N]
                 each.state.window.clear()
-                compress(self._runtime, each.state, each.slots, kept)
+                if each.state.served.upper_layers:
+                    share.compress(self._runtime, each.state, each.slots, each.run)
+                else:
+                    compress(self._runtime, each.state, each.slots, kept)
             self._runtime.finished_prompt(
                 each.request, each.state, int(kept.sum()), finite=not each.run.not_finite
             )

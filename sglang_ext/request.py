@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.torch_program import TorchProgram
+from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.arena import Arena
 from kvpolicy.sglang_ext.options import Policy
 from kvpolicy.sglang_ext.store import Private
@@ -20,6 +21,7 @@ _LONG = 1 << 20  # a prompt for which a bounded policy surely drops something
 # Why a request is served in full; the label `reason` of the metric.
 SHORT_PROMPT = "short_prompt"  # the budget holds the whole prompt
 NOTHING_DROPPED = "nothing_dropped"  # known only after scoring
+NOTHING_SAVED = "nothing_saved"  # layers in pairs would take as many slots as the prompt
 NOT_FINITE = "not_finite"  # queries, keys or values held NaN or infinity
 NO_SLOTS = "no_slots"  # no room for the compressed copy beside the prompt
 ONE_TOKEN = "one_token"  # nothing is decoded after the prefill
@@ -36,6 +38,7 @@ class Served:
         self.name = policy.name
         self.bound = bound
         self.program = TorchProgram(bound)
+        self.upper_layers = share.upper_layers(bound)
         self._arena = arena
         # Both are asked for at every attempt to admit a request, by prompt length.
         self.most_slots = lru_cache(maxsize=4096)(self._most_slots)

@@ -157,20 +157,24 @@ class Runtime:
             finite: whether the model's tensors were; otherwise nothing can be chosen by them.
         """
         if state.private is None:
-            state.uncompressed = request.NOTHING_DROPPED if finite else request.NOT_FINITE
+            shares = state.served.upper_layers
+            nothing = request.NOTHING_SAVED if shares else request.NOTHING_DROPPED
+            state.uncompressed = nothing if finite else request.NOT_FINITE
             return
         if state.counted:
             return
         state.counted = True
         lists = self.arena.layers * self.arena.kv_heads
         after = state.private.slots.numel()
+        shared = state.private.shared
+        outside = 0 if shared is None else shared.bytes
         facts = {
             "policy": state.served.name,
             "prompt_tokens": state.prompt,
             "entries_before": lists * state.prompt,
             "entries_kept": kept,
             "kv_bytes_before": self.arena.slot_bytes * state.prompt,
-            "kv_bytes_after": self.arena.slot_bytes * after,
+            "kv_bytes_after": self.arena.slot_bytes * after + outside,
             "slots_freed": state.prompt - after,
             "compression_seconds": round(state.seconds, 6),
         }

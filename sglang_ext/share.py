@@ -14,6 +14,7 @@ decoded later lies in ordinary slots, whole.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -76,11 +77,35 @@ class Shared:
         return (self.pairs[layer + 1], BELOW) if layer + 1 in self.pairs else None
 
 
-def upper_layers(bound: Bound, prompt: int) -> list[int]:
+def upper_layers(bound: Bound) -> list[int]:
     """Layers that are stored with the one below, from the bottom."""
     if bound.share is None:
         return []
-    return [n for n in range(bound.shape.layers) if bound.number(bound.share.when, prompt, n)]
+    return [n for n in range(bound.shape.layers) if bound.number(bound.share.when, 1, n)]
+
+
+def unserved(bound: Bound) -> str | None:
+    """Why a policy's pairs cannot be stored, in one sentence; None if they can or there are none.
+
+    A policy that is to share and finds nothing to share is refused too.
+    """
+    if bound.share is None:
+        return None
+    uppers = upper_layers(bound)
+    size = bound.shape.layers
+    if not uppers:
+        return f"`share.when` holds at none of the model's {size} layers; nothing would be shared."
+    if uppers[0] == 0:
+        return "`share.when` holds at layer 0, which has no layer below; exclude it."
+    for lower, upper in itertools.pairwise(uppers):
+        if upper == lower + 1:
+            return (
+                f"`share.when` holds at layers {lower} and {upper}, so layer {lower} would be in "
+                f"two pairs; let it hold at every other layer at most."
+            )
+    if set(bound.share.apply) != {"key", "value"}:
+        return "`share.apply` leaves out keys or values; a server shares both or saves nothing."
+    return None
 
 
 def compress(runtime: Runtime, state: State, slots: torch.Tensor, run: Any) -> None:
@@ -94,7 +119,7 @@ def compress(runtime: Runtime, state: State, slots: torch.Tensor, run: Any) -> N
         run: of the policy's program, finished.
     """
     private, store, arena = state.private, runtime.store, runtime.arena
-    uppers = upper_layers(state.served.bound, state.prompt)
+    uppers = state.served.upper_layers
     lists = torch.zeros((arena.layers, arena.kv_heads), dtype=torch.int64)
     shared, pages, first = Shared(), arena.pages(private.slots), 0
     for layer in range(arena.layers):
