@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from fake_allocator import Allocator, no_cache
 from hypothesis import given
 from hypothesis import strategies as st
 from kvpolicy.kernels.compact import compact
@@ -13,32 +14,10 @@ from kvpolicy.sglang_ext.lists import Lists
 from kvpolicy.sglang_ext.store import Store
 
 
-class Allocator:
-    """Hands out shuffled slots, whole pages at a time; slot 0's page is never handed out."""
-
-    def __init__(self, pages: int, page_size: int = 1) -> None:
-        self.page_size, self.size = page_size, pages * page_size
-        order = torch.randperm(pages, generator=torch.Generator().manual_seed(0)) + 1
-        self.free_slots = (order[:, None] * page_size + torch.arange(page_size)).flatten()
-
-    def alloc(self, need_size):
-        if need_size > self.free_slots.numel():
-            return None
-        taken, self.free_slots = self.free_slots[:need_size], self.free_slots[need_size:]
-        return taken
-
-    def free(self, free_index):
-        self.free_slots = torch.cat([self.free_slots, free_index])
-
-
 def make_store(layers=3, kv_heads=2, slots=64, page_size=1, size=4):
     allocator = Allocator(slots // page_size, page_size)
     arena = create_arena(layers, slots + page_size, kv_heads, size, torch.float32, "cpu")
     return Store(arena, allocator)
-
-
-def no_cache(slots):
-    """Evicts nothing."""
 
 
 def test_slots_are_returned_however_a_request_ends():

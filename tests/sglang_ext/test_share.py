@@ -1,0 +1,226 @@
+"""Layers stored in pairs: read back through entry lists, and what they cost."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_allocator import Allocator, no_cache
+from kvpolicy.dsl.bind import bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.kernels.compact import compact
+from kvpolicy.kernels.paged_attention import paged_attention
+from kvpolicy.sglang_ext import share
+from kvpolicy.sglang_ext.arena import create_arena
+from kvpolicy.sglang_ext.lists import Lists
+from kvpolicy.sglang_ext.store import Store
+
+LAYERS, UPPERS, SIZE = 6, [2, 5], 8  # layers 0 and 3 are whole
+
+
+class Run:
+    """Stands in for the policy's program: directions in float64, given exceptions."""
+
+    not_finite = False
+
+    def __init__(self, excepted):
+        self.excepted = excepted  # layer -> [2, G, N] bool
+
+    def shared(self, layer, below_k, below_v, own_k, own_v):
+        middle = [
+            torch.nn.functional.normalize(below.double() + own.double(), dim=-1)
+            for below, own in ((below_k, own_k), (below_v, own_v))
+        ]
+        for direction, excepted in zip(middle, self.excepted[layer], strict=True):
+            direction[excepted] = float("nan")  # must not be stored
+        return SimpleNamespace(
+            direction_k=middle[0],
+            direction_v=middle[1],
+            except_k=self.excepted[layer][0],
+            except_v=self.excepted[layer][1],
+        )
+
+
+def restored(kv, excepted, dtype):
+    """[L, 2, N, G, D] what a policy says is read back of a prompt's kv [L, 2, N, G, D]."""
+    out = kv.clone()
+    for upper in UPPERS:
+        below, own = kv[upper - 1].double(), kv[upper].double()
+        direction = torch.nn.functional.normalize(below + own, dim=-1).to(dtype).float()
+        mask = excepted[upper].transpose(1, 2)[..., None]
+        for layer, x in ((upper - 1, below), (upper, own)):
+            shared = direction * x.norm(dim=-1, keepdim=True).float()
+            out[layer] = torch.where(mask, kv[layer].float(), shared)
+    return out
+
+
+def exceptions(kv_heads, prompt, share_of, generator):
+    """Different sets for keys and values; the first head has none, the last only values."""
+    masks = {}
+    for upper in UPPERS:
+        mask = torch.rand(2, kv_heads, prompt, generator=generator) < share_of
+        mask[:, 0] = False
+        mask[0, -1] = False
+        masks[upper] = mask
+    return masks
+
+
+class Pool:
+    """A store in an arena full of NaN, and SGLang's table of rows."""
+
+    def __init__(self, kv_heads, dtype, rows=900):
+        self.arena = create_arena(LAYERS, rows, kv_heads, SIZE, dtype, "cpu")
+        self.arena.storage.fill_(float("nan"))
+        self.store = Store(self.arena, Allocator(rows - 1))
+        self.table = torch.zeros((5, 120), dtype=torch.int32)
+
+    def prefill(self, row, kv, prompt):
+        """Puts kv [L, 2, length, G, D] into ordinary slots; those of the prompt."""
+        length = kv.shape[2]
+        slots = self.store.allocator.alloc(length)
+        self.table[row, :length] = slots.to(torch.int32)
+        self.arena.storage[:, :, slots] = kv
+        return slots[:prompt]
+
+    def share(self, row, slots, excepted):
+        """Stores a prompt in pairs; its state."""
+        prompt = slots.numel()
+        private = self.store.allocate(row, "a", prompt, prompt, no_cache)
+        served = SimpleNamespace(upper_layers=UPPERS)
+        state = SimpleNamespace(private=private, prompt=prompt, served=served)
+        share.compress(self, state, slots, Run(excepted))
+        return state
+
+    def forget(self, row, slots):
+        """The prompt's slots are someone else's."""
+        self.arena.storage[:, :, slots] = float("nan")
+        self.table[row, : slots.numel()] = 0
+
+
+def pages(lists, kv_heads):
+    return sum(-(-n // kv_heads) for n in lists)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (4, 2), (6, 3)])
+@pytest.mark.parametrize("share_of", [0.0, 0.1, 0.3])
+def test_attention_is_that_over_the_restored_tensors(heads, kv_heads, dtype, share_of):
+    """Requests in pairs beside one that is compressed otherwise; free memory holds NaN."""
+    generator = torch.Generator().manual_seed(heads)
+    pool = Pool(kv_heads, dtype)
+    scale = SIZE**-0.5
+    privates, lengths, wanted = [], [], []
+    for row, (prompt, tail) in enumerate(((40, 1), (61, 9), (33, 20)), start=1):
+        kv = torch.randn(LAYERS, 2, prompt + tail, kv_heads, SIZE, generator=generator).to(dtype)
+        slots = pool.prefill(row, kv, prompt)
+        seen = kv.float()
+        if row == 2:
+            private = whole(pool, row, slots)
+            seen = torch.cat([seen[:, :, :30], seen[:, :, prompt:]], 2)
+        else:
+            excepted = exceptions(kv_heads, prompt, share_of, generator)
+            private = pool.share(row, slots, excepted).private
+            shared = restored(seen[:, :, :prompt], excepted, dtype)
+            seen = torch.cat([shared, seen[:, :, prompt:]], 2)
+            assert private.slots.numel() < prompt
+        pool.forget(row, slots)
+        privates.append(private)
+        lengths.append(prompt + tail)
+        wanted.append(seen)
+    pool.store.check_integrity(pool.store.allocator.free_slots)
+
+    q = torch.randn(3, LAYERS, heads, SIZE, generator=generator).to(dtype)
+    lists = Lists(pool.arena, privates, lengths, pool.table)
+    for layer in range(LAYERS):
+        indptr, indices, options = lists.layer(layer)
+        arena = (pool.arena.entries, pool.arena.values)
+        got = paged_attention(q[:, layer, None], *arena, indptr, indices, scale=scale, **options)
+        for row, seen in enumerate(wanted):
+            k, v = seen[layer].repeat_interleave(heads // kv_heads, dim=2).transpose(1, 2)
+            scores = torch.einsum("hd,hnd->hn", q[row, layer].float(), k) * scale
+            dense = torch.einsum("hn,hnd->hd", scores.softmax(-1), v)
+            tolerance = {torch.float32: 1e-5}.get(dtype, 1e-2)
+            torch.testing.assert_close(got[row, 0].float(), dense, atol=tolerance, rtol=tolerance)
+
+
+def whole(pool, row, slots):
+    """A request compressed without pairs: the first 30 tokens."""
+    arena, kept = pool.arena, torch.zeros(pool.arena.kv_heads, slots.numel(), dtype=torch.bool)
+    kept[:, :30] = True
+    private = pool.store.allocate(row, "b", 40, slots.numel(), no_cache)
+    pool.store.fill(private, torch.full((LAYERS, arena.kv_heads), 30))
+    first = private.first_page[:, 0].tolist()
+    for layer in range(LAYERS):
+        bases = {"key_base": arena.key_base(layer), "value_offset": arena.value_offset}
+        target = arena.pages(private.slots)[first[layer] :]
+        compact(arena.entries, slots, kept, target, **bases)
+    return private
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_a_pair_takes_one_list_and_the_excepted_tokens(kv_heads):
+    generator = torch.Generator().manual_seed(kv_heads)
+    pool = Pool(kv_heads, torch.float32)
+    prompt = 97
+    kv = torch.randn(LAYERS, 2, prompt, kv_heads, SIZE, generator=generator)
+    excepted = exceptions(kv_heads, prompt, 0.1, generator)
+    private = pool.share(1, pool.prefill(1, kv, prompt), excepted).private
+    used = (LAYERS - 2 * len(UPPERS)) * pages([prompt] * kv_heads, kv_heads)
+    for mask in excepted.values():
+        used += pages((prompt + mask.sum(2).amax(0)).tolist(), kv_heads)
+    assert private.slots.numel() == pool.store.held == -(-used // LAYERS)
+    # Two lengths and one mark per token, KV head and tensor.
+    assert private.shared.bytes == len(UPPERS) * 2 * kv_heads * prompt * (2 * 4 + 1)
+
+
+@pytest.mark.parametrize("prompt", [1, 3, 4])
+def test_short_prompts(prompt):
+    pool = Pool(2, torch.float32)
+    kv = torch.randn(LAYERS, 2, prompt, 2, SIZE)
+    slots = pool.prefill(1, kv, prompt)
+    none = dict.fromkeys(UPPERS, torch.zeros(2, 2, prompt, dtype=torch.bool))
+    state = pool.share(1, slots, none)
+    # 3 or 4 tokens are 2 pages per head and list: 16 pages take 3 slots.
+    assert (state.private is not None) == (prompt == 4)
+    assert pool.store.held == (3 if prompt == 4 else 0)
+
+
+def test_where_all_is_excepted_nothing_is_held():
+    pool = Pool(2, torch.float32)
+    slots = pool.prefill(1, torch.randn(LAYERS, 2, 40, 2, SIZE), 40)
+    free = pool.store.allocator.free_slots.numel()
+    everything = dict.fromkeys(UPPERS, torch.ones(2, 2, 40, dtype=torch.bool))
+    assert pool.share(1, slots, everything).private is None
+    assert pool.store.held == 0
+    assert pool.store.allocator.free_slots.numel() == free
+
+
+def test_tensors_that_are_not_finite_are_not_shared(monkeypatch):
+    monkeypatch.setattr(Run, "not_finite", True)
+    pool = Pool(2, torch.float32)
+    slots = pool.prefill(1, torch.randn(LAYERS, 2, 40, 2, SIZE), 40)
+    none = dict.fromkeys(UPPERS, torch.zeros(2, 2, 40, dtype=torch.bool))
+    assert pool.share(1, slots, none).private is None
+    assert pool.store.held == 0
+
+
+@pytest.mark.parametrize(
+    ("section", "sentence"),
+    [
+        ("when: layer == 3", None),
+        ("when: layer % 2 == 1", None),
+        ("when: layer > layers", "holds at none of the model's 6 layers"),
+        ("when: layer % 2 == 0", "holds at layer 0, which has no layer below"),
+        ("when: layer >= 3", "layers 3 and 4, so layer 3 would be in two pairs"),
+        ("when: layer == 3\n  apply: [key]", "leaves out keys or values"),
+    ],
+)
+def test_pairs_that_cannot_be_stored_are_refused(tmp_path, section, sentence):
+    file = tmp_path / "pairs.yaml"
+    file.write_text(
+        f"policy: pairs\nlanguage: 1\nabout: Shares.\n"
+        f"share:\n  {section}\n  direction: normalize[dim](own)\n"
+    )
+    shape = ModelShape(layers=6, heads=4, kv_heads=2, head_dim=8)
+    found = share.unserved(bind(load(file).require(), shape))
+    assert found is None if sentence is None else sentence in found
