@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.compress import compress, timed
+from kvpolicy.sglang_ext.frame import Frame
 from kvpolicy.sglang_ext.request import State, iterate_rows
 
 if TYPE_CHECKING:
@@ -16,48 +17,66 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Scored:
-    """A request whose prompt ends in this forward."""
+class Scored:
+    """A request whose prompt ends in this forward.
+
+    Attributes:
+        slots: [n] int64 slots of the tokens that are there: at first all N of the prompt.
+        tokens: [n] int64 their positions in the prompt; None: all.
+        run: of the policy's program.
+        queries: last queries that it observes at a layer, where there are so many.
+        chosen: [m] int64 indices into the n tokens, which alone go deeper than the layer just
+            observed; None if all do.
+        without: whether no token at all was chosen; the request is then served in full.
+    """
 
     request: Any
     state: State
-    end: int  # row after its last query
-    rows: int  # its queries in this forward
-    slots: torch.Tensor  # [N] int64 slots of its prompt
-    run: Any  # of the policy's program
+    slots: torch.Tensor
+    run: Any
+    queries: int
+    tokens: torch.Tensor | None = None
+    chosen: torch.Tensor | None = None
+    without: bool = False
+
+    def narrow(self, chosen: torch.Tensor) -> None:
+        """Only the chosen tokens [m] are there from now on."""
+        self.slots = self.slots[chosen]
+        self.tokens = chosen if self.tokens is None else self.tokens[chosen]
+
+    def restart(self, tokens: int) -> None:
+        """The prefill begins again on so many tokens, whose entries go to the last slots."""
+        self.slots = self.slots[self.slots.numel() - tokens :]
+        self.run = self.run.again(tokens)
+        self.queries = self.state.served.queries(tokens)
 
 
 @dataclass
 class _Windowed:
     """A request with queries of its observation window in a chunk that is not its last."""
 
+    request: Any
     state: State
-    rows: slice
+    count: int  # of its last rows
 
 
 class PrefillStep:
     """What the policies see and decide in one extend forward."""
 
-    def __init__(self, runtime: Runtime, batch: Any) -> None:
-        self._runtime = runtime
-        self._scored: list[_Scored] = []
+    def __init__(self, runtime: Runtime, batch: Any, frame: Frame) -> None:
+        self._runtime, self._frame = runtime, frame
+        self.scored: list[Scored] = []
         self._windowed: list[_Windowed] = []
         table = batch.req_to_token_pool.req_to_token
         for request, state, rows, prefix in iterate_rows(batch):
             length = prefix + rows.stop - rows.start
-            if state.private is None:
-                self._plan_window(state, rows, prefix, length)
-            elif length == state.prompt and not state.private.ready:
+            first = max(prefix, state.prompt - state.queries)
+            if first < length < state.prompt:
+                self._windowed.append(_Windowed(request, state, length - first))
+            elif length == state.prompt and state.private and not state.private.ready:
                 slots = table[state.private.row, :length].to(torch.int64)
                 run = state.served.program.start(state.prompt)
-                count = rows.stop - rows.start
-                self._scored.append(_Scored(request, state, rows.stop, count, slots, run))
-
-    def _plan_window(self, state: State, rows: slice, prefix: int, length: int) -> None:
-        first = max(prefix, state.prompt - state.queries)
-        if first < length < state.prompt:
-            window = slice(rows.start + first - prefix, rows.stop)
-            self._windowed.append(_Windowed(state, window))
+                self.scored.append(Scored(request, state, slots, run, state.queries))
 
     def observe(self, layer: Any, heads: torch.Tensor) -> None:
         """Show one layer to the policies; its keys and values are in the pool already.
@@ -66,32 +85,40 @@ class PrefillStep:
             heads: [rows, H, D] queries of the forward after RoPE.
         """
         for each in self._windowed:
-            window = heads[each.rows].clone()
-            each.state.window.setdefault(layer.layer_id, []).append(window)
-        for each in self._scored:
-            with timed(each.state):
-                self._observe(each, layer, heads)
+            rows = self._frame.rows(each.request)
+            if rows is not None:
+                window = heads[rows.stop - each.count : rows.stop].clone()
+                each.state.window.setdefault(layer.layer_id, []).append(window)
+        for each in self.scored:
+            rows = self._frame.rows(each.request)
+            if rows is not None and not each.without:
+                with timed(each.state):
+                    self._observe(each, layer, heads[rows])
 
-    def _observe(self, scored: _Scored, layer: Any, heads: torch.Tensor) -> None:
-        state = scored.state
-        wanted = min(state.queries, scored.rows)
-        queries = heads[scored.end - wanted : scored.end]
+    def _observe(self, scored: Scored, layer: Any, heads: torch.Tensor) -> None:
+        state, there = scored.state, scored.slots.numel()
+        wanted = min(scored.queries, there)
+        queries = heads[max(heads.shape[0] - wanted, 0) :]
         earlier = state.window.get(layer.layer_id, [])
-        queries = torch.cat([*earlier, queries]) if earlier else queries
-        if queries.shape[0] != state.queries:
+        if earlier and queries.shape[0] < wanted:
+            queries = torch.cat([*earlier, queries])
+        if queries.shape[0] != wanted:
             raise RuntimeError(
-                f"request {scored.request.rid}: {queries.shape[0]} of the last {state.queries} "
+                f"request {scored.request.rid}: {queries.shape[0]} of the last {wanted} "
                 f"queries of its prompt were computed"
             )
         queries = scaled(queries, layer)
         keys, values = self._runtime.arena.storage[layer.layer_id]
         k = keys[scored.slots].transpose(0, 1)
         v = values[scored.slots].transpose(0, 1) if state.served.bound.needs_values else None
-        scored.run.observe(layer.layer_id, queries.transpose(0, 1), k, v)
+        there = () if scored.tokens is None else (scored.tokens,)
+        scored.chosen = scored.run.observe(layer.layer_id, queries.transpose(0, 1), k, v, *there)
+        if scored.chosen is not None and not scored.chosen.numel():
+            scored.chosen, scored.without = None, True
 
     def finish(self) -> None:
         """After the forward: choose what is kept and copy it to private pages."""
-        for each in self._scored:
+        for each in self.scored:
             with timed(each.state):
                 kept = torch.stack(list(each.run.finish()))  # [L, G, N]
                 each.state.window.clear()

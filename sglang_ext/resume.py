@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.sglang_ext.backend import attend
+from kvpolicy.sglang_ext.frame import Frame
 from kvpolicy.sglang_ext.lists import Lists
 from kvpolicy.sglang_ext.request import iterate_rows
 
@@ -17,24 +18,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Resumed:
-    """Rows of output in an extend forward."""
+    """A request whose rows in an extend forward are output."""
 
-    rows: slice
+    request: Any
     lists: Lists
 
 
 class ResumeStep:
     """The resumed requests of one extend forward."""
 
-    def __init__(self, runtime: Runtime, batch: Any) -> None:
-        self._arena = runtime.arena
+    def __init__(self, runtime: Runtime, batch: Any, frame: Frame) -> None:
+        self._arena, self._frame = runtime.arena, frame
         self._resumed: list[_Resumed] = []
         table = batch.req_to_token_pool.req_to_token
-        for _, state, rows, prefix in iterate_rows(batch):
+        for request, state, rows, prefix in iterate_rows(batch):
             if state.private is not None and state.private.ready and prefix >= state.prompt:
                 length = prefix + rows.stop - rows.start
                 lists = Lists(self._arena, [state.private], [length], table)
-                self._resumed.append(_Resumed(rows, lists))
+                self._resumed.append(_Resumed(request, lists))
 
     def overwrite(
         self, layer: Any, heads: torch.Tensor, out: torch.Tensor, read: Callable[..., torch.Tensor]
@@ -45,5 +46,7 @@ class ResumeStep:
             heads, out: [rows, H, D] queries and attention of the forward; out is written in place.
         """
         for each in self._resumed:
-            queries = heads[each.rows].unsqueeze(0)
-            out[each.rows] = attend(self._arena, each.lists, layer, queries, read)[0]
+            rows = self._frame.rows(each.request)
+            if rows is not None:
+                queries = heads[rows].unsqueeze(0)
+                out[rows] = attend(self._arena, each.lists, layer, queries, read)[0]

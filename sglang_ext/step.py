@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy.sglang_ext.decode_step import DecodeStep
+from kvpolicy.sglang_ext.frame import Frame
 from kvpolicy.sglang_ext.prefill_step import PrefillStep
 from kvpolicy.sglang_ext.resume import ResumeStep
 
@@ -18,8 +19,9 @@ class Step:
     def __init__(self, runtime: Runtime, batch: Any) -> None:
         mode = batch.forward_mode
         extend = mode.is_extend()
-        self.prefill = PrefillStep(runtime, batch) if extend else None
-        self.resume = ResumeStep(runtime, batch) if extend else None
+        frame = Frame(batch) if extend else None
+        self.prefill = PrefillStep(runtime, batch, frame) if extend else None
+        self.resume = ResumeStep(runtime, batch, frame) if extend else None
         self.decode = DecodeStep(runtime, batch) if mode.is_decode() else None
 
     def finish(self) -> None:
