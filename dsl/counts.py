@@ -52,16 +52,16 @@ def split(total: Number, weights: Sequence[Number], maxima: Sequence[Number] | N
     return split_layers(whole(total, _LARGE), weights, caps)
 
 
-def hashed(seed: int, layer: int, kv, token):
+def hashed(seed: int, layer: int, kv, token, generated: int = 0):
     """Uniform numbers in [0, 1) from a counter, the same in every execution.
 
     Args:
-        seed, layer: integers.
+        seed, layer, generated: integers; decode steps, this one included, 0 in the prefill.
         kv, token: int64 arrays (numpy or torch) that broadcast against each other.
     """
     bits = 0xFFFFFFFF
     state = (seed & bits) + 0 * kv
-    for part in (layer, kv, token):
+    for part in (layer, kv, token, generated):
         # Both factors are below 2**31, so that no product leaves int64.
         state = (state + 0x9E3779B9 * (part + 1)) & bits
         state = ((state ^ (state >> 16)) * 0x21F0AAAD) & bits

@@ -7,6 +7,7 @@ operations that say what they take:
     missing[axes](budget, taken)    entries to fill, added up over the competing axes
     remaining[axes](taken)          candidates left over, added up over the competing axes
     fill[axes](x, taken, n, left)   taken, and the n best of the rest by x (all if n >= left)
+    mask["rest"](x, left)           x at what is left over, for each KV head of the entries it holds
 
 The name `budget` becomes the floored budget. In decode rules without a `budget` of their own it
 stays the leaf `budget`: the whole numbers that the prefill decided.
@@ -247,7 +248,8 @@ class _Lowering:
         x, count = self.visit(right.args[0]), self._floored(self.visit(right.args[1]))
         left = self._share(Node("not", (taken,), type=taken.type, when=taken.when))
         kind = Type("number", axes_of(x, left), x.type.unit, absent=True)
-        rest = self._share(Node("mask", (x, left), type=kind, when=max(x.when, left.when)))
+        when = max(x.when, left.when)
+        rest = self._share(Node("mask", (x, left), value="rest", type=kind, when=when))
         kind = Type("truth", axes_of(rest, count))
         origin = right.origin if taken.op == "truth" else None
         when = max(rest.when, count.when)

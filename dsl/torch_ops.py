@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
-from kvpolicy.dsl import counts, torch_layers, torch_select
+from kvpolicy.dsl import counts, torch_layers, torch_pool, torch_select
 from kvpolicy.dsl.ir import Node
 from kvpolicy.dsl.torch_elementwise import (
     binary,
@@ -25,31 +24,47 @@ from kvpolicy.dsl.torch_values import Frame, Value, filled, snapped
 
 
 def position(node: Node, frame: Frame) -> Value:
-    """Original positions; all tokens are there, so the index is the position."""
-    data = torch.arange(frame.tokens, dtype=torch.float64, device=frame.device)
-    return Value(data, ("token",), finite=True)
+    """Original positions."""
+    return frame.present(Value(frame.places.double(), ("token",), finite=True))
 
 
 def everything(node: Node, frame: Frame) -> Value:
     """Every candidate."""
-    return Value(torch.ones(frame.tokens, dtype=torch.bool, device=frame.device), ("token",))
+    data = torch.ones(frame.tokens, dtype=torch.bool, device=frame.device)
+    return frame.present(Value(data, ("token",), finite=True))
+
+
+def newest(node: Node, frame: Frame) -> Value:
+    """The tokens of this step: in the prefill all, in decode the last one."""
+    if frame.generated is None:
+        return everything(node, frame)
+    places = torch.arange(frame.tokens, device=frame.device)
+    return frame.present(Value(places == frame.tokens - 1, ("token",), finite=True))
+
+
+def size(node: Node, frame: Frame) -> Value:
+    """The one size that the host does not know: entries of each KV head."""
+    number = frame.candidates()
+    if isinstance(number.data, torch.Tensor):
+        return Value(number.data.double(), number.axes, finite=True)
+    data = torch.full((frame.kv,), float(number.data), dtype=torch.float64, device=frame.device)
+    return Value(data, ("kv",), finite=True)
 
 
 def distance(node: Node, frame: Frame) -> Value:
     """Position of the query minus position of the token."""
-    window = frame.bound.window(node, frame.tokens, frame.layer)
-    tokens = torch.arange(frame.tokens, device=frame.device)
-    data = tokens[frame.tokens - window :, None] - tokens
+    _, queries = _queries(frame.window(node), frame)
+    data = queries[:, None] - frame.places
     axes = ("query", "token")
-    return Value(data.double(), axes, data >= 0, axes, finite=True)
+    return frame.present(Value(data.double(), axes, data >= 0, axes, finite=True))
 
 
 def uniform(node: Node, frame: Frame, seed: Value) -> Value:
-    """Counter-based random numbers per KV head and token."""
-    kv = torch.arange(frame.bound.shape.kv_heads, device=frame.device)[:, None]
-    token = torch.arange(frame.tokens, device=frame.device)
-    data = counts.hashed(math.floor(seed.data), frame.layer, kv, token)
-    return Value(data.double(), ("kv", "token"), finite=True)
+    """Counter-based random numbers per KV head, position and decode step."""
+    kv = torch.arange(frame.kv_start, frame.kv_start + frame.kv, device=frame.device)[:, None]
+    step = frame.generated or 0
+    data = counts.hashed(math.floor(seed.data), frame.layer, kv, frame.places, step)
+    return frame.present(Value(data.double(), ("kv", "token"), finite=True))
 
 
 # Data of the model.
@@ -59,26 +74,44 @@ def cached(node: Node, frame: Frame) -> Value:
     """Keys or values in float64."""
     data = (frame.k if node.op == "key" else frame.v).double()
     frame.checks.append(data.sum().isfinite())
-    return Value(data, ("kv", "token", "dim"), finite=True)
+    return frame.present(Value(data, ("kv", "token", "dim"), finite=True))
 
 
-def _window_logits(node: Node, frame: Frame) -> tuple[torch.Tensor, torch.Tensor]:
-    """q.k / sqrt(D), [G, H/G, W, N], and where the token is not after the query, [W, N]."""
-    window = frame.bound.window(node, frame.tokens, frame.layer)
+def _queries(window: int, frame: Frame) -> tuple[slice, torch.Tensor]:
+    """Which of the last queries are computed now, counted from the end, and their positions."""
+    rows = range(window)[frame.rows or slice(None)]
+    chosen = slice(rows.start - window, rows.stop - window or None)
+    positions = frame.query_positions
+    if positions is None:
+        positions = frame.places[frame.tokens - window :][frame.rows or slice(None)]
+        return chosen, positions
+    return chosen, positions[len(positions) - window :][frame.rows or slice(None)]
+
+
+def _window_logits(node: Node, frame: Frame) -> tuple[torch.Tensor, torch.Tensor, tuple[str, ...]]:
+    """q.k / sqrt(D), [G, H/G, W, n]; where there is a value, and the axes of that."""
+    window = frame.window(node)
     kv, tokens, size = frame.k.shape
-    q = frame.q[:, frame.q.shape[1] - window :].double()
-    group = q.shape[0] // kv
-    q = q.reshape(kv, group * window, size) * size**-0.5
-    logits = torch.matmul(q, frame.k.double().transpose(1, 2)).view(kv, group, window, tokens)
+    chosen, positions = _queries(window, frame)
+    q = frame.q[:, chosen] if window else frame.q[:, :0]
+    group, rows = q.shape[0] // kv, q.shape[1]
+    q = q.double().reshape(kv, group * rows, size) * size**-0.5
+    logits = torch.matmul(q, frame.k.double().transpose(1, 2)).view(kv, group, rows, tokens)
 
     def make() -> torch.Tensor:
-        order = torch.arange(tokens, device=frame.device)
-        return order <= order[tokens - window :, None]
+        return frame.places <= positions[:, None]
 
-    seen = frame.once(("seen", window), (), make)
+    if frame.there is not None or frame.query_positions is not None:
+        seen = make()
+        if frame.there is not None:
+            seen = seen & frame.there[:, None]
+        axes = ("kv", "query", "token") if seen.ndim == 3 else ("query", "token")
+        logits.masked_fill_(~(seen[:, None] if seen.ndim == 3 else seen), -math.inf)
+        return logits, seen, axes
+    seen = frame.once(("seen", window), (), make) if frame.positions is None else make()
     # Only the window's own columns can lie after a query.
     logits[..., tokens - window :].masked_fill_(~seen[:, tokens - window :], -math.inf)
-    return logits, seen
+    return logits, seen, ("query", "token")
 
 
 _ATTENTION_AXES = ("kv", "group", "query", "token")
@@ -86,44 +119,25 @@ _ATTENTION_AXES = ("kv", "group", "query", "token")
 
 def logits(node: Node, frame: Frame) -> Value:
     """Attention before the softmax."""
-    data, seen = _window_logits(node, frame)
-    frame.checks.append(
-        filled(Value(data, _ATTENTION_AXES, seen, ("query", "token")), 0.0).sum().isfinite()
-    )
-    return Value(data, _ATTENTION_AXES, seen, ("query", "token"), finite=True)
+    data, seen, axes = _window_logits(node, frame)
+    frame.checks.append(filled(Value(data, _ATTENTION_AXES, seen, axes), 0.0).sum().isfinite())
+    return Value(data, _ATTENTION_AXES, seen, axes, finite=True)
 
 
 def attn(node: Node, frame: Frame) -> Value:
     """Attention of the window's queries over all tokens."""
-    data, seen = _window_logits(node, frame)
+    data, seen, axes = _window_logits(node, frame)
     data = torch.softmax(data, dim=-1)
     # A NaN or infinity anywhere makes its whole row NaN.
-    frame.checks.append(data[..., 0].isfinite().all())
-    return Value(data, _ATTENTION_AXES, seen, ("query", "token"), zero=True, finite=True)
-
-
-# Along tokens.
-
-
-def pool(node: Node, frame: Frame, x: Value, width: Value) -> Value:
-    """Maximum, or sum divided by the width, of the present neighbours, centred."""
-    size = max(1, counts.whole(float(width.data), 2**31))
-    largest = node.op == "maxpool"
-    data = filled(x, -math.inf if largest else 0.0)
-    dim = x.axes.index("token")
-    data = data.transpose(-1, dim)
-    shape = data.shape
-    # Beyond the ends there is nothing, however wide the pool.
-    before, after = min((size - 1) // 2, shape[-1]), min(size // 2, shape[-1])
-    flat = F.pad(
-        data.reshape(1, -1, shape[-1]), (before, after), value=-math.inf if largest else 0.0
-    )
-    reach = before + after + 1
-    pooled = F.max_pool1d(flat, reach, 1) if largest else F.avg_pool1d(flat, reach, 1)
-    if not largest and reach != size:
-        pooled = pooled * (reach / size)
-    pooled = pooled.reshape(shape).transpose(-1, dim)
-    return Value(pooled, x.axes, x.mask, x.mask_axes, finite=x.finite)
+    first = data[..., 0].isfinite()
+    if frame.query_positions is not None:
+        # An older query sees nothing where all entries before it have left.
+        empty = ~seen.any(-1)
+        empty = empty[:, None] if empty.ndim == 2 else empty
+        first = first | empty
+        data = data.masked_fill(empty[..., None], 0.0)
+    frame.checks.append(first.all())
+    return Value(data, _ATTENTION_AXES, seen, axes, zero=True, finite=True)
 
 
 def _floor_divide(a, b) -> torch.Tensor:
@@ -134,6 +148,8 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     "position": position,
     "all": everything,
     "distance": distance,
+    "new": newest,
+    "size": size,
     "uniform": uniform,
     "key": cached,
     "value": cached,
@@ -185,8 +201,8 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     "missing": torch_select.missing,
     "remaining": torch_select.remaining,
     "fill": torch_select.fill,
-    "avgpool": pool,
-    "maxpool": pool,
+    "avgpool": torch_pool.pool,
+    "maxpool": torch_pool.pool,
     "past": torch_layers.past,
     "at": torch_layers.at,
     "split": torch_layers.split,

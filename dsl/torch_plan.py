@@ -72,7 +72,7 @@ class _Maker:
 
     def _value(self, node: Node, layer: int) -> Value:
         if self.bound.static.needs(node) is not None:
-            return _scalar(self.bound.number(node, self.prompt, layer))
+            return scalar(self.bound.number(node, self.prompt, layer))
         arguments = [self.values[layer][id(x)] for x in operands(node)]
         return _on_host(call(node, replace(self.frame, layer=layer), arguments))
 
@@ -103,7 +103,8 @@ def across(node: Node) -> bool:
     return "layer" in node.axes or node.op in ("past", "at", "split", "cluster")
 
 
-def _scalar(value) -> Value:
+def scalar(value) -> Value:
+    """A number of the host."""
     if isinstance(value, bool):
         return Value(value, finite=True)
     number = float(value)

@@ -68,7 +68,8 @@ def _select(keys: torch.Tensor, number: torch.Tensor | int) -> torch.Tensor:
 
 def top(node: Node, frame: Frame, x: Value, count: Value) -> Value:
     """The `count` highest along `node.axes`."""
-    if node.origin in ("recent", "sinks") and not isinstance(count.data, torch.Tensor):
+    known = not isinstance(count.data, torch.Tensor) and frame.there is None
+    if node.origin in ("recent", "sinks") and known:
         return _ends(node, frame, count)
     return _top(x, count, node.axes)
 
@@ -114,16 +115,26 @@ def rank(node: Node, frame: Frame, x: Value) -> Value:
 def index(node: Node, frame: Frame, x: Value) -> Value:
     """0, 1, ... along an axis."""
     size = x.data.shape[x.axes.index(node.axes[0])]
-    data = torch.arange(size, dtype=torch.float64, device=frame.device)
+    first = frame.rows.start if frame.rows is not None and node.axes == ("query",) else 0
+    data = torch.arange(first, first + size, dtype=torch.float64, device=frame.device)
     return Value(data, node.axes, finite=True)
 
 
 def _taken(x: Value, frame: Frame) -> Value:
     """How many tokens a set holds per KV head."""
     if "token" not in x.axes:
-        return Value(frame.tokens if x.data else 0)
+        return _times(x, frame.candidates())
     axes = tuple(axis for axis in x.axes if axis != "token")
     return Value(x.data.sum(x.axes.index("token")), axes)
+
+
+def _times(x: Value, number: Value) -> Value:
+    """A number where a condition holds, else 0."""
+    if not isinstance(x.data, torch.Tensor):
+        return number if x.data else Value(0)
+    axes = union(x.axes, number.axes)
+    data = aligned(x.data, x.axes, axes) * aligned(number.data, number.axes, axes)
+    return Value(data, axes)
 
 
 def _over(number: Value, node: Node, frame: Frame) -> Value:
@@ -150,16 +161,19 @@ def missing(node: Node, frame: Frame, budget: Value, taken: Value) -> Value:
 
 def remaining(node: Node, frame: Frame, taken: Value) -> Value:
     """Candidates that are not taken."""
-    held = _taken(taken, frame)
-    return _over(Value(frame.tokens - held.data, held.axes), node, frame)
+    held, number = _taken(taken, frame), frame.candidates()
+    axes = union(number.axes, held.axes)
+    data = aligned(number.data, number.axes, axes) - aligned(held.data, held.axes, axes)
+    return _over(Value(data, axes), node, frame)
 
 
 def fill(node: Node, frame: Frame, x: Value, taken: Value, number: Value, left: Value) -> Value:
     """`taken` and the best of the rest; everything if everything fits."""
     known = not any(isinstance(each.data, torch.Tensor) for each in (number, left))
     if known and left.data <= number.data:
-        return Value(torch.ones(frame.tokens, dtype=torch.bool, device=frame.device), ("token",))
-    free = Value(~as_tensor(taken.data, frame), taken.axes)
+        data = torch.ones(frame.tokens, dtype=torch.bool, device=frame.device)
+        return frame.present(Value(data, ("token",)))
+    free = frame.present(Value(~as_tensor(taken.data, frame), taken.axes))
     chosen = _top(mask(node, frame, x, free), number, node.axes)
     axes = union(chosen.axes, taken.axes)
     data = aligned(chosen.data, chosen.axes, axes) | aligned(taken.data, taken.axes, axes)
@@ -168,4 +182,5 @@ def fill(node: Node, frame: Frame, x: Value, taken: Value, number: Value, left: 
     wide = union(number.axes, left.axes)
     fits = aligned(left.data, left.axes, wide) <= aligned(number.data, number.axes, wide)
     axes_all = union(axes, wide)
-    return Value(aligned(data, axes, axes_all) | aligned(fits, wide, axes_all), axes_all)
+    whole = Value(aligned(data, axes, axes_all) | aligned(fits, wide, axes_all), axes_all)
+    return frame.present(whole)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch
 from kvpolicy.dsl import counts
 from kvpolicy.dsl.bind import Bound
-from kvpolicy.dsl.ir import AXES
+from kvpolicy.dsl.ir import AXES, Node
 
 ORDER = ("layer", *AXES)
 
@@ -47,9 +48,18 @@ class Frame:
     """Where operations find the tensors of the layer (or block of KV heads) at hand.
 
     Attributes:
-        bound: the policy; N = `tokens`; G = `kv` KV heads in this block, the first `kv_start`.
+        bound: the policy; `tokens`: candidates of this layer, n in the prefill (N unless some
+            propagated), M in decode; `kv` KV heads in this block, the first `kv_start`.
+        prompt: N; None: `tokens`.
         layer: this layer, or None after the last one.
-        q: [H, W, D]; k, v: [G, N, D], heads of this block only.
+        q: [H, T, D] last queries; k, v: [G, n, D]; heads of this block only.
+        positions: int64 [n] original positions, ascending; None: 0 to n - 1.
+        there: bool [G, n]: which KV head holds which candidate; None: all hold all.
+        query_positions: int64 [T], in decode; None: `q` are of the last T tokens.
+        rows: part of a window's queries that is computed at a time; None: all.
+        last: how many queries `all` and `new` are just now; None: one per token.
+        generated: decode steps, this one included; None: in the prefill.
+        held: candidates per KV head, where that is not `tokens`.
         fixed: tensors that live as long as the plan, by id; masks made of these are made once.
         memo: what was made of `fixed` tensors.
         checks: 0-d bool tensors, false if the model's tensors hold NaN or infinity.
@@ -60,13 +70,68 @@ class Frame:
     device: torch.device
     kv: int
     kv_start: int = 0
+    prompt: int | None = None
     layer: int | None = None
     q: torch.Tensor | None = None
     k: torch.Tensor | None = None
     v: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    there: torch.Tensor | None = None
+    query_positions: torch.Tensor | None = None
+    rows: slice | None = None
+    last: int | None = None
+    generated: int | None = None
+    held: Value | None = None
     fixed: dict[int, torch.Tensor] = field(default_factory=dict)
     memo: dict[tuple, torch.Tensor] = field(default_factory=dict)
     checks: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def places(self) -> torch.Tensor:
+        """int64 [n]: original positions of the candidates."""
+        if self.positions is not None:
+            return self.positions
+        return torch.arange(self.tokens, device=self.device)
+
+    def number(self, node: Node) -> Fraction | float | bool:
+        """A scalar that the host knows."""
+        prompt = self.tokens if self.prompt is None else self.prompt
+        length = None if self.generated is not None else self.tokens
+        return self.bound.number(
+            node, prompt, self.layer or 0, length=length, generated=self.generated
+        )
+
+    def window(self, node: Node) -> int:
+        """How many last queries one `attn`, `logits` or `distance` reads."""
+        most = self.tokens if self.query_positions is None else len(self.query_positions)
+        if node.value == "new" and self.generated is not None:
+            return 1
+        if not node.args:
+            return most if self.last is None else self.last
+        return counts.whole(self.number(node.args[0]), most)
+
+    def present(self, x: Value) -> Value:
+        """A value per token, absent (a set: false) where a KV head does not hold the token."""
+        if self.there is None:
+            return x
+        held = ("kv", "token")
+        axes = union(x.axes, held)
+        sizes = {**sizes_of(x), "kv": self.kv, "token": self.tokens}
+        data = aligned(as_tensor(x.data, self), x.axes, axes).expand([sizes[axis] for axis in axes])
+        if data.dtype == torch.bool:
+            return Value(data & aligned(self.there, held, axes), axes, finite=True)
+        mask, mask_axes = self.there, held
+        if x.mask is not None:
+            mask, mask_axes = self.conjunction(x.mask, x.mask_axes, mask, held)
+        return Value(data, axes, mask, mask_axes, finite=x.finite)
+
+    def candidates(self) -> Value:
+        """How many candidates there are, per KV head where these differ."""
+        if self.held is not None:
+            return self.held
+        if self.there is None:
+            return Value(self.tokens)
+        return Value(self.there.sum(-1), ("kv",), finite=True)
 
     def both(self, a: Value, b: Value) -> tuple[torch.Tensor | None, tuple[str, ...]]:
         """Where both are present."""

@@ -122,8 +122,8 @@ def test_requests_do_not_disturb_each_other(name):
     alone = [_observe(shared, *request) for request in requests]
     runs = [shared.start(request[1].shape[2]) for request in requests]
     inputs = [[torch.tensor(x) for x in request] for request in requests]
-    for layer in reversed(range(3)):
-        for run, (q, k, v) in zip(runs, inputs, strict=True):
+    for layer in range(3):
+        for run, (q, k, v) in zip(reversed(runs), reversed(inputs), strict=True):
             queries = q[layer][:, q.shape[2] - run.queries :]
             # As a server holds them: tokens first.
             stored = [x[layer].transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v)]
@@ -140,7 +140,7 @@ def test_blocks_of_heads_change_nothing(name, monkeypatch):
     bound = bind(load(name).require(), ModelShape(2, 8, 4, 8), {"capacity": "9", "window": "4"})
     request = tensors(np.random.default_rng(1), (2, 8, 4, 8), 37)
     whole = _observe(TorchProgram(bound), *request)
-    monkeypatch.setattr("kvpolicy.dsl.torch_program._BLOCK_BYTES", 1)
+    monkeypatch.setattr("kvpolicy.dsl.torch_blocks.BLOCK_BYTES", 1)
     assert torch.equal(_observe(TorchProgram(bound), *request), whole)
 
 

@@ -1,0 +1,240 @@
+"""Reductions of attention and vectors in blocks of KV heads and queries, bounded in memory.
+
+A reduction over `query` or `dim` is split: what has neither axis is computed before, the rest for
+some KV heads and queries at a time. Sums, counts and extremes are joined exactly as they are
+defined; variances by pairs (Chan, Golub and LeVeque, 1979).
+
+Dimensions: G KV heads, n candidates of a layer, W queries, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from kvpolicy.dsl.ir import Node
+from kvpolicy.dsl.lower import ELEMENTWISE, REDUCTIONS
+from kvpolicy.dsl.torch_elementwise import reduce
+from kvpolicy.dsl.torch_plan import operands
+from kvpolicy.dsl.torch_values import Frame, Value, filled
+
+if TYPE_CHECKING:
+    from kvpolicy.dsl.torch_evaluate import Evaluation
+
+# Bytes of float64 that one value of a block may take.
+BLOCK_BYTES = 64 << 20
+_LONG = frozenset(("query", "dim"))
+_WINDOWS = frozenset(("attn", "logits", "distance"))
+_INSIDE = ELEMENTWISE | REDUCTIONS | _WINDOWS | {"key", "value", "index", "avgpool", "maxpool"}
+
+
+@dataclass(frozen=True)
+class Region:
+    """What a reduction computes in blocks.
+
+    Attributes:
+        outside: nodes without the axes `query` and `dim`, computed before.
+        windows: its attention, logits and distances.
+        by_head, by_query: along which axes blocks are independent.
+        vectors: whether values with the axis `dim` are in it.
+    """
+
+    outside: tuple[Node, ...]
+    windows: tuple[Node, ...]
+    by_head: bool
+    by_query: bool
+    vectors: bool
+
+    @classmethod
+    def of(cls, node: Node) -> Region | None:
+        """The region of a reduction; None if it is computed in one piece."""
+        if node.op not in REDUCTIONS or "layer" in node.axes or not _LONG & set(node.axes):
+            return None
+        inside: dict[int, Node] = {}
+        outside: dict[int, Node] = {}
+        waiting = [node.args[0]]
+        while waiting:
+            each = waiting.pop()
+            known = inside if _LONG & set(each.type.axes) else outside
+            if id(each) not in known:
+                known[id(each)] = each
+                waiting.extend(operands(each) if known is inside else ())
+        nodes = list(inside.values())
+        if not nodes or any(each.op not in _INSIDE or "kv" in each.axes for each in nodes):
+            return None
+        headless = [each for each in nodes if "kv" not in each.type.axes]
+        mixed = any("kv" in x.type.axes and id(x) in inside for n in headless for x in n.args)
+        by_query = "query" in node.axes and not any(
+            "query" in each.axes and each.op != "index" for each in nodes
+        )
+        windows = tuple(each for each in nodes if each.op in _WINDOWS)
+        vectors = any("dim" in each.type.axes for each in nodes)
+        return cls(
+            tuple(outside.values()), windows, not mixed and len(headless) < len(nodes), by_query,
+            vectors,
+        )  # fmt: skip
+
+
+def in_blocks(node: Node, evaluation: Evaluation) -> Value | None:
+    """The value of a reduction, computed in blocks; None where that is not its kind."""
+    region = Region.of(node)
+    if region is None:
+        return None
+    frame = evaluation.frame
+    known = {id(each): evaluation.value(each) for each in region.outside}
+    windows = {frame.window(each) for each in region.windows}
+    by_query = region.by_query and len(windows) == 1
+    heads, rows = _sizes(region, frame, windows, by_query)
+    joined: _Partial | None = None
+    parts: list[Value] = []
+    for part in _heads(frame, heads):
+        own = known if heads == frame.kv else cut_heads(known, part.kv_start, part.kv)
+        for block in _rows(part, windows, rows if by_query else None):
+            inner = replace(evaluation, frame=block, known=dict(own), whole=False)
+            x = inner.value(node.args[0])
+            if heads == frame.kv and block.rows is None:
+                return reduce(node, frame, x)
+            made = _Partial.of(node, block, x)
+            joined = made if joined is None else joined.with_more(made)
+        if "kv" not in node.axes:
+            parts.append(joined.result())
+            joined = None
+    return joined.result() if joined is not None else concatenated(parts)
+
+
+def _sizes(region: Region, frame: Frame, windows: set[int], by_query: bool) -> tuple[int, int]:
+    """KV heads and queries of a block."""
+    head_dim, group = frame.bound.shape.head_dim, frame.bound.shape.group
+    longest = max(windows, default=1)
+    per_head = 8 * max(1, frame.tokens) * max(head_dim, 1)
+    per_query = 8 * max(1, frame.tokens) * group * (head_dim if region.vectors and windows else 1)
+    if not by_query:
+        per_head = max(per_head, per_query * max(1, longest) if windows else 0)
+    heads = max(1, min(frame.kv, BLOCK_BYTES // per_head)) if region.by_head else frame.kv
+    return heads, max(1, min(longest, BLOCK_BYTES // (per_query * heads)))
+
+
+def _heads(frame: Frame, size: int) -> Iterator[Frame]:
+    if size >= frame.kv:
+        yield frame
+        return
+    group = frame.bound.shape.group
+    for start in range(0, frame.kv, size):
+        end = min(start + size, frame.kv)
+        yield replace(
+            frame,
+            kv=end - start,
+            kv_start=frame.kv_start + start,
+            k=None if frame.k is None else frame.k[start:end].double(),
+            v=None if frame.v is None else frame.v[start:end],
+            q=None if frame.q is None else frame.q[start * group : end * group],
+            there=None if frame.there is None else frame.there[start:end],
+        )
+
+
+def _rows(frame: Frame, windows: set[int], size: int | None) -> Iterator[Frame]:
+    longest = max(windows, default=0)
+    if size is None or size >= longest:
+        yield frame
+        return
+    frame = replace(frame, k=frame.k.double())
+    for start in range(0, longest, size):
+        yield replace(frame, rows=slice(start, min(start + size, longest)))
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """A reduction of some of the values.
+
+    `data` are sums, counts or extremes, of a mean its sums, of a variance means; `number` counts
+    present values, `spread` sums squared deviations.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    data: torch.Tensor
+    finite: bool
+    number: torch.Tensor | None = None
+    spread: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, node: Node, frame: Frame, x: Value) -> _Partial:
+        dims = [x.axes.index(axis) for axis in node.axes]
+        if node.op == "sum":
+            data = (x.data if x.zero else filled(x, 0.0)).sum(dims)
+            return cls("sum", _without(x.axes, node.axes), data, x.finite)
+        if node.op not in ("mean", "var"):
+            made = reduce(node, frame, x)
+            return cls(node.op, made.axes, made.data, made.finite)
+        number = reduce(replace(node, op="count"), frame, x).data
+        if node.op == "mean":
+            total = _Partial.of(replace(node, op="sum"), frame, x)
+            return replace(total, op="mean", number=number)
+        mean = reduce(replace(node, op="mean"), frame, x)
+        spread = reduce(node, frame, x).data * number
+        return cls(node.op, mean.axes, mean.data, mean.finite, number, spread)
+
+    def with_more(self, other: _Partial) -> _Partial:
+        """Both taken together."""
+        finite = self.finite and other.finite
+        number = None if self.number is None else self.number + other.number
+        if self.spread is None:
+            data = _JOINED[self.op](self.data, other.data)
+            return replace(self, data=data, finite=finite, number=number)
+        share = (other.number / number).nan_to_num(nan=0.0)
+        apart = other.data - self.data
+        spread = self.spread + other.spread + apart**2 * self.number * share
+        data = self.data + apart * share
+        return replace(self, data=data, finite=finite, number=number, spread=spread)
+
+    def result(self) -> Value:
+        """The reduction of all values."""
+        data = self.data
+        if self.number is not None:
+            data = (self.data if self.spread is None else self.spread) / self.number
+        if self.number is not None or not self.finite:
+            data = torch.nan_to_num(data, nan=0.0, posinf=math.inf, neginf=-math.inf)
+        return Value(data, self.axes, finite=self.finite)
+
+
+_JOINED = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "count": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "any": torch.logical_or,
+}
+
+
+def _without(axes: tuple[str, ...], gone: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis not in gone)
+
+
+def cut_heads(values: dict[int, Value], start: int, number: int) -> dict[int, Value]:
+    """The values for `number` KV heads from `start` on."""
+
+    def cut(tensor, axes: tuple[str, ...]):
+        return tensor.narrow(axes.index("kv"), start, number) if "kv" in axes else tensor
+
+    return {
+        name: x
+        if "kv" not in x.axes
+        else replace(x, data=cut(x.data, x.axes), mask=cut(x.mask, x.mask_axes))
+        for name, x in values.items()
+    }
+
+
+def concatenated(parts: list[Value]) -> Value:
+    """Blocks of KV heads joined again."""
+    first = parts[0]
+    if len(parts) == 1 or "kv" not in first.axes:
+        return first
+    data = torch.cat([x.data for x in parts], first.axes.index("kv"))
+    mask = first.mask
+    if "kv" in first.mask_axes:
+        mask = torch.cat([x.mask for x in parts], first.mask_axes.index("kv"))
+    return replace(first, data=data, mask=mask)

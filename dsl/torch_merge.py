@@ -1,0 +1,249 @@
+"""Merging in the torch program: what dropped entries add to those that stay.
+
+All reads precede all writes. Receivers are found in tiles, so that no matrix of dropped by kept
+entries is held whole.
+
+Dimensions: G KV heads, n candidates of a layer, P dropped and C kept entries of a KV head, D head
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from kvpolicy.dsl import counts, torch_blocks
+from kvpolicy.dsl.ir import Merge, Node
+from kvpolicy.dsl.torch_evaluate import Evaluation, Updates
+from kvpolicy.dsl.torch_values import Frame, Value, aligned, as_tensor, filled, sizes_of, union
+
+_DROPPED = ("kv", "dropped")
+
+
+@dataclass(frozen=True)
+class Receivers:
+    """One receiver of each dropped entry.
+
+    Attributes:
+        index: int64 [G, P], among the n candidates; 0 where there is none.
+        there: bool [G, P].
+    """
+
+    index: torch.Tensor
+    there: torch.Tensor
+
+
+@dataclass
+class Merging:
+    """The merge of one layer.
+
+    Attributes:
+        states: states of the merge after it.
+    """
+
+    merge: Merge
+    evaluation: Evaluation
+    kept: torch.Tensor
+    states: dict[str, Value] = field(default_factory=dict)
+    _index: torch.Tensor | None = None
+    _present: torch.Tensor | None = None
+    _receivers: list[Receivers] = field(default_factory=list)
+    _weights: torch.Tensor | None = None
+    _own: torch.Tensor | None = None
+    _divide: torch.Tensor | None = None
+    _members: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        merge: Merge,
+        evaluation: Evaluation,
+        kept: torch.Tensor,
+        updates: Updates,
+        before: Mapping[str, Value],
+    ) -> Merging:
+        """Finds receivers and weights.
+
+        Args:
+            merge: the section.
+            evaluation: of the layer, with its keys and values.
+            kept: bool [G, n].
+            updates: the merge's own states.
+            before: their values before this step, as far as there are any.
+        """
+        made = cls(merge, evaluation, kept)
+        made.evaluation = replace(
+            evaluation,
+            updates=Updates({**evaluation.updates.states, **updates.states}),
+            before={**evaluation.before, **before},
+            after=dict(evaluation.after),
+            known=dict(evaluation.known),
+            extra={
+                "dropped": made._read_dropped,
+                "target": made._read_target,
+                "special": made._sum,
+            },
+        )
+        made._find()
+        made.states = {name: made.evaluation.state(name) for name in merge.states}
+        made._weigh()
+        return made
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Keys or values after the merge: float64 [G, n, D] from [G, n, D]."""
+        result = x.double().clone()
+        for head in range(x.shape[0]):
+            total = torch.zeros_like(result[head])
+            rows = result[head, self._index[head]]
+            for each, weights in zip(self._receivers, self._weights, strict=True):
+                total.index_add_(0, each.index[head], rows * weights[head, :, None])
+            made = result[head] * self._own[head, :, None] + total
+            made = (made / (self._divide[head, :, None] + 0.0)).nan_to_num(nan=0.0)
+            received = self._members[head, :, None] > 1
+            result[head] = torch.where(received, made, result[head])
+        return result
+
+    def release(self) -> None:
+        """Lets go of everything but the states."""
+        self.evaluation = None
+        self._receivers, self._weights, self._index, self._present = [], None, None, None
+        self._own = self._divide = self._members = None
+
+    # Who receives.
+
+    def _find(self) -> None:
+        frame, into = self.evaluation.frame, self.merge.into
+        there = torch.ones_like(self.kept) if frame.there is None else frame.there
+        dropped = there & ~self.kept
+        number = dropped.sum(-1)
+        most = int(number.max())
+        self._index = (~dropped).long().argsort(-1, stable=True)[:, :most]
+        self._present = torch.arange(most, device=frame.device) < number[:, None]
+        if into.op == "nearest":
+            x = filled(self.evaluation.value(into.args[0]), 0.0)
+            x = x.expand(frame.kv, frame.tokens, -1)
+            self._receivers = [self._nearest(x)]
+        else:
+            self._receivers = list(self._following(self.evaluation.number(into.args[0])))
+
+    def _nearest(self, x: torch.Tensor) -> Receivers:
+        """The kept entry of the highest cosine, of equal ones the first."""
+        size = (x * x).sum(-1, keepdim=True).sqrt()
+        unit = (x / size).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        index = torch.zeros_like(self._index)
+        for head in range(x.shape[0]):
+            places = self.kept[head].nonzero()[:, 0]
+            if not len(places):
+                continue
+            among = unit[head, places].T
+            tile = max(1, torch_blocks.BLOCK_BYTES // (8 * len(places)))
+            for start in range(0, index.shape[1], tile):
+                rows = self._index[head, start : start + tile]
+                match = (unit[head, rows] @ among).float()
+                best = match == match.amax(-1, keepdim=True)
+                order = torch.arange(len(places), device=x.device)
+                first = torch.where(best, order, len(places)).amin(-1)
+                index[head, start : start + tile] = places[first]
+        return Receivers(index, self._present & self.kept.any(-1, keepdim=True))
+
+    def _following(self, number: counts.Number) -> Iterator[Receivers]:
+        """The kept entries that follow, one after the other."""
+        first = self.kept.long().cumsum(-1).gather(-1, self._index)
+        order = (~self.kept).long().argsort(-1, stable=True)
+        held = self.kept.sum(-1, keepdim=True)
+        for step in range(counts.whole(number, int(held.max()))):
+            there = self._present & (first + step < held)
+            place = torch.where(there, first + step, 0)
+            yield Receivers(torch.where(there, order.gather(-1, place), 0), there)
+
+    # What the expressions of a merge read.
+
+    def _read(self, x: Value, index: torch.Tensor, there: torch.Tensor) -> Value:
+        """A value per token, read at other tokens."""
+        frame = self.evaluation.frame
+        axes = union(x.axes, ("kv",))
+        sizes = {**sizes_of(x), "kv": frame.kv}
+        shape = [sizes[axis] for axis in axes]
+        at = axes.index("token")
+        wide = tuple("dropped" if axis == "token" else axis for axis in axes)
+        places = aligned(index, _DROPPED, wide)
+        places = places.expand([*shape[:at], index.shape[1], *shape[at + 1 :]])
+        data = aligned(as_tensor(x.data, frame), x.axes, axes).expand(shape).gather(at, places)
+        if x.mask is None:
+            return Value(data, wide, there, _DROPPED, finite=x.finite)
+        mask = aligned(x.mask, x.mask_axes, axes).expand(shape).gather(at, places)
+        return Value(data, wide, mask & aligned(there, _DROPPED, wide), wide, finite=x.finite)
+
+    def _read_dropped(self, node: Node, evaluation: Evaluation) -> Value:
+        x = evaluation.value(node.args[0])
+        return self._read(x, self._index, self._present)
+
+    def _read_target(self, node: Node, evaluation: Evaluation) -> Value:
+        """The mean over the receivers of each dropped entry."""
+        x = evaluation.value(node.args[0])
+        total = number = None
+        for each in self._receivers:
+            part = self._read(x, each.index, each.there)
+            data = filled(part, 0.0)
+            present = aligned(part.mask, part.mask_axes, part.axes).double()
+            total = data if total is None else total + data
+            number = present if number is None else number + present
+        if total is None:
+            empty = self._read(x, self._index, torch.zeros_like(self._present))
+            total, number = filled(empty, 0.0), torch.zeros_like(self._present).double()
+            number = aligned(number, _DROPPED, empty.axes)
+            part = empty
+        data = (total / number).nan_to_num(nan=0.0)
+        return Value(data, part.axes, self._present, _DROPPED, finite=x.finite)
+
+    def _sum(self, node: Node, evaluation: Evaluation) -> Value:
+        """`mass` and `members` of the receivers."""
+        data = self._mass() if node.value == "mass" else self._members
+        return Value(data, ("kv", "token"), finite=True)
+
+    # Weights.
+
+    def _weigh(self) -> None:
+        frame, merge = self.evaluation.frame, self.merge
+        accepted = self._present
+        if merge.accept is not None:
+            accepted = accepted & self._spread(self.evaluation.value(merge.accept), _DROPPED, False)
+        weight = torch.ones_like(self._present, dtype=torch.float64)
+        if merge.weight is not None:
+            weight = self._spread(self.evaluation.value(merge.weight), _DROPPED, 0.0)
+        places = (frame.kv, frame.tokens)
+        self._members = torch.ones(places, dtype=torch.float64, device=frame.device)
+        self._weights = []
+        for each in self._receivers:
+            joins = each.there & accepted
+            self._members.scatter_add_(1, each.index, joins.double())
+            self._weights.append(torch.where(joins, weight, 0.0))
+        self._own = torch.ones(places, dtype=torch.float64, device=frame.device)
+        if merge.own is not None:
+            self._own = self._spread(self.evaluation.value(merge.own), ("kv", "token"), 0.0)
+        if merge.divide is None:
+            self._divide = self._mass()
+        else:
+            self._divide = self._spread(self.evaluation.value(merge.divide), ("kv", "token"), 0.0)
+
+    def _mass(self) -> torch.Tensor:
+        total = self._own.clone()
+        for each, weights in zip(self._receivers, self._weights, strict=True):
+            total.scatter_add_(1, each.index, weights)
+        return total
+
+    def _spread(self, x: Value, axes: tuple[str, ...], filler: float | bool) -> torch.Tensor:
+        frame = self.evaluation.frame
+        sizes = {"kv": frame.kv, "token": frame.tokens, "dropped": self._index.shape[1]}
+        data = as_tensor(x.data, frame)
+        if x.mask is not None:
+            data = filled(replace(x, data=data), filler)
+        return aligned(data, x.axes, axes).expand([sizes[axis] for axis in axes]).contiguous()
+
+
+def merged_rows(merging: Merging, frame: Frame) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Keys and values after a merge; None for what `apply` leaves alone."""
+    apply = merging.merge.apply
+    keys = merging.rows(frame.k) if "key" in apply else None
+    return keys, merging.rows(frame.v) if "value" in apply else None

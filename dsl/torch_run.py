@@ -1,0 +1,258 @@
+"""One prefill: what all runs share, and the run of a planned program.
+
+Dimensions: L layers, H query heads, G KV heads, N cached tokens, D head size, W window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from kvpolicy.dsl import torch_blocks
+from kvpolicy.dsl.ir import Node
+from kvpolicy.dsl.lower import Phase
+from kvpolicy.dsl.torch_blocks import concatenated, cut_heads
+from kvpolicy.dsl.torch_decode import Memory, shift_of
+from kvpolicy.dsl.torch_plan import Plan, call, of_layer, stacked
+from kvpolicy.dsl.torch_share import Shared, shared
+from kvpolicy.dsl.torch_values import Frame, Value, aligned, snapped
+
+if TYPE_CHECKING:
+    from kvpolicy.dsl.torch_program import Step, TorchProgram
+
+
+@dataclass
+class Run:
+    """One prefill.
+
+    Attributes:
+        queries: W: `observe` wants this many last queries of each layer.
+        not_finite: after `finish`: the model's tensors held NaN or infinity, so that everything
+            is kept.
+        restarted: the prefill is to begin again on the tokens that `observe` returned: `again`.
+    """
+
+    program: TorchProgram
+    prompt: int
+    queries: int
+    not_finite: bool = False
+    restarted: bool = False
+    _checks: list[torch.Tensor] = field(default_factory=list)
+    _plan: Plan | None = None
+    _layers: dict[int, dict[int, Value]] = field(default_factory=dict)
+    _end: dict[int, Value] = field(default_factory=dict)
+    _kept: list[torch.Tensor] = field(default_factory=list)
+    _tails: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def observe(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        tokens: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Computes all that one layer decides; the tensors are not kept and not changed.
+
+        Args:
+            layer: from 0, each once; in order, where layers read those before them.
+            q: [H, T, D] the last `queries` queries of the tokens there, or more; after RoPE.
+            k: [G, n, D] keys of the tokens there, after RoPE.
+            v: [G, n, D] values, or None unless `bound.needs_values`.
+            tokens: int64 [n], ascending: positions of the tokens there; None: all N.
+
+        Returns:
+            int64 [m], ascending: which of the n tokens deeper layers compute; None: all of them.
+        """
+        if self.prompt == 0:
+            return None
+        if self._plan is None:
+            self._plan = self.program.plan(self.prompt, k.device)
+        plan, program = self._plan, self.program
+        values = dict(plan.values[layer])
+        frame = replace(plan.frame, layer=layer, checks=self._checks, q=q, k=k, v=v)
+        self._by_head(frame, values)
+        self._compute(program.layer_steps, frame, values)
+        self._layers[layer] = {id(n): values[id(n)] for n in program.handed_over}
+        self._remember_queries(layer, q)
+        return None
+
+    def accumulate(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None
+    ) -> None:
+        """Takes an earlier chunk's queries, where `program.accumulates`.
+
+        Args:
+            layer: from 0; a layer's chunks in order, before its `observe`.
+            q: [H, T, D] the chunk's queries; k, v: [G, n, D] of all n tokens up to its end.
+        """
+        raise RuntimeError(f"`{self.program.bound.program.name}` has nothing to accumulate")
+
+    def again(self, prompt: int) -> Run:
+        """The second prefill, over the `prompt` chosen tokens at positions 0, 1, ..."""
+        raise RuntimeError(f"`{self.program.bound.program.name}` does not restart")
+
+    def finish(self) -> list[torch.Tensor]:
+        """What is kept, once every layer has been observed: L bool tensors [G, N].
+
+        A token that did not reach a layer is not kept there.
+        """
+        shape = self.program.bound.shape
+        if self.prompt == 0:
+            size = (shape.kv_heads, 0)
+            return [torch.zeros(size, dtype=torch.bool) for _ in range(shape.layers)]
+        if not self._kept:
+            self._kept = self._finish()
+        return list(self._kept)
+
+    def _finish(self) -> list[torch.Tensor]:
+        shape = self.program.bound.shape
+        size = (shape.kv_heads, self.prompt)
+        if self._plan is None:  # a policy that looks at no tensor
+            self._plan = self.program.plan(self.prompt, torch.device("cpu"))
+        frame = self._plan.frame
+        if not self._is_finite():
+            return [torch.ones(size, dtype=torch.bool, device=frame.device)] * shape.layers
+        self._at_end(frame)
+        return [
+            aligned(x.data, x.axes, ("kv", "token")).expand(size)
+            for x in self.result(self.program.keep)
+        ]
+
+    def _is_finite(self) -> bool:
+        if self._checks and not torch.stack(self._checks).all().item():
+            self.not_finite = True
+        return not self.not_finite
+
+    def result(self, root: Node) -> list[Value]:
+        """The value of one of the program's roots at every layer, after `finish`."""
+        layers = range(self.program.bound.shape.layers)
+        if id(root) in self._end:
+            return [of_layer(self._end[id(root)], layer) for layer in layers]
+        return [
+            (self._layers.get(layer) or {}).get(id(root)) or self._plan.values[layer][id(root)]
+            for layer in layers
+        ]
+
+    def budgets(self) -> list[Value]:
+        """The budget's whole numbers at every layer, after `finish`: one, or one per KV head."""
+        root = self.program.bound.lowered.budget
+        made = []
+        for x in self.result(root):
+            if isinstance(x.data, torch.Tensor):
+                made.append(Value(snapped(x.data.double()).floor(), x.axes, finite=x.finite))
+            else:
+                made.append(Value(float(snapped(torch.tensor(float(x.data))).floor())))
+        return made
+
+    # After `finish`.
+
+    def there(self, layer: int) -> torch.Tensor:
+        """int64 [n]: positions of the tokens that reached a layer."""
+        return torch.arange(self.prompt, device=self._kept[layer].device)
+
+    def shift(self, layer: int) -> torch.Tensor | None:
+        """int64 [G, N]: by how many positions each kept key moves, for `positions: slots`."""
+        if self.program.bound.positions != "slots" or self.prompt == 0:
+            return None
+        kept, there = self._kept[layer], torch.zeros_like(self._kept[layer])
+        there[:, self.there(layer)] = True
+        return shift_of(kept, there)
+
+    def merged(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values after the merge, where `bound.rules.merge`; all others in float64.
+
+        Args:
+            layer: from 0, each once.
+            k, v: [G, N, D] of all tokens; rows of tokens that are not there mean nothing.
+        """
+        return k.double(), v.double()
+
+    def shared(
+        self,
+        layer: int,
+        below_k: torch.Tensor,
+        below_v: torch.Tensor,
+        own_k: torch.Tensor,
+        own_v: torch.Tensor,
+    ) -> Shared | None:
+        """What this layer and the one below store together; None where each has its own."""
+        return shared(self.program.bound, self.prompt, layer, (below_k, below_v), (own_k, own_v))
+
+    def states(self, layer: int) -> dict[str, Value]:
+        """States of a layer's tokens after the prefill."""
+        return {}
+
+    def merge_states(self, layer: int) -> dict[str, Value]:
+        """States of a layer's merge, as far as there are any yet."""
+        return {}
+
+    def memory(self) -> Memory | None:
+        """What decoding remembers, after `finish` (and all `merged`); None: nothing leaves."""
+        return None if self.program.bound.decode is None else Memory.after(self)
+
+    def last_queries(self, layer: int) -> torch.Tensor | None:
+        """[H, n, D] queries of the prompt's end that decode steps may read."""
+        return self._tails.get(layer)
+
+    def _remember_queries(self, layer: int, q: torch.Tensor) -> None:
+        if self.program.bound.decode is not None:
+            number = self.program.bound.step_queries(self.prompt) - 1
+            if number > 0:
+                self._tails[layer] = q[:, -number:].clone()
+
+    # The plan.
+
+    def _at_end(self, frame: Frame) -> None:
+        """The steps that look across layers."""
+        if not self.program.end_steps:
+            return
+        values = dict(self._plan.at_end)
+        for node in self.program.handed_over:
+            own = [self._layers[layer][id(node)] for layer in range(frame.bound.shape.layers)]
+            values[id(node)] = stacked(own, frame.device)
+        handed = {id(node) for node in self.program.handed_over}
+        if not handed & {id(root) for root in self.program.roots}:
+            self._layers.clear()
+        self._compute(self.program.end_steps, frame, values)
+        self._end = {
+            id(root): values[id(root)]
+            for root in self.program.roots
+            if self.program.phases.of(root) == Phase.END
+        }
+
+    def _by_head(self, frame: Frame, values: dict[int, Value]) -> None:
+        """The steps that need one KV head at a time, in blocks of heads that fit in memory."""
+        program, kv = self.program, frame.kv
+        if not program.head_steps:
+            return
+        group = program.bound.shape.group
+        per_head = 8 * max(group * self.queries * self.prompt, self.prompt * frame.k.shape[-1])
+        block = max(1, min(kv, torch_blocks.BLOCK_BYTES // per_head))
+        parts: list[dict[int, Value]] = []
+        for start in range(0, kv, block):
+            end = min(start + block, kv)
+            part = replace(
+                frame,
+                kv=end - start,
+                kv_start=start,
+                k=frame.k[start:end],
+                v=None if frame.v is None else frame.v[start:end],
+                q=frame.q[start * group : end * group],
+            )
+            own = values if block == kv else cut_heads(values, start, end - start)
+            self._compute(program.head_steps, part, own)
+            parts.append({id(n): own[id(n)] for n in program.joined})
+        for node in program.joined:
+            values[id(node)] = concatenated([part[id(node)] for part in parts])
+
+    @staticmethod
+    def _compute(steps: list[Step], frame: Frame, values: dict[int, Value]) -> None:
+        for step in steps:
+            arguments = [values[name] for name in step.arguments]
+            values[id(step.node)] = call(step.node, frame, arguments)
+            for name in step.frees:
+                del values[name]

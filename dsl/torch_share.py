@@ -1,0 +1,72 @@
+"""Two layers that store one direction per entry: what a torch program computes for it.
+
+Dimensions: G KV heads, N tokens, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from kvpolicy.dsl.bind import Bound
+from kvpolicy.dsl.ir import Node
+from kvpolicy.dsl.torch_evaluate import Evaluation, spread
+from kvpolicy.dsl.torch_values import Frame, Value, filled
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What two layers store together.
+
+    Attributes:
+        direction_k, direction_v: float64 [G, N, D]; None where `apply` leaves it out.
+        except_k, except_v: bool [G, N]: entries that keep both vectors.
+    """
+
+    direction_k: torch.Tensor | None
+    direction_v: torch.Tensor | None
+    except_k: torch.Tensor | None
+    except_v: torch.Tensor | None
+
+
+def shared(bound: Bound, prompt: int, layer: int, below: Pair, own: Pair) -> Shared | None:
+    """Directions and exceptions at a layer; None where `share.when` does not hold.
+
+    Args:
+        bound: the policy.
+        prompt: N.
+        layer: from 0; there is a layer below.
+        below, own: keys and values [G, N, D] of the layer below and of this one.
+    """
+    share = bound.share
+    if share is None or prompt == 0 or not bound.number(share.when, prompt, layer):
+        return None
+    made: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+    for name, under, upper in zip(("key", "value"), below, own, strict=True):
+        made[name] = (None, None)
+        if name not in share.apply:
+            continue
+        frame = Frame(
+            bound, prompt, upper.device, bound.shape.kv_heads, prompt=prompt, layer=layer,
+            k=own[0], v=own[1],
+        )  # fmt: skip
+        vectors = {"below": under.double(), "own": upper.double()}
+        made[name] = _one(Evaluation(frame), share.direction, share.exceptions, vectors)
+    return Shared(made["key"][0], made["value"][0], made["key"][1], made["value"][1])
+
+
+def _one(
+    evaluation: Evaluation, direction: Node, exceptions: Node | None, vectors: dict
+) -> tuple[torch.Tensor, torch.Tensor]:
+    def special(node: Node, _: Evaluation) -> Value:
+        return Value(vectors[node.value], ("kv", "token", "dim"), finite=True)
+
+    evaluation = replace(evaluation, extra={"special": special})
+    own = vectors["own"]
+    data = filled(evaluation.value(direction), 0.0).expand(own.shape)
+    apart = torch.zeros(own.shape[:2], dtype=torch.bool, device=own.device)
+    if exceptions is not None:
+        apart = spread(evaluation.value(exceptions), ("kv", "token"), evaluation.frame)
+    return data, apart

@@ -1,0 +1,56 @@
+"""What a decode step computes, found once per bound policy."""
+
+from __future__ import annotations
+
+from kvpolicy.dsl.bind import Bound
+from kvpolicy.dsl.diagnostics import refused
+from kvpolicy.dsl.ir import Node, When
+from kvpolicy.dsl.torch_direct import OF_MERGE, STATES, reads_budget
+from kvpolicy.dsl.torch_evaluate import Updates
+from kvpolicy.dsl.torch_ops import OPERATIONS
+from kvpolicy.dsl.torch_plan import across
+from kvpolicy.dsl.traverse import merge_roots, nodes_of, state_roots
+
+_TENSORS = frozenset("attn logits key value".split())
+
+
+class Steps:
+    """The rules of decode, ready to be evaluated at every layer.
+
+    Attributes:
+        rules: lowered.
+        updates, merge_updates: states, and those of the merge.
+        inherited: states that go on from the prefill.
+        merge_goes_on: whether the states of the merge do.
+        report: lets whose values `kvpolicy run` shows.
+        advances: whether states advance at every step.
+        advancing_reads, leaving_reads: whether keys or values are read for that, and where entries
+            leave.
+    """
+
+    def __init__(self, bound: Bound, report: bool) -> None:
+        self.rules = rules = bound.decode_lowered
+        merge_states = {} if rules.merge is None else rules.merge.states
+        self.updates, self.merge_updates = Updates.of(rules.states), Updates.of(merge_states)
+        self.inherited = {name for name, state in rules.states.items() if state.inherited}
+        self.merge_goes_on = any(state.inherited for state in merge_states.values())
+        self.report = dict(rules.lets) if report else {}
+        self.reads_budget = reads_budget(bound)
+        remembered = list(nodes_of(state_roots(rules.states)))
+        roots = [rules.keep, *merge_roots(rules.merge), *self.report.values()]
+        leaving = list(nodes_of(roots))
+        self._check(bound, [*remembered, *leaving])
+        self.advances = bound.remembers
+        self.advancing_reads = any(node.op in _TENSORS for node in remembered)
+        self.leaving_reads = rules.merge is not None or any(node.op in _TENSORS for node in leaving)
+
+    @staticmethod
+    def _check(bound: Bound, nodes: list[Node]) -> None:
+        for node in nodes:
+            known = node.op in OPERATIONS or node.op in OF_MERGE or node.op in STATES
+            other_layers = across(node) and node.when > When.PROMPT
+            if bound.static.needs(node) is not None or (known and not other_layers):
+                continue
+            raise refused(
+                bound.program.name, "phase", f"`{node.op}` is not available at a decode step"
+            )
