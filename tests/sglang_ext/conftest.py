@@ -1,5 +1,8 @@
 """A model for the tests of the runtime, made from nothing."""
 
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -43,3 +46,28 @@ def model(tmp_path_factory):
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def scenario(model, tmp_path_factory):
+    """Runs one scenario of a file in a process of its own; what it wrote."""
+
+    def run(file, name, env=None, **flags):
+        out = tmp_path_factory.mktemp("scenario") / "out.json"
+        script = Path(__file__).with_name(file)
+        done = subprocess.run(
+            [sys.executable, "-P", str(script), name, str(out), model, json.dumps(flags)],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env={
+                "OMP_NUM_THREADS": "1",
+                **os.environ,
+                **(env or {}),
+                "PYTHONPATH": str(script.parent),
+            },
+        )
+        assert out.exists(), (done.stdout + done.stderr)[-5000:]
+        return json.loads(out.read_text())
+
+    return run

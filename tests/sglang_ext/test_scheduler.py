@@ -5,40 +5,17 @@ uncached + private == total at every step), with its check that no row points at
 with the store's own integrity check.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 
 pytestmark = pytest.mark.server
-SCENARIOS = Path(__file__).with_name("scenarios.py")
 
 
 @pytest.fixture(scope="module")
-def run(model, tmp_path_factory):
-    """Runs a scenario in a process of its own."""
-
-    def run(name, env=None, **flags):
-        out = tmp_path_factory.mktemp("scenario") / "out.json"
-        done = subprocess.run(
-            [sys.executable, "-P", str(SCENARIOS), name, str(out), model, json.dumps(flags)],
-            capture_output=True,
-            text=True,
-            timeout=600,
-            env={
-                "OMP_NUM_THREADS": "1",
-                **os.environ,
-                **(env or {}),
-                "PYTHONPATH": str(SCENARIOS.parent),
-            },
-        )
-        assert out.exists(), (done.stdout + done.stderr)[-5000:]
-        return json.loads(out.read_text())
-
-    return run
+def run(scenario):
+    """Runs a scenario of scenarios.py."""
+    return partial(scenario, "scenarios.py")
 
 
 @pytest.fixture(scope="module")
