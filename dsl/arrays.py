@@ -62,6 +62,17 @@ def elementwise(function: Callable[..., np.ndarray], *arrays: Array) -> Array:
     return Array.of(axes, np.broadcast_to(data, present.shape), present)
 
 
+def stack(axis: str, arrays: Sequence[Array]) -> Array:
+    """One array with a new axis in its place in `ORDER`, broadcast by name."""
+    axes = union(*arrays)
+    sizes = {a: n for x in arrays for a, n in zip(x.axes, x.data.shape, strict=True)}
+    shape = tuple(sizes[each] for each in axes)
+    parts = [x.to(axes) for x in arrays]
+    data = np.stack([np.broadcast_to(each, shape) for each, _ in parts])
+    present = np.stack([np.broadcast_to(each, shape) for _, each in parts])
+    return Array.of((axis, *axes), data, present)
+
+
 def compare(function: Callable[..., np.ndarray], a: Array, b: Array) -> Array:
     """A comparison in float32; false where either side is absent."""
     result = elementwise(lambda x, y: function(np.float32(x), np.float32(y)), a, b)
@@ -157,15 +168,33 @@ def rank(x: Array, axes: Sequence[str]) -> Array:
     return Array.of(places.axes, places.data + 1, x.present)
 
 
-def pool(x: Array, width: int, largest: bool) -> Array:
-    """Maximum, or sum divided by `width`, of the present neighbours along `token`, centred."""
+def pool(x: Array, width: int, largest: bool, there: np.ndarray | None = None) -> Array:
+    """Maximum, or sum divided by `width`, of the present neighbours along `token`, centred.
+
+    Args:
+        x: with the axis `token`.
+        width: odd.
+        largest: the maximum.
+        there: bool [G, M], where KV heads hold different entries: neighbours are a head's own.
+    """
     at = x.axes.index("token")
     data, present = np.moveaxis(x.data, at, -1), np.moveaxis(x.present, at, -1)
-    before, size = (width - 1) // 2, data.shape[-1]
     filled = np.where(present, data, -np.inf if largest else 0.0)
-    result = np.empty_like(filled)
-    for i in range(size):
-        near = filled[..., max(0, i - before) : i - before + width]
-        result[..., i] = near.max(-1) if largest else near.sum(-1) / width
+    if there is None:
+        result = _pooled(filled, width, largest)
+    else:
+        result, heads = np.zeros_like(filled), x.axes.index("kv")
+        rows = zip(np.moveaxis(filled, heads, 0), np.moveaxis(result, heads, 0), there, strict=True)
+        for own, out, held in rows:
+            out[..., held] = _pooled(own[..., held], width, largest)
     result = np.where(present, result, 0.0)
     return Array.of(x.axes, np.moveaxis(result, -1, at), np.moveaxis(present, -1, at))
+
+
+def _pooled(filled: np.ndarray, width: int, largest: bool) -> np.ndarray:
+    before = (width - 1) // 2
+    result = np.empty_like(filled)
+    for i in range(filled.shape[-1]):
+        near = filled[..., max(0, i - before) : i - before + width]
+        result[..., i] = near.max(-1) if largest else near.sum(-1) / width
+    return result

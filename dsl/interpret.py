@@ -1,25 +1,26 @@
-"""The interpreter: it defines what a policy keeps. Clear over fast; numpy, float64, one layer at a
-time.
+"""The interpreter: it defines what a policy does. Clear over fast; numpy, float64.
 
-Every value is computed from the definition in docs/language.md, without the rewriting that the
-torch program uses, so that the two are independent.
+`interpret` applies a policy to one whole prompt and the decode steps after it. What expressions
+mean stands in `interpret_values.py`, how they select in `interpret_select.py`, what becomes of
+dropped entries in `interpret_merge.py`, a decode step in `interpret_decode.py`.
 
-Dimensions: L layers, H query heads, G KV heads, N cached tokens, D head size, W window.
+Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, D head size, T steps.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from fractions import Fraction
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-from kvpolicy.dsl import arrays, counts
 from kvpolicy.dsl.arrays import Array
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.diagnostics import refused
-from kvpolicy.dsl.ir import Node, When
-from kvpolicy.dsl.result import Result, Steps
+from kvpolicy.dsl.interpret_decode import Cache, decode, turned
+from kvpolicy.dsl.interpret_merge import merge, shared
+from kvpolicy.dsl.interpret_select import whole_budget
+from kvpolicy.dsl.interpret_values import Evaluator, Layer
+from kvpolicy.dsl.ir import Node, Rules
+from kvpolicy.dsl.result import LayerValue, Result, Steps, reported
 
 
 def interpret(
@@ -31,6 +32,9 @@ def interpret(
     inv_freq: np.ndarray | None = None,
 ) -> Result:
     """Applies a policy to the tensors of one whole prompt, and of the decode steps after it.
+
+    Without hidden states, what deeper layers compute of propagated tokens is taken from the
+    recording: their rows there. A restart likewise takes the recorded rows of the chosen tokens.
 
     Args:
         bound: the policy with its model and parameters.
@@ -44,357 +48,205 @@ def interpret(
     Raises:
         PolicyError: the policy needs data that these tensors do not hold, or they hold NaN.
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    _check_finite(bound, q, k, v, *(steps or ()))
+    tokens = k.shape[2]
+    everything = np.arange(tokens)
+    first = _Pass(bound, q, k, v, tokens)
+    acted = first.run(bound.propagates)
+    chosen, last = everything, first
+    if bound.restarts and acted:
+        chosen = next(iter(acted.values()))
+        rows = chosen[chosen >= tokens - q.shape[2]] - (tokens - q.shape[2])
+        last = _Pass(bound, q[:, :, rows], k[:, :, chosen], v[:, :, chosen], tokens)
+        last.run(propagate=False)
+    last.decide(inv_freq)
+    result = _result(last, chosen, tokens)
+    if acted:
+        positions = list(acted.values())[-1].tolist()
+        every = bound.program.propagate.every is not None
+        result = replace(
+            result,
+            selected_layer=None if every else next(iter(acted)),
+            propagated={i: x.tolist() for i, x in acted.items()} if every else positions,
+            positions=list(range(len(chosen))) if bound.restarts else positions,
+        )
+    if steps is not None:
+        names = np.concatenate([chosen, np.arange(tokens, tokens + len(steps[0]))])
+        result = replace(result, steps=decode(last.cache(), steps, inv_freq, names))
+    return result
+
+
+def _check_finite(bound: Bound, *tensors: np.ndarray) -> None:
+    for name, tensor in zip(("q", "k", "v", "q_step", "k_step", "v_step"), tensors, strict=False):
         if not np.isfinite(tensor).all():
-            raise refused(
-                bound.program.name,
-                "data",
-                f"`{name}` holds NaN or infinity; nothing can be decided by it",
-            )
-    layers, (_, kv, tokens, _) = range(bound.shape.layers), k.shape
-    if tokens == 0:
-        empty = [np.zeros((kv, 0), dtype=np.bool_) for _ in layers]
-        return Result(empty, None, None)
-    return _Interpreter(bound, q, k, v).run()
+            message = f"`{name}` holds NaN or infinity; nothing can be decided by it"
+            raise refused(bound.program.name, "data", message)
 
 
-class _Interpreter:
-    """Values of nodes for one prompt, each computed once per layer."""
+@dataclass
+class _Pass:
+    """One prefill, over the N tokens of the prompt or those that a restart chose (n of them).
 
-    def __init__(self, bound: Bound, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        self.bound, self.q, self.k, self.v = bound, q, k, v
-        self.layers, self.kv, self.tokens = range(k.shape[0]), k.shape[1], k.shape[2]
-        self.rules = bound.program.prefill
-        self._known: dict[tuple[int, int], Array] = {}
+    `k` and `v` have n tokens, `q` the last T of them; `prompt` is N.
+    """
 
-    def run(self) -> Result:
-        kept, budgets, scores = [], [], []
-        keep = self.rules.keep or Node("all")
-        for layer in self.layers:
-            kept.append(self._spread(self.value(keep, layer), ("kv", "token")).data)
-            if self.rules.budget is not None:
-                budgets.append(self._spread(self._budget(layer), ("kv",)).data.astype(np.int64))
-            if self.rules.score is not None:
-                score = self._spread(self.value(self.rules.score, layer), ("kv", "token"))
-                scores.append(np.where(score.present, score.data, np.nan))
-            self._forget(layer)
-        return Result(kept, budgets or None, scores or None)
+    bound: Bound
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    prompt: int
+    kept: list[np.ndarray] = field(default_factory=list)  # per layer, bool [G, tokens there]
+    vectors: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    merge_states: dict[tuple[str, int], Array] = field(default_factory=dict)
 
-    def value(self, node: Node, layer: int) -> Array:
-        """The value of a node at a layer."""
-        key = (id(node), layer)
-        if key not in self._known:
-            if self.bound.static.needs(node) is not None:
-                number = self.bound.number(node, self.tokens, layer)
-                known = Array.of((), number if isinstance(number, bool) else float(number))
-            elif node.op in _FUNCTIONS:
-                arguments = (self.value(argument, layer) for argument in node.args)
-                known = arrays.elementwise(_FUNCTIONS[node.op], *arguments)
-            elif node.op in _LOGIC:
-                arguments = (self._truth(argument, layer) for argument in node.args)
-                known = arrays.elementwise(_LOGIC[node.op], *arguments)
-            elif node.op in _COMPARISONS:
-                arguments = (self.value(argument, layer) for argument in node.args)
-                known = arrays.compare(_COMPARISONS[node.op], *arguments)
-            elif node.op in _REDUCTIONS:
-                x = self._gather(node.args[0], node.axes, layer)
-                known = arrays.reduce(node.op, x, node.axes)
-            elif node.op in _SPECIAL:
-                known = _SPECIAL[node.op](self, node, layer)
-            else:
-                raise refused(
-                    self.bound.program.name,
-                    "phase",
-                    f"`{node.op}` is not available at the end of a layer's prefill",
+    def __post_init__(self) -> None:
+        self.e = Evaluator(self.bound, self.bound.program.prefill, {}, self.prompt)
+        self.keep = self.e.rules.keep or Node("all")
+        self.tokens = self.k.shape[2]
+
+    def run(self, propagate: bool) -> dict[int, np.ndarray]:
+        """Computes the layers, and which tokens reach them.
+
+        Returns:
+            The positions that go deeper, ascending, by layer that acted.
+        """
+        rules = self.bound.program.propagate
+        there, acted = np.arange(self.tokens), {}
+        for layer in self.e.every_layer:
+            self.e.layers[layer] = self._layer(layer, there)
+            if not propagate or not len(there) or (rules.first is not None and acted):
+                continue
+            if self.e.truth(rules.first or rules.every, layer).data:
+                acted[layer] = there = self._chosen(layer, there)
+                if self.bound.restarts:
+                    return acted
+        return acted
+
+    def _layer(self, layer: int, there: np.ndarray) -> Layer:
+        first = self.tokens - self.q.shape[2]
+        asking = there[there >= first]
+        kv = np.ones((self.k.shape[1], len(there)), np.bool_)
+        k, v = self.k[layer][:, there], self.v[layer][:, there]
+        return Layer(there, k, v, self.q[layer][:, asking - first], asking, kv)
+
+    def _chosen(self, layer: int, there: np.ndarray) -> np.ndarray:
+        """The positions in `propagate.tokens`; all if it holds none."""
+        rules = self.bound.program.propagate
+        self.e.own_budget = rules.budget
+        # No KV head has a set of its own here; what fills a budget is still computed for each.
+        chosen = self.e.spread(self.e.truth(rules.tokens, layer), ("kv", "token"), layer).data[0]
+        self.e.own_budget = self.e.rules.budget
+        return there[chosen] if chosen.any() else there
+
+    def decide(self, inv_freq: np.ndarray | None) -> None:
+        """Selects at every layer, then merges and rotates."""
+        e = self.e
+        for layer in e.every_layer:
+            self.kept.append(e.spread(e.truth(self.keep, layer), ("kv", "token"), layer).data)
+            for name in self.bound.rules.states:
+                e.state(name, layer)
+            e.forget_maps(layer)
+        if self.bound.share is not None:
+            self.vectors = shared(e, self.bound.program.share)
+            return
+        for layer, kept in enumerate(self.kept):
+            here = e.layers[layer]
+            keys, values = here.keys.astype(np.float64), here.values.astype(np.float64)
+            if e.rules.merge is not None and not kept.all():
+                merged = merge(e, e.rules.merge, layer, kept)
+                keys, values = merged.keys, merged.values
+                for name, state in merged.states.items():
+                    self.merge_states[name, layer] = state
+            if self.bound.positions == "slots" and inv_freq is not None:
+                # Tokens that did not reach the layer take no slot there either.
+                gone = np.ones((len(kept), self.tokens), np.bool_)
+                gone[:, here.positions] = ~kept
+                after = gone.sum(-1, keepdims=True) - gone.cumsum(-1)
+                keys = turned(keys, after[:, here.positions], inv_freq)
+            self.vectors.append((keys, values))
+
+    def cache(self) -> Cache:
+        """What decode begins with."""
+        bound, e = self.bound, self.e
+        decode = bound.decode or Rules()
+        states = {
+            (name, layer): e.state(name, layer)
+            for name, state in decode.states.items()
+            for layer in e.every_layer
+            if state.inherited
+        }
+        merging = decode.merge.states if decode.merge else {}
+        inherited = {name for name, state in merging.items() if state.inherited}
+        merge_states = {key: x for key, x in self.merge_states.items() if key[0] in inherited}
+        budgets = None
+        if e.rules.budget is not None:
+            budgets = [
+                e.spread(whole_budget(e, layer), ("kv",), layer).data for layer in e.every_layer
+            ]
+        dtype = self.k.dtype
+        queries = bound.step_queries(self.prompt)
+        layers = []
+        for here, (keys, values) in zip(e.layers.values(), self.vectors, strict=True):
+            first = max(0, len(here.query_positions) - queries)
+            layers.append(
+                replace(
+                    here,
+                    keys=keys.astype(dtype),
+                    values=values.astype(dtype),
+                    queries=here.queries[:, first:],
+                    query_positions=here.query_positions[first:],
                 )
-            self._known[key] = known
-        return self._known[key]
-
-    def _truth(self, node: Node, layer: int) -> Array:
-        """A truth value, false where absent."""
-        x = self.value(node, layer)
-        return Array.of(x.axes, x.data & x.present)
-
-    def _forget(self, layer: int) -> None:
-        """Drops the attention maps of a layer, which nothing across layers needs."""
-        for key in [key for key, x in self._known.items() if key[1] == layer and "query" in x.axes]:
-            del self._known[key]
-
-    def _number(self, node: Node, layer: int) -> Fraction | float:
-        """A scalar: exact if it is known before the prefill."""
-        if self.bound.static.needs(node) is not None:
-            return self.bound.number(node, self.tokens, layer)
-        return float(self.value(node, layer).data)
-
-    def _stack(self, values: list[Array]) -> Array:
-        """One array with the axis `layer` in front."""
-        axes = arrays.union(*values)
-        sizes = self._sizes(values)
-        shape = tuple(sizes[axis] for axis in axes)
-        parts = [value.to(axes) for value in values]
-        data = np.stack([np.broadcast_to(data, shape) for data, _ in parts])
-        present = np.stack([np.broadcast_to(present, shape) for _, present in parts])
-        return Array.of(("layer", *axes), data, present)
-
-    @staticmethod
-    def _sizes(values: list[Array]) -> dict[str, int]:
-        return {a: n for value in values for a, n in zip(value.axes, value.data.shape, strict=True)}
-
-    def _gather(self, node: Node, axes: tuple[str, ...], layer: int) -> Array:
-        """A node's value at this layer, or at all layers if `axes` names `layer`."""
-        if "layer" not in axes:
-            return self.value(node, layer)
-        values = []
-        for each in self.layers:
-            values.append(self.value(node, each))
-            if each != layer:
-                self._forget(each)
-        return self._stack(values)
-
-    def _spread(self, x: Array, axes: tuple[str, ...]) -> Array:
-        """The array repeated along those of `kv`, `token` that it lacks."""
-        sizes = {"kv": self.kv, "token": self.tokens}
-        shape = tuple(sizes[axis] for axis in axes)
-        data, present = x.to(axes)
-        return Array.of(axes, np.broadcast_to(data, shape), np.broadcast_to(present, shape))
-
-    # Leaves.
-
-    def _position(self, node: Node, layer: int) -> Array:
-        return Array.of(("token",), np.arange(self.tokens))
-
-    def _all(self, node: Node, layer: int) -> Array:
-        return Array.of(("token",), np.ones(self.tokens, dtype=np.bool_))
-
-    def _tensor(self, node: Node, layer: int) -> Array:
-        return Array.of(("kv", "token", "dim"), (self.k if node.op == "key" else self.v)[layer])
-
-    def _distance(self, node: Node, layer: int) -> Array:
-        window = self.bound.window(node, self.tokens, layer)
-        queries = np.arange(self.tokens - window, self.tokens)
-        distance = queries[:, None] - np.arange(self.tokens)
-        return Array.of(("query", "token"), distance, distance >= 0)
-
-    def _logits(self, node: Node, layer: int) -> Array:
-        """q.k / sqrt(D), absent where the token comes after the query."""
-        window = self.bound.window(node, self.tokens, layer)
-        heads, total, size = self.q.shape[1:]
-        q = self.q[layer, :, total - window :].astype(np.float64)
-        q = q.reshape(self.kv, heads // self.kv, window, size)
-        logits = np.einsum("grwd,gnd->grwn", q, self.k[layer].astype(np.float64)) / math.sqrt(size)
-        seen = self._distance(node, layer).present
-        return Array.of(
-            ("kv", "group", "query", "token"), logits, np.broadcast_to(seen, logits.shape)
-        )
-
-    def _attn(self, node: Node, layer: int) -> Array:
-        logits = self._logits(node, layer)
-        if logits.data.size == 0:
-            return logits
-        data = np.where(logits.present, logits.data, -np.inf)
-        weights = np.exp(data - data.max(-1, keepdims=True))
-        return Array.of(logits.axes, weights / weights.sum(-1, keepdims=True), logits.present)
-
-    def _uniform(self, node: Node, layer: int) -> Array:
-        seed = math.floor(self._number(node.args[0], layer))
-        kv, token = np.arange(self.kv)[:, None], np.arange(self.tokens)
-        return Array.of(("kv", "token"), counts.hashed(seed, layer, kv, token))
-
-    # Elementwise with their own rules.
-
-    def _mask(self, node: Node, layer: int) -> Array:
-        return arrays.mask(self.value(node.args[0], layer), self.value(node.args[1], layer))
-
-    def _choose(self, node: Node, layer: int) -> Array:
-        x, condition, y = node.args
-        if self.bound.static.needs(condition) is not None:
-            return self.value(x if self._number(condition, layer) else y, layer)
-        return arrays.choose(*(self.value(each, layer) for each in node.args))
-
-    # Order and selection.
-
-    def _rank(self, node: Node, layer: int) -> Array:
-        return self._own(
-            arrays.rank(self._gather(node.args[0], node.axes, layer), node.axes), layer
-        )
-
-    def _index(self, node: Node, layer: int) -> Array:
-        x = self.value(node.args[0], layer)
-        return Array.of(node.axes, np.arange(x.data.shape[x.axes.index(node.axes[0])]))
-
-    def _top(self, node: Node, layer: int) -> Array:
-        if len(node.args) == 1:
-            return self._fill(node, (), layer)
-        x = self._gather(node.args[0], node.axes, layer)
-        return self._own(arrays.top(x, self.value(node.args[1], layer), node.axes), layer)
-
-    def _own(self, x: Array, layer: int) -> Array:
-        """This layer's part of a value that compares layers."""
-        if "layer" not in x.axes:
-            return x
-        return Array.of(x.axes[1:], x.data[layer], x.present[layer])
-
-    def _then(self, node: Node, layer: int) -> Array:
-        return self._prefix(node.args, layer)
-
-    def _prefix(self, sets: tuple[Node, ...], layer: int) -> Array:
-        """`a then b then ...`: each chooses among what those before it left over."""
-        if not sets:
-            return Array.of(("token",), np.zeros(self.tokens, dtype=np.bool_))
-        if len(sets) == 1:
-            return self._truth(sets[0], layer)
-        *before, last = sets
-        taken = self._prefix(tuple(before), layer)
-        if last.op != "top" or last.name is not None:
-            return arrays.elementwise(np.logical_or, taken, self._truth(last, layer))
-        if len(last.args) == 1:
-            return self._fill(last, tuple(before), layer)
-        rest = self._rest(last, tuple(before), layer)
-        chosen = arrays.top(rest, self.value(last.args[1], layer), last.axes)
-        return arrays.elementwise(np.logical_or, taken, self._own(chosen, layer))
-
-    def _rest(self, top: Node, before: tuple[Node, ...], layer: int) -> Array:
-        """`x where not taken`, at all layers if they compete."""
-
-        def at(each: int) -> Array:
-            left = arrays.elementwise(np.logical_not, self._prefix(before, each))
-            return arrays.mask(self.value(top.args[0], each), left)
-
-        if "layer" in top.axes:
-            return self._stack([at(each) for each in self.layers])
-        return at(layer)
-
-    def _fill(self, top: Node, before: tuple[Node, ...], layer: int) -> Array:
-        """What `before` takes and the best of the rest, until the budget is full."""
-        among = list(self.layers) if "layer" in top.axes else [layer]
-        sets = [self._spread(self._prefix(before, each), ("kv", "token")) for each in among]
-        taken = np.stack([each.data for each in sets])  # [layers that compete, G, N]
-        budget = np.stack([self._spread(self._budget(each), ("kv",)).data for each in among])
-        missing = np.maximum(budget - taken.sum(-1), 0)
-        left = self.tokens - taken.sum(-1)
-        for axis, name in enumerate(("layer", "kv")):
-            if name in top.axes:
-                missing = np.broadcast_to(missing.sum(axis, keepdims=True), missing.shape)
-                left = np.broadcast_to(left.sum(axis, keepdims=True), left.shape)
-        here = among.index(layer)
-        # Where KV heads compete, all have the same number.
-        together = "kv" in top.axes
-        number = Array.of((), missing[here, 0]) if together else Array.of(("kv",), missing[here])
-        chosen = self._own(arrays.top(self._rest(top, before, layer), number, top.axes), layer)
-        fits = (left <= missing)[here][:, None]
-        return Array.of(
-            ("kv", "token"), taken[here] | self._spread(chosen, ("kv", "token")).data | fits
-        )
-
-    def _budget(self, layer: int) -> Array:
-        budget = self.rules.budget
-        if self.bound.static.needs(budget) is not None:
-            return Array.of((), float(math.floor(self._number(budget, layer))))
-        value = self.value(budget, layer)
-        return Array.of(value.axes, np.floor(arrays.snapped(value.data)))
-
-    # Along tokens and across layers.
-
-    def _pool(self, node: Node, layer: int) -> Array:
-        width = max(1, counts.whole(self._number(node.args[1], layer), 2**31))
-        return arrays.pool(self.value(node.args[0], layer), width, node.op == "maxpool")
-
-    def _past(self, node: Node, layer: int) -> Array:
-        number = counts.whole(self._number(node.args[1], layer), len(self.layers))
-        newest_last = [self.value(node.args[0], max(0, layer - i)) for i in range(number)][::-1]
-        there = np.array([layer - i >= 0 for i in range(number)][::-1])
-        x = self._stack(newest_last)
-        present = x.present & there.reshape(-1, *[1] * (x.data.ndim - 1))
-        return Array.of(("past", *x.axes[1:]), x.data, present)
-
-    def _at(self, node: Node, layer: int) -> Array:
-        wanted = counts.snap(self._number(node.args[0], layer))
-        reached = layer if node.when <= When.LAYER else len(self.layers) - 1
-        if wanted == int(wanted) and 0 <= wanted <= reached:
-            return self.value(node.args[1], int(wanted))
-        x = self.value(node.args[1], layer)
-        return Array.of(x.axes, x.data, np.zeros(x.data.shape, dtype=np.bool_))
-
-    def _split(self, node: Node, layer: int) -> Array:
-        total = self._number(node.args[0], 0)
-        weights = [self._number(node.args[1], each) for each in self.layers]
-        maxima = None
-        if len(node.args) == 3:
-            maxima = [self._number(node.args[2], each) for each in self.layers]
-        return Array.of((), counts.split(total, weights, maxima)[layer])
-
-    def _cluster(self, node: Node, layer: int) -> Array:
-        values = [self._number(node.args[0], each) for each in self.layers]
-        number = counts.whole(self._number(node.args[1], layer), len(values))
-        return Array.of((), counts.cluster(values, number)[layer])
+            )
+        cache = Cache(bound, layers, self.prompt, states, merge_states, budgets, self.tokens)
+        for layer, kept in enumerate(self.kept):
+            cache.leave(layer, kept)
+        return cache
 
 
-def _round(x: np.ndarray) -> np.ndarray:
-    return np.round(arrays.snapped(x))
+def _result(last: _Pass, chosen: np.ndarray, tokens: int) -> Result:
+    """The result of a pass over the tokens `chosen` of N."""
+    e, bound = last.e, last.bound
+    kv = last.k.shape[1]
+    kept, budgets, scores, merged = [], [], [], []
+    for layer in e.every_layer:
+        where = chosen[e.layers[layer].positions]
+        kept.append(_on_prompt(last.kept[layer], where, tokens, False))
+        if e.rules.budget is not None:
+            budget = e.spread(whole_budget(e, layer), ("kv",), layer).data
+            budgets.append(np.minimum(budget, 2.0**62).astype(np.int64))
+        if e.rules.score is not None:
+            score = e.spread(e.value(e.rules.score, layer), ("kv", "token"), layer)
+            score = np.where(score.present, score.data, np.nan)
+            scores.append(_on_prompt(score, where, tokens, np.nan))
+        merged.append(tuple(_on_prompt(x, where, tokens, 0.0) for x in last.vectors[layer]))
+    changes = e.rules.merge is not None or bound.share is not None or bound.positions == "slots"
+    names = () if e.rules.merge is None else e.rules.merge.states
+    thresholds = {
+        name: [reported(last.merge_states.get((name, layer))) for layer in e.every_layer]
+        for name in names
+    }
+    if tokens == 0:
+        return Result([np.zeros((kv, 0), np.bool_) for _ in kept], None, None)
+    return Result(
+        kept,
+        budgets or None,
+        scores or None,
+        merged=merged if changes else None,
+        thresholds=thresholds,
+        named=_named(last),
+    )
 
 
-_FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
-    "add": np.add,
-    "subtract": np.subtract,
-    "multiply": np.multiply,
-    # -0 is 0: adding 0 to a divisor or a base makes it so.
-    "divide": lambda a, b: a / (b + 0.0),
-    "floor_divide": lambda a, b: np.floor(arrays.snapped(a / (b + 0.0))),
-    "modulo": lambda a, b: a - b * np.floor(arrays.snapped(a / (b + 0.0))),
-    "power": lambda a, b: np.power(a + 0.0, b),
-    "negate": np.negative,
-    "abs": np.abs,
-    "exp": np.exp,
-    "log": np.log,
-    "sqrt": np.sqrt,
-    "cos": np.cos,
-    "sin": np.sin,
-    "acos": np.arccos,
-    "floor": lambda a: np.floor(arrays.snapped(a)),
-    "ceil": lambda a: np.ceil(arrays.snapped(a)),
-    "round": _round,
-    "minimum": np.minimum,
-    "maximum": np.maximum,
-}
+def _named(last: _Pass) -> dict[str, list[LayerValue]]:
+    lets = {name: last.e.rules.lets[name] for name in last.bound.rules.lets}
+    return {
+        name: [reported(last.e.value(node, layer)) for layer in last.e.every_layer]
+        for name, node in lets.items()
+    }
 
-# An absent truth value counts as false.
-_LOGIC: dict[str, Callable[..., np.ndarray]] = {
-    "and": np.logical_and,
-    "or": np.logical_or,
-    "not": np.logical_not,
-}
 
-_COMPARISONS: dict[str, Callable[..., np.ndarray]] = {
-    "less": np.less,
-    "less_equal": np.less_equal,
-    "greater": np.greater,
-    "greater_equal": np.greater_equal,
-    "equal": np.equal,
-    "not_equal": np.not_equal,
-}
-
-_REDUCTIONS = frozenset("sum mean max min var any count".split())
-
-_SPECIAL: dict[str, Callable[[_Interpreter, Node, int], Array]] = {
-    "position": _Interpreter._position,
-    "all": _Interpreter._all,
-    "key": _Interpreter._tensor,
-    "value": _Interpreter._tensor,
-    "attn": _Interpreter._attn,
-    "logits": _Interpreter._logits,
-    "distance": _Interpreter._distance,
-    "uniform": _Interpreter._uniform,
-    "mask": _Interpreter._mask,
-    "choose": _Interpreter._choose,
-    "rank": _Interpreter._rank,
-    "index": _Interpreter._index,
-    "top": _Interpreter._top,
-    "then": _Interpreter._then,
-    "budget": lambda self, node, layer: self._budget(layer),
-    "avgpool": _Interpreter._pool,
-    "maxpool": _Interpreter._pool,
-    "past": _Interpreter._past,
-    "at": _Interpreter._at,
-    "split": _Interpreter._split,
-    "cluster": _Interpreter._cluster,
-}
+def _on_prompt(x: np.ndarray, where: np.ndarray, tokens: int, fill: float | bool) -> np.ndarray:
+    """[G, n, ...] values at the places `where` of the N tokens."""
+    result = np.full((len(x), tokens, *x.shape[2:]), fill, x.dtype)
+    result[:, where] = x
+    return result

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from kvpolicy.dsl.arrays import Array
 
 # Queries [T, L, H, D], keys and values [T, L, G, D] of T decode steps, after RoPE.
 Steps = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -70,3 +71,11 @@ class Result:
     thresholds: Mapping[str, list[LayerValue]] = field(default_factory=dict)
     named: Mapping[str, list[LayerValue]] = field(default_factory=dict)
     steps: list[StepResult] = field(default_factory=list)
+
+
+def reported(value: Array | None) -> LayerValue:
+    """A value of a layer as results report it: a number, or one per KV head."""
+    if value is None:
+        return None
+    numbers = np.where(value.present, value.data, np.nan)
+    return [float(x) for x in numbers] if numbers.ndim else float(numbers)

@@ -1,0 +1,421 @@
+"""Values of a policy's expressions: what the interpreter computes at the layers it is given.
+
+Every value is computed from the definition in docs/language.md, without the rewriting that the
+torch program uses, so that the two are independent. The prefill, the decode steps and the merges of
+the interpreter say which entries there are; this says what expressions mean on them.
+
+Dimensions: L layers, H query heads, G KV heads, M candidates of a layer, T queries, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from kvpolicy.dsl import arrays, counts
+from kvpolicy.dsl.arrays import Array
+from kvpolicy.dsl.bind import Bound
+from kvpolicy.dsl.diagnostics import refused
+from kvpolicy.dsl.interpret_select import SELECTIONS
+from kvpolicy.dsl.ir import Node, Rules, State
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The entries of one layer that a selection chooses among.
+
+    Attributes:
+        positions: int64 [M], ascending.
+        keys, values: [G, M, D].
+        queries: [H, T, D], the last ones of this layer.
+        query_positions: int64 [T].
+        there: bool [G, M]: which KV head holds which entry.
+    """
+
+    positions: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    queries: np.ndarray
+    query_positions: np.ndarray
+    there: np.ndarray
+
+    @property
+    def ragged(self) -> bool:
+        """Whether KV heads hold different entries."""
+        return not self.there.all()
+
+
+class Evaluator:
+    """Values of nodes, each computed once per layer.
+
+    Args:
+        bound: the policy.
+        rules: the program's rules whose budget and states the names mean.
+        layers: by number; deeper ones may be added while lower ones are computed.
+        prompt: N tokens.
+        generated: which decode step, from 1; None in the prefill.
+        stored: values of states before this step, by name and layer.
+        budgets: per layer, the whole numbers [G] that the name `budget` means where the rules have
+            no budget of their own.
+        known: values that are known already; more are added.
+    """
+
+    def __init__(
+        self,
+        bound: Bound,
+        rules: Rules,
+        layers: dict[int, Layer],
+        prompt: int,
+        generated: int | None = None,
+        stored: Mapping[tuple[str, int], Array] | None = None,
+        budgets: list[np.ndarray] | None = None,
+        known: dict[tuple, Array] | None = None,
+    ) -> None:
+        self.bound, self.rules, self.layers = bound, rules, layers
+        self.prompt, self.generated = prompt, generated
+        self.stored, self.budgets = stored or {}, budgets
+        self.own_budget = rules.budget  # what an unsized `top` fills
+        self.states: dict[str, State] = dict(rules.states)
+        self.kv = bound.shape.kv_heads
+        self.every_layer = range(bound.shape.layers)
+        self.known: dict[tuple, Array] = {} if known is None else known
+        self._updating: str | None = None  # the state whose `next` is being computed
+        self._readers: dict[tuple[int, str], bool] = {}
+
+    def value(self, node: Node, layer: int) -> Array:
+        """The value of a node at a layer; absent where a KV head does not hold an entry."""
+        key = (id(node), layer, self._updating if self._reads_old(node) else None)
+        if key not in self.known:
+            self.known[key] = self._held(self._compute(node, layer), layer)
+        return self.known[key]
+
+    def _compute(self, node: Node, layer: int) -> Array:
+        if self.bound.static.needs(node) is not None:
+            number = self.number(node, layer)
+            return Array.of((), number if isinstance(number, bool) else float(number))
+        if node.op in _FUNCTIONS:
+            arguments = (self.value(argument, layer) for argument in node.args)
+            return arrays.elementwise(_FUNCTIONS[node.op], *arguments)
+        if node.op in _LOGIC:
+            arguments = (self.truth(argument, layer) for argument in node.args)
+            return arrays.elementwise(_LOGIC[node.op], *arguments)
+        if node.op in _COMPARISONS:
+            arguments = (self.value(argument, layer) for argument in node.args)
+            return arrays.compare(_COMPARISONS[node.op], *arguments)
+        if node.op in _REDUCTIONS:
+            x = self.gathered(node.args[0], node.axes, layer)
+            return self.own(arrays.reduce(node.op, x, node.axes), node.axes, layer)
+        return self.special(node, layer)
+
+    def special(self, node: Node, layer: int) -> Array:
+        """Operations with rules of their own."""
+        if node.op in SELECTIONS:
+            return SELECTIONS[node.op](self, node, layer)
+        if node.op not in _LEAVES:
+            what = "a decode step" if self.generated else "the end of a layer's prefill"
+            name = self.bound.program.name
+            raise refused(name, "phase", f"`{node.op}` is not available at {what}")
+        return _LEAVES[node.op](self, node, layer)
+
+    def truth(self, node: Node, layer: int) -> Array:
+        """A truth value, false where absent."""
+        x = self.value(node, layer)
+        return Array.of(x.axes, x.data & x.present)
+
+    def number(self, node: Node, layer: int) -> Fraction | float:
+        """A scalar: exact if it is known without data."""
+        if self.bound.static.needs(node) is not None:
+            length = None if self.generated else self.candidates(layer)
+            return self.bound.number(
+                node, self.prompt, layer, length=length, generated=self.generated
+            )
+        return float(self.value(node, layer).data)
+
+    def candidates(self, layer: int) -> int:
+        """M, entries that some KV head holds."""
+        return len(self.layers[layer].positions)
+
+    def forget_maps(self, layer: int) -> None:
+        """Drops the attention maps of a layer, which nothing across layers needs."""
+        for key in [k for k, x in self.known.items() if k[1] == layer and "query" in x.axes]:
+            del self.known[key]
+
+    def _held(self, x: Array, layer: int) -> Array:
+        there = self.layers[layer].there
+        if not self.layers[layer].ragged or not {"kv", "token"} <= set(x.axes):
+            return x
+        held = there.reshape([n if axis in ("kv", "token") else 1 for axis, n in _sizes(x)])
+        return Array.of(x.axes, x.data, x.present & held)
+
+    # States.
+
+    def _reads_old(self, node: Node) -> bool:
+        """Whether a node reads the state that is being updated, as it was before."""
+        if self._updating is None:
+            return False
+        key = (id(node), self._updating)
+        if key not in self._readers:
+            own = node.op == "state" and node.value == self._updating
+            self._readers[key] = own or any(self._reads_old(each) for each in node.args)
+        return self._readers[key]
+
+    def _state(self, node: Node, layer: int) -> Array:
+        if node.value == self._updating:
+            return self._before(node.value, layer)
+        return self.state(node.value, layer)
+
+    def state(self, name: str, layer: int) -> Array:
+        """A state after this step."""
+        key = (name, layer, "state")
+        if key not in self.known:
+            outer, self._updating = self._updating, name
+            update = self.states[name].next
+            if update is None:
+                self.known[key] = self._before(name, layer)
+            else:
+                self.known[key] = self.value(update, layer)
+            self._updating = outer
+        return self.known[key]
+
+    def _before(self, name: str, layer: int) -> Array:
+        """A state before this step: what was stored; of what is new, its start, or 0."""
+        state = self.states[name]
+        start = Array.of((), 0.0) if state.start is None else self.value(state.start, layer)
+        old = self.stored.get((name, layer))
+        if old is None:
+            return start
+        if "token" not in old.axes:
+            return old
+        at, size = old.axes.index("token"), self.candidates(layer)
+        missing = size - old.data.shape[at]
+        if not missing:
+            return old
+        shape = list(old.data.shape)
+        shape[at] = size
+        fresh = [
+            np.broadcast_to(x, shape).take(range(size - missing, size), at)
+            for x in start.to(old.axes)
+        ]
+        both = [
+            np.concatenate([x, y], at) for x, y in zip((old.data, old.present), fresh, strict=True)
+        ]
+        return Array.of(old.axes, *both)
+
+    # Across layers.
+
+    def gathered(self, node: Node, axes: tuple[str, ...], layer: int) -> Array:
+        """A node's value at this layer, or at all layers if `axes` names `layer`."""
+        if "layer" not in axes:
+            return self.value(node, layer)
+        return self.stacked(lambda each: self.value(node, each), layer)
+
+    def stacked(self, value: Callable[[int], Array], layer: int) -> Array:
+        """The values of all layers, with the axis `layer` in front.
+
+        A layer's token axis is the prompt's; values are absent at tokens that did not reach it.
+        """
+        values = []
+        for each in self.every_layer:
+            values.append(self._everywhere(value(each), each))
+            if each != layer:
+                self.forget_maps(each)
+        return arrays.stack("layer", values)
+
+    def own(self, x: Array, axes: tuple[str, ...], layer: int) -> Array:
+        """This layer's part of what was computed across layers, at its own tokens."""
+        if "layer" not in axes:
+            return x
+        if "layer" in x.axes:
+            x = Array.of(x.axes[1:], x.data[layer], x.present[layer])
+        return self._at_tokens(x, layer)
+
+    def read_at(self, x: Array, source: int, layer: int) -> Array:
+        """A value of another layer at this layer's tokens; absent at tokens it does not have."""
+        return self._at_tokens(self._everywhere(x, source), layer)
+
+    def _everywhere(self, x: Array, layer: int) -> Array:
+        if "token" not in x.axes or not self.bound.propagates:
+            return x
+        at, positions = x.axes.index("token"), self.layers[layer].positions
+        shape = list(x.data.shape)
+        shape[at] = self.candidates(0)
+        data, present = np.zeros(shape, x.data.dtype), np.zeros(shape, np.bool_)
+        index = (*[slice(None)] * at, positions)
+        data[index], present[index] = x.data, x.present
+        return Array.of(x.axes, data, present)
+
+    def _at_tokens(self, x: Array, layer: int) -> Array:
+        if "token" not in x.axes or not self.bound.propagates:
+            return x
+        at, positions = x.axes.index("token"), self.layers[layer].positions
+        return Array.of(x.axes, x.data.take(positions, at), x.present.take(positions, at))
+
+    def spread(self, x: Array, axes: tuple[str, ...], layer: int) -> Array:
+        """The array repeated along those of `kv`, `token` that it lacks."""
+        sizes = {"kv": self.kv, "token": self.candidates(layer)}
+        shape = tuple(sizes[axis] for axis in axes)
+        data, present = x.to(axes)
+        return self._held(
+            Array.of(axes, np.broadcast_to(data, shape), np.broadcast_to(present, shape)), layer
+        )
+
+    # Leaves.
+
+    def _per_token(self, data: np.ndarray, layer: int) -> Array:
+        """A value [token]; where KV heads hold different entries, each head has its own."""
+        x = Array.of(("token",), data)
+        return self.spread(x, ("kv", "token"), layer) if self.layers[layer].ragged else x
+
+    def _position(self, node: Node, layer: int) -> Array:
+        return self._per_token(self.layers[layer].positions, layer)
+
+    def _all(self, node: Node, layer: int) -> Array:
+        return self._per_token(np.ones(self.candidates(layer), dtype=np.bool_), layer)
+
+    def _new(self, node: Node, layer: int) -> Array:
+        """All tokens of the prompt; in decode the last entry."""
+        data = np.ones(self.candidates(layer), dtype=np.bool_)
+        if self.generated:
+            data[:-1] = False
+        return self._per_token(data, layer)
+
+    def _size(self, node: Node, layer: int) -> Array:
+        """`cached`; all other sizes the host knows."""
+        return Array.of(("kv",), self.layers[layer].there.sum(-1))
+
+    def _tensor(self, node: Node, layer: int) -> Array:
+        here = self.layers[layer]
+        return Array.of(("kv", "token", "dim"), here.keys if node.op == "key" else here.values)
+
+    def _window(self, node: Node, layer: int) -> int:
+        """How many last queries `attn`, `logits` or `distance` reads."""
+        known = len(self.layers[layer].query_positions)
+        if node.value == "new" and self.generated:
+            return 1
+        most = known if self.generated else self.candidates(layer)
+        wanted = counts.whole(self.number(node.args[0], layer), most) if node.args else most
+        if wanted > known:
+            message = f"layer {layer} needs its last {wanted} queries, `q` has {known} of them"
+            name = self.bound.program.name
+            raise refused(name, "data", message, "give the queries of all tokens")
+        return wanted
+
+    def _distance(self, node: Node, layer: int) -> Array:
+        here, window = self.layers[layer], self._window(node, layer)
+        queries = here.query_positions[len(here.query_positions) - window :]
+        distance = queries[:, None] - here.positions
+        x = Array.of(("query", "token"), distance, distance >= 0)
+        if not here.ragged:
+            return x
+        shape = (self.kv, *distance.shape)
+        data, present = (np.broadcast_to(each, shape) for each in (x.data, x.present))
+        return Array.of(("kv", "query", "token"), data, present)
+
+    def _logits(self, node: Node, layer: int) -> Array:
+        """q.k / sqrt(D), absent where the token comes after the query."""
+        here, window = self.layers[layer], self._window(node, layer)
+        heads, total, size = here.queries.shape
+        q = here.queries[:, total - window :].astype(np.float64)
+        q = q.reshape(self.kv, heads // self.kv, window, size)
+        keys = here.keys.astype(np.float64)
+        logits = np.einsum("grwd,gnd->grwn", q, keys) / math.sqrt(size)
+        seen = here.query_positions[total - window :, None] >= here.positions
+        present = seen & here.there[:, None, None]
+        return Array.of(
+            ("kv", "group", "query", "token"), logits, np.broadcast_to(present, logits.shape)
+        )
+
+    def _attn(self, node: Node, layer: int) -> Array:
+        logits = self._logits(node, layer)
+        data = np.where(logits.present, logits.data, -np.inf)
+        highest = data.max(-1, keepdims=True, initial=-np.inf)
+        weights = np.exp(data - np.where(np.isfinite(highest), highest, 0.0))
+        total = weights.sum(-1, keepdims=True)
+        return Array.of(logits.axes, weights / np.where(total > 0, total, 1.0), logits.present)
+
+    def _uniform(self, node: Node, layer: int) -> Array:
+        seed = math.floor(self.number(node.args[0], layer))
+        kv, token = np.arange(self.kv)[:, None], self.layers[layer].positions
+        numbers = counts.hashed(seed, layer, kv, token, self.generated or 0)
+        return Array.of(("kv", "token"), numbers)
+
+    # Elementwise with their own rules.
+
+    def _mask(self, node: Node, layer: int) -> Array:
+        return arrays.mask(self.value(node.args[0], layer), self.value(node.args[1], layer))
+
+    def _choose(self, node: Node, layer: int) -> Array:
+        x, condition, y = node.args
+        if self.bound.static.needs(condition) is not None:
+            return self.value(x if self.number(condition, layer) else y, layer)
+        return arrays.choose(*(self.value(each, layer) for each in node.args))
+
+
+def _sizes(x: Array) -> list[tuple[str, int]]:
+    return list(zip(x.axes, x.data.shape, strict=True))
+
+
+def _round(x: np.ndarray) -> np.ndarray:
+    return np.round(arrays.snapped(x))
+
+
+_FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    # -0 is 0: adding 0 to a divisor or a base makes it so.
+    "divide": lambda a, b: a / (b + 0.0),
+    "floor_divide": lambda a, b: np.floor(arrays.snapped(a / (b + 0.0))),
+    "modulo": lambda a, b: a - b * np.floor(arrays.snapped(a / (b + 0.0))),
+    "power": lambda a, b: np.power(a + 0.0, b),
+    "negate": np.negative,
+    "abs": np.abs,
+    "exp": np.exp,
+    "log": np.log,
+    "sqrt": np.sqrt,
+    "cos": np.cos,
+    "sin": np.sin,
+    "acos": np.arccos,
+    "floor": lambda a: np.floor(arrays.snapped(a)),
+    "ceil": lambda a: np.ceil(arrays.snapped(a)),
+    "round": _round,
+    "minimum": np.minimum,
+    "maximum": np.maximum,
+}
+
+# An absent truth value counts as false.
+_LOGIC: dict[str, Callable[..., np.ndarray]] = {
+    "and": np.logical_and,
+    "or": np.logical_or,
+    "not": np.logical_not,
+}
+
+_COMPARISONS: dict[str, Callable[..., np.ndarray]] = {
+    "less": np.less,
+    "less_equal": np.less_equal,
+    "greater": np.greater,
+    "greater_equal": np.greater_equal,
+    "equal": np.equal,
+    "not_equal": np.not_equal,
+}
+
+_REDUCTIONS = frozenset("sum mean max min var any count".split())
+
+_LEAVES: dict[str, Callable[[Evaluator, Node, int], Array]] = {
+    "position": Evaluator._position,
+    "all": Evaluator._all,
+    "new": Evaluator._new,
+    "size": Evaluator._size,
+    "key": Evaluator._tensor,
+    "value": Evaluator._tensor,
+    "attn": Evaluator._attn,
+    "logits": Evaluator._logits,
+    "distance": Evaluator._distance,
+    "uniform": Evaluator._uniform,
+    "state": Evaluator._state,
+    "mask": Evaluator._mask,
+    "choose": Evaluator._choose,
+}
