@@ -1,0 +1,224 @@
+"""Greedy answers of the plain model under any policy, without a server.
+
+What a policy decides is the interpreter's; what then happens is done here: hidden rows that do not
+go deeper leave the computation, a restart computes its second pass, and while decoding every layer
+and KV head attends to a list of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from eager_llama import Llama, attend, checkpoint
+from kvpolicy.dsl.bind import Bound, bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.interpret import interpret
+from kvpolicy.dsl.result import Result
+from torch import Tensor
+
+
+@dataclass
+class Generation:
+    """An answer.
+
+    Attributes:
+        tokens: new token ids.
+        logits: [T, vocabulary] float64: what each of them was chosen from.
+        result: what the policy decided, up to the last step; None without a policy.
+        kept: after the prefill and after each step: per layer and KV head, sorted positions as in
+            `StepResult`.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    result: Result | None = None
+    kept: list[list[list[list[int]]]] = field(default_factory=list)
+
+    def gap(self, step: int) -> float:
+        """By how much the best logit of a step exceeds the second."""
+        best, second = self.logits[step].topk(2).values.tolist()
+        return best - second
+
+
+def generate(
+    folder: str,
+    ids: Sequence[int],
+    policy: str | None = None,
+    overrides: Mapping[str, str] | None = None,
+    *,
+    new_tokens: int = 8,
+    fold_interval: int = 1,
+    reused: int = 0,
+) -> Generation:
+    """The greedy answer to a prompt.
+
+    Args:
+        folder: of a Llama checkpoint.
+        ids: token ids of the prompt.
+        policy: a path or the name of a shipped policy.
+        overrides: parameter values as text.
+        new_tokens: how many to generate; no token ends the answer.
+        fold_interval: as of `bind`.
+        reused: so many first tokens have keys and values of a plain prefill at every layer: a
+            prefix that a server shares between requests.
+    """
+    model = checkpoint(folder)
+    bound = None
+    if policy is not None:
+        program = load(policy).require()
+        bound = bind(program, model.shape, overrides, fold_interval=fold_interval)
+    return _Request(model, bound, reused).answer(list(ids), new_tokens)
+
+
+class _Request:
+    """One request: its recorded tensors, and what each KV head has cached."""
+
+    def __init__(self, model: Llama, bound: Bound | None, reused: int) -> None:
+        self.model, self.bound, self.reused = model, bound, reused
+        self.layers = range(model.shape.layers)
+        self.recorded: list[np.ndarray] = []  # q [L, H, N, D], k and v [L, G, N, D]
+        self.steps: list[list[np.ndarray]] = [[], [], []]  # of q, k, v: [L, heads, D]
+        self.caches: list[list[tuple[Tensor, Tensor]]] = []  # by layer, KV head: [n, D] twice
+        self.answered = Generation()
+
+    def answer(self, ids: list[int], new_tokens: int) -> Generation:
+        """Prefill, then a step for every token but the first."""
+        hidden, position = self._prefill(torch.tensor(ids))
+        for _ in range(new_tokens):
+            logits = self.model.logits(hidden)[-1]
+            self.answered.logits.append(logits)
+            self.answered.tokens.append(int(logits.argmax()))
+            if len(self.answered.tokens) < new_tokens:
+                hidden = self._step(self.answered.tokens[-1], position)
+                position += 1
+        return self.answered
+
+    # Prefill
+
+    def _prefill(self, ids: Tensor) -> tuple[Tensor, int]:
+        """The last hidden states [T, C] and the position of the next token."""
+        plain = self._plain(ids) if self.reused else None
+        hidden, chosen = self._pass(ids, plain)
+        if chosen is not None:  # a restart
+            ids = ids[chosen]
+            self.bound = replace(self.bound, propagate=None, propagate_lowered=None)
+            hidden, _ = self._pass(ids, None)
+        self._decide()
+        return hidden, len(ids)
+
+    def _plain(self, ids: Tensor) -> list[np.ndarray]:
+        """Recorded tensors of a prefill without a policy."""
+        alone = _Request(self.model, None, 0)
+        alone._pass(ids, None)
+        return alone.recorded
+
+    def _pass(self, ids: Tensor, plain: list[np.ndarray] | None) -> tuple[Tensor, Tensor | None]:
+        """All layers, or those up to a restart: the last hidden states, the chosen tokens."""
+        shape = self.model.shape
+        sizes = [(shape.layers, n, len(ids), shape.head_dim) for n in self._heads()]
+        self.recorded = [np.zeros(size, dtype=np.float32) for size in sizes]
+        there = torch.arange(len(ids))
+        hidden = self.model.embed(ids)
+        propagating = self.bound is not None and self.bound.propagates
+        for layer in self.layers:
+            parts = self.model.project(layer, hidden, there)
+            if plain is not None:
+                old = there < self.reused
+                for part, source in zip(parts[1:], plain[1:], strict=True):
+                    part[:, old] = torch.from_numpy(source[layer][:, there[old]])
+            for record, part in zip(self.recorded, parts, strict=True):
+                record[layer][:, there.numpy()] = part.numpy()
+            hidden = self.model.leave(layer, hidden, attend(*parts))
+            if not propagating:
+                continue
+            chosen = self._goes_deeper(layer)
+            if chosen is not None and self.bound.restarts:
+                return hidden, chosen
+            if chosen is not None:
+                hidden, there = hidden[torch.isin(there, chosen)], chosen
+                propagating = self.bound.propagate.every is not None
+        return hidden, None
+
+    def _heads(self) -> tuple[int, int, int]:
+        shape = self.model.shape
+        return shape.heads, shape.kv_heads, shape.kv_heads
+
+    def _goes_deeper(self, layer: int) -> Tensor | None:
+        """Positions that a propagation at this layer chooses; deeper layers are zeros so far."""
+        result = interpret(self.bound, *self.recorded)
+        if self.bound.propagate.every is not None:
+            chosen = (result.propagated or {}).get(layer)
+        else:
+            chosen = result.propagated if result.selected_layer == layer else None
+        return None if chosen is None else torch.tensor(chosen, dtype=torch.long)
+
+    # Caches
+
+    def _decide(self) -> None:
+        """Every KV head's cache after the prefill or after a step."""
+        if self.bound is None:
+            kept = [[self._everything()] * self.model.shape.kv_heads for _ in self.layers]
+            vectors = None
+        else:
+            steps = tuple(np.stack(each) for each in self.steps) if self.steps[0] else None
+            inverse = self.model.frequencies.numpy()
+            result = interpret(self.bound, *self.recorded, steps=steps, inv_freq=inverse)
+            self.answered.result = result
+            if steps is None:
+                kept = [[np.flatnonzero(h).tolist() for h in each] for each in result.kept]
+                vectors = result.merged and [
+                    [(k[h][held], v[h][held]) for h, held in enumerate(heads)]
+                    for (k, v), heads in zip(result.merged, kept, strict=True)
+                ]
+            else:
+                kept, vectors = result.steps[-1].kept, result.steps[-1].merged
+        self.answered.kept.append(kept)
+        self.caches = [
+            [self._cache(layer, head, kept, vectors) for head in range(self.model.shape.kv_heads)]
+            for layer in self.layers
+        ]
+
+    def _everything(self) -> list[int]:
+        return list(range(self.recorded[0].shape[2] + len(self.steps[0])))
+
+    def _cache(self, layer: int, head: int, kept: list, vectors: list | None) -> tuple:
+        """Keys and values [n, D] of one KV head."""
+        if vectors is not None:
+            k, v = vectors[layer][head]
+            return torch.from_numpy(k).float(), torch.from_numpy(v).float()
+        held = kept[layer][head]
+        both = []
+        for record, steps in zip(self.recorded[1:], self.steps[1:], strict=True):
+            rows = [record[layer, head], *(step[layer, head][None] for step in steps)]
+            both.append(torch.from_numpy(np.concatenate(rows)[held]))
+        return tuple(both)
+
+    # Decode
+
+    def _step(self, token: int, position: int) -> Tensor:
+        """One token: the last hidden state [1, C]."""
+        hidden = self.model.embed(torch.tensor([token]))
+        at = torch.tensor([position])
+        seen: list[list[np.ndarray]] = [[], [], []]
+        for layer in self.layers:
+            q, k, v = self.model.project(layer, hidden, at)
+            for each, part in zip(seen, (q, k, v), strict=True):
+                each.append(part[:, 0].numpy())
+            hidden = self.model.leave(layer, hidden, self._attended(layer, q, k, v))
+        for steps, each in zip(self.steps, seen, strict=True):
+            steps.append(np.stack(each))
+        self._decide()
+        return hidden
+
+    def _attended(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[H, 1, D]: each KV head over its own list, the new entry last."""
+        group = self.model.shape.group
+        parts = []
+        for head, (keys, values) in enumerate(self.caches[layer]):
+            own = slice(head * group, (head + 1) * group)
+            keys = torch.cat([keys, k[head]])[None]
+            parts.append(attend(q[own], keys, torch.cat([values, v[head]])[None]))
+        return torch.cat(parts)
