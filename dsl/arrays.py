@@ -198,3 +198,50 @@ def _pooled(filled: np.ndarray, width: int, largest: bool) -> np.ndarray:
         near = filled[..., max(0, i - before) : i - before + width]
         result[..., i] = near.max(-1) if largest else near.sum(-1) / width
     return result
+
+
+def _round(x: np.ndarray) -> np.ndarray:
+    return np.round(snapped(x))
+
+
+FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    # -0 is 0: adding 0 to a divisor or a base makes it so.
+    "divide": lambda a, b: a / (b + 0.0),
+    "floor_divide": lambda a, b: np.floor(snapped(a / (b + 0.0))),
+    "modulo": lambda a, b: a - b * np.floor(snapped(a / (b + 0.0))),
+    "power": lambda a, b: np.power(a + 0.0, b),
+    "negate": np.negative,
+    "abs": np.abs,
+    "exp": np.exp,
+    "log": np.log,
+    "sqrt": np.sqrt,
+    "cos": np.cos,
+    "sin": np.sin,
+    "acos": np.arccos,
+    "floor": lambda a: np.floor(snapped(a)),
+    "ceil": lambda a: np.ceil(snapped(a)),
+    "round": _round,
+    "minimum": np.minimum,
+    "maximum": np.maximum,
+}
+
+# An absent truth value counts as false.
+LOGIC: dict[str, Callable[..., np.ndarray]] = {
+    "and": np.logical_and,
+    "or": np.logical_or,
+    "not": np.logical_not,
+}
+
+COMPARISONS: dict[str, Callable[..., np.ndarray]] = {
+    "less": np.less,
+    "less_equal": np.less_equal,
+    "greater": np.greater,
+    "greater_equal": np.greater_equal,
+    "equal": np.equal,
+    "not_equal": np.not_equal,
+}
+
+REDUCTIONS = frozenset("sum mean max min var any count".split())

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from kvpolicy.dsl.bounds import Bounds
 from kvpolicy.dsl.counts import whole
 from kvpolicy.dsl.diagnostics import PolicyError, refused
-from kvpolicy.dsl.exact import Value, evaluator
+from kvpolicy.dsl.exact import Value, evaluate, evaluator
 from kvpolicy.dsl.fit import does_not_fit
 from kvpolicy.dsl.ir import ModelShape, Node, Program, Propagate, Rules, Share, Type, When
 from kvpolicy.dsl.lower import Phase, Phases, Static, fold, lower
@@ -255,6 +255,7 @@ def bind(
     too_much = does_not_fit(program, None, env)
     if too_much:
         raise PolicyError(too_much, Source(program.name, ""))
+    _check_shared(program, shape, params)
     folded = _needed(fold(Sections.of(program), env))
     lowered = lower(folded)
     return Bound(
@@ -271,6 +272,19 @@ def bind(
         share=lowered.share,
         fold_interval=fold_interval,
     )
+
+
+def _check_shared(program: Program, shape: ModelShape, params: Mapping[str, Value]) -> None:
+    """Each layer shares with at most one other."""
+    if program.share is None:
+        return
+    envs = [environment(shape, params, layer=layer) for layer in range(shape.layers)]
+    holds = [layer for layer, env in enumerate(envs) if evaluate(program.share.when, env)]
+    taken = [layer for layer in holds if layer - 1 in (-1, *holds)]
+    if taken:
+        below = f"layer {taken[0] - 1} shares already" if taken[0] else "there is no layer below"
+        message = f"`share.when` holds at layer {taken[0]}, but {below}"
+        raise refused(program.name, "share", message, "for example `layer % 2 == 1`")
 
 
 def _needed(folded: Sections) -> Sections:

@@ -217,7 +217,8 @@ class Typer:
             return node
         if node.op == "special":
             return node
-        axes = tuple("dropped" if axis == "token" else axis for axis in node.type.axes)
+        # KV heads drop different entries, so that each reads a value [token] at its own.
+        axes = {"kv", *("dropped" if axis == "token" else axis for axis in node.type.axes)}
         axes = tuple(sorted(axes, key=_AXIS_ORDER.index))
         return self.graph.make(
             "dropped", (node,), kind=node.type.kind, axes=axes, unit=node.type.unit, span=node.span

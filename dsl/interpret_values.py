@@ -96,16 +96,16 @@ class Evaluator:
         if self.bound.static.needs(node) is not None:
             number = self.number(node, layer)
             return Array.of((), number if isinstance(number, bool) else float(number))
-        if node.op in _FUNCTIONS:
+        if node.op in arrays.FUNCTIONS:
             arguments = (self.value(argument, layer) for argument in node.args)
-            return arrays.elementwise(_FUNCTIONS[node.op], *arguments)
-        if node.op in _LOGIC:
+            return arrays.elementwise(arrays.FUNCTIONS[node.op], *arguments)
+        if node.op in arrays.LOGIC:
             arguments = (self.truth(argument, layer) for argument in node.args)
-            return arrays.elementwise(_LOGIC[node.op], *arguments)
-        if node.op in _COMPARISONS:
+            return arrays.elementwise(arrays.LOGIC[node.op], *arguments)
+        if node.op in arrays.COMPARISONS:
             arguments = (self.value(argument, layer) for argument in node.args)
-            return arrays.compare(_COMPARISONS[node.op], *arguments)
-        if node.op in _REDUCTIONS:
+            return arrays.compare(arrays.COMPARISONS[node.op], *arguments)
+        if node.op in arrays.REDUCTIONS:
             x = self.gathered(node.args[0], node.axes, layer)
             return self.own(arrays.reduce(node.op, x, node.axes), node.axes, layer)
         return self.special(node, layer)
@@ -199,10 +199,8 @@ class Evaluator:
             np.broadcast_to(x, shape).take(range(size - missing, size), at)
             for x in start.to(old.axes)
         ]
-        both = [
-            np.concatenate([x, y], at) for x, y in zip((old.data, old.present), fresh, strict=True)
-        ]
-        return Array.of(old.axes, *both)
+        pairs = zip((old.data, old.present), fresh, strict=True)
+        return Array.of(old.axes, *(np.concatenate(pair, at) for pair in pairs))
 
     # Across layers.
 
@@ -357,52 +355,6 @@ class Evaluator:
 def _sizes(x: Array) -> list[tuple[str, int]]:
     return list(zip(x.axes, x.data.shape, strict=True))
 
-
-def _round(x: np.ndarray) -> np.ndarray:
-    return np.round(arrays.snapped(x))
-
-
-_FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
-    "add": np.add,
-    "subtract": np.subtract,
-    "multiply": np.multiply,
-    # -0 is 0: adding 0 to a divisor or a base makes it so.
-    "divide": lambda a, b: a / (b + 0.0),
-    "floor_divide": lambda a, b: np.floor(arrays.snapped(a / (b + 0.0))),
-    "modulo": lambda a, b: a - b * np.floor(arrays.snapped(a / (b + 0.0))),
-    "power": lambda a, b: np.power(a + 0.0, b),
-    "negate": np.negative,
-    "abs": np.abs,
-    "exp": np.exp,
-    "log": np.log,
-    "sqrt": np.sqrt,
-    "cos": np.cos,
-    "sin": np.sin,
-    "acos": np.arccos,
-    "floor": lambda a: np.floor(arrays.snapped(a)),
-    "ceil": lambda a: np.ceil(arrays.snapped(a)),
-    "round": _round,
-    "minimum": np.minimum,
-    "maximum": np.maximum,
-}
-
-# An absent truth value counts as false.
-_LOGIC: dict[str, Callable[..., np.ndarray]] = {
-    "and": np.logical_and,
-    "or": np.logical_or,
-    "not": np.logical_not,
-}
-
-_COMPARISONS: dict[str, Callable[..., np.ndarray]] = {
-    "less": np.less,
-    "less_equal": np.less_equal,
-    "greater": np.greater,
-    "greater_equal": np.greater_equal,
-    "equal": np.equal,
-    "not_equal": np.not_equal,
-}
-
-_REDUCTIONS = frozenset("sum mean max min var any count".split())
 
 _LEAVES: dict[str, Callable[[Evaluator, Node, int], Array]] = {
     "position": Evaluator._position,
