@@ -14,7 +14,6 @@ decoded later lies in ordinary slots, whole.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -85,24 +84,14 @@ def upper_layers(bound: Bound) -> list[int]:
 
 
 def unserved(bound: Bound) -> str | None:
-    """Why a policy's pairs cannot be stored, in one sentence; None if they can or there are none.
-
-    A policy that is to share and finds nothing to share is refused too.
-    """
+    """Why sharing would save nothing, in one sentence; None if it does or is not asked for."""
     if bound.share is None:
         return None
-    uppers = upper_layers(bound)
-    size = bound.shape.layers
-    if not uppers:
-        return f"`share.when` holds at none of the model's {size} layers; nothing would be shared."
-    if uppers[0] == 0:
-        return "`share.when` holds at layer 0, which has no layer below; exclude it."
-    for lower, upper in itertools.pairwise(uppers):
-        if upper == lower + 1:
-            return (
-                f"`share.when` holds at layers {lower} and {upper}, so layer {lower} would be in "
-                f"two pairs; let it hold at every other layer at most."
-            )
+    if not upper_layers(bound):
+        layers = bound.shape.layers
+        return (
+            f"`share.when` holds at none of the model's {layers} layers; nothing would be shared."
+        )
     if set(bound.share.apply) != {"key", "value"}:
         return "`share.apply` leaves out keys or values; a server shares both or saves nothing."
     return None

@@ -8,7 +8,10 @@ from kvpolicy.dsl.ir import ModelShape
 from kvpolicy.dsl.library import shipped
 from kvpolicy.dsl.torch_program import TorchProgram
 from kvpolicy.kernels.compact import compact
+from kvpolicy.kernels.gather import gather
 from kvpolicy.kernels.paged_attention import paged_attention
+from kvpolicy.kernels.place import place
+from kvpolicy.kernels.rotate import rotate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,3 +65,60 @@ def test_compact():
         results.append(copy.cpu())
     assert not torch.equal(results[0], entries)
     assert torch.equal(*results)
+
+
+def test_paged_attention_over_separate_lists_with_lengths():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([5, 0, 17, 63])
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    count = int(indptr[-1])
+    indices, value_indices = torch.randperm(200, generator=generator)[: 2 * count].split(count)
+    keys, values = torch.randn(2, 200, 64, generator=generator)
+    q = torch.randn(2, 1, 8, 64, generator=generator)
+    scales = torch.rand(2, count, generator=generator)
+    results = []
+    for device in ("cpu", "cuda"):
+        inputs = [x.to(device) for x in (q, keys, values, indptr, indices)]
+        further = dict(
+            zip(
+                ("value_indices", "key_scale", "value_scale"),
+                (x.to(device) for x in (value_indices, *scales)),
+                strict=True,
+            )
+        )
+        results.append(paged_attention(*inputs, scale=0.125, **further).cpu())
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_place_and_gather(dtype):
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 2, 37, 64, generator=generator, dtype=torch.float64)
+    kept = torch.rand(2, 37, generator=generator) < 0.5
+    pages = torch.randperm(50, generator=generator)
+    results = []
+    for device in ("cpu", "cuda"):
+        entries = torch.zeros(200, 64, dtype=dtype, device=device)
+        rows = [x.to(device) for x in (k, v, kept, pages)]
+        counts = place(entries, *rows, value_offset=100)
+        used = (counts + 1) // 2
+        first = used.cumsum(0) - used
+        lists = [
+            (rows[3][int(f) : int(f + u), None] * 2 + torch.arange(2, device=device)).flatten()[:n]
+            for f, u, n in zip(first, used, counts, strict=True)
+        ]
+        indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        read = gather(entries, entries[100:], indptr, torch.cat(lists), rows[2])
+        results.append([entries.cpu(), *(x.cpu() for x in read)])
+    for cpu, cuda in zip(*results, strict=True):
+        assert torch.equal(cpu, cuda)
+    assert torch.equal(results[0][1][kept], k[kept].to(dtype))
+
+
+def test_rotate():
+    generator = torch.Generator().manual_seed(0)
+    k = torch.randn(2, 9, 64, generator=generator)
+    shift = torch.randint(0, 20000, (2, 9), generator=generator)
+    inv_freq = 10000.0 ** (-torch.arange(32) / 32)
+    results = [rotate(*(x.to(d) for x in (k, shift, inv_freq))).cpu() for d in ("cpu", "cuda")]
+    torch.testing.assert_close(*results, atol=1e-6, rtol=0)
