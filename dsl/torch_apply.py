@@ -1,41 +1,201 @@
-"""The torch program on recorded tensors: for `kvpolicy run`, `test`, `diff`, and for tests."""
+"""The torch program on recorded tensors: for `kvpolicy run`, `test`, `diff`, and for tests.
+
+It drives a prefill and its decode steps as a server does, with a store of entries of its own.
+
+Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, M cached positions, D head
+size, T steps.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.diagnostics import refused
-from kvpolicy.dsl.interpret import Result
+from kvpolicy.dsl.result import LayerValue, Result, StepResult, Steps
+from kvpolicy.dsl.torch_across import widened
+from kvpolicy.dsl.torch_decode import Memory
+from kvpolicy.dsl.torch_prefill import DirectRun
 from kvpolicy.dsl.torch_program import TorchProgram
-from kvpolicy.dsl.torch_values import Value, aligned, snapped
+from kvpolicy.dsl.torch_run import Run
+from kvpolicy.dsl.torch_values import Value, aligned
+
+_MOST = 2.0**62
 
 
-def apply(bound: Bound, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Result:
+def apply(
+    bound: Bound,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    steps: Steps | None = None,
+    inv_freq: np.ndarray | None = None,
+) -> Result:
     """What `interpret` does, by the torch program on the CPU; the same arguments and result."""
+    tokens = k.shape[2]
     program = TorchProgram(bound, report=True)
-    layers, kv, tokens, _ = k.shape
-    run = program.start(tokens)
-    for layer in range(layers):
-        tensors = [torch.tensor(x[layer]) for x in (q, k, v)]
-        run.observe(layer, *tensors)
-    kept = [each.numpy() for each in run.finish()]
-    if run.not_finite:
+    recording = _Recording(*(torch.tensor(x) for x in (q, k, v)))
+    first = run = program.start(tokens)
+    chosen = torch.arange(tokens)
+    if tokens:
+        again = _prefill(run, recording)
+        if again is not None:
+            chosen, recording = again, recording.of(again)
+            run = run.again(len(chosen))
+            _prefill(run, recording)
+    kept = run.finish()
+    if first.not_finite or run.not_finite:
         raise refused(bound.program.name, "data", "the tensors hold NaN or infinity")
-    if tokens == 0:
-        return Result(kept, None, None)
+    vectors = _stored(run, recording, inv_freq)
+    result = Result([x.numpy() for x in kept], None, None)
+    if tokens:
+        result = _result(run, chosen, vectors, tokens)
+        result = _propagated(result, first, len(chosen))
+    if steps is not None:
+        cache = _Cache(run, vectors, recording.k.dtype)
+        names = torch.cat([chosen, torch.arange(tokens, tokens + len(steps[0]))])
+        result = replace(result, steps=_decode(cache, steps, inv_freq, names))
+    return result
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """Tensors of one prompt: q [L, H, T, D] of the last T tokens, k and v [L, G, N, D]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def of(self, chosen: torch.Tensor) -> _Recording:
+        """The rows of some tokens."""
+        first = self.k.shape[2] - self.q.shape[2]
+        asking = chosen[chosen >= first] - first
+        return _Recording(self.q[:, :, asking], self.k[:, :, chosen], self.v[:, :, chosen])
+
+
+def _prefill(run: Run, recording: _Recording) -> torch.Tensor | None:
+    """Observes all layers; the tokens of a second prefill, if one is to begin."""
+    there = torch.arange(recording.k.shape[2])
+    for layer in range(len(recording.k)):
+        part = recording.of(there)
+        tokens = None if len(there) == recording.k.shape[2] else there
+        deeper = run.observe(layer, part.q[layer], part.k[layer], part.v[layer], tokens)
+        if deeper is not None:
+            there = there[deeper]
+        if run.restarted:
+            return there
+    return None
+
+
+def turned(keys: torch.Tensor, shift: torch.Tensor, inv_freq: np.ndarray) -> torch.Tensor:
+    """Float64 keys [..., M, D] moved forward by `shift` [..., M]: RoPE on i and i + D / 2."""
+    angle = shift[..., None] * torch.tensor(inv_freq, dtype=torch.float64)
+    x, y = keys.double().chunk(2, -1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([x * cos - y * sin, y * cos + x * sin], -1)
+
+
+# After the prefill.
+
+
+Vectors = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def _stored(run: Run, recording: _Recording, inv_freq: np.ndarray | None) -> Vectors:
+    """Float64 keys and values [G, n, D] of every layer, as they are cached."""
+    stored: Vectors = []
+    for layer, (k, v) in enumerate(zip(recording.k, recording.v, strict=True)):
+        keys, values = run.merged(layer, k, v)
+        shift = run.shift(layer)
+        if shift is not None and inv_freq is not None:
+            keys = turned(keys, shift, inv_freq)
+        stored.append((keys, values))
+        if layer:
+            pairs = run.shared(layer, *(x.double() for x in (*stored[layer - 1], keys, values)))
+            if pairs is not None:
+                both = [
+                    _read_back(*parts)
+                    for parts in (
+                        (stored[layer - 1][0], keys, pairs.direction_k, pairs.except_k),
+                        (stored[layer - 1][1], values, pairs.direction_v, pairs.except_v),
+                    )
+                ]
+                stored[layer - 1 : layer + 1] = list(zip(*both, strict=True))
+    return stored
+
+
+def _read_back(
+    below: torch.Tensor,
+    own: torch.Tensor,
+    direction: torch.Tensor | None,
+    apart: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both layers' vectors, from their common direction and their lengths."""
+    if direction is None:
+        return below, own
+    return tuple(
+        torch.where(apart[..., None], x, x.norm(dim=-1, keepdim=True) * direction)
+        for x in (below, own)
+    )
+
+
+def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Result:
+    bound, rules = run.program.bound, run.program.bound.lowered
+    kept = run.finish()
+    kv = bound.shape.kv_heads
     budgets = scores = None
-    if bound.lowered.budget is not None:
+    if rules.budget is not None:
         budgets = [
-            np.floor(snapped(_spread(x, ("kv",), (kv,))).numpy()).astype(np.int64)
-            for x in run.result(bound.lowered.budget)
+            _spread(x, ("kv",), (kv,)).clamp(max=_MOST).numpy().astype(np.int64)
+            for x in run.budgets()
         ]
-    if bound.lowered.score is not None:
-        scores = [
-            _spread(x, ("kv", "token"), (kv, tokens)).numpy()
-            for x in run.result(bound.lowered.score)
-        ]
-    return Result(kept, budgets, scores)
+    if rules.score is not None:
+        frames = [run.frame(layer) for layer in range(bound.shape.layers)]
+        own = zip(run.result(rules.score), frames, strict=True)
+        size = (kv, run.size)
+        wide = [_spread(widened(x, frame, run.size), ("kv", "token"), size) for x, frame in own]
+        scores = [_on_prompt(x, chosen, tokens, np.nan) for x in wide]
+    changes = rules.merge is not None or bound.share is not None or bound.positions == "slots"
+    merged = None
+    if changes:
+        merged = [tuple(_on_prompt(x, chosen, tokens, 0.0) for x in pair) for pair in vectors]
+    names = () if rules.merge is None else rules.merge.states
+    layers = range(bound.shape.layers)
+    return Result(
+        [_on_prompt(x, chosen, tokens, False) for x in kept],
+        budgets,
+        scores,
+        merged=merged,
+        thresholds={
+            name: [_reported(run.merge_states(layer).get(name)) for layer in layers]
+            for name in names
+        },
+        named={name: [_reported(x) for x in run.result(node)] for name, node in rules.lets.items()},
+    )
+
+
+def _propagated(result: Result, first: Run, tokens: int) -> Result:
+    if not isinstance(first, DirectRun) or not first.propagated:
+        return result
+    bound = first.program.bound
+    acted = {layer: x.tolist() for layer, x in first.propagated.items()}
+    positions = list(acted.values())[-1]
+    return replace(
+        result,
+        selected_layer=first.selected_layer,
+        propagated=acted if bound.propagate.every is not None else positions,
+        positions=list(range(tokens)) if bound.restarts else positions,
+    )
+
+
+def _on_prompt(
+    x: torch.Tensor, chosen: torch.Tensor, tokens: int, filler: float | bool
+) -> np.ndarray:
+    placed = torch.full((x.shape[0], tokens, *x.shape[2:]), filler, dtype=x.dtype)
+    placed[:, chosen] = x
+    return placed.numpy()
 
 
 def _spread(x: Value, axes: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor:
@@ -45,3 +205,108 @@ def _spread(x: Value, axes: tuple[str, ...], shape: tuple[int, ...]) -> torch.Te
     if x.mask is None:
         return data
     return torch.where(aligned(x.mask, x.mask_axes, axes), data, torch.nan)
+
+
+def _reported(x: Value | None) -> LayerValue:
+    if x is None:
+        return None
+    data = torch.as_tensor(x.data, dtype=torch.float64)
+    if x.mask is not None:
+        data = torch.where(aligned(x.mask, x.mask_axes, x.axes), data, torch.nan)
+    return data.tolist()
+
+
+# Decode steps.
+
+
+class _Cache:
+    """Keys and values of every layer, laid out as its `Memory` says."""
+
+    def __init__(self, run: Run, vectors: Vectors, dtype: torch.dtype) -> None:
+        self.memory = run.memory()
+        self.changes = _changes(run.program.bound)
+        self.position = run.size
+        self.dtype = dtype
+        self.held: list[tuple[torch.Tensor, torch.Tensor]] = []  # positions [M], there [G, M]
+        self.rows: Vectors = []
+        for kept, (k, v) in zip(run.finish(), vectors, strict=True):
+            some = kept.any(0)
+            self.held.append((some.nonzero()[:, 0], kept[:, some]))
+            self.rows.append((k[:, some].to(dtype), v[:, some].to(dtype)))
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """The step's token, [G, D]."""
+        positions, there = self.held[layer]
+        new = torch.tensor([self.position])
+        one = torch.ones(len(k), 1, dtype=torch.bool)
+        self.held[layer] = (torch.cat([positions, new]), torch.cat([there, one], 1))
+        own = zip(self.rows[layer], (k, v), strict=True)
+        self.rows[layer] = tuple(torch.cat([x, y[:, None].to(self.dtype)], 1) for x, y in own)
+
+    def leave(self, layer: int, kept: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Only the kept entries [G, M] stay, with these rows."""
+        some = kept.any(0)
+        self.held[layer] = (self.held[layer][0][some], kept[:, some])
+        self.rows[layer] = (k[:, some].to(self.dtype), v[:, some].to(self.dtype))
+
+
+def _changes(bound: Bound) -> bool:
+    """Whether vectors in the cache may differ from those recorded."""
+    merges = bound.decode is not None and bound.decode.merge is not None
+    return merges or bound.positions == "slots" or bound.program.prefill.merge is not None
+
+
+def _decode(
+    cache: _Cache, steps: Steps, inv_freq: np.ndarray | None, names: torch.Tensor
+) -> list[StepResult]:
+    results = []
+    for q, k, v in zip(*(torch.tensor(x) for x in steps), strict=True):
+        memory = cache.memory
+        if memory is not None:
+            memory.step(cache.position)
+        for layer in range(len(k)):
+            cache.append(layer, k[layer], v[layer])
+            if memory is not None and memory.wants != "nothing":
+                _observe(cache, memory, layer, q[layer], inv_freq)
+        if memory is not None and memory.not_finite:
+            raise refused(memory.bound.program.name, "data", "a decode step holds NaN or infinity")
+        cache.position += 1
+        results.append(_step_result(cache, names))
+    return results
+
+
+def _observe(
+    cache: _Cache, memory: Memory, layer: int, q: torch.Tensor, inv_freq: np.ndarray | None
+) -> None:
+    """One layer of one step, as a server does it."""
+    k, v = cache.rows[layer]
+    given = (k, v) if memory.wants == "entries" else (None, None)
+    choice = memory.observe(layer, q[:, None], *given)
+    if choice is None:
+        return
+    k = k if choice.k is None else choice.k.to(cache.dtype)
+    v = v if choice.v is None else choice.v
+    if choice.shift is not None and inv_freq is not None:
+        k = turned(k, choice.shift, inv_freq)
+    cache.leave(layer, choice.kept, k, v)
+
+
+def _step_result(cache: _Cache, names: torch.Tensor) -> StepResult:
+    kept, vectors = [], []
+    for (positions, there), (k, v) in zip(cache.held, cache.rows, strict=True):
+        kept.append([names[positions[held]].tolist() for held in there])
+        rows = zip(k, v, there, strict=True)
+        vectors.append(
+            [(x[held].double().numpy(), y[held].double().numpy()) for x, y, held in rows]
+        )
+    memory, layers = cache.memory, range(len(cache.held))
+    if memory is None:
+        return StepResult(kept, vectors if cache.changes else None)
+    named = {
+        name: [_reported(values.get(layer)) for layer in layers]
+        for name, values in memory.reported().items()
+    }
+    thresholds = {
+        name: [_reported(x) for x in values] for name, values in memory.thresholds().items()
+    }
+    return StepResult(kept, vectors if cache.changes else None, thresholds, named)

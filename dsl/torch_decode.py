@@ -131,14 +131,13 @@ class Memory:
     Attributes:
         generated: decode steps so far.
         not_finite: the model's tensors held NaN or infinity; from then on nothing leaves.
-        values: after an `observe`, per name of `report` its value at that layer.
     """
 
     def __init__(self, bound: Bound, prompt: int, layers: list[_Layer], steps: Steps) -> None:
         self.bound, self.prompt = bound, prompt
         self.generated = 0
         self.not_finite = False
-        self.values: dict[str, dict[int, Value]] = {}
+        self._reported: dict[str, dict[int, Value]] = {name: {} for name in steps.report}
         self._layers = layers
         self._steps = steps
         self._leaves = False
@@ -194,6 +193,8 @@ class Memory:
         """
         self.generated += 1
         self._leaves = leaves and self.bound.leaves_at(self.generated, self.prompt)
+        for values in self._reported.values():
+            values.clear()
         for layer in self._layers:
             layer.since.append(position)
 
@@ -281,7 +282,7 @@ class Memory:
     def _kept(self, evaluation: Evaluation) -> torch.Tensor:
         kept = evaluation.tensor(self._steps.rules.keep, ("kv", "token"))
         for name, node in self._steps.report.items():
-            self.values.setdefault(name, {})[evaluation.frame.layer] = evaluation.value(node)
+            self._reported[name][evaluation.frame.layer] = evaluation.value(node)
         there = evaluation.frame.there
         return kept if there is None else kept & there
 
@@ -300,6 +301,10 @@ class Memory:
         shift = shift_of(kept, there) if self.bound.positions == "slots" else None
         own.leave(kept)
         return Choice(kept, keys, values, shift)
+
+    def reported(self) -> dict[str, dict[int, Value]]:
+        """Per reported let its value at the layers where this step computed it."""
+        return self._reported
 
     def thresholds(self) -> dict[str, list[Value | None]]:
         """Per state of the merge its value at every layer, None where it has not begun."""

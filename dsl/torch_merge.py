@@ -99,9 +99,9 @@ class Merging:
             for each, weights in zip(self._receivers, self._weights, strict=True):
                 total.index_add_(0, each.index[head], rows * weights[head, :, None])
             made = result[head] * self._own[head, :, None] + total
-            made = (made / (self._divide[head, :, None] + 0.0)).nan_to_num(nan=0.0)
-            received = self._members[head, :, None] > 1
-            result[head] = torch.where(received, made, result[head])
+            divide = self._divide[head, :, None]
+            changed = (self._members[head, :, None] > 1) & (divide != 0)
+            result[head] = torch.where(changed, made / divide, result[head])
         return result
 
     def release(self) -> None:
@@ -118,7 +118,7 @@ class Merging:
         dropped = there & ~self.kept
         number = dropped.sum(-1)
         most = int(number.max())
-        self._index = (~dropped).long().argsort(-1, stable=True)[:, :most]
+        self._index = (~dropped).long().argsort(dim=-1, stable=True)[:, :most]
         self._present = torch.arange(most, device=frame.device) < number[:, None]
         if into.op == "nearest":
             x = filled(self.evaluation.value(into.args[0]), 0.0)
@@ -150,7 +150,7 @@ class Merging:
     def _following(self, number: counts.Number) -> Iterator[Receivers]:
         """The kept entries that follow, one after the other."""
         first = self.kept.long().cumsum(-1).gather(-1, self._index)
-        order = (~self.kept).long().argsort(-1, stable=True)
+        order = (~self.kept).long().argsort(dim=-1, stable=True)
         held = self.kept.sum(-1, keepdim=True)
         for step in range(counts.whole(number, int(held.max()))):
             there = self._present & (first + step < held)

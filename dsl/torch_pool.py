@@ -29,7 +29,7 @@ def pool(node: Node, frame: Frame, x: Value, width: Value) -> Value:
     else:
         rest = tuple(axis for axis in x.axes if axis != "token")
         # Each head's own entries first, in order.
-        order = frame.there.logical_not().long().argsort(-1, stable=True)
+        order = frame.there.logical_not().long().argsort(dim=-1, stable=True)
         order = aligned(order, ("kv", "token"), (*rest, "token")).expand(data.shape)
         together = _pooled(data.gather(-1, order), size, largest)
         pooled = torch.empty_like(together).scatter_(-1, order, together)

@@ -69,14 +69,14 @@ class DirectRun(Run):
         """As `Run.again`."""
         if not self.program.bound.restarts:
             return super().again(prompt)
-        queries = self.program.bound.queries(prompt)
-        return DirectRun(self.program, prompt, queries, _second=True)
+        queries = min(self.program.bound.queries(self.prompt), prompt)
+        return DirectRun(self.program, self.prompt, queries, tokens=prompt, _second=True)
 
     def _frame(
         self, layer: int, device: torch.device, tokens: int, positions: torch.Tensor | None
     ) -> Frame:
         bound = self.program.bound
-        if tokens == self.prompt:
+        if tokens == self.size:
             positions = None
         return Frame(
             bound, tokens, device, bound.shape.kv_heads, prompt=self.prompt, layer=layer,
@@ -117,6 +117,8 @@ class DirectRun(Run):
         chosen = None
         if evaluation.holds(propagate.first or propagate.every):
             chosen = evaluation.tensor(propagate.tokens, ("token",)).nonzero()[:, 0]
+            if not len(chosen):  # an empty selection drops nothing
+                chosen = torch.arange(frame.tokens, device=frame.device)
         for x, numbers in direct.early_looks:
             self._history.record(x, evaluation, _layers(numbers, evaluation))
         if chosen is None or not self._is_finite():
@@ -147,11 +149,11 @@ class DirectRun(Run):
         device = next((x.frame.device for x in self._evaluations.values()), torch.device("cpu"))
         for layer in range(bound.shape.layers):
             if layer not in self._evaluations:  # a policy that looks at no tensor
-                frame = self._frame(layer, device, self.prompt, None)
+                frame = self._frame(layer, device, self.size, None)
                 self._evaluations[layer] = self._evaluation(frame)
         evaluations = [self._evaluations[layer] for layer in range(bound.shape.layers)]
         finite = self._is_finite()
-        Layers(evaluations, self.prompt)
+        Layers(evaluations, self.size)
         kept = []
         for each in evaluations:
             own = torch.ones(each.frame.kv, each.frame.tokens, dtype=torch.bool, device=device)
@@ -164,7 +166,7 @@ class DirectRun(Run):
         """Values of a layer's tokens at the prompt's positions, 0 elsewhere."""
         if frame.positions is None:
             return own
-        placed = own.new_zeros(own.shape[0], self.prompt, *own.shape[2:])
+        placed = own.new_zeros(own.shape[0], self.size, *own.shape[2:])
         placed[:, frame.positions] = own
         return placed
 
@@ -174,6 +176,10 @@ class DirectRun(Run):
         return [self._evaluations[layer].value(root) for layer in layers]
 
     # After `finish`.
+
+    def frame(self, layer: int) -> Frame:
+        """As `Run.frame`."""
+        return self._evaluations[layer].frame
 
     def there(self, layer: int) -> torch.Tensor:
         """As `Run.there`."""
@@ -189,6 +195,8 @@ class DirectRun(Run):
         evaluation, places = self._evaluations[layer], self.there(layer)
         own = replace(evaluation.frame, k=k[:, places], v=v[:, places])
         kept = self._kept[layer][:, places]
+        if bool(kept.all()):
+            return super().merged(layer, k, v)
         merging = Merging.of(
             rules.merge, replace(evaluation, frame=own), kept, self.program.direct.merge_updates, {}
         )

@@ -5,6 +5,7 @@ Dimensions: L layers, H query heads, G KV heads, N cached tokens, D head size, W
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,9 @@ class Run:
     """One prefill.
 
     Attributes:
+        prompt: N.
         queries: W: `observe` wants this many last queries of each layer.
+        tokens: of a second prefill, how many tokens it has; None: N.
         not_finite: after `finish`: the model's tensors held NaN or infinity, so that everything
             is kept.
         restarted: the prefill is to begin again on the tokens that `observe` returned: `again`.
@@ -36,6 +39,7 @@ class Run:
     program: TorchProgram
     prompt: int
     queries: int
+    tokens: int | None = None
     not_finite: bool = False
     restarted: bool = False
     _checks: list[torch.Tensor] = field(default_factory=list)
@@ -44,6 +48,11 @@ class Run:
     _end: dict[int, Value] = field(default_factory=dict)
     _kept: list[torch.Tensor] = field(default_factory=list)
     _tails: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Tokens of this prefill: N, or those of a second one."""
+        return self.prompt if self.tokens is None else self.tokens
 
     def observe(
         self,
@@ -90,7 +99,7 @@ class Run:
         raise RuntimeError(f"`{self.program.bound.program.name}` has nothing to accumulate")
 
     def again(self, prompt: int) -> Run:
-        """The second prefill, over the `prompt` chosen tokens at positions 0, 1, ..."""
+        """The second prefill, over the chosen tokens, as many as `prompt`, at 0, 1, ..."""
         raise RuntimeError(f"`{self.program.bound.program.name}` does not restart")
 
     def finish(self) -> list[torch.Tensor]:
@@ -137,28 +146,36 @@ class Run:
 
     def budgets(self) -> list[Value]:
         """The budget's whole numbers at every layer, after `finish`: one, or one per KV head."""
-        root = self.program.bound.lowered.budget
+        bound, root = self.program.bound, self.program.bound.lowered.budget
+        static = bound.static.needs(root) is not None
         made = []
-        for x in self.result(root):
-            if isinstance(x.data, torch.Tensor):
-                made.append(Value(snapped(x.data.double()).floor(), x.axes, finite=x.finite))
+        for layer, x in enumerate(self.result(root)):
+            if static:
+                length = self.frame(layer).tokens
+                number = bound.number(root, self.prompt, layer, length=length)
+                made.append(Value(float(math.floor(number))))
             else:
-                made.append(Value(float(snapped(torch.tensor(float(x.data))).floor())))
+                data = torch.as_tensor(x.data, dtype=torch.float64)
+                made.append(Value(snapped(data).floor(), x.axes, finite=x.finite))
         return made
 
     # After `finish`.
 
     def there(self, layer: int) -> torch.Tensor:
         """int64 [n]: positions of the tokens that reached a layer."""
-        return torch.arange(self.prompt, device=self._kept[layer].device)
+        return torch.arange(self.size, device=self._kept[layer].device)
+
+    def frame(self, layer: int) -> Frame:
+        """Where a layer's values live."""
+        return self._plan.frame
 
     def shift(self, layer: int) -> torch.Tensor | None:
         """int64 [G, N]: by how many positions each kept key moves, for `positions: slots`."""
         if self.program.bound.positions != "slots" or self.prompt == 0:
             return None
-        kept, there = self._kept[layer], torch.zeros_like(self._kept[layer])
-        there[:, self.there(layer)] = True
-        return shift_of(kept, there)
+        kept = self._kept[layer]
+        # Tokens that did not reach the layer take no slot there either.
+        return shift_of(kept, torch.ones_like(kept))
 
     def merged(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
