@@ -200,6 +200,31 @@ def _test_arguments(parser: argparse.ArgumentParser) -> None:
     _add_execution(parser, default=None)
 
 
+def _tune_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help=_FILE)
+    parser.add_argument(
+        "--for",
+        dest="goal",
+        required=True,
+        choices=("fastkv-layer",),
+        help="the layer that `propagate.first` compares with a parameter",
+    )
+    parser.add_argument("--model", required=True, metavar="DIR", help="folder of a checkpoint")
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        nargs="+",
+        metavar="FILE",
+        help="*.jsonl with a prompt per line (text or input_ids); other files are one text each",
+    )
+    parser.add_argument(
+        "--deepest", type=int, metavar="LAYER", help="last layer to choose; default: the middle"
+    )
+    parser.add_argument("--device", help="where the model runs; default: a GPU if there is one")
+    parser.add_argument("--out", metavar="PLOT.png", help="draw the distances")
+    _add_set(parser)
+
+
 def _diff_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", metavar="A", help=_FILE)
     parser.add_argument("second", metavar="B", help=_FILE)
@@ -255,6 +280,9 @@ COMMANDS = {
     ),
     "run": Command("apply a policy to recorded tensors", _delegate, _run_arguments),
     "test": Command("run the tests beside policies (NAME.test.yaml)", _delegate, _test_arguments),
+    "tune": Command(
+        "choose the layer of a propagation with a model and prompts", _delegate, _tune_arguments
+    ),
     "fmt": Command("write policy files in their canonical form", _fmt, _fmt_arguments),
     "diff": Command("what changes between two policies", _delegate, _diff_arguments),
     "list": Command("list the shipped policies", _list, lambda parser: None),
