@@ -215,3 +215,24 @@ def test_simlayerkv(execution, tensors, threshold):
     # kvpress keeps n_recent - n_last recent tokens.
     ours = by_policy("simlayerkv-prefill", execution, tensors, window=11, **settings)
     assert ours == by_kvpress(press, tensors)
+
+
+def test_streamingllm_at_slot_positions(execution, tensors):
+    press = kvpress.KeyRerotationPress(kvpress.StreamingLLMPress(0.5, n_sink=4))
+    count = kept_by_ratio(tensors, 0.5)
+    shape = ModelShape(LAYERS, HEADS, KV, SIZE)
+    settings = {"start": "4", "window": str(count - 4)}
+    bound = bind(load("streamingllm").require(), shape, settings)
+    frequencies = Attention(0).rotary_emb.inv_freq
+    ours = execute(bound, execution, *tensors, inv_freq=frequencies.numpy())
+    for layer, (q, k, v) in enumerate(zip(*map(torch.tensor, tensors), strict=True)):
+        hidden = q.transpose(0, 1).reshape(1, k.shape[1], -1)
+        theirs, _ = press.compress(Attention(layer), hidden, k[None], v[None], None, {})
+        kept = torch.tensor(ours.kept[layer])
+        for head in range(KV):
+            mine = torch.tensor(ours.merged[layer][0][head])[kept[head]].float()
+            # They turn keys back to slots 0, 1, ...; here the newest stays where it is. Products
+            # of keys depend on the differences of their positions alone.
+            torch.testing.assert_close(
+                mine @ mine.T, theirs[0, head] @ theirs[0, head].T, rtol=1e-4, atol=1e-4
+            )
