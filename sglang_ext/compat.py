@@ -6,6 +6,7 @@ command line, and most of SGLang takes seconds to import.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -35,7 +36,15 @@ SLOT_RESERVE = "sglang.srt.managers.schedule_policy.PrefillAdder._request_slot_r
 ADD_ONE = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
 ADD_CHUNKED = "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req"
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
+POSITIONS = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
+CAN_RUN_GRAPH = (
+    "sglang.srt.model_executor.runner.prefill_cuda_graph_runner."
+    "PrefillCudaGraphRunner.can_run_graph"
+)
+CREATE_ROWS = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.__init__"
 CHECKPOINT = "sglang.srt.mem_cache.common.checkpoint_kv_cache"
+RELEASE = "sglang.srt.mem_cache.common.release_kv_cache"
+OWNED = "sglang.srt.managers.schedule_batch.Req.owned_kv_len"
 UNCACHED_SIZES = (
     "sglang.srt.managers.scheduler_components.invariant_checker."
     "SchedulerInvariantChecker._get_total_uncached_sizes"
@@ -170,6 +179,67 @@ def is_decoder_attention(layer: Any) -> bool:
     return layer.attn_type == AttentionType.DECODER and not layer.is_cross_attention
 
 
+def decoder_layers(model: Any) -> list[Any] | None:
+    """The layers of a model whose hidden states can lose rows; None for another class.
+
+    A layer of these classes takes (positions, hidden states, forward batch) and leaves its residual
+    in the forward batch.
+    """
+    from sglang.srt.models.llama import LlamaForCausalLM
+    from sglang.srt.models.mistral import MistralForCausalLM
+    from sglang.srt.models.qwen2 import Qwen2ForCausalLM
+    from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+
+    served = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+    return list(model.model.layers) if type(model) in served else None
+
+
+def embed(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """[T, C] embeddings of tokens [T], as the model's forward makes them."""
+    return model.model.embed_tokens(ids)
+
+
+def slot_table(runner: Any) -> torch.Tensor:
+    """[rows, context] int32, SGLang's table of slots with the scratch rows."""
+    return runner.req_to_token_pool.req_to_token
+
+
+def start_stream(batch: Any) -> None:
+    """Begin the residual stream of a batch before its first layer."""
+    from sglang.srt.layers.layer_boundary.residual.batch import start
+
+    start(batch)
+
+
+def take_stream(hidden: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """What a layer left for the next: output and residual [T, C], and how they are added up."""
+    stream = batch.residual_stream
+    update = stream.pending.update
+    output, residual = stream.export(hidden)
+    return output, residual, update
+
+
+def put_stream(batch: Any, output: torch.Tensor, residual: torch.Tensor, update: Any) -> Any:
+    """Leave output and residual [T, C] in a batch; returns what the next layer is called with."""
+    from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
+
+    hidden, batch.residual_stream = ResidualStream.from_handoff(output, residual, update)
+    return hidden
+
+
+def view_of(runner: Any, batch: Any, fields: dict[str, Any]) -> Any:
+    """A forward batch like `batch` but for some fields, ready for the attention backend."""
+    from sglang.srt.model_executor.forward_context import get_attn_backend
+
+    view = copy.copy(batch)
+    for name, value in fields.items():
+        setattr(view, name, value)
+    translator = runner.kv_index_translator
+    translator.own_plan(view).bind(view, translator)
+    get_attn_backend().init_forward_metadata(view)
+    return view
+
+
 def save_kv(backend: Any, layer: Any, batch: Any, k: torch.Tensor, v: torch.Tensor) -> None:
     """Write a forward's new keys and values into the pool, as the stock backend does."""
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -211,6 +281,29 @@ def evict(tree: Any, slots: int) -> None:
     from sglang.srt.mem_cache.common import evict_from_tree_cache
 
     evict_from_tree_cache(tree, slots)
+
+
+def locked_alone(tree: Any, request: Any) -> int:
+    """Slots of the radix cache that nothing but this request's lock keeps from being evicted."""
+    if request.lock is None:
+        return 0
+    node, before = request.lock.node, tree.evictable_size()
+    tree.unlock(request.lock)
+    alone = tree.evictable_size() - before
+    request.lock = tree.lock(node)
+    return alone
+
+
+def rotary_embeddings(model: Any) -> tuple[list[Any], list[Any]]:
+    """Rotary embeddings of a model: those of one frequency per dimension, and all others."""
+    from sglang.srt.layers import rotary_embedding as rope
+    from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding
+    from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
+
+    plain = (rope.RotaryEmbedding, LinearScalingRotaryEmbedding, Llama3RotaryEmbedding)
+    package = rope.__name__
+    found = [m for m in model.modules() if type(m).__module__.startswith(package)]
+    return [m for m in found if type(m) in plain], [m for m in found if type(m) not in plain]
 
 
 def is_health_check(request: Any) -> bool:

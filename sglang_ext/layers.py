@@ -1,0 +1,68 @@
+"""The model's decoder layers, wrapped so that rows can leave between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvpolicy.sglang_ext import compat
+from kvpolicy.sglang_ext.errors import Refused
+
+if TYPE_CHECKING:
+    from kvpolicy.sglang_ext.runtime import Runtime
+
+
+def wrap(runtime: Runtime, runner: Any) -> None:
+    """Wrap every decoder layer of a loaded model.
+
+    Args:
+        runner: SGLang's model runner.
+
+    Raises:
+        Refused: layers of the model's class do not pass their rows on in the known way.
+    """
+    model = runner.model
+    layers = compat.decoder_layers(model)
+    if layers is None:
+        raise Refused(
+            f"--kv-policy: {_names(runtime)} propagates chosen tokens only, which is served for "
+            f"Llama, Mistral, Qwen2 and Qwen3; the model's class is {type(model).__name__}."
+        )
+    if runner.lora_manager is not None:
+        raise Refused(
+            f"--enable-lora cannot be combined with --kv-policy {_names(runtime)}: adapters are "
+            f"applied to all rows of a batch, and rows of chosen tokens only go through."
+        )
+    runtime.runner = runner
+    runtime.layers = [layer.forward for layer in layers]
+    for number, layer in enumerate(layers):
+        layer.forward = _wrapped(runtime, number, layer.forward)
+    _verify(layers)
+
+
+def _names(runtime: Runtime) -> str:
+    names = [name for name, served in runtime.served.items() if served.bound.propagates]
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _wrapped(runtime: Runtime, number: int, run: Callable) -> Callable:
+    def forward(positions: Any, hidden_states: Any, forward_batch: Any, **options: Any) -> Any:
+        step = runtime.step
+        if step is None or step.propagate is None:
+            return run(positions, hidden_states, forward_batch, **options)
+        return step.propagate.layer(
+            number, run, positions, hidden_states, forward_batch, **options
+        )
+
+    return forward
+
+
+def _verify(layers: list[Any]) -> None:
+    """Refuse unless each wrapped layer holds the attention layer of its number."""
+    for number, layer in enumerate(layers):
+        found = [attention.layer_id for attention in compat.attention_layers(layer)]
+        if found != [number] or layer.forward.__module__ != __name__:
+            raise Refused(
+                f"--kv-policy: decoder layer {number} of {type(layer).__name__} could not be "
+                f"wrapped; it holds the attention layers {found}."
+            )

@@ -1,0 +1,237 @@
+"""Prefill in which tokens leave: deeper layers compute only the rows that a policy chose.
+
+Every decoder layer of the model is wrapped. After a layer at which tokens leave, the rows of the
+hidden states and of the residual stream are gathered, and a view of the forward batch takes the
+place of SGLang's: each request has its chosen tokens' slots in a scratch row of the table of slots.
+Chosen tokens from the radix cache are read there and have no rows. After the last layer the
+rows take the batch's own length again: the row from which a request's logits are taken holds its
+last computed token.
+
+A prompt in chunks waits at the layer after which its tokens leave: rows of earlier chunks are held
+until the last chunk, and layers without any row are skipped. A policy that restarts has its chosen
+tokens embedded and computed from layer 0 on, at positions 0, 1, ..., before deeper layers go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from kvpolicy.sglang_ext import compat, view
+from kvpolicy.sglang_ext.frame import Frame
+from kvpolicy.sglang_ext.prefill_step import PrefillStep, Scored
+from kvpolicy.sglang_ext.propagation import Rows
+from kvpolicy.sglang_ext.request import State, state_of
+
+if TYPE_CHECKING:
+    from kvpolicy.sglang_ext.runtime import Runtime
+
+Layer = Callable[..., torch.Tensor]
+
+
+@dataclass
+class _Part:
+    """One request in the forward."""
+
+    request: Any
+    index: int  # in the batch
+    own: slice  # its rows in SGLang's batch
+    row: int  # of the table of slots
+    length: int  # tokens there
+    state: State | None  # None: it keeps all its rows
+    scored: Scored | None  # in the forward that ends its prompt
+
+
+class PropagateStep:
+    """The propagating requests of one extend forward, and who else is in it."""
+
+    def __init__(self, runtime: Runtime, batch: Any, frame: Frame, prefill: PrefillStep) -> None:
+        self._runtime, self._frame = runtime, frame
+        self._batch: Any = None  # SGLang's forward batch
+        self._view: Any = None  # what deeper layers get instead
+        self._rows = 0  # at the current layer
+        self._reached = -1
+        scored = {id(each.request): each for each in prefill.scored}
+        self._parts = [
+            self._part(i, request, length, scored.get(id(request)))
+            for i, (request, length) in enumerate(
+                zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)
+            )
+        ]
+        self._scratch = iter(runtime.scratch_rows)
+
+    def _part(self, index: int, request: Any, length: int, scored: Scored | None) -> _Part:
+        state = state_of(request)
+        goes = state is not None and state.propagates and length <= state.prompt
+        own = self._frame.rows(request)
+        row = request.kv.req_pool_idx
+        return _Part(request, index, own, row, length, state if goes else None, scored)
+
+    @staticmethod
+    def wanted(batch: Any) -> bool:
+        """Whether rows may leave in this forward."""
+        states = (state_of(request) for request in batch.reqs)
+        return any(
+            state is not None and state.propagates and request.prefix_len < state.prompt
+            for request, state in zip(batch.reqs, states, strict=True)
+        )
+
+    def layer(
+        self, number: int, run: Layer, positions: torch.Tensor, hidden: Any, batch: Any, **kw: Any
+    ) -> Any:
+        """Run one layer on the rows that are there; afterwards let the chosen ones go on.
+
+        Args:
+            number: from 0.
+            run: the layer.
+            positions, hidden, batch: as SGLang passes them, for all rows.
+        """
+        self._reached = number
+        if self._batch is None:
+            self._batch, self._rows = batch, positions.shape[0]
+        current = self._batch if self._view is None else self._view
+        if self._rows:
+            positions = positions if self._view is None else self._view.positions
+            hidden = run(positions, hidden, current, **kw)
+        if any(self._leaves(part, number) for part in self._parts):
+            hidden = self._narrow(number, hidden, current)
+        last = number == self._runtime.arena.layers - 1
+        return self._widen(hidden) if last and self._view is not None else hidden
+
+    def finish(self) -> None:
+        """After the forward.
+
+        Raises:
+            RuntimeError: SGLang computed it without going through the layers.
+        """
+        if self._reached != self._runtime.arena.layers - 1:
+            raise RuntimeError(
+                f"a prefill with --kv-policy ended at layer {self._reached}: SGLang did not call "
+                f"the wrapped layers; start it with --disable-cuda-graph"
+            )
+
+    def _leaves(self, part: _Part, layer: int) -> bool:
+        """Whether rows of a request leave or join after a layer."""
+        if part.state is None:
+            return False
+        stops = part.state.plan.layer == layer
+        if part.scored is None:
+            return stops
+        if part.scored.chosen is not None:
+            deepest = layer == self._runtime.arena.layers - 1
+            return part.state.plan.restarts or not deepest
+        return stops and part.state.progress.stopped
+
+    def _narrow(self, layer: int, hidden: Any, batch: Any) -> Any:
+        rows, update = view.take_rows(hidden, batch)
+        again = self._again(layer)
+        pieces, extents, frame, end = [], [], {}, 0
+        for part in self._parts:
+            where = self._frame.rows(part.request)
+            piece = None if where is None else rows.take(where)
+            if id(part.request) in again:
+                piece = again[id(part.request)]
+            elif self._leaves(part, layer):
+                piece = self._chosen(part, layer, piece)
+            if piece is None or not piece.ids.numel():
+                continue
+            count = piece.ids.numel()
+            pieces.append(piece)
+            extents.append(view.Extent(part.row, part.length, count, part.index))
+            frame[id(part.request)] = slice(end, end + count)
+            end += count
+        self._frame.replace(frame)
+        self._rows = end
+        joined = Rows.cat(pieces) if pieces else rows.take(slice(0))
+        self._view = view.make(self._runtime.runner, self._batch, extents, joined)
+        return compat.put_stream(self._view, joined.hidden, joined.residual, update)
+
+    def _chosen(self, part: _Part, layer: int, piece: Rows) -> Rows | None:
+        """The rows of a request that go deeper; notes what is there from now on."""
+        progress, scored = part.state.progress, part.scored
+        if scored is None:  # the prompt goes on in a later chunk
+            progress.stopped = True
+            if not part.state.plan.restarts:
+                # What enters a layer may be changed in place by it.
+                progress.held.append(Rows(*(each.clone() for each in piece)))
+            return None
+        piece = Rows.cat([*progress.held, piece])
+        progress.held.clear()
+        if scored.chosen is None:
+            return piece
+        chosen, scored.chosen = scored.chosen, None
+        without = scored.slots.numel() - piece.ids.numel()
+        scored.narrow(chosen)
+        self._note(part, layer, chosen.numel())
+        self._point(part, scored.slots)
+        return piece.take(chosen[chosen >= without] - without)
+
+    def _note(self, part: _Part, layer: int, tokens: int) -> None:
+        progress = part.state.progress
+        progress.layer = layer if progress.layer is None else progress.layer
+        progress.tokens = tokens
+
+    def _point(self, part: _Part, slots: torch.Tensor) -> None:
+        """Make a scratch row of the table hold the slots of the tokens that are there."""
+        if part.row not in self._runtime.scratch_rows:
+            part.row = next(self._scratch)
+        part.length = slots.numel()
+        table = compat.slot_table(self._runtime.runner)
+        table[part.row, : part.length] = slots.to(table.dtype)
+
+    def _again(self, layer: int) -> dict[int, Rows]:
+        """Prefill the chosen tokens of requests that restart, up to this layer."""
+        parts = [p for p in self._parts if p.scored is not None and self._leaves(p, layer)]
+        parts = [p for p in parts if p.state.plan.restarts]
+        if not parts:
+            return {}
+        starts, extents, frame, end = [], [], {}, 0
+        for part in parts:
+            starts.append(self._start(part, layer))
+            extents.append(view.Extent(part.row, part.length, part.length, part.index))
+            frame[id(part.request)] = slice(end, end + part.length)
+            end += part.length
+        ids, positions, slots = (torch.cat(each) for each in zip(*starts, strict=True))
+        hidden = compat.embed(self._runtime.runner.model, ids)
+        rows = Rows(hidden, hidden, ids, positions, slots)
+        batch = view.make(self._runtime.runner, self._batch, extents, rows)
+        compat.start_stream(batch)
+        earlier = self._frame.replace(frame)
+        for run in self._runtime.layers[: layer + 1]:
+            hidden = run(positions, hidden, batch)
+        self._frame.replace(earlier)
+        rows, _ = view.take_rows(hidden, batch)
+        return {request: rows.take(where) for request, where in frame.items()}
+
+    def _start(self, part: _Part, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Ids, positions and slots [m] of the tokens that a request starts again with."""
+        scored, progress = part.scored, part.state.progress
+        chosen, scored.chosen = scored.chosen, None
+        if chosen is None:  # all; earlier chunks did not go beyond this layer
+            chosen = torch.arange(part.state.prompt, device=scored.slots.device)
+        tokens = chosen.numel()
+        progress.held.clear()
+        progress.shift = part.state.prompt - tokens
+        self._note(part, layer, tokens)
+        # The last slots of the prompt are its own; the first ones may be the radix cache's.
+        scored.restart(tokens)
+        self._point(part, scored.slots)
+        ids = torch.tensor(part.request.origin_input_ids, device=chosen.device)[chosen]
+        return ids, torch.arange(tokens, device=chosen.device), scored.slots
+
+    def _widen(self, hidden: Any) -> Any:
+        """All rows of SGLang's batch again; those of tokens that left hold zeros."""
+        rows, update = view.take_rows(hidden, self._view)
+        total = self._parts[-1].own.stop
+        wide = Rows(*(each.new_zeros((total, *each.shape[1:])) for each in rows))
+        for part in self._parts:
+            where = self._frame.rows(part.request)
+            if where is None:
+                continue
+            own = part.own
+            if part.state is not None:
+                where, own = (slice(each.stop - 1, each.stop) for each in (where, own))
+            wide.hidden[own], wide.residual[own] = rows.hidden[where], rows.residual[where]
+        return compat.put_stream(self._batch, wide.hidden, wide.residual, update)
