@@ -185,9 +185,22 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help=_FILE)
     parser.add_argument(
-        "--tensors", required=True, metavar="X.npz", help="q [L,H,N,D], k and v [L,G,N,D], float32"
+        "--tensors",
+        required=True,
+        metavar="X.npz",
+        help="q [L,H,N,D], k and v [L,G,N,D]; q_step, k_step, v_step [T,L,H|G,D]; float32",
     )
     parser.add_argument("--scores", action="store_true", help="write the scores too")
+    parser.add_argument(
+        "--merged", action="store_true", help="write how far merging moved keys and values"
+    )
+    parser.add_argument(
+        "--fold-interval",
+        type=int,
+        default=1,
+        metavar="K",
+        help="entries leave at every K-th decode step, unless the policy says when",
+    )
     parser.add_argument("--out", required=True, metavar="R.json", help="where the result goes")
     _add_set(parser)
     _add_execution(parser)

@@ -6,17 +6,14 @@ import argparse
 import json
 import math
 import sys
-import zipfile
 from pathlib import Path
 
 import numpy as np
-from kvpolicy.dsl.bind import Bound, bind
+from kvpolicy.dsl.bind import bind
 from kvpolicy.dsl.commands import executable, execute, guarded, overrides
 from kvpolicy.dsl.diagnostics import refused
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.result import Result
-
-_DIMENSIONS = {"q": "[L, H, N, D]", "k": "[L, G, N, D]", "v": "[L, G, N, D]"}
+from kvpolicy.dsl.recording import Recording, read_recording
+from kvpolicy.dsl.result import Result, StepResult
 
 
 def main(args: argparse.Namespace) -> int:
@@ -24,7 +21,8 @@ def main(args: argparse.Namespace) -> int:
 
     Args:
         args: `file`, `tensors` (path of an npz), `set` (name=value strings), `execution`
-            (`interpreter` or `torch`), `scores` (whether to write them), `out` (path or `-`).
+            (`interpreter` or `torch`), `fold_interval`, `scores` and `merged` (whether to write
+            them), `out` (path or `-`).
 
     Returns:
         0, or 2 if the input cannot be used.
@@ -34,12 +32,16 @@ def main(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     program = executable(args.file)
-    q, k, v = read_tensors(args.tensors)
-    shape = ModelShape(q.shape[0], q.shape[1], k.shape[1], q.shape[3])
-    bound = bind(program, shape, overrides(args.set))
-    check_queries(bound, args.tensors, q, k)
-    result = execute(bound, args.execution, q, k, v)
-    text = json.dumps(report(result, args.scores), separators=(",", ":")) + "\n"
+    given = read_recording(args.tensors)
+    bound = bind(program, given.shape, overrides(args.set), fold_interval=args.fold_interval)
+    given.check_queries(bound)
+    result = execute(bound, args.execution, given.q, given.k, given.v, given.steps, given.inv_freq)
+    output = report(result, args.scores)
+    if bound.propagates:
+        output.update(_propagated(result))
+    if args.merged:
+        _add_merged(output, result, given)
+    text = json.dumps(output, separators=(",", ":")) + "\n"
     if args.out == "-":
         sys.stdout.write(text)
         return 0
@@ -48,87 +50,6 @@ def _run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise refused(args.out, "data", f"cannot be written: {error.strerror}") from None
     return 0
-
-
-def read_tensors(path: str | Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """q, k and v of an npz file as float32; never unpickles.
-
-    Raises:
-        PolicyError: the file or its arrays cannot be used.
-    """
-    where = str(path)
-    try:
-        stored = np.load(path, allow_pickle=False)
-        if not isinstance(stored, np.lib.npyio.NpzFile):
-            raise refused(where, "data", "holds a single array, not an npz of q, k and v")
-        with stored:
-            missing = [name for name in _DIMENSIONS if name not in stored.files]
-            if missing:
-                have = ", ".join(f"`{name}`" for name in stored.files) or "nothing"
-                names = ", ".join(f"`{name}`" for name in missing)
-                raise refused(where, "data", f"no array {names}; the file has {have}")
-            arrays = {name: stored[name] for name in _DIMENSIONS}
-    except FileNotFoundError:
-        raise refused(where, "data", "no such file") from None
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError, KeyError) as error:
-        raise refused(where, "data", f"not a readable npz of numbers: {error}") from None
-    for name, array in arrays.items():
-        _check_array(where, name, array)
-    _check_together(where, arrays)
-    return tuple(arrays[name].astype(np.float32) for name in _DIMENSIONS)
-
-
-def _check_array(where: str, name: str, array: np.ndarray) -> None:
-    if array.ndim != 4:
-        raise refused(
-            where, "data", f"`{name}` has shape {list(array.shape)}; it is {_DIMENSIONS[name]}"
-        )
-    if array.dtype.kind != "f":
-        raise refused(
-            where,
-            "data",
-            f"`{name}` is {array.dtype}; it is float32 (or float16, float64, which are converted)",
-        )
-    if not np.isfinite(array).all():
-        layer, head, token, _ = np.argwhere(~np.isfinite(array))[0]
-        raise refused(
-            where,
-            "data",
-            f"`{name}` holds NaN or infinity, first at layer {layer}, head {head}, token {token}",
-        )
-
-
-def _check_together(where: str, arrays: dict[str, np.ndarray]) -> None:
-    q, k, v = (arrays[name].shape for name in ("q", "k", "v"))
-    if k != v:
-        raise refused(where, "data", f"`k` is {list(k)} and `v` is {list(v)}; they have one shape")
-    if q[0] != k[0] or q[3] != k[3]:
-        raise refused(
-            where,
-            "data",
-            f"`q` is {list(q)} and `k` is {list(k)}; layers (first) and head size (last) agree",
-        )
-    if 0 in (*q[:2], q[3], *k[:2]):
-        raise refused(where, "data", f"`q` is {list(q)}; only the number of tokens may be 0")
-    if q[1] % k[1]:
-        raise refused(
-            where,
-            "data",
-            f"{q[1]} query heads cannot share {k[1]} KV heads; the second divides the first",
-        )
-
-
-def check_queries(bound: Bound, where: str, q: np.ndarray, k: np.ndarray) -> None:
-    """Refuses recordings with other queries than all, or at least those that the policy reads."""
-    tokens, queries = k.shape[2], q.shape[2]
-    needed = bound.queries(tokens)
-    if not needed <= queries <= tokens:
-        raise refused(
-            where,
-            "data",
-            f"`q` has {queries} queries for {tokens} tokens; the policy needs "
-            f"all of them, or at least the last {needed}",
-        )
 
 
 def report(result: Result, scores: bool = False) -> dict[str, object]:
@@ -144,11 +65,76 @@ def report(result: Result, scores: bool = False) -> dict[str, object]:
             [[_number(each) for each in head] for head in layer.astype(np.float32).tolist()]
             for layer in result.scores
         ]
+    output.update(_values(result))
+    if result.steps:
+        output["steps"] = [{"kept": step.kept, **_values(step)} for step in result.steps]
     return output
 
 
-def _number(x: float) -> float | int | str | None:
+def _values(result: Result | StepResult) -> dict[str, object]:
+    """Thresholds of merges and reported lets, per layer."""
+    values = {name: _layers(per_layer) for name, per_layer in result.named.items()}
+    thresholds = {name: _layers(per_layer) for name, per_layer in result.thresholds.items()}
+    if len(thresholds) == 1:
+        values["thresholds"] = next(iter(thresholds.values()))
+    elif thresholds:
+        values["thresholds"] = thresholds
+    return values
+
+
+def _layers(per_layer: list) -> list:
+    return [
+        [_number(x) for x in value] if isinstance(value, list) else _number(value)
+        for value in per_layer
+    ]
+
+
+def _propagated(result: Result) -> dict[str, object]:
+    """Which tokens went deeper; null where none did."""
+    return {
+        "selected_layer": result.selected_layer,
+        "propagated": result.propagated,
+        "positions": result.positions,
+    }
+
+
+def _add_merged(output: dict[str, object], result: Result, given: Recording) -> None:
+    """How far cached keys and values are from the recorded ones, per layer."""
+    keys, values = given.k, given.v
+    if result.merged is not None:
+        pairs = [
+            [(k[head], v[head]) for head, k, v in zip(kept, *vectors, strict=True)]
+            for kept, vectors in zip(result.kept, result.merged, strict=True)
+        ]
+        output["merged"] = _differences(pairs, result.kept, keys, values)
+    if given.steps is not None:
+        # Steps follow the prompt: [T, L, G, D] after [L, G, N, D].
+        keys, values = (
+            np.concatenate([x, step.transpose(1, 2, 0, 3)], 2)
+            for x, step in zip((keys, values), given.steps[1:], strict=True)
+        )
+    for step, shown in zip(result.steps, output.get("steps", ()), strict=True):
+        if step.merged is not None:
+            shown["merged"] = _differences(step.merged, step.kept, keys, values)
+
+
+def _differences(
+    pairs: list, kept: list, keys: np.ndarray, values: np.ndarray
+) -> list[dict[str, float]]:
+    """Per layer the largest differences; `pairs` and `kept` are per layer and KV head."""
+    result = []
+    for layer, (heads, places) in enumerate(zip(pairs, kept, strict=True)):
+        largest = {"key": 0.0, "value": 0.0}
+        for head, ((k, v), at) in enumerate(zip(heads, places, strict=True)):
+            for name, x, recorded in (("key", k, keys), ("value", v, values)):
+                difference = np.abs(x - recorded[layer, head][at])
+                largest[name] = max(largest[name], float(difference.max(initial=0.0)))
+        result.append(largest)
+    return result
+
+
+def _number(x: float | None) -> float | int | str | None:
     """A number as JSON: absent ones are null, infinite ones text."""
-    if isinstance(x, int) or math.isfinite(x):
+    if x is None or isinstance(x, int) or math.isfinite(x):
         return x
     return None if math.isnan(x) else ("inf" if x > 0 else "-inf")
