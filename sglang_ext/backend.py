@@ -42,19 +42,24 @@ def attach(backend: Any, name: str, runtime: Runtime) -> Any:
             heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
             step.prefill.observe(layer, heads)
             step.resume.overwrite(layer, heads, out.view(heads.shape), read)
+            step.resume.observe(layer, heads)
         return out
 
     def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True, **options):
         step = None if runtime.step is None else runtime.step.decode
+        heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if step is None or not step.reads:
-            return stock.forward_decode(self, q, k, v, layer, batch, save_kv_cache, **options)
+            out = stock.forward_decode(self, q, k, v, layer, batch, save_kv_cache, **options)
+            if step is not None:
+                step.observe(layer, heads)
+            return out
         if save_kv_cache and k is not None:
             compat.save_kv(self, layer, batch, k, v)
-        heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = torch.empty_like(heads)
         if step.plain.numel():
             out[step.plain] = compat.stock_decode_rows(self, layer, batch, heads, step.plain)
         out[step.compressed] = step.attend(layer, heads, read)
+        step.observe(layer, heads)
         return out.view(q.shape)
 
     members = {"forward_extend": forward_extend, "forward_decode": forward_decode}

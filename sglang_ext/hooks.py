@@ -13,6 +13,7 @@ from kvpolicy.sglang_ext.arena import Arena, create_arena
 from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.metrics import Metrics
 from kvpolicy.sglang_ext.request import Served
+from kvpolicy.sglang_ext.rotary import of_model
 from kvpolicy.sglang_ext.runtime import Runtime
 from kvpolicy.sglang_ext.store import Store
 
@@ -55,7 +56,9 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Callable]]:
         (compat.ADD_ONE, "around", _around_add_one(runtime)),
         (compat.ADD_CHUNKED, "around", _around_add_chunked(runtime)),
         (compat.FORWARD, "around", _around_forward(runtime)),
-        (compat.CHECKPOINT, "after", lambda _, req, tree: runtime.published(req, tree)),
+        (compat.CHECKPOINT, "after", lambda _, req, tree: runtime.published(req)),
+        (compat.RELEASE, "before", lambda req, *_, **options: runtime.released(req)),
+        (compat.OWNED, "after", lambda length, req: runtime.owned(req, length)),
         (compat.UNCACHED_SIZES, "after", lambda r, _: (r[0] + runtime.store.held, *r[1:])),
     ]
 
@@ -97,6 +100,8 @@ def _start(runtime: Runtime, scheduler: Any) -> None:
         refusals.check_layers(
             compat.attention_layers(scheduler.tp_worker.model_runner.model), shape
         )
+        if any(policy.program.positions == "slots" for policy in runtime.policies):
+            runtime.rotary = of_model(scheduler.tp_worker.model_runner.model)
         for policy in runtime.policies:
             served = Served(policy, policy.bind(shape), runtime.arena)
             runtime.served[policy.name] = served
@@ -168,7 +173,7 @@ def _around_add_one(runtime: Runtime) -> Callable:
             return compat.admitted_none()
         result = original(adder, req, has_chunked_req, *args, **kw)
         admitted = bool(adder.can_run_list) and adder.can_run_list[-1] is req
-        if admitted and runtime.end_at_prompt(req):
+        if admitted and runtime.end_early(req):
             # The rest follows as the next chunk; only one request at a time can be in chunks.
             adder.new_chunked_req = req
             return compat.admitted_none()
@@ -184,7 +189,7 @@ def _around_add_chunked(runtime: Runtime) -> Callable:
             # Chunked prefill is off: this is a resumed request, and its last chunk has no limit.
             adder.rem_chunk_tokens = max(adder.rem_input_tokens, req.seqlen)
         unfinished = original(adder, req)
-        if not runtime.end_at_prompt(req):
+        if not runtime.end_early(req):
             return unfinished
         # SGLang takes a request that is still in chunks to have used up the pass.
         adder.rem_chunk_tokens = 0

@@ -14,7 +14,7 @@ class Lists:
     """Entry lists of B compressed requests for one forward, built layer by layer.
 
     A list is the entries of one (request, KV head): its private pages, then its tail, the tokens
-    since the end of the prompt, in ordinary slots. What does not depend on the layer is computed
+    since these were written, in ordinary slots. What does not depend on the layer is computed
     once; ids are made per layer because all of them together would be a table of 1 to 3 % of the
     entries' own memory.
     """
@@ -33,6 +33,7 @@ class Lists:
             req_to_token: [rows, context] SGLang's table of ordinary slots.
         """
         self._arena = arena
+        self._latest: tuple[int, torch.Tensor, torch.Tensor] | None = None
         device = req_to_token.device
         pages = [arena.pages(r.slots) for r in requests]
         sizes = torch.tensor([p.numel() for p in pages], device=device)
@@ -54,7 +55,9 @@ class Lists:
             indptr [B * G + 1] int64, indices [nnz] int64 and further options, as `paged_attention`
             takes them.
         """
-        indptr, indices = self._together(layer)
+        if self._latest is None or self._latest[0] != layer:
+            self._latest = layer, *self._together(layer)
+        _, indptr, indices = self._latest
 
         def entry_at(request: int, place: torch.Tensor) -> torch.Tensor:
             page = self._arena.kv_heads

@@ -55,6 +55,20 @@ class Metrics:
             names,
             buckets=_BUCKETS,
         )
+        self._folds = Counter(
+            prefix + "folds_total", "Times that entries left while a request decoded.", names
+        )
+        self._skipped = Counter(
+            prefix + "skipped_folds_total",
+            "Times that entries should have left, but there were no slots for what would stay.",
+            names,
+        )
+        self._fold_seconds = Histogram(
+            prefix + "fold_seconds",
+            "Time spent on gathering and writing what stays of one request at one fold.",
+            names,
+            buckets=_BUCKETS,
+        )
         self._slots = Gauge(
             prefix + "private_slots",
             "Slots (of one token in every layer) that hold compressed entries now.",
@@ -64,7 +78,8 @@ class Metrics:
         for policy in policies:
             for metric in (self._requests, self._prompt_tokens, self._kept, self._saved):
                 metric.labels(**self._labels, policy=policy)
-            self._seconds.labels(**self._labels, policy=policy)
+            for metric in (self._seconds, self._folds, self._skipped, self._fold_seconds):
+                metric.labels(**self._labels, policy=policy)
             self.private_slots(policy, 0)
 
     def compressed(
@@ -86,6 +101,17 @@ class Metrics:
             labels = {**self._labels, "policy": policy}
             self._requests.labels(**labels).inc()
             self._uncompressed.labels(**labels, reason=reason).inc()
+
+    def folded(self, policy: str, seconds: float) -> None:
+        """Entries of a request left at a decode step."""
+        if self._on:
+            self._folds.labels(**self._labels, policy=policy).inc()
+            self._fold_seconds.labels(**self._labels, policy=policy).observe(seconds)
+
+    def skipped_fold(self, policy: str) -> None:
+        """There were no slots for a fold."""
+        if self._on:
+            self._skipped.labels(**self._labels, policy=policy).inc()
 
     def private_slots(self, policy: str, slots: int) -> None:
         """Slots that the requests of a policy hold now."""

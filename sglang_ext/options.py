@@ -2,8 +2,9 @@
 
 `--kv-policy PATH` may be given several times; the first policy is the default of requests that
 name none. `--kv-policy-set name=value` sets a parameter (`policy.name=value` when several policies
-are given). Two environment variables carry both to SGLang's child processes; `sgl.Engine`, which
-has no command line, reads them too.
+are given). `--kv-policy-fold-interval K` says at which decode steps entries may leave. Environment
+variables carry all of them to SGLang's child processes; `sgl.Engine`, which has no command line,
+reads them too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from kvpolicy.sglang_ext.errors import Refused
 
 PATHS_VARIABLE = "SGLANG_KV_POLICY"  # paths, separated as in PATH
 SETTINGS_VARIABLE = "SGLANG_KV_POLICY_SET"  # name=value, separated by commas
+INTERVAL_VARIABLE = "SGLANG_KV_POLICY_FOLD_INTERVAL"  # decode steps
+
+# Decode steps from one fold to the next; docs/results/fold_interval.md has the measurement.
+DEFAULT_INTERVAL = 16
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Policy:
             Refused: a setting is unknown or not accepted, or the policy does not fit the model.
         """
         try:
-            bound = bind(self.program, shape, self.settings)
+            bound = bind(self.program, shape, self.settings, fold_interval=fold_interval())
         except PolicyError as error:
             raise Refused(f"--kv-policy {self.path}: {error}") from None
         sentence = share.unserved(bound)
@@ -72,13 +77,19 @@ def add_arguments(parser: ArgumentParser) -> None:
         action="extend",
         help="Value of a policy's parameter; POLICY.NAME=VALUE when several policies are given.",
     )
+    group.add_argument(
+        "--kv-policy-fold-interval",
+        metavar="STEPS",
+        help="Entries leave at every so many decode steps, where a policy does not say "
+        f"`decode.when` itself. Default {DEFAULT_INTERVAL}.",
+    )
 
 
 def export(arguments: Namespace) -> None:
     """Put the parsed options into the environment, which child processes inherit.
 
     Raises:
-        Refused: a value contains the separator of its variable.
+        Refused: a value contains the separator of its variable, or the interval is no number.
     """
     for option, variable, separator in (
         ("kv_policy", PATHS_VARIABLE, os.pathsep),
@@ -94,6 +105,10 @@ def export(arguments: Namespace) -> None:
             if separator in value:
                 raise Refused(f"{flag} {value}: a value cannot contain `{separator}`")
         os.environ[variable] = separator.join(values)
+    interval = getattr(arguments, "kv_policy_fold_interval", None)
+    if interval is not None:
+        os.environ[INTERVAL_VARIABLE] = interval
+        fold_interval()
 
 
 def requested() -> tuple[list[str], list[str]]:
@@ -101,6 +116,20 @@ def requested() -> tuple[list[str], list[str]]:
     paths = os.environ.get(PATHS_VARIABLE, "").split(os.pathsep)
     settings = os.environ.get(SETTINGS_VARIABLE, "").split(",")
     return [p for p in paths if p], [s for s in settings if s]
+
+
+def fold_interval() -> int:
+    """Decode steps from one fold to the next, from the environment.
+
+    Raises:
+        Refused: it is not a whole number from 1 on.
+    """
+    text = os.environ.get(INTERVAL_VARIABLE, "").strip()
+    if not text:
+        return DEFAULT_INTERVAL
+    if not text.isdecimal() or int(text) < 1:
+        raise Refused(f"--kv-policy-fold-interval {text}: expected a whole number from 1 on")
+    return int(text)
 
 
 def load_policies(paths: Sequence[str], settings: Sequence[str]) -> tuple[Policy, ...]:

@@ -73,8 +73,8 @@ class PrefillStep:
             first = max(prefix, state.prompt - state.queries)
             if first < length < state.prompt:
                 self._windowed.append(_Windowed(request, state, length - first))
-            elif length == state.prompt and state.private and not state.private.ready:
-                slots = table[state.private.row, :length].to(torch.int64)
+            elif length == state.prompt:
+                slots = table[request.kv.req_pool_idx, :length].to(torch.int64)
                 run = state.served.program.start(state.prompt)
                 self.scored.append(Scored(request, state, slots, run, state.queries))
 
@@ -125,7 +125,9 @@ class PrefillStep:
                 if each.state.served.upper_layers:
                     share.compress(self._runtime, each.state, each.slots, each.run)
                 else:
-                    compress(self._runtime, each.state, each.slots, kept)
+                    row = each.request.kv.req_pool_idx
+                    compress(self._runtime, each.state, row, each.slots, kept, each.run)
+                each.state.remember(each.run)
             self._runtime.finished_prompt(
                 each.request, each.state, int(kept.sum()), finite=not each.run.not_finite
             )

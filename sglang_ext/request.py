@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.dsl.bind import Bound
@@ -15,11 +15,16 @@ from kvpolicy.sglang_ext.arena import Arena
 from kvpolicy.sglang_ext.options import Policy
 from kvpolicy.sglang_ext.store import Private
 
+if TYPE_CHECKING:
+    from kvpolicy.dsl.torch_decode import Memory
+
 _ATTRIBUTE = "kv_policy_state"
 _LONG = 1 << 20  # a prompt for which a bounded policy surely drops something
+_MANY = 1024  # output tokens during which entries surely may leave
 
 # Why a request is served in full; the label `reason` of the metric.
 SHORT_PROMPT = "short_prompt"  # the budget holds the whole prompt
+DECODE_ONLY = "decode_only"  # the policy lets nothing leave before the first decode step
 NOTHING_DROPPED = "nothing_dropped"  # known only after scoring
 NOTHING_SAVED = "nothing_saved"  # layers in pairs would take as many slots as the prompt
 NOT_FINITE = "not_finite"  # queries, keys or values held NaN or infinity
@@ -52,9 +57,23 @@ class Served:
         """Private slots that suffice for a prompt; None when the policy surely keeps all of it."""
         entries = self.bound.max_entries(prompt)
         if entries >= self._everything(prompt):
-            return None if self._bounded else prompt
+            return None if self._bounded or self.keeps_prompt else prompt
         slots = self._arena.most_slots(entries)
-        return slots if slots < prompt else None
+        # Where the policy goes on, what it drops is dropped, even if that saves no slots.
+        return slots if slots < prompt or self.bound.decode is not None else None
+
+    @property
+    def keeps_prompt(self) -> bool:
+        """Whether nothing leaves before the first decode step."""
+        return self.bound.decode is not None and self.bound.rules.keep.op == "all"
+
+    def folds_within(self, prompt: int, output: int) -> bool:
+        """Whether entries may leave while so many tokens are generated."""
+        if self.bound.decode is None:
+            return False
+        # The last token is not computed, so a request of n tokens has n - 1 decode steps.
+        steps = range(1, min(output, _MANY))
+        return output >= _MANY or any(self.bound.leaves_at(step, prompt) for step in steps)
 
 
 @dataclass
@@ -65,10 +84,17 @@ class State:
         served: its policy.
         prompt: N, tokens of the prompt.
         slots: private slots to reserve, an upper bound.
-        uncompressed: why it is served in full, or None.
-        private: its compressed copy, from the forward that ends its prompt on.
+        uncompressed: why its prompt is served in full, or None.
+        folds: whether entries may leave while it decodes.
+        memory: what its policy remembers while it decodes, from the end of its prompt on.
+        private: its compressed copy, from the forward that ends its prompt, or its first fold, on.
+        published: whether SGLang has offered its prompt to the radix cache.
         detached: whether its prompt has been left to the radix cache.
-        was_compressed: whether it decoded from a compressed copy before it was retracted.
+        was_compressed: whether it decoded under its policy before it was retracted.
+        skipped: decode steps at which there were no slots for what would have stayed.
+        folded: how many times entries have left while it decoded.
+        dropped: entries that have left while it decoded.
+        facts: what is reported of it.
         window: per layer, queries of the observation window seen in earlier chunks.
         seconds: time spent on scoring and compaction.
         counted: whether metrics include it.
@@ -78,9 +104,16 @@ class State:
     prompt: int
     slots: int
     uncompressed: str | None = None
+    folds: bool = False
+    memory: Memory | None = None
     private: Private | None = None
+    published: bool = False
     detached: bool = False
     was_compressed: bool = False
+    skipped: set[int] = field(default_factory=set)
+    folded: int = 0
+    dropped: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
     window: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     seconds: float = 0.0
     counted: bool = False
@@ -91,14 +124,46 @@ class State:
         return self.uncompressed is None
 
     @property
+    def observed(self) -> bool:
+        """Whether its policy sees the prompt: to compress it, or to go on from it."""
+        return self.wanted or self.folds
+
+    @property
     def queries(self) -> int:
         """W, the last queries of the prompt that the policy observes."""
         return self.served.queries(self.prompt)
 
     @property
     def resumes(self) -> bool:
-        """Whether its earlier output has to be computed again from the compressed copy."""
-        return self.wanted and self.was_compressed
+        """Whether its earlier output has to be computed again under its policy."""
+        return self.observed and self.was_compressed
+
+    def leaves_at(self, step: int) -> bool:
+        """Whether entries are to leave at a decode step, from 1."""
+        return step not in self.skipped and self.served.bound.leaves_at(step, self.prompt)
+
+    def next_end(self, prefix: int, end: int) -> int:
+        """Where a pass of a resumed request must end: its prompt, or where entries leave.
+
+        Args:
+            prefix, end: tokens before the pass, and after it if nothing cuts it short.
+        """
+        if prefix < self.prompt:
+            return min(self.prompt, end)
+        steps = range(prefix - self.prompt + 1, end - self.prompt)
+        return next((self.prompt + step for step in steps if self.leaves_at(step)), end)
+
+    def remember(self, run: Any) -> None:
+        """After its prompt: go on from what a finished run of the policy's program has found."""
+        if self.folds and not run.not_finite:
+            self.memory = run.memory()
+        else:
+            self.forget()
+
+    def forget(self) -> None:
+        """Give up what its policy remembers: it goes on in full."""
+        self.folds = False
+        self.memory = None
 
 
 def state_of(request: Any) -> State | None:
@@ -115,14 +180,14 @@ def iterate_finishing(batch: Any) -> Iterator[tuple[Any, State]]:
 
 
 def iterate_rows(batch: Any) -> Iterator[tuple[Any, State, slice, int]]:
-    """Requests of an extend batch that are to be compressed: state, rows, tokens before these."""
+    """Requests of an extend batch that a policy sees: state, rows, tokens before these."""
     end = 0
     for request, prefix, count in zip(
         batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
     ):
         start, end = end, end + count
         state = state_of(request)
-        if state is not None and state.wanted:
+        if state is not None and state.observed:
             yield request, state, slice(start, end), prefix
 
 
@@ -154,10 +219,13 @@ def assign(request: Any, served: Served | None) -> None:
     if served is not None:
         prompt = len(request.origin_input_ids)
         reason = _unsuited(request)
+        folds = reason is None and served.folds_within(
+            prompt, request.sampling_params.max_new_tokens
+        )
         slots = None if reason else served.most_slots(prompt)
         if reason is None and slots is None:
-            reason = SHORT_PROMPT
-        state = State(served, prompt, slots or 0, uncompressed=reason)
+            reason = DECODE_ONLY if served.keeps_prompt else SHORT_PROMPT
+        state = State(served, prompt, slots or 0, uncompressed=reason, folds=folds)
     setattr(request, _ATTRIBUTE, state)
 
 

@@ -6,9 +6,11 @@ batched    `allocate` takes them when the forward ends the prompt
 forward    `step` observes every layer; afterwards the kept entries are copied to private pages
 published  `published` leaves the prompt to the radix cache, unlocked: others can hit it, and it is
            the first to be evicted when memory is short
-decoding   reads private pages and the tail; the tail grows as in stock SGLang
+decoding   reads private pages and the tail; the tail grows as in stock SGLang. A policy that
+           goes on observes each step; where entries leave, what stays is folded into private
+           pages, and `detach` gives up the tail's slots (and the prompt, if it is still there)
 retracted  `retracted`; the prompt is prefilled again, the same entries are chosen, and the output
-           so far is computed on them as one more chunk, so that decoding goes on as it would have
+           so far is computed on them in further chunks, so that decoding goes on as it would have
 freed      SGLang frees the row, the store gives back the slots
 """
 
@@ -23,6 +25,7 @@ from kvpolicy.sglang_ext.arena import Arena
 from kvpolicy.sglang_ext.metrics import Metrics
 from kvpolicy.sglang_ext.options import Policy
 from kvpolicy.sglang_ext.request import Served, State, iterate_finishing, state_of
+from kvpolicy.sglang_ext.rotary import Rotary
 from kvpolicy.sglang_ext.step import Step
 from kvpolicy.sglang_ext.store import Store
 
@@ -37,9 +40,11 @@ class Runtime:
         self.served: dict[str, Served] = {}
         self.metrics = Metrics(None, ())
         self.step: Step | None = None
+        self.tree: Any = None  # SGLang's radix cache, from the first batch on
         self._has_room = False
         self.arena: Arena
         self.store: Store
+        self.rotary: Rotary
 
     @property
     def default(self) -> str:
@@ -67,7 +72,7 @@ class Runtime:
         resumed request must pass the end of its prompt to be compressed there.
         """
         state = state_of(req)
-        if state is None or not state.wanted:
+        if state is None or not state.observed:
             return matched
         return max(min(matched, state.prompt - max(state.queries, 1)), 0)
 
@@ -111,18 +116,21 @@ class Runtime:
         other = has_chunked or adder.new_chunked_req is not None
         return state is not None and state.resumes and other
 
-    def end_at_prompt(self, req: Any) -> bool:
-        """End a resumed request's pass at its prompt; whether that cut the pass short."""
+    def end_early(self, req: Any) -> bool:
+        """End a resumed request's pass at its prompt or where entries left; whether it is cut."""
         state = state_of(req)
-        if state is None or not state.resumes or not req.prefix_len < state.prompt < req.extend_end:
+        if state is None or not state.resumes:
             return False
-        req.extend_end = state.prompt
-        return True
+        end = state.next_end(req.prefix_len, req.extend_end)
+        cut = end < req.extend_end
+        req.extend_end = end
+        return cut
 
     # Batched and computed.
 
     def allocate(self, batch: Any) -> None:
         """Take private slots for the requests whose prompt ends in this batch."""
+        self.tree = batch.tree_cache
         for req, state in iterate_finishing(batch):
             if not state.wanted or state.private is not None:
                 continue
@@ -131,13 +139,19 @@ class Runtime:
                 state.served.name,
                 state.slots,
                 state.prompt,
-                lambda slots: compat.evict(batch.tree_cache, slots),
+                self.evict,
             )
             if state.private is None:
                 state.uncompressed = request.NO_SLOTS
+                state.forget()
+
+    def evict(self, slots: int) -> None:
+        """Ask the radix cache to make so many slots available."""
+        compat.evict(self.tree, slots)
 
     def forward(self, run: Callable[[], Any], batch: Any) -> Any:
         """Run a batch's forward with the plugin's part in it."""
+        self.tree = batch.tree_cache
         self.step = Step(self, batch)
         try:
             result = run()
@@ -159,7 +173,9 @@ class Runtime:
         if state.private is None:
             shares = state.served.upper_layers
             nothing = request.NOTHING_SAVED if shares else request.NOTHING_DROPPED
-            state.uncompressed = nothing if finite else request.NOT_FINITE
+            state.uncompressed = state.uncompressed or nothing
+            if not finite:
+                state.uncompressed = request.NOT_FINITE
             return
         if state.counted:
             return
@@ -178,7 +194,7 @@ class Runtime:
             "slots_freed": state.prompt - after,
             "compression_seconds": round(state.seconds, 6),
         }
-        self._report(req, facts)
+        self._report(req, state, facts)
         self.metrics.compressed(
             state.served.name,
             prompt=state.prompt,
@@ -197,46 +213,96 @@ class Runtime:
             "prompt_tokens": state.prompt,
             "uncompressed": state.uncompressed,
         }
-        self._report(req, facts)
+        self._report(req, state, facts)
         self.metrics.uncompressed(state.served.name, state.uncompressed)
 
     @staticmethod
-    def _report(req: Any, facts: dict[str, Any]) -> None:
+    def _report(req: Any, state: State, facts: dict[str, Any]) -> None:
         # SGLang puts these into the answer's meta_info, one element per output token; the
         # tokenizer's hook makes it one value.
+        state.facts = facts
+        if state.folds:
+            facts |= {"folds": 0, "entries_dropped_in_decode": 0}
         req.customized_info = {**(req.customized_info or {}), "kv_policy": [facts]}
         logger.debug("Prompt ended. rid=%s, %s", req.rid, facts)
 
+    def finished_fold(self, req: Any, state: State, seconds: float) -> None:
+        """Note that entries of a request have left while it decodes."""
+        state.facts |= {"folds": state.folded, "entries_dropped_in_decode": state.dropped}
+        if req.stream:
+            # Elements of earlier tokens may have been sent; the next token's has not.
+            values, place = req.customized_info["kv_policy"], len(req.output_ids)
+            values += [None] * (place - len(values))
+            values[place:] = [dict(state.facts)]
+        self.metrics.folded(state.served.name, seconds)
+
     # Published, retracted.
 
-    def published(self, req: Any, tree: Any) -> None:
-        """Leave a compressed request's prompt to the radix cache and give up its slots."""
+    def published(self, req: Any) -> None:
+        """SGLang has offered to the radix cache what a request has computed."""
         state = state_of(req)
-        if state is None or state.detached or state.private is None or not state.private.ready:
+        if state is None or req.prefix_len < state.prompt:
             return
-        prompt = state.prompt // tree.page_size * tree.page_size
-        if req.kv.cache_protected_len < prompt:
-            # The cache is off, or has not taken everything: nobody else can use these slots.
-            tree.free_kv_row(req.kv, [(req.kv.cache_protected_len, prompt)])
-            req.kv.cache_protected_len = prompt
-        tree.unlock(req.lock)
-        req.lock = None
-        # What is decoded from here on was computed from chosen entries; others must not reuse it.
-        req.skip_radix_cache_insert = True
+        state.published = True
+        if state.private is not None and state.private.ready:
+            self.detach(req, state)
+
+    def detach(self, req: Any, state: State) -> None:
+        """Give up the slots of what has been copied to private pages, the prompt's among them.
+
+        The prompt is left to the radix cache. Before it has been offered there, nothing is done:
+        `published` comes back to it.
+        """
+        if not state.published:
+            return
+        tree, first = self.tree, req.kv.cache_protected_len if state.detached else 0
+        end = state.private.tail_start // tree.page_size * tree.page_size
+        if req.kv.cache_protected_len < end:
+            # The tail; and of the prompt what the cache, if it is on, has not taken.
+            tree.free_kv_row(req.kv, [(req.kv.cache_protected_len, end)])
+            req.kv.cache_protected_len = end
+        if not state.detached:
+            tree.unlock(req.lock)
+            req.lock = None
+            # What is decoded from here on was computed from chosen entries; others must not reuse
+            # it.
+            req.skip_radix_cache_insert = True
+            state.detached = True
         # The slots may be someone else's soon; a stray read must not find them.
-        tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :prompt] = 0
-        state.detached = True
+        tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, first:end] = 0
         self._has_room = True
 
+    def released(self, req: Any) -> None:
+        """SGLang is about to free a finished request.
+
+        One whose first token ended it may have had a decode step meanwhile: what that computed from
+        chosen entries must not be left to the radix cache.
+        """
+        state = state_of(req)
+        if state is None or state.private is None or not state.private.ready:
+            return
+        if req.kv.kv_committed_len > state.prompt:
+            req.skip_radix_cache_insert = True
+
+    def owned(self, req: Any, length: int) -> int:
+        """Up to where SGLang frees a finished request's row as its own; above is what it ran ahead.
+
+        A fold may have taken in the token that was decoded after the last one of the answer.
+        """
+        state = state_of(req)
+        detached = state is not None and state.detached
+        return max(length, req.kv.cache_protected_len) if detached else length
+
     def retracted(self, req: Any) -> None:
-        """Forget the compressed copy, which SGLang has freed with the request's row."""
+        """Forget what is computed again; SGLang has freed the compressed copy with the row."""
         state = state_of(req)
         if state is None:
             return
         state.window.clear()
         if state.detached:
             req.skip_radix_cache_insert = False
-        if state.private is not None and state.private.ready:
+        if state.memory is not None or (state.private is not None and state.private.ready):
             state.was_compressed = len(req.output_ids) > 0
-        state.private = None
-        state.detached = False
+        state.private = state.memory = None
+        state.published = state.detached = False
+        state.folded = state.dropped = 0

@@ -25,6 +25,7 @@ class Step:
         self.decode = DecodeStep(runtime, batch) if mode.is_decode() else None
 
     def finish(self) -> None:
-        """After the forward: compress the prompts that ended in it."""
-        if self.prefill is not None:
-            self.prefill.finish()
+        """After the forward: compress the prompts that ended in it, and fold."""
+        for part in (self.prefill, self.resume, self.decode):
+            if part is not None:
+                part.finish()

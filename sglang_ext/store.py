@@ -30,7 +30,7 @@ class Allocator(Protocol):
 
 @dataclass
 class Private:
-    """The compressed copy of one request's prompt.
+    """The compressed copy of what one request has cached.
 
     Attributes:
         row: row of the request in SGLang's request pool.
@@ -38,7 +38,9 @@ class Private:
         slots: [S] int64.
         counts: [L, G] int32 entries of each (layer, KV head); None until they are written.
         first_page: [L, G] int32, index of the list's first page among the request's pages.
-        tail_start: position from which entries lie in ordinary slots; the prompt's length.
+        tail_start: position from which entries lie in ordinary slots: what was there when the
+            copy was last written. Of these slots the request may own some before that position:
+            the boundary of ownership is a multiple of SGLang's page size.
         shared: layers that are stored in pairs, if any.
     """
 
@@ -116,11 +118,32 @@ class Store:
         self._count(policy, slots)
         return private
 
-    def saves(self, private: Private, counts: torch.Tensor) -> bool:
-        """Whether so many entries [L, G] take fewer slots than the prompt does."""
+    def slots_for(self, counts: torch.Tensor) -> int:
+        """Slots that so many entries [L, G] take."""
         page = self.arena.kv_heads
         pages = int(((counts + page - 1) // page).sum())
-        return self.whole_pages(self.arena.slots_for(pages)) < private.tail_start
+        return self.whole_pages(self.arena.slots_for(pages))
+
+    def saves(self, private: Private, counts: torch.Tensor) -> bool:
+        """Whether so many entries [L, G] take fewer slots than the prompt does."""
+        return self.slots_for(counts) < private.tail_start
+
+    def grow(self, private: Private, slots: int, evict: Callable[[int], object]) -> bool:
+        """Take more slots, until a request has so many; False, and nothing, if too few are left.
+
+        Args:
+            evict: as for `allocate`.
+        """
+        more = slots - private.slots.numel()
+        if more <= 0:
+            return True
+        evict(more)
+        taken = self.allocator.alloc(more)
+        if taken is None:
+            return False
+        private.slots = torch.cat([private.slots, taken.to(torch.int32)])
+        self._count(private.policy, more)
+        return True
 
     def fill(self, private: Private, counts: torch.Tensor) -> None:
         """Lay out the pages for what was kept and give back the slots that are not needed.
