@@ -39,12 +39,11 @@ def apply(
     recording = _Recording(*(torch.tensor(x) for x in (q, k, v)))
     first = run = program.start(tokens)
     chosen = torch.arange(tokens)
-    if tokens:
-        again = _prefill(run, recording)
-        if again is not None:
-            chosen, recording = again, recording.of(again)
-            run = run.again(len(chosen))
-            _prefill(run, recording)
+    again = _prefill(run, recording)
+    if again is not None:
+        chosen, recording = again, recording.of(again)
+        run = run.again(len(chosen))
+        _prefill(run, recording)
     kept = run.finish()
     if first.not_finite or run.not_finite:
         raise refused(bound.program.name, "data", "the tensors hold NaN or infinity")

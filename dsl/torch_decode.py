@@ -148,12 +148,10 @@ class Memory:
         program = run.program
         bound, steps = program.bound, program.steps
         kept = run.finish()
-        budgets = (
-            run.budgets() if steps.reads_budget and run.prompt and not run.not_finite else None
-        )
+        budgets = run.budgets() if steps.reads_budget and not run.not_finite else None
         layers = []
         for number, own in enumerate(kept):
-            places = run.there(number) if run.prompt else torch.zeros(0, dtype=torch.int64)
+            places = run.there(number)
             layer = _Layer(places, None)
             layer.states = {
                 name: replace(x, mask=None, mask_axes=())

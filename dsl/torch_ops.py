@@ -129,7 +129,7 @@ def attn(node: Node, frame: Frame) -> Value:
     data, seen, axes = _window_logits(node, frame)
     data = torch.softmax(data, dim=-1)
     # A NaN or infinity anywhere makes its whole row NaN.
-    first = data[..., 0].isfinite()
+    first = data[..., :1].sum(-1).isfinite()
     if frame.query_positions is not None:
         # An older query sees nothing where all entries before it have left.
         empty = ~seen.any(-1)

@@ -39,6 +39,8 @@ def pool(node: Node, frame: Frame, x: Value, width: Value) -> Value:
 def _pooled(data: torch.Tensor, size: int, largest: bool) -> torch.Tensor:
     """Pools the last dimension."""
     shape = data.shape
+    if not data.numel():
+        return data
     # Beyond the ends there is nothing, however wide the pool.
     before, after = min((size - 1) // 2, shape[-1]), min(size // 2, shape[-1])
     nothing = -math.inf if largest else 0.0

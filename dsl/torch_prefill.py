@@ -43,8 +43,6 @@ class DirectRun(Run):
         tokens: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """As `Run.observe`; layers come in order."""
-        if self.prompt == 0:
-            return None
         frame = self._frame(layer, k.device, k.shape[1], tokens)
         evaluation = self._evaluation(replace(frame, q=q, k=k, v=v))
         if layer in self._sums:
@@ -96,7 +94,7 @@ class DirectRun(Run):
 
     def _may_propagate(self) -> bool:
         propagate = self.program.bound.propagate_lowered
-        if propagate is None or self._second or self.not_finite:
+        if propagate is None or self._second or self.not_finite or self.prompt == 0:
             return False
         return propagate.first is None or self.selected_layer is None
 
@@ -190,7 +188,7 @@ class DirectRun(Run):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Run.merged`."""
         rules = self.program.bound.lowered
-        if rules.merge is None or self.prompt == 0 or self.not_finite:
+        if rules.merge is None or self.not_finite:
             return super().merged(layer, k, v)
         evaluation, places = self._evaluations[layer], self.there(layer)
         own = replace(evaluation.frame, k=k[:, places], v=v[:, places])

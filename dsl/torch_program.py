@@ -109,7 +109,9 @@ class TorchProgram:
 
     def start(self, prompt: int) -> Run:
         """Begins a prefill of `prompt` tokens."""
-        kind = DirectRun if self.direct.needed else Run
+        # Decoding may begin from nothing: states and budgets are then those of no tokens.
+        direct = self.direct.needed or (prompt == 0 and self.steps is not None)
+        kind = DirectRun if direct else Run
         return kind(self, prompt, self.bound.queries(prompt) if prompt else 0)
 
     def plan(self, prompt: int, device: torch.device) -> Plan:

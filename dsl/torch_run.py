@@ -107,10 +107,6 @@ class Run:
 
         A token that did not reach a layer is not kept there.
         """
-        shape = self.program.bound.shape
-        if self.prompt == 0:
-            size = (shape.kv_heads, 0)
-            return [torch.zeros(size, dtype=torch.bool) for _ in range(shape.layers)]
         if not self._kept:
             self._kept = self._finish()
         return list(self._kept)
@@ -118,6 +114,8 @@ class Run:
     def _finish(self) -> list[torch.Tensor]:
         shape = self.program.bound.shape
         size = (shape.kv_heads, self.prompt)
+        if self.prompt == 0:
+            return [torch.zeros(size, dtype=torch.bool) for _ in range(shape.layers)]
         if self._plan is None:  # a policy that looks at no tensor
             self._plan = self.program.plan(self.prompt, torch.device("cpu"))
         frame = self._plan.frame

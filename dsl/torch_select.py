@@ -51,8 +51,10 @@ def _back(data: torch.Tensor, turn: list[int], shape: list[int]) -> torch.Tensor
 def _select(keys: torch.Tensor, number: torch.Tensor | int) -> torch.Tensor:
     """The `number` highest keys along the last dimension; of equal ones the first."""
     size = keys.shape[-1]
+    if not size:
+        return torch.zeros_like(keys, dtype=torch.bool)
     if isinstance(number, int):
-        if number <= 0 or size == 0:
+        if number <= 0:
             return torch.zeros_like(keys, dtype=torch.bool)
         if number >= size:
             return keys > _ABSENT
