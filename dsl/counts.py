@@ -53,7 +53,7 @@ def split(total: Number, weights: Sequence[Number], maxima: Sequence[Number] | N
 
 
 def hashed(seed: int, layer: int, kv, token, generated: int = 0):
-    """Uniform numbers in [0, 1) from a counter, the same in every execution.
+    """Uniform whole numbers from 0 to 2^32 - 1 from a counter, the same in every execution.
 
     Args:
         seed, layer, generated: integers; decode steps, this one included, 0 in the prefill.
@@ -67,7 +67,7 @@ def hashed(seed: int, layer: int, kv, token, generated: int = 0):
         state = ((state ^ (state >> 16)) * 0x21F0AAAD) & bits
         state = ((state ^ (state >> 15)) * 0x735A2D97) & bits
         state = state ^ (state >> 15)
-    return state / 2.0**32
+    return state
 
 
 def cluster(values: Sequence[float], k: int) -> list[int]:

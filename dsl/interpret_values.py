@@ -338,7 +338,7 @@ class Evaluator:
         seed = math.floor(self.number(node.args[0], layer))
         kv, token = np.arange(self.kv)[:, None], self.layers[layer].positions
         numbers = counts.hashed(seed, layer, kv, token, self.generated or 0)
-        return Array.of(("kv", "token"), numbers)
+        return Array.of(("kv", "token"), numbers / 2.0**32)
 
     # Elementwise with their own rules.
 

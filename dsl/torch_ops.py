@@ -64,7 +64,7 @@ def uniform(node: Node, frame: Frame, seed: Value) -> Value:
     kv = torch.arange(frame.kv_start, frame.kv_start + frame.kv, device=frame.device)[:, None]
     step = frame.generated or 0
     data = counts.hashed(math.floor(seed.data), frame.layer, kv, frame.places, step)
-    return frame.present(Value(data.double(), ("kv", "token"), finite=True))
+    return frame.present(Value(data.double() / 2.0**32, ("kv", "token"), finite=True))
 
 
 # Data of the model.
