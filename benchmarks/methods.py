@@ -1,0 +1,153 @@
+"""Every shipped method beside stock SGLang: entries held, time of the prefill and of a decode step.
+
+Both servers run in this run and take turns, request by request. `held` is what a request holds
+after its last token, as a share of what stock SGLang holds then; the times are ratios to stock.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import report
+from cost import batch, times
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from serving import Server, serve
+
+HEADER = (
+    "policy",
+    "settings",
+    "held, %",
+    "prefill / stock",
+    "decode step / stock",
+    "folds",
+)
+WINDOW = "window=8"
+
+
+def settings(share: float, tokens: int) -> dict[str, list[str]]:
+    """Settings with which each policy holds about `share` of a prompt of `tokens`, by policy.
+
+    Policies that decide what to keep by other means have settings of their own: a threshold by
+    which all layers are lazy, few generated tokens, PyramidInfer's shares by layer.
+    """
+    count = int(share * tokens)
+    plain = [f"capacity={count}", WINDOW]
+    ends = [f"window={count - 4}"]
+    rate = [f"rate={share}"]
+    return {
+        "snapkv": plain,
+        "adakv": plain,
+        "pyramidkv": plain,
+        "ada-pyramidkv": plain,
+        "lava": plain,
+        "dynamickv": plain,
+        "cake": [*rate, WINDOW],
+        "sinks-recent": plain[:1],
+        "simlayerkv-prefill": ["threshold=0", f"window={count}"],
+        "fastkv": [f"kv_rate={share}"],
+        "fastkv-adakv": [f"kv_rate={share}"],
+        "asl": plain,
+        "asl-lava-d2o": plain,
+        "gemfilter": plain[:1],
+        "pyramidinfer": ["floor_rate=0.3", "recent_rate=0.05"],
+        "streamingllm": ends,
+        "streamingllm-original": ends,
+        "h2o": rate,
+        "vatp": [f"rate={share / 2}"],
+        "tova": rate,
+        "d2o": rate,
+        "d2o-code": rate,
+        "simlayerkv": ["threshold=0", f"window={count}"],
+        "cam": ends,
+        "roco": ["capacity=16", "newest=4"],
+        "minicache": ["start=0"],
+    }
+
+
+def held(answer: dict, lists: int) -> float:
+    """Share of the entries (of the bytes, where layers share them) held after the last token."""
+    meta = answer["meta_info"]
+    facts = meta["kv_policy"]
+    if facts.get("kv_bytes_after") and facts["entries_kept"] == facts["entries_before"]:
+        return facts["kv_bytes_after"] / facts["kv_bytes_before"]
+    prompt = lists * meta["prompt_tokens"]
+    generated = lists * (meta["completion_tokens"] - 1)
+    kept = facts.get("entries_kept", prompt) - facts.get("entries_dropped_in_decode", 0)
+    return (kept + generated) / (prompt + generated)
+
+
+def compare(stock: Server, ours: Server, policy: str, options) -> dict[str, list[float]]:
+    """Ratios to stock, taking turns; the first turn warms up."""
+    rng = np.random.default_rng(options.seed)
+    result: dict[str, list[float]] = {"prefill": [], "decode": [], "held": [], "folds": []}
+    config = json.loads(Path(options.model, "config.json").read_text())
+    lists = config["num_hidden_layers"] * config["num_key_value_heads"]
+    for turn in range(options.rounds + 1):
+        single = rng.integers(20, 500, (1, options.tokens)).tolist()
+        prompts = rng.integers(20, 500, (options.batch, options.tokens)).tolist()
+        first = [times(batch(s, single, p, 2)[0])[0] for s, p in ((stock, None), (ours, policy))]
+        plain = batch(stock, prompts, None, options.new)
+        policed = batch(ours, prompts, policy, options.new)
+        if any(a["meta_info"]["kv_policy"]["policy"] != policy for a in policed):
+            raise SystemExit(f"methods: an answer was not served with {policy}")
+        steps = [float(np.median([times(a)[1] for a in each])) for each in (plain, policed)]
+        if not turn:
+            continue
+        result["prefill"].append(first[1] / first[0])
+        result["decode"].append(steps[1] / steps[0])
+        result["held"] += [held(a, lists) for a in policed]
+        result["folds"] += [a["meta_info"]["kv_policy"].get("folds", 0) for a in policed]
+    if min(result["held"]) >= 1:
+        raise SystemExit(f"methods: {policy} dropped nothing")
+    return result
+
+
+def row(name: str, chosen: list[str], result: dict) -> list[str]:
+    """A line of the table."""
+    return [
+        name,
+        ", ".join(chosen),
+        f"{100 * np.mean(result['held']):.1f}",
+        report.spread(result["prefill"]),
+        report.spread(result["decode"]),
+        f"{np.median(result['folds']):.0f}",
+    ]
+
+
+def main() -> None:
+    parser = report.arguments(__doc__)
+    parser.add_argument("--tokens", type=int, default=1024, help="prompt tokens")
+    parser.add_argument("--kept", type=float, default=0.125, help="share of the prompt kept")
+    parser.add_argument("--batch", type=int, default=4, help="requests decoded together")
+    parser.add_argument("--new", type=int, default=48, help="tokens generated")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--policies", help="names, comma-separated; default all")
+    options = parser.parse_args()
+    chosen = settings(options.kept, options.tokens)
+    names = options.policies.split(",") if options.policies else list(chosen)
+    files = [report.ROOT / "policies" / f"{name}.yaml" for name in names]
+    given = [f"{name}.{setting}" for name in names for setting in chosen[name]]
+    flags = {"skip_tokenizer_init": True, "enable_metrics": True}
+    rows, data = [], {}
+    with (
+        serve(options.model, progress=True, **flags) as stock,
+        serve(options.model, files, given, progress=True, **flags) as ours,
+    ):
+        for name in tqdm(names, desc="policies"):
+            data[name] = compare(stock, ours, name, options)
+            rows.append(row(name, chosen[name], data[name]))
+    text = (
+        f"Prompts of {options.tokens} tokens; decode: {options.batch} requests together, "
+        f"{options.new} tokens each; median (min-max) of {options.rounds} rounds.\n\n"
+        + report.table(HEADER, rows)
+    )
+    report.publish("methods", "Every method beside stock SGLang", text, data, options.save)
+
+
+if __name__ == "__main__":
+    main()
