@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ from kvpolicy.dsl.commands import EXECUTIONS, executable, execute, guarded, over
 from kvpolicy.dsl.diagnostics import PolicyError, refused
 from kvpolicy.dsl.ir import Program
 from kvpolicy.dsl.library import TEST_SUFFIX, find, read_source, shipped
-from kvpolicy.dsl.result import Result
+from kvpolicy.dsl.recording import Recording
+from kvpolicy.dsl.run import add_merged, propagation, report
 from kvpolicy.dsl.test_format import Case, Numbers, Seed, read_cases
 
 
@@ -77,17 +79,26 @@ def _tested(test: Path, name: str) -> Program:
 def check_case(program: Program, case: Case, execution: str) -> list[str]:
     """What differs from what a test expects; empty if nothing does."""
     try:
-        bound = bind(program, case.shape, overrides(case.settings))
+        bound = bind(
+            program, case.shape, overrides(case.settings), fold_interval=case.fold_interval
+        )
         if case.refused is not None:
             return [f"should be refused with `{case.refused}`, but is accepted"]
-        q, k, v = tensors(case)
-        result = execute(bound, execution, q, k, v)
+        given = recording(case)
+        result = execute(bound, execution, given.q, given.k, given.v, given.steps, given.inv_freq)
     except PolicyError as error:
         message = str(error)
         if case.refused is not None and case.refused in message:
             return []
         return [f"refused: {message}"]
-    problems = list(_differences(case, result))
+    output = {**report(result), **propagation(result)}
+    add_merged(output, result, given)
+    if result.budgets is None:
+        del output["budgets"]
+    problems = list(_differences(case.expected, output))
+    for step, expected in case.after.items():
+        found = _differences(expected, output["steps"][step - 1])
+        problems += [f"after step {step}: {problem}" for problem in found]
     total = sum(int(layer.sum()) for layer in result.kept)
     if total > bound.max_entries(case.tokens):
         problems.append(
@@ -96,18 +107,37 @@ def check_case(program: Program, case: Case, execution: str) -> list[str]:
     return problems
 
 
-def _differences(case: Case, result: Result) -> Iterator[str]:
-    for layer, heads in enumerate(case.kept or []):
-        for head, expected in enumerate(heads):
-            kept = np.flatnonzero(result.kept[layer][head]).tolist()
-            if kept != expected:
-                yield f"layer {layer}, KV head {head}: {_difference(kept, expected)}"
-    if case.budgets is not None and result.budgets is not None:
-        budgets = [layer.tolist() for layer in result.budgets]
-        if budgets != case.budgets:
-            yield f"budgets are {budgets}, not {case.budgets}"
-    elif case.budgets is not None:
-        yield "the policy has no budgets to compare"
+def _differences(expected: Mapping[str, object], output: Mapping[str, object]) -> Iterator[str]:
+    for name, value in expected.items():
+        if name not in output:
+            yield f"the policy has no {name} to compare"
+        elif name == "kept":
+            yield from _kept_differences(value, output[name])
+        elif not _equal(value, output[name]):
+            are = "are" if name.endswith("s") else "is"
+            yield f"{name} {are} {output[name]}, not {value}"
+
+
+def _equal(expected: object, found: object) -> bool:
+    """Whether JSON values are equal, numbers to 1e-5."""
+    if isinstance(expected, float) and isinstance(found, int | float):
+        return abs(found - expected) <= 1e-5 * max(1.0, abs(expected))
+    if isinstance(expected, list) and isinstance(found, list):
+        pairs = zip(expected, found, strict=False)
+        return len(expected) == len(found) and all(_equal(a, b) for a, b in pairs)
+    if isinstance(expected, dict) and isinstance(found, dict):
+        return expected.keys() == found.keys() and all(
+            _equal(expected[key], found[key]) for key in expected
+        )
+    return expected == found
+
+
+def _kept_differences(expected: list, found: list) -> Iterator[str]:
+    for layer, heads in enumerate(expected):
+        for head, positions in enumerate(heads):
+            if found[layer][head] != positions:
+                problem = _difference(found[layer][head], positions)
+                yield f"layer {layer}, KV head {head}: {problem}"
 
 
 def _difference(kept: list[int], expected: list[int]) -> str:
@@ -135,21 +165,33 @@ def shown(positions: Sequence[int]) -> str:
     return " ".join(words) or "nothing"
 
 
-def tensors(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """q [L, H, N, D], k and v [L, G, N, D] of a test, float32.
+def recording(case: Case) -> Recording:
+    """The tensors of a test, float32.
 
     Raises:
         PolicyError: numbers that do not fit the model's sizes.
     """
-    shape = case.shape
-    made = []
+    shape, made = case.shape, {}
     for name, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
         size = (shape.layers, heads, case.tokens, shape.head_dim)
-        given = case.tensors[name]
-        made.append(
-            _seeded(given, size) if isinstance(given, Seed) else _written(name, given, size)
-        )
-    return tuple(made)
+        made[name] = _tensor(name, case, size)
+        size = (case.steps, shape.layers, heads, shape.head_dim)
+        made[f"{name}_step"] = _tensor(f"{name}_step", case, size)
+    inv_freq = None if case.inv_freq is None else np.asarray(case.inv_freq)
+    if inv_freq is not None and 2 * len(inv_freq) != shape.head_dim:
+        raise refused("inv_freq", "test", f"it has half the head size, {shape.head_dim}, numbers")
+    steps = (made["q_step"], made["k_step"], made["v_step"]) if case.steps else None
+    return Recording(case.name, made["q"], made["k"], made["v"], steps, inv_freq)
+
+
+def _tensor(name: str, case: Case, size: tuple[int, ...]) -> np.ndarray:
+    given = case.tensors[name]
+    if not isinstance(given, Seed):
+        return _written(name, given, size)
+    if not name.endswith("_step"):
+        return _seeded(given, size)
+    steps = [_seeded(replace(given, seed=given.seed + step), size[1:]) for step in range(size[0])]
+    return np.stack(steps) if steps else np.zeros(size, np.float32)
 
 
 def _seeded(given: Seed, size: tuple[int, ...]) -> np.ndarray:

@@ -38,9 +38,9 @@ def _run(args: argparse.Namespace) -> int:
     result = execute(bound, args.execution, given.q, given.k, given.v, given.steps, given.inv_freq)
     output = report(result, args.scores)
     if bound.propagates:
-        output.update(_propagated(result))
+        output.update(propagation(result))
     if args.merged:
-        _add_merged(output, result, given)
+        add_merged(output, result, given)
     text = json.dumps(output, separators=(",", ":")) + "\n"
     if args.out == "-":
         sys.stdout.write(text)
@@ -89,7 +89,7 @@ def _layers(per_layer: list) -> list:
     ]
 
 
-def _propagated(result: Result) -> dict[str, object]:
+def propagation(result: Result) -> dict[str, object]:
     """Which tokens went deeper; null where none did."""
     return {
         "selected_layer": result.selected_layer,
@@ -98,8 +98,8 @@ def _propagated(result: Result) -> dict[str, object]:
     }
 
 
-def _add_merged(output: dict[str, object], result: Result, given: Recording) -> None:
-    """How far cached keys and values are from the recorded ones, per layer."""
+def add_merged(output: dict[str, object], result: Result, given: Recording) -> None:
+    """Adds how far cached keys and values are from the recorded ones, per layer."""
     keys, values = given.k, given.v
     if result.merged is not None:
         pairs = [

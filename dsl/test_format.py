@@ -15,6 +15,21 @@ Numbers of fewer dimensions than [layers, heads, tokens, head size] are repeated
 ones. `kept` has the positions that stay, for each layer a list with a text per KV head; one text
 stands for all. `budgets` are tested the same way if given. `refused` instead of `kept` is a part
 of the message with which the settings are refused.
+
+    steps: 3
+    q_step: {seed: 5}
+    k_step: {seed: 105}
+    after: {1: "0-3 9-12", 3: {kept: "0-3 11-14", thresholds: [0.5]}}
+    selected_layer: 1
+    propagated: "0-3 9-11"
+
+`steps` decode steps follow; `q_step`, `k_step`, `v_step` are [steps, layers, heads, head size], a
+seed growing by 1 from step to step. `after` says what is cached after some of them (the tokens of
+the steps follow the prompt's): what `kept` would say, or a mapping with `kept`, `merged` and
+`thresholds`. `selected_layer` is a layer or `none`; `propagated` the positions that go deeper, for
+`propagate.every` by layer. `merged`, `thresholds`, `layer_ratio` and `laziness` are those of
+`kvpolicy run`, compared to 1e-5; one number stands for all layers. `fold_interval` and `inv_freq`
+are the options of the same names.
 """
 
 from __future__ import annotations
@@ -31,9 +46,15 @@ from kvpolicy.dsl.source import Source
 MAX_VALUES = 1 << 22  # numbers in one tensor
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?(e[+-]?[0-9]{1,2})?")
+# What a test may expect of the prefill, and of a decode step.
+_VALUES = ("thresholds", "layer_ratio", "laziness")
+_AFTER_KEYS = ("kept", "merged", *_VALUES)
+_EXPECTED_KEYS = (*_AFTER_KEYS, "budgets", "selected_layer", "propagated", "after")
+_STEP_TENSORS = ("q_step", "k_step", "v_step")
 _CASE_KEYS = (
     *("name", "about", "set", "model", "tokens", "q", "k", "v"),
-    *("kept", "budgets", "refused"),
+    *("steps", *_STEP_TENSORS, "inv_freq", "fold_interval", "refused"),
+    *_EXPECTED_KEYS,
 )
 _MODEL_KEYS = ("layers", "heads", "kv_heads", "head_size")
 _SEED_KEYS = ("seed", "stride", "scale", "step")
@@ -58,9 +79,13 @@ class Case:
     Attributes:
         line: where it stands in the file.
         settings: `name=value` strings.
-        tensors: `q`, `k`, `v`: numbers, a seed, or None for zeros.
-        kept: [L][G] sorted positions, or None.
-        budgets: [L][G], or None.
+        steps: T decode steps.
+        tensors: `q`, `k`, `v`, `q_step`, `k_step`, `v_step`: numbers, a seed, or None for zeros.
+        inv_freq: numbers, or None.
+        fold_interval: at least 1.
+        expected: what is tested of the prefill, by key of `kvpolicy run`: `kept` [L][G] positions,
+            `budgets` [L][G], `merged` [L] of `key` and `value`, lists of numbers [L] and so on.
+        after: the same, by decode step.
         refused: part of the message expected, or None.
     """
 
@@ -69,9 +94,12 @@ class Case:
     settings: tuple[str, ...]
     shape: ModelShape
     tokens: int
+    steps: int
     tensors: Mapping[str, Numbers | Seed | None]
-    kept: list[list[list[int]]] | None
-    budgets: list[list[int]] | None
+    inv_freq: list[float] | None
+    fold_interval: int
+    expected: Mapping[str, object]
+    after: Mapping[int, Mapping[str, object]]
     refused: str | None
 
 
@@ -118,28 +146,90 @@ class _Reader:
         sizes = self.mapping(keys["model"], _MODEL_KEYS, required=_MODEL_KEYS)
         model = {name: self.whole(value) for name, value in sizes.items()}
         shape = ModelShape(*(model[name] for name in _MODEL_KEYS))
-        tokens = self.whole(keys["tokens"]) if "tokens" in keys else 0
-        if shape.layers * shape.heads * tokens * shape.head_dim > MAX_VALUES:
+        tokens, steps, fold_interval = (
+            self.whole(keys[name]) if name in keys else default
+            for name, default in (("tokens", 0), ("steps", 0), ("fold_interval", 1))
+        )
+        if shape.layers * shape.heads * (tokens + steps) * shape.head_dim > MAX_VALUES:
             raise self.defect(f"the tensors have more than {MAX_VALUES:,} numbers", keys["model"])
         settings = self.mapping(keys["set"]) if "set" in keys else {}
-        if ("kept" in keys) == ("refused" in keys):
+        if bool(keys.keys() & set(_EXPECTED_KEYS)) == ("refused" in keys):
             raise self.defect("a test says either what is `kept` or how it is `refused`", node)
-        kept = budgets = None
-        if "kept" in keys:
-            kept = self.heads(keys["kept"], shape, self.positions)
-        if "budgets" in keys:
-            budgets = self.heads(keys["budgets"], shape, self.whole)
+        inv_freq = self.sequence(keys["inv_freq"], "inv_freq") if "inv_freq" in keys else None
         return Case(
             name=self.text(keys["name"]),
             line=self.source.place(node.span.start)[0],
             settings=tuple(f"{name}={self.text(value)}" for name, value in settings.items()),
             shape=shape,
             tokens=tokens,
-            tensors={name: self.tensor(keys.get(name)) for name in ("q", "k", "v")},
-            kept=kept,
-            budgets=budgets,
+            steps=steps,
+            tensors={n: self.tensor(keys.get(n)) for n in ("q", "k", "v", *_STEP_TENSORS)},
+            inv_freq=None if inv_freq is None else [self.number(each) for each in inv_freq],
+            fold_interval=fold_interval,
+            expected=self.expected(keys, shape),
+            after=self.after(keys["after"], shape, steps) if "after" in keys else {},
             refused=self.text(keys["refused"]) if "refused" in keys else None,
         )
+
+    def expected(self, keys: dict[str, yaml_nodes.Node], shape: ModelShape) -> dict[str, object]:
+        """What is expected of the prefill or of a step, by key."""
+        found: dict[str, object] = {}
+        if "kept" in keys:
+            found["kept"] = self.heads(keys["kept"], shape, self.positions)
+        if "budgets" in keys:
+            found["budgets"] = self.heads(keys["budgets"], shape, self.whole)
+        for name in _VALUES:
+            if name in keys:
+                found[name] = self.layers(keys[name], shape, self.value)
+        if "merged" in keys:
+            found["merged"] = self.layers(keys["merged"], shape, self.difference)
+        if "selected_layer" in keys:
+            text = self.text(keys["selected_layer"])
+            found["selected_layer"] = None if text == "none" else self.whole(keys["selected_layer"])
+        if "propagated" in keys:
+            found["propagated"] = self.propagated(keys["propagated"])
+        return found
+
+    def after(
+        self, node: yaml_nodes.Node, shape: ModelShape, steps: int
+    ) -> dict[int, dict[str, object]]:
+        """What is expected after decode steps, by step."""
+        if not isinstance(node, yaml_nodes.Mapping):
+            raise self.defect("`after` says by step what is cached", node)
+        found: dict[int, dict[str, object]] = {}
+        for key, value in node.entries:
+            if not key.text.isdigit() or not 1 <= int(key.text) <= steps:
+                message = f"`{key.text}` is no step; the test has {steps}"
+                raise self.defect(message, key, "give `steps: N`; the first step is 1")
+            entry = {"kept": value}
+            if isinstance(value, yaml_nodes.Mapping):
+                entry = self.mapping(value, _AFTER_KEYS)
+            found[int(key.text)] = self.expected(entry, shape)
+        return found
+
+    def propagated(self, node: yaml_nodes.Node) -> object:
+        """Positions, or by layer for `propagate.every`; None for `none`."""
+        if isinstance(node, yaml_nodes.Mapping):
+            return {self.whole(key): self.positions(value) for key, value in node.entries}
+        return None if self.text(node) == "none" else self.positions(node)
+
+    def layers(self, node: yaml_nodes.Node, shape: ModelShape, read) -> list:
+        """A value per layer; one stands for all."""
+        if not isinstance(node, yaml_nodes.Sequence):
+            return [read(node)] * shape.layers
+        if len(node.items) != shape.layers:
+            message = f"{len(node.items)} layers are listed, the model has {shape.layers}"
+            raise self.defect(message, node)
+        return [read(item) for item in node.items]
+
+    def value(self, node: yaml_nodes.Node) -> float | None:
+        """A number, or `none`."""
+        return None if self.text(node) == "none" else self.number(node)
+
+    def difference(self, node: yaml_nodes.Node) -> dict[str, float]:
+        """`{key: 0.25, value: 1.5}`; what is left out is 0."""
+        keys = self.mapping(node, ("key", "value"))
+        return {n: self.number(keys[n]) if n in keys else 0.0 for n in ("key", "value")}
 
     def tensor(self, node: yaml_nodes.Node | None) -> Numbers | Seed | None:
         if not isinstance(node, yaml_nodes.Mapping):
