@@ -160,4 +160,5 @@ def _result(cache: Cache, names: np.ndarray, named: dict[str, list]) -> StepResu
     }
     changes = merges or cache.bound.positions == "slots"
     changes = changes or cache.bound.program.prefill.merge is not None
+    changes = changes or cache.bound.share is not None
     return StepResult(kept, vectors if changes else None, thresholds, named)

@@ -252,7 +252,8 @@ class _Cache:
 def _changes(bound: Bound) -> bool:
     """Whether vectors in the cache may differ from those recorded."""
     merges = bound.decode is not None and bound.decode.merge is not None
-    return merges or bound.positions == "slots" or bound.program.prefill.merge is not None
+    prefill = bound.program.prefill.merge is not None or bound.share is not None
+    return merges or prefill or bound.positions == "slots"
 
 
 def _decode(
