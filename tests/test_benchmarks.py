@@ -68,3 +68,15 @@ def test_soak():
     assert (requests, different, leaked) == ("60", "0", "0")
     assert int(compared) > 40
     assert int(compressed) > 5
+
+
+def test_long_generation(tmp_path):
+    picture = tmp_path / "slots.png"
+    words = ("--new", "200", "--budget", "40", "--prompt", "20", "--plot", str(picture))
+    stock, *policies = rows(run("benchmarks/long_generation.py", *words))
+    assert (stock[1], int(stock[2])) == ("200", 20 + 198)
+    assert [row[0] for row in policies] == ["streamingllm", "h2o"]
+    for row in policies:
+        assert row[1] == "200"
+        assert 40 < int(row[2]) <= int(row[3]) == 40 + 16 + 2
+    assert picture.stat().st_size > 10_000
