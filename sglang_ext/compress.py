@@ -30,12 +30,14 @@ def compress(
         run: of the policy's program, finished.
     """
     store, counts = runtime.store, kept.sum(dim=2)
-    if kept.all():
+    # Where tokens have left the prefill, the prompt's own slots lack entries of deeper layers.
+    left = state.progress.layer is not None
+    if kept.all() and not left:
         _give_back(runtime, state)
         return
     if state.private is None:
         state.private = store.allocate(row, state.served.name, 0, state.prompt, runtime.evict)
-    if not state.folds and not store.saves(state.private, counts):
+    if not state.folds and not left and not store.saves(state.private, counts):
         _give_back(runtime, state)
         return
     if not store.grow(state.private, store.slots_for(counts), runtime.evict):

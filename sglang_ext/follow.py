@@ -61,7 +61,7 @@ class Follower:
             state.skipped.add(step)
             runtime.metrics.skipped_fold(state.served.name)
             leaves = False
-        self._memory.step(length - 1, leaves=leaves)
+        self._memory.step(length - 1 - state.progress.shift, leaves=leaves)
         self._fold = Fold(runtime, request, state, length) if leaves else None
 
     @property

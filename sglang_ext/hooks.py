@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from kvpolicy.sglang_ext import backend as backends
-from kvpolicy.sglang_ext import compat, refusals
+from kvpolicy.sglang_ext import compat, layers, options, refusals
 from kvpolicy.sglang_ext.arena import Arena, create_arena
 from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.metrics import Metrics
@@ -18,6 +18,8 @@ from kvpolicy.sglang_ext.runtime import Runtime
 from kvpolicy.sglang_ext.store import Store
 
 logger = logging.getLogger(__name__)
+
+_SCRATCH = 32  # propagating prompts in one forward
 
 
 def stop(error: Refused) -> SystemExit:
@@ -59,6 +61,9 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Callable]]:
         (compat.CHECKPOINT, "after", lambda _, req, tree: runtime.published(req)),
         (compat.RELEASE, "before", lambda req, *_, **options: runtime.released(req)),
         (compat.OWNED, "after", lambda length, req: runtime.owned(req, length)),
+        (compat.POSITIONS, "after", _after_positions(runtime)),
+        (compat.CAN_RUN_GRAPH, "around", _around_can_run_graph(runtime)),
+        (compat.CREATE_ROWS, "after", _after_rows(runtime)),
         (compat.UNCACHED_SIZES, "after", lambda r, _: (r[0] + runtime.store.held, *r[1:])),
     ]
 
@@ -91,6 +96,40 @@ def _after_pool(runtime: Runtime) -> Callable:
     return after
 
 
+def _after_rows(runtime: Runtime) -> Callable:
+    def after(_: None, pool: Any, *args: Any, **options: Any) -> None:
+        """After ReqToTokenPool.__init__: rows of its table for the views of propagating prompts."""
+        if runtime.propagates:
+            table = pool.req_to_token
+            pool.req_to_token = torch.cat([table, table.new_zeros((_SCRATCH, table.shape[1]))])
+            runtime.scratch_rows = range(table.shape[0], table.shape[0] + _SCRATCH)
+
+    return after
+
+
+def _after_positions(runtime: Runtime) -> Callable:
+    def after(forward_batch: Any, cls: type, batch: Any, *args: Any, **options: Any) -> Any:
+        """After ForwardBatch.init_new: positions of what follows a prompt that was restarted."""
+        shifts = runtime.shifts(batch)
+        if shifts is not None:
+            positions = forward_batch.positions
+            forward_batch.positions = positions - shifts.to(positions)
+        return forward_batch
+
+    return after
+
+
+def _around_can_run_graph(runtime: Runtime) -> Callable:
+    def around(original: Callable, runner: Any, forward_batch: Any) -> bool:
+        """Around PrefillCudaGraphRunner.can_run_graph: rows cannot leave a captured prefill."""
+        step = runtime.step
+        if step is not None and step.propagate is not None:
+            return False
+        return original(runner, forward_batch)
+
+    return around
+
+
 def _start(runtime: Runtime, scheduler: Any) -> None:
     """After Scheduler.init_model_worker: verify everything and bind the policies."""
     try:
@@ -113,6 +152,10 @@ def _start(runtime: Runtime, scheduler: Any) -> None:
                 params or "no parameters",
                 served.bound.digest[:12],
             )
+        if any(served.bound.propagates for served in runtime.served.values()):
+            layers.wrap(runtime, scheduler.tp_worker.model_runner)
+            chunk = compat.resolved(scheduler.server_args).chunked_prefill_size
+            runtime.one_piece = options.one_piece(chunk)
     except Refused as error:
         raise stop(error) from None
     runtime.metrics = Metrics(compat.metric_labels(scheduler), runtime.served)

@@ -44,6 +44,11 @@ class Metrics:
             "KV memory of compressed prompts less that of their compressed copies, in bytes.",
             names,
         )
+        self._propagated = Counter(
+            prefix + "propagated_tokens_total",
+            "Prompt tokens that the last layer saw, of policies by which tokens leave the prefill.",
+            names,
+        )
         self._uncompressed = Counter(
             prefix + "uncompressed_requests_total",
             "Requests of a policy that were served in full, by reason.",
@@ -94,6 +99,11 @@ class Metrics:
         self._kept.labels(**labels).inc(kept)
         self._saved.labels(**labels).inc(max(saved_bytes, 0))
         self._seconds.labels(**labels).observe(seconds)
+
+    def propagated(self, policy: str, tokens: int) -> None:
+        """The last layer saw so many tokens of a prompt."""
+        if self._on:
+            self._propagated.labels(**self._labels, policy=policy).inc(tokens)
 
     def uncompressed(self, policy: str, reason: str) -> None:
         """A request was served in full."""

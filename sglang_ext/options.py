@@ -24,6 +24,7 @@ from kvpolicy.sglang_ext.errors import Refused
 
 PATHS_VARIABLE = "SGLANG_KV_POLICY"  # paths, separated as in PATH
 SETTINGS_VARIABLE = "SGLANG_KV_POLICY_SET"  # name=value, separated by commas
+ONE_PIECE_VARIABLE = "SGLANG_KV_POLICY_MAX_ONE_PIECE_PREFILL"  # tokens
 INTERVAL_VARIABLE = "SGLANG_KV_POLICY_FOLD_INTERVAL"  # decode steps
 
 # Decode steps from one fold to the next; docs/results/fold_interval.md has the measurement.
@@ -78,6 +79,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="Value of a policy's parameter; POLICY.NAME=VALUE when several policies are given.",
     )
     group.add_argument(
+        "--kv-policy-max-one-piece-prefill",
+        metavar="TOKENS",
+        help="Longest prompt that is prefilled in one piece where a policy finds the layer after "
+        "which tokens leave only from data; a longer one is served in full. Default: the chunk "
+        "size (--chunked-prefill-size).",
+    )
+    group.add_argument(
         "--kv-policy-fold-interval",
         metavar="STEPS",
         help="Entries leave at every so many decode steps, where a policy does not say "
@@ -105,6 +113,10 @@ def export(arguments: Namespace) -> None:
             if separator in value:
                 raise Refused(f"{flag} {value}: a value cannot contain `{separator}`")
         os.environ[variable] = separator.join(values)
+    most = getattr(arguments, "kv_policy_max_one_piece_prefill", None)
+    if most is not None:
+        os.environ[ONE_PIECE_VARIABLE] = most
+        one_piece(None)
     interval = getattr(arguments, "kv_policy_fold_interval", None)
     if interval is not None:
         os.environ[INTERVAL_VARIABLE] = interval
@@ -129,6 +141,25 @@ def fold_interval() -> int:
         return DEFAULT_INTERVAL
     if not text.isdecimal() or int(text) < 1:
         raise Refused(f"--kv-policy-fold-interval {text}: expected a whole number from 1 on")
+    return int(text)
+
+
+def one_piece(chunk: int | None) -> int | None:
+    """Tokens of a prompt that is prefilled in one piece at most; None for any number.
+
+    Args:
+        chunk: SGLang's chunk size, taken where the operator said nothing.
+
+    Raises:
+        Refused: the operator's number is not a whole number from 1 on.
+    """
+    text = os.environ.get(ONE_PIECE_VARIABLE, "").strip()
+    if not text:
+        return chunk if chunk is not None and chunk > 0 else None
+    if not text.isdecimal() or int(text) < 1:
+        raise Refused(
+            f"--kv-policy-max-one-piece-prefill {text}: expected a whole number from 1 on"
+        )
     return int(text)
 
 

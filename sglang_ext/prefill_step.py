@@ -10,7 +10,7 @@ import torch
 from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.compress import compress, timed
 from kvpolicy.sglang_ext.frame import Frame
-from kvpolicy.sglang_ext.request import State, iterate_rows
+from kvpolicy.sglang_ext.request import NOTHING_CHOSEN, State, iterate_rows
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.runtime import Runtime
@@ -23,6 +23,7 @@ class Scored:
     Attributes:
         slots: [n] int64 slots of the tokens that are there: at first all N of the prompt.
         tokens: [n] int64 their positions in the prompt; None: all.
+        prompt_slots: [N] int64 slots of all tokens that the run decides about.
         run: of the policy's program.
         queries: last queries that it observes at a layer, where there are so many.
         chosen: [m] int64 indices into the n tokens, which alone go deeper than the layer just
@@ -33,6 +34,7 @@ class Scored:
     request: Any
     state: State
     slots: torch.Tensor
+    prompt_slots: torch.Tensor
     run: Any
     queries: int
     tokens: torch.Tensor | None = None
@@ -46,7 +48,7 @@ class Scored:
 
     def restart(self, tokens: int) -> None:
         """The prefill begins again on so many tokens, whose entries go to the last slots."""
-        self.slots = self.slots[self.slots.numel() - tokens :]
+        self.slots = self.prompt_slots = self.slots[self.slots.numel() - tokens :]
         self.run = self.run.again(tokens)
         self.queries = self.state.served.queries(tokens)
 
@@ -76,7 +78,7 @@ class PrefillStep:
             elif length == state.prompt:
                 slots = table[request.kv.req_pool_idx, :length].to(torch.int64)
                 run = state.served.program.start(state.prompt)
-                self.scored.append(Scored(request, state, slots, run, state.queries))
+                self.scored.append(Scored(request, state, slots, slots, run, state.queries))
 
     def observe(self, layer: Any, heads: torch.Tensor) -> None:
         """Show one layer to the policies; its keys and values are in the pool already.
@@ -111,26 +113,42 @@ class PrefillStep:
         keys, values = self._runtime.arena.storage[layer.layer_id]
         k = keys[scored.slots].transpose(0, 1)
         v = values[scored.slots].transpose(0, 1) if state.served.bound.needs_values else None
-        there = () if scored.tokens is None else (scored.tokens,)
-        scored.chosen = scored.run.observe(layer.layer_id, queries.transpose(0, 1), k, v, *there)
+        scored.chosen = scored.run.observe(
+            layer.layer_id, queries.transpose(0, 1), k, v, scored.tokens
+        )
         if scored.chosen is not None and not scored.chosen.numel():
             scored.chosen, scored.without = None, True
 
     def finish(self) -> None:
         """After the forward: choose what is kept and copy it to private pages."""
         for each in self.scored:
-            with timed(each.state):
+            state, slots = each.state, each.prompt_slots
+            if each.without:
+                self._give_back(each)
+                continue
+            with timed(state):
                 kept = torch.stack(list(each.run.finish()))  # [L, G, N]
-                each.state.window.clear()
-                if each.state.served.upper_layers:
-                    share.compress(self._runtime, each.state, each.slots, each.run)
+                state.window.clear()
+                if state.served.upper_layers:
+                    share.compress(self._runtime, state, slots, each.run)
                 else:
                     row = each.request.kv.req_pool_idx
-                    compress(self._runtime, each.state, row, each.slots, kept, each.run)
-                each.state.remember(each.run)
+                    compress(self._runtime, state, row, slots, kept, each.run)
+                state.remember(each.run)
+            if state.progress.barred and state.progress.layer is None:
+                # All layers have all entries: others may use them.
+                each.request.skip_radix_cache_insert = state.progress.barred = False
             self._runtime.finished_prompt(
-                each.request, each.state, int(kept.sum()), finite=not each.run.not_finite
+                each.request, state, int(kept.sum()), finite=not each.run.not_finite
             )
+
+    def _give_back(self, scored: Scored) -> None:
+        """Serve a request in full whose policy chose no token at all to go deeper."""
+        state = scored.state
+        self._runtime.store.release(state.private)
+        state.private, state.uncompressed = None, NOTHING_CHOSEN
+        state.forget()
+        scored.request.skip_radix_cache_insert = state.progress.barred = False
 
 
 def scaled(queries: torch.Tensor, layer: Any) -> torch.Tensor:

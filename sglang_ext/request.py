@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.torch_program import TorchProgram
-from kvpolicy.sglang_ext import share
+from kvpolicy.sglang_ext import propagation, share
 from kvpolicy.sglang_ext.arena import Arena
 from kvpolicy.sglang_ext.options import Policy
+from kvpolicy.sglang_ext.propagation import Plan, Progress
 from kvpolicy.sglang_ext.store import Private
 
 if TYPE_CHECKING:
@@ -34,6 +35,11 @@ MULTIMODAL = "multimodal"
 EMBEDDINGS = "input_embeds"  # the prompt is not tokens, so it is not in the radix cache
 SESSION = "session"  # the next turn continues from the full row
 BEAM = "beam_search"
+# The same, of policies with `propagate` only: what they are asked for needs all rows.
+TOO_LONG = "too_long"  # its layer depends on data, and the prompt would be prefilled in chunks
+INPUT_LOGPROBS = "input_logprobs"
+HIDDEN_STATES = "hidden_states"
+NOTHING_CHOSEN = "nothing_chosen"  # known only after scoring: no token at all would go deeper
 
 
 class Served:
@@ -48,6 +54,7 @@ class Served:
         # Both are asked for at every attempt to admit a request, by prompt length.
         self.most_slots = lru_cache(maxsize=4096)(self._most_slots)
         self.queries = lru_cache(maxsize=4096)(bound.queries)
+        self.plan = lru_cache(maxsize=4096)(lambda prompt: propagation.plan(bound, prompt))
         self._bounded = bound.max_entries(_LONG) < self._everything(_LONG)
 
     def _everything(self, prompt: int) -> int:
@@ -59,13 +66,16 @@ class Served:
         if entries >= self._everything(prompt):
             return None if self._bounded or self.keeps_prompt else prompt
         slots = self._arena.most_slots(entries)
-        # Where the policy goes on, what it drops is dropped, even if that saves no slots.
-        return slots if slots < prompt or self.bound.decode is not None else None
+        # Where the policy goes on, what it drops is dropped, even if that saves no slots; and what
+        # has left the prefill has left.
+        goes_on = self.bound.decode is not None or self.bound.propagates
+        return slots if slots < prompt or goes_on else None
 
     @property
     def keeps_prompt(self) -> bool:
         """Whether nothing leaves before the first decode step."""
-        return self.bound.decode is not None and self.bound.rules.keep.op == "all"
+        keeps = self.bound.rules.keep.op == "all" and not self.bound.propagates
+        return self.bound.decode is not None and keeps
 
     def folds_within(self, prompt: int, output: int) -> bool:
         """Whether entries may leave while so many tokens are generated."""
@@ -98,6 +108,8 @@ class State:
         window: per layer, queries of the observation window seen in earlier chunks.
         seconds: time spent on scoring and compaction.
         counted: whether metrics include it.
+        plan: how its tokens leave the prefill; None if all go through every layer.
+        progress: how far that has come.
     """
 
     served: Served
@@ -117,6 +129,8 @@ class State:
     window: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     seconds: float = 0.0
     counted: bool = False
+    plan: Plan | None = None
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def wanted(self) -> bool:
@@ -127,6 +141,11 @@ class State:
     def observed(self) -> bool:
         """Whether its policy sees the prompt: to compress it, or to go on from it."""
         return self.wanted or self.folds
+
+    @property
+    def propagates(self) -> bool:
+        """Whether deeper layers may see fewer tokens than the prompt has."""
+        return self.plan is not None and self.wanted
 
     @property
     def queries(self) -> int:
@@ -213,24 +232,42 @@ def choose(policies: Mapping[str, Served], default: str, request: Any) -> Served
     return policies[name]
 
 
-def assign(request: Any, served: Served | None) -> None:
-    """Note the request's policy, and whether it can be compressed as far as known by now."""
+def assign(request: Any, served: Served | None, one_piece: int | None = None) -> None:
+    """Note the request's policy, and whether it can be compressed as far as known by now.
+
+    Args:
+        one_piece: tokens that are prefilled at once at most, None for any number.
+    """
     state = None
     if served is not None:
         prompt = len(request.origin_input_ids)
-        reason = _unsuited(request)
+        plan = served.plan(prompt)
+        reason = _unsuited(request, plan)
+        if reason is None and plan is not None:
+            reason = _cannot_propagate(request, plan, prompt, one_piece)
         folds = reason is None and served.folds_within(
             prompt, request.sampling_params.max_new_tokens
         )
         slots = None if reason else served.most_slots(prompt)
         if reason is None and slots is None:
             reason = DECODE_ONLY if served.keeps_prompt else SHORT_PROMPT
-        state = State(served, prompt, slots or 0, uncompressed=reason, folds=folds)
+        state = State(served, prompt, slots or 0, uncompressed=reason, folds=folds, plan=plan)
     setattr(request, _ATTRIBUTE, state)
 
 
-def _unsuited(request: Any) -> str | None:
-    if request.sampling_params.max_new_tokens <= 1:
+def _cannot_propagate(request: Any, plan: Plan, prompt: int, one_piece: int | None) -> str | None:
+    if request.return_logprob and 0 <= request.logprob_start_len < prompt - 1:
+        return INPUT_LOGPROBS
+    if request.return_hidden_states:
+        return HIDDEN_STATES
+    if plan.layer is None and one_piece is not None and prompt > one_piece:
+        return TOO_LONG
+    return None
+
+
+def _unsuited(request: Any, plan: Plan | None) -> str | None:
+    # Where tokens leave the prefill, the first new token already depends on it.
+    if request.sampling_params.max_new_tokens < (2 if plan is None else 1):
         return ONE_TOKEN
     if request.multimodal_inputs is not None:
         return MULTIMODAL

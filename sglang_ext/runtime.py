@@ -20,10 +20,12 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvpolicy.sglang_ext import compat, request
+import torch
+from kvpolicy.sglang_ext import admission, compat, request
 from kvpolicy.sglang_ext.arena import Arena
 from kvpolicy.sglang_ext.metrics import Metrics
 from kvpolicy.sglang_ext.options import Policy
+from kvpolicy.sglang_ext.propagation import Progress
 from kvpolicy.sglang_ext.request import Served, State, iterate_finishing, state_of
 from kvpolicy.sglang_ext.rotary import Rotary
 from kvpolicy.sglang_ext.step import Step
@@ -42,9 +44,19 @@ class Runtime:
         self.step: Step | None = None
         self.tree: Any = None  # SGLang's radix cache, from the first batch on
         self._has_room = False
+        # For policies by which tokens leave the prefill.
+        self.one_piece: int | None = None  # tokens of a prompt that may not be split
+        self.scratch_rows = range(0)  # of SGLang's table of slots
+        self.runner: Any = None  # SGLang's model runner
+        self.layers: list[Callable[..., Any]] = []  # forwards of the model's decoder layers
         self.arena: Arena
         self.store: Store
         self.rotary: Rotary
+
+    @property
+    def propagates(self) -> bool:
+        """Whether any policy lets tokens leave the prefill."""
+        return any(policy.program.propagate is not None for policy in self.policies)
 
     @property
     def default(self) -> str:
@@ -63,7 +75,7 @@ class Runtime:
                 served = request.choose(self.served, self.default, req)
             except ValueError as error:
                 req.set_finish_with_abort(str(error))
-        request.assign(req, served)
+        request.assign(req, served, self.one_piece)
 
     def limit_prefix(self, req: Any, matched: int) -> int:
         """Longest prefix that may be taken from the radix cache.
@@ -74,7 +86,10 @@ class Runtime:
         state = state_of(req)
         if state is None or not state.observed:
             return matched
-        return max(min(matched, state.prompt - max(state.queries, 1)), 0)
+        most = state.prompt - max(state.queries, 1)
+        if state.propagates:
+            most = min(most, state.plan.most_prefix)
+        return max(min(matched, most), 0)
 
     def reserve(self, adder: Any, req: Any, extend: int | None) -> int:
         """Slots beyond its tokens that a request needs when it is admitted.
@@ -111,10 +126,17 @@ class Runtime:
             self._has_room = False
 
     def must_wait(self, adder: Any, req: Any, has_chunked: bool) -> bool:
-        """Whether a resumed request cannot be admitted now because another one is in chunks."""
+        """Whether a request cannot be admitted now.
+
+        A resumed one cannot while another one is in chunks, a propagating one not while there are
+        too many of its kind in the pass, or if SGLang would split what must be in one piece.
+        """
         state = state_of(req)
-        other = has_chunked or adder.new_chunked_req is not None
-        return state is not None and state.resumes and other
+        if state is None:
+            return False
+        if state.propagates and admission.must_wait(adder, req, state, len(self.scratch_rows)):
+            return True
+        return state.resumes and (has_chunked or adder.new_chunked_req is not None)
 
     def end_early(self, req: Any) -> bool:
         """End a resumed request's pass at its prompt or where entries left; whether it is cut."""
@@ -129,10 +151,17 @@ class Runtime:
     # Batched and computed.
 
     def allocate(self, batch: Any) -> None:
-        """Take private slots for the requests whose prompt ends in this batch."""
+        """Take private slots for the requests whose prompt ends in this batch.
+
+        One that propagates takes them with its first chunk: once its deeper layers have been left
+        out, it cannot be served in full any more.
+        """
         self.tree = batch.tree_cache
-        for req, state in iterate_finishing(batch):
-            if not state.wanted or state.private is not None:
+        for req in batch.reqs:
+            state = state_of(req)
+            if state is None or not state.wanted or state.private is not None:
+                continue
+            if req.extend_end != state.prompt and not state.propagates:
                 continue
             state.private = self.store.allocate(
                 req.kv.req_pool_idx,
@@ -144,6 +173,9 @@ class Runtime:
             if state.private is None:
                 state.uncompressed = request.NO_SLOTS
                 state.forget()
+            elif state.propagates:
+                # Deeper layers will have entries of chosen tokens only.
+                req.skip_radix_cache_insert = state.progress.barred = True
 
     def evict(self, slots: int) -> None:
         """Ask the radix cache to make so many slots available."""
@@ -163,6 +195,22 @@ class Runtime:
                 if not state.wanted:
                     self._served_in_full(req, state)
         return result
+
+    def shifts(self, batch: Any) -> torch.Tensor | None:
+        """By how much the positions of a batch's rows are smaller; None where none are.
+
+        Returns:
+            [rows] int64 on the CPU; in a decode batch further rows may follow the requests'.
+        """
+        states = [state_of(req) for req in batch.reqs]
+        shifts = [0 if state is None else state.progress.shift for state in states]
+        if not any(shifts):
+            return None
+        if batch.forward_mode.is_decode():
+            return torch.tensor(shifts + [0] * (len(batch.seq_lens) - len(shifts)))
+        rows = zip(shifts, batch.prefix_lens, states, strict=True)
+        shifts = [shift if shift and prefix >= s.prompt else 0 for shift, prefix, s in rows]
+        return torch.tensor(shifts).repeat_interleave(torch.tensor(batch.extend_lens))
 
     def finished_prompt(self, req: Any, state: State, kept: int, *, finite: bool) -> None:
         """Note the outcome of compressing a prompt of which `kept` entries were chosen.
@@ -194,6 +242,11 @@ class Runtime:
             "slots_freed": state.prompt - after,
             "compression_seconds": round(state.seconds, 6),
         }
+        if state.propagates:
+            left = state.progress.layer is not None
+            facts["selected_layer"] = state.progress.layer
+            facts["propagated_tokens"] = state.progress.tokens if left else state.prompt
+            self.metrics.propagated(state.served.name, facts["propagated_tokens"])
         self._report(req, state, facts)
         self.metrics.compressed(
             state.served.name,
@@ -299,8 +352,9 @@ class Runtime:
         if state is None:
             return
         state.window.clear()
-        if state.detached:
+        if state.detached or state.progress.barred:
             req.skip_radix_cache_insert = False
+        state.progress = Progress()
         if state.memory is not None or (state.private is not None and state.private.ready):
             state.was_compressed = len(req.output_ids) > 0
         state.private = state.memory = None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvpolicy.sglang_ext.decode_step import DecodeStep
 from kvpolicy.sglang_ext.frame import Frame
 from kvpolicy.sglang_ext.prefill_step import PrefillStep
+from kvpolicy.sglang_ext.propagate import PropagateStep
 from kvpolicy.sglang_ext.resume import ResumeStep
 
 if TYPE_CHECKING:
@@ -22,10 +23,12 @@ class Step:
         frame = Frame(batch) if extend else None
         self.prefill = PrefillStep(runtime, batch, frame) if extend else None
         self.resume = ResumeStep(runtime, batch, frame) if extend else None
+        propagates = extend and PropagateStep.wanted(batch)
+        self.propagate = PropagateStep(runtime, batch, frame, self.prefill) if propagates else None
         self.decode = DecodeStep(runtime, batch) if mode.is_decode() else None
 
     def finish(self) -> None:
         """After the forward: compress the prompts that ended in it, and fold."""
-        for part in (self.prefill, self.resume, self.decode):
+        for part in (self.propagate, self.prefill, self.resume, self.decode):
             if part is not None:
                 part.finish()

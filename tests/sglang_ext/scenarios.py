@@ -73,9 +73,9 @@ def _record_runs() -> list[Any]:
     runs: list[Any] = []
     observe, finish = Run.observe, Run.finish
 
-    def noting_observe(self, layer, q, k, v):
+    def noting_observe(self, layer, q, k, v, tokens=None):
         self.__dict__.setdefault("seen", {})[layer] = (q.clone(), k.clone(), v)
-        observe(self, layer, q, k, v)
+        return observe(self, layer, q, k, v, tokens)
 
     def noting_finish(self):
         self.kept = finish(self)

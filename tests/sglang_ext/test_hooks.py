@@ -31,6 +31,11 @@ SIGNATURES = {
     compat.ADD_CHUNKED: ["self", "req"],
     compat.FORWARD: ["self", "batch"],
     compat.CHECKPOINT: ["req", "tree_cache"],
+    compat.RELEASE: ["req", "tree_cache"],
+    compat.OWNED: ["self"],
+    compat.POSITIONS: ["cls", "batch", "model_runner"],
+    compat.CAN_RUN_GRAPH: ["self", "forward_batch"],
+    compat.CREATE_ROWS: ["self", "size", "max_context_len"],
     compat.UNCACHED_SIZES: ["self"],
 }
 
@@ -71,7 +76,8 @@ def test_attributes_that_are_read_or_written_exist():
     for name in (
         "origin_input_ids", "sampling_params", "multimodal_inputs", "input_embeds", "session",
         "positional_embed_overrides", "beam_group", "to_finish", "prefix_len", "extend_end",
-        "lock", "skip_radix_cache_insert", "customized_info", "output_ids",
+        "lock", "skip_radix_cache_insert", "customized_info", "output_ids", "return_logprob",
+        "logprob_start_len", "return_hidden_states", "full_untruncated_fill_ids",
     ):  # fmt: skip
         assert f"self.{name}" in source, name
     assert {"req_pool_idx", "cache_protected_len"} <= set(batch.ReqKvInfo.__slots__)
@@ -79,7 +85,7 @@ def test_attributes_that_are_read_or_written_exist():
     source = inspect.getsource(adder.__init__)
     for name in (
         "memory_budget", "rem_chunk_tokens", "rem_input_tokens", "new_chunked_req",
-        "can_run_list", "per_req_token_overhead",
+        "can_run_list", "per_req_token_overhead", "page_size",
     ):  # fmt: skip
         assert f"self.{name}" in source, name
 

@@ -3,13 +3,21 @@
 from types import SimpleNamespace
 
 import pytest
-from kvpolicy.sglang_ext import request
+from kvpolicy.sglang_ext import propagation, request
 
 
 class Served:
     """Keeps 64 entries per list."""
 
     name = "snapkv"
+
+    def plan(self, prompt):
+        return None
+
+    keeps_prompt = False
+
+    def folds_within(self, prompt, output):
+        return False
 
     def most_slots(self, prompt):
         return None if prompt <= 64 else 70
@@ -28,6 +36,9 @@ def make_request(custom=None, tokens=100, **changes):
         "positional_embed_overrides": None,
         "session": None,
         "beam_group": None,
+        "return_logprob": False,
+        "logprob_start_len": -1,
+        "return_hidden_states": False,
     }
     return SimpleNamespace(**(fields | changes))
 
@@ -76,6 +87,44 @@ def test_why_a_request_is_served_in_full(changes, reason):
     assert state.uncompressed == reason
     assert state.wanted is (reason is None)
     assert state.slots == (70 if reason is None else 0)
+
+
+class Propagates(Served):
+    """Data decide the layer after which tokens leave."""
+
+    def __init__(self, layer):
+        self.layer = layer
+
+    def plan(self, prompt):
+        return propagation.Plan(self.layer, restarts=False, most_prefix=0)
+
+
+def _output(tokens):
+    return SimpleNamespace(custom_params=None, max_new_tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layer", "reason"),
+    [
+        ({}, None, None),
+        ({"tokens": 120}, None, None),
+        ({"tokens": 121}, None, request.TOO_LONG),
+        ({"tokens": 121}, 3, None),
+        ({"sampling_params": _output(1)}, 3, None),
+        ({"sampling_params": _output(0)}, 3, request.ONE_TOKEN),
+        ({"return_hidden_states": True}, 3, request.HIDDEN_STATES),
+        ({"return_logprob": True}, 3, None),
+        ({"return_logprob": True, "logprob_start_len": 0}, 3, request.INPUT_LOGPROBS),
+        ({"return_logprob": True, "logprob_start_len": 98}, 3, request.INPUT_LOGPROBS),
+        ({"return_logprob": True, "logprob_start_len": 99}, 3, None),
+    ],
+)
+def test_why_tokens_do_not_leave_the_prefill(changes, layer, reason):
+    req = make_request(**changes)
+    request.assign(req, Propagates(layer), one_piece=120)
+    state = request.state_of(req)
+    assert state.uncompressed == reason
+    assert state.propagates is (reason is None)
 
 
 def test_without_a_policy_there_is_no_state():
