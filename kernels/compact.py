@@ -44,6 +44,6 @@ def compact(
     if prompt_slots.shape != (length,):
         raise ValueError(f"prompt_slots: expected [{length}], got {list(prompt_slots.shape)}")
     source = key_base + prompt_slots[position] * group + head
-    entries[target] = entries[source]
-    entries[target + value_offset] = entries[source + value_offset]
+    for offset in (0, value_offset):
+        entries.index_copy_(0, target + offset, entries.index_select(0, source + offset))
     return counts

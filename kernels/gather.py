@@ -38,7 +38,8 @@ def gather(
             f"there: expected {lengths.tolist()} True per KV head, got {there.sum(dim=1).tolist()}"
         )
     listed = indices[indptr[0] : indptr[-1]]
-    return _dense(entries[listed], there, lengths), _dense(values[listed], there, lengths)
+    k, v = entries.index_select(0, listed), values.index_select(0, listed)
+    return _dense(k, there, lengths), _dense(v, there, lengths)
 
 
 def _dense(rows: torch.Tensor, there: torch.Tensor | None, lengths: torch.Tensor) -> torch.Tensor:

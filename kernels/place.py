@@ -39,6 +39,6 @@ def place(
         if tensor.shape != (*kept.shape, entries.shape[1]):
             expected = [*kept.shape, entries.shape[1]]
             raise ValueError(f"{name}: expected {expected}, got {list(tensor.shape)}")
-    entries[target] = rounded(k[head, row], entries.dtype)
-    entries[target + value_offset] = rounded(v[head, row], entries.dtype)
+    for offset, tensor in ((0, k), (value_offset, v)):
+        entries.index_copy_(0, target + offset, rounded(tensor[head, row], entries.dtype))
     return counts
