@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from kvpolicy.dsl.counts import Number, whole
 from kvpolicy.dsl.intervals import Intervals
 from kvpolicy.dsl.ir import Node
+from kvpolicy.dsl.lengths import lengths
 
 if TYPE_CHECKING:
     from kvpolicy.dsl.bind import Bound
@@ -46,7 +47,8 @@ class Bounds:
     def __init__(self, bound: Bound, prompt: int) -> None:
         self._bound, self._prompt = bound, prompt
         self._layers, self._kv = bound.shape.layers, bound.shape.kv_heads
-        self._numbers = Intervals(bound, prompt)
+        self._lengths = lengths(bound, prompt)
+        self._numbers = Intervals(bound, prompt, self._lengths)
 
     def kept(self) -> int:
         """Upper bound on the entries kept, summed over layers and KV heads."""
@@ -57,6 +59,8 @@ class Bounds:
 
         Sets are tops with known counts and what fills a known budget after them.
         """
+        if any(low < high for low, high in self._lengths):
+            return False
         if node.op == "fill":
             return self._numbers.is_static(node.args[2].args[0]) and self.is_exact(node.args[1])
         if node.op == "choose":
@@ -91,7 +95,7 @@ class Bounds:
 
     def _bounded(self, head: list[Number], layer: list[Number], total: Number) -> Size:
         """A size from three bounds, each tightened by the others."""
-        heads = [whole(h, self._prompt) for h in head]
+        heads = [whole(h, high) for h, (_, high) in zip(head, self._lengths, strict=True)]
         layers = [whole(n, self._kv * h) for n, h in zip(layer, heads, strict=True)]
         return Size(heads, layers, whole(total, sum(layers)))
 

@@ -81,6 +81,4 @@ def execute(
         raise refused(
             "--execution torch", "arguments", f"{error}", "install torch, or use the interpreter"
         ) from None
-    if steps is None and inv_freq is None:
-        return apply(bound, q, k, v)
     return apply(bound, q, k, v, steps, inv_freq)

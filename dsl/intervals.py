@@ -25,31 +25,46 @@ _COUNTS = ("position", "distance", "index", "rank", "count", "missing", "remaini
 
 
 class Intervals:
-    """Intervals for one bound policy and prompt length N; L layers, G KV heads."""
+    """Intervals for one bound policy and prompt length N; L layers, G KV heads.
 
-    def __init__(self, bound: Bound, prompt: int) -> None:
-        self._bound, self._prompt = bound, prompt
+    Args:
+        bound: the policy.
+        prompt: N tokens.
+        lengths: per layer the least and largest number of tokens there. Where they are still being
+            found, only layers that are done may be asked about.
+    """
+
+    def __init__(self, bound: Bound, prompt: int, lengths: list[tuple[int, int]]) -> None:
+        self._bound, self._prompt, self._lengths = bound, prompt, lengths
         self._layers, self._kv = bound.shape.layers, bound.shape.kv_heads
         self._intervals: dict[tuple[int, int, frozenset[int]], Interval] = {}
         self._by_layer: dict[int, bool] = {}
 
-    def is_static(self, node: Node) -> bool:
-        """Whether a node is a number known before the prefill."""
-        return self._bound.static.needs(node) is not None
+    def is_static(self, node: Node, layer: int | None = None) -> bool:
+        """Whether a node is a number known before the prefill, at a layer or at all of them."""
+        needs = self._bound.static.needs(node)
+        if needs is None or "length" not in needs:
+            return needs is not None
+        ranges = self._lengths if layer is None else [self._lengths[layer]]
+        return all(low == high for low, high in ranges)
 
     def is_constant(self, node: Node) -> bool:
         """Whether it is, and the same at every layer."""
         needs = self._bound.static.needs(node)
-        return needs is not None and "layer" not in needs
+        if needs is None or "layer" in needs:
+            return False
+        same = len(set(self._lengths)) == 1
+        return self.is_static(node) and ("length" not in needs or same)
 
     def value(self, node: Node, layer: int) -> Number:
         """The value of a static node."""
-        return self._bound.number(node, self._prompt, layer)
+        length = self._lengths[layer][1]
+        return self._bound.number(node, self._prompt, layer, length=length)
 
     def _varies(self, node: Node) -> bool:
         """Whether bounds of a node may differ between layers."""
         if id(node) not in self._by_layer:
-            own = node.op == "size" and node.value == "layer"
+            own = self._bound.propagates or (node.op == "size" and node.value == "layer")
             self._by_layer[id(node)] = own or any(self._varies(x) for x in node.args)
         return self._by_layer[id(node)]
 
@@ -60,7 +75,7 @@ class Intervals:
         """
         key = (id(node), layer if self._varies(node) else 0, given)
         if key not in self._intervals:
-            if self.is_static(node):
+            if self.is_static(node, layer):
                 value = self.value(node, layer)
                 found = (value, value)
             else:
@@ -71,6 +86,8 @@ class Intervals:
     def _interval(self, node: Node, layer: int, given: frozenset[int]) -> Interval:
         if node.op in _LEAVES:
             return _LEAVES[node.op]
+        if node.op == "size" and node.value == "length":
+            return self._lengths[layer]
         if node.op in _COUNTS:
             return (0, self._count(node, layer))
         if node.op == "split":
@@ -80,7 +97,7 @@ class Intervals:
             return (0, max(0, most))
         if node.op == "divide" and self.normalises(node):
             return (0, 1)
-        if node.op == "choose" and self.is_static(node.args[1]):
+        if node.op == "choose" and self.is_static(node.args[1], layer):
             chosen = node.args[0 if self.value(node.args[1], layer) else 2]
             return self.of(chosen, layer, given)
         if node.op == "mask":
@@ -129,9 +146,9 @@ class Intervals:
         if condition.op != "not" or set(condition.type.axes) - set(axes):
             return False
         top = condition.args[0]
-        if top.op != "top" or len(top.args) != 2 or not self.is_static(top.args[1]):
+        if top.op != "top" or len(top.args) != 2 or not self.is_static(top.args[1], layer):
             return False
-        return whole(self.value(top.args[1], layer), self._prompt) < self._prompt
+        return whole(self.value(top.args[1], layer), self._prompt) < self._lengths[layer][0]
 
     def normalises(self, node: Node) -> bool:
         """Whether a division is `x / sum[...](x)` of values that are not negative."""
