@@ -33,7 +33,7 @@ class Lists:
             req_to_token: [rows, context] SGLang's table of ordinary slots.
         """
         self._arena = arena
-        self._latest: tuple[int, torch.Tensor, torch.Tensor] | None = None
+        self._latest: tuple | None = None  # layer and its lists
         device = req_to_token.device
         pages = [arena.pages(r.slots) for r in requests]
         sizes = torch.tensor([p.numel() for p in pages], device=device)
@@ -56,8 +56,12 @@ class Lists:
             takes them.
         """
         if self._latest is None or self._latest[0] != layer:
-            self._latest = layer, *self._together(layer)
-        _, indptr, indices = self._latest
+            self._latest = layer, self._lists(layer)
+        return self._latest[1]
+
+    def _lists(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Made anew: keys and values together, then apart where layers are stored in pairs."""
+        indptr, indices = self._together(layer)
 
         def entry_at(request: int, place: torch.Tensor) -> torch.Tensor:
             page = self._arena.kv_heads

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_allocator import Allocator, no_cache
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
 from kvpolicy.dsl.ir import ModelShape
 from kvpolicy.kernels.compact import compact
 from kvpolicy.kernels.paged_attention import paged_attention
 from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.arena import create_arena
+from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.lists import Lists
+from kvpolicy.sglang_ext.options import load_policies
 from kvpolicy.sglang_ext.store import Store
 
 LAYERS, UPPERS, SIZE = 6, [2, 5], 8  # layers 0 and 3 are whole
@@ -222,6 +222,11 @@ def test_sharing_that_would_save_nothing_is_refused(tmp_path, section, sentence)
         f"policy: pairs\nlanguage: 1\nabout: Shares.\n"
         f"share:\n  {section}\n  direction: normalize[dim](own)\n"
     )
+    [policy] = load_policies([str(file)], [])
     shape = ModelShape(layers=6, heads=4, kv_heads=2, head_dim=8)
-    found = share.unserved(bind(load(file).require(), shape))
-    assert found is None if sentence is None else sentence in found
+    if sentence is None:
+        assert policy.bind(shape).share is not None
+        return
+    with pytest.raises(Refused, match=sentence) as caught:
+        policy.bind(shape)
+    assert str(file) in str(caught.value)
