@@ -186,6 +186,14 @@ class Bound:
         """Whether the prefill begins again on the propagated tokens."""
         return self.propagate is not None and self.propagate.restart is not None
 
+    @cached_property
+    def tested(self) -> frozenset[str]:
+        """Reported lets by which a layer decides whether it propagates."""
+        if self.propagate is None:
+            return frozenset()
+        read = {id(node) for node in nodes_of([self.propagate.first, self.propagate.every])}
+        return frozenset(name for name, node in self.rules.lets.items() if id(node) in read)
+
     def propagation_layer(self, prompt: int) -> int | None:
         """The layer after which fewer tokens are computed, where `first` needs no data.
 

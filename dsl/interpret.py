@@ -53,6 +53,7 @@ def interpret(
     everything = np.arange(tokens)
     first = _Pass(bound, q, k, v, tokens)
     acted = first.run(bound.propagates)
+    tested = first.tested(acted)
     chosen, last = everything, first
     if bound.restarts and acted:
         chosen = next(iter(acted.values()))
@@ -61,6 +62,7 @@ def interpret(
         last.run(propagate=False)
     last.decide(inv_freq)
     result = _result(last, chosen, tokens)
+    result = replace(result, named={**result.named, **tested} if tokens else {})
     if acted:
         positions = list(acted.values())[-1].tolist()
         every = bound.program.propagate.every is not None
@@ -121,6 +123,19 @@ class _Pass:
                 if self.bound.restarts:
                     return acted
         return acted
+
+    def tested(self, acted: dict[int, np.ndarray]) -> dict[str, list[LayerValue]]:
+        """Reported lets that `propagate` tests, at the layers where it does."""
+        lets = self.e.rules.lets
+        first = self.bound.propagates and self.bound.program.propagate.first is not None
+        last = next(iter(acted)) if first and acted else len(self.e.every_layer) - 1
+        return {
+            name: [
+                reported(self.e.value(lets[name], layer) if layer <= last else None)
+                for layer in self.e.every_layer
+            ]
+            for name in self.bound.tested
+        }
 
     def _layer(self, layer: int, there: np.ndarray) -> Layer:
         first = self.tokens - self.q.shape[2]
@@ -238,7 +253,8 @@ def _result(last: _Pass, chosen: np.ndarray, tokens: int) -> Result:
 
 
 def _named(last: _Pass) -> dict[str, list[LayerValue]]:
-    lets = {name: last.e.rules.lets[name] for name in last.bound.rules.lets}
+    names = last.bound.rules.lets.keys() - last.bound.tested
+    lets = {name: last.e.rules.lets[name] for name in names}
     return {
         name: [reported(last.e.value(node, layer)) for layer in last.e.every_layer]
         for name, node in lets.items()

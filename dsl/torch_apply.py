@@ -171,14 +171,26 @@ def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Re
             name: [_reported(run.merge_states(layer).get(name)) for layer in layers]
             for name in names
         },
-        named={name: [_reported(x) for x in run.result(node)] for name, node in rules.lets.items()},
+        named={
+            name: [_reported(x) for x in run.result(node)]
+            for name, node in rules.lets.items()
+            if name not in bound.tested
+        },
     )
 
 
 def _propagated(result: Result, first: Run, tokens: int) -> Result:
-    if not isinstance(first, DirectRun) or not first.propagated:
+    if not isinstance(first, DirectRun):
         return result
     bound = first.program.bound
+    layers = range(bound.shape.layers)
+    tested = {
+        name: [_reported(first.tested.get(layer, {}).get(name)) for layer in layers]
+        for name in bound.tested
+    }
+    result = replace(result, named={**result.named, **tested})
+    if not first.propagated:
+        return result
     acted = {layer: x.tolist() for layer, x in first.propagated.items()}
     positions = list(acted.values())[-1]
     return replace(

@@ -39,7 +39,8 @@ class Direct:
         self.roots = [rules.keep]
         self.roots += [rules.budget] if budget else []
         self.roots += [rules.score] if report and rules.score is not None else []
-        self.roots += rules.lets.values() if report else []
+        self.tested = {name: rules.lets[name] for name in bound.tested} if report else {}
+        self.roots += [rules.lets[n] for n in rules.lets if n not in bound.tested] if report else []
         merge_states = {} if rules.merge is None else rules.merge.states
         self.updates, self.merge_updates = Updates.of(rules.states), Updates.of(merge_states)
         early = propagate_roots(bound.propagate_lowered)

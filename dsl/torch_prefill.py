@@ -24,10 +24,12 @@ class DirectRun(Run):
     Attributes:
         selected_layer: where `propagate.first` held; None: nowhere (yet).
         propagated: per layer that acted, int64 [m] positions of the tokens that went deeper.
+        tested: per layer where the propagation was tested, reported lets that decided, by name.
     """
 
     selected_layer: int | None = None
     propagated: dict[int, torch.Tensor] = field(default_factory=dict)
+    tested: dict[int, dict[str, Value]] = field(default_factory=dict)
     _second: bool = False
     _evaluations: dict[int, Evaluation] = field(default_factory=dict)
     _history: History = field(default_factory=History)
@@ -112,6 +114,7 @@ class DirectRun(Run):
         if not self._may_propagate():
             return None
         propagate = self.program.bound.propagate_lowered
+        self.tested[frame.layer] = {n: evaluation.value(x) for n, x in direct.tested.items()}
         chosen = None
         if evaluation.holds(propagate.first or propagate.every):
             chosen = evaluation.tensor(propagate.tokens, ("token",)).nonzero()[:, 0]
