@@ -160,7 +160,9 @@ class _MergeValues(Evaluator):
             divide = self.spread(
                 self.value(self.merge.divide, self.layer), ("kv", "token"), self.layer
             ).data
-        changed = self._links().any(-1) & (divide != 0)
+        # What would become infinite stays as it is.
+        changed = self._links().any(-1) & (divide != 0) & np.isfinite(divide)
+        changed &= np.isfinite(total).all(-1)
         return np.where(changed[..., None], total / np.where(changed, divide, 1.0)[..., None], x)
 
 

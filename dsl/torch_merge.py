@@ -9,6 +9,7 @@ size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -100,7 +101,8 @@ class Merging:
                 total.index_add_(0, each.index[head], rows * weights[head, :, None])
             made = result[head] * self._own[head, :, None] + total
             divide = self._divide[head, :, None]
-            changed = (self._members[head, :, None] > 1) & (divide != 0)
+            changed = (self._members[head, :, None] > 1) & (divide != 0) & divide.isfinite()
+            changed &= made.isfinite().all(-1, keepdim=True)
             result[head] = torch.where(changed, made / divide, result[head])
         return result
 
@@ -194,7 +196,7 @@ class Merging:
             total, number = filled(empty, 0.0), torch.zeros_like(self._present).double()
             number = aligned(number, _DROPPED, empty.axes)
             part = empty
-        data = (total / number).nan_to_num(nan=0.0)
+        data = (total / number).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
         return Value(data, part.axes, self._present, _DROPPED, finite=x.finite)
 
     def _sum(self, node: Node, evaluation: Evaluation) -> Value:
