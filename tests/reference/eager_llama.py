@@ -1,4 +1,4 @@
-"""A plain Llama, one tensor operation after the other, in float64.
+"""A plain Llama, Mistral, Qwen2 or Qwen3, one tensor operation after the other, in float64.
 
 Independent of everything that is served: it reads `config.json` and `model.safetensors` itself and
 shares no code with `sglang_ext`, `kernels` or `examples`. Slow, and meant for small checkpoints.
@@ -23,7 +23,7 @@ class Llama:
     """The weights of one checkpoint.
 
     Args:
-        folder: of a Llama checkpoint in one file, without biases and with plain RoPE.
+        folder: of such a checkpoint in one file, with plain RoPE.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -54,8 +54,14 @@ class Llama:
         x = self._normed(x, f"model.layers.{layer}.input_layernorm")
 
         def heads(name: str) -> Tensor:
-            projected = x @ self.weights[f"model.layers.{layer}.self_attn.{name}.weight"].T
-            return projected.unflatten(-1, (-1, self.shape.head_dim)).transpose(0, 1)
+            prefix = f"model.layers.{layer}.self_attn.{name}"
+            projected = x @ self.weights[f"{prefix}.weight"].T
+            projected = projected + self.weights.get(f"{prefix}.bias", 0)
+            parts = projected.unflatten(-1, (-1, self.shape.head_dim))
+            norm = f"{prefix[:-5]}_norm"  # of q_proj: q_norm
+            if f"{norm}.weight" in self.weights:
+                parts = self._normed(parts, norm)
+            return parts.transpose(0, 1)
 
         angles = positions.double()[:, None] * self.frequencies
         q, k = rotate(heads("q_proj"), angles), rotate(heads("k_proj"), angles)
