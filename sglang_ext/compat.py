@@ -33,6 +33,9 @@ NEW_PREFILL = "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill"
 RESET_FOR_RETRACT = "sglang.srt.managers.schedule_batch.Req.reset_for_retract"
 PREPARE_FOR_EXTEND = "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend"
 SLOT_RESERVE = "sglang.srt.managers.schedule_policy.PrefillAdder._request_slot_reserve_for_req"
+RUNNING_NEEDS = (
+    "sglang.srt.managers.schedule_policy.PrefillAdder._get_running_request_total_token_offset"
+)
 ADD_ONE = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
 ADD_CHUNKED = "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req"
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"

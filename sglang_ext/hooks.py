@@ -55,6 +55,7 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Callable]]:
         (compat.RESET_FOR_RETRACT, "after", lambda _, req: runtime.retracted(req)),
         (compat.PREPARE_FOR_EXTEND, "after", lambda _, batch: runtime.allocate(batch)),
         (compat.SLOT_RESERVE, "after", _after_reserve(runtime)),
+        (compat.RUNNING_NEEDS, "after", lambda n, _, req: runtime.still_needs(req, n)),
         (compat.ADD_ONE, "around", _around_add_one(runtime)),
         (compat.ADD_CHUNKED, "around", _around_add_chunked(runtime)),
         (compat.FORWARD, "around", _around_forward(runtime)),
@@ -142,7 +143,8 @@ def _start(runtime: Runtime, scheduler: Any) -> None:
         if any(policy.program.positions == "slots" for policy in runtime.policies):
             runtime.rotary = of_model(scheduler.tp_worker.model_runner.model)
         for policy in runtime.policies:
-            served = Served(policy, policy.bind(shape), runtime.arena)
+            page_size = runtime.store.allocator.page_size
+            served = Served(policy, policy.bind(shape), runtime.arena, page_size)
             runtime.served[policy.name] = served
             params = ", ".join(f"{k}={_shown(v)}" for k, v in served.bound.params.items())
             logger.info(

@@ -12,6 +12,7 @@ from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.torch_program import TorchProgram
 from kvpolicy.sglang_ext import propagation, share
 from kvpolicy.sglang_ext.arena import Arena
+from kvpolicy.sglang_ext.growth import Growth
 from kvpolicy.sglang_ext.options import Policy
 from kvpolicy.sglang_ext.propagation import Plan, Progress
 from kvpolicy.sglang_ext.store import Private
@@ -45,12 +46,13 @@ NOTHING_CHOSEN = "nothing_chosen"  # known only after scoring: no token at all w
 class Served:
     """A policy bound to the model that is served."""
 
-    def __init__(self, policy: Policy, bound: Bound, arena: Arena) -> None:
+    def __init__(self, policy: Policy, bound: Bound, arena: Arena, page_size: int) -> None:
         self.name = policy.name
         self.bound = bound
         self.program = TorchProgram(bound)
         self.upper_layers = share.upper_layers(bound)
         self._arena = arena
+        self.growth = Growth(bound, arena, page_size)
         # Both are asked for at every attempt to admit a request, by prompt length.
         self.most_slots = lru_cache(maxsize=4096)(self._most_slots)
         self.queries = lru_cache(maxsize=4096)(bound.queries)
@@ -159,7 +161,9 @@ class State:
 
     def leaves_at(self, step: int) -> bool:
         """Whether entries are to leave at a decode step, from 1."""
-        return step not in self.skipped and self.served.bound.leaves_at(step, self.prompt)
+        # After a restart the policy's prompt is the tokens that were chosen.
+        prompt = self.prompt if self.memory is None else self.memory.prompt
+        return step not in self.skipped and self.served.bound.leaves_at(step, prompt)
 
     def next_end(self, prefix: int, end: int) -> int:
         """Where a pass of a resumed request must end: its prompt, or where entries leave.

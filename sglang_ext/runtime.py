@@ -94,26 +94,48 @@ class Runtime:
     def reserve(self, adder: Any, req: Any, extend: int | None) -> int:
         """Slots beyond its tokens that a request needs when it is admitted.
 
+        Negative where its output needs fewer slots than it has tokens, as SGLang reckons.
+
         Args:
             adder: SGLang's prefill adder.
             extend: tokens that this pass computes; None while the whole request is considered.
         """
         state = state_of(req)
-        if state is None or not state.wanted or state.private is not None:
+        if state is None or not state.observed or state.private is not None:
             return 0
-        slots = self.store.whole_pages(state.slots)
+        slots = self.store.whole_pages(state.slots) if state.wanted else 0
         if req.kv.holds_kv:
             # A request in chunks cannot wait: where the copy does not fit, it goes without one.
             ends = req.prefix_len + extend >= state.prompt
             room = adder.memory_budget.remaining_current - extend - adder.per_req_token_overhead
             return slots if ends and slots <= room else 0
-        output = min(req.sampling_params.max_new_tokens, compat.longest_estimated_output())
-        whole = state.prompt + output + 2 * adder.per_req_token_overhead
-        if whole + slots >= self.store.dense_capacity:
+        ahead = req.sampling_params.max_new_tokens
+        output = min(max(ahead - len(req.output_ids), 0), compat.longest_estimated_output())
+        most = state.served.growth.most(state.prompt, ahead) if state.folds else None
+        grows = output if most is None else min(output, max(most - slots, 0))
+        whole = state.prompt + grows + 2 * adder.per_req_token_overhead
+        if slots and whole + slots >= self.store.dense_capacity:
             # It would wait for ever: even an empty pool has no room for prompt and copy.
             state.uncompressed = request.NO_SLOTS
+            state.forget()
             return 0
-        return slots
+        return slots + grows - output
+
+    def still_needs(self, req: Any, estimate: float) -> float:
+        """Slots that a running request may come to need besides those that it holds.
+
+        Args:
+            estimate: SGLang's, as if its output stayed in memory.
+        """
+        state = state_of(req)
+        if state is None or state.memory is None:
+            return estimate
+        most = state.served.growth.most(state.prompt, req.sampling_params.max_new_tokens)
+        if most is None:
+            return estimate
+        held = req.kv.kv_allocated_len - max(req.kv.cache_protected_len, state.prompt)
+        held += 0 if state.private is None else state.private.slots.numel()
+        return min(estimate, max(most - held, 0))
 
     def admit_again(self, running: Any) -> None:
         """Let the scheduler admit requests if prompts have been given up since it last tried.

@@ -75,14 +75,20 @@ class Driver:
         return self.scheduler.req_to_token_pool._aux_cache
 
     def send(self, rid: str, tokens: Sequence[int], **options: Any) -> None:
-        """Queue a greedy request; it is received at the scheduler's next step."""
+        """Queue a greedy request; it is received at the scheduler's next step.
+
+        Only a stop token among the options ends it before its `max_new_tokens`.
+        """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
         policy = options.pop("policy", None)
         stream = options.pop("stream", False)
         custom = None if policy is None else {"kv_policy": policy}
-        sampling = SamplingParams(temperature=0.0, ignore_eos=True, custom_params=custom, **options)
+        ignore = "stop_token_ids" not in options
+        sampling = SamplingParams(
+            temperature=0.0, ignore_eos=ignore, custom_params=custom, **options
+        )
         sampling.normalize(None)
         sampling.verify(1 << 30)
         self.answers[rid] = Answer()

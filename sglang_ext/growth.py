@@ -1,0 +1,63 @@
+"""How much memory a request may come to need while it decodes under a policy that goes on.
+
+SGLang admits requests as if the output of every one stayed in memory. Where a policy holds the
+cache at a size, that is far too much, and long generations would run one after the other.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from kvpolicy.dsl.bind import Bound
+from kvpolicy.dsl.ir import Node
+from kvpolicy.sglang_ext.arena import Arena
+
+_LONG = 1 << 20  # a prompt of which a policy that holds a size surely drops something
+
+
+class Growth:
+    """Slots that the requests of a policy may hold.
+
+    Args:
+        page_size: slots that SGLang's allocator hands out at once.
+    """
+
+    def __init__(self, bound: Bound, arena: Arena, page_size: int) -> None:
+        self._bound, self._arena = bound, arena
+        # A tail until the next fold, and a page of which only a part is used for each of both.
+        self._between = bound.fold_interval + 2 * page_size + arena.kv_heads
+        self._steady = _is_steady(bound)
+        self.most = lru_cache(maxsize=4096)(self._most)
+
+    def _most(self, prompt: int, output: int) -> int | None:
+        """Slots that a request holds at most beside a prompt in the radix cache.
+
+        Args:
+            output: tokens that it generates at most.
+
+        Returns:
+            None where that grows with the output, as in stock SGLang.
+        """
+        if not self._steady:
+            return None
+        # Before the cache has reached its size, it is as large as for a prompt that long.
+        return self._arena.most_slots(self._bound.max_entries(prompt + output)) + self._between
+
+
+def _is_steady(bound: Bound) -> bool:
+    """Whether every fold leaves no more entries than the prefill may."""
+    decode, rules, shape = bound.decode, bound.rules, bound.shape
+    if decode is None or decode.when is not None or bound.propagates:
+        return False
+    if decode.budget is not None and _size(decode.budget) != _size(rules.budget):
+        return False
+    everything = shape.layers * shape.kv_heads * _LONG
+    return bound.max_entries(_LONG) < everything and _size(decode.keep) == _size(rules.keep)
+
+
+def _size(node: Node | None) -> tuple | None:
+    """What decides how many entries a token set holds: all but what is compared."""
+    if node is None:
+        return None
+    arguments = node.args[1:] if node.op == "top" else node.args
+    return node.op, str(node.value), node.axes, tuple(_size(each) for each in arguments)
