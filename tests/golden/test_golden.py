@@ -6,40 +6,22 @@ with maximum pooling, where ties go to the lower position.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 from kvpolicy.dsl.bind import bind
 from kvpolicy.dsl.check import load
-from kvpolicy.dsl.cli import main
 from kvpolicy.dsl.commands import EXECUTIONS, execute
 from kvpolicy.dsl.counts import split
 from kvpolicy.dsl.ir import ModelShape
 from kvpolicy.dsl.policy_tests import generated
 from kvpolicy.dsl.source import Source
+from recorded import VECTORS, run
 
-VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
 # The vectors' sinusoidal tensors: H=4, G=2, N=12, D=4.
 SINES_Q = np.array([VECTORS["sines"]["q"]], dtype=np.float32)
 SINES_K = np.array([VECTORS["sines"]["k"]], dtype=np.float32)
 
 pytestmark = pytest.mark.parametrize("execution", EXECUTIONS)
-
-
-def run(tmp_path, policy, settings, execution, q, k, v=None) -> dict:
-    """What `kvpolicy run` writes."""
-    np.savez(tmp_path / "x.npz", q=q, k=k, v=np.zeros_like(k) if v is None else v)
-    overrides = [
-        part
-        for name, value in settings.items()
-        for part in ("--set", f"{name}={str(value).lower()}")
-    ]
-    out = tmp_path / "r.json"
-    tensors = ["--tensors", str(tmp_path / "x.npz"), "--execution", execution]
-    assert main(["run", policy, *tensors, "--out", str(out), *overrides]) == 0
-    return json.loads(out.read_text())
 
 
 def keep(text: str, execution: str, q, k, v=None, **settings: str) -> list:
@@ -173,25 +155,21 @@ def test_lava(tmp_path, execution, case):
     assert output["budgets"] == [[n + case["window"] for n in heads] for heads in case["caps"]]
 
 
-CAKE = """
-params: {gamma: 200, tau1: 1, tau2: 1}
-let:
-  seen: attn(recent(3)) where not recent(3)
-  shift: var[query](seen) * 3 / 2
-  dispersion: -sum[head, query, token](seen * log(seen))
-  preference: dispersion ^ (1 / tau1) * sum[head, token](shift) ^ (1 / tau2)
-score: mean[group](avgpool(mean[query](seen) + gamma * shift, 5))
-budget: 3 + split[layer](3 * layers, preference, max = length - 3)
-keep: recent(3) then top(score)
-"""
-
-
 @pytest.mark.parametrize("case", VECTORS["cake"], ids=lambda c: f"gamma{c['gamma']}")
-def test_cake(execution, case):
+def test_cake(tmp_path, execution, case):
     q = np.stack([generated(30 + i, (4, 12, 4)) * np.float32(0.3 + 0.5 * i) for i in range(3)])
     k = np.stack([generated(130 + i, (2, 12, 4)) for i in range(3)])
-    settings = {name: str(case[name]) for name in ("gamma", "tau1", "tau2")}
-    assert keep(CAKE, execution, q, k, **settings) == case["kept"]
+    settings = {name: case[name] for name in ("gamma", "tau1", "tau2")}
+    settings.update(capacity=6, window=3, kernel=5)
+    assert run(tmp_path, "cake", settings, execution, q, k)["kept"] == case["kept"]
+
+
+def test_cake_splits_what_the_cascade_ends_with(execution):
+    # Shares of three layers, then of four: what a layer gets may grow again.
+    case = VECTORS["cake_non_monotone"]
+    for stage in ("stage3", "stage4"):
+        weights = case["prefs"][: len(case[stage])]
+        assert split(case["T"], weights, [case["cap"]] * len(weights)) == case[stage]
 
 
 @pytest.mark.parametrize("case", VECTORS["cake_adjust"], ids=lambda c: str(c["shares"]))
