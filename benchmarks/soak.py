@@ -29,13 +29,35 @@ CHECKS = {
     "SGLANG_TEST_RETRACT": "1",
     "SGLANG_TEST_RETRACT_INTERVAL": "10",
 }
-POLICIES = ("snapkv", "adakv", "lava", "pyramidkv", "simlayerkv-prefill", "sinks-recent")
-SETTINGS = (
-    *(f"{p}.capacity=48" for p in ("snapkv", "adakv", "lava", "pyramidkv")),
-    "simlayerkv-prefill.window=48",
-    "simlayerkv-prefill.threshold=0.5",
-    "sinks-recent.capacity=48",
-)
+# Small budgets, so that short prompts are compressed too and entries leave while decoding.
+POLICIES = {
+    "snapkv": ["capacity=48"],
+    "adakv": ["capacity=48"],
+    "lava": ["capacity=48"],
+    "pyramidkv": ["capacity=48"],
+    "simlayerkv-prefill": ["window=48", "threshold=0.5"],
+    "sinks-recent": ["capacity=48"],
+    "fastkv": ["kv_rate=0.2", "tsp_rate=0.4"],
+    "asl": ["capacity=48", "window=8", "tau=0.9"],
+    "gemfilter": ["capacity=48"],
+    "pyramidinfer": ["floor_rate=0.3", "least=16"],
+    "streamingllm": ["window=40"],
+    "h2o": ["heavy=24", "window=24"],
+    "vatp": ["rate=0.1"],
+    "tova": ["capacity=48"],
+    "roco": ["capacity=16", "newest=4"],
+    "simlayerkv": ["window=40", "threshold=0.5"],
+    "cake": ["capacity=48", "window=8"],
+    "d2o": ["rate=0.2"],
+    "d2o-code": ["rate=0.2"],
+    "cam": ["window=40"],
+    "minicache": ["start=0"],
+    "asl-lava-d2o": ["capacity=48", "window=8", "tau=0.9"],
+}
+SETTINGS = [f"{name}.{value}" for name, values in POLICIES.items() for value in values]
+# Deeper layers read a cached prefix of theirs as it was computed for others, in full: what is in
+# the cache decides their answers, so that each of their requests has a cache of its own here.
+APART = ("fastkv", "asl", "pyramidinfer", "asl-lava-d2o")
 
 
 @dataclass(frozen=True)
@@ -78,33 +100,40 @@ class Answer:
     retractions: int
 
 
-def ask(server: Server, request: Request) -> Answer:
-    """The whole answer."""
-    options = {"max_new_tokens": request.new_tokens, "ignore_eos": True}
-    answer = server.generate(input_ids=request.prompt, policy=request.policy, **options)
-    meta = answer["meta_info"]
-    compressed = "entries_kept" in meta.get("kv_policy", {})
-    return Answer(answer["output_ids"], compressed, meta["num_retractions"])
-
-
-def ask_and_abort(server: Server, request: Request, rid: str) -> None:
-    """Send a request and abort it by its id after a while, wherever it is by then."""
-    timer = threading.Timer(
-        request.abort_after, lambda: server.post("/abort_request", {"rid": rid})
-    )
-    timer.start()
-    body = {
+def body(request: Request, number: int, new_tokens: int) -> dict:
+    """What is sent to /generate."""
+    sent = {
         "input_ids": list(request.prompt),
-        "rid": rid,
         "sampling_params": {
             "temperature": 0,
-            "max_new_tokens": 200,
+            "max_new_tokens": new_tokens,
             "ignore_eos": True,
             "custom_params": {"kv_policy": request.policy},
         },
     }
+    return sent | ({"extra_key": f"soak-{number}"} if request.policy in APART else {})
+
+
+def ask(server: Server, request: Request, number: int) -> Answer:
+    """The whole answer."""
+    response = server.post("/generate", body(request, number, request.new_tokens))
+    response.raise_for_status()
+    answer = response.json()
+    meta = answer["meta_info"]
+    facts = meta.get("kv_policy", {})
+    compressed = "entries_kept" in facts or facts.get("folds", 0) > 0
+    return Answer(answer["output_ids"], compressed, meta["num_retractions"])
+
+
+def ask_and_abort(server: Server, request: Request, number: int) -> None:
+    """Send a request and abort it by its id after a while, wherever it is by then."""
+    rid = f"soak-{number}"
+    timer = threading.Timer(
+        request.abort_after, lambda: server.post("/abort_request", {"rid": rid})
+    )
+    timer.start()
     try:
-        server.post("/generate", body)
+        server.post("/generate", {**body(request, number, 200), "rid": rid})
     except requests.RequestException as error:
         raise SystemExit(f"soak: an aborted request broke its connection: {error}") from error
     finally:
@@ -117,8 +146,8 @@ def storm(server: Server, drawn: list[Request], at_once: int) -> list[Answer | N
     def one(item):
         number, request = item
         if request.abort_after is None:
-            return ask(server, request)
-        return ask_and_abort(server, request, f"soak-{number}")
+            return ask(server, request, number)
+        return ask_and_abort(server, request, number)
 
     with ThreadPoolExecutor(at_once) as pool:
         return list(tqdm(pool.map(one, enumerate(drawn)), total=len(drawn), desc="all at once"))
@@ -154,8 +183,8 @@ def main() -> None:
     started = time.perf_counter()
     with serve(options.model, policies, SETTINGS, env=CHECKS, progress=True, **flags) as server:
         alone = [
-            ask(server, r) if r.abort_after is None else None
-            for r in tqdm(drawn, desc="one at a time")
+            ask(server, r, i) if r.abort_after is None else None
+            for i, r in enumerate(tqdm(drawn, desc="one at a time"))
         ]
         together = storm(server, drawn, options.at_once)
         leaks = leaked(server)
