@@ -127,10 +127,9 @@ class DirectRun(Run):
         if propagate.first is not None:
             self.selected_layer = frame.layer
         self.propagated[frame.layer] = frame.places[chosen]
-        if len(chosen) == frame.tokens:
-            return None
+        # A restart happens even with all tokens: layers so far may have been left unscored.
         self.restarted = self.program.bound.restarts
-        return chosen
+        return chosen if self.restarted or len(chosen) < frame.tokens else None
 
     # What a layer keeps for later.
 

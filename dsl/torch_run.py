@@ -73,6 +73,7 @@ class Run:
 
         Returns:
             int64 [m], ascending: which of the n tokens deeper layers compute; None: all of them.
+            With `restarted`: of which tokens the second prefill consists, maybe all.
         """
         if self.prompt == 0:
             return None

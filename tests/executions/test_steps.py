@@ -1,0 +1,107 @@
+"""Interpreter and torch program agree from the prompt to the last decode step."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from kvpolicy.dsl.bind import bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.library import shipped
+from kvpolicy.dsl.source import Source
+from random_policies import policy
+from recordings import both, tensors
+
+SHAPES = [(4, 4, 2, 8), (3, 2, 2, 4), (5, 4, 1, 6), (3, 8, 2, 4)]
+LENGTHS = (0, 1, 2, 3, 4, 5, 9, 10, 13, 20, 31)
+SMALL = {
+    "capacity": "9", "window": "3", "start": "2", "queries": "3", "reach": "4", "heavy": "4",
+    "rate": "0.4", "filter": "1", "tsp_layer": "1", "batch": "2", "recent_share": "0.3",
+    "newest": "2", "lookback": "2", "kernel": "3", "tau": "2",
+}  # fmt: skip
+# What a method's own meaning of a name needs, and variants that take other branches.
+OWN = {
+    "asl": {"start": "1"},
+    "asl-lava-d2o": {"start": "1"},
+    "minicache": {"start": "0"},
+    "pyramidinfer": {"least": "3"},
+}
+VARIANTS = [{}, {"two_pass": "true"}, {"tau": "0.5"}, {"rate": "0.2"}, {"threshold": "0.45"}]
+
+
+def settings(name: str, params, seed: int) -> dict[str, str]:
+    given = {**SMALL, **OWN.get(name, {}), **VARIANTS[seed % len(VARIANTS)]}
+    return {key: value for key, value in given.items() if key in params}
+
+
+def frequencies(shape, seed: int):
+    size = shape[3] // 2
+    return None if seed % 2 else 10000.0 ** (-np.arange(size) / size)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_policies(name):
+    program = load(name).require()
+    for seed in range(15):
+        rng, shape = np.random.default_rng(seed), SHAPES[seed % len(SHAPES)]
+        bound = bind(
+            program, ModelShape(*shape), settings(name, program.params, seed),
+            fold_interval=3 if seed % 3 == 2 else 1,
+        )  # fmt: skip
+        tokens = LENGTHS[seed % len(LENGTHS)]
+        prompt = tensors(rng, shape, tokens, seed % 8, ties=seed % 4 == 3)
+        expected, _ = both(bound, *prompt, frequencies(shape, seed))
+        kept = sum(int(layer.sum()) for layer in expected.kept)
+        assert kept <= bound.max_entries(tokens)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_policies(part):
+    random, compared, refused = Random(part), 0, 0
+    for _ in range(12):
+        text = policy(random)
+        try:
+            program = load(Source("random.yaml", text)).require()
+        except PolicyError:
+            refused += 1
+            continue
+        for seed, (shape, tokens) in enumerate(
+            [(SHAPES[0], 19), (SHAPES[2], 2), (SHAPES[1], 11), (SHAPES[3], 13)]
+        ):
+            try:
+                bound = bind(program, ModelShape(*shape))
+            except PolicyError:
+                refused += 1
+                break
+            prompt = tensors(np.random.default_rng(seed), shape, tokens, 4, ties=seed == 2)
+            both(bound, *prompt, frequencies(shape, seed))
+            compared += 1
+    assert refused <= 3
+    assert compared >= 36
+
+
+def test_heads_hold_different_tokens():
+    """The comparison above is about something: heads differ, states follow, tokens go."""
+    bound = bind(load("h2o").require(), ModelShape(3, 4, 2, 8), {"heavy": "4", "window": "3"})
+    prompt = tensors(np.random.default_rng(0), (3, 4, 2, 8), 20, 6)
+    expected, _ = both(bound, *prompt)
+    last = expected.steps[-1].kept
+    assert all(len(head) == 7 for layer in last for head in layer)
+    assert any(layer[0] != layer[1] for layer in last)
+    assert any(head[0] < 20 for layer in last for head in layer)
+
+
+def test_short_folds_end_like_long_ones_where_the_past_does_not_count():
+    """Sinks and recents after 6 steps are the same, whenever the others left."""
+    program = load("streamingllm").require()
+    prompt = tensors(np.random.default_rng(1), (2, 2, 1, 4), 9, 6)
+    given = {"start": "2", "window": "4"}
+    ends = [
+        both(bind(program, ModelShape(2, 2, 1, 4), given, fold_interval=n), *prompt)[0].steps
+        for n in (1, 2, 3, 6)
+    ]
+    assert all(each[-1].kept == [[[0, 1, 11, 12, 13, 14]]] * 2 for each in ends)
+    assert [len(step.kept[0][0]) for step in ends[2]] == [7, 8, 6, 7, 8, 6]
