@@ -15,48 +15,73 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    """Folder of a Llama checkpoint with random weights whose words are w0 ... w511.
+def model(checkpoint):
+    """Folder of a Llama checkpoint with random weights whose words are w0 ... w511."""
+    return checkpoint("llama")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """From a model type to the folder of a checkpoint with random weights.
 
     4 layers, 4 heads, 2 KV heads of 32. Weights are large enough that attention is far from
     uniform and that greedy answers depend on what is kept.
     """
+    folders = {}
+
+    def checkpoint(kind):
+        if kind not in folders:
+            folders[kind] = str(_make(tmp_path_factory.mktemp(kind), kind))
+        return folders[kind]
+
+    return checkpoint
+
+
+def _make(folder, kind):
     torch = pytest.importorskip("torch", reason="the runtime needs torch")
     pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    folder = tmp_path_factory.mktemp("model")
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(512)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w2")
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        kind,
         vocab_size=512,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=32,
         max_position_embeddings=2048,
         initializer_range=0.2,
         eos_token_id=2,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
+    if kind == "mistral":
+        config.sliding_window = None
+    made = AutoModelForCausalLM.from_config(config)
+    if kind != "llama":  # biases are zero and norms are one where nothing has been trained
+        for name, weight in made.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.3)
+    made.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
 def scenario(model, tmp_path_factory):
     """Runs one scenario of a file in a process of its own; what it wrote."""
 
-    def run(file, name, env=None, **flags):
+    def run(file, name, env=None, folder=None, **flags):
         out = tmp_path_factory.mktemp("scenario") / "out.json"
-        script = Path(__file__).with_name(file)
+        script, folder = Path(__file__).with_name(file), folder or model
         done = subprocess.run(
-            [sys.executable, "-P", str(script), name, str(out), model, json.dumps(flags)],
+            [sys.executable, "-P", str(script), name, str(out), folder, json.dumps(flags)],
             capture_output=True,
             text=True,
             timeout=600,
