@@ -1,0 +1,249 @@
+"""What a request remembers while it decodes, seen from a server."""
+
+from __future__ import annotations
+
+import gc
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from kvpolicy.dsl.bind import bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.torch_decode import Memory
+from kvpolicy.dsl.torch_program import TorchProgram
+from recordings import both, tensors
+
+SHAPE = (2, 4, 2, 4)
+HEADER = "policy: a-test\nlanguage: 1\nabout: a test\n"
+SMALL = {
+    "h2o": {"heavy": "3", "window": "3"},
+    "cam": {"start": "1", "window": "4", "reach": "3"},
+    "d2o": {"rate": "0.5"},
+    "tova": {"capacity": "6"},
+    "roco": {"capacity": "4", "newest": "1"},
+    "streamingllm": {"start": "1", "window": "4"},
+}
+
+
+def policy(text: str):
+    return bind(load(Source("a-test.yaml", HEADER + text)).require(), ModelShape(*SHAPE))
+
+
+def shipped(name: str, **more):
+    return bind(load(name).require(), ModelShape(*SHAPE), SMALL[name], **more)
+
+
+def prefill(bound, tokens=12, seed=0) -> Memory:
+    q, k, v = (torch.tensor(x) for x in tensors(np.random.default_rng(seed), SHAPE, tokens, 0)[:3])
+    run = TorchProgram(bound).start(tokens)
+    for layer in range(SHAPE[0]):
+        run.observe(layer, q[layer], k[layer], v[layer])
+    run.finish()
+    if bound.rules.merge is not None:
+        for layer in range(SHAPE[0]):
+            run.merged(layer, k[layer], v[layer])
+    return run.memory()
+
+
+class Server:
+    """Keys and values made from their place, so that a memory can be fed without a store."""
+
+    def __init__(self, memory: Memory, poison: float | None = None) -> None:
+        self.memory, self.poison = memory, poison
+
+    def tensors(self, layer: int, kind: int, positions: torch.Tensor) -> torch.Tensor:
+        place = positions[:, None] * 0.7 + torch.arange(SHAPE[3]) * 1.3
+        head = torch.arange(SHAPE[2])[:, None, None]
+        return torch.sin(place * (1 + head) + layer + kind).float()
+
+    def step(self, position: int) -> list:
+        """One step of all layers; what each decided."""
+        self.memory.step(position)
+        choices = []
+        for layer in range(SHAPE[0]):
+            if self.memory.wants == "nothing":
+                choices.append(None)
+                continue
+            layout = self.memory.layout(layer)
+            q = torch.cos(torch.arange(SHAPE[1] * SHAPE[3]) * (position + layer + 1.0))
+            k, v = (self.tensors(layer, kind, layout.positions) for kind in (1, 2))
+            if self.poison is not None and layout.there is not None:
+                k, v = (x.masked_fill(~layout.there[..., None], self.poison) for x in (k, v))
+            given = (k, v) if self.memory.wants == "entries" else (None, None)
+            choice = self.memory.observe(layer, q.view(SHAPE[1], 1, SHAPE[3]), *given)
+            choices.append(choice)
+        return choices
+
+
+def held(memory: Memory) -> list[list[list[int]]]:
+    result = []
+    for layer in range(SHAPE[0]):
+        layout = memory.layout(layer)
+        there = layout.there
+        if there is None:
+            there = torch.ones(SHAPE[2], len(layout.positions), dtype=torch.bool)
+        result.append([layout.positions[own].tolist() for own in there])
+    return result
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_rows_that_are_not_there_do_not_matter(name):
+    plain, poisoned = (Server(prefill(shipped(name)), poison) for poison in (None, float("nan")))
+    for position in range(12, 20):
+        for a, b in zip(plain.step(position), poisoned.step(position), strict=True):
+            assert (a is None) == (b is None)
+            if a is None:
+                continue
+            assert torch.equal(a.kept, b.kept)
+            for x, y in ((a.k, b.k), (a.v, b.v)):
+                assert x is None or torch.equal(x[a.kept], y[a.kept])
+        assert held(plain.memory) == held(poisoned.memory)
+    assert not poisoned.memory.not_finite
+
+
+def test_some_heads_hold_different_tokens():
+    """Or the test above would be about nothing."""
+    server = Server(prefill(shipped("h2o")))
+    server.step(12)
+    assert any(layer[0] != layer[1] for layer in held(server.memory))
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_nan_while_decoding_keeps_everything(where):
+    bound = policy(
+        "state: {heat: 'heat + sum[group, query](attn(new))'}\n"
+        "score: heat * norm1[dim](value)\nbudget: 5\nkeep: recent(2) then top(score)\n"
+        "decode: same\n"
+    )
+    memory = prefill(bound)
+    memory.step(12)
+    before = held(memory)
+    m = len(memory.layout(0).positions)
+    given = {
+        "q": torch.ones(SHAPE[1], 1, SHAPE[3]),
+        "k": torch.ones(SHAPE[2], m, SHAPE[3]),
+        "v": torch.ones(SHAPE[2], m, SHAPE[3]),
+    }
+    given[where][-1, -1, 1] = float("nan")
+    assert memory.observe(0, given["q"], given["k"], given["v"]) is None
+    assert memory.not_finite
+    assert memory.wants == "nothing"
+    assert held(memory) == before
+    for position in range(13, 16):
+        memory.step(position)
+        assert memory.wants == "nothing"
+    assert held(memory)[1][0][-4:] == [12, 13, 14, 15]
+
+
+def test_what_a_step_wants():
+    wants = []
+    for name, every in (("h2o", 2), ("streamingllm", 3), ("tova", 2), ("roco", 2)):
+        server = Server(prefill(shipped(name, fold_interval=every)))
+        seen = []
+        for position in range(12, 16):
+            server.step(position)
+            seen.append(server.memory.wants)
+        wants.append(seen)
+    assert wants == [
+        ["entries"] * 4,  # heat advances at every step
+        ["nothing", "nothing", "queries", "nothing"],  # positions alone decide
+        ["nothing", "entries"] * 2,
+        ["entries"] * 4,
+    ]
+
+
+def test_last_queries_are_kept_from_the_prefill_on():
+    text = (
+        "score: sum[head, query](attn(recent(3)))\nbudget: 6\nkeep: top(score)\n"
+        "decode: {when: generated == 2}\n"
+    )
+    memory = prefill(policy(text))
+    assert memory.bound.step_queries(12) == 3
+    memory.step(12)
+    assert memory.wants == "queries"
+    q = torch.ones(SHAPE[1], 1, SHAPE[3])
+    assert memory.observe(0, q) is None
+    own = memory._layers[0]
+    assert own.query_positions.tolist() == [10, 11, 12]
+    assert torch.equal(own.queries[:, 2:], q)
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_copies_go_on_alone(name):
+    """A copy decides like the original would, and the original is not changed by it."""
+    server = Server(prefill(shipped(name)))
+    for position in range(12, 15):
+        server.step(position)
+    copy = Server(server.memory.clone())
+    before = held(server.memory)
+    for position in range(15, 18):
+        copy.step(position)
+    assert held(server.memory) == before
+    for position in range(15, 18):
+        server.step(position)
+    assert held(server.memory) == held(copy.memory)
+    assert server.memory.generated == copy.memory.generated == 6
+
+
+def _bytes(memory: Memory) -> int:
+    """Of every tensor that the memory reaches."""
+    seen, waiting, total = set(), [memory], 0
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, type) or each is memory.bound:
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            total += each.untyped_storage().nbytes()
+        elif isinstance(each, dict | list | tuple | set) or hasattr(each, "__dict__"):
+            waiting.extend(gc.get_referents(each))
+        elif hasattr(each, "__slots__"):
+            waiting.extend(getattr(each, name) for name in each.__slots__)
+    return total
+
+
+@pytest.mark.parametrize("name", ["h2o", "cam", "d2o", "streamingllm", "tova"])
+def test_long_generations_do_not_grow(name):
+    server = Server(prefill(shipped(name)))
+    sizes = []
+    for position in range(12, 132):
+        server.step(position)
+        if position % 40 == 11:
+            sizes.append(_bytes(server.memory))
+    assert len(sizes) == 3
+    assert max(sizes) <= 1.2 * min(sizes)
+
+
+def test_states_without_next_and_of_the_layer():
+    text = (
+        "state:\n  born:\n    start: sum[group, query](attn(new))\n"
+        "  age:\n    start: 10\n    next: age + 1\n"
+        "score: born + 0 * norm1[dim](key)\nbudget: 4\nkeep: top(score)\n"
+        "decode:\n  budget: 4 + age % 3\n"
+    )
+    both(policy(text), *tensors(np.random.default_rng(5), SHAPE, 12, 7))
+    server = Server(prefill(policy(text), 12))
+    sizes = []
+    for position in range(12, 18):
+        server.step(position)
+        sizes.append(len(held(server.memory)[0][0]))
+    # 10 after `start`, 11 after the prefill, 12 at the first step.
+    assert sizes == [4, 5, 6, 4, 5, 6]
+
+
+def test_random_layouts_do_not_depend_on_the_union():
+    """Pooling and ranks see a head's own entries, whatever the others hold."""
+    random = Random(3)
+    text = (
+        "state: {heat: 'heat + sum[group, query](attn(new))'}\n"
+        "score: maxpool(rank(heat), 3) + avgpool(norm1[dim](key), 5)\nbudget: 5\n"
+        "keep: recent(1) then top(score)\ndecode: same\n"
+    )
+    server = Server(prefill(policy(text)))
+    for position in range(12, 30):
+        choice = random.choice(server.step(position))
+        assert choice is not None
+        assert choice.kept.sum(1).tolist() == [5, 5]

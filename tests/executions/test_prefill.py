@@ -1,0 +1,157 @@
+"""Prefills whose layers have different tokens, seen from a server."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from kvpolicy.dsl.bind import bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.torch_program import TorchProgram
+from recordings import tensors
+
+SHAPE = (4, 4, 2, 8)
+HEADER = "policy: a-test\nlanguage: 1\nabout: a test\n"
+VOTES = "sum[head, query](attn(recent(2)))"
+
+
+def program(text: str) -> TorchProgram:
+    bound = bind(load(Source("a-test.yaml", HEADER + text)).require(), ModelShape(*SHAPE))
+    return TorchProgram(bound)
+
+
+def shipped(name: str, **given: str) -> TorchProgram:
+    return TorchProgram(bind(load(name).require(), ModelShape(*SHAPE), given))
+
+
+def recorded(tokens: int, seed: int = 0):
+    return [torch.tensor(x) for x in tensors(np.random.default_rng(seed), SHAPE, tokens, 0)[:3]]
+
+
+def drive(run, q, k, v) -> list[torch.Tensor]:
+    """Observes the layers that follow one another; the tokens of each."""
+    there, seen = torch.arange(k.shape[2]), []
+    for layer in range(SHAPE[0]):
+        seen.append(there)
+        few = q[layer][:, there][:, -max(1, run.queries) :]
+        deeper = run.observe(layer, few, k[layer][:, there], v[layer][:, there], there)
+        if deeper is not None:
+            assert deeper.dtype == torch.int64
+            assert (deeper.diff() > 0).all()
+            there = there[deeper]
+        if run.restarted:
+            return [*seen, there]
+    return seen
+
+
+def test_tokens_that_did_not_arrive_are_not_kept():
+    program_ = program(
+        f"propagate: {{first: layer == 1, tokens: 'recent(2) then top({VOTES}, 5)'}}\nkeep: all\n"
+    )
+    run = program_.start(13)
+    seen = drive(run, *recorded(13))
+    assert [len(x) for x in seen] == [13, 13, 7, 7]
+    for there, kept in zip(seen, run.finish(), strict=True):
+        assert kept.shape == (2, 13)
+        assert kept[0].nonzero()[:, 0].tolist() == kept[1].nonzero()[:, 0].tolist()
+        assert kept[0].nonzero()[:, 0].tolist() == there.tolist()
+
+
+def test_pyramid_of_tokens():
+    program_ = program(
+        "propagate: {every: layer < 3, tokens: recent(length - 2)}\nkeep: recent(4)\n"
+    )
+    run = program_.start(9)
+    seen = drive(run, *recorded(9))
+    assert [len(x) for x in seen] == [9, 7, 5, 3]
+    assert [int(x.sum()) for x in run.finish()] == [8, 8, 8, 6]
+    assert sorted(run.propagated) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("tokens", ["top(position, 0)", "recent(length)"])
+def test_none_and_all_are_all(tokens):
+    program_ = program(f"propagate: {{first: layer == 0, tokens: '{tokens}'}}\nkeep: recent(3)\n")
+    run = program_.start(6)
+    assert [len(x) for x in drive(run, *recorded(6))] == [6] * 4
+    assert run.selected_layer == 0
+    assert [int(x.sum()) for x in run.finish()] == [6] * 4
+
+
+def test_restart_is_a_prefill_of_the_chosen_tokens():
+    program_ = program(
+        f"propagate: {{first: layer == 1, tokens: 'top({VOTES}, 5)', restart: true}}\n"
+        f"score: {VOTES}\nbudget: 3\nkeep: top(score)\n"
+    )
+    q, k, v = recorded(11)
+    run = program_.start(11)
+    *seen, chosen = drive(run, q, k, v)
+    assert run.restarted
+    assert [len(x) for x in seen] == [11, 11]
+    assert len(chosen) == 5
+    again = run.again(5)
+    assert not again.restarted
+    again_seen = drive(again, *(x[:, :, chosen] for x in (q, k, v)))
+    assert [len(x) for x in again_seen] == [5] * 4
+    assert [x.sum(1).tolist() for x in again.finish()] == [[3, 3]] * 4
+
+
+@pytest.mark.parametrize("layer", [0, 1, 3])
+def test_nan_stops_propagation(layer):
+    program_ = shipped("fastkv", tsp_layer="1", window="2", kernel="1")
+    q, k, v = recorded(20)
+    k[layer, 1, 19, 3] = float("nan")
+    run = program_.start(20)
+    seen = drive(run, q, k, v)
+    kept = run.finish()
+    assert run.not_finite
+    expected = [20] * 4 if layer <= 1 else [20, 20, len(seen[2]), len(seen[3])]
+    assert [x.sum(1).tolist() for x in kept] == [[n, n] for n in expected]
+
+
+def test_layers_that_look_back_read_tokens_that_are_still_there():
+    """`at(0, x)` after layer 1 has dropped tokens: x of layer 0 at the ones that are left."""
+    program_ = program(
+        "propagate: {every: 0 < layer, tokens: recent(length - 3)}\n"
+        "score: at(0, position * (layer + 1)) + 0 * position where true\nbudget: 2\n"
+        "keep: top(score where position < 8)\n".replace(" where true", "")
+    )
+    run = program_.start(10)
+    seen = drive(run, *recorded(10))
+    assert [x.tolist()[0] for x in seen] == [0, 0, 3, 6]
+    kept = [x[0].nonzero()[:, 0].tolist() for x in run.finish()]
+    assert kept == [[6, 7], [6, 7], [6, 7], [6, 7]]
+
+
+def test_slots_count_tokens_that_did_not_arrive():
+    program_ = program(
+        "propagate: {first: layer == 1, tokens: 'sinks(2) or recent(3)'}\n"
+        "positions: slots\nkeep: sinks(1) then recent(2)\n"
+    )
+    run = program_.start(9)
+    drive(run, *recorded(9))
+    kept = run.finish()
+    assert kept[3][0].nonzero()[:, 0].tolist() == [0, 7, 8]
+    assert run.shift(0)[0].tolist() == run.shift(3)[0].tolist() == [6] + [0] * 8
+
+
+def test_concurrent_prefills_with_propagation():
+    """Two prefills in turn keep what each keeps alone."""
+    program_ = shipped("asl", capacity="8", window="2", start="1", lookback="2", tau="5")
+    alone = []
+    for seed, tokens in ((0, 21), (1, 16)):
+        run = program_.start(tokens)
+        drive(run, *recorded(tokens, seed))
+        alone.append((run.selected_layer, torch.stack(run.finish())))
+    runs = [program_.start(tokens) for tokens in (21, 16)]
+    inputs = [recorded(21, 0), recorded(16, 1)]
+    there = [torch.arange(21), torch.arange(16)]
+    for layer in range(SHAPE[0]):
+        for i, run in enumerate(runs):
+            q, k, v = (x[layer][:, there[i]] for x in inputs[i])
+            deeper = run.observe(layer, q[:, -run.queries :], k, v, there[i])
+            there[i] = there[i] if deeper is None else there[i][deeper]
+    for run, (selected, kept) in zip(runs, alone, strict=True):
+        assert run.selected_layer == selected is not None
+        assert torch.equal(torch.stack(run.finish()), kept)
