@@ -140,7 +140,9 @@ class Bounds:
             return self._bounded(counts, [math.inf] * self._layers, per_head * max(counts))
         if "kv" in node.axes:
             return self._bounded(counts, counts, sum(counts))
-        return self._bounded(counts, [self._kv * n for n in counts], math.inf)
+        number = node.args[1]
+        total = self._total(number) if self._positive(number) else math.inf
+        return self._bounded(counts, [self._kv * n for n in counts], total)
 
     def _fill(self, node: Node) -> Size:
         taken, budget = self.size(node.args[1]), node.args[2].args[0]
@@ -217,7 +219,14 @@ class Bounds:
                     return upper(x) * by if node.op == "multiply" else upper(x) / by
         if node.op == "choose" and self._numbers.is_constant(args[1]):
             return upper(args[0] if self._numbers.value(args[1], 0) else args[2])
+        if node.op == "minimum":
+            return min(upper(args[0]), upper(args[1]))
+        if node.op == "maximum" and self._positive(args[0]) and self._positive(args[1]):
+            return upper(args[0]) + upper(args[1])
         return known(node)
+
+    def _positive(self, node: Node) -> bool:
+        return all(self._numbers.of(node, i)[0] >= 0 for i in range(self._layers))
 
     def _wins(self, node: Node, layer: int) -> Number:
         """`count(top[kv, token](x, n))` adds up to n over the KV heads."""
@@ -240,9 +249,11 @@ class Bounds:
             top = node.args[0]
             if "layer" in top.axes and "kv" in top.axes and len(top.args) == 2:
                 return repeated * max(0, self._numbers.of(top.args[1], 0)[1])
-            positive = all(
-                self._numbers.of(node.args[0].args[-1], i)[0] >= 0 for i in range(self._layers)
-            )
-            if positive and "kv" in top.axes and "kv" not in node.axes and len(top.args) == 2:
+            if (
+                self._positive(top.args[-1])
+                and "kv" in top.axes
+                and "kv" not in node.axes
+                and len(top.args) == 2
+            ):
                 return self._total(top.args[1]) / self._kv
         return math.inf

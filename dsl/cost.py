@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.ir import Node
 from kvpolicy.dsl.lower import Phase, Phases
+from kvpolicy.dsl.traverse import merge_roots, nodes_of, propagate_roots, state_roots
 
 _VALUE = 8  # bytes of float64
 _SELECTIONS = ("top", "fill", "rank")
@@ -54,6 +55,7 @@ class Sizes:
             "token": prompt,
             "dim": shape.head_dim,
             "past": shape.layers,
+            "dropped": prompt,
         }
 
     def of(self, node: Node) -> int:
@@ -70,8 +72,10 @@ def cost(bound: Bound, prompt: int, element: int, block_bytes: int = 64 << 20) -
         element: bytes of one number of the model's queries, keys and values.
         block_bytes: what one attention map may take before KV heads are done in blocks.
     """
-    shape, sizes, phases = bound.shape, Sizes(bound, prompt), Phases()
-    nodes = list(bound.lowered.keep.walk())
+    shape, sizes, phases = bound.shape, Sizes(bound, prompt), Phases(bound.propagates)
+    rules = bound.lowered
+    early = propagate_roots(bound.propagate_lowered)
+    nodes = list(nodes_of([rules.keep, *state_roots(rules.states), *early]))
     layer = [node for node in nodes if phases.of(node) == Phase.LAYER]
     ends = [node for node in nodes if phases.of(node) == Phase.END]
     operations: dict[str, float] = {}
@@ -83,6 +87,8 @@ def cost(bound: Bound, prompt: int, element: int, block_bytes: int = 64 << 20) -
     reads = {node.op for node in layer}
     numbers = prompt * shape.kv_heads * shape.head_dim
     read = numbers * (bool(reads & {"attn", "logits", "key"}) + ("value" in reads))
+    if bound.lowered.merge is not None:
+        operations["merging"] = _merge_operations(bound, prompt)
     read += bound.queries(prompt) * shape.heads * shape.head_dim * bool(reads & {"attn", "logits"})
     return Cost(
         operations,
@@ -91,6 +97,50 @@ def cost(bound: Bound, prompt: int, element: int, block_bytes: int = 64 << 20) -
         _peak(layer, sizes, bound, block_bytes),
         handed * shape.layers,
     )
+
+
+def _merge_operations(bound: Bound, entries: int) -> float:
+    """Finding the receivers of one layer's dropped entries among its kept ones, by cosines."""
+    shape = bound.shape
+    kept = min(entries, bound.max_entries(entries) // (shape.layers * shape.kv_heads))
+    return 2.0 * shape.kv_heads * kept * (entries - kept) * shape.head_dim
+
+
+def memory_of_decode(bound: Bound, prompt: int, element: int) -> tuple[int, int]:
+    """Bytes that one request remembers for its decode steps: of states, and of queries.
+
+    Args:
+        bound: the policy.
+        prompt: N tokens.
+        element: bytes of one number of a query.
+    """
+    shape = bound.shape
+    entries = max(1, bound.max_entries(prompt) // (shape.layers * shape.kv_heads))
+    axes = {"kv": shape.kv_heads, "group": shape.group, "token": entries, "dim": shape.head_dim}
+    states = bound.decode.states.values() if bound.decode is not None else ()
+    values = sum(math.prod(axes.get(axis, 1) for axis in x.type.axes) for x in states)
+    # The newest query is at hand; only older ones are kept.
+    queries = bound.step_queries(prompt)
+    remembered = queries * shape.heads * shape.head_dim if queries > 1 else 0
+    return shape.layers * values * _VALUE, shape.layers * remembered * element
+
+
+def decode_cost(bound: Bound, prompt: int) -> dict[str, float]:
+    """Operations per layer of a decode step: at every step, and where entries leave."""
+    shape = bound.shape
+    entries = max(1, bound.max_entries(prompt) // (shape.layers * shape.kv_heads)) + 1
+    sizes = Sizes(bound, prompt)
+    sizes.axes.update(token=entries, query=bound.step_queries(prompt), dropped=1)
+    rules = bound.decode_lowered
+    always = list(nodes_of(state_roots(rules.states)))
+    known = {id(node) for node in always}
+    leaving = [
+        node for node in nodes_of([rules.keep, *merge_roots(rules.merge)]) if id(node) not in known
+    ]
+    every = sum(_operations(node, sizes, bound) for node in always)
+    costs = {"at every step": every} if every else {}
+    costs["where entries leave"] = sum(_operations(node, sizes, bound) for node in leaving)
+    return costs
 
 
 def _name(node: Node) -> str:
@@ -126,7 +176,8 @@ def _peak(nodes: list[Node], sizes: Sizes, bound: Bound, block_bytes: int) -> in
     for place, node in enumerate(nodes):
         large = {"query", "dim"} & set(node.type.axes)
         size = sizes.of(node) * (1 if node.type.kind == "truth" else _VALUE)
-        alive[id(node)] = size // blocks if large else size
+        # A map that is too large for one KV head is made for some queries at a time.
+        alive[id(node)] = min(size // blocks, block_bytes) if large else size
         # While a map is made, the float64 copy of the keys or the map before its softmax exists.
         scratch = 0
         if node.op in ("attn", "logits"):

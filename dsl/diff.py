@@ -10,10 +10,12 @@ import numpy as np
 from kvpolicy.dsl.bind import Bound, bind
 from kvpolicy.dsl.bounds import Bounds
 from kvpolicy.dsl.commands import executable, execute, guarded
-from kvpolicy.dsl.explain import size_text
+from kvpolicy.dsl.explain_sections import decode_words
 from kvpolicy.dsl.ir import ModelShape, Program
+from kvpolicy.dsl.lengths import lengths
 from kvpolicy.dsl.model_config import ModelConfig, read_config
 from kvpolicy.dsl.parameters import shown
+from kvpolicy.dsl.units import size_text
 
 # The sample is smaller than the model, so that it takes seconds.
 _LAYERS, _TOKENS, _SIZE = 4, 4096, 32
@@ -52,6 +54,8 @@ def difference(
     yield f"{names[0]} -> {names[1]}, {config.name}, {length:,} tokens"
     yield from _section("Parameters", _parameters(first, second))
     yield from _section("Entries kept per KV head, at most", _entries(first, second, length))
+    yield from _section("Tokens that reach the last layer", _reached(first, second, length))
+    yield from _section("While decoding", _decode(first, second))
     yield from _section("KV cache, at most", _bytes(first, second, config, length))
     yield from _section("Overlap on a sample", _overlap(programs, config.shape, length))
 
@@ -91,6 +95,18 @@ def _entries(first: Bound, second: Bound, length: int) -> Iterator[str]:
         yield f"{'mean':<14} {means[0]:>11,.1f} -> {means[1]:,.1f}"
 
 
+def _reached(first: Bound, second: Bound, length: int) -> Iterator[str]:
+    a, b = (lengths(bound, length)[-1][1] for bound in (first, second))
+    if a != b:
+        yield f"at most {a:,} -> {b:,}"
+
+
+def _decode(first: Bound, second: Bound) -> Iterator[str]:
+    a, b = decode_words(first), decode_words(second)
+    if a != b:
+        yield f"{a} -> {b}"
+
+
 def _bytes(first: Bound, second: Bound, config: ModelConfig, length: int) -> Iterator[str]:
     a, b = (config.kv_size(bound.max_entries(length)) for bound in (first, second))
     if a != b:
@@ -104,7 +120,9 @@ def _overlap(programs: list[Program], shape: ModelShape, length: int) -> Iterato
     )
     tokens = min(length, _TOKENS)
     bounds = [bind(program, small) for program in programs]
-    queries = max(bound.queries(tokens) for bound in bounds)
+    # Which queries deeper layers read is known only where tokens have been propagated.
+    propagate = any(bound.propagates for bound in bounds)
+    queries = tokens if propagate else max(bound.queries(tokens) for bound in bounds)
     rng = np.random.default_rng(_SEED)
     q = 2 * rng.standard_normal((small.layers, small.heads, queries, small.head_dim), np.float32)
     size = (small.layers, small.kv_heads, tokens, small.head_dim)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterator
 
+from kvpolicy.dsl import explain_sections
 from kvpolicy.dsl.bind import Bound, bind
 from kvpolicy.dsl.bounds import Bounds, Size
 from kvpolicy.dsl.check import Checked, load
 from kvpolicy.dsl.commands import guarded, overrides
 from kvpolicy.dsl.cost import Cost, cost
-from kvpolicy.dsl.ir import Node
+from kvpolicy.dsl.explain_sections import layers_text, runs
+from kvpolicy.dsl.ir import Node, When
 from kvpolicy.dsl.lower import Phase, Phases
 from kvpolicy.dsl.model_config import ModelConfig, read_config
 from kvpolicy.dsl.parameters import shown
 from kvpolicy.dsl.print_ir import print_nodes
+from kvpolicy.dsl.traverse import merge_roots, nodes_of, propagate_roots, state_roots
+from kvpolicy.dsl.units import flops_text, size_text
 
 _WHEN = {
     Phase.PLAN: "when the prompt arrives",
@@ -44,12 +47,27 @@ def _run(args: argparse.Namespace) -> int:
     config = read_config(args.model)
     bound = bind(program, config.shape, overrides(args.set))
     if args.ir:
-        rules = bound.rules
-        roots = [("score", rules.score), ("budget", rules.budget), ("keep", rules.keep)]
-        print(print_nodes((name, node) for name, node in roots if node is not None), end="")
+        print(print_nodes(_roots(bound)), end="")
         return 0
     print("\n".join(explanation(checked, bound, config, args.length)))
     return 0
+
+
+def _roots(bound: Bound) -> Iterator[tuple[str, Node]]:
+    """Everything that decides, by name."""
+    for prefix, rules in (("", bound.rules), ("decode.", bound.decode)):
+        for name in ("score", "budget", "keep", "when"):
+            node = None if rules is None else getattr(rules, name)
+            if node is not None:
+                yield prefix + name, node
+        for place, node in enumerate([] if rules is None else state_roots(rules.states)):
+            yield f"{prefix}state.{place}", node
+        for place, node in enumerate([] if rules is None else merge_roots(rules.merge)):
+            yield f"{prefix}merge.{place}", node
+    for place, node in enumerate(propagate_roots(bound.propagate)):
+        yield f"propagate.{place}", node
+    if bound.share is not None:
+        yield "share.direction", bound.share.direction
 
 
 def explanation(checked: Checked, bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
@@ -71,12 +89,33 @@ def explanation(checked: Checked, bound: Bound, config: ModelConfig, length: int
         yield from _parameters(bound)
     yield from ("", "Plan")
     yield from _plan(checked, bound)
+    for title, lines in _sections(checked, bound, config, length):
+        yield from ("", title, *lines)
     yield from ("", "Entries kept per KV head")
     yield from _entries(bound, length)
     yield from ("", "Memory")
     yield from _memory(bound, config, length)
     yield from ("", "Cost of deciding (torch program, float64)")
     yield from _cost(bound, config, length)
+
+
+def _sections(
+    checked: Checked, bound: Bound, config: ModelConfig, length: int
+) -> Iterator[tuple[str, Iterator[str]]]:
+    """The sections that a policy may lack, with their titles."""
+
+    def written(node: Node) -> str:
+        return _written(checked, node)
+
+    if bound.propagates:
+        yield "Tokens that reach a layer", explain_sections.propagation(bound, length, written)
+    merge = bound.rules.merge
+    if merge is not None:
+        yield "What becomes of dropped entries", explain_sections.merging(merge, written)
+    if bound.share is not None:
+        yield "Layers that share directions", explain_sections.sharing(bound, written)
+    if bound.decode is not None:
+        yield "While decoding", explain_sections.decode(bound, config, length, written)
 
 
 def _parameters(bound: Bound) -> Iterator[str]:
@@ -92,14 +131,13 @@ def _parameters(bound: Bound) -> Iterator[str]:
 
 def _plan(checked: Checked, bound: Bound) -> Iterator[str]:
     """Named values and sections by the moment at which they are known."""
-    phases = Phases()
+    phases = Phases(bound.propagates)
     known: dict[Phase, list[tuple[str, Node]]] = {phase: [] for phase in Phase}
-    seen: set[int] = set()
     rules = bound.rules
-    for root in (rules.keep, rules.budget, rules.score):
-        for node in root.walk(seen) if root is not None else ():
-            if node.name is not None and bound.static.needs(node) != frozenset():
-                known[_phase(bound, phases, node)].append((node.name, node))
+    roots = (rules.keep, rules.budget, rules.score, *state_roots(rules.states))
+    for node in nodes_of([*roots, *propagate_roots(bound.propagate)]):
+        if node.name is not None and bound.static.needs(node) != frozenset():
+            known[_phase(bound, phases, node)].append((node.name, node))
     known[phases.of(bound.lowered.keep)].append(("keep", rules.keep))
     width = max(len(name) for named in known.values() for name, _ in named)
     for phase, named in known.items():
@@ -112,7 +150,8 @@ def _plan(checked: Checked, bound: Bound) -> Iterator[str]:
 def _phase(bound: Bound, phases: Phases, node: Node) -> Phase:
     if node.op == "budget":
         return phases.of(bound.rules.budget)
-    return phases.of(node)
+    # What looks back at lower layers is known at its own.
+    return min(phases.of(node), Phase.LAYER) if node.when <= When.LAYER else phases.of(node)
 
 
 def _written(checked: Checked, node: Node) -> str:
@@ -131,8 +170,8 @@ def _entries(bound: Bound, length: int) -> Iterator[str]:
     exact = bounds.is_exact(bound.lowered.keep)
     if exact:
         top = max(1, *size.head)
-        for first, last in _runs(size.head):
-            name = f"layer {first}" if first == last else f"layers {first}-{last}"
+        for first, last in runs(size.head):
+            name = layers_text(first, last)
             bar = "#" * max(1, round(_BAR * size.head[first] / top)) if size.head[first] else ""
             yield f"  {name:<14} {size.head[first]:>9,}  {bar}"
         yield f"  {'mean':<14} {mean:>9,.1f}  {mean / length:.2%} of the prompt"
@@ -153,13 +192,6 @@ def _limits(size: Size, kv_heads: int, length: int) -> Iterator[str]:
         if low < length:
             text = f"{high:,.1f}" if low == high else f"{low:,.1f} to {high:,.1f} by layer"
             yield f"  - {what} keeps at most {text}"
-
-
-def _runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First and last index of each run of equal values."""
-    for _, group in groupby(range(len(values)), key=values.__getitem__):
-        indices = list(group)
-        yield indices[0], indices[-1]
 
 
 def _memory(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
@@ -187,21 +219,3 @@ def _cost(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
     if queries:
         noun = "query" if queries == 1 else "queries"
         yield f"  {'observation window':<26} {queries:>12,} last {noun}"
-
-
-def size_text(size: float) -> str:
-    """Bytes in the largest unit that leaves at least 1."""
-    unit = "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size >= 1024:
-            size, unit = size / 1024, larger
-    return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
-
-
-def flops_text(operations: float) -> str:
-    """Operations in the largest unit that leaves at least 1."""
-    unit = ""
-    for larger in "kMGT":
-        if operations >= 1000:
-            operations, unit = operations / 1000, larger
-    return f"{operations:,.1f} {unit}flop" if unit else f"{operations:,.0f} flop"

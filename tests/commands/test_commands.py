@@ -6,7 +6,7 @@ import json
 
 import pytest
 from kvpolicy.dsl.cli import main
-from kvpolicy.dsl.explain import flops_text, size_text
+from kvpolicy.dsl.units import flops_text, size_text
 
 CONFIG = {
     "num_hidden_layers": 4,
