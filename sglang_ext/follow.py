@@ -58,8 +58,7 @@ class Follower:
         step = self._memory.generated + 1
         leaves = state.leaves_at(step)
         if leaves and not room.promise(request, state, length):
-            state.skipped.add(step)
-            runtime.metrics.skipped_fold(state.served.name)
+            runtime.skipped_fold(request, state, step)
             leaves = False
         self._memory.step(length - 1 - state.progress.shift, leaves=leaves)
         self._fold = Fold(runtime, request, state, length) if leaves else None

@@ -40,7 +40,6 @@ BEAM = "beam_search"
 TOO_LONG = "too_long"  # its layer depends on data, and the prompt would be prefilled in chunks
 INPUT_LOGPROBS = "input_logprobs"
 HIDDEN_STATES = "hidden_states"
-NOTHING_CHOSEN = "nothing_chosen"  # known only after scoring: no token at all would go deeper
 
 
 class Served:

@@ -297,19 +297,30 @@ class Runtime:
         # tokenizer's hook makes it one value.
         state.facts = facts
         if state.folds:
-            facts |= {"folds": 0, "entries_dropped_in_decode": 0}
+            facts |= {"folds": 0, "entries_dropped_in_decode": 0, "skipped_folds": 0}
         req.customized_info = {**(req.customized_info or {}), "kv_policy": [facts]}
         logger.debug("Prompt ended. rid=%s, %s", req.rid, facts)
 
     def finished_fold(self, req: Any, state: State, seconds: float) -> None:
         """Note that entries of a request have left while it decodes."""
         state.facts |= {"folds": state.folded, "entries_dropped_in_decode": state.dropped}
+        self.metrics.folded(state.served.name, seconds)
+        self._report_again(req, state)
+
+    def skipped_fold(self, req: Any, state: State, step: int) -> None:
+        """Note that there were no slots for a fold at a decode step."""
+        state.skipped.add(step)
+        state.facts["skipped_folds"] = len(state.skipped)
+        self.metrics.skipped_fold(state.served.name)
+        self._report_again(req, state)
+
+    @staticmethod
+    def _report_again(req: Any, state: State) -> None:
         if req.stream:
             # Elements of earlier tokens may have been sent; the next token's has not.
             values, place = req.customized_info["kv_policy"], len(req.output_ids)
             values += [None] * (place - len(values))
             values[place:] = [dict(state.facts)]
-        self.metrics.folded(state.served.name, seconds)
 
     # Published, retracted.
 

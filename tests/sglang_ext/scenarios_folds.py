@@ -92,8 +92,8 @@ def prompts(names: list[str]) -> list[tuple[str, str, list[int], int]]:
     base = drawn(rnd, 17)
     requests = []
     for name in names:
-        requests.append((f"{name} long", name, base + drawn(rnd, rnd.randrange(30, 50)), 14))
-        requests.append((f"{name} short", name, drawn(rnd, 15), 22))
+        requests.append((f"{name} long", name, base + drawn(rnd, rnd.randrange(30, 50)), 10))
+        requests.append((f"{name} short", name, drawn(rnd, 15), 20))
     return requests
 
 
@@ -151,7 +151,8 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
             driver.abort(victim)
             aborted.add(victim)
     driver.finish()
-    answers = {rid: a for rid, a in driver.answers.items() if rid not in aborted}
+    gone = aborted | {r for r, a in driver.answers.items() if (a.facts or {}).get("skipped_folds")}
+    answers = {rid: a for rid, a in driver.answers.items() if rid not in gone}
     whole = [rid for rid in answers if rid not in cut]
     return {
         "different": [r for r, a in answers.items() if a.tokens != cut.get(r, alone[r].tokens)],
@@ -162,6 +163,7 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
         "cut": len(cut),
         "retractions": sum(a.retractions for a in answers.values()),
         "aborted": len(aborted),
+        "skipped": len(gone - aborted),
         **left_over(driver),
     }
 
@@ -231,7 +233,7 @@ def _tree(driver: Driver) -> dict[int, str]:
 def long(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     """Long generations, one by one and together, in a pool that holds no two of them whole."""
     names = ("streamingllm", "h2o", "tova", "d2o", "cam")
-    driver = start(model, flags | {"max_total_tokens": 480}, names)
+    driver = start(model, flags | {"max_total_tokens": 300}, names)
     rnd = random.Random(4)
     allocator, tree = driver.scheduler.token_to_kv_pool_allocator, driver.scheduler.tree_cache
     used: list[int] = []
@@ -246,20 +248,20 @@ def long(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     result, alone = {}, {}
     for name, tokens in prompts.items():
         used.clear()
-        driver.send(name, tokens, policy=name, max_new_tokens=300)
+        driver.send(name, tokens, policy=name, max_new_tokens=120)
         driver.finish()
         answer = driver.answers.pop(name)
         alone[name] = answer.tokens
         result[name] = {
             "tokens": len(answer.tokens),
-            "first": max(used[20:60]),
-            "most": max(used[60:]),
+            "first": max(used[10:40]),
+            "most": max(used[40:]),
             "folds": answer.facts["folds"],
             "dropped": answer.facts["entries_dropped_in_decode"],
         }
     driver.flush()
     for name, tokens in prompts.items():
-        driver.send(name, tokens, policy=name, max_new_tokens=300)
+        driver.send(name, tokens, policy=name, max_new_tokens=120)
     driver.finish()
     answers = driver.answers
     return {
@@ -272,21 +274,18 @@ def long(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def tight(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """A first fold for which there are no slots, and then there are."""
-    driver = start(model, flags | {"max_total_tokens": 200}, ("roco", "tova"))
-    rnd = random.Random(6)
-    skipped = []
-    from kvpolicy.sglang_ext.metrics import Metrics
-
-    Metrics.skipped_fold = lambda self, policy: skipped.append(policy)
-    driver.send("other", drawn(rnd, 100), policy="none", max_new_tokens=12)
-    driver.send("tight", drawn(rnd, 30), policy="roco", max_new_tokens=50)
+    """Folds for which there are no slots while another request needs the same prompt."""
+    driver = start(model, flags | {"max_total_tokens": 130}, ("roco",))
+    tokens = drawn(random.Random(6), 60)
+    driver.send("other", tokens, policy="none", max_new_tokens=24)
+    driver.run_until(lambda: bool(driver.scheduler.running_batch.reqs))
+    driver.send("tight", tokens, policy="roco", max_new_tokens=40)
     driver.finish()
     answer = driver.answers["tight"]
     return {
-        "skipped": len(skipped),
+        "skipped": answer.facts["skipped_folds"],
         "tokens": len(answer.tokens),
-        "facts": answer.facts,
+        "folds": answer.facts["folds"],
         "retractions": answer.retractions,
         **left_over(driver),
     }

@@ -14,6 +14,7 @@ from kvpolicy.sglang_ext import compat, refusals
 from kvpolicy.sglang_ext.errors import Refused
 
 SIGNATURES = {
+    compat.RUNNING_NEEDS: ["self", "req"],
     compat.ADD_CLI_ARGS: ["parser"],
     compat.FROM_CLI_ARGS: ["cls", "args"],
     compat.PUBLISH: ["server_args", "role"],
@@ -77,10 +78,11 @@ def test_attributes_that_are_read_or_written_exist():
         "origin_input_ids", "sampling_params", "multimodal_inputs", "input_embeds", "session",
         "positional_embed_overrides", "beam_group", "to_finish", "prefix_len", "extend_end",
         "lock", "skip_radix_cache_insert", "customized_info", "output_ids", "return_logprob",
-        "logprob_start_len", "return_hidden_states", "full_untruncated_fill_ids",
+        "logprob_start_len", "return_hidden_states", "full_untruncated_fill_ids", "stream",
     ):  # fmt: skip
         assert f"self.{name}" in source, name
-    assert {"req_pool_idx", "cache_protected_len"} <= set(batch.ReqKvInfo.__slots__)
+    slots = {"req_pool_idx", "cache_protected_len", "kv_committed_len", "kv_allocated_len"}
+    assert slots <= set(batch.ReqKvInfo.__slots__)
     adder = importlib.import_module("sglang.srt.managers.schedule_policy").PrefillAdder
     source = inspect.getsource(adder.__init__)
     for name in (

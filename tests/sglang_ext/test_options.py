@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 
 import pytest
 from kvpolicy.dsl.ir import ModelShape
@@ -111,10 +112,31 @@ def test_a_wrong_file_gives_the_checkers_diagnostics(tmp_path):
 
 
 def test_what_is_not_served_yet_is_refused_in_one_sentence(tmp_path):
-    path = tmp_path / "slots.yaml"
-    path.write_text(POLICY.format(name="slots") + "positions: slots\n")
-    with pytest.raises(Refused, match=r"`positions: slots` cannot be served yet\.$"):
+    path = tmp_path / "read.yaml"
+    path.write_text(POLICY.format(name="read") + "read: recent(8)\n")
+    with pytest.raises(Refused, match=r"`read` cannot be served yet\.$"):
         options.load_policies([str(path)], [])
+
+
+def test_the_fold_interval_reaches_the_policies(files, monkeypatch):
+    monkeypatch.setenv(options.INTERVAL_VARIABLE, "")
+    path = files[0]
+    with open(path, "a") as file:
+        file.write("decode: same\n")
+    options.export(parse("--kv-policy", path))
+    (policy,) = options.load_policies([path], [])
+    assert policy.bind(SHAPE).fold_interval == options.DEFAULT_INTERVAL
+    options.export(parse("--kv-policy-fold-interval", "3"))
+    bound = policy.bind(SHAPE)
+    assert [step for step in range(1, 10) if bound.leaves_at(step, 50)] == [3, 6, 9]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "often"])
+def test_a_wrong_fold_interval_is_refused(files, monkeypatch, text):
+    monkeypatch.setenv(options.INTERVAL_VARIABLE, "")
+    sentence = f"--kv-policy-fold-interval {text}: expected a whole number from 1 on"
+    with pytest.raises(Refused, match=re.escape(sentence)):
+        options.export(parse(f"--kv-policy-fold-interval={text}"))
 
 
 def test_separators_in_values_are_refused(files):
