@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,9 +79,14 @@ class Region:
         )  # fmt: skip
 
 
+@lru_cache(maxsize=4096)
+def _region(node: Node) -> Region | None:
+    return Region.of(node)
+
+
 def in_blocks(node: Node, evaluation: Evaluation) -> Value | None:
     """The value of a reduction, computed in blocks; None where that is not its kind."""
-    region = Region.of(node)
+    region = _region(node)
     if region is None:
         return None
     frame = evaluation.frame

@@ -141,6 +141,7 @@ class Memory:
         self._layers = layers
         self._steps = steps
         self._leaves = False
+        self._window = bound.step_queries(prompt)
 
     @classmethod
     def after(cls, run: Run) -> Memory:
@@ -207,10 +208,7 @@ class Memory:
         steps = self._steps
         if steps.advancing_reads or (self._leaves and steps.leaving_reads):
             return "entries"
-        return "queries" if self._leaves or steps.advances or self._window() > 1 else "nothing"
-
-    def _window(self) -> int:
-        return self.bound.step_queries(self.prompt)
+        return "queries" if self._leaves or steps.advances or self._window > 1 else "nothing"
 
     def observe(
         self,
@@ -248,7 +246,7 @@ class Memory:
         return self._leave(own, evaluation, kept)
 
     def _remember_query(self, own: _Layer, q: torch.Tensor) -> None:
-        number = self._window()
+        number = self._window
         if number <= 1:
             return
         newest = own.positions[-1:]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-from kvpolicy.dsl import torch_blocks
+from kvpolicy.dsl import counts, torch_blocks
 from kvpolicy.dsl.ir import Node
 from kvpolicy.dsl.lower import Phase
 from kvpolicy.dsl.torch_blocks import concatenated, cut_heads
@@ -21,6 +21,14 @@ from kvpolicy.dsl.torch_values import Frame, Value, aligned, snapped
 
 if TYPE_CHECKING:
     from kvpolicy.dsl.torch_program import Step, TorchProgram
+
+
+def _floored(x: Value) -> Value:
+    """Whole numbers; a number of the host stays one, so that no step waits for the device."""
+    if isinstance(x.data, torch.Tensor):
+        return Value(snapped(x.data.double()).floor(), x.axes, finite=x.finite)
+    number = counts.snap(x.data)
+    return Value(float(math.floor(number)) if math.isfinite(number) else float(number))
 
 
 @dataclass
@@ -151,11 +159,8 @@ class Run:
         for layer, x in enumerate(self.result(root)):
             if static:
                 length = self.frame(layer).tokens
-                number = bound.number(root, self.prompt, layer, length=length)
-                made.append(Value(float(math.floor(number))))
-            else:
-                data = torch.as_tensor(x.data, dtype=torch.float64)
-                made.append(Value(snapped(data).floor(), x.axes, finite=x.finite))
+                x = Value(bound.number(root, self.prompt, layer, length=length))
+            made.append(_floored(x))
         return made
 
     # After `finish`.
