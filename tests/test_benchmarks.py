@@ -74,7 +74,8 @@ def test_long_generation(tmp_path):
     picture = tmp_path / "slots.png"
     words = ("--new", "200", "--budget", "40", "--prompt", "20", "--plot", str(picture))
     stock, *policies = rows(run("benchmarks/long_generation.py", *words))
-    assert (stock[1], int(stock[2])) == ("200", 20 + 198)
+    assert stock[1] == "200"
+    assert 20 + 198 <= int(stock[2]) <= 20 + 199  # the last step may be in flight or not
     assert [row[0] for row in policies] == ["streamingllm", "h2o"]
     for row in policies:
         assert row[1] == "200"
