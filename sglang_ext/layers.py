@@ -50,9 +50,7 @@ def _wrapped(runtime: Runtime, number: int, run: Callable) -> Callable:
         step = runtime.step
         if step is None or step.propagate is None:
             return run(positions, hidden_states, forward_batch, **options)
-        return step.propagate.layer(
-            number, run, positions, hidden_states, forward_batch, **options
-        )
+        return step.propagate.layer(number, run, positions, hidden_states, forward_batch, **options)
 
     return forward
 

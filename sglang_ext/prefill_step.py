@@ -10,7 +10,7 @@ import torch
 from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.compress import compress, timed
 from kvpolicy.sglang_ext.frame import Frame
-from kvpolicy.sglang_ext.request import NOTHING_CHOSEN, State, iterate_rows
+from kvpolicy.sglang_ext.request import State, iterate_rows
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.runtime import Runtime
@@ -28,7 +28,6 @@ class Scored:
         queries: last queries that it observes at a layer, where there are so many.
         chosen: [m] int64 indices into the n tokens, which alone go deeper than the layer just
             observed; None if all do.
-        without: whether no token at all was chosen; the request is then served in full.
     """
 
     request: Any
@@ -39,7 +38,6 @@ class Scored:
     queries: int
     tokens: torch.Tensor | None = None
     chosen: torch.Tensor | None = None
-    without: bool = False
 
     def narrow(self, chosen: torch.Tensor) -> None:
         """Only the chosen tokens [m] are there from now on."""
@@ -93,7 +91,7 @@ class PrefillStep:
                 each.state.window.setdefault(layer.layer_id, []).append(window)
         for each in self.scored:
             rows = self._frame.rows(each.request)
-            if rows is not None and not each.without:
+            if rows is not None:
                 with timed(each.state):
                     self._observe(each, layer, heads[rows])
 
@@ -116,16 +114,11 @@ class PrefillStep:
         scored.chosen = scored.run.observe(
             layer.layer_id, queries.transpose(0, 1), k, v, scored.tokens
         )
-        if scored.chosen is not None and not scored.chosen.numel():
-            scored.chosen, scored.without = None, True
 
     def finish(self) -> None:
         """After the forward: choose what is kept and copy it to private pages."""
         for each in self.scored:
             state, slots = each.state, each.prompt_slots
-            if each.without:
-                self._give_back(each)
-                continue
             with timed(state):
                 kept = torch.stack(list(each.run.finish()))  # [L, G, N]
                 state.window.clear()
@@ -141,14 +134,6 @@ class PrefillStep:
             self._runtime.finished_prompt(
                 each.request, state, int(kept.sum()), finite=not each.run.not_finite
             )
-
-    def _give_back(self, scored: Scored) -> None:
-        """Serve a request in full whose policy chose no token at all to go deeper."""
-        state = scored.state
-        self._runtime.store.release(state.private)
-        state.private, state.uncompressed = None, NOTHING_CHOSEN
-        state.forget()
-        scored.request.skip_radix_cache_insert = state.progress.barred = False
 
 
 def scaled(queries: torch.Tensor, layer: Any) -> torch.Tensor:

@@ -1,0 +1,220 @@
+"""Scenarios for `test_propagate.py`: `python scenarios_propagate.py NAME OUT.json MODEL '{...}'`.
+
+Each runs one real scheduler (see in_process.py) and writes what it saw as JSON; the assertions are
+the tests'.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from in_process import Driver
+
+ROOT = Path(__file__).parents[2]
+VOCABULARY = 500
+
+
+def start(model: str, policies: dict[str, list[str]], flags: dict[str, Any]) -> Driver:
+    """A driver with policies, by name or path, and their settings.
+
+    `scratch` limits the propagating prompts of one forward.
+    """
+    import kvpolicy.sglang_ext.hooks as hooks
+
+    hooks._SCRATCH = flags.pop("scratch", hooks._SCRATCH)
+    paths = [p if "/" in p else str(ROOT / "policies" / f"{p}.yaml") for p in policies]
+    settings = [f"{Path(p).stem}.{value}" for p, values in policies.items() for value in values]
+    driver = Driver(model, paths, settings, **flags)
+    from kvpolicy.sglang_ext import compat
+
+    allocator = driver.scheduler.token_to_kv_pool_allocator
+    driver.each_step.append(lambda: driver.store.check_integrity(compat.free_slots(allocator)))
+    return driver
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """A prompt; those of different seeds have no common prefix."""
+    rnd = random.Random(seed)
+    return [3 + seed % VOCABULARY, *(rnd.randrange(3, VOCABULARY) for _ in range(length - 1))]
+
+
+def answers(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """Answers to prompts one after the other, what was kept and the rows of every layer.
+
+    Free slots hold NaN before each prompt: what deeper layers leave out must not be read. With
+    `prefix` so many first tokens of each prompt are in the radix cache, from a request without a
+    policy.
+    """
+    policies, lengths = flags.pop("policies"), flags.pop("lengths")
+    prefix, output = flags.pop("prefix", 0), flags.pop("output", 6)
+    driver = start(model, policies, flags)
+    kept, rows = _record(driver)
+    found = {}
+    for policy in policies:
+        name = Path(policy).stem
+        for length in lengths:
+            ids = prompt(length, length)
+            if prefix:
+                driver.send("before", ids[:prefix], policy="none", max_new_tokens=1)
+                driver.finish()
+            _poison(driver)
+            rows.clear()
+            rid = f"{name} {length}"
+            driver.send(rid, ids, policy=name, max_new_tokens=output)
+            driver.finish()
+            answer = driver.answers[rid]
+            found[rid] = {
+                "ids": ids,
+                "tokens": answer.tokens,
+                "cached": answer.cached_tokens,
+                "facts": answer.facts,
+                "kept": kept.pop() if kept else None,
+                "rows": [sum(rows[i]) - output + 1 for i in sorted(rows)],
+            }
+            driver.flush()
+    return found | {"used": driver.used_slots(), "private": driver.store.held}
+
+
+def _record(driver: Driver) -> tuple[list, dict[int, list[int]]]:
+    """Makes the plugin note what policies keep, and SGLang how many rows enter each layer."""
+    import kvpolicy.sglang_ext.prefill_step as module
+
+    kept: list = []
+    original = module.compress
+
+    def noting(runtime, state, row, slots, chosen, run):
+        kept.append([[each.nonzero()[:, 0].tolist() for each in layer] for layer in chosen])
+        original(runtime, state, row, slots, chosen, run)
+
+    module.compress = noting
+    rows: dict[int, list[int]] = {}
+    model = driver.scheduler.tp_worker.model_runner.model.model
+    for number, layer in enumerate(model.layers):
+
+        def note(_, arguments, options, number=number):
+            rows.setdefault(number, []).append(options["hidden_states"].shape[0])
+
+        layer.self_attn.register_forward_pre_hook(note, with_kwargs=True)
+    return kept, rows
+
+
+def _poison(driver: Driver) -> None:
+    from kvpolicy.sglang_ext import compat
+
+    free = compat.free_slots(driver.scheduler.token_to_kv_pool_allocator)
+    pool = driver.scheduler.tp_worker.model_runner.token_to_kv_pool
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer[free] = float("nan")
+
+
+def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """Random requests of all policies and of none, alone and then together with aborts."""
+    policies = flags.pop("policies")
+    count, seed = flags.pop("count"), flags.pop("seed")
+    driver = start(model, policies, flags)
+    rnd = random.Random(seed)
+    names = [*(Path(policy).stem for policy in policies), "none"]
+    requests = []
+    for i in range(count):
+        tokens = prompt(rnd.randrange(1, 300), seed * count + i)
+        requests.append((f"{i:04}", tokens, rnd.choice(names), rnd.randrange(1, 30)))
+    alone = {}
+    for rid, tokens, policy, output in requests:
+        driver.send(rid, tokens, policy=policy, max_new_tokens=output)
+        driver.finish()
+        alone[rid] = driver.answers.pop(rid)
+        driver.flush()
+    aborted = set()
+    for rid, tokens, policy, output in requests:
+        driver.send(rid, tokens, policy=policy, max_new_tokens=output, stream=rnd.random() < 0.5)
+        for _ in range(rnd.randrange(3)):
+            driver.step()
+        victim = rnd.choice(list(driver.answers))
+        if rnd.random() < 0.3 and not driver.answers[victim].finish:
+            driver.abort(victim)
+            aborted.add(victim)
+    driver.finish()
+    done = {rid: a for rid, a in driver.answers.items() if rid not in aborted}
+    result = {
+        "different": [
+            f"{rid} {policy}"
+            for rid, _, policy, _ in requests
+            if rid in done and done[rid].tokens != alone[rid].tokens
+        ],
+        "left": sum(
+            a.facts is not None and a.facts.get("propagated_tokens", 0) < a.facts["prompt_tokens"]
+            for a in done.values()
+            if a.facts and "propagated_tokens" in a.facts
+        ),
+        "retractions": sum(a.retractions for a in done.values()),
+        "aborted": len(aborted),
+        "used": driver.used_slots(),
+        "private": driver.store.held,
+    }
+    driver.flush()
+    allocator = driver.scheduler.token_to_kv_pool_allocator
+    return result | {"missing_after_flush": allocator.size - allocator.available_size()}
+
+
+def shared(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """What others find in the radix cache after prompts whose tokens left, or did not."""
+    policies = flags.pop("policies")
+    driver = start(model, policies, flags)
+    found = {}
+    for seed, policy in enumerate(policies):
+        ids = prompt(200, seed)
+        for rid, name, tokens in (("long", policy, 4), ("again", "none", 1), ("one", policy, 1)):
+            driver.send(f"{policy} {rid}", ids, policy=name, max_new_tokens=tokens)
+            driver.finish()
+            if rid == "again":
+                driver.flush()
+        found[policy] = {
+            "facts": driver.answers[f"{policy} long"].facts,
+            "tokens": driver.answers[f"{policy} long"].tokens,
+            "cached": driver.answers[f"{policy} again"].cached_tokens,
+            "one": driver.answers[f"{policy} one"].tokens,
+        }
+    return found
+
+
+def aborted(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """A prompt that is aborted between its chunks, and what is held until then."""
+    policies = flags.pop("policies")
+    driver = start(model, policies, flags)
+    found = {}
+    for policy in policies:
+        driver.send(policy, prompt(300, 1), policy=policy, max_new_tokens=4)
+        driver.run_until(lambda: _in_chunks(driver.scheduler) >= 150)
+        rows, private = _held(driver.scheduler.chunked_req)
+        driver.abort(policy)
+        driver.finish()
+        found[policy] = {"rows": rows, "private": private, "after": driver.store.held}
+    driver.flush()
+    allocator = driver.scheduler.token_to_kv_pool_allocator
+    return found | {"missing_after_flush": allocator.size - allocator.available_size()}
+
+
+def _in_chunks(scheduler: Any) -> int:
+    """Tokens computed of the request in chunks."""
+    return 0 if scheduler.chunked_req is None else scheduler.chunked_req.prefix_len
+
+
+def _held(request: Any) -> tuple[int, int]:
+    """Rows that wait for a request's last chunk, and its private slots."""
+    from kvpolicy.sglang_ext.request import state_of
+
+    state = state_of(request)
+    return sum(each.ids.numel() for each in state.progress.held), len(state.private.slots)
+
+
+if __name__ == "__main__":
+    name, out, model, flags = sys.argv[1:]
+    scenarios = {"answers": answers, "mixed": mixed, "shared": shared, "aborted": aborted}
+    found = scenarios[name](model, json.loads(flags))
+    Path(out).write_text(json.dumps(found))
+    os._exit(0)  # the scheduler's threads would keep the process alive
