@@ -19,6 +19,7 @@ UPPERS = (1, 3)  # of four layers, with start=0
 scenarios.POLICIES = {
     "minicache": ["start=0", f"t={T}", f"gamma={GAMMA}"],
     "snapkv": ["capacity=48", "window=16"],
+    "tova": ["capacity=40"],  # of which entries leave while it decodes
 }
 scenarios.SETTINGS = [
     f"{n}.{value}" for n, values in scenarios.POLICIES.items() for value in values

@@ -74,7 +74,7 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1"}
     ids=["paged", "small-pool", "retracted-chunks", "retracted-no-radix"],
 )
 def test_answers_do_not_depend_on_what_else_happens(run, env, flags):
-    """Beside plain and SnapKV requests, with aborts; nothing is lost at the end."""
+    """Beside plain, SnapKV and TOVA requests, with aborts; nothing is lost at the end."""
     mixed = run("mixed", env, count=30, seed=len(flags), **flags)
     assert mixed["different"] == []
     assert (mixed["used"], mixed["private"], mixed["missing_after_flush"]) == (0, 0, 0)
