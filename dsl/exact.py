@@ -11,8 +11,9 @@ from kvpolicy.dsl.split import split_layers
 
 Value = Fraction | bool | float
 
-# An exact number with more digits than this goes on as float64, so that time is bounded.
-MAX_BITS = 2048
+# An exact number with more digits than this goes on as float64: time is bounded, and an exact
+# number can always become a float.
+MAX_BITS = 1000
 
 
 class NotStatic(Exception):
