@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from kvpolicy.dsl.ir import Node
 from kvpolicy.dsl.lower import ELEMENTWISE, REDUCTIONS
 from kvpolicy.dsl.torch_elementwise import reduce
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 # Bytes of float64 that one value of a block may take.
 BLOCK_BYTES = 64 << 20
+# A sum over all queries is computed in so many blocks, if these have so many queries each: a block
+# reads only the tokens up to its last query.
+_CAUSAL_BLOCKS, _LEAST_ROWS = 8, 64
 _LONG = frozenset(("query", "dim"))
 _WINDOWS = frozenset(("attn", "logits", "distance"))
 _INSIDE = ELEMENTWISE | REDUCTIONS | _WINDOWS | {"key", "value", "index", "avgpool", "maxpool"}
@@ -41,6 +45,7 @@ class Region:
         windows: its attention, logits and distances.
         by_head, by_query: along which axes blocks are independent.
         vectors: whether values with the axis `dim` are in it.
+        causal: tokens after a block's last query add nothing, so that it leaves them out.
     """
 
     outside: tuple[Node, ...]
@@ -48,6 +53,7 @@ class Region:
     by_head: bool
     by_query: bool
     vectors: bool
+    causal: bool
 
     @classmethod
     def of(cls, node: Node) -> Region | None:
@@ -73,10 +79,31 @@ class Region:
         )
         windows = tuple(each for each in nodes if each.op in _WINDOWS)
         vectors = any("dim" in each.type.axes for each in nodes)
-        return cls(
-            tuple(outside.values()), windows, not mixed and len(headless) < len(nodes), by_query,
-            vectors,
+        causal = (
+            node.op == "sum" and by_query and not any(window.args for window in windows)
+            and all(_by_token(each) for each in nodes) and _nothing_after(node.args[0])
         )  # fmt: skip
+        by_head = not mixed and len(headless) < len(nodes)
+        return cls(tuple(outside.values()), windows, by_head, by_query, vectors, causal)
+
+
+def _by_token(node: Node) -> bool:
+    """Whether every token's value comes from that token alone, attention apart."""
+    return node.op not in ("index", "avgpool", "maxpool") and "token" not in node.axes
+
+
+def _nothing_after(node: Node) -> bool:
+    """Whether a value is absent or 0 where the token comes after the query."""
+    if node.op in _WINDOWS:
+        return True
+    if node.op == "multiply":
+        return any(_nothing_after(each) for each in node.args)
+    if node.op in ("add", "subtract"):
+        return all(_nothing_after(each) for each in node.args)
+    if node.op == "power" and (node.args[1].op != "number" or node.args[1].value <= 0):
+        return False
+    first = ("divide", "power", "mask", "negate", "abs", "sqrt", "sum", "mean")
+    return node.op in first and _nothing_after(node.args[0])
 
 
 @lru_cache(maxsize=4096)
@@ -98,12 +125,13 @@ def in_blocks(node: Node, evaluation: Evaluation) -> Value | None:
     parts: list[Value] = []
     for part in _heads(frame, heads):
         own = known if heads == frame.kv else cut_heads(known, part.kv_start, part.kv)
-        for block in _rows(part, windows, rows if by_query else None):
-            inner = replace(evaluation, frame=block, known=dict(own), whole=False)
+        for block in _rows(part, windows, rows if by_query else None, region.causal):
+            near = own if block.tokens == frame.tokens else _first_tokens(own, block.tokens)
+            inner = replace(evaluation, frame=block, known=dict(near), whole=False)
             x = inner.value(node.args[0])
-            if heads == frame.kv and block.rows is None:
+            if block is frame:
                 return reduce(node, frame, x)
-            made = _Partial.of(node, block, x)
+            made = _Partial.of(node, block, x).of_all(frame.tokens)
             joined = made if joined is None else joined.with_more(made)
         if "kv" not in node.axes:
             parts.append(joined.result())
@@ -141,14 +169,45 @@ def _heads(frame: Frame, size: int) -> Iterator[Frame]:
         )
 
 
-def _rows(frame: Frame, windows: set[int], size: int | None) -> Iterator[Frame]:
+def _rows(frame: Frame, windows: set[int], size: int | None, causal: bool) -> Iterator[Frame]:
     longest = max(windows, default=0)
+    causal = causal and frame.generated is None
+    if size is not None and causal:
+        size = min(size, max(_LEAST_ROWS, -(-longest // _CAUSAL_BLOCKS)))
     if size is None or size >= longest:
         yield frame
         return
     frame = replace(frame, k=frame.k.double())
     for start in range(0, longest, size):
-        yield replace(frame, rows=slice(start, min(start + size, longest)))
+        end = min(start + size, longest)
+        part = replace(frame, rows=slice(start, end))
+        yield _up_to(frame, longest - end, end - start) if causal else part
+
+
+def _up_to(frame: Frame, later: int, rows: int) -> Frame:
+    """The frame without its `later` last tokens and queries, of which `rows` are asked."""
+    tokens, queries = frame.tokens - later, frame.q.shape[1] - later
+    return replace(
+        frame,
+        tokens=tokens,
+        q=frame.q[:, :queries],
+        k=frame.k[:, :tokens],
+        v=None if frame.v is None else frame.v[:, :tokens],
+        positions=None if frame.positions is None else frame.positions[:tokens],
+        last=rows,
+    )
+
+
+def _first_tokens(values: dict[int, Value], tokens: int) -> dict[int, Value]:
+    """The values of the first tokens."""
+
+    def cut(data, axes: tuple[str, ...]):
+        return data.narrow(axes.index("token"), 0, tokens) if "token" in axes else data
+
+    return {
+        name: replace(x, data=cut(x.data, x.axes), mask=cut(x.mask, x.mask_axes))
+        for name, x in values.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -182,6 +241,15 @@ class _Partial:
         mean = reduce(replace(node, op="mean"), frame, x)
         spread = reduce(node, frame, x).data * number
         return cls(node.op, mean.axes, mean.data, mean.finite, number, spread)
+
+    def of_all(self, tokens: int) -> _Partial:
+        """A sum over the first tokens, with 0 for those after them."""
+        if "token" not in self.axes or self.data.shape[self.axes.index("token")] == tokens:
+            return self
+        at = self.axes.index("token")
+        after = [0, 0] * (len(self.axes) - at - 1)
+        missing = tokens - self.data.shape[at]
+        return replace(self, data=F.pad(self.data, [*after, 0, missing]))
 
     def with_more(self, other: _Partial) -> _Partial:
         """Both taken together."""

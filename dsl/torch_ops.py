@@ -108,7 +108,7 @@ def _window_logits(node: Node, frame: Frame) -> tuple[torch.Tensor, torch.Tensor
         axes = ("kv", "query", "token") if seen.ndim == 3 else ("query", "token")
         logits.masked_fill_(~(seen[:, None] if seen.ndim == 3 else seen), -math.inf)
         return logits, seen, axes
-    planned = frame.positions is None and frame.rows is None
+    planned = frame.positions is None and frame.rows is None and frame.last is None
     seen = frame.once(("seen", window), (), make) if planned else make()
     # Only the window's own columns can lie after a query.
     logits[..., tokens - window :].masked_fill_(~seen[:, tokens - window :], -math.inf)
