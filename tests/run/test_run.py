@@ -178,3 +178,146 @@ def test_policy_that_decides_elsewhere(tmp_path, capsys):
     )
     assert run(tmp_path, str(tmp_path / "p.yaml"), arrays(9)) == 2
     assert "cannot be served yet" in capsys.readouterr().err
+
+
+# Decode steps and what goes with them
+
+STEPS = 3
+
+
+def with_steps(tokens: int, seed: int = 0, **changes) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed + 1)
+    made = {
+        **arrays(tokens, seed),
+        "q_step": rng.standard_normal((STEPS, L, H, D), np.float32),
+        "k_step": rng.standard_normal((STEPS, L, G, D), np.float32),
+        "v_step": rng.standard_normal((STEPS, L, G, D), np.float32),
+        **changes,
+    }
+    return {name: array for name, array in made.items() if array is not None}
+
+
+def both(tmp_path, policy: str, tensors, *options: str) -> dict:
+    """What both executions write, which must be the same up to rounding."""
+    outputs = []
+    for execution in EXECUTIONS:
+        assert run(tmp_path, policy, tensors, "--execution", execution, *options) == 0
+        outputs.append(output(tmp_path))
+    assert_alike(*outputs)
+    return outputs[0]
+
+
+def assert_alike(a, b) -> None:
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_alike(a[key], b[key])
+    elif isinstance(a, list):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_alike(x, y)
+    else:
+        assert a == (pytest.approx(b, rel=1e-5, abs=1e-5) if isinstance(a, float) else b)
+
+
+def policy_file(tmp_path, text: str) -> str:
+    path = tmp_path / "p.yaml"
+    path.write_text("policy: p\nlanguage: 1\nabout: p\n" + text)
+    return str(path)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5, 12])
+def test_steps(tmp_path, tokens):
+    options = ("--set", "heavy=2", "--set", "window=2")
+    result = both(tmp_path, "h2o", with_steps(tokens), *options)
+    assert set(result) == {"kept", "budgets", "steps"}
+    for number, step in enumerate(result["steps"], 1):
+        assert set(step) == {"kept"}
+        for heads in step["kept"]:
+            for kept in heads:
+                assert kept == sorted(set(kept))
+                assert len(kept) == min(4, tokens + number)
+                assert kept[-1] == tokens + number - 1
+
+
+def test_fold_interval(tmp_path):
+    options = ("--set", "start=1", "--set", "window=2", "--fold-interval", "2")
+    result = both(tmp_path, "streamingllm", with_steps(4), *options)
+    kept = [step["kept"][0][0] for step in result["steps"]]
+    assert kept == [[0, 2, 3, 4], [0, 4, 5], [0, 4, 5, 6]]
+
+
+def test_interval_that_is_none(tmp_path, capsys):
+    assert run(tmp_path, "streamingllm", with_steps(4), "--fold-interval", "0") == 2
+    assert "a fold interval is at least 1, not 0" in capsys.readouterr().err
+
+
+def test_merged(tmp_path):
+    # Nothing leaves before the prompt is longer than the budget.
+    options = ("--set", "rate=0.5", "--set", "start=1", "--merged")
+    result = both(tmp_path, "d2o", with_steps(14), *options)
+    assert len(result["merged"]) == len(result["thresholds"]) == L
+    assert all(layer.keys() == {"key", "value"} for layer in result["merged"])
+    assert any(layer["key"] > 0 for layer in result["merged"])
+    for step in result["steps"]:
+        assert len(step["merged"]) == len(step["thresholds"]) == L
+    without = both(tmp_path, "d2o", with_steps(14), *options[:-1])
+    assert "merged" not in without
+    assert without["kept"] == result["kept"]
+
+
+def test_merged_of_a_policy_that_changes_nothing(tmp_path):
+    result = both(tmp_path, "h2o", with_steps(9), "--merged")
+    assert "merged" not in result
+    assert all("merged" not in step for step in result["steps"])
+
+
+def test_propagation_that_never_acts(tmp_path):
+    text = "propagate: {first: layer == 9, tokens: recent(2)}\n"
+    result = both(tmp_path, policy_file(tmp_path, text), arrays(6))
+    names = ("selected_layer", "propagated", "positions")
+    assert [result[name] for name in names] == [None, None, None]
+
+
+def test_keys_at_slots_need_frequencies(tmp_path):
+    options = ("--set", "start=1", "--set", "window=2", "--merged")
+    plain = both(tmp_path, "streamingllm", with_steps(9), *options)
+    assert plain["merged"] == [{"key": 0.0, "value": 0.0}] * L
+    turned = both(tmp_path, "streamingllm", with_steps(9, inv_freq=np.array([1.0, 0.1])), *options)
+    assert turned["kept"] == plain["kept"]
+    assert all(layer["key"] > 0.01 and layer["value"] == 0 for layer in turned["merged"])
+
+
+def test_several_thresholds_are_named(tmp_path):
+    text = (
+        "keep: recent(2)\nmerge:\n  into: next(1)\n  weight: a + b\n  state:\n"
+        "    a: a + 1\n    b: b + count[dropped](position)\n"
+    )
+    result = both(tmp_path, policy_file(tmp_path, text), arrays(6))
+    assert result["thresholds"] == {"a": [1.0] * L, "b": [[4.0] * G] * L}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"v_step": None}, "decode steps need `v_step` too"),
+        ({"q_step": None, "k_step": None}, "decode steps need `q_step` and `k_step` too"),
+        (
+            {"k_step": np.zeros((STEPS, L, G + 1, D), np.float32)},
+            f"`k_step` is [3, 2, 3, 4]; for 3 steps and this `k` it is [3, {L}, {G}, {D}]",
+        ),
+        ({"v_step": np.zeros((STEPS + 1, L, G, D), np.float32)}, "`v_step` is [4, 2, 2, 4]"),
+        ({"q_step": np.zeros((L, H, D), np.float32)}, "`q_step` has shape [2, 4, 4]; it is"),
+        ({"q_step": np.full((STEPS, L, H, D), np.nan)}, "`q_step` holds NaN or infinity, first at"),
+        ({"inv_freq": np.zeros(3)}, "`inv_freq` is [3]; half the head size 4 is needed"),
+        ({"inv_freq": np.zeros((2, 1))}, "`inv_freq` has shape [2, 1]; it is [D / 2]"),
+        ({"inv_freq": np.zeros(2, int)}, "`inv_freq` is int64"),
+    ],
+)
+def test_steps_that_cannot_be_used(tmp_path, capsys, changes, message):
+    assert run(tmp_path, "tova", with_steps(6, **changes)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_other_arrays_are_ignored(tmp_path):
+    assert run(tmp_path, "tova", {**arrays(6), "note": np.array(["a"])}) == 0
