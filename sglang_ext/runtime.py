@@ -303,24 +303,25 @@ class Runtime:
 
     def finished_fold(self, req: Any, state: State, seconds: float) -> None:
         """Note that entries of a request have left while it decodes."""
-        state.facts |= {"folds": state.folded, "entries_dropped_in_decode": state.dropped}
+        now = {"folds": state.folded, "entries_dropped_in_decode": state.dropped}
+        self._report_again(req, state, now)
         self.metrics.folded(state.served.name, seconds)
-        self._report_again(req, state)
 
     def skipped_fold(self, req: Any, state: State, step: int) -> None:
         """Note that there were no slots for a fold at a decode step."""
         state.skipped.add(step)
-        state.facts["skipped_folds"] = len(state.skipped)
+        self._report_again(req, state, {"skipped_folds": len(state.skipped)})
         self.metrics.skipped_fold(state.served.name)
-        self._report_again(req, state)
 
     @staticmethod
-    def _report_again(req: Any, state: State) -> None:
-        if req.stream:
-            # Elements of earlier tokens may have been sent; the next token's has not.
-            values, place = req.customized_info["kv_policy"], len(req.output_ids)
-            values += [None] * (place - len(values))
-            values[place:] = [dict(state.facts)]
+    def _report_again(req: Any, state: State, changes: dict[str, int]) -> None:
+        values = req.customized_info["kv_policy"]
+        if len(values) <= req.send_token_offset:
+            # The last element has been sent; the next token's has not.
+            values += [None] * (len(req.output_ids) - len(values))
+            values.append(dict(state.facts))
+            state.facts = values[-1]
+        state.facts.update(changes)
 
     # Published, retracted.
 

@@ -78,7 +78,8 @@ def test_attributes_that_are_read_or_written_exist():
         "origin_input_ids", "sampling_params", "multimodal_inputs", "input_embeds", "session",
         "positional_embed_overrides", "beam_group", "to_finish", "prefix_len", "extend_end",
         "lock", "skip_radix_cache_insert", "customized_info", "output_ids", "return_logprob",
-        "logprob_start_len", "return_hidden_states", "full_untruncated_fill_ids", "stream",
+        "logprob_start_len", "return_hidden_states", "full_untruncated_fill_ids",
+        "send_token_offset",
     ):  # fmt: skip
         assert f"self.{name}" in source, name
     slots = {"req_pool_idx", "cache_protected_len", "kv_committed_len", "kv_allocated_len"}
