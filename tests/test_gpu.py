@@ -38,6 +38,47 @@ def test_programs_keep_the_same_entries(name, tokens):
     assert torch.equal(kept["cpu"], kept["cuda"])
 
 
+def _kept_while_decoding(bound, prompt, device: str) -> list:
+    """Positions per layer and KV head after a prefill and twelve steps."""
+    q, k, v = (x.to(device) for x in prompt)
+    tokens = k.shape[2]
+    run, there = TorchProgram(bound).start(tokens), torch.arange(tokens, device=device)
+    for layer in range(3):
+        rows = (x[layer][:, there] for x in (q, k, v))
+        deeper = run.observe(layer, *rows, None if len(there) == tokens else there)
+        there = there if deeper is None or run.restarted else there[deeper]
+    run.finish()
+    if bound.rules.merge is not None:
+        for layer in range(3):
+            run.merged(layer, k[layer], v[layer])
+    memory = run.memory()
+    if memory is None:
+        return [layer.cpu().tolist() for layer in run.finish()]
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(2, 2, 2 * tokens, 64, generator=generator).to(device)
+    for step in range(12):
+        memory.step(tokens + step)
+        for layer in range(3):
+            query = torch.randn(8, 1, 64, generator=generator).to(device)
+            if memory.wants != "nothing":
+                positions = memory.layout(layer).positions
+                memory.observe(layer, query, *(x[:, positions] for x in noise))
+    layouts = [memory.layout(layer) for layer in range(3)]
+    return [(x.positions.tolist(), None if x.there is None else x.there.tolist()) for x in layouts]
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_decode_steps_keep_the_same_entries(name):
+    program = load(name).require()
+    given = {**SMALL, "heavy": "20", "rate": "0.3", "lookback": "2"}
+    bound = bind(program, SHAPE, {k: v for k, v in given.items() if k in program.params})
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(3, 8, 90, 64), (3, 2, 90, 64), (3, 2, 90, 64)]
+    prompt = [torch.randn(shape, generator=generator) for shape in shapes]
+    kept = [_kept_while_decoding(bound, prompt, device) for device in ("cpu", "cuda")]
+    assert kept[0] == kept[1]
+
+
 def test_paged_attention():
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([5, 0, 17, 63])
