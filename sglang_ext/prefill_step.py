@@ -48,7 +48,7 @@ class Scored:
         """The prefill begins again on so many tokens, whose entries go to the last slots."""
         self.slots = self.prompt_slots = self.slots[self.slots.numel() - tokens :]
         self.run = self.run.again(tokens)
-        self.queries = self.state.served.queries(tokens)
+        self.queries = self.run.queries
 
 
 @dataclass
