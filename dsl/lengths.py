@@ -66,10 +66,18 @@ class _Lengths:
 
     def _acts(self, layer: int) -> bool | None:
         """Whether tokens are chosen at a layer; None: data decide."""
-        moment = self.rules.first or self.rules.every
-        if self.numbers.is_static(moment, layer):
-            return bool(self.numbers.value(moment, layer))
-        return None
+        return self._truth(self.rules.first or self.rules.every, layer)
+
+    def _truth(self, node: Node, layer: int) -> bool | None:
+        if self.numbers.is_static(node, layer):
+            return bool(self.numbers.value(node, layer))
+        if node.op not in ("and", "or"):
+            return None
+        parts = [self._truth(each, layer) for each in node.args]
+        decisive = node.op == "or"
+        if decisive in parts:
+            return decisive
+        return None if None in parts else not decisive
 
     def _chosen(self, layer: int) -> Range:
         low, high = self._size(self.rules.tokens, layer)

@@ -62,11 +62,67 @@ def test_cost_of_attention(model, capsys):
     assert f"  reads{size_text(2 * (64_000 + 8_192)):>34} per layer" in text
 
 
+def section(text: str, title: str) -> list[str]:
+    """The lines below a title."""
+    lines = text.splitlines()
+    rest = lines[lines.index(title) + 1 :]
+    return [line.strip() for line in (rest[: rest.index("")] if "" in rest else rest)]
+
+
+def test_propagation(model, capsys):
+    assert explain(model, "fastkv", "--set", "tsp_layer=2") == 0
+    lines = section(capsys.readouterr().out, "Tokens that reach a layer")
+    assert lines[0] == "first    layer == tsp_layer  (layer 2)"
+    assert lines[-2:] == ["layers 0-2         1,000", "layer 3              200"]
+    assert explain(model, "asl", "--set", "capacity=100", "--set", "two_pass=true") == 0
+    lines = section(capsys.readouterr().out, "Tokens that reach a layer")
+    assert lines[0].endswith("(the prompt's content decides)")
+    assert "The prefill begins again on these tokens, at positions 0, 1, ..." in lines
+    assert lines[-1] == "layers 0-3     68 to 100"
+
+
+def test_states_and_queries_of_decode(model, capsys):
+    assert explain(model, "h2o", "--set", "heavy=60", "--set", "window=40") == 0
+    lines = section(capsys.readouterr().out, "While decoding")
+    assert lines[0] == "when     every step, or as often as the server is told to"
+    assert "state    heat: heat + sum[group, query](attn(new))  : number[kv, token]" in lines
+    # A float64 for 100 entries of 2 KV heads in 4 layers.
+    assert f"states   {size_text(8 * 100 * 2 * 4)} per request" in lines
+    assert explain(model, "pyramidinfer") == 0
+    lines = section(capsys.readouterr().out, "While decoding")
+    # 201 queries of 8 heads of size 32 in 4 layers, 2 bytes each.
+    assert (
+        f"queries  {size_text(201 * 8 * 32 * 4 * 2)} per request, the last 201 of each layer"
+        in lines
+    )
+
+
+def test_merging_and_sharing(model, capsys):
+    assert explain(model, "d2o") == 0
+    lines = section(capsys.readouterr().out, "What becomes of dropped entries")
+    assert lines[:2] == ["into     nearest(key)", "accept   match >= bar"]
+    assert lines[-1] == "apply    keys and values"
+    assert explain(model, "minicache", "--set", "start=0") == 0
+    lines = section(capsys.readouterr().out, "Layers that share directions")
+    assert lines[0] == "layers     0 and 1, 2 and 3"
+
+
+def test_difference_of_sections(model, capsys):
+    assert main(["diff", "fastkv", "h2o", "--model", model, "--length", "1000"]) == 1
+    text = capsys.readouterr().out
+    assert section(text, "Tokens that reach the last layer") == ["at most 200 -> 1,000"]
+    assert section(text, "While decoding") == ["nothing leaves -> at every step"]
+
+
 def test_intermediate_representation(model, capsys):
     assert explain(model, "snapkv", "--ir") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("keep = %")
     assert any('attn["recent"]' in line for line in lines)
+    assert explain(model, "d2o", "--ir") == 0
+    text = capsys.readouterr().out
+    for name in ("state.0 = %", "merge.0 = %", "decode.keep = %", "decode.state.0 = %"):
+        assert f"\n{name}" in text
 
 
 @pytest.mark.parametrize(

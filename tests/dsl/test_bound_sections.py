@@ -144,6 +144,15 @@ def test_lengths(tokens, moment, sure):
         assert sum(int(layer.sum()) for layer in result.kept) <= policy.max_entries(20)
 
 
+def test_what_parameters_decide_of_a_condition_is_used():
+    text = (
+        "propagate:\n  first: prompt > 10 and ('heavy' or layer == 3)\n  tokens: recent(5)\n"
+        "  restart: true\n"
+    ).replace("'heavy'", "max[kv, token, dim](key) > 1")
+    assert lengths(bound(text), 10) == [(10, 10)] * 4
+    assert lengths(bound(text), 20) == [(5, 5)] * 4
+
+
 def test_budgets_that_follow_the_length():
     policy = bound(
         "propagate: {first: layer == 1, tokens: recent(10)}\n"
