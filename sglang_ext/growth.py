@@ -40,8 +40,11 @@ class Growth:
         """
         if not self._steady:
             return None
-        # Before the cache has reached its size, it is as large as for a prompt that long.
-        return self._arena.most_slots(self._bound.max_entries(prompt + output)) + self._between
+        entries, shape = self._bound.max_entries(prompt), self._bound.shape
+        if entries >= shape.layers * shape.kv_heads * prompt:
+            # The cache has not reached its size yet: it may become as for a prompt that long.
+            entries = self._bound.max_entries(prompt + output)
+        return self._arena.most_slots(entries) + self._between
 
 
 def _is_steady(bound: Bound) -> bool:

@@ -214,9 +214,13 @@ class Store:
         if private.counts is None or private.first_page is None:
             return
         page = self.arena.kv_heads
-        last = int((private.first_page + (private.counts + page - 1) // page).max())
+        ends = private.first_page + (private.counts + page - 1) // page
+        last = int(ends.max())
         if last > self.arena.layers * private.slots.numel():
             raise RuntimeError(f"row {private.row}: {last} pages in {private.slots.numel()} slots")
+        overlap = private.first_page.flatten()[1:] < ends.flatten()[:-1]
+        if private.shared is None and bool(overlap.any()):
+            raise RuntimeError(f"row {private.row}: two lists share a page")
 
     def _count(self, policy: str, slots: int) -> None:
         self._held[policy] = self._held.get(policy, 0) + slots

@@ -56,6 +56,33 @@ def test_surplus_is_returned_in_whole_pages_of_the_allocator():
     store.check_integrity(store.allocator.free_slots)
 
 
+def test_private_slots_grow_and_shrink_in_whole_pages():
+    store = make_store(layers=2, kv_heads=2, slots=32, page_size=8)
+    private = store.allocate(1, "a", 0, 60, no_cache)
+    asked = []
+    assert private.slots.numel() == store.held == 0
+    assert store.grow(private, 16, asked.append)
+    assert asked == [16]
+    before = private.slots.tolist()
+    assert store.grow(private, 8, asked.append)  # it has more
+    assert not store.grow(private, 40, asked.append)
+    assert asked == [16, 24]
+    assert private.slots.tolist() == before
+    counts = torch.tensor([[9, 4], [1, 0]])  # 5 + 2 + 1 pages: 4 slots
+    assert store.slots_for(counts) == 8
+    store.fill(private, counts)
+    assert private.slots.tolist() == before[:8]
+    assert store.grow(private, 32, asked.append)
+    assert private.slots.tolist()[:8] == before[:8]
+    assert store.held == 32
+    store.check_integrity(store.allocator.free_slots)
+    private.first_page[1, 0] = 6
+    with pytest.raises(RuntimeError, match="row 1: two lists share a page"):
+        store.check_integrity(store.allocator.free_slots)
+    store.release(private)
+    assert store.allocator.free_slots.numel() == 32
+
+
 def test_flush_drops_without_returning():
     store = make_store()
     store.allocate(1, "a", 5, 40, no_cache)
