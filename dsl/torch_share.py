@@ -69,4 +69,6 @@ def _one(
     apart = torch.zeros(own.shape[:2], dtype=torch.bool, device=own.device)
     if exceptions is not None:
         apart = spread(evaluation.value(exceptions), ("kv", "token"), evaluation.frame)
-    return data, apart
+    # NaN or infinity decides nothing: both vectors stay.
+    finite = torch.stack([x.isfinite().all() for x in vectors.values()]).all()
+    return torch.where(finite, data, 0.0), apart | ~finite

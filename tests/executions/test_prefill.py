@@ -155,3 +155,31 @@ def test_concurrent_prefills_with_propagation():
     for run, (selected, kept) in zip(runs, alone, strict=True):
         assert run.selected_layer == selected is not None
         assert torch.equal(torch.stack(run.finish()), kept)
+
+
+def test_layers_that_share():
+    program_ = shipped("minicache", start="0", gamma="0.2")
+    _, k, v = recorded(9)
+    run = program_.start(9)
+    assert run.shared(0, k[0], v[0], k[0], v[0]) is None
+    assert run.shared(2, k[1], v[1], k[2], v[2]) is None
+    made = run.shared(3, k[2], v[2], k[3], v[3])
+    for direction, apart in (
+        (made.direction_k, made.except_k),
+        (made.direction_v, made.except_v),
+    ):
+        assert direction.dtype == torch.float64
+        assert torch.allclose(direction.norm(dim=-1), torch.ones(2, 9, dtype=torch.float64))
+        assert apart.shape == (2, 9)
+        assert 0 < apart.sum() < 18
+    assert not torch.equal(made.direction_k, made.direction_v)
+
+
+def test_layers_with_nan_share_nothing():
+    program_ = shipped("minicache", start="0")
+    _, k, v = recorded(9)
+    k[2, 1, 4, 3] = float("nan")
+    made = program_.start(9).shared(3, k[2], v[2], k[3], v[3])
+    assert made.except_k.all()
+    assert made.direction_k.isfinite().all()
+    assert not made.except_v.all()
