@@ -9,6 +9,41 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Small matrices are slower with threads that wait for each other."""
+    torch = pytest.importorskip("torch", reason="the plain model needs torch")
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory):
+    """Folder of a Llama checkpoint with random weights: 5 layers, 4 heads, 2 KV heads of 16.
+
+    The weights are large enough that greedy answers depend on every entry that is kept.
+    """
+    pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("random")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.fixture(scope="session")
 def embedded():
     """Folder of the model that the repository brings."""

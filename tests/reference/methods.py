@@ -1,0 +1,37 @@
+"""Every method with values at which prompts of some sixty tokens lose entries in five layers."""
+
+METHODS: dict[str, dict[str, str]] = {
+    "ada-pyramidkv": {"capacity": "20", "window": "6"},
+    "adakv": {"capacity": "20", "window": "6"},
+    "asl": {"capacity": "24", "window": "6", "tau": "1.01"},
+    "asl-lava-d2o": {"capacity": "24", "window": "6", "tau": "1.01"},
+    "cake": {"capacity": "20", "window": "6"},
+    "cam": {"start": "2", "window": "24", "reach": "4"},
+    "d2o": {"rate": "0.4", "minmax_heads": "true"},
+    "d2o-code": {"rate": "0.4"},
+    "dynamickv": {"capacity": "20", "window": "6"},
+    "fastkv": {"kv_rate": "0.3", "tsp_rate": "0.4", "window": "6"},
+    "fastkv-adakv": {"kv_rate": "0.3", "tsp_rate": "0.4", "window": "6"},
+    "gemfilter": {"capacity": "30"},
+    "h2o": {"heavy": "12", "window": "10"},
+    "lava": {"capacity": "20", "window": "6"},
+    "minicache": {"start": "1"},
+    "pyramidinfer": {"floor_rate": "0.5", "recent_rate": "0.05", "least": "10", "batch": "4"},
+    "pyramidkv": {"capacity": "20", "window": "6"},
+    "roco": {"capacity": "5", "newest": "1"},
+    "simlayerkv": {"threshold": "0.3", "window": "16"},
+    "simlayerkv-prefill": {"threshold": "0.3", "window": "16", "queries": "4"},
+    "sinks-recent": {"capacity": "24"},
+    "snapkv": {"capacity": "20", "window": "6"},
+    "streamingllm": {"window": "20"},
+    "streamingllm-original": {"window": "20"},
+    "tova": {"capacity": "20"},
+    "vatp": {"rate": "0.2", "start": "2"},
+}
+SETTINGS = [
+    f"{policy}.{name}={value}"
+    for policy, values in METHODS.items()
+    for name, value in values.items()
+]
+# Chosen tokens go deeper: a shared prefix brings its own deeper keys and values.
+PROPAGATING = ("asl", "asl-lava-d2o", "fastkv", "fastkv-adakv", "pyramidinfer")

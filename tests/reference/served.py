@@ -1,0 +1,98 @@
+"""Scenario for `test_served.py`: `python served.py OUT.json MODEL '{"flag": value}'`.
+
+Requests of every method and of none in one scheduler, in batches that mix them, with shared
+prefixes, aborts and whatever the flags and the environment add. The flag `each` says how many
+requests a method gets, `pause` how many steps at most there are between two requests; the others
+are SGLang's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+from in_process import Driver
+from methods import METHODS, SETTINGS
+
+ROOT = Path(__file__).parents[2]
+VOCABULARY = 500
+OUTPUT = 10
+
+
+def requests(rnd: random.Random, each: int) -> list[tuple[str, list[int]]]:
+    """Policy and token ids; every other prompt begins with the same 24 tokens."""
+
+    def drawn(length: int) -> list[int]:
+        return [rnd.randrange(3, VOCABULARY) for _ in range(length)]
+
+    base, found = drawn(24), []
+    for i, policy in enumerate([*METHODS, "none", "none", "none"]):
+        for j in range(each):
+            shares = (i + j) % 2 == 0
+            tail = drawn(rnd.randrange(26, 40) if shares else rnd.randrange(45, 70))
+            found.append((policy, base + tail if shares else tail))
+    rnd.shuffle(found)
+    return found
+
+
+def start(model: str, flags: dict) -> Driver:
+    """A scheduler that checks after every step that no slot is used twice or leaked."""
+    paths = [str(ROOT / "policies" / f"{name}.yaml") for name in METHODS]
+    driver = Driver(model, paths, SETTINGS, **flags)
+    from kvpolicy.sglang_ext import compat
+
+    allocator = driver.scheduler.token_to_kv_pool_allocator
+    driver.each_step.append(lambda: driver.store.check_integrity(compat.free_slots(allocator)))
+    return driver
+
+
+def send_all(
+    driver: Driver, rnd: random.Random, sent: list[tuple[str, list[int]]], pause: int
+) -> int:
+    """Sends the requests between steps, and aborts copies of some; returns how many."""
+    doomed: list[str] = []
+    aborted = 0
+    for i, (policy, ids) in enumerate(sent):
+        driver.send(f"{i}", ids, policy=policy, max_new_tokens=OUTPUT)
+        if rnd.random() < 0.25:
+            doomed.append(f"{i} unwanted")
+            driver.send(doomed[-1], ids, policy=policy, max_new_tokens=40, stream=True)
+        for _ in range(rnd.randrange(pause + 1)):
+            driver.step()
+        if doomed and rnd.random() < 0.5:
+            driver.abort(doomed.pop(0))
+            aborted += 1
+    for rid in doomed:
+        driver.abort(rid)
+    return aborted + len(doomed)
+
+
+def main(out: str, model: str, flags: dict) -> None:
+    """Writes every answer, and what is left when all have ended."""
+    rnd = random.Random(7)
+    sent, pause = requests(rnd, flags.pop("each")), flags.pop("pause")
+    driver = start(model, flags)
+    aborted = send_all(driver, rnd, sent, pause)
+    driver.finish()
+    used, private = driver.used_slots(), driver.store.held
+    driver.flush()
+    allocator = driver.scheduler.token_to_kv_pool_allocator
+    found = {
+        "answers": [],
+        "aborted": aborted,
+        "left": [used, private, allocator.size - allocator.available_size()],
+    }
+    for i, (policy, ids) in enumerate(sent):
+        answer = driver.answers[f"{i}"]
+        each = {"policy": policy, "prompt": ids, "tokens": answer.tokens}
+        each |= {"cached": answer.cached_tokens, "retractions": answer.retractions}
+        found["answers"].append(each | {"facts": answer.facts or {}})
+    Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+    os._exit(0)  # the scheduler's threads would keep the process alive
