@@ -34,8 +34,8 @@ def growth(name, page_size=1, fold_interval=8):
 def test_policies_that_hold_a_size_are_bounded(name):
     most = growth(name).most(200, 100_000)
     if name == "d2o":
-        assert most == growth(name).most(200, 10)  # a share of the prompt
-        assert 50 + 8 <= most <= 50 + 2 + 8 + 4
+        # A share of the prompt, and what is protected where layers get less than that.
+        assert 50 + 8 <= most == growth(name).most(200, 10) <= 100
     else:
         # 50 entries per list, at most a page more for each, the tail until the next fold.
         assert 50 + 8 <= most <= 50 + 2 + 8 + 4
