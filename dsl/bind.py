@@ -124,7 +124,7 @@ class Bound:
         return nodes_of([] if self.decode is None else _decode_roots(self.decode))
 
     def queries(self, prompt: int) -> int:
-        """How many of the last queries of a layer the prefill reads (W): all if states need all."""
+        """How many of a layer's last queries the prefill reads, or keeps for decode steps (W)."""
         return self._queries(prompt)
 
     @cached_property
@@ -135,7 +135,9 @@ class Bound:
         @lru_cache(maxsize=4096)
         def most(prompt: int) -> int:
             counts = (self.window(node, prompt, layer) for node in windows for layer in layers)
-            return max(counts, default=0)
+            # The prompt's last queries are among those that the first decode steps read.
+            later = min(prompt, max(0, self.step_queries(prompt) - 1))
+            return max(later, max(counts, default=0))
 
         return most
 

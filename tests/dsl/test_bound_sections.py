@@ -67,7 +67,7 @@ def test_the_digest_names_the_interval_only_where_it_decides():
         (HEAT + "keep: recent(4)\ndecode: same\n", 0, 0),
         ("decode:\n  " + HEAT + "  keep: top(heat, 4)\n", 0, 1),
         ("score: sum[head, query](attn(recent(3)))\nkeep: top(score, 4)\ndecode: same\n", 3, 3),
-        ("keep: recent(4)\ndecode: {keep: 'top(sum[head, query](attn(recent(3))), 4)'}\n", 0, 3),
+        ("keep: recent(4)\ndecode: {keep: 'top(sum[head, query](attn(recent(3))), 4)'}\n", 2, 3),
         (
             "propagate: {first: layer == 1, tokens: 'top(sum[head, query](attn(recent(5))), 4)'}\n",
             5,
