@@ -53,6 +53,8 @@ def apply(
         result = _result(run, chosen, vectors, tokens)
         result = _propagated(result, first, len(chosen))
     if steps is not None:
+        if not all(np.isfinite(x).all() for x in steps):
+            raise refused(bound.program.name, "data", "a decode step holds NaN or infinity")
         cache = _Cache(run, vectors, recording.k.dtype)
         names = torch.cat([chosen, torch.arange(tokens, tokens + len(steps[0]))])
         result = replace(result, steps=_decode(cache, steps, inv_freq, names))
@@ -280,8 +282,6 @@ def _decode(
             cache.append(layer, k[layer], v[layer])
             if memory is not None and memory.wants != "nothing":
                 _observe(cache, memory, layer, q[layer], inv_freq)
-        if memory is not None and memory.not_finite:
-            raise refused(memory.bound.program.name, "data", "a decode step holds NaN or infinity")
         cache.position += 1
         results.append(_step_result(cache, names))
     return results

@@ -80,7 +80,6 @@ class _Layer:
         states, merge_states: values after the last step.
         queries: [H, n, D] last queries, at `query_positions`; None where no step reads them.
         budget: the prefill's whole numbers.
-        started: whether the states of decode have begun.
     """
 
     positions: torch.Tensor
@@ -113,12 +112,11 @@ class _Layer:
             self.there = torch.cat([self.there, held], 1)
         self.since.clear()
 
-    def leave(self, kept: torch.Tensor) -> None:
-        """Forgets the entries that are not kept."""
+    def leave(self, kept: torch.Tensor, alike: bool) -> None:
+        """Forgets the entries that are not kept; `alike`: all KV heads keep the same."""
         some = kept.any(0).nonzero()[:, 0]
         self.positions = self.positions[some]
-        there = kept[:, some]
-        self.there = None if bool(there.all()) else there
+        self.there = None if alike else kept[:, some]
         for name, x in self.states.items():
             if "token" in x.axes:
                 data = x.data.index_select(x.axes.index("token"), some)
@@ -130,7 +128,8 @@ class Memory:
 
     Attributes:
         generated: decode steps so far.
-        not_finite: the model's tensors held NaN or infinity; from then on nothing leaves.
+        not_finite: the model's tensors held NaN or infinity; from then on nothing leaves. It is
+            known when entries may leave next.
     """
 
     def __init__(self, bound: Bound, prompt: int, layers: list[_Layer], steps: Steps) -> None:
@@ -142,6 +141,7 @@ class Memory:
         self._steps = steps
         self._leaves = False
         self._window = bound.step_queries(prompt)
+        self._finite: torch.Tensor | None = None  # of the steps since entries left last
 
     @classmethod
     def after(cls, run: Run) -> Memory:
@@ -160,7 +160,8 @@ class Memory:
                 if name in steps.inherited
             }
             layer.merge_states = dict(run.merge_states(number)) if steps.merge_goes_on else {}
-            layer.leave(own[:, places])
+            own = own[:, places]
+            layer.leave(own, bool((own == own.any(0)).all()))
             layer.budget = None if budgets is None else budgets[number]
             layer.queries = run.last_queries(number)
             if layer.queries is not None:
@@ -174,7 +175,7 @@ class Memory:
         """A copy that goes on by itself."""
         made = Memory(self.bound, self.prompt, [x.clone() for x in self._layers], self._steps)
         made.generated, made.not_finite = self.generated, self.not_finite
-        made._leaves = self._leaves
+        made._leaves, made._finite = self._leaves, self._finite
         return made
 
     def layout(self, layer: int) -> Layout:
@@ -234,16 +235,18 @@ class Memory:
         own.settle()
         self._remember_query(own, q)
         evaluation = self._evaluation(layer, q, k, v)
-        states = evaluation.advance(self._steps.rules)
-        kept = self._kept(evaluation) if self._leaves else None
-        checks = evaluation.frame.checks
-        if checks and not torch.stack(checks).all().item():
-            self.not_finite = True
+        own.states = evaluation.advance(self._steps.rules)
+        if not self._leaves:
+            self._note(evaluation.frame.checks)
             return None
-        own.states = states
-        if kept is None:
-            return None
-        return self._leave(own, evaluation, kept)
+        return self._leave(own, evaluation, self._kept(evaluation))
+
+    def _note(self, checks: list[torch.Tensor]) -> None:
+        """Adds to what is known about NaN and infinity, without waiting for the device."""
+        if self._finite is not None:
+            checks = [*checks, self._finite]
+        if checks:
+            self._finite = torch.stack(checks).all()
 
     def _remember_query(self, own: _Layer, q: torch.Tensor) -> None:
         number = self._window
@@ -285,7 +288,12 @@ class Memory:
     def _leave(self, own: _Layer, evaluation: Evaluation, kept: torch.Tensor) -> Choice | None:
         frame, steps = evaluation.frame, self._steps
         there = torch.ones_like(kept) if frame.there is None else frame.there
-        if torch.equal(kept, there):
+        self._note([*frame.checks, *self._merged_checks(frame)])
+        whole, alike = (kept == there).all(), (kept == kept.any(0)).all()
+        finite = torch.ones_like(whole) if self._finite is None else self._finite
+        is_whole, are_alike, is_finite = torch.stack([whole, alike, finite]).tolist()
+        self.not_finite |= not is_finite
+        if self.not_finite or is_whole:
             return None
         keys = values = None
         if steps.rules.merge is not None:
@@ -295,8 +303,13 @@ class Memory:
             own.merge_states = merging.states
             keys, values = merged_rows(merging, frame)
         shift = shift_of(kept, there) if self.bound.positions == "slots" else None
-        own.leave(kept)
+        own.leave(kept, are_alike)
         return Choice(kept, keys, values, shift)
+
+    def _merged_checks(self, frame: Frame) -> list[torch.Tensor]:
+        """A merge reads keys and values, whatever else does."""
+        read = (frame.k, frame.v) if self._steps.rules.merge is not None else ()
+        return [x.double().sum().isfinite() for x in read]
 
     def reported(self) -> dict[str, dict[int, Value]]:
         """Per reported let its value at the layers where this step computed it."""

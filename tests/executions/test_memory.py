@@ -138,6 +138,22 @@ def test_nan_while_decoding_keeps_everything(where):
     assert held(memory)[1][0][-4:] == [12, 13, 14, 15]
 
 
+def test_nan_between_folds_stops_the_next_one():
+    server = Server(prefill(shipped("h2o", fold_interval=3)))
+    for position in range(12, 15):
+        server.step(position)
+    assert any(held(server.memory)[0][0][i] != i for i in range(6))
+    before = held(server.memory)
+    good = server.tensors
+    server.tensors = lambda *args: good(*args) * float("inf")
+    server.step(15)
+    server.tensors = good
+    server.step(16)
+    assert server.step(17) == [None, None]
+    assert server.memory.not_finite
+    assert held(server.memory) == [[[*head, 15, 16, 17] for head in own] for own in before]
+
+
 def test_what_a_step_wants():
     wants = []
     for name, every in (("h2o", 2), ("streamingllm", 3), ("tova", 2), ("roco", 2)):
