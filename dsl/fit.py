@@ -15,7 +15,7 @@ from kvpolicy.dsl.source import Source, Span
 def does_not_fit(
     program: Program, source: Source | None, env: Mapping[str, Value]
 ) -> list[Diagnostic]:
-    """Diagnostics for every selection of the prefill that takes more than its budget.
+    """Diagnostics for every selection that takes more than its budget.
 
     Args:
         program: a checked policy.
@@ -26,6 +26,11 @@ def does_not_fit(
     pairs = [(program.prefill.budget, program.prefill.keep)]
     if program.propagate:
         pairs.append((program.propagate.budget, program.propagate.tokens))
+    if program.decode:
+        # What decode inherits from the prefill is reported once.
+        budget, keep = program.decode.budget, program.decode.keep
+        if budget is not None or _spans(keep) != _spans(program.prefill.keep):
+            pairs.append((budget or program.prefill.budget, keep))
     found = []
     for budget, keep in pairs:
         if budget is None or keep is None:
@@ -35,6 +40,10 @@ def does_not_fit(
             if problem is not None:
                 found.append(problem)
     return found
+
+
+def _spans(node: Node | None) -> Span | None:
+    return None if node is None else node.span
 
 
 def _branches(keep: Node) -> Iterator[Node]:
