@@ -121,6 +121,8 @@ def export(arguments: Namespace) -> None:
     if interval is not None:
         os.environ[INTERVAL_VARIABLE] = interval
         fold_interval()
+        if not requested()[0]:
+            raise Refused(f"--kv-policy-fold-interval {interval}: there is no --kv-policy")
 
 
 def requested() -> tuple[list[str], list[str]]:

@@ -139,6 +139,12 @@ def test_a_wrong_fold_interval_is_refused(files, monkeypatch, text):
         options.export(parse(f"--kv-policy-fold-interval={text}"))
 
 
+def test_a_fold_interval_without_a_policy_is_refused(files, monkeypatch):
+    monkeypatch.setenv(options.INTERVAL_VARIABLE, "")
+    with pytest.raises(Refused, match="--kv-policy-fold-interval 3: there is no --kv-policy"):
+        options.export(parse("--kv-policy-fold-interval", "3"))
+
+
 def test_separators_in_values_are_refused(files):
     with pytest.raises(Refused, match="a value cannot contain `,`"):
         options.export(parse("--kv-policy-set", "capacity=1,2"))

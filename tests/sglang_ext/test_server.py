@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.server
 POLICIES = Path(__file__).parents[2] / "policies"
-SNAPKV, SINKS = str(POLICIES / "snapkv.yaml"), str(POLICIES / "sinks-recent.yaml")
+SNAPKV, SINKS, H2O = (str(POLICIES / f"{name}.yaml") for name in ("snapkv", "sinks-recent", "h2o"))
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
@@ -26,13 +26,15 @@ def prompt(seed, length):
 
 @pytest.fixture(scope="module")
 def server(model):
-    """Serves snapkv (default, 48 of every list), and sinks-recent with a budget for everything."""
+    """Serves snapkv (default, 48 of every list), sinks-recent with a budget for everything, and h2o
+    (32 of every list, also while decoding).
+    """
     from serving import serve
 
     settings = ["snapkv.capacity=48", "snapkv.window=16", "sinks-recent.capacity=4096"]
-    with serve(
-        model, [SNAPKV, SINKS], settings, enable_metrics=True, sleep_on_idle=True, env=STRICT
-    ) as server:
+    settings += ["h2o.heavy=20", "h2o.window=12"]
+    flags = {"enable_metrics": True, "sleep_on_idle": True, "kv_policy_fold_interval": 5}
+    with serve(model, [SNAPKV, SINKS, H2O], settings, **flags, env=STRICT) as server:
         yield server
 
 
@@ -108,7 +110,7 @@ def test_a_wrong_name_is_a_400_for_that_request_alone(server, value):
             good = pool.submit(server.generate, input_ids=prompt(1, 200))
             response = server.post(path, body)
             assert response.status_code == 400, (path, response.text)
-            assert "this server has `snapkv`, `sinks-recent`, `none`" in response.text
+            assert "this server has `snapkv`, `sinks-recent`, `h2o`, `none`" in response.text
             assert good.result()["meta_info"]["completion_tokens"] == 16
 
 
@@ -173,6 +175,32 @@ def test_metrics_count_what_policies_did(server):
         "short": 1,
     }
     assert count(server, "private_slots", "snapkv") == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_folds_are_in_the_facts_at_the_end_and_in_the_metrics(server, stream):
+    # Longer than SGLang lets an answer grow before it sends a part of it.
+    sampling = {"temperature": 0, "max_new_tokens": 70, "ignore_eos": True}
+    sampling["custom_params"] = {"kv_policy": "h2o"}
+    body = {"input_ids": prompt(6, 100), "sampling_params": sampling, "stream": stream}
+    names = ("folds_total", "fold_seconds_count", "skipped_folds_total")
+    before = [count(server, name, "h2o") for name in names]
+    response = server.post("/generate", body)
+    if stream:
+        lines = [x for x in response.text.splitlines() if x.startswith("data: {")]
+        found = [json.loads(line.removeprefix("data: "))["meta_info"] for line in lines]
+        folds = [each["kv_policy"]["folds"] for each in found]
+        assert folds == sorted(folds)
+        assert len(set(folds)) >= 10
+        facts = found[-1]["kv_policy"]
+    else:
+        facts = response.json()["meta_info"]["kv_policy"]
+    assert facts["folds"] == 69 // 5
+    assert facts["entries_dropped_in_decode"] == 4 * 2 * 65
+    assert facts["skipped_folds"] == 0
+    assert facts["entries_kept"] == 4 * 2 * 32
+    assert [count(server, name, "h2o") for name in names] == [before[0] + 13, before[1] + 13, 0]
+    assert count(server, "private_slots", "h2o") == 0
 
 
 def test_aborted_streams_leave_nothing_behind(server):
