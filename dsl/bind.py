@@ -202,11 +202,21 @@ class Bound:
         L, the number of layers, if `first` never holds; None if data decide, or for `every`.
         """
         first = None if self.propagate is None else self.propagate.first
-        if first is None or self.static.needs(first) is None:
+        if first is None:
             return None
         layers = range(self.shape.layers)
+        if self.static.needs(first) is None:
+            never = all(self._surely_false(first, prompt, layer) for layer in layers)
+            return self.shape.layers if never else None
         holds = (layer for layer in layers if self.number(first, prompt, layer, length=prompt))
         return next(holds, self.shape.layers)
+
+    def _surely_false(self, node: Node, prompt: int, layer: int) -> bool:
+        """Whether a condition is false whatever the data: `prompt > capacity and ...`."""
+        if self.static.needs(node) is not None:
+            return not self.number(node, prompt, layer, length=prompt)
+        parts = (self._surely_false(each, prompt, layer) for each in node.args)
+        return (node.op == "and" and any(parts)) or (node.op == "or" and all(parts))
 
     def max_entries(self, prompt: int) -> int:
         """Upper bound on the entries kept for a prompt, summed over layers and KV heads.

@@ -157,3 +157,12 @@ def test_binding_imports_neither_torch_nor_numpy():
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_condition_on_the_prompt_rules_a_propagation_out():
+    asl = bind(load("asl").require(), SHAPE, {"capacity": "100"})
+    # Data decide above the capacity; L, after the last layer, says that nothing is propagated.
+    assert asl.propagation_layer(101) is None
+    assert asl.propagation_layer(100) == SHAPE.layers
+    twice = bind(load("asl").require(), SHAPE, {"capacity": "100", "two_pass": "true"})
+    assert (twice.propagation_layer(101), twice.propagation_layer(100)) == (None, SHAPE.layers)
