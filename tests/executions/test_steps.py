@@ -6,6 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from kvpolicy.dsl import torch_blocks
 from kvpolicy.dsl.bind import bind
 from kvpolicy.dsl.check import load
 from kvpolicy.dsl.diagnostics import PolicyError
@@ -59,7 +60,9 @@ def test_shipped_policies(name):
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_random_policies(part):
+def test_random_policies(part, monkeypatch):
+    if part == 3:  # one KV head and one query at a time
+        monkeypatch.setattr(torch_blocks, "BLOCK_BYTES", 1)
     random, compared, refused = Random(part), 0, 0
     for _ in range(12):
         text = policy(random)
@@ -92,6 +95,16 @@ def test_heads_hold_different_tokens():
     assert all(len(head) == 7 for layer in last for head in layer)
     assert any(layer[0] != layer[1] for layer in last)
     assert any(head[0] < 20 for layer in last for head in layer)
+
+
+@pytest.mark.parametrize("name", ["h2o", "d2o", "vatp"])
+def test_prompts_of_several_blocks(name):
+    """300 queries are summed in five blocks."""
+    program = load(name).require()
+    given = {"heavy": "40", "window": "30", "rate": "0.2", "start": "3"}
+    given = {key: value for key, value in given.items() if key in program.params}
+    prompt = tensors(np.random.default_rng(8), (1, 4, 2, 8), 300, 2)
+    both(bind(program, ModelShape(1, 4, 2, 8), given), *prompt)
 
 
 def test_short_folds_end_like_long_ones_where_the_past_does_not_count():
