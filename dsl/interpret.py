@@ -20,6 +20,7 @@ from kvpolicy.dsl.interpret_merge import merge, shared
 from kvpolicy.dsl.interpret_select import whole_budget
 from kvpolicy.dsl.interpret_values import Evaluator, Layer
 from kvpolicy.dsl.ir import Node, Rules
+from kvpolicy.dsl.recording import check_layer_queries
 from kvpolicy.dsl.result import LayerValue, Result, Steps, reported
 
 
@@ -140,6 +141,7 @@ class _Pass:
     def _layer(self, layer: int, there: np.ndarray) -> Layer:
         first = self.tokens - self.q.shape[2]
         asking = there[there >= first]
+        check_layer_queries(self.bound, self.prompt, layer, len(asking), len(there))
         kv = np.ones((self.k.shape[1], len(there)), np.bool_)
         k, v = self.k[layer][:, there], self.v[layer][:, there]
         return Layer(there, k, v, self.q[layer][:, asking - first], asking, kv)

@@ -294,12 +294,7 @@ class Evaluator:
         if node.value == "new" and self.generated:
             return 1
         most = known if self.generated else self.candidates(layer)
-        wanted = counts.whole(self.number(node.args[0], layer), most) if node.args else most
-        if wanted > known:
-            message = f"layer {layer} needs its last {wanted} queries, `q` has {known} of them"
-            name = self.bound.program.name
-            raise refused(name, "data", message, "give the queries of all tokens")
-        return wanted
+        return counts.whole(self.number(node.args[0], layer), most) if node.args else most
 
     def _distance(self, node: Node, layer: int) -> Array:
         here, window = self.layers[layer], self._window(node, layer)

@@ -57,6 +57,22 @@ class Recording:
             )
 
 
+def check_layer_queries(bound: Bound, prompt: int, layer: int, known: int, there: int) -> None:
+    """Refuses a recording without the last queries of the tokens that reached a layer.
+
+    Args:
+        bound: the policy.
+        prompt: N tokens.
+        layer: from 0.
+        known: how many of the layer's last queries were recorded.
+        there: how many tokens reached it.
+    """
+    wanted = min(bound.queries(prompt), there)
+    if known < wanted:
+        message = f"layer {layer} needs its last {wanted} queries, `q` has {known} of them"
+        raise refused(bound.program.name, "data", message, "give the queries of all tokens")
+
+
 def read_recording(path: str | Path) -> Recording:
     """Reads an npz file; never unpickles.
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.diagnostics import refused
+from kvpolicy.dsl.recording import check_layer_queries
 from kvpolicy.dsl.result import LayerValue, Result, StepResult, Steps
 from kvpolicy.dsl.torch_across import widened
 from kvpolicy.dsl.torch_decode import Memory
@@ -81,6 +82,7 @@ def _prefill(run: Run, recording: _Recording) -> torch.Tensor | None:
     there = torch.arange(recording.k.shape[2])
     for layer in range(len(recording.k)):
         part = recording.of(there)
+        check_layer_queries(run.program.bound, run.prompt, layer, part.q.shape[2], len(there))
         tokens = None if len(there) == recording.k.shape[2] else there
         deeper = run.observe(layer, part.q[layer], part.k[layer], part.v[layer], tokens)
         if deeper is not None:

@@ -281,8 +281,6 @@ def test_restart(execution):
 
 
 def test_too_few_queries_for_what_propagates(execution):
-    if execution == "torch":
-        pytest.skip("the server hands over the queries that a layer needs")
     text = (
         "propagate: {first: layer == 0, tokens: sinks(3)}\n"
         "score: sum[head, query](attn(recent(2)))\nkeep: top(score, 2)\n"
