@@ -132,9 +132,10 @@ class RulesChecker:
         item = self.item("merge")
         if item is None or not isinstance(item.value, Block):
             return None
-        if self.item("keep") is None:
-            message = "`merge` without `keep`: nothing is dropped"
-            self.scope.error("merge", message, item.key)
+        keep = self.item("keep")
+        if keep is None or (isinstance(keep.value, Name) and keep.value.text == "all"):
+            what = "without `keep`" if keep is None else "with `keep: all`"
+            self.scope.error("merge", f"`merge` {what}: nothing is dropped", item.key)
             return None
         section = item.path
         block: Block = item.value
