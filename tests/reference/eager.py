@@ -29,13 +29,15 @@ class Generation:
         logits: [T, vocabulary] float64: what each of them was chosen from.
         result: what the policy decided, up to the last step; None without a policy.
         kept: after the prefill and after each step: per layer and KV head, sorted positions as in
-            `StepResult`.
+            `StepResult`; after a restart they count the second pass.
+        restarted: positions that a restart chose, or None.
     """
 
     tokens: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     result: Result | None = None
     kept: list[list[list[list[int]]]] = field(default_factory=list)
+    restarted: list[int] | None = None
 
     def gap(self, step: int) -> float:
         """By how much the best logit of a step exceeds the second."""
@@ -103,7 +105,7 @@ class _Request:
         plain = self._plain(ids) if self.reused else None
         hidden, chosen = self._pass(ids, plain)
         if chosen is not None:  # a restart
-            ids = ids[chosen]
+            ids, self.answered.restarted = ids[chosen], chosen.tolist()
             self.bound = replace(self.bound, propagate=None, propagate_lowered=None)
             hidden, _ = self._pass(ids, None)
         self._decide()
