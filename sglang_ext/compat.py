@@ -237,8 +237,7 @@ def view_of(runner: Any, batch: Any, fields: dict[str, Any]) -> Any:
     view = copy.copy(batch)
     for name, value in fields.items():
         setattr(view, name, value)
-    translator = runner.kv_index_translator
-    translator.own_plan(view).bind(view, translator)
+    runner.kv_index_translator.bind_own_plan(view)
     get_attn_backend().init_forward_metadata(view)
     return view
 
