@@ -267,10 +267,7 @@ def test_cam_ratio_of_the_opt_variant(execution):
             "cam",
             STEP_ONLY,
             (r"accept: .*$", f"accept: heat / usual > {bar}"),
-            (
-                r"^decode:$",
-                "let: {usual: 'mean[token](heat where sinks(2) or recent(5))'}\ndecode:",
-            ),
+            (r"^decode:$", f"{usual}\ndecode:"),
         )
         settings = {"start": 5, "window": 4, "reach": 4}
         _, values = smeared(execution, text, VECTORS["cam"]["A"], ones, settings)
