@@ -60,6 +60,15 @@ class _Windowed:
     count: int  # of its last rows
 
 
+@dataclass
+class _Accumulated:
+    """A request with a chunk that is not its last, whose policy adds up what all queries say."""
+
+    request: Any
+    state: State
+    slots: torch.Tensor  # [n] int64 of its tokens up to the end of the chunk
+
+
 class PrefillStep:
     """What the policies see and decide in one extend forward."""
 
@@ -67,16 +76,25 @@ class PrefillStep:
         self._runtime, self._frame = runtime, frame
         self.scored: list[Scored] = []
         self._windowed: list[_Windowed] = []
+        self._accumulated: list[_Accumulated] = []
         table = batch.req_to_token_pool.req_to_token
         for request, state, rows, prefix in iterate_rows(batch):
             length = prefix + rows.stop - rows.start
+            slots = table[request.kv.req_pool_idx, :length].to(torch.int64)
             first = max(prefix, state.prompt - state.queries)
-            if first < length < state.prompt:
+            if length < state.prompt and state.served.program.accumulates:
+                if prefix == 0:
+                    state.run = state.served.program.start(state.prompt)
+                self._accumulated.append(_Accumulated(request, state, slots))
+            elif first < length < state.prompt:
                 self._windowed.append(_Windowed(request, state, length - first))
             elif length == state.prompt:
-                slots = table[request.kv.req_pool_idx, :length].to(torch.int64)
-                run = state.served.program.start(state.prompt)
-                self.scored.append(Scored(request, state, slots, slots, run, state.queries))
+                run, queries = state.run, state.queries
+                if run is None:
+                    run = state.served.program.start(state.prompt)
+                else:
+                    queries = max(state.prompt - prefix, state.served.tail(state.prompt))
+                self.scored.append(Scored(request, state, slots, slots, run, queries))
 
     def observe(self, layer: Any, heads: torch.Tensor) -> None:
         """Show one layer to the policies; its keys and values are in the pool already.
@@ -89,11 +107,26 @@ class PrefillStep:
             if rows is not None:
                 window = heads[rows.stop - each.count : rows.stop].clone()
                 each.state.window.setdefault(layer.layer_id, []).append(window)
+        for each in self._accumulated:
+            rows = self._frame.rows(each.request)
+            if rows is not None:
+                with timed(each.state):
+                    self._accumulate(each, layer, heads[rows])
         for each in self.scored:
             rows = self._frame.rows(each.request)
             if rows is not None:
                 with timed(each.state):
                     self._observe(each, layer, heads[rows])
+
+    def _accumulate(self, chunk: _Accumulated, layer: Any, heads: torch.Tensor) -> None:
+        state = chunk.state
+        k, v = self._runtime.arena.storage[layer.layer_id][:, chunk.slots].transpose(1, 2)
+        queries = scaled(heads, layer).transpose(0, 1)
+        state.run.accumulate(layer.layer_id, queries, k, v)
+        tail = state.served.tail(state.prompt)
+        earlier = state.window.get(layer.layer_id, [])
+        latest = torch.cat([*earlier, heads])
+        state.window[layer.layer_id] = [latest[max(latest.shape[0] - tail, 0) :].clone()]
 
     def _observe(self, scored: Scored, layer: Any, heads: torch.Tensor) -> None:
         state, there = scored.state, scored.slots.numel()
@@ -101,7 +134,7 @@ class PrefillStep:
         queries = heads[max(heads.shape[0] - wanted, 0) :]
         earlier = state.window.get(layer.layer_id, [])
         if earlier and queries.shape[0] < wanted:
-            queries = torch.cat([*earlier, queries])
+            queries = torch.cat([*earlier, queries])[-wanted:]
         if queries.shape[0] != wanted:
             raise RuntimeError(
                 f"request {scored.request.rid}: {queries.shape[0]} of the last {wanted} "
@@ -122,6 +155,7 @@ class PrefillStep:
             with timed(state):
                 kept = torch.stack(list(each.run.finish()))  # [L, G, N]
                 state.window.clear()
+                state.run = None
                 if state.served.upper_layers:
                     share.compress(self._runtime, state, slots, each.run)
                 else:

@@ -55,8 +55,17 @@ class Served:
         # Both are asked for at every attempt to admit a request, by prompt length.
         self.most_slots = lru_cache(maxsize=4096)(self._most_slots)
         self.queries = lru_cache(maxsize=4096)(bound.queries)
+        self.tail = lru_cache(maxsize=4096)(self._tail)
         self.plan = lru_cache(maxsize=4096)(lambda prompt: propagation.plan(bound, prompt))
         self._bounded = bound.max_entries(_LONG) < self._everything(_LONG)
+
+    def _tail(self, prompt: int) -> int:
+        """Last queries of a prompt that are read by themselves, not only in sums over all."""
+        bound = self.bound
+        windows = [node for node in bound.nodes() if node.op in ("attn", "logits", "distance")]
+        layers = range(bound.shape.layers)
+        most = [bound.window(n, prompt, layer) for n in windows if n.args for layer in layers]
+        return max([*most, bound.step_queries(prompt) - 1, 1])
 
     def _everything(self, prompt: int) -> int:
         return self.bound.shape.layers * self.bound.shape.kv_heads * prompt
@@ -107,6 +116,7 @@ class State:
         dropped: entries that have left while it decoded.
         facts: what is reported of it.
         window: per layer, queries of the observation window seen in earlier chunks.
+        run: of the policy's program, where it adds up what earlier chunks say.
         seconds: time spent on scoring and compaction.
         counted: whether metrics include it.
         plan: how its tokens leave the prefill; None if all go through every layer.
@@ -128,6 +138,7 @@ class State:
     dropped: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
     window: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    run: Any = None
     seconds: float = 0.0
     counted: bool = False
     plan: Plan | None = None

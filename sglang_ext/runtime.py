@@ -386,6 +386,7 @@ class Runtime:
         if state is None:
             return
         state.window.clear()
+        state.run = None
         if state.detached or state.progress.barred:
             req.skip_radix_cache_insert = False
         state.progress = Progress()
