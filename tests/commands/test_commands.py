@@ -73,12 +73,16 @@ def test_propagation(model, capsys):
     assert explain(model, "fastkv", "--set", "tsp_layer=2") == 0
     lines = section(capsys.readouterr().out, "Tokens that reach a layer")
     assert lines[0] == "first    layer == tsp_layer  (layer 2)"
-    assert lines[-2:] == ["layers 0-2         1,000", "layer 3              200"]
+    assert lines[-3:-1] == ["layers 0-2         1,000", "layer 3              200"]
+    assert lines[-1] == "computed           3,200  rows at most, 80.0% of the prefill's"
     assert explain(model, "asl", "--set", "capacity=100", "--set", "two_pass=true") == 0
     lines = section(capsys.readouterr().out, "Tokens that reach a layer")
     assert lines[0].endswith("(the prompt's content decides)")
     assert "The prefill begins again on these tokens, at positions 0, 1, ..." in lines
-    assert lines[-1] == "layers 0-3     68 to 100"
+    assert lines[-2].split() == ["layers", "0-3", "68", "to", "100"]
+    assert explain(model, "gemfilter", "--set", "capacity=100", "--set", "filter=1") == 0
+    lines = section(capsys.readouterr().out, "Tokens that reach a layer")
+    assert lines[-1] == "computed           2,400  rows at most, 60.0% of the prefill's"
 
 
 def test_states_and_queries_of_decode(model, capsys):
