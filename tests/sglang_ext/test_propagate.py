@@ -31,6 +31,20 @@ propagate:
   first: layer == 1
   tokens: top(sum[head, query](logits(recent(4))), 30)
 """
+HEAT = """
+policy: heat
+language: 1
+about: What all queries attended to, summed up, decides who goes deeper and what stays.
+state:
+  heat: heat + sum[group, query](attn(new))
+propagate:
+  first: layer == 1
+  tokens: recent(8) then top(sum[kv](heat), 60)
+score: heat
+budget: 40
+keep: recent(8) then top(score)
+decode: same
+"""
 NOBODY = """
 policy: nobody
 language: 1
@@ -177,6 +191,15 @@ def test_the_last_token_may_leave(scenario, model, written):
     assert found["last-not-sure 300"]["cached"] == 0
     assert facts["last-not-sure 300"]["propagated_tokens"] == 30
     assert any(found[f"last-not-sure {n}"]["kept"][3][0][-1] < n - 1 for n in (300, 131))
+
+
+@server
+def test_sums_over_all_queries_in_chunks(scenario, model, written):
+    policies = written(HEAT)
+    flags = {"lengths": [300, 131, 65, 64], "chunked_prefill_size": 64}
+    found = scenario(FILE, "answers", policies=policies, **flags)
+    check(found, policies, model)
+    assert found["heat 300"]["rows"] == [300, 300, 68, 68]
 
 
 @server
