@@ -26,14 +26,21 @@ from kvpolicy.dsl.torch_values import Frame, Value, filled
 if TYPE_CHECKING:
     from kvpolicy.dsl.torch_evaluate import Evaluation
 
-# Bytes of float64 that one value of a block may take.
+# Bytes of float64 that one value of a block may take; on a CPU what its caches hold: a multiple of
+# this takes several times as long there.
 BLOCK_BYTES = 64 << 20
+_CPU_BLOCK_BYTES = 4 << 20
 # A sum over all queries is computed in so many blocks, if these have so many queries each: a block
 # reads only the tokens up to its last query.
 _CAUSAL_BLOCKS, _LEAST_ROWS = 8, 64
 _LONG = frozenset(("query", "dim"))
 _WINDOWS = frozenset(("attn", "logits", "distance"))
 _INSIDE = ELEMENTWISE | REDUCTIONS | _WINDOWS | {"key", "value", "index", "avgpool", "maxpool"}
+
+
+def block_bytes(device: torch.device) -> int:
+    """Bytes of float64 that one value of a block may take."""
+    return min(BLOCK_BYTES, _CPU_BLOCK_BYTES) if device.type == "cpu" else BLOCK_BYTES
 
 
 @dataclass(frozen=True)
@@ -147,8 +154,9 @@ def _sizes(region: Region, frame: Frame, windows: set[int], by_query: bool) -> t
     per_query = 8 * max(1, frame.tokens) * group * (head_dim if region.vectors and windows else 1)
     if not by_query:
         per_head = max(per_head, per_query * max(1, longest) if windows else 0)
-    heads = max(1, min(frame.kv, BLOCK_BYTES // per_head)) if region.by_head else frame.kv
-    return heads, max(1, min(longest, BLOCK_BYTES // (per_query * heads)))
+    most = block_bytes(frame.device)
+    heads = max(1, min(frame.kv, most // per_head)) if region.by_head else frame.kv
+    return heads, max(1, min(longest, most // (per_query * heads)))
 
 
 def _heads(frame: Frame, size: int) -> Iterator[Frame]:

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from kvpolicy.dsl import counts, torch_blocks
+from kvpolicy.dsl import counts
 from kvpolicy.dsl.ir import Merge, Node
+from kvpolicy.dsl.torch_blocks import block_bytes
 from kvpolicy.dsl.torch_evaluate import Evaluation, Updates
 from kvpolicy.dsl.torch_values import Frame, Value, aligned, as_tensor, filled, sizes_of, union
 
@@ -139,7 +140,7 @@ class Merging:
             if not len(places):
                 continue
             among = unit[head, places].T
-            tile = max(1, torch_blocks.BLOCK_BYTES // (8 * len(places)))
+            tile = max(1, block_bytes(x.device) // (8 * len(places)))
             for start in range(0, index.shape[1], tile):
                 rows = self._index[head, start : start + tile]
                 match = (unit[head, rows] @ among).float()

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-from kvpolicy.dsl import counts, torch_blocks
+from kvpolicy.dsl import counts
 from kvpolicy.dsl.ir import Node
 from kvpolicy.dsl.lower import Phase
-from kvpolicy.dsl.torch_blocks import concatenated, cut_heads
+from kvpolicy.dsl.torch_blocks import block_bytes, concatenated, cut_heads
 from kvpolicy.dsl.torch_decode import Memory, shift_of
 from kvpolicy.dsl.torch_plan import Plan, call, of_layer, stacked
 from kvpolicy.dsl.torch_share import Shared, shared
@@ -252,7 +252,7 @@ class Run:
             return
         group = program.bound.shape.group
         per_head = 8 * max(group * self.queries * self.prompt, self.prompt * frame.k.shape[-1])
-        block = max(1, min(kv, torch_blocks.BLOCK_BYTES // per_head))
+        block = max(1, min(kv, block_bytes(frame.device) // per_head))
         parts: list[dict[int, Value]] = []
         for start in range(0, kv, block):
             end = min(start + block, kv)
