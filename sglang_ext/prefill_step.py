@@ -43,8 +43,6 @@ class Scored:
         """Only the chosen tokens [m] are there from now on."""
         self.slots = self.slots[chosen]
         self.tokens = chosen if self.tokens is None else self.tokens[chosen]
-        # Deeper layers have seen nothing of earlier chunks, whose chosen rows go on in this one.
-        self.queries = self.state.queries
 
     def restart(self, tokens: int) -> None:
         """The prefill begins again on so many tokens, whose entries go to the last slots."""
