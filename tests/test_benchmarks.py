@@ -61,6 +61,17 @@ def test_cost():
         assert float(row[3].split()[0]) > 0
 
 
+def test_fold_interval():
+    sizes = ("--prompt", "100", "--budget", "40", "--new", "9", "--batch", "2", "--rounds", "1")
+    found = rows(run("benchmarks/fold_interval.py", *sizes, "--intervals", "2"))
+    assert [row[:3] for row in found] == [
+        [name, "2", "4"] for name in ("h2o", "tova", "streamingllm")
+    ]
+    for row in found:
+        assert float(row[6].split()[0]) > 0  # seconds of folds are counted
+        assert row[7] == "40 to 41"
+
+
 def test_soak():
     words = ("--requests", "60", "--longest", "700", "--pool", "3000", "--at-once", "16")
     [row] = rows(run("benchmarks/soak.py", *words))
