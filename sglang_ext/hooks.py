@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from kvpolicy.sglang_ext import backend as backends
-from kvpolicy.sglang_ext import compat, layers, options, refusals
+from kvpolicy.sglang_ext import compat, layers, options, propagate, refusals
 from kvpolicy.sglang_ext.arena import Arena, create_arena
 from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.metrics import Metrics
@@ -62,7 +62,7 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Callable]]:
         (compat.CHECKPOINT, "after", lambda _, req, tree: runtime.published(req)),
         (compat.RELEASE, "before", lambda req, *_, **options: runtime.released(req)),
         (compat.OWNED, "after", lambda length, req: runtime.owned(req, length)),
-        (compat.POSITIONS, "after", _after_positions(runtime)),
+        (compat.POSITIONS, "after", _after_positions),
         (compat.CAN_RUN_GRAPH, "around", _around_can_run_graph(runtime)),
         (compat.CREATE_ROWS, "after", _after_rows(runtime)),
         (compat.UNCACHED_SIZES, "after", lambda r, _: (r[0] + runtime.store.held, *r[1:])),
@@ -108,16 +108,13 @@ def _after_rows(runtime: Runtime) -> Callable:
     return after
 
 
-def _after_positions(runtime: Runtime) -> Callable:
-    def after(forward_batch: Any, cls: type, batch: Any, *args: Any, **options: Any) -> Any:
-        """After ForwardBatch.init_new: positions of what follows a prompt that was restarted."""
-        shifts = runtime.shifts(batch)
-        if shifts is not None:
-            positions = forward_batch.positions
-            forward_batch.positions = positions - shifts.to(positions)
-        return forward_batch
-
-    return after
+def _after_positions(forward_batch: Any, cls: type, batch: Any, *args: Any, **options: Any) -> Any:
+    """After ForwardBatch.init_new: positions of what follows a prompt that was restarted."""
+    shifts = propagate.shifts(batch)
+    if shifts is not None:
+        positions = forward_batch.positions
+        forward_batch.positions = positions - shifts.to(positions)
+    return forward_batch
 
 
 def _around_can_run_graph(runtime: Runtime) -> Callable:

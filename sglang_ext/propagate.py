@@ -44,6 +44,23 @@ class _Part:
     scored: Scored | None  # in the forward that ends its prompt
 
 
+def shifts(batch: Any) -> torch.Tensor | None:
+    """By how much positions of a batch's rows are smaller after second prefills; None: nowhere.
+
+    Returns:
+        [rows] int64 on the CPU; in a decode batch further rows may follow the requests'.
+    """
+    states = [state_of(request) for request in batch.reqs]
+    shifts = [0 if state is None else state.progress.shift for state in states]
+    if not any(shifts):
+        return None
+    if batch.forward_mode.is_decode():
+        return torch.tensor(shifts + [0] * (len(batch.seq_lens) - len(shifts)))
+    rows = zip(shifts, batch.prefix_lens, states, strict=True)
+    shifts = [shift if shift and prefix >= s.prompt else 0 for shift, prefix, s in rows]
+    return torch.tensor(shifts).repeat_interleave(torch.tensor(batch.extend_lens))
+
+
 class PropagateStep:
     """The propagating requests of one extend forward, and who else is in it."""
 

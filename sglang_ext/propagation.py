@@ -106,7 +106,7 @@ class Progress:
         stopped: whether earlier chunks ended after the acting layer.
         held: their rows, which wait for the last chunk; none of a policy that restarts.
         layer: the first layer after which tokens left; None if none did.
-        tokens: tokens that the last layer saw, once some have left.
+        tokens: tokens that the last layer saw; None if none left.
         shift: how many positions the output comes earlier than its tokens are in the request: N - m
             after a second prefill of m tokens.
         barred: whether the prompt was kept out of the radix cache.
@@ -118,3 +118,8 @@ class Progress:
     tokens: int | None = None
     shift: int = 0
     barred: bool = False
+
+    def facts(self, prompt: int) -> dict[str, int | None]:
+        """What an answer reports, of a prompt of N tokens."""
+        seen = prompt if self.tokens is None else self.tokens
+        return {"selected_layer": self.layer, "propagated_tokens": seen}

@@ -20,7 +20,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from kvpolicy.sglang_ext import admission, compat, request
 from kvpolicy.sglang_ext.arena import Arena
 from kvpolicy.sglang_ext.metrics import Metrics
@@ -218,22 +217,6 @@ class Runtime:
                     self._served_in_full(req, state)
         return result
 
-    def shifts(self, batch: Any) -> torch.Tensor | None:
-        """By how much the positions of a batch's rows are smaller; None where none are.
-
-        Returns:
-            [rows] int64 on the CPU; in a decode batch further rows may follow the requests'.
-        """
-        states = [state_of(req) for req in batch.reqs]
-        shifts = [0 if state is None else state.progress.shift for state in states]
-        if not any(shifts):
-            return None
-        if batch.forward_mode.is_decode():
-            return torch.tensor(shifts + [0] * (len(batch.seq_lens) - len(shifts)))
-        rows = zip(shifts, batch.prefix_lens, states, strict=True)
-        shifts = [shift if shift and prefix >= s.prompt else 0 for shift, prefix, s in rows]
-        return torch.tensor(shifts).repeat_interleave(torch.tensor(batch.extend_lens))
-
     def finished_prompt(self, req: Any, state: State, kept: int, *, finite: bool) -> None:
         """Note the outcome of compressing a prompt of which `kept` entries were chosen.
 
@@ -265,9 +248,7 @@ class Runtime:
             "compression_seconds": round(state.seconds, 6),
         }
         if state.propagates:
-            left = state.progress.layer is not None
-            facts["selected_layer"] = state.progress.layer
-            facts["propagated_tokens"] = state.progress.tokens if left else state.prompt
+            facts |= state.progress.facts(state.prompt)
             self.metrics.propagated(state.served.name, facts["propagated_tokens"])
         self._report(req, state, facts)
         self.metrics.compressed(
