@@ -60,7 +60,7 @@ def only_selects(name: str) -> bool:
     return not (program.propagate or program.decode or program.share or rules.states or rules.merge)
 
 
-@pytest.mark.parametrize("name", filter(only_selects, shipped()))
+@pytest.mark.parametrize("name", [name for name in shipped() if only_selects(name)])
 def test_shipped_policies(name):
     """All others: `test_steps.py`."""
     program = load(name).require()
