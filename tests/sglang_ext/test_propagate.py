@@ -261,6 +261,35 @@ def test_answers_do_not_depend_on_what_else_happens(scenario, env, flags):
     assert (seen["retractions"] > 0) == ("SGLANG_TEST_RETRACT" in env)
 
 
+@server
+def test_logprobs_and_metrics_of_a_server(model):
+    from serving import serve
+
+    path = str(ROOT / "policies" / "fastkv.yaml")
+    ids = [3 + 7 * n % 490 for n in range(200)]
+
+    def ask(server, **fields):
+        sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+        body = {"input_ids": ids, "sampling_params": sampling, **fields}
+        server.flush()
+        return server.post("/generate", body).json()
+
+    with serve(model, [path], ["tsp_layer=1"], enable_metrics=True) as server:
+        alone = ask(server)
+        output = ask(server, return_logprob=True)
+        whole = ask(server, return_logprob=True, logprob_start_len=0)
+        metrics = server.metrics()
+    facts = alone["meta_info"]["kv_policy"]
+    assert (facts["selected_layer"], facts["propagated_tokens"]) == (1, 40)
+    assert output["output_ids"] == alone["output_ids"]
+    chosen = [token for _, token, _ in output["meta_info"]["output_token_logprobs"]]
+    assert chosen == alone["output_ids"]
+    assert whole["meta_info"]["kv_policy"]["uncompressed"] == "input_logprobs"
+    assert len(whole["meta_info"]["input_token_logprobs"]) == 200
+    counted = {k: v for k, v in metrics.items() if "propagated_tokens_total" in k}
+    assert sum(counted.values()) == 80, counted
+
+
 def bound_policy(name, **overrides):
     from kvpolicy.dsl.bind import bind
     from kvpolicy.dsl.check import load
