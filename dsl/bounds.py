@@ -240,7 +240,7 @@ class Bounds:
     def _shares(self, node: Node) -> Number:
         """Sums over layers and KV heads that the operation itself fixes."""
         repeated = 1 if "kv" in node.type.axes else self._kv
-        if node.op == "split":
+        if node.op in ("split", "cascade"):
             return repeated * max(0, self._numbers.of(node.args[0], 0)[1])
         if node.op == "divide" and self._numbers.normalises(node) and "layer" in node.args[1].axes:
             summed = "kv" in node.args[1].axes

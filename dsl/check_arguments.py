@@ -132,8 +132,8 @@ def _fits(typer: Typer, function: Function, parameter: Parameter, expr: Expr, no
         return False
     if parameter.unit == "tokens" and node.type.absent:
         what = f"the count of `{function.name}`"
-        if function.name == "split":
-            what = f"`{parameter.name}` of `split`"
+        if function.rule == "split":
+            what = f"`{parameter.name}` of `{function.name}`"
         typer.scope.absent(node, expr, what, typer)
         return False
     if parameter.unit == "tokens" and function.name in ("recent", "sinks", "top"):

@@ -293,7 +293,7 @@ def _across(site: Site) -> Node | None:
     if function.rule == "cluster" and not is_static(typer, nodes["k"], exprs["k"], "`k`"):
         return None
     order = [nodes[p.name] for p in function.parameters if p.name in nodes]
-    unit = "tokens" if function.name == "split" else None
+    unit = "tokens" if function.rule == "split" else None
     return typer.graph.make(
         function.name, tuple(order), over=("layer",), unit=unit, span=typer.span(call)
     )

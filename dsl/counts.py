@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from ctypes import c_float
 from fractions import Fraction
 
-from kvpolicy.dsl.split import split_layers
+from kvpolicy.dsl.split import cascade_layers, split_layers
 
 # Relative distance within which a computed number counts as the multiple of 1/2 next to it: far
 # above the error of float64 sums, far below one entry in a million.
@@ -42,14 +42,21 @@ def whole(x: Number, most: int) -> int:
     return max(0, math.floor(x)) if x > 0 else 0
 
 
-def split(total: Number, weights: Sequence[Number], maxima: Sequence[Number] | None) -> list[int]:
-    """`split[layer]` of numbers that may be computed ones; see `split_layers`.
+def split(
+    total: Number,
+    weights: Sequence[Number],
+    maxima: Sequence[Number] | None,
+    *,
+    cascade: bool = False,
+) -> list[int]:
+    """`split[layer]`, or `cascade[layer]`, of numbers that may be computed ones; see split.py.
 
     Weights decide who gets the odd entries, so that computed ones are rounded to float32.
     """
     weights = [c_float(x).value if isinstance(x, float) else x for x in weights]
     caps = None if maxima is None else [whole(maximum, _LARGE) for maximum in maxima]
-    return split_layers(whole(total, _LARGE), weights, caps)
+    divide = cascade_layers if cascade else split_layers
+    return divide(whole(total, _LARGE), weights, caps)
 
 
 def hashed(seed: int, layer: int, kv, token, generated: int = 0):

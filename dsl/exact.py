@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from kvpolicy.dsl.ir import Node
-from kvpolicy.dsl.split import split_layers
+from kvpolicy.dsl.split import cascade_layers, split_layers
 
 Value = Fraction | bool | float
 
@@ -128,7 +128,7 @@ class _Evaluation:
 
     def _over_layers(self, node: Node) -> Value | None:
         layers = self._each_layer()
-        if node.op == "split":
+        if node.op in ("split", "cascade"):
             return self._split(node, layers)
         if node.op not in _REDUCTIONS:
             raise NotStatic(node.op)
@@ -144,7 +144,8 @@ class _Evaluation:
             raise NotStatic("an absent share")
         total = columns[0][here]
         maxima = columns[2] if len(columns) > 2 else None
-        return Fraction(split_layers(total, columns[1], maxima)[here])
+        divide = cascade_layers if node.op == "cascade" else split_layers
+        return Fraction(divide(total, columns[1], maxima)[here])
 
 
 def _number(operation: Callable[..., Value], args: list) -> Value:

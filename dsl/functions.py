@@ -336,6 +336,21 @@ FUNCTIONS: dict[str, Function] = {
             group="Across layers",
         ),
         Function(
+            "cascade",
+            "split",
+            (
+                Parameter("total", unit="tokens"),
+                Parameter("weight"),
+                Parameter("max", optional=True, unit="tokens"),
+            ),
+            "`split` made after every layer among the layers so far; each layer has the least that "
+            "any of these gave it, because what left does not come back",
+            "O(L^2 log L)",
+            axes="layer",
+            result="number tokens",
+            group="Across layers",
+        ),
+        Function(
             "cluster",
             "cluster",
             (Parameter("x"), Parameter("k")),

@@ -17,7 +17,7 @@ _EXACT = frozenset(
     " ceil round minimum maximum less less_equal greater greater_equal equal not_equal and or not"
     " mask choose sum mean max min var any count rank split at".split()
 )
-_LAYER_OPERATIONS = frozenset(("past", "at", "cluster", "split"))
+_LAYER_OPERATIONS = frozenset(("past", "at", "cluster", "split", "cascade"))
 
 
 class TooLarge(Exception):

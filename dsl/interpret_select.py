@@ -141,7 +141,8 @@ def _split(e: Evaluator, node: Node, layer: int) -> Array:
     maxima = None
     if len(node.args) == 3:
         maxima = [e.number(node.args[2], each) for each in e.every_layer]
-    return Array.of((), counts.split(total, weights, maxima)[layer])
+    parts = counts.split(total, weights, maxima, cascade=node.op == "cascade")
+    return Array.of((), parts[layer])
 
 
 def _cluster(e: Evaluator, node: Node, layer: int) -> Array:
@@ -161,5 +162,6 @@ SELECTIONS: dict[str, Callable[[Evaluator, Node, int], Array]] = {
     "past": _past,
     "at": _at,
     "split": _split,
+    "cascade": _split,
     "cluster": _cluster,
 }

@@ -90,7 +90,7 @@ class Intervals:
             return self._lengths[layer]
         if node.op in _COUNTS:
             return (0, self._count(node, layer))
-        if node.op == "split":
+        if node.op in ("split", "cascade"):
             most = self.of(node.args[0], layer)[1]
             if len(node.args) == 3:
                 most = min(most, self.of(node.args[2], layer)[1])

@@ -133,6 +133,7 @@ OPERATIONS: Mapping[str, tuple[str, str]] = {
     "past": ("2", "x, number of layers"),
     "at": ("2", "layer, x"),
     "split": ("2-3", "axes = (layer,); total, weight, maximum"),
+    "cascade": ("2-3", "axes = (layer,); total, weight, maximum"),
     "cluster": ("2", "axes = (layer,); x, k"),
     # the rest
     "uniform": ("1", "seed"),

@@ -46,7 +46,7 @@ class Phase(IntEnum):
 
 _PLAN_LEAVES = STATIC_LEAVES | {"position", "all", "distance"}
 _OF_TOKENS_THERE = frozenset("position all distance".split())
-_ACROSS = frozenset("past at split cluster".split())
+_ACROSS = frozenset("past at split cascade cluster".split())
 
 
 class Phases:

@@ -49,6 +49,23 @@ def split_layers(
             return most
 
 
+def cascade_layers(
+    total: Number, weights: Sequence[Number], maxima: Sequence[Number] | None = None
+) -> list[int]:
+    """The least that each layer gets if the layers so far are split after every layer.
+
+    What a layer drops when a later one claims its share does not come back. Arguments as of
+    `split_layers`; the sum may be less than the total.
+
+    Source: the cascading eviction of CAKE, https://arxiv.org/abs/2503.12491.
+    """
+    least = [MOST] * len(weights)
+    for end in range(1, len(weights) + 1):
+        stage = split_layers(total, weights[:end], None if maxima is None else maxima[:end])
+        least[:end] = map(min, least[:end], stage)
+    return least
+
+
 def _whole(value: Number) -> int:
     """floor(value), between 0 and MOST; NaN is 0."""
     if value >= MOST:

@@ -165,12 +165,12 @@ class Layers:
         return x if positions is None else narrowed(x, positions)
 
     def _find(self, node: Node, arguments: tuple[Node, ...], count: Value | None) -> Value:
-        if node.op in ("split", "cluster"):
+        if node.op in ("split", "cascade", "cluster"):
             numbers = [[each.number(x) for each in self.evaluations] for x in arguments]
-            if node.op == "split":
-                made = counts.split(
-                    numbers[0][0], numbers[1], numbers[2] if len(numbers) == 3 else None
-                )
+            if node.op != "cluster":
+                most = numbers[2] if len(numbers) == 3 else None
+                cascade = node.op == "cascade"
+                made = counts.split(numbers[0][0], numbers[1], most, cascade=cascade)
             else:
                 most = counts.whole(float(numbers[1][0]), len(self.evaluations))
                 made = counts.cluster([float(x) for x in numbers[0]], most)

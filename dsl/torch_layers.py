@@ -53,7 +53,8 @@ def _listed(node: Node, x: Value, frame: Frame) -> list:
 def split(node: Node, frame: Frame, *args: Value) -> Value:
     """Integers for the layers that add up to the total."""
     lists = [_listed(each, x, frame) for each, x in zip(node.args, args, strict=True)]
-    parts = counts.split(lists[0][0], lists[1], lists[2] if len(lists) == 3 else None)
+    most = lists[2] if len(lists) == 3 else None
+    parts = counts.split(lists[0][0], lists[1], most, cascade=node.op == "cascade")
     data = torch.tensor(parts, dtype=torch.float64, device=frame.device)
     return Value(data, ("layer",), finite=True)
 

@@ -207,5 +207,6 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     "past": torch_layers.past,
     "at": torch_layers.at,
     "split": torch_layers.split,
+    "cascade": torch_layers.split,
     "cluster": torch_layers.cluster,
 }

@@ -100,7 +100,7 @@ def operands(node: Node) -> tuple[Node, ...]:
 
 def across(node: Node) -> bool:
     """Whether an operation looks across layers."""
-    return "layer" in node.axes or node.op in ("past", "at", "split", "cluster")
+    return "layer" in node.axes or node.op in ("past", "at", "split", "cascade", "cluster")
 
 
 def scalar(value) -> Value:
@@ -113,7 +113,7 @@ def scalar(value) -> Value:
 
 def call(node: Node, frame: Frame, arguments: list[Value]) -> Value:
     """Computes one node; what looks across layers gets its operand with the axis `layer`."""
-    if across(node) and node.op not in ("split", "cluster"):
+    if across(node) and node.op not in ("split", "cascade", "cluster"):
         place = 1 if node.op == "at" else 0
         arguments = list(arguments)
         arguments[place] = _over_layers(arguments[place], frame)

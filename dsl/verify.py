@@ -20,7 +20,7 @@ _TRUTHS = frozenset(
 _NUMBERS = frozenset(
     "number position key value hidden_in hidden_mid attn logits distance add subtract multiply "
     "divide floor_divide modulo power negate abs exp log sqrt cos sin acos floor ceil round "
-    "minimum maximum sum mean max min var count rank index avgpool maxpool split cluster "
+    "minimum maximum sum mean max min var count rank index avgpool maxpool split cascade cluster "
     "uniform".split()
 )
 _LOGIC = frozenset("and or not then any".split())
@@ -30,7 +30,7 @@ _ELEMENTWISE = frozenset(
     "not mask choose then".split()
 )
 _REDUCTIONS = frozenset("sum mean max min var any count".split())
-_WITH_AXES = _REDUCTIONS | {"rank", "index", "top", "split", "cluster"}
+_WITH_AXES = _REDUCTIONS | {"rank", "index", "top", "split", "cascade", "cluster"}
 _LEAF_AXES = {
     "number": (),
     "truth": (),
@@ -147,7 +147,14 @@ def _verify_type(node: Node) -> None:
     elif node.op in ("mask", "choose"):
         _expect(args[1].type.kind == "truth", "needs a condition")
         _expect(all(arg.type.kind == kind for arg in args[::2]), "chooses between unlike kinds")
-    elif node.op in _ELEMENTWISE or node.op in ("top", "rank", "split", "avgpool", "maxpool"):
+    elif node.op in _ELEMENTWISE or node.op in (
+        "top",
+        "rank",
+        "split",
+        "cascade",
+        "avgpool",
+        "maxpool",
+    ):
         _expect(all(arg.type.kind == "number" for arg in args), "takes numbers")
     if node.op not in ("at", "past"):
         _expect(all(arg.when <= node.when for arg in args), "is known before its arguments")

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvpolicy.dsl.split import MOST, split_layers
+from kvpolicy.dsl.split import MOST, cascade_layers, split_layers
 
 # Shares, total, maximum and result of CAKE's own budget code (arXiv:2503.12491).
 CAKE = [
@@ -59,3 +59,21 @@ def test_maxima_hold_and_nothing_is_lost(shares, total, maxima):
 )
 def test_corners(total, shares, maxima, expected):
     assert split_layers(total, shares, maxima) == expected
+
+
+def test_a_cascade_does_not_bring_back():
+    # The authors' numbers: after three layers 5, 3 and 2, after four 4, 4, 2 and 0.
+    shares, maxima = [1, Fraction(9, 10), Fraction(3, 5), Fraction(1, 50)], [9] * 4
+    assert split_layers(10, shares[:3], maxima[:3]) == [5, 3, 2]
+    assert split_layers(10, shares, maxima) == [4, 4, 2, 0]
+    assert cascade_layers(10, shares, maxima) == [4, 3, 2, 0]
+    assert cascade_layers(10, [1], None) == [10]
+    assert cascade_layers(10, [], None) == []
+
+
+@given(weights, st.integers(0, 10_000), st.lists(st.integers(0, 2_000), min_size=12, max_size=12))
+def test_a_cascade_is_never_larger(shares, total, maxima):
+    maxima = maxima[: len(shares)]
+    least = cascade_layers(total, shares, maxima)
+    once = split_layers(total, shares, maxima)
+    assert all(0 <= few <= most for few, most in zip(least, once, strict=True))
