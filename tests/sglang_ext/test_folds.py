@@ -108,13 +108,13 @@ def test_slots_of_the_radix_cache_are_not_written(run):
 def test_long_generations_stay_small_and_run_together(run):
     seen = run("long", 4)
     assert {name: seen[name] for name in CLEAN} == CLEAN
-    assert len(seen["requests"]) == 5
+    assert len(seen["requests"]) == 3
     for policy, each in seen["requests"].items():
         assert each["tokens"] == 120, policy
         assert each["most"] <= each["first"] <= 32, policy
         assert each["folds"] == 29, policy
         assert each["dropped"] == 4 * 2 * 4 * 29, policy  # layers, KV heads, tokens, folds
-    assert seen["together"] >= 3  # as if nothing left, there is room for one
+    assert seen["together"] == 3  # as if nothing left, there is room for one
     assert seen["same"] == list(seen["requests"])
     assert seen["retractions"] == 0
 
