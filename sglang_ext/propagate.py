@@ -91,8 +91,8 @@ class PropagateStep:
         """Whether rows may leave in this forward."""
         states = (state_of(request) for request in batch.reqs)
         return any(
-            state is not None and state.propagates and request.prefix_len < state.prompt
-            for request, state in zip(batch.reqs, states, strict=True)
+            state is not None and state.propagates and prefix < state.prompt
+            for state, prefix in zip(states, batch.prefix_lens, strict=True)
         )
 
     def layer(

@@ -45,6 +45,20 @@ budget: 40
 keep: recent(8) then top(score)
 decode: same
 """
+AGAIN = """
+policy: again
+language: 1
+about: A second pass on a few tokens, thinned while decoding at the positions of that pass.
+propagate:
+  first: layer == 1
+  tokens: top(sum[head, query](logits(recent(1))), 40)
+  restart: true
+score: mean[head, query](attn(recent(1)))
+budget: 30
+keep: recent(4) then top(score)
+positions: slots
+decode: same
+"""
 NOBODY = """
 policy: nobody
 language: 1
@@ -73,7 +87,7 @@ def expected_rows(name, settings, answer, result, layers):
     facts = answer["facts"]
     if "uncompressed" in facts or facts["selected_layer"] is None:
         return [computed] * layers
-    if name == "gemfilter" or "two_pass=true" in settings:
+    if name in ("gemfilter", "again") or "two_pass=true" in settings:
         acting, chosen = facts["selected_layer"], facts["propagated_tokens"]
         return [computed + chosen] * (acting + 1) + [chosen] * (layers - acting - 1)
     left = result.propagated
@@ -85,7 +99,7 @@ def expected_rows(name, settings, answer, result, layers):
     return rows
 
 
-def check(found, policies, folder):
+def check(found, policies, folder, interval=16):
     """Answers, kept sets, rows and facts equal those of the plain model."""
     from eager import generate
 
@@ -98,7 +112,7 @@ def check(found, policies, folder):
                 continue
             given = {"policy": path, "overrides": overrides, "reused": answer["cached"]}
             given = {} if answer["facts"].get("uncompressed") == "too_long" else given
-            plain = generate(folder, answer["ids"], new_tokens=6, fold_interval=16, **given)
+            plain = generate(folder, answer["ids"], new_tokens=6, fold_interval=interval, **given)
             assert answer["tokens"] == plain.tokens, rid
             assert answer["kept"] in (None, plain.kept[0]), rid
             rows = expected_rows(name, settings, answer, plain.result, len(plain.kept[0]))
@@ -200,6 +214,17 @@ def test_sums_over_all_queries_in_chunks(scenario, model, written):
     found = scenario(FILE, "answers", policies=policies, **flags)
     check(found, policies, model)
     assert found["heat 300"]["rows"] == [300, 300, 68, 68]
+
+
+@server
+def test_decoding_goes_on_from_a_second_pass(scenario, model, written):
+    policies = written(AGAIN)
+    every = {"SGLANG_KV_POLICY_FOLD_INTERVAL": "2"}
+    flags = {"lengths": [300, 131, 35], "chunked_prefill_size": 64}
+    found = scenario(FILE, "answers", every, policies=policies, **flags)
+    facts = check(found, policies, model, interval=2)
+    assert facts["again 300"]["folds"] == 2
+    assert facts["again 300"]["propagated_tokens"] == 40
 
 
 @server
