@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import report
+from shipped import settings
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -83,14 +84,6 @@ def compare(stock: Server, ours: Server, policy: str, length: int, options) -> d
     return result
 
 
-def settings_for(names: list[str], capacity: int) -> list[str]:
-    """Parameters with which each policy keeps about `capacity` entries."""
-    settings = [f"{name}.capacity={capacity}" for name in names if name != "simlayerkv-prefill"]
-    if "simlayerkv-prefill" in names:  # every layer counts as lazy
-        settings += ["simlayerkv-prefill.threshold=0", f"simlayerkv-prefill.window={capacity}"]
-    return settings
-
-
 def row(name: str, length: int, result: dict) -> list[str]:
     """A line of the table."""
     ratio = [p / s for p, s in zip(result["policy_ms"], result["stock_ms"], strict=True)]
@@ -126,8 +119,9 @@ def main() -> None:
     bar = tqdm(total=len(lengths) * len(names), desc="lengths x policies")
     with serve(options.model, progress=True, **flags) as stock:
         for length in lengths:
-            settings = settings_for(names, int(options.kept * length))
-            with serve(options.model, files, settings, **flags) as ours:
+            chosen = settings(options.kept, length)
+            given = [f"{name}.{each}" for name in names for each in chosen[name]]
+            with serve(options.model, files, given, **flags) as ours:
                 for name in names:
                     result = compare(stock, ours, name, length, options)
                     data[f"{name}@{length}"] = result
