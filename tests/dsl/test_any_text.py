@@ -14,9 +14,11 @@ from kvpolicy.dsl.diagnostics import render_all
 from kvpolicy.dsl.expression import ExpressionError, tokenize
 from kvpolicy.dsl.fmt import format_policy
 from kvpolicy.dsl.functions import BUILTINS, FUNCTIONS
+from kvpolicy.dsl.library import shipped
 from kvpolicy.dsl.source import Source
 
-GOOD = [path.read_text() for path in sorted((Path(__file__).parent / "good").glob("*.yaml"))]
+FILES = [*(Path(__file__).parent / "good").glob("*.yaml"), *shipped().values()]
+GOOD = [path.read_text() for path in sorted(FILES)]
 SNIPPETS = (
     "[token]", "[layer]", "[head, query]", "(", ")", ",", " where ", " else ", " then ", " not ",
     "-", " / ", " ^ ", "0", "1e300", "all", "new", "budget", "score", ": ", "\n", "  ", "#", "'",

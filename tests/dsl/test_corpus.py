@@ -1,7 +1,8 @@
 """Policy files with one defect each, and the exact message; and files that are well.
 
 `bad/NAME.yaml` has one defect, `bad/NAME.txt` is what `kvpolicy check` says. The name begins with
-the defect's code. After an intended change of a message, write the new text to the file.
+the defect's code. After an intended change of a message, write the new text to the file. Files that
+are well: the shipped ones, and in `good/` those that no server carries yet and one of an author's.
 """
 
 from pathlib import Path
@@ -14,7 +15,7 @@ from kvpolicy.dsl.source import Source
 
 FOLDER = Path(__file__).parent
 BAD = sorted((FOLDER / "bad").glob("*.yaml"))
-GOOD = sorted((FOLDER / "good").glob("*.yaml"))
+GOOD = sorted([*(FOLDER / "good").glob("*.yaml"), *shipped().values()])
 
 # `file` and `data` are not defects of a policy's text: reading and serving find them.
 CODES = {

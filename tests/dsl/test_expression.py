@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from kvpolicy.dsl import grammar
 from kvpolicy.dsl.expression import ExpressionError, parse_expression, tokenize
 from kvpolicy.dsl.functions import FUNCTIONS
+from kvpolicy.dsl.library import shipped
 from kvpolicy.dsl.source import Source
 from kvpolicy.dsl.syntax import Argument, Axis, Call, Chain, Name, Number, Operation, Then, Where
 from kvpolicy.dsl.yaml_nodes import Mapping, Scalar, Sequence, read_yaml
 from lark import Lark, Token, Tree, UnexpectedInput
 from lark.exceptions import UnexpectedEOF
 
-GOOD = sorted((Path(__file__).parent / "good").glob("*.yaml"))
+GOOD = sorted([*(Path(__file__).parent / "good").glob("*.yaml"), *shipped().values()])
 WORDS = (
     "a", "b1", "where", "else", "then", "or", "and", "not", "+", "-", "*", "/", "//", "%", "^",
     "(", ")", "[", "]", ",", "=", "<", "<=", "==", "!=", ">=", "1", "0.5", "2e-3", "top",
