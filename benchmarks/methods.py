@@ -36,7 +36,8 @@ def compare(stock: Server, ours: Server, policy: str, options) -> dict[str, list
     for turn in range(options.rounds + 1):
         single = rng.integers(20, 500, (1, options.tokens)).tolist()
         prompts = rng.integers(20, 500, (options.batch, options.tokens)).tolist()
-        first = [times(batch(s, single, p, 2)[0])[0] for s, p in ((stock, None), (ours, policy))]
+        alone = (batch(s, single, p, options.new) for s, p in ((stock, None), (ours, policy)))
+        first = [times(answers[0])[0] for answers in alone]
         plain = batch(stock, prompts, None, options.new)
         policed = batch(ours, prompts, policy, options.new)
         if any(a["meta_info"]["kv_policy"]["policy"] != policy for a in policed):

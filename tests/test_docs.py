@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from kvpolicy.dsl.check import load
 from kvpolicy.dsl.diagnostics import render_all
+from kvpolicy.dsl.library import shipped
 from kvpolicy.dsl.source import Source
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +45,13 @@ def test_the_policy_of_the_guide_is_the_one_in_the_examples():
 def test_the_policy_of_the_readme_is_the_one_that_is_shipped():
     shown = next(b for b in blocks(ROOT / "README.md", "yaml") if "language: 1" in b)
     assert shown == (ROOT / "policies" / "snapkv.yaml").read_text()
+
+
+def test_the_methods_of_the_readme_are_those_shipped_with_the_figures_measured():
+    command = [sys.executable, "benchmarks/table.py"]
+    table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert table in (ROOT / "README.md").read_text()
+    assert set(re.findall(r"^\| \[([\w-]+)\]", table, re.M)) == set(shipped())
 
 
 def test_commands_of_the_guide_run(tmp_path):

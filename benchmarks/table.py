@@ -1,0 +1,137 @@
+"""The README's table of methods, from the committed results: prints it, or with --write puts it in.
+
+What a method decides and what its policy was compared with stand here; lines are counted, figures
+come from docs/results/methods.json and accuracy.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from statistics import median
+from typing import NamedTuple
+
+import report
+
+README = report.ROOT / "README.md"
+HEADER = (
+    "policy",
+    "paper or code",
+    "decides",
+    "lines",
+    "compared with",
+    "held, %",
+    "prefill",
+    "decode step",
+    "answers, %",
+)
+
+
+class Method(NamedTuple):
+    """A shipped policy in words."""
+
+    name: str
+    source: str  # Markdown
+    decides: str
+    compared: str
+
+
+def arxiv(title: str, number: str) -> str:
+    """A link to a paper."""
+    return f"[{title}](https://arxiv.org/abs/{number})"
+
+
+def github(title: str, path: str) -> str:
+    """A link to a repository."""
+    return f"[{title}](https://github.com/{path})"
+
+
+_CODE = "authors' code"
+_EAGER = "eager model only"
+_ADAKV, _FASTKV = arxiv("AdaKV", "2407.11550"), arxiv("FastKV", "2502.01068")
+_STREAMING = arxiv("StreamingLLM", "2309.17453")
+_SIMLAYER, _D2O = arxiv("SimLayerKV", "2410.13846"), arxiv("D2O", "2406.13035")
+_ASL, _LAVA = arxiv("ASL", "2601.07667"), arxiv("LAVa", "2509.09754")
+
+METHODS = (
+    Method("snapkv", arxiv("SnapKV", "2404.14469"), "entries by head", f"{_CODE}, kvpress"),
+    Method("adakv", _ADAKV, "entries, heads compete", _CODE),
+    Method("pyramidkv", arxiv("PyramidKV", "2406.02069"), "a budget for each layer", _CODE),
+    Method("ada-pyramidkv", _ADAKV, "both of the above", _CODE),
+    Method("lava", _LAVA, "layers and heads share one budget", f"{_CODE}, paper"),
+    Method(
+        "dynamickv", arxiv("DynamicKV", "2412.14838"), "layers compete", "a reading of the code"
+    ),
+    Method("cake", arxiv("CAKE", "2503.12491"), "a budget for each layer; decode", _CODE),
+    Method("fastkv", _FASTKV, "tokens that go deeper; entries", _CODE),
+    Method("fastkv-adakv", f"{_FASTKV} + {_ADAKV}", "the same, heads compete", _EAGER),
+    Method("asl", _ASL, "the layer after which few tokens go deeper", f"{_CODE}, by hand"),
+    Method("gemfilter", arxiv("GemFilter", "2409.17422"), "tokens of a second prefill", _CODE),
+    Method(
+        "pyramidinfer", arxiv("PyramidInfer", "2405.12532"), "fewer tokens at each layer", _CODE
+    ),
+    Method("streamingllm", _STREAMING, "sinks and a window, slot positions", f"{_CODE}, kvpress"),
+    Method("streamingllm-original", _STREAMING, "the same, original positions", _CODE),
+    Method("sinks-recent", _STREAMING, "the same, the prompt once", "kvpress"),
+    Method("h2o", arxiv("H2O", "2306.14048"), "heavy hitters at every fold", f"{_CODE}, kvpress"),
+    Method("vatp", arxiv("VATP", "2406.12335"), "the same, weighed by values", _CODE),
+    Method("tova", arxiv("TOVA", "2401.06104"), "what the newest token sees", f"{_CODE}, kvpress"),
+    Method("roco", arxiv("RoCo", "2402.06262"), "which generated entries leave", _CODE),
+    Method("simlayerkv", _SIMLAYER, "lazy layers, at the first new token", _CODE),
+    Method("simlayerkv-prefill", _SIMLAYER, "lazy layers, at prefill end", f"{_CODE}, kvpress"),
+    Method("d2o", _D2O, "layer budgets; dropped entries merge", "paper"),
+    Method("d2o-code", github("D2O", "AIoT-MLSys-Lab/d2o"), "the same, as in the code", _CODE),
+    Method("cam", github("CaM", "zyxxmu/cam"), "values merge into successors", _CODE),
+    Method(
+        "minicache",
+        arxiv("MiniCache", "2405.14366"),
+        "two layers share directions",
+        "paper, others' code",
+    ),
+    Method("asl-lava-d2o", f"{_ASL} + {_LAVA} + {_D2O}", "propagation, budgets, merging", _EAGER),
+)
+
+
+def line(method: Method, measured: dict, answers: dict) -> list[str]:
+    """A row of the table."""
+    path = f"policies/{method.name}.yaml"
+    lines = len((report.ROOT / path).read_text(encoding="utf-8").splitlines())
+    mine, right = measured[method.name], answers[method.name]
+    return [
+        f"[{method.name}]({path})",
+        method.source,
+        method.decides,
+        str(lines),
+        method.compared,
+        f"{100 * sum(mine['held']) / len(mine['held']):.0f}",
+        f"{median(mine['prefill']):.2f}",
+        f"{median(mine['decode']):.2f}",
+        " / ".join(f"{100 * sum(x['right']) / len(x['right']):.0f}" for x in right.values()),
+    ]
+
+
+def table() -> str:
+    """The table in Markdown."""
+    files = (report.RESULTS / f"{name}.json" for name in ("methods", "accuracy"))
+    measured, answers = (json.loads(path.read_text(encoding="utf-8")) for path in files)
+    return report.table(HEADER, [line(method, measured, answers) for method in METHODS])
+
+
+def written(readme: str) -> str:
+    """The README with the table of today's results in the place of the old one."""
+    start = readme.index("| policy | paper or code |")
+    end = readme.index("\n\n", start)
+    return readme[:start] + table() + readme[end:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--write", action="store_true", help="put it into README.md")
+    if parser.parse_args().write:
+        README.write_text(written(README.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print(table())
+
+
+if __name__ == "__main__":
+    main()
