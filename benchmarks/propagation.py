@@ -80,23 +80,22 @@ def prefill(server: Server, prompt: list[int], policy: str | None = None) -> tup
 
 
 def compare(stock: Server, ours: Server, options) -> dict[str, list[float]]:
-    """Seconds of each, taking turns; the first turn warms up."""
+    """Seconds of each, taking turns, each first as often as the others; the first turn warms up."""
     rng = np.random.default_rng(options.seed)
     chosen = int(options.rate * options.tokens)
-    seconds: dict[str, list[float]] = {"stock": [], "none": [], "fastkv": []}
+    asked = [("stock", stock, None), ("none", ours, "none"), ("fastkv", ours, "fastkv")]
+    seconds: dict[str, list[float]] = {name: [] for name, _, _ in asked}
     for turn in tqdm(range(options.rounds + 1), desc="rounds"):
-        prompt = rng.integers(20, 500, options.tokens).tolist()
-        taken = {"stock": prefill(stock, prompt)[0]}
-        for policy in ("none", "fastkv"):
-            # Another first token each time: nothing may be taken from the radix cache.
-            prompt = [int(rng.integers(20, 500)), *prompt[1:]]
-            ours.flush()
-            taken[policy], meta = prefill(ours, prompt, policy)
-        if meta["kv_policy"].get("propagated_tokens") != chosen:
-            raise SystemExit(f"propagation: {chosen} tokens should go deeper: {meta['kv_policy']}")
-        stock.flush()
-        for name, value in taken.items() if turn else ():
-            seconds[name].append(value)
+        asked = [*asked[1:], asked[0]]
+        for name, server, policy in asked:
+            server.flush()
+            prompt = rng.integers(20, 500, options.tokens).tolist()
+            taken, meta = prefill(server, prompt, policy)
+            went = meta["kv_policy"].get("propagated_tokens") if name == "fastkv" else chosen
+            if went != chosen:
+                raise SystemExit(f"propagation: {went} tokens went deeper, not {chosen}")
+            if turn:
+                seconds[name].append(taken)
     return seconds
 
 
