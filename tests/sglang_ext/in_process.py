@@ -162,6 +162,13 @@ class Driver:
         allocator, tree = self.scheduler.token_to_kv_pool_allocator, self.scheduler.tree_cache
         return allocator.size - allocator.available_size() - tree.evictable_size()
 
+    def left_over(self) -> dict[str, int]:
+        """Slots in use, private ones and, after a flush, missing ones: all 0 on an idle server."""
+        counts = {"used": self.used_slots(), "private": self.store.held}
+        self.flush()
+        allocator = self.scheduler.token_to_kv_pool_allocator
+        return counts | {"missing_after_flush": allocator.size - allocator.available_size()}
+
     def _receive(self, local: Sequence[Any]) -> list[Any]:
         if self._started:
             self._paused.release()

@@ -138,12 +138,8 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
         "in_full": sum("uncompressed" in (a.facts or {}) for a in answers.values()),
         "retractions": sum(a.retractions for a in answers.values()),
         "aborted": len(aborted),
-        "used": driver.used_slots(),
-        "private": driver.store.held,
     }
-    driver.flush()
-    allocator = driver.scheduler.token_to_kv_pool_allocator
-    return result | {"missing_after_flush": allocator.size - allocator.available_size()}
+    return result | driver.left_over()
 
 
 def prefix(model: str, flags: dict[str, Any]) -> dict[str, Any]:

@@ -153,12 +153,8 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
         ),
         "retractions": sum(a.retractions for a in done.values()),
         "aborted": len(aborted),
-        "used": driver.used_slots(),
-        "private": driver.store.held,
     }
-    driver.flush()
-    allocator = driver.scheduler.token_to_kv_pool_allocator
-    return result | {"missing_after_flush": allocator.size - allocator.available_size()}
+    return result | driver.left_over()
 
 
 def shared(model: str, flags: dict[str, Any]) -> dict[str, Any]:
