@@ -12,6 +12,7 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 
@@ -156,6 +157,26 @@ class Driver:
         """Empty the radix cache."""
         if not self.scheduler.flush_cache(empty_cache=False):
             raise RuntimeError("the scheduler is not idle")
+
+    def alone(self, requests: Sequence[tuple[str, list[int], str, int]]) -> dict[str, Answer]:
+        """Answers of (rid, tokens, policy, new tokens), one request at a time, nothing cached."""
+        answers = {}
+        for rid, tokens, policy, output in requests:
+            self.send(rid, tokens, policy=policy, max_new_tokens=output)
+            self.finish()
+            answers[rid] = self.answers.pop(rid)
+            self.flush()
+        return answers
+
+    def go_on(self, rnd: Random, abort: float) -> set[str]:
+        """Make up to two rounds, then abort a request by that chance; those aborted."""
+        for _ in range(rnd.randrange(3)):
+            self.step()
+        victim = rnd.choice(list(self.answers))
+        if rnd.random() < abort and not self.answers[victim].finish:
+            self.abort(victim)
+            return {victim}
+        return set()
 
     def used_slots(self) -> int:
         """Slots that are neither free nor in the radix cache."""

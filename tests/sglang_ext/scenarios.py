@@ -114,26 +114,16 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
         base = rnd.choice(bases)
         tokens = base[: rnd.randrange(1, len(base) + 1)] + prompt(rnd, rnd.randrange(0, 40))
         requests.append((f"{i:04}", tokens, rnd.choice([*POLICIES, "none"]), rnd.randrange(1, 40)))
-    alone = {}
-    for rid, tokens, policy, output in requests:
-        driver.send(rid, tokens, policy=policy, max_new_tokens=output)
-        driver.finish()
-        alone[rid] = driver.answers.pop(rid).tokens
-        driver.flush()
+    alone = driver.alone(requests)
     aborted = set()
     for rid, tokens, policy, output in requests:
         stream = rnd.random() < 0.5
         driver.send(rid, tokens, policy=policy, max_new_tokens=output, stream=stream)
-        for _ in range(rnd.randrange(3)):
-            driver.step()
-        victim = rnd.choice(list(driver.answers))
-        if rnd.random() < 0.2 and not driver.answers[victim].finish:
-            driver.abort(victim)
-            aborted.add(victim)
+        aborted |= driver.go_on(rnd, 0.2)
     driver.finish()
     answers = {rid: a for rid, a in driver.answers.items() if rid not in aborted}
     result = {
-        "different": [rid for rid, a in answers.items() if a.tokens != alone[rid]],
+        "different": [rid for rid, a in answers.items() if a.tokens != alone[rid].tokens],
         "compressed": sum("entries_kept" in (a.facts or {}) for a in answers.values()),
         "in_full": sum("uncompressed" in (a.facts or {}) for a in answers.values()),
         "retractions": sum(a.retractions for a in answers.values()),

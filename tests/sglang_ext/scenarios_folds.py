@@ -114,7 +114,7 @@ def alone(model: str, flags: dict[str, Any]) -> dict[str, Any]:
             "facts": answer.facts,
             "kept": seen.get(rid, {}),
         }
-    return {"requests": found, **left_over(driver)}
+    return {"requests": found, **driver.left_over()}
 
 
 def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
@@ -129,12 +129,7 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
         tokens = base[: rnd.randrange(1, len(base) + 1)] + drawn(rnd, rnd.randrange(0, 30))
         policy = rnd.choice(names) if rnd.random() < 0.8 else "none"
         requests.append((f"{i:04}", tokens, policy, rnd.randrange(2, 40)))
-    alone = {}
-    for rid, tokens, policy, output in requests:
-        driver.send(rid, tokens, policy=policy, max_new_tokens=output)
-        driver.finish()
-        alone[rid] = driver.answers.pop(rid)
-        driver.flush()
+    alone = driver.alone(requests)
     aborted, cut = set(), {}
     for rid, tokens, policy, output in requests:
         options = {"policy": policy, "max_new_tokens": output, "stream": rnd.random() < 0.5}
@@ -144,12 +139,7 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
             cut[rid] = _up_to(alone[rid].tokens, {stop, END})
             options["stop_token_ids"] = {stop}
         driver.send(rid, tokens, **options)
-        for _ in range(rnd.randrange(3)):
-            driver.step()
-        victim = rnd.choice(list(driver.answers))
-        if rnd.random() < 0.2 and not driver.answers[victim].finish:
-            driver.abort(victim)
-            aborted.add(victim)
+        aborted |= driver.go_on(rnd, 0.2)
     driver.finish()
     gone = aborted | {r for r, a in driver.answers.items() if (a.facts or {}).get("skipped_folds")}
     answers = {rid: a for rid, a in driver.answers.items() if rid not in gone}
@@ -164,7 +154,7 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
         "retractions": sum(a.retractions for a in answers.values()),
         "aborted": len(aborted),
         "skipped": len(gone - aborted),
-        **left_over(driver),
+        **driver.left_over(),
     }
 
 
@@ -210,7 +200,7 @@ def shared(model: str, flags: dict[str, Any]) -> dict[str, Any]:
             "same": answers["same"].tokens == driver.answers[policy].tokens[:8],
         }
         driver.flush()
-    return result | left_over(driver)
+    return result | driver.left_over()
 
 
 def _tree(driver: Driver) -> dict[int, str]:
@@ -269,7 +259,7 @@ def long(model: str, flags: dict[str, Any]) -> dict[str, Any]:
         "together": together[0],
         "same": [name for name in names if answers[name].tokens == alone[name]],
         "retractions": sum(answers[name].retractions for name in names),
-        **left_over(driver),
+        **driver.left_over(),
     }
 
 
@@ -287,16 +277,8 @@ def tight(model: str, flags: dict[str, Any]) -> dict[str, Any]:
         "tokens": len(answer.tokens),
         "folds": answer.facts["folds"],
         "retractions": answer.retractions,
-        **left_over(driver),
+        **driver.left_over(),
     }
-
-
-def left_over(driver: Driver) -> dict[str, int]:
-    used, private = driver.used_slots(), driver.store.held
-    driver.flush()
-    allocator = driver.scheduler.token_to_kv_pool_allocator
-    lost = allocator.size - allocator.available_size()
-    return {"used": used, "private": private, "lost": lost}
 
 
 SCENARIOS = {"alone": alone, "mixed": mixed, "shared": shared, "long": long, "tight": tight}

@@ -123,21 +123,11 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     for i in range(count):
         tokens = prompt(rnd.randrange(1, 300), seed * count + i)
         requests.append((f"{i:04}", tokens, rnd.choice(names), rnd.randrange(1, 30)))
-    alone = {}
-    for rid, tokens, policy, output in requests:
-        driver.send(rid, tokens, policy=policy, max_new_tokens=output)
-        driver.finish()
-        alone[rid] = driver.answers.pop(rid)
-        driver.flush()
+    alone = driver.alone(requests)
     aborted = set()
     for rid, tokens, policy, output in requests:
         driver.send(rid, tokens, policy=policy, max_new_tokens=output, stream=rnd.random() < 0.5)
-        for _ in range(rnd.randrange(3)):
-            driver.step()
-        victim = rnd.choice(list(driver.answers))
-        if rnd.random() < 0.3 and not driver.answers[victim].finish:
-            driver.abort(victim)
-            aborted.add(victim)
+        aborted |= driver.go_on(rnd, 0.3)
     driver.finish()
     done = {rid: a for rid, a in driver.answers.items() if rid not in aborted}
     result = {

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
 
 pytestmark = pytest.mark.server
-CLEAN = {"used": 0, "private": 0, "lost": 0}
+CLEAN = {"used": 0, "private": 0, "missing_after_flush": 0}
 FLAGS = {
     1: {},
     4: {"disable_overlap_schedule": True, "page_size": 16, "chunked_prefill_size": 16},
