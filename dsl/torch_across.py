@@ -143,8 +143,9 @@ class Layers:
         held = [x.frame.tokens for x in evaluations]
         number = torch.tensor(held, device=first.device)
         self.frame = Frame(
-            first.bound, prompt, first.device, first.kv, held=Value(number, ("layer",))
-        )
+            first.bound, prompt, first.device, first.kv, kernels=first.kernels,
+            held=Value(number, ("layer",)),
+        )  # fmt: skip
         self._known: dict[tuple, Value] = {}
 
     def value(self, node: Node, evaluation: Evaluation) -> Value:

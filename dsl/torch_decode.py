@@ -272,6 +272,7 @@ class Memory:
             self.bound, len(own.positions), own.positions.device, self.bound.shape.kv_heads,
             prompt=self.prompt, layer=layer, q=q, k=k, v=v, positions=own.positions,
             there=own.there, generated=self.generated,
+            kernels=steps.kernels,
             query_positions=own.query_positions if own.queries is not None else own.positions[-1:],
         )  # fmt: skip
         return Evaluation(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.ir import Node
+from kvpolicy.dsl.torch_kernels import NONE, Kernels
 from kvpolicy.dsl.torch_ops import OPERATIONS
 from kvpolicy.dsl.torch_values import Frame, Value, aligned, union
 
@@ -24,10 +25,16 @@ class Plan:
 
     @classmethod
     def make(
-        cls, bound: Bound, nodes: list[Node], used: set[int], prompt: int, device: torch.device
+        cls,
+        bound: Bound,
+        nodes: list[Node],
+        used: set[int],
+        prompt: int,
+        device: torch.device,
+        kernels: Kernels = NONE,
     ) -> Plan:
         """Computes `nodes`, in order, and keeps those in `used`."""
-        maker = _Maker(bound, prompt, device)
+        maker = _Maker(bound, prompt, device, kernels)
         for node in nodes:
             maker.add(node)
         values = [{name: x for name, x in own.items() if name in used} for own in maker.values]
@@ -43,11 +50,11 @@ class Plan:
 class _Maker:
     """Computes the nodes of a plan for all layers, once where layers do not differ."""
 
-    def __init__(self, bound: Bound, prompt: int, device: torch.device) -> None:
+    def __init__(self, bound: Bound, prompt: int, device: torch.device, kernels: Kernels) -> None:
         self.bound = bound
         self.prompt, self.device = prompt, device
         self.layers = range(bound.shape.layers)
-        self.frame = Frame(bound, prompt, device, bound.shape.kv_heads)
+        self.frame = Frame(bound, prompt, device, bound.shape.kv_heads, kernels=kernels)
         self.values: list[dict[int, Value]] = [{} for _ in self.layers]
         self.at_end: dict[int, Value] = {}
         self._varies: set[int] = set()

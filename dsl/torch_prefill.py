@@ -80,7 +80,7 @@ class DirectRun(Run):
             positions = None
         return Frame(
             bound, tokens, device, bound.shape.kv_heads, prompt=self.prompt, layer=layer,
-            positions=positions, checks=self._checks,
+            positions=positions, checks=self._checks, kernels=self.program.kernels,
         )  # fmt: skip
 
     def _evaluation(self, frame: Frame) -> Evaluation:

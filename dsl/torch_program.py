@@ -24,6 +24,7 @@ from kvpolicy.dsl.diagnostics import refused
 from kvpolicy.dsl.ir import Node
 from kvpolicy.dsl.lower import Phase, Phases
 from kvpolicy.dsl.torch_direct import Direct
+from kvpolicy.dsl.torch_kernels import NONE, Kernels
 from kvpolicy.dsl.torch_ops import OPERATIONS
 from kvpolicy.dsl.torch_plan import Plan, operands
 from kvpolicy.dsl.torch_prefill import DirectRun
@@ -49,17 +50,19 @@ class TorchProgram:
     Args:
         bound: the policy.
         report: also keep budgets and scores, for `Run.result`.
+        kernels: that take the place of torch operations, see `torch_kernels`.
 
     Raises:
         PolicyError: the policy needs data that a prefill does not offer.
     """
 
-    def __init__(self, bound: Bound, *, report: bool = False) -> None:
+    def __init__(self, bound: Bound, *, report: bool = False, kernels: Kernels = NONE) -> None:
         self.bound = bound
+        self.kernels = kernels
         self.report = report
         self.keep = bound.lowered.keep
         self.direct = Direct(bound, report)
-        self.steps = None if bound.decode is None else Steps(bound, report)
+        self.steps = None if bound.decode is None else Steps(bound, report, kernels)
         self.roots = self.direct.roots
         self.phases = Phases(bound.propagates)
         self.head_steps: list[Step] = []
@@ -121,7 +124,7 @@ class TorchProgram:
             while len(self._plans) >= _PLANS:
                 self._plans.popitem(last=False)
             self._plans[key] = Plan.make(
-                self.bound, self.plan_nodes, self.plan_used, prompt, device
+                self.bound, self.plan_nodes, self.plan_used, prompt, device, self.kernels
             )
         self._plans.move_to_end(key)
         return self._plans[key]

@@ -7,6 +7,7 @@ from kvpolicy.dsl.diagnostics import refused
 from kvpolicy.dsl.ir import Node, When
 from kvpolicy.dsl.torch_direct import OF_MERGE, STATES, reads_budget
 from kvpolicy.dsl.torch_evaluate import Updates
+from kvpolicy.dsl.torch_kernels import NONE, Kernels
 from kvpolicy.dsl.torch_ops import OPERATIONS
 from kvpolicy.dsl.torch_plan import across
 from kvpolicy.dsl.traverse import merge_roots, nodes_of, state_roots
@@ -26,9 +27,11 @@ class Steps:
         advances: whether states advance at every step.
         advancing_reads, leaving_reads: whether keys or values are read for that, and where entries
             leave.
+        kernels: that take the place of torch operations.
     """
 
-    def __init__(self, bound: Bound, report: bool) -> None:
+    def __init__(self, bound: Bound, report: bool, kernels: Kernels = NONE) -> None:
+        self.kernels = kernels
         self.rules = rules = bound.decode_lowered
         merge_states = {} if rules.merge is None else rules.merge.states
         self.updates, self.merge_updates = Updates.of(rules.states), Updates.of(merge_states)

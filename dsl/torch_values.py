@@ -16,6 +16,7 @@ import torch
 from kvpolicy.dsl import counts
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.ir import AXES, Node
+from kvpolicy.dsl.torch_kernels import NONE, Kernels
 
 ORDER = ("layer", *AXES)
 
@@ -59,6 +60,7 @@ class Frame:
         rows: part of a window's queries that is computed at a time; None: all.
         last: how many queries `all` and `new` are just now; None: one per token.
         generated: decode steps, this one included; None: in the prefill.
+        kernels: by name, see `torch_kernels`.
         held: candidates per KV head, where that is not `tokens`.
         fixed: tensors that live as long as the plan, by id; masks made of these are made once.
         memo: what was made of `fixed` tensors.
@@ -81,6 +83,7 @@ class Frame:
     rows: slice | None = None
     last: int | None = None
     generated: int | None = None
+    kernels: Kernels = field(default_factory=lambda: NONE)
     held: Value | None = None
     fixed: dict[int, torch.Tensor] = field(default_factory=dict)
     memo: dict[tuple, torch.Tensor] = field(default_factory=dict)
