@@ -1,0 +1,85 @@
+"""Copy the chosen entries of a prompt into private pages, all layers at once.
+
+The pool is `storage` [L, 2, padded, G, D]: keys and values of each slot, layer by layer. G
+consecutive entries `[D]` of it are a page, and a private slot yields L pages, one in the rows of
+each layer: page p is in slot `private_slots[p // L]`, in the rows of layer `p % L`. A page holds
+entries of one (layer, KV head), not necessarily of the layer in whose rows it lies.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def compact_layers(
+    storage: torch.Tensor,
+    prompt_slots: torch.Tensor,
+    kept: torch.Tensor,
+    private_slots: torch.Tensor,
+    first_page: torch.Tensor,
+) -> None:
+    """Copy kept keys and values of all layers into private pages, in position order.
+
+    The j-th kept entry of layer l and KV head g goes to page `first_page[l, g] + j // G`, at place
+    `j % G`.
+
+    Args:
+        storage: [L, 2, padded, G, D] any dtype, contiguous; written in place.
+        prompt_slots: [N] int64 slot of each position.
+        kept: [L, G, N] bool.
+        private_slots: [S] int32 or int64, S * L pages; none of them is a slot of the prompt.
+        first_page: [L, G] int32 or int64; the lists do not overlap and end within the S * L pages.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape, or the pages that are
+            needed and there.
+    """
+    check(storage, prompt_slots, kept, private_slots, first_page)
+    layers, _, padded, group, size = storage.shape
+    pages = private_slots.shape[0] * layers
+    counts = kept.sum(dim=2)
+    end = torch.where(counts > 0, first_page + (counts + group - 1) // group, 0)
+    if end.numel() and int(end.max()) > pages:
+        raise ValueError(f"private_slots: expected [>= {int(end.max())}] pages, got {pages}")
+
+    layer, head, position = kept.nonzero(as_tuple=True)
+    place = (kept.cumsum(dim=2) - 1)[kept]
+    page = first_page[layer, head].long() + place // group
+    into = (page % layers) * 2 * padded + private_slots[page // layers]
+    source = (layer * 2 * padded + prompt_slots[position]) * group + head
+    target = into * group + place % group
+    entries = storage.view(-1, size)
+    for offset in (0, padded * group):
+        entries.index_copy_(0, target + offset, entries.index_select(0, source + offset))
+
+
+def check(
+    storage: torch.Tensor,
+    prompt_slots: torch.Tensor,
+    kept: torch.Tensor,
+    private_slots: torch.Tensor,
+    first_page: torch.Tensor,
+) -> None:
+    """Refuses wrong shapes and dtypes; reads no values.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
+    if storage.dim() != 5 or storage.shape[1] != 2 or not storage.is_contiguous():
+        raise ValueError(
+            f"storage: expected contiguous [L, 2, padded, G, D], got {list(storage.shape)}"
+        )
+    layers, group = storage.shape[0], storage.shape[3]
+    length = prompt_slots.shape[0]
+    if kept.dtype != torch.bool or kept.shape != (layers, group, length):
+        raise ValueError(
+            f"kept: expected bool [{layers}, {group}, {length}], "
+            f"got {kept.dtype} {list(kept.shape)}"
+        )
+    if first_page.shape != (layers, group):
+        raise ValueError(f"first_page: expected [{layers}, {group}], got {list(first_page.shape)}")
+    for name, slots in (("prompt_slots", prompt_slots), ("private_slots", private_slots)):
+        if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"{name}: expected int32 or int64 [S], got {slots.dtype} {list(slots.shape)}"
+            )

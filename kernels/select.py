@@ -1,0 +1,56 @@
+"""The highest of each row, by a rule that leaves no choice."""
+
+from __future__ import annotations
+
+import torch
+
+# Below the key of every number: what is not there. It is never chosen.
+ABSENT = -(2**31)
+
+
+def top(keys: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
+    """The `number` highest keys of each row; of equal ones the first.
+
+    Args:
+        keys: [R, n] int32 in the order of the scores; the lowest int32 is absent.
+        number: int or int64 [R, 1]; below 1 nothing is chosen, from n on all that is there.
+
+    Returns:
+        [R, n] bool; fewer than `number` True where fewer keys are there.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
+    check(keys, number)
+    size = keys.shape[1]
+    if not size:
+        return torch.zeros_like(keys, dtype=torch.bool)
+    if isinstance(number, int):
+        if number <= 0:
+            return torch.zeros_like(keys, dtype=torch.bool)
+        if number >= size:
+            return keys > ABSENT
+        least = torch.topk(keys, number, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    else:
+        number = number.clamp(0, size)
+        ordered = keys.sort(dim=-1, descending=True).values
+        least = ordered.gather(-1, (number - 1).clamp(min=0))
+    above, equal = keys > least, keys == least
+    wanted = number - above.sum(-1, keepdim=True)
+    return (above | (equal & (equal.cumsum(-1) <= wanted))) & (keys > ABSENT)
+
+
+def check(keys: torch.Tensor, number: int | torch.Tensor) -> None:
+    """Refuses wrong shapes and dtypes; reads no values.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
+    if keys.dtype != torch.int32 or keys.dim() != 2:
+        raise ValueError(f"keys: expected int32 [R, n], got {keys.dtype} {list(keys.shape)}")
+    if isinstance(number, int):
+        return
+    if number.dtype != torch.int64 or number.shape != (keys.shape[0], 1):
+        raise ValueError(
+            f"number: expected int64 [{keys.shape[0]}, 1], got {number.dtype} {list(number.shape)}"
+        )
