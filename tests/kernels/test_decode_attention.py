@@ -1,0 +1,250 @@
+"""Decode attention straight from the device tables, against float64 over the logical lists."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from kvpolicy.kernels.decode_attention import decode_attention
+from kvpolicy.kernels.tables import Tables
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IMPLEMENTATIONS = [decode_attention]
+
+
+@dataclass
+class Case:
+    """Requests in a pool of which everything that no list names is NaN."""
+
+    q: torch.Tensor  # [B, H, D]
+    storage: torch.Tensor  # [L, 2, padded, G, D]
+    tables: Tables
+    rows: torch.Tensor
+    lengths: torch.Tensor
+    req_to_token: torch.Tensor
+    layer: int
+    lists: list  # [B][G] of float64 [2, n, D], on the CPU
+
+    def run(self, attention, order=None, **options) -> torch.Tensor:
+        order = torch.arange(len(self.rows)) if order is None else torch.tensor(order, dtype=torch.int64)
+        order = order.to(self.q.device)
+        return attention(
+            self.q[order],
+            self.storage,
+            self.tables,
+            self.rows[order],
+            self.lengths[order],
+            self.req_to_token,
+            layer=self.layer,
+            scale=self.q.shape[2] ** -0.5,
+            **options,
+        )
+
+
+def case(requests, *, heads, groups, size=64, dtype=torch.float32, layers=3, layer=1, seed=0):
+    """A pool with these requests.
+
+    Args:
+        requests: of each, None (the padding row, length 1) or (entries per KV head in private
+            pages or None, tokens of the tail).
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(n):
+        return torch.randint(n, (), generator=generator).item()
+
+    counts, tails = [], []
+    for request in requests:
+        private, tail = (None, 1) if request is None else request
+        every = torch.randint(5, (layers, groups), generator=generator)
+        every[layer] = torch.tensor(private if private else [0] * groups)
+        counts.append(every if private else every * 0)
+        tails.append(tail)
+    pages = [(-(-c // groups)) for c in counts]
+    needed = [-(-int(p.sum()) // layers) for p in pages]
+    padded = sum(needed) + sum(tails) + 3
+    free = (torch.randperm(padded - 1, generator=generator) + 1).tolist()  # slot 0: nobody's
+
+    total_rows = len(requests) + 3
+    context = max(tails) + 40
+    storage = torch.full((layers, 2, padded, groups, size), float("nan"), dtype=dtype)
+    tables = Tables.empty(total_rows, layers, groups, sum(needed) + 2 * len(requests) + 2, "cpu")
+    # What belongs to no request of the batch reads far too much of what nobody wrote.
+    for tensor in (tables.counts, tables.first_page):
+        tensor.fill_(7)
+    table = torch.zeros(total_rows, context, dtype=torch.int32)
+    free_rows = (torch.randperm(total_rows - 1, generator=generator) + 1).tolist()
+    rows, lengths, lists, at = [], [], [], 1
+    for request, count, page, slots, tail in zip(
+        requests, counts, pages, needed, tails, strict=True
+    ):
+        row = 0 if request is None else free_rows.pop()
+        own = [free.pop() for _ in range(slots)]
+        start = 5 + random(30) if slots else 0
+        tables.counts[row] = count
+        first = (page.flatten().cumsum(0) - page.flatten()).view(page.shape)
+        tables.first_page[row] = first
+        tables.tail_start[row], tables.slots_start[row] = start, at
+        tables.slots[at : at + slots] = torch.tensor(own, dtype=torch.int32)
+        at += slots + 1
+        ordinary = torch.tensor([free.pop() for _ in range(tail)], dtype=torch.int64)
+        table[row, start : start + tail] = ordinary
+        rows.append(row)
+        lengths.append(start + tail)
+        written = []
+        for g in range(groups):
+            n = int(count[layer, g])
+            kv = torch.randn(2, n + tail, size, generator=generator).to(dtype)
+            j = torch.arange(n)
+            number = first[layer, g] + j // groups
+            slot = torch.tensor(own or [0])[number // layers]
+            for which in range(2):
+                storage[number % layers, which, slot, j % groups] = kv[which, :n]
+                storage[layer, which, ordinary, g] = kv[which, n:]
+            written.append(kv.double())
+        lists.append(written)
+    q = torch.randn(len(requests), heads, size, generator=generator).to(dtype)
+    on = {"device": DEVICE}
+    return Case(
+        q.to(**on),
+        storage.to(**on),
+        Tables(*(t.to(**on) for t in vars(tables).values())),
+        torch.tensor(rows, **on),
+        torch.tensor(lengths, **on),
+        table.to(**on),
+        layer,
+        lists,
+    )
+
+
+def exact(given: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 [B, H, D] attention, and how far a float32 computation of it may be off.
+
+    A weight is off by the error of its score, twice (its own and the sum's), and of what weighs a
+    value: with A = sum of weight x |value|,
+      scores: (D + 4) roundings of float32 relative to scale x |q|.|k|, through exp, both ways;
+      sums over n entries, in tiles: 512 + n / 64 roundings of float32 in any implementation;
+      weights and result rounded to the dtype: 2 eps.
+    Weights in float16 also underflow: 2^-25 each against a largest one of 1.
+    """
+    heads, size = given.q.shape[1:]
+    groups = given.storage.shape[3]
+    q, scale = given.q.double().cpu(), size**-0.5
+    out, bound = torch.zeros_like(q), torch.zeros_like(q)
+    rounding = torch.finfo(torch.float32).eps / 2
+    eps = torch.finfo(given.q.dtype).eps
+    for b, written in enumerate(given.lists):
+        for head in range(heads):
+            keys, values = written[head // (heads // groups)]
+            if not len(keys):
+                continue
+            weights = (keys @ q[b, head] * scale).softmax(0)
+            out[b, head] = weights @ values
+            score = (size + 4) * rounding * scale * (keys.abs() @ q[b, head].abs()).max()
+            sums = (512 + len(keys) / 64) * rounding
+            bound[b, head] = (2 * score + sums + 2 * eps) * (weights @ values.abs())
+            if given.q.dtype == torch.float16:
+                bound[b, head] += 2**-25 * weights.max() * values.abs().sum(0)
+    return out, bound
+
+
+def assert_exact(got: torch.Tensor, given: Case) -> None:
+    wanted, bound = exact(given)
+    error = (got.double().cpu() - wanted).abs()
+    assert got.dtype == given.q.dtype
+    assert bool((error <= bound).all()), f"{(error / bound).nan_to_num(9e9).max()} of the bound"
+
+
+SHAPES = [  # requests, heads, groups, size, dtype
+    ([([0, 1], 0), ([63, 64], 1), None, (None, 63)], 2, 2, 64, torch.float32),
+    ([([1000, 3], 63), (None, 1)], 4, 2, 80, torch.float16),
+    ([([4097], 1), ([1], 1000)], 4, 1, 128, torch.bfloat16),
+    ([([1000], 40), (None, 4097)], 8, 1, 128, torch.float32),
+    ([([16, 8, 9, 7, 0, 1, 63, 200], 5)], 64, 8, 128, torch.bfloat16),
+    ([([1, 2, 3, 4], 1), (None, 2)], 16, 4, 96, torch.float16),
+    ([([5, 70], 9), None], 8, 2, 256, torch.bfloat16),
+    ([([130], 9)], 1, 1, 256, torch.float32),
+    ([([9, 5, 1], 12), (None, 70)], 21, 3, 128, torch.float16),
+]
+
+
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("requests", "heads", "groups", "size", "dtype"), SHAPES)
+def test_equals_attention_in_float64(attention, requests, heads, groups, size, dtype):
+    given = case(requests, heads=heads, groups=groups, size=size, dtype=dtype)
+    assert_exact(given.run(attention), given)
+
+
+MIXED = [([40, 9], 3), None, (None, 30), ([0, 0], 0), ([1, 130], 0), (None, 1)]
+
+
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+def test_a_request_without_entries_gives_zeros(attention):
+    given = case(MIXED, heads=4, groups=2)
+    out = given.run(attention)
+    assert out[3].abs().max() == 0
+    assert bool(out[[0, 1, 2, 4, 5]].abs().amin((1, 2)).gt(0).all())
+
+
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+@pytest.mark.parametrize("layer", [0, 2])
+def test_other_layers(attention, layer):
+    given = case(MIXED, heads=4, groups=2, layer=layer, seed=layer)
+    assert_exact(given.run(attention), given)
+
+
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+def test_tables_are_read_when_it_runs(attention):
+    """The same tensors with a request that has left its private pages."""
+    given = case(MIXED, heads=4, groups=2)
+    row = given.rows[0]
+    given.tables.counts[row] = 0
+    given.tables.tail_start[row] = given.lengths[0] - 2
+    given.lists[0] = [kv[:, -2:] for kv in given.lists[0]]
+    assert_exact(given.run(attention), given)
+
+
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(2, 8)}, r"q: expected \[B, H, D\], got \[2, 8\]"),
+        ({"q": torch.zeros(2, 3, 8)}, r"storage: expected .* with G dividing 3"),
+        ({"q": torch.zeros(2, 4, 8).half()}, "storage: expected torch.float16, got torch.float32"),
+        ({"storage": torch.zeros(3, 2, 5, 8, 2).mT}, "storage: expected a contiguous tensor"),
+        ({"layer": 3}, "layer: expected 0 to 2, got 3"),
+        ({"rows": torch.zeros(3).int()}, r"rows: expected \[2\], got \[3\]"),
+        ({"lengths": torch.zeros(1).int()}, r"lengths: expected \[2\], got \[1\]"),
+        ({"req_to_token": torch.zeros(5, 9)}, "req_to_token: expected int32"),
+        (
+            {"tables": replace(Tables.empty(5, 3, 2, 4, "cpu"), counts=torch.zeros(5, 2, 3))},
+            r"tables.counts: expected \[5, 3, 2\], got \[5, 2, 3\]",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(attention, change, message):
+    arguments = {
+        "q": torch.zeros(2, 4, 8),
+        "storage": torch.zeros(3, 2, 5, 2, 8),
+        "tables": Tables.empty(5, 3, 2, 4, "cpu"),
+        "rows": torch.zeros(2, dtype=torch.int64),
+        "lengths": torch.ones(2, dtype=torch.int64),
+        "req_to_token": torch.zeros(5, 9, dtype=torch.int32),
+        "layer": 0,
+    } | change
+    with pytest.raises(ValueError, match=message):
+        attention(**arguments, scale=1.0)
+
+
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+def test_no_requests(attention):
+    given = case([None], heads=4, groups=2)
+    assert given.run(attention, order=[]).shape == (0, 4, 64)
+
+
+def test_empty_tables_say_that_nothing_is_compressed():
+    tables = Tables.empty(5, 3, 2, 0, "cpu")
+    assert [list(t.shape) for t in vars(tables).values()] == [[5, 3, 2], [5, 3, 2], [5], [5], [0]]
+    assert all(t.dtype == torch.int32 and not t.any() for t in vars(tables).values())
+    given = case([(None, 30)], heads=4, groups=2)
+    given.tables = Tables.empty(4, 3, 2, 0, DEVICE)
+    assert_exact(given.run(decode_attention), given)
