@@ -2,9 +2,9 @@
 
 `--kv-policy PATH` may be given several times; the first policy is the default of requests that
 name none. `--kv-policy-set name=value` sets a parameter (`policy.name=value` when several policies
-are given). `--kv-policy-fold-interval K` says at which decode steps entries may leave. Environment
-variables carry all of them to SGLang's child processes; `sgl.Engine`, which has no command line,
-reads them too.
+are given). `--kv-policy-fold-interval K` says at which decode steps entries may leave,
+`--kv-policy-kernels` what computes. Environment variables carry all of them to SGLang's child
+processes; `sgl.Engine`, which has no command line, reads them too.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ PATHS_VARIABLE = "SGLANG_KV_POLICY"  # paths, separated as in PATH
 SETTINGS_VARIABLE = "SGLANG_KV_POLICY_SET"  # name=value, separated by commas
 ONE_PIECE_VARIABLE = "SGLANG_KV_POLICY_MAX_ONE_PIECE_PREFILL"  # tokens
 INTERVAL_VARIABLE = "SGLANG_KV_POLICY_FOLD_INTERVAL"  # decode steps
+KERNELS_VARIABLE = "SGLANG_KV_POLICY_KERNELS"  # one of KERNELS
 
 # Decode steps from one fold to the next; docs/results/fold_interval.md has the measurement.
 DEFAULT_INTERVAL = 16
+
+KERNELS = ("auto", "torch", "triton")  # the first one is the default
 
 
 @dataclass(frozen=True)
@@ -91,13 +94,20 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="Entries leave at every so many decode steps, where a policy does not say "
         f"`decode.when` itself. Default {DEFAULT_INTERVAL}.",
     )
+    group.add_argument(
+        "--kv-policy-kernels",
+        metavar="{" + ",".join(KERNELS) + "}",
+        help="What scores, chooses and copies entries. Default auto: triton on a CUDA device, "
+        "torch elsewhere.",
+    )
 
 
 def export(arguments: Namespace) -> None:
     """Put the parsed options into the environment, which child processes inherit.
 
     Raises:
-        Refused: a value contains the separator of its variable, or the interval is no number.
+        Refused: a value contains the separator of its variable, is not among those of its option,
+            or is no number where one is wanted.
     """
     for option, variable, separator in (
         ("kv_policy", PATHS_VARIABLE, os.pathsep),
@@ -123,6 +133,12 @@ def export(arguments: Namespace) -> None:
         fold_interval()
         if not requested()[0]:
             raise Refused(f"--kv-policy-fold-interval {interval}: there is no --kv-policy")
+    chosen = getattr(arguments, "kv_policy_kernels", None)
+    if chosen is not None:
+        os.environ[KERNELS_VARIABLE] = chosen
+        kernels()
+        if not requested()[0]:
+            raise Refused(f"--kv-policy-kernels {chosen}: there is no --kv-policy")
 
 
 def requested() -> tuple[list[str], list[str]]:
@@ -144,6 +160,18 @@ def fold_interval() -> int:
     if not text.isdecimal() or int(text) < 1:
         raise Refused(f"--kv-policy-fold-interval {text}: expected a whole number from 1 on")
     return int(text)
+
+
+def kernels() -> str:
+    """What computes, one of KERNELS, from the environment.
+
+    Raises:
+        Refused: it is none of them.
+    """
+    text = os.environ.get(KERNELS_VARIABLE, "").strip() or KERNELS[0]
+    if text not in KERNELS:
+        raise Refused(f"--kv-policy-kernels {text}: expected one of {', '.join(KERNELS)}")
+    return text
 
 
 def one_piece(chunk: int | None) -> int | None:

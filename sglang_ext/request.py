@@ -13,6 +13,7 @@ from kvpolicy.dsl.torch_program import TorchProgram
 from kvpolicy.sglang_ext import propagation, share
 from kvpolicy.sglang_ext.arena import Arena
 from kvpolicy.sglang_ext.growth import Growth
+from kvpolicy.sglang_ext.kernels_in_use import in_use
 from kvpolicy.sglang_ext.options import Policy
 from kvpolicy.sglang_ext.propagation import Plan, Progress
 from kvpolicy.sglang_ext.store import Private
@@ -48,7 +49,8 @@ class Served:
     def __init__(self, policy: Policy, bound: Bound, arena: Arena, page_size: int) -> None:
         self.name = policy.name
         self.bound = bound
-        self.program = TorchProgram(bound)
+        self.kernels = in_use(arena.storage.device)
+        self.program = TorchProgram(bound, kernels=self.kernels.table)
         self.upper_layers = share.upper_layers(bound)
         self._arena = arena
         self.growth = Growth(bound, arena, page_size)

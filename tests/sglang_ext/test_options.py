@@ -6,7 +6,7 @@ import re
 
 import pytest
 from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.sglang_ext import options
+from kvpolicy.sglang_ext import kernels_in_use, options
 from kvpolicy.sglang_ext.errors import Refused
 
 SHAPE = ModelShape(layers=4, heads=4, kv_heads=2, head_dim=32)
@@ -143,6 +143,34 @@ def test_a_fold_interval_without_a_policy_is_refused(files, monkeypatch):
     monkeypatch.setenv(options.INTERVAL_VARIABLE, "")
     with pytest.raises(Refused, match="--kv-policy-fold-interval 3: there is no --kv-policy"):
         options.export(parse("--kv-policy-fold-interval", "3"))
+
+
+def test_the_kernels_reach_child_processes(files, monkeypatch):
+    monkeypatch.setenv(options.KERNELS_VARIABLE, "")
+    assert options.kernels() == "auto"
+    options.export(parse("--kv-policy", files[0], "--kv-policy-kernels", "torch"))
+    assert options.kernels() == "torch"
+
+
+def test_unknown_kernels_and_kernels_without_a_policy_are_refused(files, monkeypatch):
+    monkeypatch.setenv(options.KERNELS_VARIABLE, "")
+    wrong = parse("--kv-policy", files[0], "--kv-policy-kernels", "cuda")
+    sentence = "--kv-policy-kernels cuda: expected one of auto, torch, triton"
+    with pytest.raises(Refused, match=re.escape(sentence)):
+        options.export(wrong)
+    monkeypatch.setenv(options.PATHS_VARIABLE, "")
+    with pytest.raises(Refused, match="--kv-policy-kernels torch: there is no --kv-policy"):
+        options.export(parse("--kv-policy-kernels", "torch"))
+
+
+def test_triton_on_a_cpu_needs_its_interpreter(files, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(Refused, match="choose torch, or set TRITON_INTERPRET=1"):
+        kernels_in_use.check("triton", "cpu")
+    for asked, device in (("triton", "cuda"), ("auto", "cpu"), ("torch", "cpu")):
+        kernels_in_use.check(asked, device)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    kernels_in_use.check("triton", "cpu")
 
 
 def test_separators_in_values_are_refused(files):

@@ -1,0 +1,109 @@
+"""Which kernels compute in this server: Triton's, or the torch references that define them.
+
+Attention is chosen by the backends (backend.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from kvpolicy.dsl.torch_kernels import NONE, Kernels
+from kvpolicy.sglang_ext import options
+from kvpolicy.sglang_ext.errors import Refused
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KernelsInUse:
+    """One implementation of everything that moves entries, and of what policies compute.
+
+    Attributes:
+        name: `torch` or `triton`.
+        table: of the policies' programs, see `dsl.torch_kernels`.
+        compact_layers, place, gather, rotate, take_rows, put_rows: as in `kernels`.
+    """
+
+    name: str
+    table: Kernels
+    compact_layers: Callable[..., None]
+    place: Callable[..., Any]
+    gather: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    rotate: Callable[..., torch.Tensor]
+    take_rows: Callable[..., list[torch.Tensor]]
+    put_rows: Callable[..., None]
+
+    @property
+    def read_the_pool(self) -> bool:
+        """Whether programs take keys and values where they lie, as `Slots`."""
+        return "generated" in self.table
+
+
+def in_use(device: torch.device) -> KernelsInUse:
+    """The kernels of a server whose pool is on a device.
+
+    Raises:
+        Refused: the operator asked for what the device cannot compute.
+    """
+    return _in_use(options.kernels(), device.type)
+
+
+@cache
+def _in_use(asked: str, device: str) -> KernelsInUse:
+    check(asked, device)
+    name = asked
+    if asked == "auto":
+        name = "triton" if device == "cuda" else "torch"
+    logger.info("KV-cache policy kernels: %s.", name)
+    return _triton() if name == "triton" else _torch()
+
+
+def check(asked: str, device: str) -> None:
+    """Refuse Triton where it cannot run.
+
+    Args:
+        asked: one of `options.KERNELS`.
+        device: its type, as in `cuda`.
+
+    Raises:
+        Refused: says what to do.
+    """
+    if asked != "triton" or device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    raise Refused(
+        f"--kv-policy-kernels triton: there is no CUDA device ({device}), and without one Triton "
+        f"runs only in its interpreter; choose torch, or set TRITON_INTERPRET=1 for tests."
+    )
+
+
+def _torch() -> KernelsInUse:
+    from kvpolicy.kernels.compact_layers import compact_layers
+    from kvpolicy.kernels.gather import gather
+    from kvpolicy.kernels.place import place
+    from kvpolicy.kernels.rotate import rotate
+    from kvpolicy.kernels.rows import put_rows, take_rows
+
+    return KernelsInUse("torch", NONE, compact_layers, place, gather, rotate, take_rows, put_rows)
+
+
+def _triton() -> KernelsInUse:
+    # Triton decides when its kernels are made whether they are interpreted, and need not be there
+    # where torch computes.
+    from kvpolicy.kernels.compact_layers_triton import compact_layers
+    from kvpolicy.kernels.gather_triton import gather
+    from kvpolicy.kernels.place_triton import place
+    from kvpolicy.kernels.rotate_triton import rotate
+    from kvpolicy.kernels.rows_triton import put_rows, take_rows
+    from kvpolicy.kernels.table import TRITON
+
+    return KernelsInUse(
+        "triton", TRITON, compact_layers, place, gather, rotate, take_rows, put_rows
+    )
