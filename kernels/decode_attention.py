@@ -77,8 +77,8 @@ def _lists(
     paged = place < private[owner]
     first = tables.first_page[row, layer, head].long()
     number = torch.where(paged, first[owner] + place // page, 0)
-    # A place of the tail looks at the first private slot of all, and a private place at token 0, for
-    # want of one of its own; neither is used. There may be no private slot at all.
+    # A place of the tail looks at the first private slot of all, and a private place at token 0,
+    # for want of one of its own; neither is used. There may be no private slot at all.
     slots = torch.nn.functional.pad(tables.slots, (0, 1)).long()
     own = torch.where(paged, tables.slots_start[row].long()[owner] + number // layers, 0)
     token = torch.where(paged, 0, tail_start[owner] + place - private[owner])

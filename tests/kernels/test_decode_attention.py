@@ -25,8 +25,8 @@ class Case:
     lists: list  # [B][G] of float64 [2, n, D], on the CPU
 
     def run(self, attention, order=None, **options) -> torch.Tensor:
-        order = torch.arange(len(self.rows)) if order is None else torch.tensor(order, dtype=torch.int64)
-        order = order.to(self.q.device)
+        order = range(len(self.rows)) if order is None else order
+        order = torch.tensor(order, dtype=torch.int64, device=self.q.device)
         return attention(
             self.q[order],
             self.storage,
