@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from kvpolicy.dsl import counts
 from kvpolicy.dsl.ir import Node
@@ -73,7 +75,7 @@ def top(node: Node, frame: Frame, x: Value, count: Value) -> Value:
     known = not isinstance(count.data, torch.Tensor) and frame.there is None
     if node.origin in ("recent", "sinks") and known:
         return _ends(node, frame, count)
-    return _top(x, count, node.axes)
+    return _top(frame, x, count, node.axes)
 
 
 def _ends(node: Node, frame: Frame, count: Value) -> Value:
@@ -84,7 +86,7 @@ def _ends(node: Node, frame: Frame, count: Value) -> Value:
     return Value(data, ("token",))
 
 
-def _top(x: Value, count: Value, axes: tuple[str, ...]) -> Value:
+def _top(frame: Frame, x: Value, count: Value, axes: tuple[str, ...]) -> Value:
     rest = tuple(axis for axis in x.axes if axis not in axes)
     number = count.data
     if isinstance(number, torch.Tensor):
@@ -101,7 +103,17 @@ def _top(x: Value, count: Value, axes: tuple[str, ...]) -> Value:
     else:
         number = counts.whole(number, 2**31)
     keys, turn, shape = _competing(x, axes)
-    return Value(_back(_select(keys, number), turn, shape), x.axes)
+    kernel = frame.kernels.get("top")
+    chosen = _select(keys, number) if kernel is None else _by_rows(kernel, keys, number)
+    return Value(_back(chosen, turn, shape), x.axes)
+
+
+def _by_rows(kernel: Callable, keys: torch.Tensor, number: torch.Tensor | int) -> torch.Tensor:
+    """`_select` by the kernel "top", which knows rows and one number for all or for each."""
+    rows = keys.shape[:-1].numel()
+    if not isinstance(number, int):
+        number = number.long().expand(*keys.shape[:-1], 1).reshape(rows, 1)
+    return kernel(keys.reshape(rows, keys.shape[-1]), number).view(keys.shape)
 
 
 def rank(node: Node, frame: Frame, x: Value) -> Value:
@@ -176,7 +188,7 @@ def fill(node: Node, frame: Frame, x: Value, taken: Value, number: Value, left: 
         data = torch.ones(frame.tokens, dtype=torch.bool, device=frame.device)
         return frame.present(Value(data, ("token",)))
     free = frame.present(Value(~as_tensor(taken.data, frame), taken.axes))
-    chosen = _top(mask(node, frame, x, free), number, node.axes)
+    chosen = _top(frame, mask(node, frame, x, free), number, node.axes)
     axes = union(chosen.axes, taken.axes)
     data = aligned(chosen.data, chosen.axes, axes) | aligned(taken.data, taken.axes, axes)
     if known:

@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-TRITON: dict[str, Callable] = {}
+from kvpolicy.kernels import select_triton
+
+TRITON: dict[str, Callable] = {
+    "top": select_triton.top,
+}
