@@ -33,7 +33,8 @@ def at(node: Node, frame: Frame, wanted: Value, x: Value) -> Value:
     place = snapped(as_tensor(wanted.data, frame).double()).expand(layers)
     reached = layer if node.when <= When.LAYER else torch.full_like(layer, layers - 1)
     there = (place == place.floor()) & (place >= 0) & (place <= reached)
-    index_ = place.clamp(0, layers - 1).long()
+    # Where a model's tensors hold NaN nothing is decided, but nothing may be read outside either.
+    index_ = place.nan_to_num(0.0).clamp(0, layers - 1).long()
     there_axes: tuple[str, ...] = ("layer",)
     if x.mask is not None:
         own = x.mask[index_] if "layer" in x.mask_axes else x.mask

@@ -12,7 +12,10 @@ from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.ir import Node
 from kvpolicy.dsl.torch_kernels import NONE, Kernels
 from kvpolicy.dsl.torch_ops import OPERATIONS
-from kvpolicy.dsl.torch_values import Frame, Value, aligned, union
+from kvpolicy.dsl.torch_values import Frame, Value, aligned, constant, union
+
+# Where a plan's numbers are computed, so that no step waits for the device.
+HOST = torch.device("cpu")
 
 
 @dataclass
@@ -40,6 +43,7 @@ class Plan:
         values = [{name: x for name, x in own.items() if name in used} for own in maker.values]
         at_end = {name: x for name, x in maker.at_end.items() if name in used}
         frame = maker.frame
+        *values, at_end = _on_device([*values, at_end], frame)
         for value in [x for own in (*values, at_end) for x in own.values()]:
             for tensor in (value.data, value.mask):
                 if isinstance(tensor, torch.Tensor):
@@ -47,14 +51,43 @@ class Plan:
         return cls(frame, values, at_end)
 
 
+def _on_device(parts: list[dict[int, Value]], frame: Frame) -> list[dict[int, Value]]:
+    """The values with their tensors on the frame's device; a tensor is copied once."""
+    copied: dict[int, torch.Tensor] = {}
+
+    def copy(x: torch.Tensor | float | None) -> torch.Tensor | float | None:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if id(x) not in copied:
+            copied[id(x)] = _sent(x, frame.device)
+        return copied[id(x)]
+
+    return [
+        {name: replace(x, data=copy(x.data), mask=copy(x.mask)) for name, x in own.items()}
+        for own in parts
+    ]
+
+
+def _sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on a device; the host does not wait for the copy."""
+    if device.type == "cuda" and x.device == HOST:
+        x = x.contiguous().pin_memory()
+    return x.to(device, non_blocking=True)
+
+
 class _Maker:
-    """Computes the nodes of a plan for all layers, once where layers do not differ."""
+    """Computes the nodes of a plan for all layers, once where layers do not differ.
+
+    What has as many elements as a window has queries and tokens is computed on the device, all
+    else on the host: numbers come out of sets of tokens, and are needed there.
+    """
 
     def __init__(self, bound: Bound, prompt: int, device: torch.device, kernels: Kernels) -> None:
         self.bound = bound
         self.prompt, self.device = prompt, device
         self.layers = range(bound.shape.layers)
         self.frame = Frame(bound, prompt, device, bound.shape.kv_heads, kernels=kernels)
+        self._host = replace(self.frame, device=HOST, kernels=NONE)
         self.values: list[dict[int, Value]] = [{} for _ in self.layers]
         self.at_end: dict[int, Value] = {}
         self._varies: set[int] = set()
@@ -62,9 +95,9 @@ class _Maker:
     def add(self, node: Node) -> None:
         """Computes one node, whose arguments have been added."""
         if across(node):
-            whole = call(node, self.frame, [self.at_end[id(x)] for x in operands(node)])
+            whole = self._call(node, None, [self.at_end[id(x)] for x in operands(node)])
             differs = "layer" in whole.axes
-            own_values = [_on_host(of_layer(whole, layer)) for layer in self.layers]
+            own_values = [_number(of_layer(whole, layer)) for layer in self.layers]
         else:
             differs = self._differs(node)
             count = len(self.layers) if differs else 1
@@ -75,13 +108,27 @@ class _Maker:
             self._varies.add(id(node))
         for layer in self.layers:
             self.values[layer][id(node)] = own_values[layer]
-        self.at_end[id(node)] = stacked(own_values, self.device) if differs else own_values[0]
+        devices = {x.data.device for x in own_values if isinstance(x.data, torch.Tensor)}
+        where = devices.pop() if devices else HOST
+        self.at_end[id(node)] = stacked(own_values, where) if differs else own_values[0]
 
     def _value(self, node: Node, layer: int) -> Value:
         if self.bound.static.needs(node) is not None:
             return scalar(self.bound.number(node, self.prompt, layer))
         arguments = [self.values[layer][id(x)] for x in operands(node)]
-        return _on_host(call(node, replace(self.frame, layer=layer), arguments))
+        return _number(self._call(node, layer, arguments))
+
+    def _call(self, node: Node, layer: int | None, arguments: list[Value]) -> Value:
+        """Computes a node where its tensors belong."""
+        wide = {"query", "token"} <= set(node.type.axes)
+        tensors = [x for each in arguments for x in (each.data, each.mask)]
+        wide |= any(isinstance(x, torch.Tensor) and x.device != HOST for x in tensors)
+        frame = self.frame if wide else self._host
+        arguments = [
+            replace(x, **{name: _sent(t, frame.device) for name, t in _tensors(x)})
+            for x in arguments
+        ]
+        return call(node, replace(frame, layer=layer), arguments)
 
     def _differs(self, node: Node) -> bool:
         """Whether a node has another value at each layer."""
@@ -93,7 +140,12 @@ class _Maker:
         return node.op == "uniform" or any(id(x) in self._varies for x in operands(node))
 
 
-def _on_host(x: Value) -> Value:
+def _tensors(x: Value) -> list[tuple[str, torch.Tensor]]:
+    both = (("data", x.data), ("mask", x.mask))
+    return [(name, each) for name, each in both if isinstance(each, torch.Tensor)]
+
+
+def _number(x: Value) -> Value:
     """Numbers of a plan are the host's, so that no later step waits for the device."""
     if isinstance(x.data, torch.Tensor) and not x.data.ndim and x.mask is None:
         return replace(x, data=x.data.item())
@@ -133,8 +185,7 @@ def _over_layers(x: Value, frame: Frame) -> Value:
         return x
     data = x.data
     if not isinstance(data, torch.Tensor):
-        kind = torch.bool if isinstance(data, bool) else torch.float64
-        data = torch.tensor(data, dtype=kind, device=frame.device)
+        data = constant(data, frame.device)
     data = data.expand(frame.bound.shape.layers, *data.shape)
     return replace(x, data=data, axes=("layer", *x.axes))
 
@@ -157,8 +208,7 @@ def stacked(values: list[Value], device: torch.device) -> Value:
 
     def spread(data: torch.Tensor | float | bool, own: tuple[str, ...]) -> torch.Tensor:
         if not isinstance(data, torch.Tensor):
-            kind = torch.bool if isinstance(data, bool) else torch.float64
-            data = torch.tensor(data, dtype=kind, device=device)
+            data = constant(data, device)
         return aligned(data, own, axes).expand(shape)
 
     data = [spread(x.data, x.axes) for x in values]

@@ -143,7 +143,7 @@ class DirectRun(Run):
         frame = replace(frame, q=None, k=None, v=None)
         self._evaluations[frame.layer] = replace(evaluation, frame=frame, known=kept)
 
-    def _finish(self) -> list[torch.Tensor]:
+    def _finish(self, wait: bool) -> list[torch.Tensor]:
         bound = self.program.bound
         self._history.values.clear()
         device = next((x.frame.device for x in self._evaluations.values()), torch.device("cpu"))
@@ -152,7 +152,7 @@ class DirectRun(Run):
                 frame = self._frame(layer, device, self.size, None)
                 self._evaluations[layer] = self._evaluation(frame)
         evaluations = [self._evaluations[layer] for layer in range(bound.shape.layers)]
-        finite = self._is_finite()
+        finite = self._is_finite() if wait else not self.not_finite
         Layers(evaluations, self.size)
         kept = []
         for each in evaluations:

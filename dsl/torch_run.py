@@ -111,16 +111,31 @@ class Run:
         """The second prefill, over the chosen tokens, as many as `prompt`, at 0, 1, ..."""
         raise RuntimeError(f"`{self.program.bound.program.name}` does not restart")
 
-    def finish(self) -> list[torch.Tensor]:
+    def finish(self, *, wait: bool = True) -> list[torch.Tensor]:
         """What is kept, once every layer has been observed: L bool tensors [G, N].
 
         A token that did not reach a layer is not kept there.
+
+        Args:
+            wait: until the device says whether the model's tensors were finite. Else the caller
+                reads `finite` and tells it by `settle` before anything that follows a prefill.
         """
         if not self._kept:
-            self._kept = self._finish()
+            self._kept = self._finish(wait)
+            if not wait and self._checks:
+                self._kept = [kept | ~self.finite for kept in self._kept]
         return list(self._kept)
 
-    def _finish(self) -> list[torch.Tensor]:
+    @property
+    def finite(self) -> torch.Tensor | None:
+        """0-d bool: whether the model's tensors were finite; None: nothing looked at them."""
+        return torch.stack(self._checks).all() if self._checks else None
+
+    def settle(self, *, finite: bool) -> None:
+        """Takes what `finite` held, after `finish` without waiting."""
+        self.not_finite |= not finite
+
+    def _finish(self, wait: bool) -> list[torch.Tensor]:
         shape = self.program.bound.shape
         size = (shape.kv_heads, self.prompt)
         if self.prompt == 0:
@@ -128,7 +143,7 @@ class Run:
         if self._plan is None:  # a policy that looks at no tensor
             self._plan = self.program.plan(self.prompt, torch.device("cpu"))
         frame = self._plan.frame
-        if not self._is_finite():
+        if wait and not self._is_finite():
             return [torch.ones(size, dtype=torch.bool, device=frame.device)] * shape.layers
         self._at_end(frame)
         return [
@@ -137,7 +152,8 @@ class Run:
         ]
 
     def _is_finite(self) -> bool:
-        if self._checks and not torch.stack(self._checks).all().item():
+        finite = self.finite
+        if finite is not None and not finite.item():
             self.not_finite = True
         return not self.not_finite
 

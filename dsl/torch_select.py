@@ -90,7 +90,7 @@ def _top(frame: Frame, x: Value, count: Value, axes: tuple[str, ...]) -> Value:
     rest = tuple(axis for axis in x.axes if axis not in axes)
     number = count.data
     if isinstance(number, torch.Tensor):
-        number = snapped(number.double()).floor().clamp(0, 2.0**31)
+        number = snapped(number.double()).floor().nan_to_num(0.0).clamp(0, 2.0**31)
         missing = [axis for axis in count.axes if axis not in x.axes]
         if missing:
             wide = union(x.axes, count.axes)

@@ -182,10 +182,13 @@ def aligned(data: torch.Tensor | Scalar, axes: tuple[str, ...], to: tuple[str, .
 
 
 def as_tensor(data: torch.Tensor | Scalar, frame: Frame) -> torch.Tensor:
-    if isinstance(data, torch.Tensor):
-        return data
+    return data if isinstance(data, torch.Tensor) else constant(data, frame.device)
+
+
+def constant(data: Scalar, device: torch.device) -> torch.Tensor:
+    """A number of the host, 0-d; nothing waits for the device, as `torch.tensor` does."""
     kind = torch.bool if isinstance(data, bool) else torch.float64
-    return torch.tensor(data, dtype=kind, device=frame.device)
+    return torch.full((), data, dtype=kind, device=device)
 
 
 def filled(x: Value, filler: Scalar) -> torch.Tensor:

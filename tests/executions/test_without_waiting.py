@@ -1,0 +1,70 @@
+"""`Run.finish` without waiting for the device: the same, and NaN is told afterwards."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from kvpolicy.dsl.bind import bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.ir import ModelShape, Node
+from kvpolicy.dsl.torch_program import TorchProgram
+from kvpolicy.dsl.torch_select import top
+from kvpolicy.dsl.torch_values import Frame, Value
+from recordings import tensors
+
+SHAPE = (4, 4, 2, 8)
+POLICIES = {
+    "snapkv": {"capacity": "16", "window": "4"},
+    "pyramidkv": {"capacity": "24", "exact_total": "true"},
+    "lava": {"capacity": "24", "window": "8"},
+    "dynamickv": {"capacity": "24"},
+    "cake": {"capacity": "24", "window": "8", "cascading": "true"},
+    "simlayerkv-prefill": {"window": "8", "queries": "4", "threshold": "0.5"},
+    "h2o": {},
+    "d2o": {},
+    "d2o-code": {},
+}
+
+
+def finished(name: str, layer: int | None, value: float, *, wait: bool):
+    """A finished run over 50 tokens; one number of a layer's keys and values is `value`."""
+    bound = bind(load(name).require(), ModelShape(*SHAPE), POLICIES[name])
+    run = TorchProgram(bound).start(50)
+    q, k, v = (torch.tensor(x) for x in tensors(np.random.default_rng(7), SHAPE, 50, 0)[:3])
+    if layer is not None:
+        k[layer][0, 20, 3] = v[layer][1, 20, 3] = value
+    for i in range(SHAPE[0]):
+        run.observe(i, q[i][:, -max(1, run.queries) :], k[i], v[i])
+    return run, run.finish(wait=wait)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_same_is_kept(name):
+    _, expected = finished(name, None, 0.0, wait=True)
+    run, kept = finished(name, None, 0.0, wait=False)
+    assert run.finite is None or run.finite.item()
+    assert [x.tolist() for x in kept] == [x.tolist() for x in expected]
+    assert name in ("h2o", "d2o", "d2o-code") or not torch.stack(kept).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", POLICIES)
+def test_everything_is_kept_where_numbers_are_not_finite(name, value):
+    run, kept = finished(name, 2, value, wait=False)
+    assert not run.finite.item()
+    assert torch.stack(kept).all()
+    assert not run.not_finite
+    run.settle(finite=False)
+    assert run.not_finite
+    assert torch.stack(run.finish()).all()
+
+
+def test_a_number_that_is_nan_chooses_nothing():
+    bound = bind(load("lava").require(), ModelShape(*SHAPE), POLICIES["lava"])
+    frame = Frame(bound, 6, torch.device("cpu"), 2)
+    scores = Value(torch.arange(12, dtype=torch.float64).view(2, 6), ("kv", "token"))
+    node = Node("top", axes=("token",), type=bound.lowered.keep.type, when=bound.lowered.keep.when)
+    for number, kept in ((float("nan"), 0), (2.0, 4), (float("inf"), 12)):
+        chosen = top(node, frame, scores, Value(torch.tensor(number, dtype=torch.float64)))
+        assert chosen.data.sum() == kept
