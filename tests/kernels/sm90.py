@@ -1,0 +1,139 @@
+"""Compiles kernels for an H200 (sm_90) on a machine without a GPU.
+
+`compiled(call)` runs a wrapper on tensors that have a shape, a dtype and the device "cuda" but no
+data, and compiles every kernel that it launches instead of launching it. A wrapper that waits for
+the device raises, since there is no number to wait for: the check that it does not is part of it.
+Triton must not be in its interpreter, so this runs in a process of its own: see test_sm90.py.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction, MockTensor
+
+_H200 = SimpleNamespace(
+    name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, L2_cache_size=60 << 20,
+    total_memory=150 << 30, warp_size=32,
+)  # fmt: skip
+_PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+
+
+class _Driver:
+    """What Triton asks of a driver when it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class _Indexing(TorchFunctionMode):
+    """`x[...]` by other operations: torch without CUDA cannot index a tensor of that device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            return _item(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _item(x: torch.Tensor, index: Any) -> torch.Tensor:
+    index = index if isinstance(index, tuple) else (index,)
+    named = sum(i is not None and i is not ... for i in index)
+    at = index.index(...) if ... in [i if i is ... else None for i in index] else len(index)
+    whole = [slice(None)] * (x.dim() - named)
+    dim, tensors = 0, {}
+    for each in (*index[:at], *whole, *index[at + 1 :]):
+        if each is None:
+            x = x.unsqueeze(dim)
+        elif isinstance(each, int):
+            x = x.select(dim, each)
+            continue
+        elif isinstance(each, torch.Tensor):
+            tensors[dim] = each
+        elif each != slice(None):
+            start, stop, step = each.indices(x.shape[dim])
+            x = torch.ops.aten.slice.Tensor(x, dim, start, stop, step)
+        dim += 1
+    if not tensors:
+        return x
+    return torch.ops.aten.index.Tensor(x, [tensors.get(i) for i in range(max(tensors) + 1)])
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel for sm_90.
+
+    Attributes:
+        shared: bytes of shared memory.
+        registers: per thread.
+        spilled: bytes per thread that went to local memory because registers were too few.
+        tensor_cores: whether it multiplies matrices on tensor cores.
+    """
+
+    name: str
+    shared: int
+    registers: int
+    spilled: int
+    tensor_cores: bool
+
+
+def compiled(call: Callable[[], Any]) -> list[Compiled]:
+    """The kernels that a call launches; the call makes its own tensors, on the device "cuda"."""
+    found: dict[str, Compiled] = {}
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = launch(
+            self,
+            *map(_without_data, args),
+            grid=grid,
+            warmup=True,
+            **{name: _without_data(x) for name, x in options.items()},
+        )
+        found[kernel.hash] = _measured(kernel)
+        return kernel
+
+    launch, properties = JITFunction.run, torch.cuda.get_device_properties
+    current = torch.cuda.current_device
+    triton.runtime.driver.set_active(_Driver())
+    JITFunction.run, torch.cuda.get_device_properties = run, lambda *_: _H200
+    torch.cuda.current_device = lambda: 0
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=False), _Indexing():
+            call()
+    finally:
+        JITFunction.run, torch.cuda.get_device_properties = launch, properties
+        torch.cuda.current_device = current
+    return list(found.values())
+
+
+def _without_data(x: Any) -> Any:
+    return MockTensor(x.dtype, list(x.shape)) if isinstance(x, torch.Tensor) else x
+
+
+def _measured(kernel: Any) -> Compiled:
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
+        ptx.write(kernel.asm["ptx"])
+        ptx.flush()
+        command = [_PTXAS, "-arch=sm_90a", "-v", ptx.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
+    registers = max(map(int, re.findall(r"Used (\d+) registers", said)))
+    dots = bool(re.search(r"\b(wgmma|mma)\.", kernel.asm["ptx"]))
+    return Compiled(kernel.metadata.name, kernel.metadata.shared, registers, spilled, dots)

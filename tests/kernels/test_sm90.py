@@ -1,0 +1,42 @@
+"""Kernels compile for an H200 without a GPU at hand, fit into it, and do not wait for it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# What a block may use on a Hopper GPU.
+SHARED = 227 << 10
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-P", HERE / "sm90_cases.py"]
+    environment["PYTHONPATH"] = str(HERE)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout)
+
+
+def cases() -> list[str]:
+    text = (HERE / "sm90_cases.py").read_text(encoding="utf-8")
+    body = text[text.index("CASES:") : text.index("def main")]
+    return [line.split('"')[1] for line in body.splitlines() if line.startswith('    "')]
+
+
+@pytest.mark.parametrize("case", cases())
+def test_fits(compiled, case):
+    kernels = compiled[case]
+    assert kernels, "nothing was launched"
+    for kernel in kernels:
+        assert kernel["shared"] <= SHARED, kernel
+        assert kernel["spilled"] == 0, kernel
+
+
+def test_attention_uses_tensor_cores(compiled):
+    assert any(kernel["tensor_cores"] for kernel in compiled["decode attention"])
