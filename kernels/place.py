@@ -34,11 +34,30 @@ def place(
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
+    check(entries, k, v, kept, pages)
     head, row, target, counts = lay_out(kept, pages)
+    for offset, tensor in ((0, k), (value_offset, v)):
+        entries.index_copy_(0, target + offset, rounded(tensor[head, row], entries.dtype))
+    return counts
+
+
+def check(
+    entries: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: torch.Tensor,
+    pages: torch.Tensor,
+) -> None:
+    """Refuses wrong shapes; reads no values.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
+    if kept.dtype != torch.bool or kept.dim() != 2:
+        raise ValueError(f"kept: expected bool [G, N], got {kept.dtype} {list(kept.shape)}")
+    if pages.dim() != 1:
+        raise ValueError(f"pages: expected [P], got {list(pages.shape)}")
     for name, tensor in (("k", k), ("v", v)):
         if tensor.shape != (*kept.shape, entries.shape[1]):
             expected = [*kept.shape, entries.shape[1]]
             raise ValueError(f"{name}: expected {expected}, got {list(tensor.shape)}")
-    for offset, tensor in ((0, k), (value_offset, v)):
-        entries.index_copy_(0, target + offset, rounded(tensor[head, row], entries.dtype))
-    return counts
