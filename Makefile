@@ -5,7 +5,7 @@ VENV := $(if $(filter 0.5.23,$(SGLANG)),.venv,.venv-$(SGLANG))
 PYTHON := $(VENV)/bin/python -P
 PYTEST_ARGS ?=
 
-.PHONY: setup test demo lint docs train clean
+.PHONY: setup test demo lint docs train bench-kernels clean
 
 setup:
 	@SGLANG=$(SGLANG) VENV=$(VENV) bash tests/environment/setup.sh
@@ -26,6 +26,11 @@ docs: setup
 
 train: setup
 	$(VENV)/bin/python examples/train/train.py $(ARGS)
+
+# Every figure of docs/performance/kernels.md; needs a GPU. Where SGLang and torch are already there,
+# PYTHON=python3 takes them instead of an environment of its own.
+bench-kernels: $(if $(filter command,$(firstword $(origin PYTHON))),,setup)
+	$(firstword $(PYTHON)) benchmarks/kernels.py $(ARGS)
 
 clean:
 	rm -rf .venv .venv-* .cache build *.egg-info

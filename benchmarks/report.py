@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
+PERFORMANCE = ROOT / "docs" / "performance"
 
 
 def command() -> str:
@@ -23,13 +25,16 @@ def command() -> str:
     return shlex.join(["python", str(script), *sys.argv[1:]])
 
 
-def machine() -> str:
-    """Processor, cores, memory and the versions that matter."""
+def machine(*packages: str) -> str:
+    """Processor, cores, memory and the versions that matter; what is not there is left out."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in ("sglang", "torch"))
+    versions = []
+    for name in packages or ("sglang", "torch"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {importlib.metadata.version(name)}")
     return (
         f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB, "
-        f"Python {platform.python_version()}, {versions}"
+        f"Python {platform.python_version()}, {', '.join(versions)}"
     )
 
 
@@ -37,7 +42,8 @@ def _processor() -> str:
     import torch
 
     if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+        facts = torch.cuda.get_device_properties(0)
+        return f"{facts.name} ({facts.total_memory / 2**30:.0f} GiB), CUDA {torch.version.cuda}"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
@@ -58,14 +64,28 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def publish(name: str, title: str, text: str, data: dict, save: bool) -> None:
     """Print a result; with `save`, also write docs/results/NAME.md and NAME.json."""
-    head = f"# {title}\n\nCommand: `{command()}`  \nMachine: {machine()}\n"
+    data = {"command": command(), "machine": machine(), **data}
+    show(name, title, text, data, RESULTS if save else None)
+
+
+def show(name: str, title: str, text: str, data: dict, folder: Path | None) -> None:
+    """Print a result; write FOLDER/NAME.md and NAME.json if there is a folder.
+
+    Args:
+        data: with `command` and `machine`.
+    """
+    head = f"# {title}\n\nCommand: `{data['command']}`  \nMachine: {data['machine']}\n"
     print(f"{head}\n{text}")
-    if save:
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        (RESULTS / f"{name}.md").write_text(f"{head}\n{text}\n", encoding="utf-8")
-        data = {"command": command(), "machine": machine(), **data}
-        (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        print(f"\nwritten to docs/results/{name}.md and .json", file=sys.stderr)
+    if folder is not None:
+        write_json(folder / f"{name}.json", data)
+        (folder / f"{name}.md").write_text(f"{head}\n{text}\n", encoding="utf-8")
+        print(f"\nwritten to {folder}/{name}.md and .json", file=sys.stderr)
+
+
+def write_json(path: Path, data: dict) -> None:
+    """Write a JSON file, its folder too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def arguments(doc: str) -> argparse.ArgumentParser:

@@ -1,0 +1,187 @@
+"""What a kernel case is: calls that do the same, how they are checked, what is expected of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from kvpolicy.dsl.ir import ModelShape
+from measure import Clock, Times
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's sizes and where its tensors are; of the 8B model also the widths of its matrices.
+
+    Attributes:
+        shape: L layers, H query heads, G KV heads, D head size.
+        dtype: of keys, values and weights.
+    """
+
+    shape: ModelShape
+    device: torch.device
+    dtype: torch.dtype
+    hidden: int
+    inner: int
+
+    @property
+    def entry_bytes(self) -> int:
+        """Of one key, or of one value."""
+        return self.shape.head_dim * torch.empty((), dtype=self.dtype).element_size()
+
+    def random(self, *size: int, seed: int) -> torch.Tensor:
+        """Normal numbers in the model's dtype."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(size, generator=generator, device=self.device, dtype=self.dtype)
+
+    def permutation(self, number: int, seed: int) -> torch.Tensor:
+        """int64 [number]: slots in no order, as a server that has run for a while gives them."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randperm(number, generator=generator, device=self.device)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure that was asked for.
+
+    Attributes:
+        what: in words, with the size it was asked for.
+        limit: the bound.
+        least: whether the figure is to be at least that; otherwise at most.
+        unit: `%` (shares of 1 are shown times 100) or `x`.
+        figure: from the times of the case; None where what it is compared with is not there.
+    """
+
+    what: str
+    limit: float
+    least: bool
+    unit: str
+    figure: Callable[[dict[str, Times]], float | None]
+
+    def facts(self, times: dict[str, Times]) -> dict:
+        """Target, measured, met or not."""
+        scale, side = (100 if self.unit == "%" else 1), "at least" if self.least else "at most"
+        made = {"target": self.what, "limit": f"{side} {scale * self.limit:g} {self.unit}"}
+        measured = self.figure(times)
+        if measured is None:
+            return {**made, "measured": "not measured", "met": None}
+        met = measured >= self.limit if self.least else measured <= self.limit
+        return {**made, "measured": f"{scale * measured:.3g} {self.unit}", "met": met}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Calls that do the same work.
+
+    Attributes:
+        topic: section of the report.
+        name: what is done.
+        tokens, batch: N, B.
+        calls: ours first, then the alternatives, by name.
+        check: raises AssertionError where a result is wrong; says what was compared, and how well.
+        counted: bytes that have to be moved, or None where that says nothing.
+        layers: how many layers one call is; shares of prefill are of all layers of the model.
+        prefill: whether it happens once per prefill, so that its share of that is stated.
+        note: further words for the report.
+    """
+
+    topic: str
+    name: str
+    tokens: int
+    batch: int
+    calls: dict[str, Callable[[], object]]
+    check: Callable[[], str]
+    counted: int | None = None
+    layers: int = 1
+    prefill: bool = False
+    targets: tuple[Target, ...] = ()
+    note: str = ""
+
+    def aiming(self, *targets: Target) -> Case:
+        """The case with targets whose figures need it."""
+        return replace(self, targets=targets)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A case that is built when its turn comes, so that its memory is free for the others.
+
+    Attributes:
+        rank: cases with named targets (0) come before others.
+    """
+
+    label: str
+    build: Callable[[Bench], Case]
+    rank: int = 1
+
+
+@dataclass
+class Bench:
+    """What cases share: the model, the clock, the copy bandwidth and prefill times."""
+
+    model: Model
+    clock: Clock
+    bandwidth: dict[str, float]
+    prefills: dict[int, Times] = field(default_factory=dict)
+
+    def share_of_copy(self, counted: int, times: Times) -> float:
+        """Bandwidth on the counted bytes, kernels alone, as a share of the copy's."""
+        return counted / statistics.median(times.kernels) / self.bandwidth["median"]
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds of the model's matrix products and attention over so many tokens."""
+        if tokens not in self.prefills:
+            self.prefills[tokens] = self._prefill(tokens)
+        return self.model.shape.layers * statistics.median(self.prefills[tokens].kernels)
+
+    def share_of_prefill(self, case: Case, times: Times, *, called: bool = True) -> float:
+        """All layers, as called (or kernels alone), as a share of the prefill of that prompt."""
+        seconds = statistics.median(times.called if called else times.kernels)
+        layers = self.model.shape.layers / case.layers
+        return seconds * layers / case.batch / self.prefill(case.tokens)
+
+    def _prefill(self, tokens: int) -> Times:
+        """One layer: its matrix products and causal attention; norms and RoPE are left out."""
+        model, shape = self.model, self.model.shape
+        wide = shape.heads * shape.head_dim
+        narrow = shape.kv_heads * shape.head_dim
+        weights = [
+            model.random(*size, seed=at) * size[0] ** -0.5
+            for at, size in enumerate(
+                ((model.hidden, wide + 2 * narrow), (wide, model.hidden),
+                 (model.hidden, 2 * model.inner), (model.inner, model.hidden))
+            )
+        ]  # fmt: skip
+        x = model.random(tokens, model.hidden, seed=9)
+
+        def layer() -> torch.Tensor:
+            q, k, v = (x @ weights[0]).split((wide, narrow, narrow), -1)
+            q, k, v = (
+                each.view(1, tokens, -1, shape.head_dim).transpose(1, 2) for each in (q, k, v)
+            )
+            mixed = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=True
+            )
+            y = x + mixed.transpose(1, 2).reshape(tokens, wide) @ weights[1]
+            gate, up = (y @ weights[2]).chunk(2, -1)
+            return y + (torch.nn.functional.silu(gate) * up) @ weights[3]
+
+        return self.clock.times({"layer": layer})["layer"]
+
+
+def within(got: torch.Tensor, wanted: torch.Tensor, bound: torch.Tensor, what: str) -> str:
+    """Checks |got - wanted| <= bound everywhere; says how far off it was.
+
+    Args:
+        got: any dtype.
+        wanted, bound: float64, broadcasting to it.
+    """
+    error = (got.double() - wanted).abs()
+    assert bool((error <= bound).all()), (
+        f"{what}: off by {float(error.max()):.3g}, {float((error / bound).max()):.3g} of the bound"
+    )
+    assert bool(wanted.abs().max() > 0), f"{what}: nothing but zeros to compare with"
+    used = float((error / bound.clamp(min=torch.finfo(torch.float64).tiny)).max())
+    return f"{what}: at most {float(error.max()):.1e} off, {100 * used:.0f} % of the bound"

@@ -1,0 +1,376 @@
+"""Decode attention: ragged private pages with a tail, beside paged decode over uniform lengths.
+
+The pool is one, and every call reads its own lists in it: ours ragged ones of each (layer, KV
+head), the others as many entries in lists of one length, and FlashInfer once more the whole cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from cases import Bench, Case, Model, Planned, Target, within
+from kvpolicy.kernels.decode_attention_triton import decode_attention
+from kvpolicy.kernels.tables import Tables
+from measure import Times
+
+# Layers in the pool: enough that pages of one layer lie in the rows of another.
+LAYERS = 2
+# Tokens generated since the prompt's end, in ordinary slots.
+TAIL = 32
+# A pool that holds the whole cache is built up to this size.
+POOL_BYTES = 32 << 30
+PAGE = 16
+# Tokens and requests of the target over the whole cache.
+NAMED = (65536, 16)
+OURS = "ours, ragged"
+WHOLE = "FlashInfer, whole cache"
+PAGED = ((1, "FlashInfer, page 1"), (PAGE, f"FlashInfer, page {PAGE}"))
+
+
+def ragged(rng: np.random.Generator, layers: int, heads: int, mean: int, most: int) -> np.ndarray:
+    """int64 [layers, heads]: lengths as unequal as those of AdaKV's heads, mean as given."""
+    weights = rng.lognormal(0, 0.7, (layers, heads))
+    total = mean * layers * heads
+    counts = np.minimum(np.floor(weights / weights.sum() * total), most).astype(np.int64)
+    while (missing := total - counts.sum()) > 0:
+        room = np.argwhere(counts < most)
+        for place in room[:missing]:
+            counts[tuple(place)] += max(1, min(missing // len(room), most - counts[tuple(place)]))
+    return counts
+
+
+@dataclass
+class Cache:
+    """A pool with B requests of N prompt tokens, of which the lists hold `mean` on average.
+
+    Attributes:
+        storage: [LAYERS, 2, padded, G, D].
+        counts: int64 [B, LAYERS, G], on the host.
+        rows, lengths, req_to_token, tables: as `decode_attention` takes them.
+        uniform: entries of a list where all are of one length, tail included.
+    """
+
+    model: Model
+    tokens: int
+    batch: int
+    mean: int
+    whole: bool
+
+    def __post_init__(self) -> None:
+        shape, device = self.model.shape, self.model.device
+        rng = np.random.default_rng([self.tokens, self.batch])
+        heads = shape.kv_heads
+        self.counts = np.stack(
+            [ragged(rng, LAYERS, heads, self.mean, self.tokens) for _ in range(self.batch)]
+        )
+        self.uniform = self.mean + TAIL
+        pages = -(-self.counts // heads)
+        before = pages.reshape(self.batch, -1).cumsum(1) - pages.reshape(self.batch, -1)
+        private = -(-pages.sum((1, 2)) // LAYERS)
+        needed = int(private.sum()) + self.batch * TAIL
+        equal = self.batch * -(-(self.tokens + TAIL if self.whole else self.uniform) // PAGE) * PAGE
+        padded = PAGE + -(-max(needed, equal) // PAGE) * PAGE
+        self.storage = self.model.random(LAYERS, 2, padded, heads, shape.head_dim, seed=self.batch)
+        # SGLang gives slot 0 to nobody.
+        order = 1 + self.model.permutation(padded - 1, seed=1)
+        starts = np.concatenate([[0], private.cumsum()])
+        self.tables = Tables.empty(self.batch + 1, LAYERS, heads, int(starts[-1]), device)
+        self.tables.counts[1:] = torch.from_numpy(self.counts)
+        self.tables.first_page[1:] = torch.from_numpy(before.reshape(self.counts.shape))
+        self.tables.tail_start[1:] = self.tokens
+        self.tables.slots_start[1:] = torch.from_numpy(starts[:-1])
+        self.tables.slots.copy_(order[: int(starts[-1])])
+        context = self.tokens + TAIL
+        self.req_to_token = torch.zeros(self.batch + 1, context, dtype=torch.int32, device=device)
+        tails = order[int(starts[-1]) : needed].view(self.batch, TAIL)
+        self.req_to_token[1:, self.tokens :] = tails
+        self.rows = torch.arange(1, self.batch + 1, device=device)
+        self.lengths = torch.full((self.batch,), context, device=device)
+        size = (LAYERS, self.batch, shape.heads, shape.head_dim)
+        self.q = self.model.random(*size, seed=2)
+        self.scale = shape.head_dim**-0.5
+
+    def entries(self, request: int, layer: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [M, D] of one list, read as the layout of the pages says."""
+        group, tables = self.model.shape.kv_heads, self.tables
+        number = np.arange(self.counts[request, layer, head])
+        page = int(tables.first_page[1 + request, layer, head]) + number // group
+        slot = (
+            tables.slots.cpu()
+            .numpy()[int(tables.slots_start[1 + request]) + page // LAYERS]
+            .astype(np.int64)
+        )
+        tail = self.req_to_token[1 + request, self.tokens :].cpu().numpy()
+        where = np.concatenate([page % LAYERS, np.full(TAIL, layer)])
+        slot = np.concatenate([slot, tail])
+        place = np.concatenate([number % group, np.full(TAIL, head)])
+        index = [torch.from_numpy(x).to(self.storage.device) for x in (where, slot, place)]
+        return self.storage[index[0], 0, index[1], index[2]], self.storage[
+            index[0], 1, index[1], index[2]
+        ]
+
+    def slots_of_uniform(self, length: int) -> torch.Tensor:
+        """int32 [B, length / PAGE]: pages of PAGE slots for lists of one length, in no order."""
+        pages = -(-length // PAGE)
+        among = self.storage.shape[2] // PAGE
+        order = self.model.permutation(among, seed=3)[: self.batch * pages]
+        return order.view(self.batch, pages).int()
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple:
+    """Attention in float64 and how far a kernel may be off: [R, D] from q [R, D], k, v [M, D].
+
+    Of M terms each: a logit is a float32 sum of D products, a weight may be rounded to the dtype
+    for the second product, the sum is float32, the result rounded to the dtype. `eps` of torch is
+    twice the unit roundoff, so each of these is counted at least once too often.
+    """
+    single, half = torch.finfo(torch.float32).eps, torch.finfo(q.dtype).eps
+    q, k, v = q.double(), k.double(), v.double()
+    logits = q @ k.T * scale
+    off = single * (k.shape[1] * (q.abs() @ k.abs().T * scale).amax(-1) + logits.abs().amax(-1))
+    weights = logits.softmax(-1)
+    size = weights @ v.abs()
+    share = half + 2 * off[:, None] + single * k.shape[0]
+    return weights @ v, size * share + half * (weights @ v).abs()
+
+
+def _checked(cache: Cache, calls: dict[str, Callable]) -> str:
+    """The first and last request's first and last list, of every call that reads them."""
+    group = cache.model.shape.group
+    said = []
+    for name, call in calls.items():
+        out = call()
+        said_of_call = ""
+        for layer, request, head in ((0, 0, 0), (LAYERS - 1, -1, -1)):
+            request, head = request % cache.batch, head % cache.model.shape.kv_heads
+            if name == OURS:
+                k, v = cache.entries(request, layer, head)
+            else:
+                length = cache.tokens + TAIL if name == WHOLE else cache.uniform
+                k, v = _uniform_entries(cache, length, request, layer, head, "SDPA" in name)
+            rows = slice(head * group, (head + 1) * group)
+            q = cache.q[layer, request, rows]
+            wanted, bound = exact(q, k, v, cache.scale)
+            said_of_call = within(out[layer][request, rows], wanted, bound, name)
+        said.append(said_of_call)
+    return "; ".join(said) + " (float64, two lists of each)"
+
+
+def _uniform_entries(
+    cache: Cache, length: int, request: int, layer: int, head: int, dense: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if dense:
+        rows = slice(request * length, (request + 1) * length)
+        return cache.storage[layer, 0, rows, head], cache.storage[layer, 1, rows, head]
+    pages = cache.slots_of_uniform(length)[request].long()
+    slots = (pages[:, None] * PAGE + torch.arange(PAGE, device=pages.device)).flatten()[:length]
+    return cache.storage[layer, 0, slots, head], cache.storage[layer, 1, slots, head]
+
+
+# The alternatives: each gives a call that returns [B, H, D] of every layer.
+
+
+def _torch(cache: Cache) -> Callable:
+    """torch's SDPA over dense lists of one length: no indices to follow."""
+    length, batch = cache.uniform, cache.batch
+
+    def call():
+        made = []
+        for layer in range(LAYERS):
+            k, v = (
+                each[: batch * length].unflatten(0, (batch, length)).transpose(1, 2)
+                for each in cache.storage[layer]
+            )
+            out = torch.nn.functional.scaled_dot_product_attention(
+                cache.q[layer, :, :, None], k, v, scale=cache.scale, enable_gqa=True
+            )
+            made.append(out[:, :, 0])
+        return made
+
+    return call
+
+
+def _flashinfer(cache: Cache, length: int, page: int) -> Callable:
+    import flashinfer
+
+    shape, device = cache.model.shape, cache.model.device
+    pages = cache.slots_of_uniform(length)
+    if page == 1:
+        inside = torch.arange(PAGE, device=device, dtype=torch.int32)
+        indices = (pages[:, :, None] * PAGE + inside).flatten(1)[:, :length]
+        last = 1
+    else:
+        indices, last = pages, length - (pages.shape[1] - 1) * PAGE
+    work = torch.empty(512 << 20, dtype=torch.uint8, device=device)
+    # As SGLang asks for it with four or more query heads per KV head.
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        work, "NHD", use_tensor_cores=True, backend="fa2"
+    )
+    indptr = torch.arange(cache.batch + 1, dtype=torch.int32, device=device) * indices.shape[1]
+    wrapper.plan(
+        indptr,
+        indices.flatten().contiguous(),
+        torch.full((cache.batch,), last, dtype=torch.int32, device=device),
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        page,
+        sm_scale=cache.scale,
+        q_data_type=cache.model.dtype,
+        kv_data_type=cache.model.dtype,
+    )
+    paged = cache.storage.unflatten(2, (-1, page))
+
+    def call():
+        return [
+            wrapper.run(cache.q[layer], (paged[layer, 0], paged[layer, 1]))
+            for layer in range(LAYERS)
+        ]
+
+    return call
+
+
+def _sglang(cache: Cache) -> Callable:
+    """SGLang's Triton kernel as its backend calls it, with its own number of splits."""
+    from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
+    from sglang.kernels.ops.attention.metadata import get_num_kv_splits_triton
+
+    shape, device, batch, length = cache.model.shape, cache.model.device, cache.batch, cache.uniform
+    inside = torch.arange(PAGE, device=device)
+    pages = cache.slots_of_uniform(length).long()
+    indices = (pages[:, :, None] * PAGE + inside).flatten(1)[:, :length].flatten().contiguous()
+    indptr = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+    most = 8  # the default of --triton-attention-num-kv-splits
+    splits = torch.empty(batch, dtype=torch.int32, device=device)
+    lengths = torch.full((batch,), length, dtype=torch.int64, device=device)
+    cores = torch.cuda.get_device_properties(device).multi_processor_count
+    get_num_kv_splits_triton[(1,)](
+        splits, lengths, batch, 1, shape.heads, shape.kv_heads, most, cores, MAX_NUM_SEQ=256
+    )
+    partial = torch.empty(batch, shape.heads, most, shape.head_dim, device=device)
+    lse = torch.empty(batch, shape.heads, most, device=device)
+    out = torch.empty_like(cache.q)
+
+    def call():
+        for layer in range(LAYERS):
+            decode_attention_fwd(
+                cache.q[layer], cache.storage[layer, 0], cache.storage[layer, 1], out[layer],
+                indptr, indices, partial, lse, splits, most, cache.scale, 1.0, 1.0,
+            )  # fmt: skip
+        return out
+
+    return call
+
+
+def _flash_attention(cache: Cache) -> Callable:
+    """FlashAttention 3, SGLang's default on Hopper, where its library is there."""
+    from sglang.kernels.ops.attention.flash_attention_v3 import flash_attn_with_kvcache
+
+    pages = cache.slots_of_uniform(cache.uniform).contiguous()
+    lengths = torch.full((cache.batch,), cache.uniform, dtype=torch.int32, device=pages.device)
+    paged = cache.storage.unflatten(2, (-1, PAGE))
+
+    def call():
+        return [
+            flash_attn_with_kvcache(
+                cache.q[layer].unsqueeze(1), paged[layer, 0], paged[layer, 1],
+                page_table=pages, cache_seqlens=lengths, softmax_scale=cache.scale, causal=True,
+            )[:, 0]
+            for layer in range(LAYERS)
+        ]  # fmt: skip
+
+    return call
+
+
+def _alternatives(cache: Cache) -> tuple[dict[str, Callable], list[str]]:
+    """Calls by name, and which are not here and why."""
+    calls = {"torch SDPA, dense": _torch(cache)}
+    if cache.model.device.type != "cuda":
+        return calls, []
+    offered = {name: partial(_flashinfer, cache, cache.uniform, page) for page, name in PAGED}
+    if cache.whole:
+        offered[WHOLE] = partial(_flashinfer, cache, cache.tokens + TAIL, 1)
+    offered["SGLang's Triton kernel"] = partial(_sglang, cache)
+    offered["FlashAttention 3, page 16"] = partial(_flash_attention, cache)
+    missing = []
+    for name, make in offered.items():
+        try:
+            call = make()
+            call()
+            torch.cuda.synchronize()
+        except Exception as error:  # others' libraries: whatever they lack, the report says it
+            missing.append(f"{name} ({type(error).__name__}: {str(error).splitlines()[:1]})")
+        else:
+            calls[name] = call
+    return calls, missing
+
+
+def _build(bench: Bench, tokens: int, batch: int, kept: float) -> Case:
+    model, mean = bench.model, max(1, int(kept * tokens))
+    slots = batch * (tokens + TAIL + PAGE)
+    pool = slots * LAYERS * 2 * model.shape.kv_heads * model.entry_bytes
+    cache = Cache(model, tokens, batch, mean, pool <= POOL_BYTES)
+
+    def ours():
+        tables = (cache.tables, cache.rows, cache.lengths, cache.req_to_token)
+        return [
+            decode_attention(cache.q[at], cache.storage, *tables, layer=at, scale=cache.scale)
+            for at in range(LAYERS)
+        ]
+
+    others, missing = _alternatives(cache)
+    calls = {OURS: ours, **others}
+    entries = int(cache.counts.sum()) + LAYERS * batch * model.shape.kv_heads * TAIL
+    return Case(
+        "decode attention",
+        f"{100 * kept:g} % kept",
+        tokens,
+        batch,
+        calls,
+        lambda: _checked(cache, calls),
+        counted=entries * 2 * model.entry_bytes,
+        layers=LAYERS,
+        targets=tuple(_targets(tokens, batch, kept)),
+        note=f"not here: {'; '.join(missing)}" if missing else "",
+    )
+
+
+def _targets(tokens: int, batch: int, kept: float) -> list[Target]:
+    size = f"{100 * kept:g} % of {tokens} tokens kept, batch {batch}"
+
+    def median(times: dict[str, Times], *names: str) -> float | None:
+        found = [float(np.median(times[name].kernels)) for name in names if name in times]
+        return min(found) if found else None
+
+    def beside_uniform(times: dict[str, Times]) -> float | None:
+        other = median(times, *(name for _, name in PAGED))
+        return None if other is None else median(times, OURS) / other
+
+    def beside_whole(times: dict[str, Times]) -> float | None:
+        other = median(times, WHOLE)
+        return None if other is None else other / median(times, OURS)
+
+    equal = f"ragged pages / FlashInfer over as many entries in lists of one length, {size}"
+    made = [Target(equal, 1.1, False, "x", beside_uniform)]
+    if (tokens, batch) == NAMED and math.isclose(kept, 0.125):
+        what = f"FlashInfer over the whole cache / ragged pages, {size}"
+        made.append(Target(what, 6, True, "x", beside_whole))
+    return made
+
+
+def planned(lengths: Sequence[int], batches: Sequence[int], kept: float) -> list[Planned]:
+    """All sizes; the one with the target first."""
+
+    def one(tokens: int, batch: int) -> Planned:
+        return Planned(
+            f"decode attention {tokens} x {batch}",
+            lambda bench: _build(bench, tokens, batch, kept),
+            0 if (tokens, batch) == NAMED else 1,
+        )
+
+    return [one(tokens, batch) for tokens in lengths for batch in batches]

@@ -1,0 +1,154 @@
+"""Compaction of all layers, and the selection before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from cases import Bench, Case, Model, Planned, Target
+from kvpolicy.kernels import compact_layers as reference
+from kvpolicy.kernels.compact import compact
+from kvpolicy.kernels.compact_layers_triton import compact_layers
+from kvpolicy.kernels.select import ABSENT
+from kvpolicy.kernels.select import top as torch_top
+from kvpolicy.kernels.table import TRITON
+
+OURS = "ours"
+# Entries per layer and KV head, of how many; the size of the target.
+KEPT, NAMED = 2048, 32768
+
+
+def _kept(model: Model, tokens: int, number: int) -> torch.Tensor:
+    """bool [L, G, N] with so many True per list, anywhere."""
+    shape = model.shape
+    places = [
+        torch.stack([model.permutation(tokens, seed=seed)[:number] for seed in seeds])
+        for seeds in torch.arange(shape.layers * shape.kv_heads).view(shape.layers, -1).tolist()
+    ]
+    kept = torch.zeros(shape.layers, shape.kv_heads, tokens, dtype=torch.bool, device=model.device)
+    return kept.scatter_(2, torch.stack(places), True)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as whole numbers, so that equal means every bit."""
+    return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
+
+
+def _compaction(bench: Bench, tokens: int, number: int) -> Case:
+    model, shape = bench.model, bench.model.shape
+    per_list = -(-number // shape.kv_heads)
+    private = shape.kv_heads * per_list  # slots: L pages each, L * G lists of `per_list` pages
+    padded = tokens + private + 1
+    storage = model.random(shape.layers, 2, padded, shape.kv_heads, shape.head_dim, seed=1)
+    order = 1 + model.permutation(padded - 1, seed=2)
+    slots, own = order[:tokens], order[tokens:]
+    kept = _kept(model, tokens, number)
+    lists = torch.arange(shape.layers * shape.kv_heads, device=model.device)
+    first = (lists * per_list).view(shape.layers, -1)
+    inputs = (slots, kept, own, first)
+    rows = torch.arange(shape.layers, device=model.device) * (2 * padded)
+    pages = (own[:, None] + rows).flatten()
+    each = shape.kv_heads * per_list
+    entries, offset = storage.view(-1, shape.head_dim), padded * shape.kv_heads
+
+    def layer_by_layer() -> None:
+        for layer in range(shape.layers):
+            compact(
+                entries, slots, kept[layer], pages[layer * each : (layer + 1) * each],
+                key_base=2 * layer * offset, value_offset=offset,
+            )  # fmt: skip
+
+    calls = {
+        OURS: lambda: compact_layers(storage, *inputs),
+        "torch, all layers at once": lambda: reference.compact_layers(storage, *inputs),
+        "torch, layer by layer": layer_by_layer,
+    }
+
+    def check() -> str:
+        wanted = storage.clone()
+        reference.compact_layers(wanted, *inputs)
+        assert not torch.equal(_bits(wanted), _bits(storage)), "nothing was to be copied"
+        before = storage.clone()
+        for name in (OURS, "torch, layer by layer"):
+            storage.copy_(before)
+            calls[name]()
+            assert torch.equal(_bits(storage), _bits(wanted)), name
+        return "every bit of the pool as after the reference"
+
+    # Each kept key and value is read once and written once.
+    counted = shape.layers * shape.kv_heads * number * 4 * model.entry_bytes
+    targets = ()
+    if (tokens, number) == (NAMED, KEPT):
+        what = f"compaction of {number} of {tokens} entries, all layers: read and written / copy"
+        targets = (
+            Target(what, 0.6, True, "%", lambda times: bench.share_of_copy(counted, times[OURS])),
+        )
+    return Case(
+        "compaction", f"{number} per list, {shape.layers} layers", tokens, 1, calls, check,
+        counted=counted, layers=shape.layers, prefill=True, targets=targets,
+    )  # fmt: skip
+
+
+def _keys(model: Model, tokens: int) -> torch.Tensor:
+    """int32 [G, N] in the order of random scores, a twentieth absent."""
+    generator = torch.Generator(model.device).manual_seed(5)
+    size = (model.shape.kv_heads, tokens)
+    scores = torch.rand(size, generator=generator, device=model.device)
+    absent = torch.rand(size, generator=generator, device=model.device) < 0.05
+    # Positive floats are ordered as their bits are.
+    return scores.view(torch.int32).masked_fill(absent, ABSENT)
+
+
+def _selection(bench: Bench, tokens: int, number: int, own: bool) -> Case:
+    model, heads = bench.model, bench.model.shape.kv_heads
+    keys = _keys(model, tokens)
+    many: int | torch.Tensor = number
+    if own:
+        shares = torch.linspace(0.5, 1.5, heads, device=model.device)
+        many = (number * shares).long().clamp(max=tokens)[:, None]
+    calls = {
+        OURS: lambda: TRITON["top"](keys, many),
+        "torch, same sets": lambda: torch_top(keys, many),
+        "torch.topk alone": lambda: torch.topk(keys, number, dim=-1, sorted=False),
+        "torch.sort alone": lambda: torch.sort(keys, dim=-1, descending=True),
+    }
+
+    def check() -> str:
+        # Few different keys: nearly every choice is among equals.
+        for each in (keys, torch.where(keys == ABSENT, keys, keys % 7)):
+            got = TRITON["top"](each, many)
+            assert torch.equal(got, torch_top(each, many)), "another set is kept"
+            assert torch.equal(got.sum(-1), torch.as_tensor(many, device=got.device).expand(
+                heads, 1)[:, 0]), "not as many as asked for"  # fmt: skip
+        return "same sets as torch, ties included"
+
+    return Case(
+        "selection",
+        f"{number} of each of {heads} heads" + (", own numbers" if own else ""),
+        tokens,
+        1,
+        calls,
+        check,
+        counted=heads * tokens * 5,
+        prefill=True,
+        note="" if not own else "torch.topk takes one number for all heads",
+    )
+
+
+def planned(lengths: Sequence[int], kept: int) -> list[Planned]:
+    """Every length of which so many are a part."""
+    made = []
+    for tokens in lengths:
+        number = min(kept, tokens // 2)
+
+        def compaction(bench: Bench, tokens=tokens, number=number) -> Case:
+            return _compaction(bench, tokens, number)
+
+        made.append(Planned(f"compaction {tokens}", compaction, 0 if tokens == NAMED else 1))
+        for own in (False, True):
+
+            def selection(bench: Bench, tokens=tokens, number=number, own=own) -> Case:
+                return _selection(bench, tokens, number, own)
+
+            made.append(Planned(f"selection {tokens}", selection))
+    return made

@@ -1,0 +1,155 @@
+"""What costs more than one read of the keys: sums over all queries (H2O, D2O), and D2O's merge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from cases import Bench, Case, Model, Planned
+from cases_scoring import OURS, PROGRAM, scores
+from kvpolicy.dsl.bind import bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.torch_kernels import NONE, Kernels, Slots
+from kvpolicy.dsl.torch_program import TorchProgram
+from kvpolicy.dsl.torch_run import Run
+from kvpolicy.kernels import nearest as reference
+from kvpolicy.kernels.nearest_triton import nearest
+from kvpolicy.kernels.table import TRITON
+
+# Longest prompts for which float64 over all pairs, and torch in the model's dtype, are waited for.
+EXACT, PLAIN = 8192, 32768
+# Queries that torch takes at a time.
+BLOCK = 256
+
+
+def _columns(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """[N]: attention that each token receives from all queries: q [h, N, D], k [N, D]."""
+    tokens, size = k.shape
+    total = torch.zeros(tokens, dtype=torch.float64, device=k.device)
+    for start in range(0, tokens, BLOCK):
+        end = min(start + BLOCK, tokens)
+        logits = (q[:, start:end] @ k[:end].T) * size**-0.5
+        own = torch.ones(end - start, end - start, dtype=torch.bool, device=k.device).triu(1)
+        logits[:, :, start:].masked_fill_(own, float("-inf"))
+        total[:end] += logits.softmax(-1).sum((0, 1))
+    return total
+
+
+def _share(q: torch.Tensor, k: torch.Tensor) -> float:
+    """Relative error of column sums in float32: as `cases_scoring.off`, and N more terms."""
+    single = torch.finfo(torch.float32).eps
+    tokens, size = k.shape
+    most = float(q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()) * size**-0.5
+    return single * (2 * size * most + 2 * (tokens / 32 + 32) + 3)
+
+
+def _sums(bench: Bench, tokens: int) -> Case:
+    model, shape = bench.model, bench.model.shape
+    one = type(shape)(1, shape.heads, shape.kv_heads, shape.head_dim)
+    part = max(1, min(1024, tokens // 8))
+    policy = bind(load("h2o").require(), one, {"heavy": str(part), "window": str(part)})
+    q = model.random(shape.heads, tokens, shape.head_dim, seed=1)
+    pool = model.random(tokens + 1, shape.kv_heads, shape.head_dim, seed=2)
+    keys = Slots(pool, 1 + model.permutation(tokens, seed=3))
+
+    def with_kernels(kernels: Kernels, report: bool = False) -> Callable[[], Run]:
+        program = TorchProgram(policy, report=report, kernels=kernels)
+
+        def call() -> Run:
+            run = program.start(tokens)
+            run.observe(0, q, keys, None)
+            return run
+
+        return call
+
+    dense = keys.dense().contiguous()
+
+    def plain() -> list[torch.Tensor]:
+        return [
+            _columns(q[head * shape.group : (head + 1) * shape.group], dense[head])
+            for head in range(shape.kv_heads)
+        ]
+
+    calls = {OURS: with_kernels(TRITON)}
+    if tokens <= EXACT:
+        calls[PROGRAM] = with_kernels(NONE)
+    if tokens <= PLAIN:
+        calls["torch, bf16, 256 queries at a time"] = plain
+
+    def check() -> str:
+        run = with_kernels(TRITON, report=True)()
+        run.finish()
+        mine, last = scores(run, 0), shape.kv_heads - 1
+        rows = q[last * shape.group :]
+        exact = _columns(rows.double(), dense[last].double())
+        share = _share(rows, dense[last])
+        error = (mine[last] - exact).abs()
+        assert bool((error <= share * exact).all()), "column sums are off"
+        worst = float((error / (share * exact)).max())
+        return f"sums of one KV head at most {100 * worst:.0f} % of the bound off float64"
+
+    return Case(
+        "sums over all queries", "one layer of h2o, with selection", tokens, 1, calls, check,
+        prefill=True,
+    )  # fmt: skip
+
+
+def _lists(model: Model, tokens: int, number: int) -> tuple[torch.Tensor, ...]:
+    """dropped [G, P], their number [G], kept [G, C], their number [G]."""
+    heads = model.shape.kv_heads
+    order = torch.stack([model.permutation(tokens, seed=seed) for seed in range(heads)])
+    kept, dropped = (x.sort(-1).values for x in order.split((number, tokens - number), -1))
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        return torch.full((heads,), x.shape[1], device=model.device)
+
+    return dropped.contiguous(), count(dropped), kept.contiguous(), count(kept)
+
+
+def _plain_nearest(x: torch.Tensor, dropped: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """The obvious way, in the dtype of the keys, all pairs of a head at once."""
+    unit = torch.nn.functional.normalize(x, dim=-1)
+    made = []
+    for head in range(x.shape[0]):
+        made.append((unit[head, dropped[head]] @ unit[head, kept[head]].T).argmax(-1))
+    return torch.stack(made)
+
+
+def _nearest(bench: Bench, tokens: int, number: int) -> Case:
+    model, shape = bench.model, bench.model.shape
+    x = model.random(shape.kv_heads, tokens, shape.head_dim, seed=1)
+    lists = _lists(model, tokens, number)
+    calls = {OURS: lambda: nearest(x, *lists)}
+    if tokens <= EXACT:
+        calls["torch, float64 in tiles"] = lambda: reference.nearest(x, *lists)
+    if tokens <= PLAIN:
+        calls["torch, matmul and argmax"] = lambda: _plain_nearest(x, lists[0], lists[2])
+
+    def check() -> str:
+        # The reference in float64 for a part of the dropped ones of every head.
+        part = slice(0, min(512, tokens - number))
+        few = (lists[0][:, part].contiguous(), lists[1].clamp(max=512), *lists[2:])
+        assert torch.equal(nearest(x, *lists)[:, part], reference.nearest(x, *few)), "others chosen"
+        return "the same receivers as in float64, of up to 512 dropped entries per head"
+
+    return Case(
+        "merge", f"nearest of {number}, one layer of d2o", tokens, 1, calls, check, prefill=True
+    )
+
+
+def planned(lengths: Sequence[int], kept: int) -> list[Planned]:
+    """Every length; the longest ones, which grow with the square, last."""
+    made = []
+    for tokens in lengths:
+        number = min(kept, tokens // 2)
+
+        def sums(bench: Bench, tokens=tokens) -> Case:
+            return _sums(bench, tokens)
+
+        def merge(bench: Bench, tokens=tokens, number=number) -> Case:
+            return _nearest(bench, tokens, number)
+
+        rank = 2 if tokens > PLAIN else 1
+        made.append(Planned(f"sums over all queries {tokens}", sums, rank))
+        made.append(Planned(f"merge {tokens}", merge))
+    return made

@@ -1,0 +1,244 @@
+"""Window scoring: every key read once, from the pool's slots, through the policy's program.
+
+One layer: the shipped `snapkv` with a selection that needs all layers, so that a layer is its
+scores alone. All layers: `snapkv` itself, with its selection, as at the end of a prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from cases import Bench, Case, Model, Planned, Target
+from kvpolicy.dsl.bind import Bound, bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.library import read_source
+from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.torch_kernels import NONE, Kernels, Slots
+from kvpolicy.dsl.torch_program import TorchProgram
+from kvpolicy.dsl.torch_run import Run
+from kvpolicy.kernels.table import TRITON
+from measure import Times
+
+OURS = "ours"
+PROGRAM = "torch program"
+PLAIN = "torch, bf16 matmul and softmax"
+# The target is named for this length.
+NAMED = 32768
+SELECTION = "keep: recent(window) then top(score)"
+LATER = "keep: recent(window) then top[layer, kv, token](score)"
+
+
+@dataclass
+class Prompt:
+    """One prompt in the pool: queries of the window and keys of every layer.
+
+    Attributes:
+        q: [L, H, W, D]; keys: [L, S, G, D]; slots: int64 [N], in no order.
+    """
+
+    model: Model
+    tokens: int
+    window: int
+    layers: int
+
+    def __post_init__(self) -> None:
+        shape = self.model.shape
+        heads = (shape.heads, self.window, shape.head_dim)
+        self.q = self.model.random(self.layers, *heads, seed=1)
+        size = (self.tokens + 1, shape.kv_heads, shape.head_dim)
+        self.keys = self.model.random(self.layers, *size, seed=2)
+        self.slots = 1 + self.model.permutation(self.tokens, seed=3)
+
+    def of(self, layer: int) -> Slots:
+        """The keys of one layer as a server holds them."""
+        return Slots(self.keys[layer], self.slots)
+
+
+def bound(model: Model, prompt: int, window: int, *, later: bool, layers: int) -> Bound:
+    """SnapKV for so many layers, keeping 2048 entries or, of short prompts, a quarter."""
+    text = read_source("snapkv").text
+    if SELECTION not in text:
+        raise SystemExit(f"policies/snapkv.yaml no longer says `{SELECTION}`")
+    program = load(Source("snapkv", text.replace(SELECTION, LATER) if later else text)).require()
+    shape = type(model.shape)(layers, model.shape.heads, model.shape.kv_heads, model.shape.head_dim)
+    capacity = max(window + 1, min(2048, prompt // 4))
+    return bind(program, shape, {"capacity": str(capacity), "window": str(window)})
+
+
+def observed(program: TorchProgram, prompt: Prompt, layers: int) -> Run:
+    """A prefill's scoring of the first layers."""
+    run = program.start(prompt.tokens)
+    for layer in range(layers):
+        run.observe(layer, prompt.q[layer], prompt.of(layer), None)
+    return run
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, kernel: int = 7) -> torch.Tensor:
+    """The obvious scores, in the dtype of the model: [G, N] from q [H, W, D], k [G, N, D]."""
+    groups, tokens, size = k.shape
+    heads, window, _ = q.shape
+    grouped = q.reshape(groups, heads // groups * window, size)
+    logits = (grouped @ k.transpose(1, 2) * size**-0.5).view(heads, window, tokens)
+    hidden = torch.ones(window, window, dtype=torch.bool, device=q.device).triu(1)
+    logits[:, :, -window:].masked_fill_(hidden, float("-inf"))
+    votes = logits.softmax(-1).sum(1)
+    votes[:, -window:] = 0
+    pooled = F.max_pool1d(votes, kernel, stride=1, padding=kernel // 2)
+    return pooled.view(groups, heads // groups, tokens).sum(1)
+
+
+def off(prompt: Prompt, layer: int, dtype: torch.dtype) -> float:
+    """Relative error that scores in `dtype` may have, keys and queries being exact.
+
+    A logit is a sum of D products in float32 (a logit held in a narrower dtype is rounded once
+    more); a weight is its exponential over a sum of N, added up in blocks of 32 or more; votes and
+    scores are sums of those. Nothing here cancels, so relative errors add up.
+    """
+    single = torch.finfo(torch.float32).eps
+    q, k = prompt.q[layer].double(), prompt.keys[layer, prompt.slots]
+    size = q.shape[-1]
+    most = 0.0
+    for head in range(q.shape[0]):
+        own = k[:, head * k.shape[1] // q.shape[0]].double()
+        most = max(most, float((q[head].abs() @ own.abs().T).max()) * size**-0.5)
+    logit = single * size * most
+    if dtype != torch.float32:
+        # A logit is at most the sum of the products' sizes; three more values are rounded.
+        logit += torch.finfo(dtype).eps * most
+    return 2 * logit + single * (prompt.tokens / 32 + 32) + 3 * torch.finfo(dtype).eps
+
+
+def scores(run: Run, layer: int) -> torch.Tensor:
+    """float64 [G, N] of a finished run with `report`; absent ones are 0."""
+    value = run.result(run.program.bound.lowered.score)[layer]
+    assert value.axes == ("kv", "token"), value.axes
+    if value.mask is None:
+        return value.data
+    mask = value.mask if "kv" in value.mask_axes else value.mask[None, :]
+    return torch.where(mask, value.data, 0.0)
+
+
+def same_sets(got: torch.Tensor, kept: torch.Tensor, exact: torch.Tensor, share: float) -> int:
+    """Checks that bool [G, N] sets are equal but for scores too close to call; how many differ.
+
+    Args:
+        exact: float64 [G, N] scores by which `kept` was chosen per KV head, 0 for what has none.
+        share: relative error of the scores by which `got` was.
+    """
+    assert torch.equal(got.sum(-1), kept.sum(-1)), "not as many kept"
+    differ = got != kept
+    least = torch.where(kept & (exact > 0), exact, torch.inf).amin(-1, keepdim=True)
+    close = (exact - least).abs() <= 2 * share * least
+    assert not bool((differ & ~close).any()), "another set is kept"
+    return int(differ.sum()) // 2
+
+
+def _checked(prompt: Prompt, policy: Bound, layers: Sequence[int], made: Callable | None) -> str:
+    """Scores beside those in float64 and, where `made` gives them, the sets that are kept."""
+    runs = {}
+    for kernels in (TRITON, NONE):
+        program = TorchProgram(policy, report=True, kernels=kernels)
+        runs[kernels is NONE] = observed(program, prompt, policy.shape.layers)
+    kept, sets = runs[True].finish(), made() if made else []
+    runs[False].finish()
+    worst, different = 0.0, 0
+    for layer in layers:
+        share = off(prompt, layer, torch.float32)
+        exact, mine = scores(runs[True], layer), scores(runs[False], layer)
+        error = (mine - exact).abs()
+        assert bool((error <= share * exact).all()), f"scores of layer {layer} are off"
+        assert bool((exact > 0).any(-1).all()), f"layer {layer} has no scores"
+        worst = max(worst, float((error / (share * exact).clamp(min=1e-300)).max()))
+        if made:
+            different += same_sets(sets[layer], kept[layer], exact, share)
+    said = f"scores at most {100 * worst:.0f} % of the bound off float64"
+    return f"{said}; kept sets equal but for {different} ties within it" if made else said
+
+
+def _one_layer(bench: Bench, tokens: int, window: int) -> Case:
+    """Scores alone."""
+    model = bench.model
+    prompt = Prompt(model, tokens, window, 1)
+    policy = bound(model, tokens, window, later=True, layers=1)
+    dense = prompt.of(0).dense().contiguous()
+
+    def with_kernels(kernels: Kernels) -> Callable[[], Run]:
+        program = TorchProgram(policy, kernels=kernels)
+        return lambda: observed(program, prompt, 1)
+
+    calls = {
+        OURS: with_kernels(TRITON),
+        PROGRAM: with_kernels(NONE),
+        PLAIN: lambda: plain(prompt.q[0], dense),
+    }
+
+    def check() -> str:
+        whole = bound(model, tokens, window, later=False, layers=1)
+        said = _checked(prompt, policy, [0], None)
+        run = observed(TorchProgram(whole, report=True), prompt, 1)
+        run.finish()
+        exact, other = scores(run, 0), plain(prompt.q[0], dense).double()
+        share = off(prompt, 0, model.dtype)
+        # The window has no value here; the obvious way gives it what its neighbours lend it.
+        far = slice(None, -window)
+        assert bool(((other - exact)[:, far].abs() <= share * exact[:, far]).all()), PLAIN
+        return said
+
+    counted = tokens * model.shape.kv_heads * model.entry_bytes
+    targets = ()
+    if tokens == NAMED:
+        what = f"scores of one layer, window {window}, {tokens} tokens: keys read once / copy"
+        targets = (
+            Target(what, 0.7, True, "%", lambda times: bench.share_of_copy(counted, times[OURS])),
+        )
+    return Case(
+        "scoring", f"one layer, window {window}", tokens, 1, calls, check,
+        counted=counted, prefill=True, targets=targets,
+    )  # fmt: skip
+
+
+def _all_layers(bench: Bench, tokens: int, window: int) -> Case:
+    """What the end of a prefill costs: scores and selections of all layers, and one wait."""
+    model, layers = bench.model, bench.model.shape.layers
+    prompt = Prompt(model, tokens, window, layers)
+    policy = bound(model, tokens, window, later=False, layers=layers)
+
+    def with_kernels(kernels: Kernels) -> Callable[[], list[torch.Tensor]]:
+        program = TorchProgram(policy, kernels=kernels)
+        return lambda: observed(program, prompt, layers).finish()
+
+    calls = {OURS: with_kernels(TRITON), PROGRAM: with_kernels(NONE)}
+    case = Case(
+        "scoring",
+        f"{layers} layers, window {window}, with selection",
+        tokens,
+        1,
+        calls,
+        lambda: _checked(prompt, policy, sorted({0, layers - 1}), calls[OURS]),
+        counted=layers * tokens * model.shape.kv_heads * model.entry_bytes,
+        layers=layers,
+        prefill=True,
+    )
+
+    def share(times: dict[str, Times]) -> float:
+        return bench.share_of_prefill(case, times[OURS])
+
+    what = f"scores and selection of all layers, {tokens} tokens, as called / prefill"
+    return case.aiming(Target(what, 0.03, False, "%", share))
+
+
+def planned(lengths: Sequence[int], window: int) -> list[Planned]:
+    """One layer and all layers, at every length; the length of the target first."""
+    made = []
+    for tokens in lengths:
+        rank = 0 if tokens == NAMED else 1
+        for build, label in ((_one_layer, "one layer"), (_all_layers, "all layers")):
+
+            def case(bench: Bench, build=build, tokens=tokens) -> Case:
+                return build(bench, tokens, window)
+
+            made.append(Planned(f"scoring {label} {tokens}", case, rank))
+    return made

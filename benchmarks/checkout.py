@@ -1,0 +1,54 @@
+"""`kvpolicy` as this checkout has it, on a machine where it is not installed.
+
+A GPU machine may have torch and SGLang and no way to install anything; an installed wheel may be an
+older one. Importing this puts a folder first on the path, of this process and of servers it starts,
+in which the package is made of links to the checkout's folders and says where its plugin is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _is_here() -> bool:
+    try:
+        spec = importlib.util.find_spec("kvpolicy.dsl")
+    except ModuleNotFoundError:
+        return False
+    places = (spec and spec.submodule_search_locations) or ()
+    return any(Path(place).resolve() == ROOT / "dsl" for place in places)
+
+
+def _link() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    name, version = project["project"]["name"], project["project"]["version"]
+    folder = Path(tempfile.mkdtemp(prefix="kvpolicy-checkout-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for package, path in project["tool"]["setuptools"]["package-dir"].items():
+        link = folder.joinpath(*package.split("."))
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(ROOT / path)
+    facts = folder / f"{name}-{version}.dist-info"
+    facts.mkdir()
+    text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    (facts / "METADATA").write_text(text, encoding="utf-8")
+    lines = []
+    for group, points in project["project"]["entry-points"].items():
+        lines += [f"[{group}]", *(f"{key} = {value}" for key, value in points.items())]
+    (facts / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    sys.path.insert(0, str(folder))
+    rest = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([rest] if rest else [])])
+
+
+if not _is_here():
+    _link()

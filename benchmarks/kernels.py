@@ -1,0 +1,276 @@
+"""The kernels at the sizes of Llama 3.1 8B on a GPU: share of a copy's bandwidth, others beside.
+
+    python benchmarks/kernels.py                    every figure, within --seconds
+    python benchmarks/kernels.py --topics scoring --lengths 32768
+    python benchmarks/kernels.py --toy              small sizes in Triton's interpreter, on a CPU
+    python benchmarks/kernels.py --draw FILE.json   the picture of an earlier run once more
+
+Every case is checked before it is timed. On a GPU the results go to docs/performance/, or where
+--out says; a run without a GPU writes nothing unless --out says where.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+
+import checkout  # noqa: F401
+import torch
+
+# isort: split
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # it is chosen before a kernel is made
+
+import cases_attention
+import cases_memory
+import cases_merging
+import cases_scoring
+import pictures
+import report
+from cases import Bench, Case, Model, Planned
+from kvpolicy.dsl.ir import ModelShape
+from measure import Clock, Times
+from tqdm import tqdm
+
+# A real dependency of SGLang is called `kernels`, as this file is.
+sys.path.remove(str(Path(__file__).resolve().parent))
+
+TOPICS = ("scoring", "attention", "memory", "merging")
+HEADER = (
+    "case",
+    "tokens",
+    "batch",
+    "call",
+    "kernels alone, us",
+    "as called, us",
+    "share of copy, %",
+    "share of prefill, %",
+    "ours is faster by",
+)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    toy = parser.add_argument("--toy", action="store_true", help="small sizes, also without a GPU")
+    parser.add_argument("--topics", default=",".join(TOPICS))
+    parser.add_argument("--lengths", help="tokens; default 4096 to 131072, each twice the last")
+    parser.add_argument("--batches", help="requests decoded together; default 1,4,16,64")
+    parser.add_argument("--kept", type=float, default=0.125, help="share, for decode attention")
+    parser.add_argument("--entries", type=int, default=2048, help="kept, for the other kernels")
+    parser.add_argument("--window", type=int, default=32, help="queries of the scoring window")
+    parser.add_argument("--layers", type=int, default=32, help="of the model, not of the sizes")
+    parser.add_argument("--seconds", type=float, default=480, help="limit for the whole run")
+    parser.add_argument("--case-seconds", type=float, default=0.6, help="rounds of one case")
+    parser.add_argument("--out", type=Path, help="folder for kernels.json, .md and .png")
+    parser.add_argument("--draw", type=Path, metavar="JSON", help="only the picture, beside it")
+    options = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    if not gpu and not options.toy and not options.draw:
+        parser.error(f"there is no GPU; {toy.option_strings[0]} runs small sizes without one")
+    if gpu and options.out is None and not options.toy:
+        options.out = report.PERFORMANCE
+    if (options.toy or not gpu) and options.out and options.out.resolve() == report.PERFORMANCE:
+        parser.error("docs/performance/ holds figures of a GPU at full size, not of --toy")
+    unknown = set(options.topics.split(",")) - set(TOPICS)
+    if unknown:
+        parser.error(f"--topics: there is {', '.join(TOPICS)}, not {', '.join(sorted(unknown))}")
+    return options
+
+
+def model_of(options: argparse.Namespace) -> Model:
+    """Llama 3.1 8B, or a small model of the same kind."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.toy:
+        options.window, options.entries = min(options.window, 8), min(options.entries, 24)
+        return Model(ModelShape(2, 4, 2, 32), device, torch.float32, 64, 128)
+    return Model(ModelShape(options.layers, 32, 8, 128), device, torch.bfloat16, 4096, 14336)
+
+
+def plan(options: argparse.Namespace) -> list[Planned]:
+    """The cases, those with named targets first, then by length."""
+    default = ("96", "2") if options.toy else ("4096,8192,16384,32768,65536,131072", "1,4,16,64")
+    lengths = [int(n) for n in (options.lengths or default[0]).split(",")]
+    batches = [int(n) for n in (options.batches or default[1]).split(",")]
+    made = {
+        "scoring": lambda: cases_scoring.planned(lengths, options.window),
+        "attention": lambda: cases_attention.planned(lengths, batches, options.kept),
+        "memory": lambda: cases_memory.planned(lengths, options.entries),
+        "merging": lambda: cases_merging.planned(lengths, options.entries),
+    }
+    chosen = [case for topic in options.topics.split(",") for case in made[topic]()]
+    return sorted(chosen, key=lambda case: case.rank)
+
+
+def measured(case: Case, bench: Bench) -> dict:
+    """The facts of one case: checked, then timed."""
+    checked = case.check()
+    times = bench.clock.times(case.calls)
+    first = next(iter(case.calls))
+    facts = {
+        "topic": case.topic,
+        "case": case.name,
+        "tokens": case.tokens,
+        "batch": case.batch,
+        "layers": case.layers,
+        "checked": checked,
+        "counted_bytes": case.counted,
+        "note": case.note,
+        "calls": {name: each.facts() for name, each in times.items()},
+        "targets": [target.facts(times) for target in case.targets],
+    }
+    for name, each in times.items():
+        facts["calls"][name].update(_shares(case, each, bench))
+        facts["calls"][name]["ratio"] = _median(each) / _median(times[first])
+    return facts
+
+
+def _median(times: Times) -> float:
+    return statistics.median(times.kernels)
+
+
+def _shares(case: Case, times: Times, bench: Bench) -> dict[str, float]:
+    made = {}
+    if case.counted is not None:
+        made["share_of_copy"] = bench.share_of_copy(case.counted, times)
+    if case.prefill:
+        made["share_of_prefill"] = bench.share_of_prefill(case, times)
+    return made
+
+
+def run(options: argparse.Namespace) -> dict:
+    """Every planned case for which there is time."""
+    started = time.monotonic()
+    model = model_of(options)
+    torch.manual_seed(0)
+    clock = Clock(model.device, 0 if options.toy else options.case_seconds)
+    bandwidth = clock.copy_bandwidth(1 << 20 if options.toy else 4 << 30)
+    bench = Bench(model, clock, bandwidth)
+    facts = {
+        "command": report.command(),
+        "machine": report.machine("torch", "triton", "sglang", "flashinfer-python"),
+        "model": {**asdict(model.shape), "dtype": str(model.dtype).removeprefix("torch.")},
+        "copy": bandwidth,
+        "cases": [],
+        "failed": [],
+        "left_out": [],
+    }
+    waiting = plan(options)
+    for planned in (bar := tqdm(waiting, desc="cases", mininterval=1)):
+        bar.set_postfix_str(planned.label)
+        if time.monotonic() - started > options.seconds:
+            facts["left_out"].append(planned.label)
+            continue
+        try:
+            facts["cases"].append(measured(planned.build(bench), bench))
+        except Exception as error:  # one kernel that fails must not hide the others' figures
+            traceback.print_exc()
+            facts["failed"].append({"case": planned.label, "error": _first_line(error)})
+        facts["prefill_seconds"] = {n: bench.prefill(n) for n in sorted(bench.prefills)}
+        _release(model.device)
+        if options.out:
+            report.write_json(options.out / "kernels.json", facts)
+    facts["seconds"] = time.monotonic() - started
+    return facts
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _spread(times: dict | None) -> str:
+    if not times:
+        return ""
+    low, high = (1e6 * times[name] for name in ("p10", "p90"))
+    return f"{1e6 * times['median']:.1f} ({low:.1f}-{high:.1f}; {1e6 * times['min']:.1f})"
+
+
+def _rows(cases: list[dict]) -> list[list[str]]:
+    rows = []
+    for case in cases:
+        shown = [case["case"], case["tokens"], case["batch"]]
+        for name, call in case["calls"].items():
+            share, part = call.get("share_of_copy"), call.get("share_of_prefill")
+            rows.append(
+                [
+                    *shown,
+                    name,
+                    _spread(call.get("graph")),
+                    _spread(call["called"]),
+                    "" if share is None else f"{100 * share:.1f}",
+                    "" if part is None else f"{100 * part:.2f}",
+                    f"{call['ratio']:.2f} x" if call["ratio"] != 1 else "",
+                ]
+            )
+            shown = ["", "", ""]
+    return rows
+
+
+def _target_rows(cases: list[dict]) -> list[list[str]]:
+    words = {True: "met", False: "not met", None: "open"}
+    return [
+        [each["target"], each["limit"], each["measured"], words[each["met"]]]
+        for case in cases
+        for each in case["targets"]
+    ]
+
+
+def text(facts: dict) -> str:
+    """The report in Markdown."""
+    cases, model = facts["cases"], facts["model"]
+    parts = [
+        f"{model['layers']} layers, {model['heads']} query and {model['kv_heads']} KV heads of "
+        f"{model['head_dim']}, {model['dtype']}. A copy of {facts['copy']['bytes'] / 2**30:.3g} "
+        f"GiB on this device moves {facts['copy']['median'] / 1e12:.3g} TB/s, read and written.",
+        "Times are of one call: median (10th-90th percentile; least). *Kernels alone*: the call "
+        "captured as a CUDA graph and replayed; *as called*: with Python and launches. Between "
+        "calls the L2 cache is flushed; alternatives take turns. Shares of copy are of the counted "
+        "bytes by the time of the kernels alone; shares of prefill are of all layers as called, by "
+        "a model of the 8B's prefill: measured matrix products and attention of one layer with "
+        "random weights, times the layers.",
+        report.table(("target", "limit", "measured", ""), _target_rows(cases)),
+    ]
+    for topic in dict.fromkeys(case["topic"] for case in cases):
+        own = [case for case in cases if case["topic"] == topic]
+        parts += [f"## {topic.capitalize()}", report.table(HEADER, _rows(own))]
+        parts += [f"Checked: {'; '.join(dict.fromkeys(case['checked'] for case in own))}."]
+        parts += [f"Note: {note}." for note in dict.fromkeys(c["note"] for c in own) if note]
+    if facts["failed"]:
+        lines = [[each["case"], each["error"]] for each in facts["failed"]]
+        parts += ["## Failed", report.table(("case", "error"), lines)]
+    if facts["left_out"]:
+        parts += [f"Left out for want of time: {', '.join(facts['left_out'])}."]
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    options = parse()
+    if options.draw:
+        facts = json.loads(options.draw.read_text(encoding="utf-8"))
+        pictures.kernels(facts, options.draw.with_suffix(".png"))
+        return
+    if options.out:
+        options.out = options.out.resolve()
+    facts = run(options)
+    report.show("kernels", "Kernels", text(facts), facts, options.out)
+    if options.out:
+        pictures.kernels(facts, options.out / "kernels.png")
+    if facts["failed"]:
+        raise SystemExit(f"kernels: {len(facts['failed'])} cases failed")
+
+
+if __name__ == "__main__":
+    main()

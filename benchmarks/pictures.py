@@ -1,0 +1,122 @@
+"""Pictures of the GPU benchmarks, in colours that everybody can tell apart (Okabe and Ito)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
+MARKERS = "osD^vPX"
+LINE = {"color": "#666666", "linestyle": "--", "linewidth": 1}
+# name -> points (x, y, low, high)
+Lines = dict[str, list[tuple[float, float, float, float]]]
+
+
+def _draw(axes: Axes, lines: Lines) -> None:
+    """Lines with the 10th and 90th percentile as bars."""
+    styles = zip(COLOURS * 2, MARKERS * 2, strict=True)
+    for (name, points), (colour, marker) in zip(lines.items(), styles, strict=False):
+        x, y, low, high = zip(*sorted(points), strict=True)
+        bars = [[max(0, a - b) for a, b in zip(y, low, strict=True)],
+                [max(0, b - a) for a, b in zip(y, high, strict=True)]]  # fmt: skip
+        axes.errorbar(x, y, yerr=bars, label=name, color=colour, marker=marker, capsize=2,
+                      linewidth=1.3, markersize=5)  # fmt: skip
+    axes.grid(alpha=0.3)
+    if lines:
+        axes.legend(fontsize=7)
+
+
+def _tokens(axes: Axes, cases: Iterable[dict]) -> None:
+    lengths = sorted({case["tokens"] for case in cases})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
+    axes.minorticks_off()
+    axes.set_xlabel("tokens of the prompt")
+
+
+def _lines(cases: Iterable[dict], of: Callable[[dict, dict], float | None]) -> Lines:
+    """A line per call; `of` is a figure by case and call, with the spread of its times."""
+    made: Lines = {}
+    for case in cases:
+        for name, call in case["calls"].items():
+            figure = of(case, call)
+            if figure is not None:
+                made.setdefault(name, []).append((case["tokens"], *figure))
+    return made
+
+
+def _time(case: dict, call: dict) -> tuple[float, float, float]:
+    times = call.get("graph") or call["called"]
+    return tuple(1e6 * times[name] / case["layers"] for name in ("median", "p10", "p90"))
+
+
+def _share(case: dict, call: dict) -> tuple[float, float, float] | None:
+    if "share_of_copy" not in call:
+        return None
+    times, share = call.get("graph") or call["called"], 100 * call["share_of_copy"]
+    return tuple(share * times["median"] / times[name] for name in ("median", "p90", "p10"))
+
+
+def kernels(facts: dict, path: Path) -> None:
+    """Four panels: scoring, decode attention, compaction, and what a prefill has more to do."""
+    figure, ((scoring, attention), (compaction, prefill)) = pyplot.subplots(2, 2, figsize=(11, 8))
+    cases = facts["cases"]
+
+    def of(topic: str) -> list[dict]:
+        return [case for case in cases if case["topic"] == topic]
+
+    one = [case for case in of("scoring") if case["layers"] == 1]
+    for axes, own, title, limit in (
+        (scoring, one, "Window scoring of one layer", 70),
+        (compaction, of("compaction"), "Compaction, all layers", 60),
+    ):
+        _draw(axes, _lines(own, _share))
+        axes.axhline(limit, **LINE)
+        axes.set(title=f"{title} (dashed: target)", ylabel="% of copy bandwidth")
+        axes.set_ylim(bottom=0)
+        _tokens(axes, own)
+    batches = sorted({case["batch"] for case in of("decode attention")})
+    batch = 16 if 16 in batches else (batches or [0])[-1]
+    own = [case for case in of("decode attention") if case["batch"] == batch]
+    _draw(attention, _lines(own, _time))
+    attention.set(title=f"Decode attention of one layer, batch {batch}", ylabel="microseconds")
+    attention.set_yscale("log")
+    _tokens(attention, own)
+    _draw(prefill, _prefill(cases))
+    prefill.axhline(3, **LINE)
+    prefill.set(title="All layers, as called (dashed: target of scoring)", ylabel="% of prefill")
+    prefill.set_yscale("log")
+    _tokens(prefill, [case for case in cases if _added(case) is not None])
+    device = facts["machine"].split(",")[0]
+    figure.suptitle(f"Kernels on {device}; bars: 10th to 90th percentile", fontsize=10)
+    _save(figure, path)
+
+
+def _added(case: dict) -> dict | None:
+    """Our call of a case that every prefill has."""
+    call = next(iter(case["calls"].values()))
+    return call if "share_of_prefill" in call else None
+
+
+def _prefill(cases: Iterable[dict]) -> Lines:
+    made: Lines = {}
+    for case in cases:
+        call = _added(case)
+        if call is not None:
+            share, times = 100 * call["share_of_prefill"], call["called"]
+            spread = (share * times[name] / times["median"] for name in ("p10", "p90"))
+            name = f"{case['topic']}: {case['case']}"
+            made.setdefault(name, []).append((case["tokens"], share, *spread))
+    return made
+
+
+def _save(figure, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
