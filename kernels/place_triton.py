@@ -41,6 +41,8 @@ def place(
         ValueError: names the argument, the expected and the actual shape.
     """
     check(entries, k, v, kept, pages)
+    if not entries.is_contiguous():
+        raise ValueError("entries: expected contiguous [E, D]")
     group, length = kept.shape
     size = entries.shape[1]
     if not length:

@@ -28,11 +28,7 @@ def rotate(
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    if shift.shape != k.shape[:-1]:
-        raise ValueError(f"shift: expected {list(k.shape[:-1])}, got {list(shift.shape)}")
-    pairs, size = inv_freq.shape[0], k.shape[-1]
-    if inv_freq.dim() != 1 or 2 * pairs > size:
-        raise ValueError(f"inv_freq: expected [<= {size // 2}], got {list(inv_freq.shape)}")
+    pairs = check(k, shift, inv_freq)
     first = slice(0, 2 * pairs, 2) if interleaved else slice(0, pairs)
     second = slice(1, 2 * pairs, 2) if interleaved else slice(pairs, 2 * pairs)
     angle = shift.unsqueeze(-1).double() * inv_freq.double()
@@ -42,3 +38,20 @@ def rotate(
     out[..., first] = rounded(a * cos - b * sin, k.dtype)
     out[..., second] = rounded(a * sin + b * cos, k.dtype)
     return out
+
+
+def check(k: torch.Tensor, shift: torch.Tensor, inv_freq: torch.Tensor) -> int:
+    """Refuses wrong shapes; reads no values.
+
+    Returns:
+        R / 2.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
+    if shift.shape != k.shape[:-1]:
+        raise ValueError(f"shift: expected {list(k.shape[:-1])}, got {list(shift.shape)}")
+    pairs, size = inv_freq.shape[0], k.shape[-1]
+    if inv_freq.dim() != 1 or 2 * pairs > size:
+        raise ValueError(f"inv_freq: expected [<= {size // 2}], got {list(inv_freq.shape)}")
+    return pairs

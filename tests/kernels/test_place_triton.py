@@ -111,6 +111,12 @@ def test_wrong_arguments_are_named(place, where, change, message):
         place(*arguments, value_offset=16)
 
 
+def test_the_pool_lies_together():
+    (entries, *others), value_offset = made(2, 64, 1, F32, F32, 1.0)
+    with pytest.raises(ValueError, match=r"entries: expected contiguous \[E, D\]"):
+        place_triton.place(entries.t().contiguous().t(), *others, value_offset=value_offset)
+
+
 @triton.jit
 def _round(x, out, number, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
