@@ -6,6 +6,8 @@ request may differ in length from KV head to KV head, which ordinary paged atten
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 
@@ -41,11 +43,8 @@ def paged_attention(
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    groups = _check(q, keys, values, indptr)
     own = {"value_indices": value_indices, "key_scale": key_scale, "value_scale": value_scale}
-    for name, tensor in own.items():
-        if tensor is not None and tensor.shape != indices.shape:
-            raise ValueError(f"{name}: expected {list(indices.shape)}, got {list(tensor.shape)}")
+    groups = check(q, keys, values, indptr, indices, own)
     requests, tokens, heads, size = q.shape
     if requests == 0 or indices.shape[0] == 0:
         return torch.zeros_like(q)
@@ -80,8 +79,19 @@ def _rows(
     return found if scale is None else found * scale[at].unsqueeze(-1)
 
 
-def _check(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, indptr: torch.Tensor) -> int:
-    """G, the number of KV heads."""
+def check(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    beside: Mapping[str, torch.Tensor | None],
+) -> int:
+    """G, the number of KV heads; raises ValueError as `paged_attention` says.
+
+    Args:
+        beside: further tensors of the shape of `indices`, by name.
+    """
     if q.dim() != 4:
         raise ValueError(f"q: expected [B, T, H, D], got {list(q.shape)}")
     requests, _, heads, size = q.shape
@@ -97,4 +107,7 @@ def _check(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, indptr: to
             f"indptr: expected [{requests} * G + 1] with G dividing {heads}, "
             f"got {list(indptr.shape)}"
         )
+    for name, tensor in beside.items():
+        if tensor is not None and tensor.shape != indices.shape:
+            raise ValueError(f"{name}: expected {list(indices.shape)}, got {list(tensor.shape)}")
     return groups

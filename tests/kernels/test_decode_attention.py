@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from kvpolicy.kernels.decode_attention import decode_attention
+from kvpolicy.kernels.decode_attention_triton import decode_attention as decode_triton
 from kvpolicy.kernels.tables import Tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-IMPLEMENTATIONS = [decode_attention]
+IMPLEMENTATIONS = [decode_attention, decode_triton]
 
 
 @dataclass

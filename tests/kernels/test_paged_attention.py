@@ -1,10 +1,21 @@
-"""The reference of paged attention against attention written out for one query at a time."""
-
-import math
+"""Paged attention against attention written out for one query at a time in float64."""
 
 import pytest
 import torch
+from kvpolicy.kernels import paged_attention_triton
 from kvpolicy.kernels.paged_attention import paged_attention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def paged_triton(*tensors, **options):
+    """The kernel where it runs, from and to the CPU."""
+    given = [t.to(DEVICE) for t in tensors]
+    moved = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    return paged_attention_triton.paged_attention(*given, **moved).cpu()
+
+
+BOTH = pytest.mark.parametrize("attention", [paged_attention, paged_triton])
 
 
 def lists_of(lengths, entries, generator):
@@ -14,64 +25,133 @@ def lists_of(lengths, entries, generator):
     return indptr, order[: int(indptr[-1])]
 
 
-def dense(q, keys, values, indptr, indices, scale):
-    """One softmax per (request, token, head), in float64."""
-    requests, tokens, heads, _ = q.shape
+def exact(q, keys, values, indptr, indices, *, scale, **separate):
+    """One softmax per (request, token, head) in float64, and how far float32 may be off.
+
+    Relative to sum of weight x |value|: the scores' error of (D + 4) roundings of float32, relative
+    to scale x |q|.|k|, enters a weight twice (its own and the sum's); sums over n entries, in
+    tiles, are off by 512 + n / 64 roundings in any implementation; weights and result are rounded
+    to the dtype: 2 eps. Weights in float16 also underflow: 2^-25 against a largest one of 1.
+    """
+    requests, tokens, heads, size = q.shape
     groups = (len(indptr) - 1) // requests
-    out = torch.zeros(q.shape, dtype=torch.float64)
+    rounding, eps = torch.finfo(torch.float32).eps / 2, torch.finfo(q.dtype).eps
+    one = torch.ones(len(indices))
+    k = keys[indices].double() * separate.get("key_scale", one)[:, None].double()
+    v = values[separate.get("value_indices", indices)].double()
+    lengths = separate.get("value_scale", one)[:, None].double()
+    out, bound = torch.zeros(2, *q.shape, dtype=torch.float64)
     for b in range(requests):
         for head in range(heads):
             at = b * groups + head // (heads // groups)
-            entries = indices[indptr[at] : indptr[at + 1]]
+            begin, end = indptr[at : at + 2].tolist()
             for t in range(tokens):
-                seen = entries[: max(len(entries) - (tokens - 1 - t), 0)]
-                if len(seen):
-                    scores = keys[seen].double() @ q[b, t, head].double() * scale
-                    out[b, t, head] = scores.softmax(0) @ values[seen].double()
-    return out
+                seen = slice(begin, max(end - (tokens - 1 - t), begin))
+                if seen.start == seen.stop:
+                    continue
+                query, own = q[b, t, head].double(), v[seen] * lengths[seen]
+                weights = (k[seen] @ query * scale).softmax(0)
+                out[b, t, head] = weights @ own
+                score = (size + 4) * rounding * scale * (k[seen].abs() @ query.abs()).max()
+                relative = 2 * score + (512 + len(own) / 64) * rounding + 2 * eps
+                bound[b, t, head] = relative * (weights @ own.abs())
+                if q.dtype == torch.float16:
+                    bound[b, t, head] += 2**-25 * weights.max() * v[seen].abs().sum(0)
+    return out, bound
 
 
-@pytest.mark.parametrize("seed", range(3))
+def assert_exact(got, *inputs, **options):
+    wanted, bound = exact(*inputs, **options)
+    error = (got.double() - wanted).abs()
+    assert got.dtype == inputs[0].dtype
+    assert bool((error <= bound).all()), f"{(error / bound).nan_to_num(9e9).max()} of the bound"
+
+
+@BOTH
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 2), (4, 4), (8, 2)])
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_attention_written_out(heads, groups, tokens, dtype, seed):
-    generator = torch.Generator().manual_seed(seed)
+def test_equals_attention_written_out(attention, heads, groups, tokens, dtype):
+    generator = torch.Generator().manual_seed(heads + tokens)
     requests, size = 3, 16
     lengths = torch.randint(tokens, 40, (requests * groups,), generator=generator).tolist()
     lengths[0] = tokens  # a list with nothing but the queries' own tokens
     indptr, indices = lists_of(lengths, 400, generator)
-    keys = torch.randn(400, size, generator=generator).to(dtype)
-    values = torch.randn(400, size, generator=generator).to(dtype)
+    keys, values = torch.randn(2, 400, size, generator=generator).to(dtype)
     q = torch.randn(requests, tokens, heads, size, generator=generator).to(dtype)
-    scale = 1 / math.sqrt(size)
-
-    got = paged_attention(q, keys, values, indptr, indices, scale=scale)
-
-    assert got.dtype == dtype
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    wanted = dense(q, keys, values, indptr, indices, scale)
-    torch.testing.assert_close(got.double(), wanted, atol=tolerance, rtol=tolerance)
+    inputs = (q, keys, values, indptr, indices)
+    assert_exact(attention(*inputs, scale=0.25), *inputs, scale=0.25)
 
 
-def test_an_empty_list_gives_zero():
+SHAPES = [  # lengths of the lists of two requests, tokens, heads, groups, size, dtype
+    ([0, 1, 63, 64], 1, 2, 2, 64, torch.float32),
+    ([1000, 4097], 1, 4, 1, 128, torch.bfloat16),
+    ([65, 130, 0, 4097], 1, 16, 2, 80, torch.float16),
+    ([150, 63], 40, 2, 1, 96, torch.float32),
+    ([500, 70, 40, 64], 33, 4, 2, 128, torch.float16),
+    ([200, 0], 7, 7, 1, 256, torch.bfloat16),
+]
+
+
+@BOTH
+@pytest.mark.parametrize(("lengths", "tokens", "heads", "groups", "size", "dtype"), SHAPES)
+@pytest.mark.parametrize("separate", [False, True])
+def test_lists_of_many_lengths(attention, lengths, tokens, heads, groups, size, dtype, separate):
+    generator = torch.Generator().manual_seed(size)
+    entries = sum(lengths) + 9
+    indptr, indices = lists_of(lengths, entries, generator)
+    _, value_indices = lists_of(lengths, entries, generator)
+    keys, values = torch.full((2, entries, size), float("nan"), dtype=dtype)
+    keys[indices] = torch.randn(len(indices), size, generator=generator).to(dtype)
+    values[value_indices] = torch.randn(len(indices), size, generator=generator).to(dtype)
+    key_scale, value_scale = 2 * torch.rand(2, len(indices), generator=generator)
+    q = torch.randn(2, tokens, heads, size, generator=generator).to(dtype)
+    inputs = (q, keys, values, indptr, indices)
+    options = {"scale": size**-0.5, "value_indices": value_indices}
+    if separate:
+        options |= {"key_scale": key_scale, "value_scale": value_scale}
+    assert_exact(attention(*inputs, **options), *inputs, **options)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_splits_agree_and_requests_do_not_depend_on_each_other(splits, tokens):
+    """Bitwise: the same request alone, in another batch, and with any workspace."""
+    generator = torch.Generator().manual_seed(splits)
+    indptr, indices = lists_of([5, 200, 64, 0, 129, 17], 600, generator)
+    keys, values = torch.randn(2, 600, 32, generator=generator)
+    q = torch.randn(3, tokens, 4, 32, generator=generator)
+    inputs, options = (q, keys, values, indptr, indices), {"scale": 0.2, "splits": splits}
+    together = paged_triton(*inputs, **options)
+    assert_exact(together, *inputs, scale=0.2)
+    workspace = torch.full((9 * q.numel() * splits,), float("nan"))
+    assert torch.equal(paged_triton(*inputs, **options, workspace=workspace), together)
+    for b in range(3):
+        own = indptr[2 * b : 2 * b + 3]
+        assert torch.equal(paged_triton(q[b : b + 1], keys, values, own, indices, **options)[0],
+                           together[b])  # fmt: skip
+
+
+@BOTH
+def test_an_empty_list_gives_zero(attention):
     keys = torch.full((4, 8), float("nan"))
     indptr = torch.zeros(3, dtype=torch.int64)
     nothing = torch.zeros(0, dtype=torch.int64)
-    out = paged_attention(torch.ones(1, 1, 4, 8), keys, keys, indptr, nothing, scale=1.0)
+    out = attention(torch.ones(1, 1, 4, 8), keys, keys, indptr, nothing, scale=1.0)
     assert torch.equal(out, torch.zeros_like(out))
 
 
-def test_nothing_outside_the_lists_is_touched():
+@BOTH
+def test_nothing_outside_the_lists_is_touched(attention):
     generator = torch.Generator().manual_seed(0)
     indptr, indices = lists_of([7, 0, 3, 12], 60, generator)
     keys, values = torch.randn(2, 60, 8, generator=generator)
     q = torch.randn(2, 1, 4, 8, generator=generator)
-    wanted = paged_attention(q, keys, values, indptr, indices, scale=0.3)
+    wanted = attention(q, keys, values, indptr, indices, scale=0.3)
     unused = torch.ones(60, dtype=torch.bool)
     unused[indices] = False
     keys[unused], values[unused] = float("nan"), float("inf")
-    assert torch.equal(paged_attention(q, keys, values, indptr, indices, scale=0.3), wanted)
+    assert torch.equal(attention(q, keys, values, indptr, indices, scale=0.3), wanted)
 
 
 def test_other_requests_change_nothing():
@@ -159,7 +239,8 @@ def test_a_request_without_separate_lists_reads_as_before():
         ({"indptr": torch.zeros(7)}, r"indptr: expected \[2 \* G \+ 1\] with G dividing 4"),
     ],
 )
-def test_wrong_arguments_are_named(change, message):
+@BOTH
+def test_wrong_arguments_are_named(attention, change, message):
     arguments = {
         "q": torch.zeros(2, 1, 4, 8),
         "keys": torch.zeros(9, 8),
@@ -168,4 +249,4 @@ def test_wrong_arguments_are_named(change, message):
         "indices": torch.zeros(0, dtype=torch.int64),
     } | change
     with pytest.raises(ValueError, match=message):
-        paged_attention(**arguments, scale=1.0)
+        attention(**arguments, scale=1.0)

@@ -1,0 +1,284 @@
+"""`decode_attention` in Triton: split-KV over ragged lists, read straight from the device tables.
+
+One program reads one share of the list of one (request, KV head) for all query heads of the group
+(GQA-packed: one matrix product for them). Which entries these are, and how long a share is, it
+finds in the tables when it runs: grid and allocations depend on shapes only, so that a CUDA graph
+may hold it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.decode_attention import check
+from kvpolicy.kernels.paged_attention_tiles_triton import (
+    LOG2_E,
+    Cut,
+    Tile,
+    attend_tile,
+    columns_of,
+    cut,
+    merge,
+    partial_elements,
+    partials,
+    put_split,
+    share_of,
+    skip_split,
+    tile_of,
+)
+from kvpolicy.kernels.tables import Tables
+
+
+def decode_attention(
+    q: torch.Tensor,
+    storage: torch.Tensor,
+    tables: Tables,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    req_to_token: torch.Tensor,
+    *,
+    layer: int,
+    scale: float,
+    splits: int | None = None,
+    workspace: torch.Tensor | None = None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """As the reference; the host reads no tensor.
+
+    Args:
+        splits: cut every list into so many shares; a request's result then depends on nothing but
+            the request. None: shares of one length for the whole batch, as many as the GPU runs at
+            once, so that long lists do not end last; rounding then depends on the batch's total.
+        workspace: float32 [>= `workspace_elements`], what the splits leave for the merge. Calls
+            that may run at the same time need one each. None: allocated.
+        tile: how a program reads; None: `tile_of`.
+
+    Raises:
+        ValueError: as the reference, or workspace is too small.
+    """
+    check(q, storage, tables, rows, lengths, req_to_token, layer)
+    requests, heads, size = q.shape
+    layers, _, padded, groups, _ = storage.shape
+    result = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if requests == 0:
+        return result
+    parts = _cut(requests * groups, splits, q.device)
+    found = lse = result  # not looked at if there is one split
+    if parts.splits > 1:
+        found, lse = partials(requests * heads, size, parts.splits, workspace, q.device)
+    group = heads // groups
+    # One query row (group 1) is padded too: tensor cores wait for memory either way, and their 15
+    # empty rows cost less registers and shared memory than a product without them.
+    block = max(triton.next_power_of_2(group), 16)
+    tile = tile or tile_of(size, q.dtype, block)
+    # KV heads change fastest: those of one ordinary slot lie side by side. Splits change slowest:
+    # those with nothing to read, the last of each list, come when the others already run.
+    _decode[(groups, requests, parts.splits)](
+        q.contiguous(),
+        storage,
+        tables.counts,
+        tables.first_page,
+        tables.tail_start,
+        tables.slots_start,
+        tables.slots,
+        rows,
+        lengths,
+        req_to_token,
+        result,
+        found,
+        lse,
+        layer,
+        scale * LOG2_E,
+        padded,
+        req_to_token.stride(0),
+        requests,
+        parts.shares,
+        parts.splits,
+        LAYERS=layers,
+        GROUPS=groups,
+        HEADS=group,
+        SIZE=size,
+        COLUMNS=columns_of(size),
+        ROWS=block,
+        REQUESTS=triton.next_power_of_2(requests),
+        LISTS=triton.next_power_of_2(groups),
+        BALANCE=parts.shares > 0,
+        SPLIT=parts.splits > 1,
+        N=tile.entries,
+        STAGES=tile.stages,
+        UPCAST=q.device.type == "cpu",  # the interpreter has no bf16
+        num_warps=tile.warps,
+    )
+    if parts.splits > 1:
+        merge(result, found, lse)
+    return result
+
+
+def workspace_elements(
+    requests: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    device: torch.device,
+    splits: int | None = None,
+) -> int:
+    """float32 elements that suffice as `workspace` for any batch of 1 to so many requests.
+
+    Args:
+        splits: as given to `decode_attention`.
+    """
+    return max(
+        partial_elements(n * heads, size, _cut(n * kv_heads, splits, device).splits)
+        for n in range(1, requests + 1)
+    )
+
+
+def _cut(lists: int, splits: int | None, device: torch.device) -> Cut:
+    return cut(lists, device) if splits is None else Cut(splits=splits, shares=0)
+
+
+@triton.jit(do_not_specialize=["layer", "padded", "context", "requests", "shares", "splits"])
+def _decode(
+    q,
+    storage,
+    counts,
+    first_pages,
+    tail_starts,
+    slots_starts,
+    slots,
+    rows,
+    lengths,
+    req_to_token,
+    result,
+    found,
+    lse,
+    layer,
+    scale,
+    padded,
+    context,
+    requests,
+    shares,
+    splits,
+    LAYERS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    LISTS: tl.constexpr,
+    BALANCE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    N: tl.constexpr,
+    STAGES: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    group = tl.program_id(0)
+    request = tl.program_id(1)
+    split = tl.program_id(2)
+    row = tl.load(rows + request).to(tl.int64)
+    this_list = (row * LAYERS + layer) * GROUPS + group
+    count = tl.load(counts + this_list)
+    tail_start = tl.load(tail_starts + row)
+    length = count + tl.maximum(tl.load(lengths + request).to(tl.int32) - tail_start, 0)
+
+    entries = length.to(tl.int64)
+    if BALANCE:
+        entries = _all_entries(
+            counts, tail_starts, rows, lengths, layer, requests, LAYERS, GROUPS, REQUESTS, LISTS
+        )
+    share = share_of(length, entries, shares, splits, N)
+    start = split * share
+    end = tl.minimum(start + share, length)
+
+    head = tl.arange(0, ROWS)
+    exists = head < HEADS
+    query_row = (request * GROUPS + group).to(tl.int64) * HEADS + head
+    if start >= end and SPLIT:
+        skip_split(lse, query_row, exists, split, splits)
+    else:
+        column = tl.arange(0, COLUMNS)
+        queries = tl.load(
+            q + query_row[:, None] * SIZE + column[None, :],
+            mask=exists[:, None] & (column < SIZE)[None, :],
+            other=0.0,
+        )
+        if UPCAST:
+            queries = queries.to(tl.float32)
+        first_page = tl.load(first_pages + this_list)
+        own_slots = slots + tl.load(slots_starts + row)
+        tail_slots = req_to_token + row * context + tail_start
+        rows_of_pair = padded.to(tl.int64) * 2  # slots of a layer's keys and values
+        value_offset = padded.to(tl.int64) * GROUPS
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        out = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for first in tl.range(start, end, N, num_stages=STAGES):
+            j = first + tl.arange(0, N)
+            inside = j < end
+            paged = j < count
+            page = first_page + j // GROUPS
+            # One read finds the slot, in whichever of the two tables it stands.
+            slot = tl.load(
+                tl.where(paged, own_slots + page // LAYERS, tail_slots + (j - count)),
+                mask=inside,
+                other=0,
+            )
+            of_layer = tl.where(paged, page % LAYERS, layer)
+            place = tl.where(paged, j % GROUPS, group)
+            # More than 2^31 elements lie in a pool, and 2^31 entries may.
+            entry = (of_layer * rows_of_pair + slot) * GROUPS + place
+            top, total, out = attend_tile(
+                queries,
+                storage,
+                storage,
+                entry,
+                entry + value_offset,
+                inside,
+                inside[None, :],
+                1.0,
+                1.0,
+                scale,
+                top,
+                total,
+                out,
+                SIZE,
+                COLUMNS,
+                False,
+                False,
+                UPCAST,
+            )
+        put_split(
+            result, found, lse, query_row, exists, split, splits,
+            top, total, out, SIZE, COLUMNS, SPLIT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _all_entries(
+    counts,
+    tail_starts,
+    rows,
+    lengths,
+    layer,
+    requests,
+    LAYERS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    LISTS: tl.constexpr,
+):
+    """Entries that the whole batch reads in this layer; every program adds them up for itself.
+
+    That is one small read more before the loop and spares a launch, which costs more.
+    """
+    request = tl.arange(0, REQUESTS)
+    group = tl.arange(0, LISTS)
+    there = request < requests
+    row = tl.load(rows + request, mask=there, other=0).to(tl.int64)
+    tail = tl.load(lengths + request, mask=there, other=0).to(tl.int32)
+    tail = tl.maximum(tail - tl.load(tail_starts + row, mask=there, other=0), 0)
+    at = ((row * LAYERS + layer) * GROUPS)[:, None] + group[None, :]
+    mask = there[:, None] & (group < GROUPS)[None, :]
+    private = tl.load(counts + at, mask=mask, other=0)
+    return tl.sum(tl.sum(private.to(tl.int64), axis=1) + tail.to(tl.int64) * GROUPS, axis=0)
