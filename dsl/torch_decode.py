@@ -9,6 +9,7 @@ Dimensions: L layers, H query heads, G KV heads, M cached positions of a layer, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,26 @@ def shift_of(kept: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
     dropped = (there & ~kept).long()
     after = dropped.flip(-1).cumsum(-1).flip(-1)
     return after * kept
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the host knows of a layer's kept entries.
+
+    Attributes:
+        positions: M, how many positions some KV head keeps.
+        alike: whether all KV heads keep the same.
+    """
+
+    positions: int
+    alike: bool
+
+    @staticmethod
+    def of(kept: torch.Tensor) -> torch.Tensor:
+        """int64 [..., 2], positions and alike, on the device of kept: bool [..., G, N]."""
+        some = kept.any(-2)
+        alike = (kept == some.unsqueeze(-2)).all(-1).all(-1)
+        return torch.stack([some.sum(-1), alike.long()], -1)
 
 
 @dataclass(frozen=True)
@@ -112,15 +133,21 @@ class _Layer:
             self.there = torch.cat([self.there, held], 1)
         self.since.clear()
 
-    def leave(self, kept: torch.Tensor, alike: bool) -> None:
-        """Forgets the entries that are not kept; `alike`: all KV heads keep the same."""
-        some = kept.any(0).nonzero()[:, 0]
+    def leave(self, kept: torch.Tensor, held: Held) -> None:
+        """Forgets the entries that are not kept."""
+        # In order, the positions that some KV head keeps; `nonzero` would wait for the device.
+        some = (~kept.any(0)).to(torch.uint8).argsort(stable=True)[: held.positions]
         self.positions = self.positions[some]
-        self.there = None if alike else kept[:, some]
+        self.there = None if held.alike else kept[:, some]
         for name, x in self.states.items():
             if "token" in x.axes:
                 data = x.data.index_select(x.axes.index("token"), some)
                 self.states[name] = replace(x, data=data, mask=None, mask_axes=())
+
+
+def _held(kept: torch.Tensor) -> Held:
+    positions, alike = Held.of(kept).tolist()
+    return Held(positions, bool(alike))
 
 
 class Memory:
@@ -144,8 +171,12 @@ class Memory:
         self._finite: torch.Tensor | None = None  # of the steps since entries left last
 
     @classmethod
-    def after(cls, run: Run) -> Memory:
-        """The memory that a finished prefill leaves."""
+    def after(cls, run: Run, held: Sequence[Held] | None = None) -> Memory:
+        """The memory that a finished prefill leaves.
+
+        Args:
+            held: of every layer, if the caller knows it; else the host waits for the device.
+        """
         program = run.program
         bound, steps = program.bound, program.steps
         kept = run.finish()
@@ -161,7 +192,7 @@ class Memory:
             }
             layer.merge_states = dict(run.merge_states(number)) if steps.merge_goes_on else {}
             own = own[:, places]
-            layer.leave(own, bool((own == own.any(0)).all()))
+            layer.leave(own, _held(own) if held is None else held[number])
             layer.budget = None if budgets is None else budgets[number]
             layer.queries = run.last_queries(number)
             if layer.queries is not None:
@@ -290,9 +321,10 @@ class Memory:
         frame, steps = evaluation.frame, self._steps
         there = torch.ones_like(kept) if frame.there is None else frame.there
         self._note([*frame.checks, *self._merged_checks(frame)])
-        whole, alike = (kept == there).all(), (kept == kept.any(0)).all()
+        whole = (kept == there).all()
         finite = torch.ones_like(whole) if self._finite is None else self._finite
-        is_whole, are_alike, is_finite = torch.stack([whole, alike, finite]).tolist()
+        numbers = torch.cat([Held.of(kept), torch.stack([whole, finite]).long()]).tolist()
+        positions, alike, is_whole, is_finite = numbers
         self.not_finite |= not is_finite
         if self.not_finite or is_whole:
             return None
@@ -304,7 +336,7 @@ class Memory:
             own.merge_states = merging.states
             keys, values = merged_rows(merging, frame)
         shift = shift_of(kept, there) if self.bound.positions == "slots" else None
-        own.leave(kept, are_alike)
+        own.leave(kept, Held(positions, bool(alike)))
         return Choice(kept, keys, values, shift)
 
     def _merged_checks(self, frame: Frame) -> list[torch.Tensor]:

@@ -153,12 +153,15 @@ class DirectRun(Run):
                 self._evaluations[layer] = self._evaluation(frame)
         evaluations = [self._evaluations[layer] for layer in range(bound.shape.layers)]
         finite = self._is_finite() if wait else not self.not_finite
+        later = None if wait else self.finite
         Layers(evaluations, self.size)
         kept = []
         for each in evaluations:
             own = torch.ones(each.frame.kv, each.frame.tokens, dtype=torch.bool, device=device)
             if finite:
                 own = each.tensor(self.program.keep, ("kv", "token"))
+            if later is not None:
+                own = own | ~later
             kept.append(self._placed(each.frame, own))
         return kept
 

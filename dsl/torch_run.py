@@ -6,6 +6,7 @@ Dimensions: L layers, H query heads, G KV heads, N cached tokens, D head size, W
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from kvpolicy.dsl import counts
 from kvpolicy.dsl.ir import Node
 from kvpolicy.dsl.lower import Phase
 from kvpolicy.dsl.torch_blocks import block_bytes, concatenated, cut_heads
-from kvpolicy.dsl.torch_decode import Memory, shift_of
+from kvpolicy.dsl.torch_decode import Held, Memory, shift_of
 from kvpolicy.dsl.torch_plan import Plan, call, of_layer, stacked
 from kvpolicy.dsl.torch_share import Shared, shared
 from kvpolicy.dsl.torch_values import Frame, Value, aligned, snapped
@@ -122,8 +123,6 @@ class Run:
         """
         if not self._kept:
             self._kept = self._finish(wait)
-            if not wait and self._checks:
-                self._kept = [kept | ~self.finite for kept in self._kept]
         return list(self._kept)
 
     @property
@@ -146,10 +145,12 @@ class Run:
         if wait and not self._is_finite():
             return [torch.ones(size, dtype=torch.bool, device=frame.device)] * shape.layers
         self._at_end(frame)
-        return [
+        finite = self.finite
+        kept = [
             aligned(x.data, x.axes, ("kv", "token")).expand(size)
             for x in self.result(self.program.keep)
         ]
+        return kept if wait or finite is None else [own | ~finite for own in kept]
 
     def _is_finite(self) -> bool:
         finite = self.finite
@@ -227,9 +228,13 @@ class Run:
         """States of a layer's merge, as far as there are any yet."""
         return {}
 
-    def memory(self) -> Memory | None:
-        """What decoding remembers, after `finish` (and all `merged`); None: nothing leaves."""
-        return None if self.program.bound.decode is None else Memory.after(self)
+    def memory(self, held: Sequence[Held] | None = None) -> Memory | None:
+        """What decoding remembers, after `finish` (and all `merged`); None: nothing leaves.
+
+        Args:
+            held: of every layer, if the caller knows it; else the host waits for the device.
+        """
+        return None if self.program.bound.decode is None else Memory.after(self, held)
 
     def last_queries(self, layer: int) -> torch.Tensor | None:
         """[H, n, D] queries of the prompt's end that decode steps may read."""

@@ -8,6 +8,7 @@ import torch
 from kvpolicy.dsl.bind import bind
 from kvpolicy.dsl.check import load
 from kvpolicy.dsl.ir import ModelShape, Node
+from kvpolicy.dsl.torch_decode import Held
 from kvpolicy.dsl.torch_program import TorchProgram
 from kvpolicy.dsl.torch_select import top
 from kvpolicy.dsl.torch_values import Frame, Value
@@ -68,3 +69,18 @@ def test_a_number_that_is_nan_chooses_nothing():
     for number, kept in ((float("nan"), 0), (2.0, 4), (float("inf"), 12)):
         chosen = top(node, frame, scores, Value(torch.tensor(number, dtype=torch.float64)))
         assert chosen.data.sum() == kept
+
+
+@pytest.mark.parametrize("name", ["cake", "h2o", "d2o-code"])
+def test_a_memory_needs_no_wait_where_it_is_told_what_is_held(name):
+    run, kept = finished(name, None, 0.0, wait=False)
+    run.settle(finite=True)
+    told = [Held(number, bool(alike)) for number, alike in Held.of(torch.stack(kept)).tolist()]
+    assert [each.alike for each in told] == [bool((x == x[0]).all()) for x in kept]
+    memory, expected = run.memory(told), run.memory()
+    for layer in range(SHAPE[0]):
+        own, other = memory.layout(layer), expected.layout(layer)
+        assert own.positions.tolist() == other.positions.tolist()
+        assert own.positions.tolist() == kept[layer].any(0).nonzero()[:, 0].tolist()
+        assert (own.there is None) == (other.there is None) == told[layer].alike
+        assert own.there is None or torch.equal(own.there, other.there)
