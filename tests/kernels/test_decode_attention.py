@@ -4,11 +4,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from kvpolicy.kernels import decode_attention_triton
 from kvpolicy.kernels.decode_attention import decode_attention
-from kvpolicy.kernels.decode_attention_triton import decode_attention as decode_triton
+from kvpolicy.kernels.paged_attention_tiles_triton import Cut, Tile
 from kvpolicy.kernels.tables import Tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+decode_triton = decode_attention_triton.decode_attention
 IMPLEMENTATIONS = [decode_attention, decode_triton]
 
 
@@ -202,6 +204,124 @@ def test_tables_are_read_when_it_runs(attention):
     given.tables.tail_start[row] = given.lengths[0] - 2
     given.lists[0] = [kv[:, -2:] for kv in given.lists[0]]
     assert_exact(given.run(attention), given)
+
+
+@pytest.mark.parametrize("splits", [None, 1, 2, 7])
+def test_splits_agree(splits):
+    given = case([([300, 63], 3), None, (None, 129), ([0, 0], 0), ([1, 64], 70)], heads=4, groups=2)
+    assert_exact(given.run(decode_triton, splits=splits), given)
+
+
+@pytest.mark.parametrize("splits", [None, 3])
+def test_rows_do_not_depend_on_their_order(splits):
+    given = case(MIXED, heads=4, groups=2)
+    out = given.run(decode_triton, splits=splits)
+    order = [4, 2, 0, 5, 3, 1]
+    assert torch.equal(given.run(decode_triton, order, splits=splits), out[order])
+
+
+def test_with_given_splits_a_request_depends_on_itself_alone():
+    given = case(MIXED, heads=4, groups=2)
+    out = given.run(decode_triton, splits=3)
+    for b in range(len(MIXED)):
+        assert torch.equal(given.run(decode_triton, [b], splits=3)[0], out[b])
+
+
+def test_int32_rows_and_lengths():
+    given = case(MIXED, heads=4, groups=2)
+    out = given.run(decode_triton)
+    given.rows, given.lengths = given.rows.int(), given.lengths.int()
+    assert torch.equal(given.run(decode_triton), out)
+
+
+@pytest.mark.parametrize("splits", [None, 5])
+def test_a_workspace_serves_every_smaller_batch(splits):
+    """What is in it before does not matter."""
+    given = case(MIXED, heads=4, groups=2)
+    options = {"device": torch.device(DEVICE), "splits": splits}
+    size = decode_attention_triton.workspace_elements(len(MIXED), 4, 2, 64, **options)
+    for order in ([0, 1, 2, 3, 4, 5], [3], [4, 0]):
+        workspace = torch.full((size,), float("nan"), device=DEVICE)
+        got = given.run(decode_triton, order, splits=splits, workspace=workspace)
+        assert torch.equal(got, given.run(decode_triton, order, splits=splits))
+    with pytest.raises(ValueError, match=r"workspace: expected float32 \[>= "):
+        given.run(decode_triton, splits=5, workspace=workspace[:99])
+
+
+def test_long_lists_get_more_shares(monkeypatch):
+    """As many shares in all as were asked for, and one per list for rounding."""
+    requests = [([1500, 100], 0), (None, 1), ([400, 0], 0)]
+    given = case(requests, heads=2, groups=2, size=16)
+    cut = Cut(splits=16, shares=12)
+    monkeypatch.setattr(decode_attention_triton, "cut", lambda *_: cut)
+    workspace = torch.full((6 * 16 * 17,), float("nan"), device=DEVICE)
+    tile = Tile(entries=32, warps=4, stages=2)
+    assert_exact(given.run(decode_triton, workspace=workspace, tile=tile), given)
+    used = workspace[6 * 16 * 16 :].view(6, 16).isfinite().sum(1).tolist()
+    # 2,002 entries: shares of 167 at most, in whole tiles 192, 128 and so on.
+    assert used == [8, 1, 1, 1, 3, 0]
+
+
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+def test_entries_beyond_int32(attention):
+    """Heads of one column: a pool of 4 GiB that is mostly never touched has 2^31 entries."""
+    groups, padded = 8, 2**31 // (2 * 2 * 8) + 64
+    storage = torch.empty((2, 2, padded, groups, 1), dtype=torch.float16, device=DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn(2, groups, 40, 1, generator=generator).half()
+    tables = Tables.empty(3, 2, groups, 8, "cpu")
+    # 24 private entries per head in 3 pages each: 24 pages in 12 slots, all in layer 0 and 1.
+    own = torch.arange(padded - 12, padded)
+    tables = replace(tables, slots=own.int())
+    tables.counts[2, 1], tables.tail_start[2] = 24, 50
+    tables.first_page[2, 1] = 3 * torch.arange(groups)
+    tail = torch.arange(padded - 40, padded - 24)
+    for g in range(groups):
+        for j in range(24):
+            page = 3 * g + j // groups
+            storage[page % 2, :, own[page // 2], j % groups] = kv[:, g, j].to(DEVICE)
+        storage[1, :, tail, g] = kv[:, g, 24:].to(DEVICE)
+    table = torch.zeros(3, 70, dtype=torch.int32)
+    table[2, 50:66] = tail
+    given = Case(
+        torch.randn(1, groups, 1, generator=generator).half().to(DEVICE),
+        storage,
+        Tables(*(t.to(DEVICE) for t in vars(tables).values())),
+        torch.tensor([2], device=DEVICE),
+        torch.tensor([66], device=DEVICE),
+        table.to(DEVICE),
+        1,
+        [[kv[:, g].double() for g in range(groups)]],
+    )
+    assert_exact(given.run(attention), given)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+def test_a_captured_graph_reads_the_tables_of_the_day():
+    given = case(MIXED, heads=4, groups=2, size=128, dtype=torch.bfloat16)
+    given.run(decode_triton)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_triton(
+            given.q,
+            given.storage,
+            given.tables,
+            given.rows,
+            given.lengths,
+            given.req_to_token,
+            layer=given.layer,
+            scale=128**-0.5,
+        )
+    graph.replay()
+    assert torch.equal(out, given.run(decode_triton))
+    row = given.rows[0].item()
+    given.tables.counts[row] = 0
+    given.tables.tail_start[row] = given.lengths[0] - 2
+    given.lists[0] = [kv[:, -2:] for kv in given.lists[0]]
+    graph.replay()
+    assert_exact(out, given)
 
 
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
