@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from kvpolicy.kernels.compact_layers import check
+from kvpolicy.kernels.tiles import rows_of
 
 
 def compact_layers(
@@ -23,7 +24,7 @@ def compact_layers(
     first_page: torch.Tensor,
     *,
     part: int = 4096,
-    tile: int = 32,
+    tile: int | None = None,
 ) -> None:
     """Copy kept keys and values of all layers into private pages, in position order.
 
@@ -37,7 +38,7 @@ def compact_layers(
         private_slots: [S] int32 or int64, S * L pages; none of them is a slot of the prompt.
         first_page: [L, G] int32 or int64; the lists do not overlap.
         part: positions that a program walks at a time; a power of two. Not measured.
-        tile: places that a program fills; a power of two. Not measured.
+        tile: places that a program fills; a power of two.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
@@ -57,10 +58,12 @@ def compact_layers(
         mask, counts, prompt_slots, first_page.contiguous(), sources, length, padded, places,
         GROUP=group, PART=part, PARTS=triton.next_power_of_2(parts), num_warps=8,
     )  # fmt: skip
+    width = triton.next_power_of_2(size)
+    tile = tile or rows_of(width, storage.element_size())
     _copy[(triton.cdiv(places, tile),)](
         storage, storage[0, 1], sources, private_slots, places, padded,
         LAYERS=layers, GROUP=group, SIZE=size,
-        PADDED_SIZE=triton.next_power_of_2(size), TILE=tile,
+        PADDED_SIZE=width, TILE=tile,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.tiles import rows_of
 
 
 def gather(
@@ -15,7 +16,7 @@ def gather(
     there: torch.Tensor | None = None,
     *,
     width: int | None = None,
-    tile: int = 32,
+    tile: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of listed entries, laid out by candidate.
 
@@ -30,7 +31,7 @@ def gather(
             are equally long, and nothing lies between.
         width: M where `there` is None; default nnz // G, right unless `indptr` is a part of a
             longer one.
-        tile: rows that a program reads; a power of two. Not measured.
+        tile: rows that a program reads; a power of two.
 
     Returns:
         k, v: [G, M, D], dtype of entries and of values; zero where not there.
@@ -58,9 +59,11 @@ def gather(
     # Of each candidate, how many of its head are there up to it.
     order = None if there is None else there.cumsum(1, dtype=torch.int32)
     mask = None if there is None else there.contiguous().view(torch.uint8)
+    padded = triton.next_power_of_2(size)
+    tile = tile or rows_of(padded, max(entries.element_size(), values.element_size()))
     _gather[(triton.cdiv(width, tile), heads)](
         entries, values, indptr.contiguous(), indices.contiguous(), mask, order, k, v, width,
-        SIZE=size, PADDED_SIZE=triton.next_power_of_2(size), TILE=tile,
+        SIZE=size, PADDED_SIZE=padded, TILE=tile,
     )  # fmt: skip
     return k, v
 

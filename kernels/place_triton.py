@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from kvpolicy.kernels.place import check
 from kvpolicy.kernels.rounding_triton import rounded
+from kvpolicy.kernels.tiles import rows_of
 
 
 def place(
@@ -17,7 +18,7 @@ def place(
     pages: torch.Tensor,
     *,
     value_offset: int,
-    tile: int = 32,
+    tile: int | None = None,
 ) -> torch.Tensor:
     """Write kept rows into pages, in order, each KV head from a new page on.
 
@@ -32,7 +33,7 @@ def place(
         kept: [G, M] bool.
         pages: [P] int64 page numbers to fill, at least the sum over heads of ceil(kept / G).
         value_offset: from a key entry to its value.
-        tile: rows that a program writes; a power of two. Not measured.
+        tile: rows that a program writes; a power of two.
 
     Returns:
         [G] int64, how many entries each KV head now has.
@@ -50,11 +51,13 @@ def place(
     # Of each row, how many of its head are kept up to it.
     order = kept.cumsum(1, dtype=torch.int32)
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    width = triton.next_power_of_2(size)
+    tile = tile or rows_of(width, max(k.element_size(), v.element_size()))
     _place[(triton.cdiv(length, tile), group)](
         entries, k, v, kept.contiguous().view(torch.uint8), order, pages.contiguous(),
         length, pages.shape[0], value_offset, *k.stride()[:2], *v.stride()[:2],
         GROUP=group, HEADS=triton.next_power_of_2(group), SIZE=size,
-        PADDED_SIZE=triton.next_power_of_2(size), TILE=tile,
+        PADDED_SIZE=width, TILE=tile,
     )  # fmt: skip
     return order[:, -1].to(torch.int64)
 

@@ -28,7 +28,7 @@ def rotate(
     inv_freq: torch.Tensor,
     *,
     interleaved: bool = False,
-    tile: int = 16,
+    tile: int | None = None,
 ) -> torch.Tensor:
     """Keys as if they stood `shift` positions later.
 
@@ -40,7 +40,8 @@ def rotate(
         inv_freq: [R / 2] radians per position of each pair; R is at most D and the dimensions from
             R on do not turn.
         interleaved: pairs are (2i, 2i + 1); otherwise (i, i + R / 2).
-        tile: rows that a program turns; a power of two. Not measured.
+        tile: rows that a program turns; a power of two. By default such that a program
+            holds 2,048 numbers, or 512 in float64, which takes more registers. Not measured.
 
     Returns:
         [..., M, D], contiguous, dtype of k; a row of shift 0 is unchanged.
@@ -56,10 +57,12 @@ def rotate(
     # By head, as far as the strides allow it without a copy.
     keys = k.reshape(-1, rows, size)
     keys = keys if keys.stride(2) == 1 else keys.contiguous()
-    rest = size - 2 * pairs
+    rest, padded = size - 2 * pairs, triton.next_power_of_2(max(pairs, 1))
+    most = 512 if k.dtype == torch.float64 else 2048
+    tile = tile or max(most // triton.next_power_of_2(size), 1)
     _rotate[(triton.cdiv(rows, tile), keys.shape[0])](
         keys, shift.contiguous(), inv_freq.double(), out, rows, *keys.stride()[:2],
-        PAIRS=pairs, PADDED_PAIRS=triton.next_power_of_2(max(pairs, 1)),
+        PAIRS=pairs, PADDED_PAIRS=padded,
         REST=rest, PADDED_REST=triton.next_power_of_2(max(rest, 1)),
         INTERLEAVED=interleaved, TILE=tile,
     )  # fmt: skip

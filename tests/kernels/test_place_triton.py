@@ -64,9 +64,8 @@ CASES = [
 @pytest.mark.parametrize(("group", "size", "length", "dtype", "own", "share"), CASES)
 def test_equals_reference(group, size, length, dtype, own, share):
     arguments, value_offset = made(group, size, length, dtype, own, share)
-    both(arguments, value_offset)
-    if length == 63:
-        both(arguments, value_offset, tile=8)
+    # Large tiles where there are many rows: the interpreter is slow by the program, not by the row.
+    both(arguments, value_offset, tile=None if length < 1000 else 256)
 
 
 def test_rows_that_do_not_lie_together():
