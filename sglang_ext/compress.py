@@ -6,8 +6,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvpolicy.kernels.compact import compact
-from kvpolicy.kernels.place import place
 from kvpolicy.sglang_ext import request
 from kvpolicy.sglang_ext.request import State
 
@@ -16,7 +14,13 @@ if TYPE_CHECKING:
 
 
 def compress(
-    runtime: Runtime, state: State, row: int, slots: torch.Tensor, kept: torch.Tensor, run: Any
+    runtime: Runtime,
+    state: State,
+    row: int,
+    slots: torch.Tensor,
+    kept: torch.Tensor,
+    counts: torch.Tensor,
+    run: Any,
 ) -> None:
     """Copy a prompt's kept entries to the request's private pages, or give these back.
 
@@ -27,12 +31,13 @@ def compress(
         row: of the request in SGLang's request pool.
         slots: [N] int64 slots of the prompt.
         kept: [L, G, N] bool.
+        counts: [L, G] int64 on the host, how many entries of each list are kept.
         run: of the policy's program, finished.
     """
-    store, counts = runtime.store, kept.sum(dim=2)
+    store = runtime.store
     # Where tokens have left the prefill, the prompt's own slots lack entries of deeper layers.
     left = state.progress.layer is not None
-    if kept.all() and not left:
+    if int(counts.sum()) == kept.numel() and not left:
         _give_back(runtime, state)
         return
     if state.private is None:
@@ -47,9 +52,7 @@ def compress(
         return
     store.fill(state.private, counts)
     state.uncompressed = None
-    pages = runtime.arena.pages(state.private.slots)
-    for layer, start in enumerate(state.private.first_page[:, 0].tolist()):
-        _copy(runtime, layer, slots, kept[layer], pages[start:], run)
+    _copy(runtime, state, slots, kept, counts, run)
 
 
 def _give_back(runtime: Runtime, state: State) -> None:
@@ -60,31 +63,35 @@ def _give_back(runtime: Runtime, state: State) -> None:
 
 def _copy(
     runtime: Runtime,
-    layer: int,
+    state: State,
     slots: torch.Tensor,
     kept: torch.Tensor,
-    pages: torch.Tensor,
+    counts: torch.Tensor,
     run: Any,
 ) -> None:
-    """Write one layer's kept entries, merged and rotated where the policy says so."""
-    arena, bound = runtime.arena, run.program.bound
-    shift = run.shift(layer) if bound.positions == "slots" else None
-    if bound.rules.merge is None and shift is None:
-        compact(
-            arena.entries,
-            slots,
-            kept,
-            pages,
-            key_base=arena.key_base(layer),
-            value_offset=arena.value_offset,
-        )
+    """Write all layers' kept entries, merged and rotated where the policy says so."""
+    arena, bound, private = runtime.arena, run.program.bound, state.private
+    kernels = state.served.kernels
+    if bound.rules.merge is None and bound.positions != "slots":
+        kernels.compact_layers(arena.storage, slots, kept, private.slots, private.first_page)
         return
-    k, v = arena.storage[layer][:, slots].transpose(1, 2)  # each [G, N, D]
-    if bound.rules.merge is not None:
-        k, v = run.merged(layer, k, v)
-    if shift is not None:
-        k = runtime.rotary.move(k, shift)
-    place(arena.entries, k, v, kept, pages, value_offset=arena.value_offset)
+    pages = arena.pages(private.slots)
+    for layer, start in enumerate(first_pages(counts)):
+        k, v = arena.storage[layer][:, slots].transpose(1, 2)  # each [G, N, D]
+        if bound.rules.merge is not None:
+            k, v = run.merged(layer, k, v)
+        shift = run.shift(layer)
+        if shift is not None:
+            k = runtime.rotary.move(k, shift, kernels.rotate)
+        own = pages[start:]
+        kernels.place(arena.entries, k, v, kept[layer], own, value_offset=arena.value_offset)
+
+
+def first_pages(counts: torch.Tensor) -> list[int]:
+    """Each layer's first page in a request's pages, from [L, G] entries on the host."""
+    page = counts.shape[1]
+    used = ((counts + page - 1) // page).sum(dim=1)
+    return (used.cumsum(0) - used).tolist()
 
 
 class timed:

@@ -1,4 +1,17 @@
-"""Prompts in one extend forward: which rows the policies see, what is kept when a prompt ends."""
+"""Prompts in one extend forward: which rows the policies see, what is kept when a prompt ends.
+
+After the last layer the host waits for the device once, for all prompts that end in the forward:
+it needs to know how many entries each list has, and whether the tensors were finite. What else
+makes it wait:
+
+* a policy that propagates: once at each layer at which the policy tests or chooses, for whether it
+  does and for which tokens go on
+* `split[layer]`, `cascade[layer]` and `cluster[layer]` of what the layers' data say, where no
+  kernel computes them: once per prompt, because the host divides exactly
+* layers in pairs (share.py): once per pair, for how many tokens keep both originals
+* a merge (dsl/torch_merge.py): at every layer, for how many entries leave
+* kernels of torch, which define the others: wherever their references look at values
+"""
 
 from __future__ import annotations
 
@@ -7,9 +20,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from kvpolicy.dsl.torch_decode import Held
+from kvpolicy.dsl.torch_kernels import Slots
 from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.compress import compress, timed
 from kvpolicy.sglang_ext.frame import Frame
+from kvpolicy.sglang_ext.host import to_host
 from kvpolicy.sglang_ext.request import State, iterate_rows
 
 if TYPE_CHECKING:
@@ -69,6 +85,20 @@ class _Accumulated:
     slots: torch.Tensor  # [n] int64 of its tokens up to the end of the chunk
 
 
+@dataclass(frozen=True)
+class _Chosen:
+    """What one request keeps, on the device.
+
+    Attributes:
+        kept: [L, G, N] bool.
+        numbers: what the host needs: [L, G] entries of each list, as of `Held.of` [L, 2] or, where
+            nothing is remembered, [0, 2], and whether the model's tensors were finite.
+    """
+
+    kept: torch.Tensor
+    numbers: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 class PrefillStep:
     """What the policies see and decide in one extend forward."""
 
@@ -120,13 +150,22 @@ class PrefillStep:
 
     def _accumulate(self, chunk: _Accumulated, layer: Any, heads: torch.Tensor) -> None:
         state = chunk.state
-        k, v = self._runtime.arena.storage[layer.layer_id][:, chunk.slots].transpose(1, 2)
+        k, v = self._entries(state, layer, chunk.slots)
         queries = scaled(heads, layer).transpose(0, 1)
         state.run.accumulate(layer.layer_id, queries, k, v)
         tail = state.served.tail(state.prompt)
         earlier = state.window.get(layer.layer_id, [])
         latest = torch.cat([*earlier, heads])
         state.window[layer.layer_id] = [latest[max(latest.shape[0] - tail, 0) :].clone()]
+
+    def _entries(
+        self, state: State, layer: Any, slots: torch.Tensor
+    ) -> tuple[torch.Tensor | Slots, torch.Tensor | Slots | None]:
+        """Keys and values of one layer at the slots [n], as a policy's program takes them."""
+        own = [Slots(pool, slots) for pool in self._runtime.arena.storage[layer.layer_id]]
+        if not state.served.kernels.read_the_pool:
+            own = [each.dense() for each in own]
+        return own[0], own[1] if state.served.bound.needs_values else None
 
     def _observe(self, scored: Scored, layer: Any, heads: torch.Tensor) -> None:
         state, there = scored.state, scored.slots.numel()
@@ -141,33 +180,51 @@ class PrefillStep:
                 f"queries of its prompt were computed"
             )
         queries = scaled(queries, layer)
-        keys, values = self._runtime.arena.storage[layer.layer_id]
-        k = keys[scored.slots].transpose(0, 1)
-        v = values[scored.slots].transpose(0, 1) if state.served.bound.needs_values else None
+        k, v = self._entries(state, layer, scored.slots)
         scored.chosen = scored.run.observe(
             layer.layer_id, queries.transpose(0, 1), k, v, scored.tokens
         )
 
     def finish(self) -> None:
         """After the forward: choose what is kept and copy it to private pages."""
-        for each in self.scored:
-            state, slots = each.state, each.prompt_slots
-            with timed(state):
-                kept = torch.stack(list(each.run.finish()))  # [L, G, N]
-                state.window.clear()
-                state.run = None
-                if state.served.upper_layers:
-                    share.compress(self._runtime, state, slots, each.run)
-                else:
-                    row = each.request.kv.req_pool_idx
-                    compress(self._runtime, state, row, slots, kept, each.run)
-                state.remember(each.run)
-            if state.progress.barred and state.progress.layer is None:
-                # All layers have all entries: others may use them.
-                each.request.skip_radix_cache_insert = state.progress.barred = False
-            self._runtime.finished_prompt(
-                each.request, state, int(kept.sum()), finite=not each.run.not_finite
-            )
+        chosen = [self._choose(each) for each in self.scored]
+        numbers = iter(to_host([tensor for each in chosen for tensor in each.numbers]))
+        for each, own in zip(self.scored, chosen, strict=True):
+            with timed(each.state):
+                counts, held, finite = next(numbers), next(numbers), next(numbers)
+                each.run.settle(finite=bool(finite))
+                self._compress(each, own.kept, counts)
+                layers = [Held(positions, bool(alike)) for positions, alike in held.tolist()]
+                each.state.remember(each.run, layers)
+            self._note(each, int(counts.sum()))
+
+    def _choose(self, scored: Scored) -> _Chosen:
+        with timed(scored.state):
+            kept = torch.stack(scored.run.finish(wait=False))  # [L, G, N]
+            finite = scored.run.finite
+            if finite is None:
+                finite = kept.new_ones(())
+            # Only a policy that goes on remembers what each layer holds.
+            held = Held.of(kept if scored.state.folds else kept[:0])
+            return _Chosen(kept, (kept.sum(dim=2), held, finite))
+
+    def _compress(self, scored: Scored, kept: torch.Tensor, counts: torch.Tensor) -> None:
+        state, run = scored.state, scored.run
+        state.window.clear()
+        state.run = None
+        if state.served.upper_layers:
+            share.compress(self._runtime, state, scored.prompt_slots, run)
+            return
+        row = scored.request.kv.req_pool_idx
+        compress(self._runtime, state, row, scored.prompt_slots, kept, counts, run)
+
+    def _note(self, scored: Scored, kept: int) -> None:
+        progress = scored.state.progress
+        if progress.barred and progress.layer is None:
+            # All layers have all entries: others may use them.
+            scored.request.skip_radix_cache_insert = progress.barred = False
+        finite = not scored.run.not_finite
+        self._runtime.finished_prompt(scored.request, scored.state, kept, finite=finite)
 
 
 def scaled(queries: torch.Tensor, layer: Any) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from kvpolicy.sglang_ext.propagation import Plan, Progress
 from kvpolicy.sglang_ext.store import Private
 
 if TYPE_CHECKING:
-    from kvpolicy.dsl.torch_decode import Memory
+    from kvpolicy.dsl.torch_decode import Held, Memory
 
 _ATTRIBUTE = "kv_policy_state"
 _LONG = 1 << 20  # a prompt for which a bounded policy surely drops something
@@ -188,10 +188,14 @@ class State:
         steps = range(prefix - self.prompt + 1, end - self.prompt)
         return next((self.prompt + step for step in steps if self.leaves_at(step)), end)
 
-    def remember(self, run: Any) -> None:
-        """After its prompt: go on from what a finished run of the policy's program has found."""
+    def remember(self, run: Any, held: Sequence[Held]) -> None:
+        """After its prompt: go on from what a finished run of the policy's program has found.
+
+        Args:
+            held: what the host knows of every layer.
+        """
         if self.folds and not run.not_finite:
-            self.memory = run.memory()
+            self.memory = run.memory(held)
         else:
             self.forget()
 

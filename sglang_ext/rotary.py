@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +24,16 @@ class Rotary:
     inv_freq: torch.Tensor
     interleaved: bool
 
-    def move(self, k: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-        """Keys [G, M, D] as if they stood `shift` [G, M] int64 positions later, dtype of k."""
-        inv_freq = self.inv_freq.to(k.device)
-        return rotate(k, shift.to(k.device), inv_freq, interleaved=self.interleaved)
+    def move(
+        self, k: torch.Tensor, shift: torch.Tensor, rotate: Callable[..., torch.Tensor] = rotate
+    ) -> torch.Tensor:
+        """Keys [G, M, D] as if they stood `shift` [G, M] int64 positions later, dtype of k.
+
+        Args:
+            rotate: the kernel, as in `kernels.rotate`.
+        """
+        inv_freq = self.inv_freq.to(k.device, non_blocking=True)
+        return rotate(k, shift, inv_freq, interleaved=self.interleaved)
 
 
 def of_model(model: Any) -> Rotary:

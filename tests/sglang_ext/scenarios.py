@@ -77,8 +77,8 @@ def _record_runs() -> list[Any]:
         self.__dict__.setdefault("seen", {})[layer] = (q.clone(), k.clone(), v)
         return observe(self, layer, q, k, v, tokens)
 
-    def noting_finish(self):
-        self.kept = finish(self)
+    def noting_finish(self, *, wait=True):
+        self.kept = finish(self, wait=wait)
         runs.append(self)
         return self.kept
 

@@ -1,0 +1,30 @@
+"""Numbers between a device and the host, in as few waits as there are calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies on the host: int64, of the same shapes, in one transfer.
+
+    The host waits until the device has come this far.
+
+    Args:
+        tensors: whole numbers or truth values, all on one device.
+    """
+    if not tensors:
+        return []
+    flat = torch.cat([each.reshape(-1).to(torch.int64) for each in tensors]).cpu()
+    parts = flat.split([each.numel() for each in tensors])
+    return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+
+
+def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers on a device; the host does not wait for the copy."""
+    made = torch.tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        made = made.pin_memory()
+    return made.to(device, non_blocking=True)
