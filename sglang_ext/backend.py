@@ -1,39 +1,53 @@
 """Attention backends that can read compressed entries.
 
 A stock backend instance is kept and its class replaced by a subclass, so that its name, its type
-checks and its attributes stay what SGLang expects. `READERS` is the seam: a further backend is
-one more function that attends over entry lists.
+checks and its attributes stay what SGLang expects. Prefills run in the stock backend. So do decode
+batches in which nothing is compressed, with its own kernel and its own CUDA graph; the others are
+read either row by row through lists of entries (torch_native, the reference) or all at once through
+the device tables (all others).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvpolicy.kernels.paged_attention import paged_attention
-from kvpolicy.sglang_ext import compat
+from kvpolicy.sglang_ext import compat, graphs
 from kvpolicy.sglang_ext.arena import Arena
+from kvpolicy.sglang_ext.lists import Lists
 
 if TYPE_CHECKING:
+    from kvpolicy.sglang_ext.decode_step import DecodeStep
     from kvpolicy.sglang_ext.runtime import Runtime
 
-# Name of a stock backend -> attention over entry lists with the interface of `paged_attention`.
-READERS: dict[str, Callable[..., torch.Tensor]] = {"torch_native": paged_attention}
+REFERENCE = "torch_native"
 
 
-def attach(backend: Any, name: str, runtime: Runtime) -> Any:
+def attach(backend: Any, name: str, runtime: Runtime, heads: int) -> Any:
     """Make a stock backend instance read compressed entries.
 
     Args:
-        backend: instance of a backend in `READERS`.
+        backend: instance of one of `refusals.SERVED_BACKENDS`.
         name: its name in SGLang's registry.
+        heads: H, query heads of the model.
 
     Returns:
         The same instance.
     """
     stock = type(backend)
-    read = READERS[name]
+    if name == REFERENCE:
+        from kvpolicy.kernels.paged_attention import paged_attention
+
+        members = {"forward_decode": _decode_by_lists(stock, runtime, paged_attention)}
+    else:
+        # Triton decides when its kernels are made whether they are interpreted, and the reference
+        # does not need it.
+        from kvpolicy.kernels.paged_attention_triton import paged_attention
+
+        members = _decode_by_tables(stock, runtime, paged_attention, TablesReader(runtime, heads))
 
     def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, **options):
         out = stock.forward_extend(self, q, k, v, layer, batch, save_kv_cache, **options)
@@ -41,34 +55,136 @@ def attach(backend: Any, name: str, runtime: Runtime) -> Any:
         if step is not None and step.prefill is not None:
             heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
             step.prefill.observe(layer, heads)
-            step.resume.overwrite(layer, heads, out.view(heads.shape), read)
+            step.resume.overwrite(layer, heads, out.view(heads.shape), paged_attention)
             step.resume.observe(layer, heads)
         return out
 
-    def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True, **options):
-        step = None if runtime.step is None else runtime.step.decode
-        heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        if step is None or not step.reads:
-            out = stock.forward_decode(self, q, k, v, layer, batch, save_kv_cache, **options)
-            if step is not None:
-                step.observe(layer, heads)
-            return out
-        if save_kv_cache and k is not None:
-            compat.save_kv(self, layer, batch, k, v)
-        out = torch.empty_like(heads)
-        if step.plain.numel():
-            out[step.plain] = compat.stock_decode_rows(self, layer, batch, heads, step.plain)
-        out[step.compressed] = step.attend(layer, heads, read)
-        step.observe(layer, heads)
-        return out.view(q.shape)
-
-    members = {"forward_extend": forward_extend, "forward_decode": forward_decode}
+    members["forward_extend"] = forward_extend
     backend.__class__ = type(f"KVPolicy{stock.__name__}", (stock,), members)
     return backend
 
 
-def attend(arena: Arena, lists: Any, layer: Any, queries: torch.Tensor, read: Any) -> torch.Tensor:
-    """Attention of [B, T, H, D] queries over the entry lists of a layer."""
+def attend(
+    arena: Arena, layer: Any, read: Callable[..., torch.Tensor], lists: Lists, queries: torch.Tensor
+) -> torch.Tensor:
+    """Attention of [B, T, H, D] queries over the entry lists of a layer.
+
+    Args:
+        read: `paged_attention`.
+    """
     indptr, indices, options = lists.layer(layer.layer_id)
     pool = (arena.entries, arena.values)
     return read(queries, *pool, indptr, indices, scale=layer.scaling, **options)
+
+
+def _decode_by_lists(
+    stock: type, runtime: Runtime, read: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True, **options):
+        step = _step(runtime)
+        heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        if step is None or not step.reads:
+            out = stock.forward_decode(self, q, k, v, layer, batch, save_kv_cache, **options)
+        else:
+            if save_kv_cache and k is not None:
+                compat.save_kv(self, layer, batch, k, v)
+            out = torch.empty_like(heads)
+            if step.plain.numel():
+                out[step.plain] = compat.stock_decode_rows(self, layer, batch, heads, step.plain)
+            step.overwrite(heads, out, partial(attend, runtime.arena, layer, read))
+            out = out.view(q.shape)
+        if step is not None:
+            step.observe(layer, heads)
+        return out
+
+    return forward_decode
+
+
+def _decode_by_tables(
+    stock: type, runtime: Runtime, read: Callable[..., torch.Tensor], tables: TablesReader
+) -> dict[str, Callable[..., Any]]:
+    def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True, **options):
+        step = _step(runtime)  # None while a graph is captured
+        heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        if not graphs.reads_tables(runtime):
+            out = stock.forward_decode(self, q, k, v, layer, batch, save_kv_cache, **options)
+        else:
+            if save_kv_cache and k is not None:
+                compat.save_kv(self, layer, batch, k, v)
+            out = tables.attend(heads, layer, batch, self.req_to_token_pool.req_to_token)
+            if step is not None:
+                step.overwrite_paired(heads, out, partial(attend, runtime.arena, layer, read))
+            out = out.view(q.shape)
+        if step is not None:
+            step.observe(layer, heads)
+        return out
+
+    def init_cuda_graph_state(self, max_bs, *arguments, **options):
+        stock.init_cuda_graph_state(self, max_bs, *arguments, **options)
+        tables.reserve(max_bs)
+
+    def shared_read_ends(self, mode):
+        declared = stock.shared_read_ends(self, mode)
+        # The scheduler may write to its table of slots once they are over; ours reads it in every
+        # layer.
+        return compat.read_during_layers(declared) if graphs.reads_tables(runtime) else declared
+
+    return {
+        "forward_decode": forward_decode,
+        "init_cuda_graph_state": init_cuda_graph_state,
+        "shared_read_ends": shared_read_ends,
+    }
+
+
+def _step(runtime: Runtime) -> DecodeStep | None:
+    return None if runtime.step is None else runtime.step.decode
+
+
+@dataclass
+class TablesReader:
+    """Decode attention over the device tables, for the heads of one model.
+
+    Attributes:
+        requests: B for which `workspace` suffices.
+        workspace: float32 that captured graphs write to; None before a capture.
+    """
+
+    runtime: Runtime
+    heads: int
+    requests: int = 0
+    workspace: torch.Tensor | None = None
+
+    def reserve(self, requests: int) -> None:
+        """Allocate what batches of so many requests need, before they are captured."""
+        from kvpolicy.kernels.decode_attention_triton import workspace_elements
+
+        storage = self.runtime.arena.storage
+        sizes = (self.heads, storage.shape[3], storage.shape[4])
+        elements = workspace_elements(requests, *sizes, storage.device)
+        self.workspace = torch.empty(elements, dtype=torch.float32, device=storage.device)
+        self.requests = requests
+
+    def attend(
+        self, heads: torch.Tensor, layer: Any, batch: Any, req_to_token: torch.Tensor
+    ) -> torch.Tensor:
+        """[B, H, D] attention of a whole decode batch, compressed requests and others.
+
+        Args:
+            heads: [B, H, D] queries.
+            batch: SGLang's forward batch, or the one of a capture.
+            req_to_token: [rows, context] SGLang's table of slots.
+        """
+        from kvpolicy.kernels.decode_attention_triton import decode_attention
+
+        runtime = self.runtime
+        return decode_attention(
+            heads,
+            runtime.arena.storage,
+            runtime.tables.tables,
+            batch.req_pool_indices,
+            batch.seq_lens,
+            req_to_token,
+            layer=layer.layer_id,
+            scale=layer.scaling,
+            workspace=self.workspace if heads.shape[0] <= self.requests else None,
+        )

@@ -44,6 +44,10 @@ CAN_RUN_GRAPH = (
     "sglang.srt.model_executor.runner.prefill_cuda_graph_runner."
     "PrefillCudaGraphRunner.can_run_graph"
 )
+CAN_RUN_DECODE_GRAPH = (
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph"
+)
+GRAPH_VARIANTS = "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants"
 CREATE_ROWS = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.__init__"
 CHECKPOINT = "sglang.srt.mem_cache.common.checkpoint_kv_cache"
 RELEASE = "sglang.srt.mem_cache.common.release_kv_cache"
@@ -151,6 +155,46 @@ def post_capture_sizing() -> bool:
     from sglang.srt.environ import envs
 
     return bool(envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get())
+
+
+def captures_whole_prefills(options: Any) -> bool:
+    """Whether prefills replay one CUDA graph, attention included."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+
+    return options.cuda_graph_config.prefill.backend == Backend.FULL
+
+
+def captured_attention() -> str | None:
+    """Which variant of a decode graph is being captured; None outside of a capture."""
+    from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant
+
+    return get_capture_attention_variant()
+
+
+def read_during_layers(declared: Any) -> Any:
+    """Where a forward's reads of shared tensors end if its layers read the table of slots.
+
+    Args:
+        declared: where they end by the stock backend.
+    """
+    from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+
+    return SharedReadEnds.max_of([declared, SharedReadEnds.POST_REPLAY])
+
+
+def backends_in_use(runner: Any) -> list[Any]:
+    """The attention backends of a model runner: one, or one each for prefill and decode."""
+    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+
+    backend = runner.attn_backend
+    if isinstance(backend, HybridAttnBackend):
+        return [backend.prefill_backend, backend.decode_backend]
+    return [backend]
+
+
+def streams(scheduler: Any) -> tuple[Any, Any, Any]:
+    """The module of a scheduler's device, the scheduler's stream, and that of its forwards."""
+    return scheduler.device_module, scheduler.schedule_stream, scheduler.forward_stream
 
 
 def is_plain_pool(pool: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from kvpolicy.sglang_ext import backend as backends
-from kvpolicy.sglang_ext import compat, layers, options, propagate, refusals
+from kvpolicy.sglang_ext import compat, graphs, layers, options, propagate, refusals
 from kvpolicy.sglang_ext.arena import Arena, create_arena
 from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.metrics import Metrics
@@ -16,6 +16,7 @@ from kvpolicy.sglang_ext.request import Served
 from kvpolicy.sglang_ext.rotary import of_model
 from kvpolicy.sglang_ext.runtime import Runtime
 from kvpolicy.sglang_ext.store import Store
+from kvpolicy.sglang_ext.tables import DeviceTables
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,9 @@ def install(runtime: Runtime) -> None:
     def wrap(name: str, factory: Callable) -> Callable:
         def build(runner: Any) -> Any:
             backend = factory(runner)
-            if name in backends.READERS:
-                return backends.attach(backend, name, runtime)
+            if name in refusals.SERVED_BACKENDS:
+                heads = refusals.model_shape(runner.model_config).heads
+                return backends.attach(backend, name, runtime, heads)
             raise stop(Refused(f"--attention-backend {name} cannot read compressed entries."))
 
         return build
@@ -64,6 +66,8 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Callable]]:
         (compat.OWNED, "after", lambda length, req: runtime.owned(req, length)),
         (compat.POSITIONS, "after", _after_positions),
         (compat.CAN_RUN_GRAPH, "around", _around_can_run_graph(runtime)),
+        (compat.CAN_RUN_DECODE_GRAPH, "around", _around_can_run_decode_graph(runtime)),
+        (compat.GRAPH_VARIANTS, "after", _after_graph_variants(runtime)),
         (compat.CREATE_ROWS, "after", _after_rows(runtime)),
         (compat.UNCACHED_SIZES, "after", lambda r, _: (r[0] + runtime.store.held, *r[1:])),
     ]
@@ -87,11 +91,18 @@ def _after_pool(runtime: Runtime) -> Callable:
     def after(_: None, runner: Any, *args: Any, **options: Any) -> None:
         """After ModelRunner.alloc_memory_pool."""
         allocator = runner.token_to_kv_pool_allocator
+        rows = compat.slot_table(runner).shape[0]
+        runtime.tables = DeviceTables(runtime.arena, rows, allocator.size, runtime.streams)
         runtime.store = Store(
             runtime.arena,
             allocator,
             lambda policy, slots: runtime.metrics.private_slots(policy, slots),
+            runtime.tables,
+            runtime.streams,
         )
+        # Not in what SGLang reckons when it sizes the pool, but in what it leaves free beside it.
+        size = runtime.tables.bytes / 2**20
+        logger.info("KV-cache policy tables on the device: %.1f MiB beside the pool.", size)
         runner.req_to_token_pool.attach_aux_cache(runtime.store)
 
     return after
@@ -128,10 +139,29 @@ def _around_can_run_graph(runtime: Runtime) -> Callable:
     return around
 
 
+def _around_can_run_decode_graph(runtime: Runtime) -> Callable:
+    def around(original: Callable, runner: Any, forward_batch: Any) -> bool:
+        """Around DecodeCudaGraphRunner.can_run_graph: policies look on from Python."""
+        return graphs.can_replay(runtime) and original(runner, forward_batch)
+
+    return around
+
+
+def _after_graph_variants(runtime: Runtime) -> Callable:
+    def after(variants: Any, *args: Any, **options: Any) -> Any:
+        """After create_attention_graph_variants: a graph for batches that read compressed ones."""
+        if variants is not None:
+            raise stop(Refused("--kv-policy: this model's attention has graph variants already."))
+        return graphs.GraphVariants(runtime)
+
+    return after
+
+
 def _start(runtime: Runtime, scheduler: Any) -> None:
     """After Scheduler.init_model_worker: verify everything and bind the policies."""
     try:
         verify(runtime, scheduler)
+        runtime.streams.bind(scheduler)
         config = scheduler.model_config
         shape = refusals.model_shape(config)
         refusals.check_layers(
@@ -179,7 +209,8 @@ def verify(runtime: Runtime, scheduler: Any) -> None:
         raise Refused(f"--kv-policy: SGLang did not apply the hooks on {compat.names(missing)}.")
     runner = scheduler.tp_worker.model_runner
     _verify_arena(runtime.arena, runner.token_to_kv_pool)
-    if runner.attn_backend.forward_decode.__module__ != backends.__name__:
+    used = compat.backends_in_use(runner)
+    if any(backend.forward_decode.__module__ != backends.__name__ for backend in used):
         raise Refused("--kv-policy: the attention backend was replaced after it was made.")
 
 

@@ -8,8 +8,8 @@ from kvpolicy.dsl.ir import ModelShape
 from kvpolicy.sglang_ext import compat
 from kvpolicy.sglang_ext.errors import Refused
 
-# Attention backends whose decode can read compressed entries; see backend.py.
-SERVED_BACKENDS = ("torch_native",)
+# Attention backends for prefills and decode steps, in any combination; see backend.py.
+SERVED_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
 
 # Option, the value with which it is harmless, how it is written, why it does not work.
 _OPTIONS = (
@@ -66,6 +66,9 @@ def check_options(options: Any) -> None:
         if backend not in SERVED_BACKENDS:
             why = f"only {', '.join(SERVED_BACKENDS)} can read compressed entries in this version"
             raise _refusal("attention_backend", backend, why)
+    if compat.captures_whole_prefills(options):
+        why = "a policy looks at each layer of a prompt, and there is nothing between them"
+        raise _refusal("cuda_graph_backend_prefill", "full", why)
     if compat.uses_rust_server():
         raise Refused("SGLANG_RUST_SERVER cannot be combined with --kv-policy: it is not tested.")
     if compat.post_capture_sizing():

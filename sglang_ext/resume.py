@@ -87,7 +87,7 @@ class ResumeStep:
             rows = self._frame.rows(each.request)
             if rows is not None and each.lists is not None:
                 queries = heads[rows].unsqueeze(0)
-                out[rows] = attend(self._runtime.arena, each.lists, layer, queries, read)[0]
+                out[rows] = attend(self._runtime.arena, layer, read, each.lists, queries)[0]
 
     def observe(self, layer: Any, heads: torch.Tensor) -> None:
         """Note the queries of a layer for the policies that go on.

@@ -29,6 +29,8 @@ from kvpolicy.sglang_ext.request import Served, State, iterate_finishing, state_
 from kvpolicy.sglang_ext.rotary import Rotary
 from kvpolicy.sglang_ext.step import Step
 from kvpolicy.sglang_ext.store import Store
+from kvpolicy.sglang_ext.streams import Streams
+from kvpolicy.sglang_ext.tables import DeviceTables
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class Runtime:
         self.policies = tuple(policies)
         self.served: dict[str, Served] = {}
         self.metrics = Metrics(None, ())
+        self.streams = Streams()
         self.step: Step | None = None
         self.tree: Any = None  # SGLang's radix cache, from the first batch on
         self._has_room = False
@@ -49,6 +52,7 @@ class Runtime:
         self.runner: Any = None  # SGLang's model runner
         self.layers: list[Callable[..., Any]] = []  # forwards of the model's decoder layers
         self.arena: Arena
+        self.tables: DeviceTables
         self.store: Store
         self.rotary: Rotary
 
@@ -205,6 +209,7 @@ class Runtime:
     def forward(self, run: Callable[[], Any], batch: Any) -> Any:
         """Run a batch's forward with the plugin's part in it."""
         self.tree = batch.tree_cache
+        self.tables.write()
         self.step = Step(self, batch)
         try:
             result = run()
@@ -321,8 +326,11 @@ class Runtime:
         The prompt is left to the radix cache. Before it has been offered there, nothing is done:
         `published` comes back to it.
         """
-        if not state.published:
-            return
+        if state.published:
+            with self.streams.scheduling():
+                self._detach(req, state)
+
+    def _detach(self, req: Any, state: State) -> None:
         tree, first = self.tree, req.kv.cache_protected_len if state.detached else 0
         end = state.private.tail_start // tree.page_size * tree.page_size
         if req.kv.cache_protected_len < end:

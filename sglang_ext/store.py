@@ -4,7 +4,8 @@ Slots come from SGLang's own allocator and are counted in its unit, so that admi
 retraction and the leak checks see one pool:
 available + evictable + protected + session + uncached + private == total at every step.
 The store is also the pool's "aux cache": SGLang tells it when a request's row is freed or when
-everything is flushed.
+everything is flushed. Private slots are tensors of the scheduler's stream, wherever they are taken;
+what is laid out in them belongs to the forwards' (see streams.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Protocol
 import torch
 from kvpolicy.sglang_ext.arena import Arena
 from kvpolicy.sglang_ext.share import Shared
+from kvpolicy.sglang_ext.streams import Streams
+from kvpolicy.sglang_ext.tables import DeviceTables
 
 
 class Allocator(Protocol):
@@ -72,14 +75,20 @@ class Store:
         arena: Arena,
         allocator: Allocator,
         changed: Callable[[str, int], None] = lambda policy, slots: None,
+        tables: DeviceTables | None = None,
+        streams: Streams | None = None,
     ) -> None:
         """
         Args:
             changed: called with a policy's name and the slots it now holds, after every change.
+            tables: what decode steps read on the device, if they do.
+            streams: on which slots are taken and given back.
         """
         self.arena = arena
         self.allocator = allocator
         self._changed = changed
+        self._tables = tables
+        self._streams = streams or Streams()
         self._rows: dict[int, Private] = {}
         self._held: dict[str, int] = {}
 
@@ -108,15 +117,36 @@ class Store:
         if row in self._rows:
             raise RuntimeError(f"row {row} already holds private slots")
         slots = self.whole_pages(slots)
-        evict(slots)
-        taken = self.allocator.alloc(slots)
+        taken = self._take(slots, evict)
         if taken is None:
             return None
-        # The allocator hands out a view of its whole free list; a copy does not keep that alive.
-        private = Private(row, policy, taken.to(torch.int32), tail_start)
+        private = Private(row, policy, taken, tail_start)
         self._rows[row] = private
         self._count(policy, slots)
         return private
+
+    def _take(
+        self, slots: int, evict: Callable[[int], object], earlier: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """So many slots [S] int32, behind those that there are; None if too few are left."""
+        with self._streams.scheduling():
+            evict(slots)
+            taken = self.allocator.alloc(slots)
+            if taken is None:
+                return None
+            # The allocator hands out a view of its whole free list; a copy does not keep that
+            # alive.
+            taken = taken.to(torch.int32)
+            taken = taken if earlier is None else torch.cat([earlier, taken])
+            return self._streams.shared(taken)
+
+    def _give_back(self, private: Private, keep: int = 0) -> None:
+        """Give back all slots of a request but the first ones."""
+        surplus = private.slots.numel() - keep
+        with self._streams.scheduling():
+            self.allocator.free(private.slots[keep:].to(torch.int64))
+            private.slots = self._streams.shared(private.slots[:keep].clone())
+        self._count(private.policy, -surplus)
 
     def slots_for(self, counts: torch.Tensor) -> int:
         """Slots that so many entries [L, G] take."""
@@ -137,11 +167,10 @@ class Store:
         more = slots - private.slots.numel()
         if more <= 0:
             return True
-        evict(more)
-        taken = self.allocator.alloc(more)
-        if taken is None:
+        slots = self._take(more, evict, private.slots)
+        if slots is None:
             return False
-        private.slots = torch.cat([private.slots, taken.to(torch.int32)])
+        private.slots = slots
         self._count(private.policy, more)
         return True
 
@@ -149,26 +178,27 @@ class Store:
         """Lay out the pages for what was kept and give back the slots that are not needed.
 
         Args:
-            counts: [L, G] entries that will be written.
+            counts: [L, G] entries that will be written. On the CPU, the device is not waited for.
         """
-        page = self.arena.kv_heads
+        page, device = self.arena.kv_heads, self.arena.storage.device
         used = ((counts + page - 1) // page).flatten()
-        private.counts = counts.to(torch.int32)
-        private.first_page = (used.cumsum(0) - used).view(counts.shape).to(torch.int32)
+        first_page = (used.cumsum(0) - used).view(counts.shape)
+        private.counts = counts.to(device, torch.int32, non_blocking=True)
+        private.first_page = first_page.to(device, torch.int32, non_blocking=True)
         slots = self.whole_pages(self.arena.slots_for(int(used.sum())))
-        surplus = private.slots[slots:]
-        if surplus.numel():
-            private.slots = private.slots[:slots].clone()
-            self.allocator.free(surplus.to(torch.int64))
-            self._count(private.policy, -surplus.numel())
+        if private.slots.numel() > slots:
+            self._give_back(private, keep=slots)
+        if self._tables is not None:
+            self._tables.note(private)
 
     def release(self, private: Private) -> None:
         """Give back every slot of a request."""
         if self._rows.get(private.row) is not private:
             raise RuntimeError(f"row {private.row} does not hold these private slots")
         del self._rows[private.row]
-        self.allocator.free(private.slots.to(torch.int64))
-        self._count(private.policy, -private.slots.numel())
+        self._give_back(private)
+        if self._tables is not None:
+            self._tables.forget(private.row)
 
     def free(self, row: int) -> None:
         """SGLang has freed a row: its request finished, was aborted or retracted."""
@@ -179,6 +209,8 @@ class Store:
     def clear(self) -> None:
         """SGLang flushes everything; it empties the allocator itself next."""
         self._rows.clear()
+        if self._tables is not None:
+            self._tables.forget_all()
         for policy, slots in list(self._held.items()):
             self._count(policy, -slots)
 
@@ -208,9 +240,11 @@ class Store:
         if both.numel():
             raise RuntimeError(f"slots both private and free: {both[:8].tolist()}")
         for private in self._rows.values():
-            self._check_tables(private)
+            self._check_pages(private)
+        if self._tables is not None:
+            self._tables.check(private for private in self._rows.values() if private.ready)
 
-    def _check_tables(self, private: Private) -> None:
+    def _check_pages(self, private: Private) -> None:
         if private.counts is None or private.first_page is None:
             return
         page = self.arena.kv_heads

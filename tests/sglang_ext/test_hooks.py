@@ -36,6 +36,8 @@ SIGNATURES = {
     compat.OWNED: ["self"],
     compat.POSITIONS: ["cls", "batch", "model_runner"],
     compat.CAN_RUN_GRAPH: ["self", "forward_batch"],
+    compat.CAN_RUN_DECODE_GRAPH: ["self", "forward_batch"],
+    compat.GRAPH_VARIANTS: ["hf_config"],
     compat.CREATE_ROWS: ["self", "size", "max_context_len"],
     compat.UNCACHED_SIZES: ["self"],
 }

@@ -9,13 +9,16 @@ pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies
 from kvpolicy.dsl.ir import ModelShape
 from kvpolicy.sglang_ext import compat, refusals
 from kvpolicy.sglang_ext.errors import Refused
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
 HARMLESS = {name: value for name, value, _ in refusals._OPTIONS} | {
     "kv_cache_dtype": "auto",
     "attention_backend": "torch_native",
     "prefill_attention_backend": None,
     "decode_attention_backend": None,
+    "cuda_graph_config": CudaGraphConfig(),
 }
+BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
 
 
 def options(**changes):
@@ -42,8 +45,9 @@ def test_harmless_options_are_served():
         {"enable_deterministic_inference": True},
         {"dllm_algorithm": "LowConfidence"},
         {"kv_cache_dtype": "fp8_e5m2"},
-        {"attention_backend": "triton"},
-        {"decode_attention_backend": "flashinfer"},
+        {"attention_backend": "flex_attention"},
+        {"decode_attention_backend": "trtllm_mha"},
+        {"prefill_attention_backend": "fa4"},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -52,12 +56,31 @@ def test_each_refusal_is_one_sentence_that_names_the_option(change):
     with pytest.raises(Refused) as refused:
         refusals.check_options(options(**change))
     sentence = str(refused.value)
-    assert sentence.startswith("--" + name.removeprefix("decode_").replace("_", "-"))
+    name = name.removeprefix("decode_").removeprefix("prefill_")
+    assert sentence.startswith("--" + name.replace("_", "-"))
     assert value is True or str(value) in sentence
     assert "cannot be combined with --kv-policy: " in sentence
     assert sentence.endswith(".")
     assert sentence.count(". ") == 0
     assert "\n" not in sentence
+
+
+@pytest.mark.parametrize("prefill", BACKENDS)
+@pytest.mark.parametrize("decode", BACKENDS)
+def test_attention_backends_are_served_in_any_combination(prefill, decode):
+    refusals.check_options(options(attention_backend=prefill))
+    chosen = {"prefill_attention_backend": prefill, "decode_attention_backend": decode}
+    refusals.check_options(options(**chosen))
+
+
+def test_prefills_are_captured_in_pieces_only():
+    for backend in ("breakable", "disabled"):
+        config = CudaGraphConfig(prefill=PhaseConfig(backend=backend))
+        refusals.check_options(options(cuda_graph_config=config))
+    config = CudaGraphConfig(prefill=PhaseConfig(backend="full"))
+    sentence = "^--cuda-graph-backend-prefill full cannot be combined with --kv-policy: a policy .*"
+    with pytest.raises(Refused, match=sentence):
+        refusals.check_options(options(cuda_graph_config=config))
 
 
 def test_environment_variables_are_refused(monkeypatch):

@@ -1,0 +1,53 @@
+"""Which decode steps replay CUDA graphs, and which of two graphs.
+
+SGLang captures a decode graph per batch size, and several where attention has variants. Here it has
+two: plain batches replay a graph with the stock attention, and batches in which a request reads
+compressed entries one whose attention reads the device tables (tables.py). A step runs without a
+graph if a policy looks at it or lets entries leave, or if a request stores layers in pairs: all of
+that is Python between the layers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvpolicy.sglang_ext import compat
+
+if TYPE_CHECKING:
+    from kvpolicy.sglang_ext.runtime import Runtime
+
+PLAIN = "kv_policy_plain"
+COMPRESSED = "kv_policy_compressed"
+
+
+class GraphVariants:
+    """What SGLang asks for by `create_attention_graph_variants`."""
+
+    # The plain one last: FlashInfer's backend keeps the buffers that it plans in of the last
+    # capture of a batch size, and only the plain graph reads them.
+    capture_labels: ClassVar[tuple[str, ...]] = (COMPRESSED, PLAIN)
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def select(self, forward_batch: Any) -> str:
+        """The variant for the batch of the forward that is going on."""
+        return COMPRESSED if reads_tables(self._runtime) else PLAIN
+
+
+def reads_tables(runtime: Runtime) -> bool:
+    """Whether attention of a decode forward, or of a capture, is to read the device tables.
+
+    Outside of a scheduled forward (SGLang warms up with batches of its own) it is not.
+    """
+    capturing = compat.captured_attention()
+    if capturing is not None:
+        return capturing == COMPRESSED
+    step = None if runtime.step is None else runtime.step.decode
+    return step is not None and step.reads
+
+
+def can_replay(runtime: Runtime) -> bool:
+    """Whether the decode forward that is going on does nothing in Python between layers."""
+    step = None if runtime.step is None else runtime.step.decode
+    return step is None or not step.needs_python

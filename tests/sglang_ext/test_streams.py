@@ -1,0 +1,141 @@
+"""On which stream the scheduler's state changes in the middle of a forward."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_allocator import Allocator
+from kvpolicy.sglang_ext.arena import create_arena
+from kvpolicy.sglang_ext.runtime import Runtime
+from kvpolicy.sglang_ext.store import Store
+from kvpolicy.sglang_ext.streams import Streams
+
+
+class Device:
+    """Stands in for `torch.cuda` and SGLang's scheduler: notes who waits and what runs where."""
+
+    def __init__(self):
+        self.log = []
+        device = self
+
+        class Stream:
+            def __init__(self, name):
+                self.name = name
+
+            def wait_stream(self, other):
+                device.log.append(f"{self.name} waits for {other.name}")
+
+        self.schedule_stream, self.forward_stream = Stream("scheduler"), Stream("forward")
+        self.current = self.forward_stream
+        self.device_module = self
+
+    def current_stream(self):
+        return self.current
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def note(self, what):
+        self.log.append(f"{what} on {self.current.name}")
+
+    def taken(self):
+        log, self.log = self.log, []
+        return log
+
+
+class Noting(Allocator):
+    """An allocator that notes on which stream it is used."""
+
+    def __init__(self, device, pages):
+        super().__init__(pages)
+        self.device = device
+
+    def alloc(self, need_size):
+        self.device.note("alloc")
+        return super().alloc(need_size)
+
+    def free(self, free_index):
+        self.device.note("free")
+        super().free(free_index)
+
+
+@pytest.fixture
+def device():
+    return Device()
+
+
+@pytest.fixture
+def store(device):
+    streams = Streams()
+    streams.bind(device)
+    arena = create_arena(2, 65, 2, 4, torch.float32, "cpu")
+    return Store(arena, Noting(device, 64), streams=streams)
+
+
+def ordered(*operations):
+    return [
+        "scheduler waits for forward",
+        *(f"{each} on scheduler" for each in operations),
+        "forward waits for scheduler",
+    ]
+
+
+def test_slots_are_taken_and_given_back_on_the_schedulers_stream(device, store):
+    def evict(slots):
+        device.note("evict")
+
+    private = store.allocate(1, "a", 3, 20, evict)
+    assert device.taken() == ordered("evict", "alloc")
+    assert store.grow(private, 9, evict)
+    assert device.taken() == ordered("evict", "alloc")
+    store.fill(private, torch.full((2, 2), 5))  # 3 pages each: 6 slots of 2 pages
+    assert device.taken() == ordered("free")
+    assert private.slots.numel() == 6
+    store.fill(private, torch.full((2, 2), 5))
+    assert device.taken() == []  # no slot changes hands
+    store.release(private)
+    assert device.taken() == ordered("free")
+    assert device.current is device.forward_stream
+
+
+def test_nothing_waits_where_the_forward_runs_on_the_schedulers_stream(device, store):
+    device.current = device.schedule_stream
+    store.release(store.allocate(1, "a", 3, 20, lambda slots: None))
+    assert device.taken() == ["alloc on scheduler", "free on scheduler"]
+
+
+def test_a_replaced_stream_is_followed(device, store):
+    """SGLang may draw another stream for the scheduler before its loop begins."""
+    device.schedule_stream = type(device.schedule_stream)("second")
+    store.allocate(1, "a", 3, 20, lambda slots: None)
+    assert "alloc on second" in device.taken()
+
+
+def test_what_a_request_gives_up_is_given_up_on_the_schedulers_stream(device):
+    class Tree:
+        page_size = 1
+        req_to_token_pool = SimpleNamespace(req_to_token=torch.ones((3, 30), dtype=torch.int32))
+
+        def free_kv_row(self, kv, ranges):
+            device.note(f"free {ranges}")
+
+        def unlock(self, lock):
+            device.note("unlock")
+
+    runtime = Runtime(())
+    runtime.streams.bind(device)
+    runtime.tree = Tree()
+    kv = SimpleNamespace(cache_protected_len=7, req_pool_idx=1)
+    request = SimpleNamespace(kv=kv, lock=object(), skip_radix_cache_insert=False)
+    private = SimpleNamespace(tail_start=20)
+    state = SimpleNamespace(published=False, detached=False, private=private)
+    runtime.detach(request, state)
+    assert device.taken() == []
+    state.published = True
+    runtime.detach(request, state)
+    assert device.taken() == ordered("free [(7, 20)]", "unlock")
+    assert Tree.req_to_token_pool.req_to_token[1].sum() == 10
