@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
-from cases import Bench, Case, Model, Planned
+from cases import Bench, Case, Model, Planned, within
 from cases_scoring import OURS, PROGRAM, scores
 from kvpolicy.dsl.bind import bind
 from kvpolicy.dsl.check import load
 from kvpolicy.dsl.torch_kernels import NONE, Kernels, Slots
 from kvpolicy.dsl.torch_program import TorchProgram
 from kvpolicy.dsl.torch_run import Run
+from kvpolicy.kernels import merge_rows as reference_rows
 from kvpolicy.kernels import nearest as reference
+from kvpolicy.kernels.merge_rows_triton import merge_rows
 from kvpolicy.kernels.nearest_triton import nearest
 from kvpolicy.kernels.table import TRITON
 
@@ -51,18 +54,17 @@ def _sums(bench: Bench, tokens: int) -> Case:
     q = model.random(shape.heads, tokens, shape.head_dim, seed=1)
     pool = model.random(tokens + 1, shape.kv_heads, shape.head_dim, seed=2)
     keys = Slots(pool, 1 + model.permutation(tokens, seed=3))
+    dense = keys.dense().contiguous()
 
     def with_kernels(kernels: Kernels, report: bool = False) -> Callable[[], Run]:
         program = TorchProgram(policy, report=report, kernels=kernels)
 
         def call() -> Run:
             run = program.start(tokens)
-            run.observe(0, q, keys, None)
+            run.observe(0, q, keys if kernels else dense, None)
             return run
 
         return call
-
-    dense = keys.dense().contiguous()
 
     def plain() -> list[torch.Tensor]:
         return [
@@ -74,7 +76,7 @@ def _sums(bench: Bench, tokens: int) -> Case:
     if tokens <= EXACT:
         calls[PROGRAM] = with_kernels(NONE)
     if tokens <= PLAIN:
-        calls["torch, bf16, 256 queries at a time"] = plain
+        calls["torch, 256 queries at a time"] = plain
 
     def check() -> str:
         run = with_kernels(TRITON, report=True)()
@@ -137,6 +139,48 @@ def _nearest(bench: Bench, tokens: int, number: int) -> Case:
     )
 
 
+def _links(model: Model, tokens: int, number: int) -> tuple[torch.Tensor, ...]:
+    """sources, weights [G, P], offsets [G, n + 1], own, divide [G, n]: random receivers."""
+    dropped, _, kept, _ = _lists(model, tokens, number)
+    heads, device = model.shape.kv_heads, model.device
+    generator = torch.Generator(device).manual_seed(4)
+    size = dropped.shape
+    chosen = torch.randint(number, size, generator=generator, device=device)
+    receivers, order = kept.gather(1, chosen).sort(dim=-1, stable=True)
+    many = torch.zeros(heads, tokens + 1, dtype=torch.int64, device=device)
+    many.scatter_add_(1, receivers + 1, torch.ones_like(receivers))
+    weights = torch.rand(size, generator=generator, device=device, dtype=torch.float64).exp()
+    own = torch.full((heads, tokens), math.e, dtype=torch.float64, device=device)
+    offsets = many.cumsum(-1).int()
+    mass = reference_rows.merge_mass(weights, offsets, own)
+    return dropped.gather(1, order).contiguous(), weights, offsets, own, mass
+
+
+def _rows(bench: Bench, tokens: int, number: int) -> Case:
+    model, shape = bench.model, bench.model.shape
+    x = model.random(shape.kv_heads, tokens, shape.head_dim, seed=1)
+    links = _links(model, tokens, number)
+    calls = {
+        OURS: lambda: merge_rows(x, *links),
+        "torch, float64": lambda: reference_rows.merge_rows(x, *links),
+    }
+
+    def check() -> str:
+        wanted = reference_rows.merge_rows(x, *links)
+        assert not torch.equal(wanted, x.double()), "nothing was merged"
+        # Sums of so many terms in another order, of float64.
+        terms = int(links[2].diff(dim=-1).max()) + 3
+        size = reference_rows.merge_rows(x.double().abs(), *links)
+        bound = terms * torch.finfo(torch.float64).eps * size
+        return within(merge_rows(x, *links), wanted, bound, "merged rows")
+
+    counted = shape.kv_heads * tokens * (model.entry_bytes + 8 * shape.head_dim)
+    return Case(
+        "merge", f"sums of {number} receivers, keys of one layer of d2o", tokens, 1, calls, check,
+        counted=counted, prefill=True, note="the values of a layer take as long as its keys",
+    )  # fmt: skip
+
+
 def planned(lengths: Sequence[int], kept: int) -> list[Planned]:
     """Every length; the longest ones, which grow with the square, last."""
     made = []
@@ -149,7 +193,11 @@ def planned(lengths: Sequence[int], kept: int) -> list[Planned]:
         def merge(bench: Bench, tokens=tokens, number=number) -> Case:
             return _nearest(bench, tokens, number)
 
+        def rows(bench: Bench, tokens=tokens, number=number) -> Case:
+            return _rows(bench, tokens, number)
+
         rank = 2 if tokens > PLAIN else 1
         made.append(Planned(f"sums over all queries {tokens}", sums, rank))
-        made.append(Planned(f"merge {tokens}", merge))
+        made.append(Planned(f"nearest {tokens}", merge, rank))
+        made.append(Planned(f"merged rows {tokens}", rows))
     return made

@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from measure import summary
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
@@ -120,3 +121,42 @@ def _save(figure, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def serving(facts: dict, path: Path) -> None:
+    """Four panels over the share kept: TTFT and TPOT at equal batch; what a crowd gets."""
+    figure, panels = pyplot.subplots(2, 2, figsize=(11, 8))
+    cells = facts["cells"]
+    equal = [cell for cell in cells if cell["requests"] == facts["at_once"]]
+    # The longest prompts that a policy got to.
+    longest = max((cell["tokens"] for cell in equal if cell["share"] < 1), default=0)
+    equal = [cell for cell in equal if cell["tokens"] == longest]
+    crowd = [cell for cell in cells if cell["requests"] != facts["at_once"]]
+    for axes, part, name, scale, title in (
+        (panels[0, 0], equal, "ttft", 1000, "TTFT at equal batch, ms"),
+        (panels[0, 1], equal, "tpot", 1000, "TPOT at equal batch, ms"),
+        (panels[1, 0], crowd, "throughput", 1, "Tokens per second, crowd in a tight pool"),
+        (panels[1, 1], crowd, "at_once", 1, "Requests decoded at once, crowd in a tight pool"),
+    ):
+        lines: Lines = {}
+        for cell in part:
+            point = (100 * cell["share"], *_middle(cell[name], scale))
+            lines.setdefault(_policy(cell["server"]), []).append(point)
+        _draw(axes, lines)
+        axes.set(title=title, xlabel="% of the prompt kept, as asked")
+        axes.set_ylim(bottom=0)
+    device = facts["machine"].split(",")[0]
+    title = f"Serving on {device}, prompts of {longest} tokens, {facts['at_once']} at equal batch"
+    figure.suptitle(f"{title}; bars: 10th to 90th percentile", fontsize=10)
+    _save(figure, path)
+
+
+def _policy(label: str) -> str:
+    """A cell's label without its share."""
+    name, _, share = label.rpartition(" ")
+    return name if share.endswith("%") else label
+
+
+def _middle(values: list[float], scale: float) -> tuple[float, float, float]:
+    facts = summary(values)
+    return tuple(scale * facts[name] for name in ("median", "p10", "p90"))
