@@ -170,8 +170,8 @@ def _heads(frame: Frame, size: int) -> Iterator[Frame]:
             frame,
             kv=end - start,
             kv_start=frame.kv_start + start,
-            k=None if frame.k is None else frame.k[start:end].double(),
-            v=None if frame.v is None else frame.v[start:end],
+            k=None if frame.k is None else frame.keys[start:end].double(),
+            v=None if frame.v is None else frame.values[start:end],
             q=None if frame.q is None else frame.q[start * group : end * group],
             there=None if frame.there is None else frame.there[start:end],
         )
@@ -185,7 +185,7 @@ def _rows(frame: Frame, windows: set[int], size: int | None, causal: bool) -> It
     if size is None or size >= longest:
         yield frame
         return
-    frame = replace(frame, k=frame.k.double())
+    frame = replace(frame, k=frame.keys.double())
     for start in range(0, longest, size):
         end = min(start + size, longest)
         part = replace(frame, rows=slice(start, end))
@@ -199,8 +199,8 @@ def _up_to(frame: Frame, later: int, rows: int) -> Frame:
         frame,
         tokens=tokens,
         q=frame.q[:, :queries],
-        k=frame.k[:, :tokens],
-        v=None if frame.v is None else frame.v[:, :tokens],
+        k=frame.keys[:, :tokens],
+        v=None if frame.v is None else frame.values[:, :tokens],
         positions=None if frame.positions is None else frame.positions[:tokens],
         last=rows,
     )

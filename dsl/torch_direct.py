@@ -51,6 +51,9 @@ class Direct:
         self.needed |= any(node.op in _WINDOWS and not node.args for node in every)
         self._later: dict[int, bool] = {}
         self.handed = self._handed(self.roots, merge)
+        # All that the prefill computes of its layers, merges apart.
+        self.everything = [*self.roots, *self.handed, *self.tested.values(), *early]
+        self.everything += state_roots(self.updates.states)
         remembered = state_roots(self.updates.states)
         self.early_looks = _looks(nodes_of([*early, *remembered]))
         self.looks = _looks(nodes_of([*self.handed, *remembered, *early]))

@@ -15,6 +15,7 @@ import torch
 from kvpolicy.dsl.ir import Node, Rules, State
 from kvpolicy.dsl.torch_blocks import in_blocks
 from kvpolicy.dsl.torch_elementwise import mask
+from kvpolicy.dsl.torch_generated import Generated
 from kvpolicy.dsl.torch_ops import OPERATIONS
 from kvpolicy.dsl.torch_plan import across, operands, scalar
 from kvpolicy.dsl.torch_values import Frame, Value, aligned, as_tensor, sizes_of, union
@@ -64,6 +65,7 @@ class Evaluation:
         extra: operations that mean something only here, as in a merge.
         budget: the prefill's whole numbers, in decode.
         whole: False inside a block of `torch_blocks`.
+        generated: kernels that take the place of torch, in a prefill.
     """
 
     frame: Frame
@@ -75,6 +77,7 @@ class Evaluation:
     extra: Mapping[str, Callable[[Node, Evaluation], Value]] = field(default_factory=dict)
     budget: Value | None = None
     whole: bool = True
+    generated: Generated | None = None
 
     def value(self, node: Node) -> Value:
         """The value of a node."""
@@ -128,6 +131,11 @@ class Evaluation:
             return self._rest(node)
         if across(node):
             return self.others(node, self)
+        if self.whole and self.generated is not None:
+            bundle = self.generated.bundle(node, self.frame)
+            if bundle is not None:
+                self.known.update(self.generated.values(bundle, self.frame, self.value))
+                return self.known[id(node)]
         if self.whole:
             done = in_blocks(node, self)
             if done is not None:

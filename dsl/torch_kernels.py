@@ -7,13 +7,36 @@ top(keys, number) -> bool [R, n]
     The `number` (int, or int64 [R, 1]) highest of int32 keys [R, n] per row, of equal ones the
     first; the lowest int32 is absent and never chosen.
 
-Dimensions: G KV heads, n tokens of a layer, D head size, S slots.
+nearest(x, dropped, dropped_count, kept, kept_count) -> int64 [G, P]
+    For each dropped entry where in its head's list `kept` the one of the highest cosine stands, of
+    equal ones the first; 0 beyond the counts and where nothing is kept. Cosines are of float64 unit
+    vectors (zero for vectors of zeros, and for those with NaN or infinity), compared as float32.
+    x is [G, n, D] of any float dtype; dropped [G, P] and kept [G, C] are int64 places, of which the
+    first so many count as int64 [G] say.
+
+merge_rows(x, sources, weights, offsets, own, divide) -> float64 [G, n, D]
+    Receiver c of a KV head becomes (own * x[c] + the sum of weight * x[source] over its links) /
+    divide; x[c] where it has no links, where the divisor is 0 or not finite and where the sum is
+    not finite. Its links are those from offsets[c] to offsets[c + 1]. x is [G, n, D] of any float
+    dtype, sources int64 [G, K], weights float64 [G, K], offsets int32 [G, n + 1], own and divide
+    float64 [G, n]. Sums are float64 and the same for the same arguments.
+
+merge_mass(weights, offsets, own) -> float64 [G, n]
+    own and the sum of the weights of each receiver's links. It comes with `merge_rows`.
+
+generated(name, source) -> run
+    Compiles Triton source that `triton_source` wrote for the policy of that name, and gives its
+    function `run`, whose arguments and results the source documents. It launches without waiting
+    for the device.
+
+Dimensions: G KV heads, n tokens of a layer, D head size, S slots, P dropped entries, K links.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 import torch
@@ -35,6 +58,10 @@ class Slots:
     slots: torch.Tensor
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.pool.dtype
+
+    @property
     def device(self) -> torch.device:
         return self.slots.device
 
@@ -44,5 +71,14 @@ class Slots:
         return self.pool.shape[1], self.slots.shape[0], self.pool.shape[2]
 
     def dense(self) -> torch.Tensor:
-        """[G, n, D], a copy."""
+        """[G, n, D], a copy, made once."""
+        return self._dense
+
+    @cached_property
+    def _dense(self) -> torch.Tensor:
         return self.pool[self.slots].transpose(0, 1)
+
+
+def dense(x: torch.Tensor | Slots) -> torch.Tensor:
+    """Keys or values [G, n, D] wherever they lie."""
+    return x.dense() if isinstance(x, Slots) else x

@@ -72,7 +72,7 @@ def uniform(node: Node, frame: Frame, seed: Value) -> Value:
 
 def cached(node: Node, frame: Frame) -> Value:
     """Keys or values in float64."""
-    data = (frame.k if node.op == "key" else frame.v).double()
+    data = (frame.keys if node.op == "key" else frame.values).double()
     frame.checks.append(data.sum().isfinite())
     return frame.present(Value(data, ("kv", "token", "dim"), finite=True))
 
@@ -91,12 +91,13 @@ def _queries(window: int, frame: Frame) -> tuple[slice, torch.Tensor]:
 def _window_logits(node: Node, frame: Frame) -> tuple[torch.Tensor, torch.Tensor, tuple[str, ...]]:
     """q.k / sqrt(D), [G, H/G, W, n]; where there is a value, and the axes of that."""
     window = frame.window(node)
-    kv, tokens, size = frame.k.shape
+    keys = frame.keys
+    kv, tokens, size = keys.shape
     chosen, positions = _queries(window, frame)
     q = frame.q[:, chosen] if window else frame.q[:, :0]
     group, rows = q.shape[0] // kv, q.shape[1]
     q = q.double().reshape(kv, group * rows, size) * size**-0.5
-    logits = torch.matmul(q, frame.k.double().transpose(1, 2)).view(kv, group, rows, tokens)
+    logits = torch.matmul(q, keys.double().transpose(1, 2)).view(kv, group, rows, tokens)
 
     def make() -> torch.Tensor:
         return frame.places <= positions[:, None]

@@ -12,6 +12,7 @@ import torch
 from kvpolicy.dsl.ir import Node, When
 from kvpolicy.dsl.torch_across import History, Layers, known_before, look_back
 from kvpolicy.dsl.torch_evaluate import Evaluation
+from kvpolicy.dsl.torch_kernels import Slots
 from kvpolicy.dsl.torch_merge import Merging
 from kvpolicy.dsl.torch_run import Run
 from kvpolicy.dsl.torch_values import Frame, Value
@@ -40,8 +41,8 @@ class DirectRun(Run):
         self,
         layer: int,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
+        k: torch.Tensor | Slots,
+        v: torch.Tensor | Slots | None,
         tokens: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """As `Run.observe`; layers come in order."""
@@ -56,14 +57,18 @@ class DirectRun(Run):
         return deeper
 
     def accumulate(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor | Slots,
+        v: torch.Tensor | Slots | None = None,
     ) -> None:
         """As `Run.accumulate`."""
         if not self.program.accumulates:
             super().accumulate(layer, q, k, v)
         sums = self._sums.setdefault(layer, _Sums(self.program.direct.sums))
         frame = self._frame(layer, k.device, k.shape[1], None)
-        sums.add(replace(frame, q=q, k=k, v=v), q.shape[1])
+        sums.add(self._evaluation(replace(frame, q=q, k=k, v=v)), q.shape[1])
 
     def again(self, prompt: int) -> Run:
         """As `Run.again`."""
@@ -84,7 +89,10 @@ class DirectRun(Run):
         )  # fmt: skip
 
     def _evaluation(self, frame: Frame) -> Evaluation:
-        return Evaluation(frame, self.program.direct.updates, others=self._others)
+        return Evaluation(
+            frame, self.program.direct.updates, others=self._others,
+            generated=self.program.generated,
+        )  # fmt: skip
 
     def _others(self, node: Node, evaluation: Evaluation) -> Value:
         """A node that looks at layers done so far, or at none's data."""
@@ -237,18 +245,17 @@ class _Sums:
         self.queries = 0
         self.values: dict[str, Value] = {}
 
-    def add(self, frame: Frame, queries: int) -> None:
+    def add(self, evaluation: Evaluation, queries: int) -> None:
         """Adds the reductions over the last `queries` queries of those so far."""
-        part = replace(frame, last=queries)
-        evaluation = Evaluation(part)
+        part = replace(evaluation, frame=replace(evaluation.frame, last=queries), known={})
         for name, total in self.totals.items():
-            x = evaluation.value(total)
+            x = part.value(total)
             self.values[name] = _added(self.values.get(name), x)
         self.queries += queries
 
     def finish(self, evaluation: Evaluation) -> None:
         """Adds the rest of the prompt; the evaluation finds the whole sums."""
-        self.add(evaluation.frame, evaluation.frame.tokens - self.queries)
+        self.add(evaluation, evaluation.frame.tokens - self.queries)
         for name, total in self.totals.items():
             evaluation.known[id(total)] = self.values[name]
 

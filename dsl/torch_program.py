@@ -16,20 +16,25 @@ Dimensions: L layers, H query heads, G KV heads, N cached tokens, D head size, W
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.diagnostics import refused
 from kvpolicy.dsl.ir import Node
 from kvpolicy.dsl.lower import Phase, Phases
+from kvpolicy.dsl.regions import Bundle
 from kvpolicy.dsl.torch_direct import Direct
+from kvpolicy.dsl.torch_generated import Generated
 from kvpolicy.dsl.torch_kernels import NONE, Kernels
 from kvpolicy.dsl.torch_ops import OPERATIONS
 from kvpolicy.dsl.torch_plan import Plan, operands
 from kvpolicy.dsl.torch_prefill import DirectRun
 from kvpolicy.dsl.torch_run import Run
 from kvpolicy.dsl.torch_steps import Steps
+from kvpolicy.dsl.torch_values import Frame
 
 # Plans kept for prompt lengths seen last.
 _PLANS = 8
@@ -42,6 +47,22 @@ class Step:
     node: Node
     arguments: tuple[int, ...]
     frees: tuple[int, ...]
+    bundle: Bundle | None = None  # generated kernels that give the node, and others with it
+
+
+@dataclass(frozen=True)
+class LayerSteps:
+    """What is computed of a layer's tensors.
+
+    Attributes:
+        heads: steps that may be computed for each KV head by itself; `joined`: their results that
+            anything else reads.
+        whole: the rest, on all KV heads.
+    """
+
+    heads: list[Step]
+    joined: list[Node]
+    whole: list[Step]
 
 
 class TorchProgram:
@@ -65,7 +86,9 @@ class TorchProgram:
         self.steps = None if bound.decode is None else Steps(bound, report, kernels)
         self.roots = self.direct.roots
         self.phases = Phases(bound.propagates)
-        self.head_steps: list[Step] = []
+        self.generated = Generated.of(
+            bound, self.direct.everything, kernels, self.direct.updates.states
+        )
         if not self.direct.needed:
             self._compile()
 
@@ -98,17 +121,53 @@ class TorchProgram:
         used_at_end = {id(x) for node in ends for x in operands(node)}
         used_at_end |= {id(root) for root in self.roots}
         self.handed_over = [n for n in by_phase[Phase.LAYER] if id(n) in used_at_end]
-        self.by_head = self._heads_apart(by_phase[Phase.LAYER])
-        outside = [n for n in by_phase[Phase.LAYER] if id(n) not in self.by_head]
-        inside = [n for n in by_phase[Phase.LAYER] if id(n) in self.by_head]
-        needed = {id(x) for node in outside for x in operands(node)} | {
-            id(x) for x in self.handed_over
-        }
-        self.joined = [n for n in inside if id(n) in needed]
-        self.head_steps = _steps(inside, self.joined)
-        self.layer_steps = _steps(outside, self.handed_over)
+        self._plain = self._layer(by_phase[Phase.LAYER], {})
+        self._fused = None
+        if self.generated is not None:
+            bundles = self.generated.regions.of
+            self._fused = self._layer(self._ordered(by_phase[Phase.LAYER], bundles), bundles)
         self.end_steps = _steps(ends, self.roots)
         self._plans: OrderedDict[tuple[int, torch.device], Plan] = OrderedDict()
+
+    def layer_steps(self, frame: Frame) -> LayerSteps:
+        """What is computed of a layer: with generated kernels if these can serve its tensors."""
+        fused = self._fused
+        if fused is None:
+            return self._plain
+        bundles = self.generated.regions.bundles
+        return fused if all(Generated.serves(x, frame) for x in bundles) else self._plain
+
+    def _layer(self, nodes: list[Node], bundles: Mapping[int, Bundle]) -> LayerSteps:
+        """The steps of a layer's nodes; of a bundle's nodes only the first is given."""
+        apart = self._heads_apart(nodes, bundles)
+        outside = [n for n in nodes if id(n) not in apart]
+        inside = [n for n in nodes if id(n) in apart]
+        needed = {id(x) for node in outside for x in _reads(node, bundles)}
+        needed |= {id(x) for x in self.handed_over}
+        joined = [n for n in inside if id(n) in needed]
+        return LayerSteps(
+            _steps(inside, joined, {}), joined, _steps(outside, self.handed_over, bundles)
+        )
+
+    def _ordered(self, nodes: list[Node], bundles: Mapping[int, Bundle]) -> list[Node]:
+        """The nodes that are computed beside a layer's bundles, and one node of each bundle."""
+        own = {id(node) for node in nodes}
+        ordered: list[Node] = []
+        done: set[int] = set()
+
+        def visit(node: Node) -> None:
+            bundle = bundles.get(id(node))
+            name = id(node) if bundle is None else id(bundle)
+            if name in done or id(node) not in own:
+                return
+            done.add(name)
+            for each in _reads(node, bundles):
+                visit(each)
+            ordered.append(node)
+
+        for node in self.handed_over:
+            visit(node)
+        return ordered
 
     def start(self, prompt: int) -> Run:
         """Begins a prefill of `prompt` tokens."""
@@ -138,28 +197,42 @@ class TorchProgram:
                     f"`{node.op}` is not available at the end of a layer's prefill",
                 )
 
-    def _heads_apart(self, nodes: list[Node]) -> set[int]:
+    def _heads_apart(self, nodes: list[Node], bundles: Mapping[int, Bundle]) -> set[int]:
         """Nodes of a layer that may be computed for each KV head by itself."""
         apart: set[int] = set()
         for node in nodes:
+            if id(node) in bundles:
+                continue
             inner = {id(x) for x in node.args if self.phases.of(x) == Phase.LAYER}
             if "kv" in node.type.axes and "kv" not in node.axes and inner <= apart:
                 apart.add(id(node))
         return apart
 
 
-def _steps(nodes: list[Node], wanted: list[Node]) -> list[Step]:
+def _reads(node: Node, bundles: Mapping[int, Bundle]) -> tuple[Node, ...]:
+    """What computing a node reads: its arguments, or what its kernels read."""
+    bundle = bundles.get(id(node))
+    return operands(node) if bundle is None else bundle.inputs
+
+
+def _steps(
+    nodes: list[Node], wanted: list[Node], bundles: Mapping[int, Bundle] = MappingProxyType({})
+) -> list[Step]:
     """Nodes in order, each with the nodes of the same list that it uses last."""
-    own = {id(node) for node in nodes} - {id(node) for node in wanted}
+    made = {id(node) for node in nodes}
+    made |= {id(x) for n in nodes if id(n) in bundles for x in bundles[id(n)].outputs}
+    own = made - {id(node) for node in wanted}
     last: dict[int, int] = {}
     for place, node in enumerate(nodes):
-        for argument in operands(node):
+        for argument in _reads(node, bundles):
             last[id(argument)] = place
     frees: dict[int, list[int]] = {}
     for name, place in last.items():
         if name in own:
             frees.setdefault(place, []).append(name)
-    return [
-        Step(node, tuple(id(x) for x in operands(node)), tuple(frees.get(place, ())))
-        for place, node in enumerate(nodes)
-    ]
+    steps = []
+    for place, node in enumerate(nodes):
+        arguments = tuple(id(x) for x in _reads(node, bundles))
+        freed = tuple(frees.get(place, ()))
+        steps.append(Step(node, arguments, freed, bundles.get(id(node))))
+    return steps

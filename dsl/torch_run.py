@@ -16,12 +16,13 @@ from kvpolicy.dsl.ir import Node
 from kvpolicy.dsl.lower import Phase
 from kvpolicy.dsl.torch_blocks import block_bytes, concatenated, cut_heads
 from kvpolicy.dsl.torch_decode import Held, Memory, shift_of
+from kvpolicy.dsl.torch_kernels import Slots
 from kvpolicy.dsl.torch_plan import Plan, call, of_layer, stacked
 from kvpolicy.dsl.torch_share import Shared, shared
 from kvpolicy.dsl.torch_values import Frame, Value, aligned, snapped
 
 if TYPE_CHECKING:
-    from kvpolicy.dsl.torch_program import Step, TorchProgram
+    from kvpolicy.dsl.torch_program import LayerSteps, Step, TorchProgram
 
 
 def _floored(x: Value) -> Value:
@@ -67,8 +68,8 @@ class Run:
         self,
         layer: int,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
+        k: torch.Tensor | Slots,
+        v: torch.Tensor | Slots | None,
         tokens: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Computes all that one layer decides; the tensors are not kept and not changed.
@@ -76,8 +77,8 @@ class Run:
         Args:
             layer: from 0, each once; in order, where layers read those before them.
             q: [H, T, D] the last `queries` queries of the tokens there, or more; after RoPE.
-            k: [G, n, D] keys of the tokens there, after RoPE.
-            v: [G, n, D] values, or None unless `bound.needs_values`.
+            k: [G, n, D] keys of the tokens there, after RoPE, or where the pool has them.
+            v: [G, n, D] values, the same, or None unless `bound.needs_values`.
             tokens: int64 [n], ascending: positions of the tokens there; None: all N.
 
         Returns:
@@ -91,20 +92,26 @@ class Run:
         plan, program = self._plan, self.program
         values = dict(plan.values[layer])
         frame = replace(plan.frame, layer=layer, checks=self._checks, q=q, k=k, v=v)
-        self._by_head(frame, values)
-        self._compute(program.layer_steps, frame, values)
+        steps = program.layer_steps(frame)
+        self._by_head(steps, frame, values)
+        self._compute(steps.whole, frame, values)
         self._layers[layer] = {id(n): values[id(n)] for n in program.handed_over}
         self._remember_queries(layer, q)
         return None
 
     def accumulate(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor | Slots,
+        v: torch.Tensor | Slots | None = None,
     ) -> None:
         """Takes an earlier chunk's queries, where `program.accumulates`.
 
         Args:
             layer: from 0; a layer's chunks in order, before its `observe`.
-            q: [H, T, D] the chunk's queries; k, v: [G, n, D] of all n tokens up to its end.
+            q: [H, T, D] the chunk's queries; k, v: [G, n, D] of all n tokens up to its end,
+                or where the pool has them.
         """
         raise RuntimeError(f"`{self.program.bound.program.name}` has nothing to accumulate")
 
@@ -266,13 +273,13 @@ class Run:
             if self.program.phases.of(root) == Phase.END
         }
 
-    def _by_head(self, frame: Frame, values: dict[int, Value]) -> None:
+    def _by_head(self, steps: LayerSteps, frame: Frame, values: dict[int, Value]) -> None:
         """The steps that need one KV head at a time, in blocks of heads that fit in memory."""
-        program, kv = self.program, frame.kv
-        if not program.head_steps:
+        kv, shape = frame.kv, self.program.bound.shape
+        if not steps.heads:
             return
-        group = program.bound.shape.group
-        per_head = 8 * max(group * self.queries * self.prompt, self.prompt * frame.k.shape[-1])
+        group = shape.group
+        per_head = 8 * max(group * self.queries * self.prompt, self.prompt * shape.head_dim)
         block = max(1, min(kv, block_bytes(frame.device) // per_head))
         parts: list[dict[int, Value]] = []
         for start in range(0, kv, block):
@@ -281,20 +288,25 @@ class Run:
                 frame,
                 kv=end - start,
                 kv_start=start,
-                k=frame.k[start:end],
-                v=None if frame.v is None else frame.v[start:end],
+                k=frame.keys[start:end],
+                v=None if frame.v is None else frame.values[start:end],
                 q=frame.q[start * group : end * group],
             )
             own = values if block == kv else cut_heads(values, start, end - start)
-            self._compute(program.head_steps, part, own)
-            parts.append({id(n): own[id(n)] for n in program.joined})
-        for node in program.joined:
+            self._compute(steps.heads, part, own)
+            parts.append({id(n): own[id(n)] for n in steps.joined})
+        for node in steps.joined:
             values[id(node)] = concatenated([part[id(node)] for part in parts])
 
-    @staticmethod
-    def _compute(steps: list[Step], frame: Frame, values: dict[int, Value]) -> None:
+    def _compute(self, steps: list[Step], frame: Frame, values: dict[int, Value]) -> None:
         for step in steps:
-            arguments = [values[name] for name in step.arguments]
-            values[id(step.node)] = call(step.node, frame, arguments)
+            if step.bundle is not None:
+                made = self.program.generated.values(
+                    step.bundle, frame, lambda node: values[id(node)]
+                )
+                values.update(made)
+            else:
+                arguments = [values[name] for name in step.arguments]
+                values[id(step.node)] = call(step.node, frame, arguments)
             for name in step.frees:
                 del values[name]

@@ -16,7 +16,7 @@ import torch
 from kvpolicy.dsl import counts
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.ir import AXES, Node
-from kvpolicy.dsl.torch_kernels import NONE, Kernels
+from kvpolicy.dsl.torch_kernels import NONE, Kernels, Slots, dense
 
 ORDER = ("layer", *AXES)
 
@@ -53,7 +53,8 @@ class Frame:
             propagated), M in decode; `kv` KV heads in this block, the first `kv_start`.
         prompt: N; None: `tokens`.
         layer: this layer, or None after the last one.
-        q: [H, T, D] last queries; k, v: [G, n, D]; heads of this block only.
+        q: [H, T, D] last queries; k, v: [G, n, D], or where a server's pool has them: torch
+            operations read `keys` and `values`; heads of this block only.
         positions: int64 [n] original positions, ascending; None: 0 to n - 1.
         there: bool [G, n]: which KV head holds which candidate; None: all hold all.
         query_positions: int64 [T], in decode; None: `q` are of the last T tokens.
@@ -75,8 +76,8 @@ class Frame:
     prompt: int | None = None
     layer: int | None = None
     q: torch.Tensor | None = None
-    k: torch.Tensor | None = None
-    v: torch.Tensor | None = None
+    k: torch.Tensor | Slots | None = None
+    v: torch.Tensor | Slots | None = None
     positions: torch.Tensor | None = None
     there: torch.Tensor | None = None
     query_positions: torch.Tensor | None = None
@@ -88,6 +89,16 @@ class Frame:
     fixed: dict[int, torch.Tensor] = field(default_factory=dict)
     memo: dict[tuple, torch.Tensor] = field(default_factory=dict)
     checks: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """[G, n, D] keys; gathered from the pool where that has not been done."""
+        return dense(self.k)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """[G, n, D] values, the same."""
+        return dense(self.v)
 
     @property
     def places(self) -> torch.Tensor:

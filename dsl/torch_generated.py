@@ -1,0 +1,203 @@
+"""Generated kernels in the torch program: what a bundle needs, and its values.
+
+Kernels compute in float32; what they give goes on as float64. They serve the prefill; decode steps,
+whose KV heads may hold different entries, stay with torch.
+
+Dimensions: G KV heads, H query heads, n tokens of a layer, W queries of a window, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from kvpolicy.dsl import counts
+from kvpolicy.dsl.bind import Bound
+from kvpolicy.dsl.ir import Node, State
+from kvpolicy.dsl.regions import Bundle, Regions, finite
+from kvpolicy.dsl.torch_elementwise import reduce
+from kvpolicy.dsl.torch_kernels import Kernels, Slots
+from kvpolicy.dsl.torch_values import Frame, Value, aligned, as_tensor, sizes_of
+from kvpolicy.dsl.triton_source import Result, Source, generate
+
+_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass
+class Generated:
+    """The generated kernels of one bound policy.
+
+    Attributes:
+        regions: what they compute.
+    """
+
+    bound: Bound
+    regions: Regions
+    compiled: Callable[[str, str], Callable]
+    _sources: dict[int, tuple[Source, Callable]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        bound: Bound,
+        roots: Iterable[Node | None],
+        kernels: Kernels,
+        states: Mapping[str, State] | None = None,
+    ) -> Generated | None:
+        """Those of a policy; None if it has none, or the table of kernels cannot compile."""
+        if "generated" not in kernels:
+            return None
+        regions = Regions(bound, roots, states)
+        return cls(bound, regions, kernels["generated"]) if regions.bundles else None
+
+    def bundle(self, node: Node, frame: Frame) -> Bundle | None:
+        """The bundle that gives a node at a frame, if its kernels can serve there."""
+        found = self.regions.of.get(id(node))
+        return found if found is not None and self.serves(found, frame) else None
+
+    @staticmethod
+    def serves(bundle: Bundle, frame: Frame) -> bool:
+        """Whether a frame is a whole layer of a prefill, in a type that kernels read."""
+        if frame.there is not None or frame.generated is not None or frame.rows is not None:
+            return False
+        ops = {node.op for each in bundle.reductions for node in each.node.walk()}
+        needed = [frame.k] + ([frame.v] if "value" in ops else [])
+        if bundle.window is not None:
+            needed.append(frame.q)
+        if not frame.tokens or any(each is None for each in needed):
+            return False
+        return all(each.dtype in _TYPES for each in needed)
+
+    def values(
+        self, bundle: Bundle, frame: Frame, value: Callable[[Node], Value]
+    ) -> dict[int, Value]:
+        """The bundle's outputs, by id of node.
+
+        Args:
+            frame: of a layer.
+            value: gives the values that the bundle reads.
+        """
+        source, run = self._source(bundle)
+        inputs = [_tensor(value(node), node, frame, there) for node, there in source.tensors]
+        numbers = [_number(how, node, frame) for how, node in source.numbers]
+        q = None
+        if bundle.window is not None:
+            window = frame.window(bundle.window)
+            q = _unit(frame.q[:, frame.q.shape[1] - window :])
+        keys, key_slots = _rows(frame.k)
+        ops = {node.op for each in bundle.reductions for node in each.node.walk()}
+        values, value_slots = _rows(frame.v) if "value" in ops else (None, None)
+        made, checks = run(
+            q, keys, key_slots, values, value_slots, frame.positions, frame.tokens, inputs, numbers
+        )
+        frame.checks.extend(checks)
+        return _completed(bundle, source.results, made, frame)
+
+    def _source(self, bundle: Bundle) -> tuple[Source, Callable]:
+        if id(bundle) not in self._sources:
+            source = generate(bundle, self.bound)
+            run = self.compiled(self.bound.program.name, source.text)
+            self._sources[id(bundle)] = (source, run)
+        return self._sources[id(bundle)]
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _rows(x: torch.Tensor | Slots) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Keys or values with tokens first, and in which row each token lies."""
+    if isinstance(x, Slots):
+        return _unit(x.pool), x.slots
+    return _unit(x.transpose(0, 1)), None
+
+
+def _tensor(x: Value, node: Node, frame: Frame, there: bool) -> torch.Tensor:
+    """An input with all axes of its node: float32 or int8 data, or int8 where it is present."""
+    sizes = {
+        "kv": frame.kv, "group": frame.bound.shape.group, "token": frame.tokens, **sizes_of(x),
+    }  # fmt: skip
+    shape = [sizes[axis] for axis in node.type.axes]
+    if there:
+        own, axes = (True if x.mask is None else x.mask), x.mask_axes
+    else:
+        own, axes = x.data, x.axes
+    data = aligned(as_tensor(own, frame), axes, node.type.axes).expand(shape)
+    return data.to(torch.int8 if data.dtype == torch.bool else torch.float32).contiguous()
+
+
+def _number(how: str, node: Node, frame: Frame) -> float | int:
+    """A number of the host as a kernel takes it."""
+    x = frame.number(node)
+    if how == "truth":
+        return int(bool(x))
+    if how == "value":
+        return float(x)
+    if how == "count":
+        return counts.whole(x, frame.tokens)
+    width = max(1, counts.whole(float(x), 2**31))
+    if how == "width":
+        return float(width)
+    reach = (width - 1) // 2 if how == "before" else width // 2
+    return min(reach, frame.tokens)
+
+
+# What torch completes: splits of rows, and reductions over tokens and KV heads.
+
+_JOIN = {"sum": "sum", "mean": "sum", "count": "sum", "max": "amax", "min": "amin", "any": "amax"}
+
+
+def _completed(
+    bundle: Bundle, results: tuple[Result, ...], made: tuple[torch.Tensor, ...], frame: Frame
+) -> dict[int, Value]:
+    parts: dict[int, dict[str, torch.Tensor]] = {}
+    for result, data in zip(results, made, strict=True):
+        data = data.bool() if result.truth else data.double()
+        if result.splits:
+            join = _JOIN[result.node.op]
+            data = data.any(0) if data.dtype == torch.bool else getattr(data, join)(0)
+        parts.setdefault(id(result.node), {})[result.part] = data
+    axes = {id(result.node): result.axes for result in results}
+    reductions = {id(each.node): each for each in bundle.reductions}
+    values = {}
+    for node in bundle.outputs:
+        own = parts[id(node)]
+        each = reductions.get(id(node))
+        x = _value(node, own, axes[id(node)])
+        if each is not None and (each.rest or "count" in own):
+            x = _rest(node, each.rest, own, axes[id(node)], frame)
+        values[id(node)] = x
+    return values
+
+
+def _value(node: Node, parts: dict[str, torch.Tensor], axes: tuple[str, ...]) -> Value:
+    data = parts.get("value", parts.get("sum"))
+    there = parts.get("there")
+    return Value(data, axes, there, axes if there is not None else (), finite=finite(node))
+
+
+def _rest(
+    node: Node,
+    rest: tuple[str, ...],
+    parts: dict[str, torch.Tensor],
+    axes: tuple[str, ...],
+    frame: Frame,
+) -> Value:
+    """The reduction over the axes that the kernel left, in float64."""
+    over = tuple(axis for axis in rest if axis in axes)
+    dims = [axes.index(axis) for axis in over]
+    left = tuple(axis for axis in axes if axis not in over)
+    if node.op in ("mean", "count"):
+        totals = {
+            name: part.double().sum(dims) if dims else part.double()
+            for name, part in parts.items()
+        }  # fmt: skip
+        if node.op == "count":
+            return Value(totals["value"], left, finite=True)
+        data = totals["sum"] / totals["count"]
+        data = torch.nan_to_num(data, nan=0.0, posinf=math.inf, neginf=-math.inf)
+        return Value(data, left, finite=finite(node))
+    x = Value(parts["value"], axes, finite=finite(node))
+    return reduce(replace(node, axes=over), frame, x)

@@ -1,0 +1,390 @@
+"""Readable Triton source of a bundle: one file with its kernels and a function `run`.
+
+A window takes two passes over the keys: the first makes the log-sum-exp of each query's row, the
+second the probabilities, whatever the policy computes of them, and the reductions, one block of
+keys after the other, so that nothing of size [H, W, n] is written. Pooling needs neighbours and
+follows as a third, small kernel over values per token.
+
+Dimensions: G KV heads, H query heads, n tokens of a layer, W queries of a window, D head size,
+S splits of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvpolicy.dsl.bind import Bound
+from kvpolicy.dsl.causal import skips
+from kvpolicy.dsl.ir import Node
+from kvpolicy.dsl.regions import Bundle, Reduction
+from kvpolicy.dsl.triton_expressions import Writer
+from kvpolicy.dsl.triton_reductions import Statistic, VectorWriter, fold, shape
+from kvpolicy.dsl.triton_run import run_text
+from kvpolicy.dsl.triton_text import (
+    BLOCK,
+    COLUMNS,
+    HEADER,
+    KEYS,
+    QUERIES,
+    ROW,
+    ROW_PASS,
+    ROWS,
+    TAIL,
+    VALUES,
+)
+from kvpolicy.dsl.triton_tiles import SEEN, TILE, Arguments, Tile, conjunction
+from kvpolicy.dsl.written import written
+
+# Rows of a tile, group times queries, up to which a whole window is one tile.
+_MOST_ROWS = 256
+_BODY = " " * 8
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that `run` returns.
+
+    Attributes:
+        node: whose value, or part of it, it is.
+        part: `value`; `there`, where it is present; `sum` and `count` of a mean that torch
+            completes.
+        axes: its axes; with `splits` one more in front, over which torch completes the reduction.
+    """
+
+    name: str
+    node: Node
+    part: str
+    axes: tuple[str, ...]
+    splits: bool = False
+    stage: bool = False  # only the tail reads it
+
+    @property
+    def truth(self) -> bool:
+        return self.part == "there" or (self.part == "value" and self.node.type.kind == "truth")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A generated file and how to call it.
+
+    Attributes:
+        text: Python.
+        results: what `run` returns, in order.
+        tensors: its `inputs`, each the data of a node or where these are present.
+        numbers: its `numbers`: how each is made of a node.
+    """
+
+    text: str
+    results: tuple[Result, ...]
+    tensors: tuple[tuple[Node, bool], ...]
+    numbers: tuple[tuple[str, Node], ...]
+
+
+def generate(bundle: Bundle, bound: Bound) -> Source:
+    """The source of a bundle."""
+    return Generator(bundle, bound).source()
+
+
+class Generator:
+    def __init__(self, bundle: Bundle, bound: Bound) -> None:
+        self.bundle, self.bound = bundle, bound
+        self.arguments = Arguments()
+        self.results: list[Result] = []
+        self.inputs = {id(node) for node in bundle.inputs}
+        self.outputs = {id(node) for node in bundle.outputs}
+        self.columns = [each for each in bundle.reductions if each.role == "columns"]
+        self.vectors = [each for each in bundle.reductions if each.role == "vectors"]
+        self.rows = [each for each in bundle.reductions if each.role == "rows"]
+        self.pools = any(node.op in ("avgpool", "maxpool") for node in bundle.tail)
+        inside = [n for each in (*self.columns, *self.rows) for n in each.node.walk()]
+        self.softmax = any(node.op == "attn" for node in inside)
+        tensors = [n.op for each in self.vectors for n in each.node.walk()]
+        self.reads_values = "value" in tensors
+        self.reads_keys = bool(self.columns) or "key" in tensors
+        self.window = self._window()
+        group = 1 << (bound.shape.group - 1).bit_length()
+        width = 1 << max(0, (self.window or 1) - 1).bit_length()
+        # Otherwise a program goes over its keys' queries block by block.
+        self.whole = self.window is not None and group * width <= _MOST_ROWS
+        self.flags = bool(self.vectors) or (bool(self.columns) and not self.softmax)
+
+    def _window(self) -> int | None:
+        """The window's size, if no prompt and no layer changes it."""
+        node = self.bundle.window
+        if node is None or not node.args:
+            return None
+        if self.bound.static.needs(node.args[0]) != frozenset():
+            return None
+        return max(0, int(self.bound.number(node.args[0], 1)))
+
+    def source(self) -> Source:
+        """All of the file."""
+        parts = []
+        if self.softmax:
+            parts.append(ROW_PASS)
+        if self.columns or self.vectors:
+            parts.append(self._columns())
+        if self.rows:
+            parts.append(self._rows())
+        if self.pools:
+            parts.append(self._tail())
+        bundle, sizes = self.bundle, self.bound.shape
+        outputs = "\n".join(
+            f"    {each}" for each in dict.fromkeys(map(_described, bundle.outputs))
+        )
+        header = HEADER.format(
+            policy=self.bound.program.name,
+            outputs=outputs,
+            sizes=f"{sizes.group} query heads per KV head of size {sizes.head_dim}",
+        )
+        text = "\n\n".join([header, *parts, run_text(self)])
+        results = tuple(each for each in self.results if not each.stage)
+        numbers, tensors = self.arguments.numbers.values(), self.arguments.tensors.values()
+        return Source(text, results, tuple(tensors), tuple(numbers))
+
+    def writer(self, indent: str, rows: bool) -> Writer:
+        """A writer for one of the kernels."""
+        sizes = {"group": "GROUP_P", "query": "BLOCK_W" if rows else "1", "token": "BLOCK_N"}
+        leaf = self._leaf if rows else self.input
+        return Writer(self.bound, self.arguments, indent, sizes, leaf=leaf)
+
+    # Leaves.
+
+    def input(self, writer: Writer, node: Node) -> Tile | None:
+        return writer.load(node) if id(node) in self.inputs else None
+
+    def _leaf(self, writer: Writer, node: Node) -> Tile | None:
+        """What a kernel over queries has at hand."""
+        every = frozenset(TILE)
+        if node.op == "attn":
+            return Tile(writer.named("attn", "tl.exp(logits - lse)"), every, (SEEN,))
+        if node.op == "logits":
+            return Tile("logits", every, (SEEN,))
+        if node.op == "log" and _unmasked(node.args[0]).op == "attn":
+            x = writer.value(node.args[0])
+            return Tile("(logits - lse)", every, x.present)
+        if node.op == "index" and node.axes == ("query",):
+            name = writer.named("index", "row.to(tl.float32)")
+            return Tile(name, frozenset(("query",)))
+        if node.op == "distance":
+            return self._distance(writer)
+        return self.input(writer, node)
+
+    @staticmethod
+    def _distance(writer: Writer) -> Tile:
+        asked = "tokens - queries + row"
+        name = writer.named("distance", f"({asked} - token).to(tl.float32)")
+        writer.line("if POSITIONS:")
+        own = f"tl.load(positions + {asked}, mask=row < queries, other=0)"
+        writer.line(f"    far = {own} - tl.load(positions + token, mask=held, other=0)")
+        writer.line(f"    {name} = far.to(tl.float32)")
+        return Tile(name, frozenset(("query", "token")), (SEEN,))
+
+    # The second pass: values per token.
+
+    def _columns(self) -> str:
+        depth = _BODY if self.whole or not self.columns else _BODY + "    "
+        writer = self.writer(depth, True)
+        before = replace(writer, lines=[], indent=_BODY)
+        made: list[tuple[Reduction, Statistic]] = []
+        for each in self.columns:
+            writer.comment(each.node)
+            statistic = Statistic(each, writer, whole=self.whole)
+            statistic.start(before)
+            statistic.add(writer)
+            made.append((each, statistic))
+        flag = self.flags and bool(self.columns) and not self.softmax
+        if flag:
+            writer.line('wrong = tl.where(tl.abs(logits) < float("inf"), 0, 1)')
+            writer.line(f"unusable {'=' if self.whole else '+='} tl.sum(wrong)")
+            before.line("unusable = 0")
+        after = replace(self.writer(_BODY, False), lines=[], used=writer.used)
+        for each, statistic in made:
+            statistic.end(after)
+            self._hand_out(after, each, statistic.parts)
+        self._vectors(after, flag)
+        if not self.pools:
+            self._finish(after)
+        body = self._assembled(before.lines, writer.lines, after.lines)
+        self.column_arguments = [*writer.used, *(each.name for each in self.results)]
+        return COLUMNS.format(
+            arguments="".join(f"    {name},\n" for name in self.column_arguments),
+            body=body,
+            do=self._numbers("tokens", "queries", "blocks", *writer.used),
+        )
+
+    def _numbers(self, *names: str) -> str:
+        """Arguments that change from prompt to prompt, for which nothing is compiled anew."""
+        own = (name for name in names if name not in self.arguments.tensors)
+        return ", ".join(f'"{name}"' for name in own)
+
+    def _assembled(self, before: list[str], inner: list[str], after: list[str]) -> str:
+        """The loop over blocks of keys, and below it that over queries, unless one tile is all."""
+        lines: list[str] = []
+        hoisted = self.columns and self.whole
+        if hoisted:
+            lines += _indented(self._queries(""), "    ")
+        lines += _indented(BLOCK.rstrip(), "    ")
+        if self.reads_keys:
+            lines += _indented(KEYS.rstrip(), _BODY)
+        if self.columns and not hoisted:
+            lines += before
+            lines += self._loop()
+        if self.columns:
+            deep = _BODY if hoisted else _BODY + "    "
+            lines += _indented(
+                'scores = tl.dot(asked, tl.trans(k_tile), input_precision="ieee")\n'
+                "logits = tl.reshape(scores * SCALE, (GROUP_P, BLOCK_W, BLOCK_N))\n"
+                "seen = (row < queries) & (token <= tokens - queries + row)",
+                deep,
+            )
+        lines += inner
+        return "\n".join([*lines, *after]) + "\n"
+
+    def _loop(self) -> list[str]:
+        causal = all(skips(each) for each in self.columns)
+        lines = []
+        if causal and not (self.flags and not self.softmax):
+            lines.append(f"{_BODY}# Earlier queries do not see these tokens.")
+            first = "tl.maximum(block * BLOCK_N - (tokens - queries), 0) // BLOCK_W * BLOCK_W"
+            lines.append(f"{_BODY}first = {first}")
+        else:
+            lines.append(f"{_BODY}first = 0")
+        lines.append(f"{_BODY}for start in range(first, queries, BLOCK_W):")
+        return [*lines, *_indented(self._queries("start + "), _BODY + "    ")]
+
+    def _queries(self, start: str) -> str:
+        """Loads of a tile of queries, and of the log-sum-exp of their rows."""
+        lse = ""
+        if self.softmax:
+            place = "(head * GROUP + group) * queries + row"
+            guard = "mask=(group < GROUP) & (row < queries), other=0.0"
+            lse = f"lse = tl.load(row_lse + {place}, {guard})"
+        return (QUERIES.format(start=start) + ROW.format(start=start, lse=lse)).rstrip()
+
+    def _hand_out(self, writer: Writer, each: Reduction, parts: dict[str, Tile]) -> None:
+        """Stores what a reduction gives, or leaves it to the tail of the same kernel."""
+        node, base = each.node, each.node.name or each.node.op
+        if "value" in parts:
+            writer.given[id(node)] = parts["value"]
+        read_by_tail = any(id(node) in map(id, other.args) for other in self.bundle.tail)
+        if id(node) not in self.outputs and not (self.pools and read_by_tail):
+            return
+        for part, tile in parts.items():
+            name = self.arguments.fresh(f"{base}_out" if part == "value" else f"{base}_{part}")
+            stage = id(node) not in self.outputs
+            self.results.append(Result(name, node, part, each.axes, stage=stage))
+            _store(writer, name, each.axes, tile, truth=self.results[-1].truth)
+
+    def _vectors(self, writer: Writer, flagged: bool) -> None:
+        """Reductions over `dim` of the same block of keys and values."""
+        if self.reads_values:
+            writer.lines += _indented(VALUES.rstrip(), _BODY)
+        if not self.vectors and not flagged:
+            return
+        inner = VectorWriter.of(self, writer)
+        for each in self.vectors:
+            self._hand_out(writer, each, inner.parts(each))
+        inner.check(writer, flagged, self.reads_values, self.vectors)
+
+    def _finish(self, writer: Writer) -> None:
+        """The tail's values that are read outside."""
+        for node in self.bundle.tail:
+            if id(node) not in self.outputs:
+                continue
+            tile = writer.value(node)
+            axes = tuple(axis for axis in ("kv", "group", "token") if axis in node.type.axes)
+            base = node.name or node.op
+            name = self.arguments.fresh(f"{base}_out")
+            self.results.append(Result(name, node, "value", axes))
+            _store(writer, name, axes, tile, truth=node.type.kind == "truth")
+            if tile.present and node.type.kind != "truth":
+                there = self.arguments.fresh(f"{base}_there_out")
+                self.results.append(Result(there, node, "there", axes))
+                every = frozenset().union(*(each.axes for each in tile.present))
+                _store(writer, there, axes, Tile(conjunction(tile.present), every), truth=True)
+
+    # Values per query.
+
+    def _rows(self) -> str:
+        writer = self.writer(_BODY, True)
+        before = replace(writer, lines=[], indent="    ")
+        after = replace(writer, lines=[], indent="    ")
+        own: list[Result] = []
+        for each in self.rows:
+            writer.comment(each.node)
+            x = writer.value(each.node.args[0])
+            base = each.node.name or each.node.op
+            over = tuple(axis for axis in each.node.axes if axis == "token")
+            kinds = ("sum", "count") if each.node.op == "mean" else (each.node.op,)
+            for kind in kinds:
+                part = kind if each.node.op == "mean" else "value"
+                tile = replace(x, text="1.0") if part == "count" else x
+                made = writer.reduced(kind, tile, over, each.node)
+                name = self.arguments.fresh(f"{base}_{part}" if part != "value" else base)
+                fold(kind, name, made.text, before, writer, shape(each, "row"))
+                out = self.arguments.fresh(f"{name}_out")
+                result = Result(out, each.node, part, each.axes, splits=True)
+                own.append(result)
+                _store_row(after, out, each.axes, name, kind)
+        self.results += own
+        self.row_arguments = [*writer.used, *(each.name for each in own)]
+        return ROWS.format(
+            arguments="".join(f"    {name},\n" for name in self.row_arguments),
+            queries="\n".join(_indented(self._queries("start + "), "    ")),
+            before="\n".join(before.lines),
+            keys="\n".join(_indented(KEYS.rstrip(), _BODY)),
+            body="\n".join(writer.lines),
+            after="\n".join(after.lines),
+            do=self._numbers("tokens", "queries", "blocks", *writer.used),
+        )
+
+    # Values per token that need their neighbours.
+
+    def _tail(self) -> str:
+        stages = [each for each in self.results if not each.splits and each.part == "value"]
+        writer = self.writer("    ", False)
+        writer.stored = {id(each.node): (each.name, each.axes) for each in stages}
+        known = len(self.results)
+        self._finish(writer)
+        self.tail_reads, self.tail_used = list(writer.reads), list(writer.used)
+        self.tail_results = [each.name for each in self.results[known:]]
+        names = [*self.tail_reads, *self.tail_used, *self.tail_results]
+        return TAIL.format(
+            arguments="".join(f"    {name},\n" for name in names),
+            body="\n".join(writer.lines),
+            do=self._numbers("tokens", *writer.used),
+        )
+
+
+def _store(writer: Writer, name: str, axes: tuple[str, ...], tile: Tile, *, truth: bool) -> None:
+    """One block of a value per token."""
+    place = (
+        "(head * GROUP + group) * tokens + token" if "group" in axes else "head * tokens + token"
+    )
+    mask = "(group < GROUP) & held" if "group" in axes else "held"
+    text = f"tl.where({tile.text}, 1, 0).to(tl.int8)" if truth else tile.text
+    writer.line(f"tl.store({name} + {place}, {text}, mask={mask})")
+
+
+def _store_row(writer: Writer, name: str, axes: tuple[str, ...], text: str, kind: str) -> None:
+    heads = "GROUP" if "group" in axes else "1"
+    group = " + group" if "group" in axes else ""
+    place = f"((part * KV + head) * {heads}{group}) * queries + row"
+    mask = "(group < GROUP) & (row < queries)" if "group" in axes else "row < queries"
+    text = f"{text}.to(tl.int8)" if kind == "any" else text
+    writer.line(f"tl.store({name} + {place}, {text}, mask={mask})")
+
+
+def _indented(text: str, indent: str) -> list[str]:
+    return [f"{indent}{line}" if line else "" for line in text.rstrip("\n").split("\n")]
+
+
+def _unmasked(node: Node) -> Node:
+    while node.op == "mask":
+        node = node.args[0]
+    return node
+
+
+def _described(node: Node) -> str:
+    return f"{node.name}: {written(node)}" if node.name else written(node)
