@@ -29,6 +29,11 @@ generated(name, source) -> run
     function `run`, whose arguments and results the source documents. It launches without waiting
     for the device.
 
+split(total, weights, limit, *, cascade=False) -> float64 [L]
+    `split[layer]` or `cascade[layer]` (`split.py`) of an int up to LARGEST_SPLIT by float64 [L],
+    which it rounds to float32; no layer takes more than the int `limit`, None for no limit. The
+    host divides where data decide the total or a maximum, where maxima differ or a total is larger.
+
 Dimensions: G KV heads, n tokens of a layer, D head size, S slots, P dropped entries, K links.
 """
 
@@ -43,6 +48,8 @@ import torch
 
 Kernels = Mapping[str, Callable]
 NONE: Kernels = MappingProxyType({})
+
+LARGEST_SPLIT = 2**28 - 1  # entries in all layers that the kernel "split" divides
 
 
 @dataclass(frozen=True)

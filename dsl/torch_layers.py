@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from kvpolicy.dsl import counts
 from kvpolicy.dsl.ir import Node, When
+from kvpolicy.dsl.torch_kernels import LARGEST_SPLIT
 from kvpolicy.dsl.torch_values import Frame, Value, as_tensor, snapped, union
 
 # Across layers: `x` holds all layers, its first axis being `layer`.
@@ -53,11 +56,37 @@ def _listed(node: Node, x: Value, frame: Frame) -> list:
 
 def split(node: Node, frame: Frame, *args: Value) -> Value:
     """Integers for the layers that add up to the total."""
+    kernel = frame.kernels.get("split")
+    made = None if kernel is None else _by_kernel(kernel, node, frame, *args)
+    if made is not None:
+        return Value(made, ("layer",), finite=True)
     lists = [_listed(each, x, frame) for each, x in zip(node.args, args, strict=True)]
     most = lists[2] if len(lists) == 3 else None
     parts = counts.split(lists[0][0], lists[1], most, cascade=node.op == "cascade")
     data = torch.tensor(parts, dtype=torch.float64, device=frame.device)
     return Value(data, ("layer",), finite=True)
+
+
+def _by_kernel(
+    kernel: Callable, node: Node, frame: Frame, total: Value, weights: Value, *most: Value
+) -> torch.Tensor | None:
+    """The same without waiting for the device, of computed weights; None: it is not one for that.
+
+    The kernel knows one maximum for all layers.
+    """
+    known = [frame.bound.static.needs(x) is not None for x in node.args]
+    if known != [True, False, *[True] * len(most)] or weights.axes != ("layer",):
+        return None
+    whole = counts.whole(_listed(node.args[0], total, frame)[0], LARGEST_SPLIT + 1)
+    maxima = {
+        counts.whole(x, 2**62)
+        for arg, value in zip(node.args[2:], most, strict=True)
+        for x in _listed(arg, value, frame)
+    }
+    if whole > LARGEST_SPLIT or len(maxima) > 1:
+        return None
+    limit = maxima.pop() if maxima else None
+    return kernel(whole, weights.data.double(), limit, cascade=node.op == "cascade")
 
 
 def cluster(node: Node, frame: Frame, x: Value, number: Value) -> Value:

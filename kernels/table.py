@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpolicy.kernels import select_triton
+from kvpolicy.kernels import select_triton, split_triton
 
 TRITON: dict[str, Callable] = {
     "top": select_triton.top,
+    "split": split_triton.split,
 }

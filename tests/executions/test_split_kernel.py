@@ -1,0 +1,59 @@
+"""The kernel "split" in the torch program: it gets what it knows, and the same is kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from kvpolicy.dsl.bind import bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.torch_program import TorchProgram
+from kvpolicy.kernels.split_triton import split
+from recordings import tensors
+
+SHAPE = (4, 4, 2, 8)
+HEADER = "policy: a-test\nlanguage: 1\nabout: a test\n"
+SCORE = "score: sum[query, group](attn(recent(2)))\nkeep: recent(2) then top(score)\n"
+SPREAD = "entropy[kv, token](score)"
+
+
+def kept(source, settings, kernels):
+    bound = bind(load(source).require(), ModelShape(*SHAPE), settings)
+    run = TorchProgram(bound, kernels=kernels).start(60)
+    q, k, v = (torch.tensor(x) for x in tensors(np.random.default_rng(3), SHAPE, 60, 0)[:3])
+    for i in range(SHAPE[0]):
+        run.observe(i, q[i][:, -max(1, run.queries) :], k[i], v[i])
+    return torch.stack(run.finish())
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "calls"),
+    [
+        ("dynamickv", {"capacity": "20"}, [(48, 52, False)]),
+        ("cake", {"capacity": "20", "window": "4"}, [(64, 56, False)]),
+        ("cake", {"capacity": "20", "window": "4", "cascading": "true"}, [(64, 56, True)]),
+        (f"budget: 'split[layer](80, {SPREAD})'\n{SCORE}", {}, [(80, None, False)]),
+        # What the kernel does not know stays with the host.
+        (
+            f"budget: 'split[layer](80, {SPREAD}, max = 10 where layer < 2 else 14)'\n{SCORE}",
+            {},
+            [],
+        ),
+        (f"budget: 'split[layer](300000000, {SPREAD}, max = 9)'\n{SCORE}", {}, []),
+        (f"budget: 'split[layer](80, 2 * layer + 1)'\n{SCORE}", {}, []),
+    ],
+)
+def test_the_same_is_kept(source, settings, calls):
+    seen = []
+
+    def noting(total, weights, limit, *, cascade=False):
+        seen.append((total, limit, cascade))
+        return split(total, weights, limit, cascade=cascade)
+
+    text = Source("a-test.yaml", HEADER + source) if "\n" in source else source
+    with_kernel = kept(text, settings, {"split": noting})
+    assert torch.equal(with_kernel, kept(text, settings, {}))
+    assert not with_kernel.all()
+    assert seen == calls
