@@ -1,7 +1,8 @@
 """Merging in the torch program: what dropped entries add to those that stay.
 
 All reads precede all writes. Receivers are found in tiles, so that no matrix of dropped by kept
-entries is held whole.
+entries is held whole. With the kernels of merging nothing waits for the device, if the caller says
+how many entries a KV head drops at most and no data decide how many receivers an entry has.
 
 Dimensions: G KV heads, n candidates of a layer, P dropped and C kept entries of a KV head, D head
 size.
@@ -36,6 +37,44 @@ class Receivers:
     there: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Links:
+    """Which dropped entries are merged into which kept ones, by receiver, as kernels take it.
+
+    Attributes:
+        sources: int64 [G, K], a dropped entry's place among the candidates.
+        weights: float64 [G, K].
+        offsets: int32 [G, n + 1]: the links of receiver c are those from offsets[c] to
+            offsets[c + 1]; what follows the last one is no link.
+    """
+
+    sources: torch.Tensor
+    weights: torch.Tensor
+    offsets: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        index: torch.Tensor,
+        receivers: list[torch.Tensor],
+        weights: list[torch.Tensor],
+        tokens: int,
+    ) -> Links:
+        """The links of all receivers of each dropped entry.
+
+        Args:
+            index: int64 [G, P] dropped entries.
+            receivers: each int64 [G, P], `tokens` where there is none.
+            weights: each float64 [G, P].
+            tokens: n.
+        """
+        to, order = torch.cat(receivers, 1).sort(dim=-1, stable=True)
+        bounds = torch.arange(tokens + 1, device=index.device)
+        offsets = torch.searchsorted(to, bounds.repeat(len(to), 1), out_int32=True)
+        sources = index.repeat(1, len(receivers)).gather(-1, order)
+        return cls(sources, torch.cat(weights, 1).gather(-1, order), offsets)
+
+
 @dataclass
 class Merging:
     """The merge of one layer.
@@ -51,7 +90,8 @@ class Merging:
     _index: torch.Tensor | None = None
     _present: torch.Tensor | None = None
     _receivers: list[Receivers] = field(default_factory=list)
-    _weights: torch.Tensor | None = None
+    _weights: list[torch.Tensor] = field(default_factory=list)
+    _links: Links | None = None
     _own: torch.Tensor | None = None
     _divide: torch.Tensor | None = None
     _members: torch.Tensor | None = None
@@ -64,6 +104,7 @@ class Merging:
         kept: torch.Tensor,
         updates: Updates,
         before: Mapping[str, Value],
+        most: int | None = None,
     ) -> Merging:
         """Finds receivers and weights.
 
@@ -73,6 +114,8 @@ class Merging:
             kept: bool [G, n].
             updates: the merge's own states.
             before: their values before this step, as far as there are any.
+            most: entries that a KV head drops, or more; None: the host waits for the device to
+                know. Work and memory grow with it.
         """
         made = cls(merge, evaluation, kept)
         made.evaluation = replace(
@@ -87,13 +130,17 @@ class Merging:
                 "special": made._sum,
             },
         )
-        made._find()
+        made._find(most)
         made.states = {name: made.evaluation.state(name) for name in merge.states}
         made._weigh()
         return made
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """Keys or values after the merge: float64 [G, n, D] from [G, n, D]."""
+        if self._links is not None:
+            own, links = (self._own, self._divide), self._links
+            kernel = self.evaluation.frame.kernels["merge_rows"]
+            return kernel(x, links.sources, links.weights, links.offsets, *own)
         result = x.double().clone()
         for head in range(x.shape[0]):
             total = torch.zeros_like(result[head])
@@ -110,25 +157,43 @@ class Merging:
     def release(self) -> None:
         """Lets go of everything but the states."""
         self.evaluation = None
-        self._receivers, self._weights, self._index, self._present = [], None, None, None
+        self._receivers, self._weights = [], []
+        self._index = self._present = self._links = None
         self._own = self._divide = self._members = None
 
     # Who receives.
 
-    def _find(self) -> None:
+    def _find(self, most: int | None) -> None:
         frame, into = self.evaluation.frame, self.merge.into
         there = torch.ones_like(self.kept) if frame.there is None else frame.there
         dropped = there & ~self.kept
         number = dropped.sum(-1)
-        most = int(number.max())
+        most = int(number.max()) if most is None else min(most, frame.tokens)
         self._index = (~dropped).long().argsort(dim=-1, stable=True)[:, :most]
         self._present = torch.arange(most, device=frame.device) < number[:, None]
-        if into.op == "nearest":
-            x = filled(self.evaluation.value(into.args[0]), 0.0)
-            x = x.expand(frame.kv, frame.tokens, -1)
-            self._receivers = [self._nearest(x)]
-        else:
+        if into.op == "next":
             self._receivers = list(self._following(self.evaluation.number(into.args[0])))
+        elif "nearest" in frame.kernels:
+            self._receivers = [self._nearest_by_kernel(into.args[0])]
+        else:
+            self._receivers = [self._nearest(self._vectors(into.args[0]))]
+
+    def _vectors(self, node: Node) -> torch.Tensor:
+        """[G, n, D] what is compared."""
+        frame = self.evaluation.frame
+        x = filled(self.evaluation.value(node), 0.0)
+        return x.expand(frame.kv, frame.tokens, -1)
+
+    def _nearest_by_kernel(self, node: Node) -> Receivers:
+        """As `_nearest`; keys and values are read in the type of the cache."""
+        frame = self.evaluation.frame
+        cached = {"key": frame.k, "value": frame.v}
+        x = cached[node.op] if node.op in cached else self._vectors(node)
+        order = (~self.kept).long().argsort(dim=-1, stable=True)
+        dropped, held = self._present.sum(-1), self.kept.sum(-1)
+        place = frame.kernels["nearest"](x, self._index, dropped, order, held)
+        there = self._present & (held > 0)[:, None]
+        return Receivers(torch.where(there, order.gather(-1, place), 0), there)
 
     def _nearest(self, x: torch.Tensor) -> Receivers:
         """The kept entry of the highest cosine, of equal ones the first."""
@@ -155,7 +220,7 @@ class Merging:
         first = self.kept.long().cumsum(-1).gather(-1, self._index)
         order = (~self.kept).long().argsort(dim=-1, stable=True)
         held = self.kept.sum(-1, keepdim=True)
-        for step in range(counts.whole(number, int(held.max()))):
+        for step in range(counts.whole(number, self.evaluation.frame.tokens)):
             there = self._present & (first + step < held)
             place = torch.where(there, first + step, 0)
             yield Receivers(torch.where(there, order.gather(-1, place), 0), there)
@@ -215,13 +280,10 @@ class Merging:
         weight = torch.ones_like(self._present, dtype=torch.float64)
         if merge.weight is not None:
             weight = self._spread(self.evaluation.value(merge.weight), _DROPPED, 0.0)
+        joins = [each.there & accepted for each in self._receivers]
+        self._weights = [torch.where(each, weight, 0.0) for each in joins]
+        self._join(joins)
         places = (frame.kv, frame.tokens)
-        self._members = torch.ones(places, dtype=torch.float64, device=frame.device)
-        self._weights = []
-        for each in self._receivers:
-            joins = each.there & accepted
-            self._members.scatter_add_(1, each.index, joins.double())
-            self._weights.append(torch.where(joins, weight, 0.0))
         self._own = torch.ones(places, dtype=torch.float64, device=frame.device)
         if merge.own is not None:
             self._own = self._spread(self.evaluation.value(merge.own), ("kv", "token"), 0.0)
@@ -230,7 +292,28 @@ class Merging:
         else:
             self._divide = self._spread(self.evaluation.value(merge.divide), ("kv", "token"), 0.0)
 
+    def _join(self, joins: list[torch.Tensor]) -> None:
+        """Finds how many entries each receiver has, itself included.
+
+        Args:
+            joins: of each receiver, bool [G, P].
+        """
+        frame = self.evaluation.frame
+        if joins and "merge_rows" in frame.kernels:
+            pairs = zip(joins, self._receivers, strict=True)
+            to = [torch.where(join, each.index, frame.tokens) for join, each in pairs]
+            self._links = Links.of(self._index, to, self._weights, frame.tokens)
+            self._members = 1.0 + self._links.offsets.diff().double()
+            return
+        places = (frame.kv, frame.tokens)
+        self._members = torch.ones(places, dtype=torch.float64, device=frame.device)
+        for join, each in zip(joins, self._receivers, strict=True):
+            self._members.scatter_add_(1, each.index, join.double())
+
     def _mass(self) -> torch.Tensor:
+        if self._links is not None:
+            kernel = self.evaluation.frame.kernels["merge_mass"]
+            return kernel(self._links.weights, self._links.offsets, self._own)
         total = self._own.clone()
         for each, weights in zip(self._receivers, self._weights, strict=True):
             total.scatter_add_(1, each.index, weights)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpolicy.kernels import select_triton, split_triton
+from kvpolicy.kernels import merge_rows_triton, nearest_triton, select_triton, split_triton
 
 TRITON: dict[str, Callable] = {
     "top": select_triton.top,
     "split": split_triton.split,
+    "nearest": nearest_triton.nearest,
+    "merge_rows": merge_rows_triton.merge_rows,
+    "merge_mass": merge_rows_triton.merge_mass,
 }
