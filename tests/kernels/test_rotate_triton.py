@@ -86,7 +86,7 @@ def test_angles_in_float32_would_be_beyond_the_bound():
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
 def test_rows_that_stay_are_unchanged(dtype):
     k = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).to(dtype).to(DEVICE)
-    k[1, 2], k[1, 5], k[2, 0] = float("inf"), -0.0, float("nan")
+    k[1, 2], k[1, 5], k[1, 7], k[2, 0] = float("inf"), -0.0, -float("inf"), float("nan")
     shift = torch.tensor([4, 0, 0], device=DEVICE)
     got = rotate_triton.rotate(k, shift, frequencies(4).to(DEVICE))
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[k.element_size()]

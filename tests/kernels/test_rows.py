@@ -16,7 +16,7 @@ def bits(x):
 def made(length, generator):
     """Tensors of several shapes and dtypes; five, so more than one launch takes."""
     hidden = torch.randn(length, 200, generator=generator).to(torch.bfloat16)
-    residual = torch.randn(length, 3, 43, generator=generator)
+    residual = torch.randn(length, 3, 100, generator=generator)
     residual[::3] = float("nan")
     positions = torch.randint(0, 2**40, (length,), generator=generator)
     flags = torch.rand(length, 2, generator=generator) < 0.5
