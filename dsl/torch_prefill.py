@@ -125,19 +125,35 @@ class DirectRun(Run):
         self.tested[frame.layer] = {n: evaluation.value(x) for n, x in direct.tested.items()}
         chosen = None
         if evaluation.holds(propagate.first or propagate.every):
-            chosen = evaluation.tensor(propagate.tokens, ("token",)).nonzero()[:, 0]
-            if not len(chosen):  # an empty selection drops nothing
-                chosen = torch.arange(frame.tokens, device=frame.device)
+            chosen = evaluation.tensor(propagate.tokens, ("token",))
         for x, numbers in direct.early_looks:
             self._history.record(x, evaluation, _layers(numbers, evaluation))
-        if chosen is None or not self._is_finite():
+        if chosen is None:
             return None
+        number = self._number(chosen)
+        if number is None:
+            return None
+        # An empty selection drops nothing.
+        places = (~chosen).to(torch.uint8).argsort(stable=True)
+        chosen = places[:number] if number else torch.arange(frame.tokens, device=frame.device)
         if propagate.first is not None:
             self.selected_layer = frame.layer
         self.propagated[frame.layer] = frame.places[chosen]
         # A restart happens even with all tokens: layers so far may have been left unscored.
         self.restarted = self.program.bound.restarts
         return chosen if self.restarted or len(chosen) < frame.tokens else None
+
+    def _number(self, chosen: torch.Tensor) -> int | None:
+        """How many tokens are chosen; None where tensors are not finite, so that nothing leaves.
+
+        The host waits for the device, once.
+        """
+        finite = self.finite
+        if finite is None:
+            return int(chosen.sum())
+        number, is_finite = torch.stack([chosen.sum(), finite.long()]).tolist()
+        self.not_finite |= not is_finite
+        return number if is_finite else None
 
     # What a layer keeps for later.
 
