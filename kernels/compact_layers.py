@@ -42,15 +42,17 @@ def compact_layers(
     if end.numel() and int(end.max()) > pages:
         raise ValueError(f"private_slots: expected [>= {int(end.max())}] pages, got {pages}")
 
-    layer, head, position = kept.nonzero(as_tuple=True)
-    place = (kept.cumsum(dim=2) - 1)[kept]
-    page = first_page[layer, head].long() + place // group
-    into = (page % layers) * 2 * padded + private_slots[page // layers]
-    source = (layer * 2 * padded + prompt_slots[position]) * group + head
-    target = into * group + place % group
-    entries = storage.view(-1, size)
-    for offset in (0, padded * group):
-        entries.index_copy_(0, target + offset, entries.index_select(0, source + offset))
+    entries, slots = storage.view(-1, size), private_slots.long()
+    # Layer by layer, so that no copy of what all layers keep is ever made.
+    for layer, (own, first) in enumerate(zip(kept, first_page.long(), strict=True)):
+        head, position = own.nonzero(as_tuple=True)
+        place = (own.cumsum(dim=1) - 1)[own]
+        page = first[head] + place // group
+        into = (page % layers) * 2 * padded + slots[page // layers]
+        source = (layer * 2 * padded + prompt_slots[position]) * group + head
+        target = into * group + place % group
+        for offset in (0, padded * group):
+            entries.index_copy_(0, target + offset, entries.index_select(0, source + offset))
 
 
 def check(
