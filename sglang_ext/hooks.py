@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from kvpolicy.sglang_ext import backend as backends
-from kvpolicy.sglang_ext import compat, graphs, layers, options, propagate, refusals
+from kvpolicy.sglang_ext import compat, graphs, host, layers, options, propagate, refusals
 from kvpolicy.sglang_ext.arena import Arena, create_arena
 from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.metrics import Metrics
@@ -124,7 +124,8 @@ def _after_positions(forward_batch: Any, cls: type, batch: Any, *args: Any, **op
     shifts = propagate.shifts(batch)
     if shifts is not None:
         positions = forward_batch.positions
-        forward_batch.positions = positions - shifts.to(positions)
+        moved = host.to_device(shifts.tolist(), positions.dtype, positions.device)
+        forward_batch.positions = positions - moved
     return forward_batch
 
 

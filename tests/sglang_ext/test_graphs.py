@@ -1,0 +1,204 @@
+"""Which attention a decode step takes, in a scheduled forward, in a capture and outside of both."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
+
+from kvpolicy.sglang_ext import backend as backends
+from kvpolicy.sglang_ext import compat, graphs
+from kvpolicy.sglang_ext.arena import create_arena
+from kvpolicy.sglang_ext.runtime import Runtime
+from kvpolicy.sglang_ext.tables import DeviceTables
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.model_executor.runner_utils import capture_mode
+
+LAYERS, HEADS, KV_HEADS, SIZE, SLOTS, ROWS = 2, 4, 2, 16, 20, 4
+LAYER = SimpleNamespace(
+    layer_id=1, tp_q_head_num=HEADS, tp_k_head_num=KV_HEADS, qk_head_dim=SIZE, scaling=0.25
+)
+
+
+class Stock(AttentionBackend):
+    """A backend whose attention is all ones."""
+
+    def __init__(self):
+        self.calls = []
+        self.req_to_token_pool = SimpleNamespace(
+            req_to_token=torch.arange(ROWS * 8, dtype=torch.int32).view(ROWS, 8) % SLOTS
+        )
+
+    def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True):
+        self.calls.append("forward_decode")
+        return torch.ones_like(q)
+
+    def init_cuda_graph_state(self, max_bs, max_num_tokens):
+        self.calls.append(f"init_cuda_graph_state {max_bs} {max_num_tokens}")
+
+
+class Step:
+    """A decode step that notes what it observes."""
+
+    def __init__(self, reads, needs_python=False):
+        self.reads, self.needs_python, self.observed = reads, needs_python, []
+
+    def observe(self, layer, heads):
+        self.observed.append(layer.layer_id)
+
+    def overwrite_paired(self, heads, out, attend):
+        pass
+
+
+@pytest.fixture
+def runtime():
+    made = Runtime(())
+    made.arena = create_arena(LAYERS, SLOTS, KV_HEADS, SIZE, torch.float32, "cpu")
+    made.arena.storage.normal_(generator=torch.Generator().manual_seed(0))
+    made.tables = DeviceTables(made.arena, ROWS, SLOTS)
+    return made
+
+
+@pytest.fixture
+def capturing():
+    yield capture_mode._set_capture_attention_variant
+    capture_mode._set_capture_attention_variant(None)
+
+
+def going_on(runtime, **step):
+    runtime.step = SimpleNamespace(decode=Step(**step))
+    return runtime.step.decode
+
+
+def decode(backend, requests=2):
+    q = torch.randn(requests, HEADS * SIZE, generator=torch.Generator().manual_seed(1))
+    batch = SimpleNamespace(
+        req_pool_indices=torch.tensor([1, 2, 0, 0])[:requests],
+        seq_lens=torch.tensor([5, 3, 1, 1])[:requests],
+    )
+    out = backend.forward_decode(q, None, None, LAYER, batch)
+    assert out.shape == q.shape
+    return out
+
+
+def test_a_backend_stays_what_it_was(runtime):
+    backend = backends.attach(Stock(), "triton", runtime, HEADS)
+    assert isinstance(backend, Stock)
+    assert type(backend).__name__ == "KVPolicyStock"
+    assert backend.calls == []
+
+
+def test_plain_batches_and_warm_ups_are_the_stock_backends(runtime):
+    backend = backends.attach(Stock(), "triton", runtime, HEADS)
+    assert decode(backend).eq(1).all()  # SGLang's own batch, outside of any scheduled forward
+    step = going_on(runtime, reads=False)
+    assert decode(backend).eq(1).all()
+    assert step.observed == [1]
+    assert backend.calls == ["forward_decode"] * 2
+
+
+def test_a_batch_that_reads_compressed_entries_takes_the_tables(runtime):
+    backend = backends.attach(Stock(), "triton", runtime, HEADS)
+    step = going_on(runtime, reads=True)
+    assert not decode(backend).eq(1).any()
+    assert step.observed == [1]
+    assert backend.calls == []
+
+
+def test_a_capture_decides_for_its_variant_alone(runtime, capturing):
+    backend = backends.attach(Stock(), "triton", runtime, HEADS)
+    going_on(runtime, reads=True)
+    wanted = decode(backend)
+    runtime.step = None
+    capturing(graphs.COMPRESSED)
+    captured = decode(backend, requests=4)  # two rows of padding
+    torch.testing.assert_close(captured[:2], wanted, atol=1e-6, rtol=1e-6)
+    assert captured.isfinite().all()
+    assert backend.calls == []
+    capturing(graphs.PLAIN)
+    assert decode(backend).eq(1).all()
+    assert backend.calls == ["forward_decode"]
+
+
+def test_captured_batches_share_one_workspace(runtime, monkeypatch):
+    from kvpolicy.kernels import decode_attention_triton as kernel
+
+    given = []
+
+    def noting(q, *arguments, workspace, **options):
+        given.append(workspace)
+        return torch.zeros_like(q)
+
+    monkeypatch.setattr(kernel, "decode_attention", noting)
+    backend = backends.attach(Stock(), "fa3", runtime, HEADS)
+    going_on(runtime, reads=True)
+    decode(backend)
+    backend.init_cuda_graph_state(3, 7)
+    for requests in (1, 3, 4):
+        decode(backend, requests)
+    assert backend.calls == ["init_cuda_graph_state 3 7"]
+    before, first, second, larger = given
+    assert before is None
+    assert first is second
+    sizes = (HEADS, KV_HEADS, SIZE, torch.device("cpu"))
+    assert first.numel() == kernel.workspace_elements(3, *sizes)
+    assert larger is None  # more requests than were captured: a step without a graph
+
+
+def test_reads_of_the_table_of_slots_end_with_the_layers(runtime):
+    backend = backends.attach(Stock(), "flashinfer", runtime, HEADS)
+    assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.IN_REPLAY
+    going_on(runtime, reads=False)
+    assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.IN_REPLAY
+    going_on(runtime, reads=True)
+    assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.POST_REPLAY
+    runtime.step = SimpleNamespace(decode=None)  # a prefill
+    assert backend.shared_read_ends(ForwardMode.EXTEND) is SharedReadEnds.UNKNOWN
+
+
+def test_the_two_variants_are_two_graphs(runtime):
+    graph_runner = object.__new__(DecodeCudaGraphRunner)
+    graph_runner.attention_graph_variants = variants = graphs.GraphVariants(runtime)
+    going_on(runtime, reads=False)
+    plain = graph_runner._resolve_attention_variant(None, 2)
+    going_on(runtime, reads=True)
+    compressed = graph_runner._resolve_attention_variant(None, 2)
+    keys = {graph_runner._make_graph_key(2, attention_variant=v) for v in (plain, compressed)}
+    assert len(keys) == 2
+    assert set(variants.capture_labels) == {plain, compressed}
+
+
+def test_the_stock_graph_of_a_batch_size_is_captured_last(runtime):
+    """FlashInfer plans every replay in the buffers of the last capture of its batch size."""
+    from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
+
+    backend = object.__new__(FlashInferAttnBackend)
+    backend.decode_cuda_graph_metadata = {}
+    made = iter(["first", "second"])
+    backend._create_decode_wrappers = lambda bs, num_tokens: next(made)
+    for _ in graphs.GraphVariants.capture_labels:
+        backend._prepare_cuda_graph_metadata(8, 8, ForwardMode.DECODE, None)
+    assert backend.decode_cuda_graph_metadata == {8: "second"}
+    assert graphs.GraphVariants.capture_labels[-1] == graphs.PLAIN
+
+
+def test_steps_with_python_between_layers_run_without_a_graph(runtime):
+    assert graphs.can_replay(runtime)
+    going_on(runtime, reads=True)
+    assert graphs.can_replay(runtime)
+    going_on(runtime, reads=True, needs_python=True)
+    assert not graphs.can_replay(runtime)
+
+
+def test_the_backends_of_both_phases_are_verified():
+    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+
+    hybrid = object.__new__(HybridAttnBackend)
+    hybrid.prefill_backend, hybrid.decode_backend = Stock(), Stock()
+    runner = SimpleNamespace(attn_backend=hybrid)
+    assert compat.backends_in_use(runner) == [hybrid.prefill_backend, hybrid.decode_backend]
+    runner.attn_backend = hybrid.decode_backend
+    assert compat.backends_in_use(runner) == [hybrid.decode_backend]
