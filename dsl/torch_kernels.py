@@ -24,6 +24,14 @@ merge_rows(x, sources, weights, offsets, own, divide) -> float64 [G, n, D]
 merge_mass(weights, offsets, own) -> float64 [G, n]
     own and the sum of the weights of each receiver's links. It comes with `merge_rows`.
 
+gram(below, own) -> float64 [3, G, N]
+    Inner products of two layers' vectors [G, N, D] of any one float dtype, entry by entry: of below
+    with itself, of below with own, of own with itself.
+
+blend(below, own, a, b) -> float64 [G, N, D]
+    a * below + b * own with a, b float64 [G, N]; a product or sum that is NaN is 0. It comes with
+    `gram`.
+
 generated(name, source) -> run
     Compiles Triton source that `triton_source` wrote for the policy of that name, and gives its
     function `run`, whose arguments and results the source documents. It launches without waiting

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpolicy.kernels import merge_rows_triton, nearest_triton, select_triton, split_triton
+from kvpolicy.kernels import (
+    merge_rows_triton,
+    nearest_triton,
+    select_triton,
+    share_triton,
+    split_triton,
+)
 
 TRITON: dict[str, Callable] = {
     "top": select_triton.top,
@@ -12,4 +18,6 @@ TRITON: dict[str, Callable] = {
     "nearest": nearest_triton.nearest,
     "merge_rows": merge_rows_triton.merge_rows,
     "merge_mass": merge_rows_triton.merge_mass,
+    "gram": share_triton.gram,
+    "blend": share_triton.blend,
 }

@@ -1,4 +1,4 @@
-"""With the merging kernels programs keep and merge what they do without them."""
+"""With the kernels of merging and sharing programs do what they do without them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from kvpolicy.dsl.source import Source
 from kvpolicy.dsl.torch_evaluate import Evaluation, Updates
 from kvpolicy.dsl.torch_merge import Merging
 from kvpolicy.dsl.torch_program import TorchProgram
+from kvpolicy.dsl.torch_share import shared
 from kvpolicy.dsl.torch_values import Frame
 from kvpolicy.kernels.table import TRITON
 from recordings import assert_same, tensors
 
-NAMES = ("nearest", "merge_rows", "merge_mass")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+MERGING = ("nearest", "merge_rows", "merge_mass")
 SETTINGS = {
     "d2o": {"rate": "0.4", "start": "2"},
     "d2o-code": {"rate": "0.4", "start": "1"},
@@ -28,8 +30,8 @@ SETTINGS = {
 }
 
 
-def counted(calls: dict[str, int]):
-    """The merging kernels, which count how often they are called."""
+def counted(calls: dict[str, int], names=MERGING):
+    """Some kernels, which count how often they are called."""
 
     def counting(name):
         def call(*args):
@@ -38,7 +40,7 @@ def counted(calls: dict[str, int]):
 
         return call
 
-    return {name: counting(name) for name in NAMES}
+    return {name: counting(name) for name in names}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -54,7 +56,7 @@ def test_programs_do_the_same(name, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(torch_apply, "TorchProgram", partial(TorchProgram, kernels=table))
             assert_same(expected, torch_apply.apply(bound, *prompt))
-    wanted = set(NAMES)
+    wanted = set(MERGING)
     wanted -= {"nearest", "merge_mass"} if name == "cam" else set()
     wanted -= {"merge_mass"} if name == "d2o-code" else set()
     assert set(calls) == wanted
@@ -107,3 +109,91 @@ def test_receivers_are_the_same(into, dtype):
         for made, expected in zip(each, results[0], strict=True):
             # Sums of at most 30 products of numbers below 5, in two orders.
             assert (made - expected).abs().max() < 2 * 30 * 2.0**-53 * 30 * 5
+
+
+SHARE = """
+policy: other
+language: 1
+about: Expressions of both kinds.
+source: none
+share:
+  when: layer % 2 == 1
+  direction: {direction}
+  except: {apart}
+"""
+
+
+def shared_by(bound, below, own, kernels):
+    return shared(bound, below[0].shape[1], 1, tuple(below), tuple(own), kernels)
+
+
+def random_layers(dtype: torch.dtype):
+    """Keys and values of two layers [2, 2, 40, 16], many of them parallel, opposite or zero."""
+    generator = torch.Generator().manual_seed(3)
+    below, own = torch.randn(2, 2, 2, 40, 16, generator=generator).to(dtype)
+    own[:, :, 3] = 2 * below[:, :, 3]
+    own[:, 0, 4] = below[:, 1, 5] = 0
+    return below, own
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_minicache_shares_the_same(dtype):
+    bound = bind(load("minicache").require(), ModelShape(2, 4, 2, 16), {"start": "0"})
+    below, own = random_layers(dtype)
+    expected = shared_by(bound, below, own, {})
+    calls: dict[str, int] = {}
+    made = shared_by(bound, below, own, counted(calls, ("gram", "blend")))
+    assert calls == {"gram": 2, "blend": 2}
+    vectors = zip(below.double(), own.double(), strict=True)
+    for name, (x, y) in zip("kv", vectors, strict=True):
+        apart = getattr(expected, f"except_{name}")
+        assert apart.any()
+        assert torch.equal(getattr(made, f"except_{name}"), apart)
+        cosine = torch.nn.functional.cosine_similarity(x, y, dim=-1)
+        sine = (1 - cosine**2).clamp(min=0).sqrt()
+        # An error e of the cosine is e / sin in the angle and 2 e / sin^3 in either weight; where
+        # the sine is below 1e-6 the angle is not used.
+        e = 2.0**-53 * (2 * 16 + 8)
+        bound_ = torch.where(sine > 1e-3, 4 * e / sine.clamp(min=1e-3) ** 3 + 8 * e, 8 * e)
+        error = getattr(made, f"direction_{name}") - getattr(expected, f"direction_{name}")
+        assert (error.abs().amax(-1) <= bound_).all()
+
+
+@pytest.mark.parametrize(
+    ("direction", "apart", "blended"),
+    [
+        ("unit[dim](below - 2 * own)", "norm2[dim](own - below) > 5", 1),
+        ("-unit[dim](own)", "cosine[dim](below, own) > 0.2", 1),
+        ("unit[dim](own) where layer > 3 else unit[dim](below) / 2", "norm1[dim](own) > 12", 1),
+        ("unit[dim](abs(below))", "sum[dim](below * own) > 2", 0),
+        ("unit[dim](below * own)", "norm2[dim](below) < 4", 0),
+        ("index[dim](own) * unit[dim](own)", "max[dim](own * below) > 2", 0),
+    ],
+)
+def test_other_expressions_share_the_same(direction, apart, blended):
+    """What is a sum of both layers' vectors goes through the kernels, the rest through torch."""
+    policy = load(Source("other.yaml", SHARE.format(direction=f'"{direction}"', apart=apart)))
+    bound = bind(policy.require(), ModelShape(2, 4, 2, 16), {})
+    below, own = random_layers(torch.float32)
+    calls: dict[str, int] = {}
+    expected = shared_by(bound, below, own, {})
+    made = shared_by(bound, below, own, counted(calls, ("gram", "blend")))
+    assert calls.get("blend", 0) == 2 * blended
+    for name in "kv":
+        exceptions = getattr(expected, f"except_{name}")
+        assert exceptions.any()
+        assert not exceptions.all()
+        assert torch.equal(getattr(made, f"except_{name}"), exceptions)
+        one, other = (getattr(x, f"direction_{name}") for x in (made, expected))
+        # Norms of sums of two vectors, none of which nearly cancel.
+        assert (one - other).abs().max() <= 100 * 16 * 2.0**-53 * other.abs().max()
+
+
+def test_what_is_not_finite_stays_apart():
+    bound = bind(load("minicache").require(), ModelShape(2, 4, 2, 16), {"start": "0"})
+    below, own = random_layers(torch.bfloat16)
+    own[1, 1, 7, 2] = torch.inf
+    made = shared_by(bound, below, own, TRITON)
+    assert made.except_v.all()
+    assert not made.direction_v.any()
+    assert not made.except_k.all()
