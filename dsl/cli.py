@@ -182,6 +182,17 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
     _add_set(parser)
 
 
+def _show_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help=_FILE)
+    _add_config(parser)
+    parser.add_argument(
+        "--triton",
+        action="store_true",
+        help="print the generated kernels instead of the intermediate representation",
+    )
+    _add_set(parser)
+
+
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help=_FILE)
     parser.add_argument(
@@ -249,10 +260,14 @@ def _generated_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="with --out: compare, do not write")
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
+def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", required=True, metavar="CONFIG", help="config.json of a model, or its folder"
     )
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
     parser.add_argument(
         "--length", required=True, type=_length, metavar="N", help="tokens of the prompt"
     )
@@ -290,6 +305,11 @@ COMMANDS = {
         "what a policy computes, keeps and costs for a model and a length",
         _delegate,
         _explain_arguments,
+    ),
+    "show": Command(
+        "print what a policy becomes: its values, or the kernels generated for a model",
+        _delegate,
+        _show_arguments,
     ),
     "run": Command("apply a policy to recorded tensors", _delegate, _run_arguments),
     "test": Command("run the tests beside policies (NAME.test.yaml)", _delegate, _test_arguments),

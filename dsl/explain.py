@@ -11,6 +11,7 @@ from kvpolicy.dsl.bounds import Bounds, Size
 from kvpolicy.dsl.check import Checked, load
 from kvpolicy.dsl.commands import guarded, overrides
 from kvpolicy.dsl.cost import Cost, cost
+from kvpolicy.dsl.diagnostics import PolicyError
 from kvpolicy.dsl.explain_sections import layers_text, runs
 from kvpolicy.dsl.ir import Node, When
 from kvpolicy.dsl.lower import Phase, Phases
@@ -47,13 +48,13 @@ def _run(args: argparse.Namespace) -> int:
     config = read_config(args.model)
     bound = bind(program, config.shape, overrides(args.set))
     if args.ir:
-        print(print_nodes(_roots(bound)), end="")
+        print(print_nodes(roots(bound)), end="")
         return 0
     print("\n".join(explanation(checked, bound, config, args.length)))
     return 0
 
 
-def _roots(bound: Bound) -> Iterator[tuple[str, Node]]:
+def roots(bound: Bound) -> Iterator[tuple[str, Node]]:
     """Everything that decides, by name."""
     for prefix, rules in (("", bound.rules), ("decode.", bound.decode)):
         for name in ("score", "budget", "keep", "when"):
@@ -91,12 +92,27 @@ def explanation(checked: Checked, bound: Bound, config: ModelConfig, length: int
     yield from _plan(checked, bound)
     for title, lines in _sections(checked, bound, config, length):
         yield from ("", title, *lines)
+    yield from ("", "Kernels, where a server has them generated (`kvpolicy show --triton`)")
+    yield from _kernels(bound)
     yield from ("", "Entries kept per KV head")
     yield from _entries(bound, length)
     yield from ("", "Memory")
     yield from _memory(bound, config, length)
     yield from ("", "Cost of deciding (torch program, float64)")
     yield from _cost(bound, config, length)
+
+
+def _kernels(bound: Bound) -> Iterator[str]:
+    """What becomes a kernel and what does not; torch's names of operations are needed for it."""
+    try:
+        from kvpolicy.dsl.explain_kernels import kernels
+    except ModuleNotFoundError as error:
+        yield f"  install {error.name} to see them"
+        return
+    try:
+        yield from kernels(bound)
+    except PolicyError as error:  # what no server carries out has no kernels either
+        yield f"  none: {error.diagnostics[0].message}"
 
 
 def _sections(
@@ -134,8 +150,8 @@ def _plan(checked: Checked, bound: Bound) -> Iterator[str]:
     phases = Phases(bound.propagates)
     known: dict[Phase, list[tuple[str, Node]]] = {phase: [] for phase in Phase}
     rules = bound.rules
-    roots = (rules.keep, rules.budget, rules.score, *state_roots(rules.states))
-    for node in nodes_of([*roots, *propagate_roots(bound.propagate)]):
+    decides = (rules.keep, rules.budget, rules.score, *state_roots(rules.states))
+    for node in nodes_of([*decides, *propagate_roots(bound.propagate)]):
         if node.name is not None and bound.static.needs(node) != frozenset():
             known[_phase(bound, phases, node)].append((node.name, node))
     known[phases.of(bound.lowered.keep)].append(("keep", rules.keep))

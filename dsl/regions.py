@@ -18,6 +18,7 @@ from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.ir import Node, State, When
 from kvpolicy.dsl.lower import REDUCTIONS
 from kvpolicy.dsl.traverse import nodes_of
+from kvpolicy.dsl.written import written
 
 WINDOWS = frozenset(("attn", "logits", "distance"))
 _ARITHMETIC = frozenset(
@@ -104,8 +105,8 @@ class Regions:
     ) -> None:
         self.bound = bound
         self._states = states or {}
-        self._roots = [root for root in roots if root is not None]
-        nodes = list(nodes_of(self._roots))
+        self.roots = [root for root in roots if root is not None]
+        nodes = list(nodes_of(self.roots))
         self.reasons: dict[int, str] = {}
         self._reductions: dict[int, Reduction] = {}
         self._levels: dict[int, int] = {}
@@ -121,6 +122,19 @@ class Regions:
         outputs = self._outputs(made)
         self.bundles = [each for each in (self._needed(x, outputs) for x in made) if each.outputs]
         self.of = {id(node): each for each in self.bundles for node in each.outputs}
+
+    def left(self) -> list[Node]:
+        """Nodes that stay with torch."""
+        found: dict[int, Node] = {}
+        waiting = list(self.roots)
+        while waiting:
+            node = waiting.pop()
+            if id(node) not in found and id(node) not in self.of:
+                found[id(node)] = node
+                waiting.extend(() if node.op in WINDOWS else node.args)
+            elif id(node) in self.of:
+                waiting.extend(x for x in self.of[id(node)].inputs if id(x) not in found)
+        return list(found.values())
 
     # What a kernel can compute.
 
@@ -306,7 +320,7 @@ class Regions:
         given |= {id(node): each for each in bundles for node in each.tail}
         found: set[int] = set()
         seen: set[int] = set()
-        waiting = list(self._roots)
+        waiting = list(self.roots)
         while waiting:
             node = waiting.pop()
             if id(node) in seen:
@@ -362,6 +376,12 @@ def _role(node: Node) -> str | None:
     if "query" in node.axes:
         return "columns"
     return "rows" if "token" in node.axes else None
+
+
+def written_window(node: Node) -> str:
+    """The queries of a window as an author writes them."""
+    text = written(node)
+    return text[text.index("(") + 1 : -1]
 
 
 def window_key(node: Node, bound: Bound) -> tuple:

@@ -14,7 +14,7 @@ from kvpolicy.dsl.ir import Node
 TILE = ("group", "query", "token")
 _RESERVED = frozenset(
     "q k v tl torch triton head group row token tokens queries dim line entry held place block "
-    "blocks lse scores logits seen positions flags partial near step start first run columns rows "
+    "blocks lse scores logits seen positions flags partial step start first run columns rows "
     "tail max min abs sum any range float int index wrong unusable".split()
 )
 

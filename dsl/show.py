@@ -1,0 +1,47 @@
+"""`kvpolicy show`: the generated kernels of a policy, as a server on a GPU compiles them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from kvpolicy.dsl.bind import Bound
+from kvpolicy.dsl.commands import bound_policy, guarded
+from kvpolicy.dsl.explain import roots
+from kvpolicy.dsl.explain_kernels import reasons, regions
+from kvpolicy.dsl.model_config import read_config
+from kvpolicy.dsl.print_ir import print_nodes
+from kvpolicy.dsl.triton_source import generate
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Args:
+        args: `file`, `model` (path of a config.json or its folder), `set` (name=value strings),
+            `triton` (the generated source; else the intermediate representation).
+
+    Returns:
+        0, or 2 if the input cannot be used.
+    """
+    return guarded(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    bound = bound_policy(args.file, args.set, read_config(args.model).shape)
+    if args.triton:
+        print("\n\n".join(sources(bound)), end="")
+    else:
+        print(print_nodes(roots(bound)), end="")
+    return 0
+
+
+def sources(bound: Bound) -> Iterator[str]:
+    """The generated files of a policy; a comment that says why where there is none."""
+    found = regions(bound)
+    for bundle in found.bundles:
+        yield generate(bundle, bound).text
+    if not found.bundles:
+        lines = [f"# {line}" for line in reasons(found, bound)]
+        first = "# The prefill of this policy reduces no attention and no vectors in a kernel."
+        yield "\n".join([first, *lines]) + "\n"
