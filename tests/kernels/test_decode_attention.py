@@ -206,10 +206,12 @@ def test_tables_are_read_when_it_runs(attention):
     assert_exact(given.run(attention), given)
 
 
-@pytest.mark.parametrize("splits", [None, 1, 2, 7])
+@pytest.mark.parametrize("splits", [None, 1, 2, 7, 20])
 def test_splits_agree(splits):
-    given = case([([300, 63], 3), None, (None, 129), ([0, 0], 0), ([1, 64], 70)], heads=4, groups=2)
-    assert_exact(given.run(decode_triton, splits=splits), given)
+    requests = [([600, 63], 3), None, (None, 129), ([0, 0], 0), ([1, 64], 70)]
+    given = case(requests, heads=4, groups=2, size=16)
+    tile = Tile(entries=32, warps=4, stages=2)
+    assert_exact(given.run(decode_triton, splits=splits, tile=tile), given)
 
 
 @pytest.mark.parametrize("splits", [None, 3])
@@ -264,25 +266,26 @@ def test_long_lists_get_more_shares(monkeypatch):
 
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
 def test_entries_beyond_int32(attention):
-    """Heads of one column: a pool of 4 GiB that is mostly never touched has 2^31 entries."""
-    groups, padded = 8, 2**31 // (2 * 2 * 8) + 64
-    storage = torch.empty((2, 2, padded, groups, 1), dtype=torch.float16, device=DEVICE)
+    """Heads of one column: the keys of the last layer begin beyond entry 2^31.
+
+    Of the 5 GB of this pool only the pages that are written ever become memory on a CPU.
+    """
+    layers, groups, private, tail = 8, 8, 24, 16
+    padded = 2**31 // (2 * (layers - 1) * groups) + 64
+    storage = torch.empty((layers, 2, padded, groups, 1), dtype=torch.float16, device=DEVICE)
     generator = torch.Generator().manual_seed(0)
-    kv = torch.randn(2, groups, 40, 1, generator=generator).half()
-    tables = Tables.empty(3, 2, groups, 8, "cpu")
-    # 24 private entries per head in 3 pages each: 24 pages in 12 slots, all in layer 0 and 1.
-    own = torch.arange(padded - 12, padded)
-    tables = replace(tables, slots=own.int())
-    tables.counts[2, 1], tables.tail_start[2] = 24, 50
-    tables.first_page[2, 1] = 3 * torch.arange(groups)
-    tail = torch.arange(padded - 40, padded - 24)
-    for g in range(groups):
-        for j in range(24):
-            page = 3 * g + j // groups
-            storage[page % 2, :, own[page // 2], j % groups] = kv[:, g, j].to(DEVICE)
-        storage[1, :, tail, g] = kv[:, g, 24:].to(DEVICE)
+    kv = torch.randn(2, groups, private + tail, 1, generator=generator).half()
+    tables = Tables.empty(3, layers, groups, 3, "cpu")
+    tables.slots[:] = torch.arange(padded - 3, padded)  # 24 pages: 3 of each head
+    tables.counts[2, -1], tables.tail_start[2] = private, 50
+    tables.first_page[2, -1] = 3 * torch.arange(groups)
     table = torch.zeros(3, 70, dtype=torch.int32)
-    table[2, 50:66] = tail
+    table[2, 50:66] = torch.arange(padded - 30, padded - 30 + tail)
+    for g in range(groups):
+        for j in range(private):
+            slot, layer = divmod(3 * g + j // groups, layers)
+            storage[layer, :, padded - 3 + slot, j % groups] = kv[:, g, j].to(DEVICE)
+        storage[-1, :, padded - 30 : padded - 30 + tail, g] = kv[:, g, private:].to(DEVICE)
     given = Case(
         torch.randn(1, groups, 1, generator=generator).half().to(DEVICE),
         storage,
@@ -290,7 +293,7 @@ def test_entries_beyond_int32(attention):
         torch.tensor([2], device=DEVICE),
         torch.tensor([66], device=DEVICE),
         table.to(DEVICE),
-        1,
+        layers - 1,
         [[kv[:, g].double() for g in range(groups)]],
     )
     assert_exact(given.run(attention), given)

@@ -1,0 +1,124 @@
+"""`paged_attention` by FlashInfer's paged decode, where FlashInfer is installed and asked for.
+
+FlashInfer knows no lists per KV head, but a list of entries of one KV head is to it a sequence of
+pages of one token with a single KV head. It plans on the host, so this is not for CUDA graphs, and
+it is an alternative to measure against rather than a way to serve.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from kvpolicy.kernels.paged_attention import check
+
+_SIZES = (64, 128, 256)  # head sizes of FlashInfer's decode kernels
+_WORKSPACE_BYTES = 128 * 2**20  # what its documentation recommends
+_TENSOR_CORES_FROM = 4  # query heads per KV head, as SGLang chooses for 16-bit entries
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def paged_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    scale: float,
+    value_indices: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As the reference, for one new token per request and entries that hold what they stand for.
+
+    Raises:
+        ValueError: as the reference; or FlashInfer cannot do it: more than one token, values in
+            lists of their own, scales, another dtype than fp16 or bf16, another head size than 64,
+            128 or 256, or more than 2^31 entries.
+        ImportError: FlashInfer is not installed.
+    """
+    own = {"value_indices": value_indices, "key_scale": key_scale, "value_scale": value_scale}
+    groups = check(q, keys, values, indptr, indices, own)
+    for name, tensor in own.items():
+        if tensor is not None:
+            raise ValueError(f"{name}: FlashInfer reads keys and values as they lie, in one list")
+    if q.shape[1] != 1:
+        raise ValueError(f"q: FlashInfer decodes 1 token per request, got {q.shape[1]}")
+    if q.numel() == 0:
+        return torch.zeros_like(q)
+    attend = plan(
+        indptr, indices, heads=q.shape[2] // groups, size=q.shape[3], dtype=q.dtype, scale=scale
+    )
+    return attend(q, keys, values)
+
+
+def plan(
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    heads: int,
+    size: int,
+    dtype: torch.dtype,
+    scale: float,
+) -> Attend:
+    """Plan for such lists; the result attends with any q, keys and values, without planning again.
+
+    Args:
+        indptr, indices: as of `paged_attention`.
+        heads: query heads per KV head.
+        size: D.
+
+    Returns:
+        From q [B, 1, H, D], keys and values [E, D] to [B, 1, H, D]. All share one workspace per
+        device: a plan is good until the next one is made.
+
+    Raises:
+        ValueError, ImportError: as `paged_attention`.
+    """
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"q: FlashInfer decodes fp16 and bf16, got {dtype}")
+    if size not in _SIZES:
+        raise ValueError(f"q: FlashInfer decodes head sizes {_SIZES}, got {size}")
+    wrapper = _wrapper(indptr.device, heads >= _TENSOR_CORES_FROM)
+    used = indptr.diff() > 0
+    wrapper.plan(
+        (indptr - indptr[0]).to(torch.int32),
+        indices[indptr[0] : indptr[-1]].to(torch.int32),
+        used.to(torch.int32),  # tokens on the last page, of which an empty list has none
+        heads,
+        1,
+        size,
+        1,
+        q_data_type=dtype,
+        kv_data_type=dtype,
+        sm_scale=scale,
+    )
+
+    def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        # Both must be equally long; entries whose value lies beyond the last one are in no list.
+        entries = min(keys.shape[0], values.shape[0])
+        if entries > 2**31:
+            raise ValueError(f"keys: FlashInfer numbers pages in int32, got {entries} entries")
+        pool = tuple(x[:entries].view(entries, 1, 1, size) for x in (keys, values))
+        out = wrapper.run(q.reshape(-1, heads, size), pool)
+        return out.masked_fill(~used[:, None, None], 0.0).view(q.shape)
+
+    return attend
+
+
+@functools.lru_cache
+def _wrapper(device: torch.device, tensor_cores: bool) -> Any:
+    try:
+        import flashinfer
+    except ImportError as error:
+        raise ImportError(
+            "paged attention by FlashInfer needs the package flashinfer-python"
+        ) from error
+    workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        workspace, "NHD", use_tensor_cores=tensor_cores
+    )
