@@ -17,7 +17,7 @@ from kvpolicy.dsl.ir import Node, When
 from kvpolicy.dsl.torch_evaluate import Evaluation
 from kvpolicy.dsl.torch_ops import OPERATIONS
 from kvpolicy.dsl.torch_plan import of_layer, operands, stacked
-from kvpolicy.dsl.torch_values import Frame, Value, aligned, as_tensor
+from kvpolicy.dsl.torch_values import HOST, Frame, Value, aligned, as_tensor, sent
 
 
 def widened(x: Value, frame: Frame, prompt: int) -> Value:
@@ -141,7 +141,7 @@ class Layers:
             each.others = self.value
         first = evaluations[0].frame
         held = [x.frame.tokens for x in evaluations]
-        number = torch.tensor(held, device=first.device)
+        number = sent(torch.tensor(held, device=HOST), first.device)
         self.frame = Frame(
             first.bound, prompt, first.device, first.kv, kernels=first.kernels,
             held=Value(number, ("layer",)),
@@ -175,7 +175,7 @@ class Layers:
             else:
                 most = counts.whole(float(numbers[1][0]), len(self.evaluations))
                 made = counts.cluster([float(x) for x in numbers[0]], most)
-            data = torch.tensor(made, dtype=torch.float64, device=self.frame.device)
+            data = sent(torch.tensor(made, dtype=torch.float64, device=HOST), self.frame.device)
             return Value(data, ("layer",), finite=True)
         values = [self._all(x) for x in arguments[: 1 if count is not None else None]]
         if count is not None:

@@ -8,7 +8,7 @@ import torch
 from kvpolicy.dsl import counts
 from kvpolicy.dsl.ir import Node, When
 from kvpolicy.dsl.torch_kernels import LARGEST_SPLIT
-from kvpolicy.dsl.torch_values import Frame, Value, as_tensor, snapped, union
+from kvpolicy.dsl.torch_values import HOST, Frame, Value, as_tensor, sent, snapped, union
 
 # Across layers: `x` holds all layers, its first axis being `layer`.
 
@@ -63,7 +63,7 @@ def split(node: Node, frame: Frame, *args: Value) -> Value:
     lists = [_listed(each, x, frame) for each, x in zip(node.args, args, strict=True)]
     most = lists[2] if len(lists) == 3 else None
     parts = counts.split(lists[0][0], lists[1], most, cascade=node.op == "cascade")
-    data = torch.tensor(parts, dtype=torch.float64, device=frame.device)
+    data = sent(torch.tensor(parts, dtype=torch.float64, device=HOST), frame.device)
     return Value(data, ("layer",), finite=True)
 
 
@@ -94,5 +94,5 @@ def cluster(node: Node, frame: Frame, x: Value, number: Value) -> Value:
     labels = counts.cluster(
         _listed(node.args[0], x, frame), counts.whole(float(number.data), frame.bound.shape.layers)
     )
-    data = torch.tensor(labels, dtype=torch.float64, device=frame.device)
+    data = sent(torch.tensor(labels, dtype=torch.float64, device=HOST), frame.device)
     return Value(data, ("layer",), finite=True)

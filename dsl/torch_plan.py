@@ -12,10 +12,7 @@ from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.ir import Node
 from kvpolicy.dsl.torch_kernels import NONE, Kernels
 from kvpolicy.dsl.torch_ops import OPERATIONS
-from kvpolicy.dsl.torch_values import Frame, Value, aligned, constant, union
-
-# Where a plan's numbers are computed, so that no step waits for the device.
-HOST = torch.device("cpu")
+from kvpolicy.dsl.torch_values import HOST, Frame, Value, aligned, constant, sent, union
 
 
 @dataclass
@@ -59,20 +56,13 @@ def _on_device(parts: list[dict[int, Value]], frame: Frame) -> list[dict[int, Va
         if not isinstance(x, torch.Tensor):
             return x
         if id(x) not in copied:
-            copied[id(x)] = _sent(x, frame.device)
+            copied[id(x)] = sent(x, frame.device)
         return copied[id(x)]
 
     return [
         {name: replace(x, data=copy(x.data), mask=copy(x.mask)) for name, x in own.items()}
         for own in parts
     ]
-
-
-def _sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor on a device; the host does not wait for the copy."""
-    if device.type == "cuda" and x.device == HOST:
-        x = x.contiguous().pin_memory()
-    return x.to(device, non_blocking=True)
 
 
 class _Maker:
@@ -125,7 +115,7 @@ class _Maker:
         wide |= any(isinstance(x, torch.Tensor) and x.device != HOST for x in tensors)
         frame = self.frame if wide else self._host
         arguments = [
-            replace(x, **{name: _sent(t, frame.device) for name, t in _tensors(x)})
+            replace(x, **{name: sent(t, frame.device) for name, t in _tensors(x)})
             for x in arguments
         ]
         return call(node, replace(frame, layer=layer), arguments)

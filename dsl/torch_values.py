@@ -20,6 +20,9 @@ from kvpolicy.dsl.torch_kernels import NONE, Kernels, Slots, dense
 
 ORDER = ("layer", *AXES)
 
+# Where numbers are computed that only the host needs, so that no step waits for the device.
+HOST = torch.device("cpu")
+
 Scalar = float | bool | int
 
 
@@ -200,6 +203,13 @@ def constant(data: Scalar, device: torch.device) -> torch.Tensor:
     """A number of the host, 0-d; nothing waits for the device, as `torch.tensor` does."""
     kind = torch.bool if isinstance(data, bool) else torch.float64
     return torch.full((), data, dtype=kind, device=device)
+
+
+def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on a device; the host does not wait for the copy."""
+    if device.type == "cuda" and x.device == HOST:
+        x = x.contiguous().pin_memory()
+    return x.to(device, non_blocking=True)
 
 
 def filled(x: Value, filler: Scalar) -> torch.Tensor:
