@@ -84,6 +84,7 @@ class Case:
         counted: bytes that have to be moved, or None where that says nothing.
         layers: how many layers one call is; shares of prefill are of all layers of the model.
         prefill: whether it happens once per prefill, so that its share of that is stated.
+        waits: calls that wait for the device, so that no CUDA graph can hold them.
         note: further words for the report.
     """
 
@@ -97,6 +98,7 @@ class Case:
     layers: int = 1
     prefill: bool = False
     targets: tuple[Target, ...] = ()
+    waits: tuple[str, ...] = ()
     note: str = ""
 
     def aiming(self, *targets: Target) -> Case:

@@ -8,118 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
-from cases import Bench, Case, Model, Planned, Target, within
+from attention_pool import LAYERS, PAGE, TAIL, Cache
+from cases import Bench, Case, Planned, Target, within
 from kvpolicy.kernels.decode_attention_triton import decode_attention
-from kvpolicy.kernels.tables import Tables
 from measure import Times
 
-# Layers in the pool: enough that pages of one layer lie in the rows of another.
-LAYERS = 2
-# Tokens generated since the prompt's end, in ordinary slots.
-TAIL = 32
 # A pool that holds the whole cache is built up to this size.
 POOL_BYTES = 32 << 30
-PAGE = 16
 # Tokens and requests of the target over the whole cache.
 NAMED = (65536, 16)
 OURS = "ours, ragged"
+RAGGED = "FlashInfer, ragged, a list per KV head"
 WHOLE = "FlashInfer, whole cache"
 PAGED = ((1, "FlashInfer, page 1"), (PAGE, f"FlashInfer, page {PAGE}"))
-
-
-def ragged(rng: np.random.Generator, layers: int, heads: int, mean: int, most: int) -> np.ndarray:
-    """int64 [layers, heads]: lengths as unequal as those of AdaKV's heads, mean as given."""
-    weights = rng.lognormal(0, 0.7, (layers, heads))
-    total = mean * layers * heads
-    counts = np.minimum(np.floor(weights / weights.sum() * total), most).astype(np.int64)
-    while (missing := total - counts.sum()) > 0:
-        room = np.argwhere(counts < most)
-        for place in room[:missing]:
-            counts[tuple(place)] += max(1, min(missing // len(room), most - counts[tuple(place)]))
-    return counts
-
-
-@dataclass
-class Cache:
-    """A pool with B requests of N prompt tokens, of which the lists hold `mean` on average.
-
-    Attributes:
-        storage: [LAYERS, 2, padded, G, D].
-        counts: int64 [B, LAYERS, G], on the host.
-        rows, lengths, req_to_token, tables: as `decode_attention` takes them.
-        uniform: entries of a list where all are of one length, tail included.
-    """
-
-    model: Model
-    tokens: int
-    batch: int
-    mean: int
-    whole: bool
-
-    def __post_init__(self) -> None:
-        shape, device = self.model.shape, self.model.device
-        rng = np.random.default_rng([self.tokens, self.batch])
-        heads = shape.kv_heads
-        self.counts = np.stack(
-            [ragged(rng, LAYERS, heads, self.mean, self.tokens) for _ in range(self.batch)]
-        )
-        self.uniform = self.mean + TAIL
-        pages = -(-self.counts // heads)
-        before = pages.reshape(self.batch, -1).cumsum(1) - pages.reshape(self.batch, -1)
-        private = -(-pages.sum((1, 2)) // LAYERS)
-        needed = int(private.sum()) + self.batch * TAIL
-        equal = self.batch * -(-(self.tokens + TAIL if self.whole else self.uniform) // PAGE) * PAGE
-        padded = PAGE + -(-max(needed, equal) // PAGE) * PAGE
-        self.storage = self.model.random(LAYERS, 2, padded, heads, shape.head_dim, seed=self.batch)
-        # SGLang gives slot 0 to nobody.
-        order = 1 + self.model.permutation(padded - 1, seed=1)
-        starts = np.concatenate([[0], private.cumsum()])
-        self.tables = Tables.empty(self.batch + 1, LAYERS, heads, int(starts[-1]), device)
-        self.tables.counts[1:] = torch.from_numpy(self.counts)
-        self.tables.first_page[1:] = torch.from_numpy(before.reshape(self.counts.shape))
-        self.tables.tail_start[1:] = self.tokens
-        self.tables.slots_start[1:] = torch.from_numpy(starts[:-1])
-        self.tables.slots.copy_(order[: int(starts[-1])])
-        context = self.tokens + TAIL
-        self.req_to_token = torch.zeros(self.batch + 1, context, dtype=torch.int32, device=device)
-        tails = order[int(starts[-1]) : needed].view(self.batch, TAIL)
-        self.req_to_token[1:, self.tokens :] = tails
-        self.rows = torch.arange(1, self.batch + 1, device=device)
-        self.lengths = torch.full((self.batch,), context, device=device)
-        size = (LAYERS, self.batch, shape.heads, shape.head_dim)
-        self.q = self.model.random(*size, seed=2)
-        self.scale = shape.head_dim**-0.5
-
-    def entries(self, request: int, layer: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [M, D] of one list, read as the layout of the pages says."""
-        group, tables = self.model.shape.kv_heads, self.tables
-        number = np.arange(self.counts[request, layer, head])
-        page = int(tables.first_page[1 + request, layer, head]) + number // group
-        slot = (
-            tables.slots.cpu()
-            .numpy()[int(tables.slots_start[1 + request]) + page // LAYERS]
-            .astype(np.int64)
-        )
-        tail = self.req_to_token[1 + request, self.tokens :].cpu().numpy()
-        where = np.concatenate([page % LAYERS, np.full(TAIL, layer)])
-        slot = np.concatenate([slot, tail])
-        place = np.concatenate([number % group, np.full(TAIL, head)])
-        index = [torch.from_numpy(x).to(self.storage.device) for x in (where, slot, place)]
-        return self.storage[index[0], 0, index[1], index[2]], self.storage[
-            index[0], 1, index[1], index[2]
-        ]
-
-    def slots_of_uniform(self, length: int) -> torch.Tensor:
-        """int32 [B, length / PAGE]: pages of PAGE slots for lists of one length, in no order."""
-        pages = -(-length // PAGE)
-        among = self.storage.shape[2] // PAGE
-        order = self.model.permutation(among, seed=3)[: self.batch * pages]
-        return order.view(self.batch, pages).int()
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple:
@@ -148,7 +53,7 @@ def _checked(cache: Cache, calls: dict[str, Callable]) -> str:
         said_of_call = ""
         for layer, request, head in ((0, 0, 0), (LAYERS - 1, -1, -1)):
             request, head = request % cache.batch, head % cache.model.shape.kv_heads
-            if name == OURS:
+            if name in (OURS, RAGGED):
                 k, v = cache.entries(request, layer, head)
             else:
                 length = cache.tokens + TAIL if name == WHOLE else cache.uniform
@@ -235,6 +140,43 @@ def _flashinfer(cache: Cache, length: int, page: int) -> Callable:
     return call
 
 
+def _flashinfer_ragged(cache: Cache) -> Callable:
+    """The same ragged lists: each is to FlashInfer a request of one KV head with pages of one."""
+    import flashinfer
+
+    shape, device = cache.model.shape, cache.model.device
+    calls = []
+    for layer in range(LAYERS):
+        lists = [
+            cache.numbers(request, layer, head)
+            for request in range(cache.batch)
+            for head in range(shape.kv_heads)
+        ]
+        indptr = np.concatenate([[0], np.cumsum([len(each) for each in lists])])
+        indices = torch.from_numpy(np.concatenate(lists)).to(device, torch.int32)
+        work = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            work, "NHD", use_tensor_cores=True, backend="fa2"
+        )
+        wrapper.plan(
+            torch.from_numpy(indptr).to(device, torch.int32),
+            indices,
+            torch.ones(len(lists), dtype=torch.int32, device=device),
+            shape.group,
+            1,
+            shape.head_dim,
+            1,
+            sm_scale=cache.scale,
+            q_data_type=cache.model.dtype,
+            kv_data_type=cache.model.dtype,
+        )
+        q = cache.q[layer].view(-1, shape.group, shape.head_dim)
+        calls.append((wrapper, q))
+    entries = cache.storage.view(-1, 1, 1, shape.head_dim)
+    pool = (entries[: -cache.value_offset], entries[cache.value_offset :])
+    return lambda: [wrapper.run(q, pool).view(cache.q[0].shape) for wrapper, q in calls]
+
+
 def _sglang(cache: Cache) -> Callable:
     """SGLang's Triton kernel as its backend calls it, with its own number of splits."""
     from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
@@ -295,6 +237,7 @@ def _alternatives(cache: Cache) -> tuple[dict[str, Callable], list[str]]:
     offered = {name: partial(_flashinfer, cache, cache.uniform, page) for page, name in PAGED}
     if cache.whole:
         offered[WHOLE] = partial(_flashinfer, cache, cache.tokens + TAIL, 1)
+    offered[RAGGED] = partial(_flashinfer_ragged, cache)
     offered["SGLang's Triton kernel"] = partial(_sglang, cache)
     offered["FlashAttention 3, page 16"] = partial(_flash_attention, cache)
     missing = []

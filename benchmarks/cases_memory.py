@@ -1,4 +1,4 @@
-"""Compaction of all layers, and the selection before it."""
+"""Compaction of all layers, the selection before it, and the rows that propagation moves."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from cases import Bench, Case, Model, Planned, Target
 from kvpolicy.kernels import compact_layers as reference
 from kvpolicy.kernels.compact import compact
 from kvpolicy.kernels.compact_layers_triton import compact_layers
+from kvpolicy.kernels.rows_triton import put_rows, take_rows
 from kvpolicy.kernels.select import ABSENT
 from kvpolicy.kernels.select import top as torch_top
 from kvpolicy.kernels.table import TRITON
@@ -86,6 +87,7 @@ def _compaction(bench: Bench, tokens: int, number: int) -> Case:
     return Case(
         "compaction", f"{number} per list, {shape.layers} layers", tokens, 1, calls, check,
         counted=counted, layers=shape.layers, prefill=True, targets=targets,
+        waits=("torch, all layers at once", "torch, layer by layer"),
     )  # fmt: skip
 
 
@@ -135,6 +137,39 @@ def _selection(bench: Bench, tokens: int, number: int, own: bool) -> Case:
     )
 
 
+def _rows(bench: Bench, tokens: int) -> Case:
+    """What propagation moves: of a fifth of the tokens hidden row, residual and position."""
+    model, width = bench.model, bench.model.hidden
+    tensors = [model.random(tokens, width, seed=seed) for seed in (1, 2)]
+    tensors.append(torch.arange(tokens, device=model.device))
+    rows = model.permutation(tokens, seed=3)[: tokens // 5].sort().values
+
+    def both() -> None:
+        put_rows(tensors, rows, take_rows(tensors, rows))
+
+    def torch_both() -> None:
+        for tensor in tensors:
+            tensor.index_copy_(0, rows, tensor.index_select(0, rows))
+
+    def check() -> str:
+        taken = take_rows(tensors, rows)
+        assert all(torch.equal(x, t[rows]) for x, t in zip(taken, tensors, strict=True)), "take"
+        wanted = [tensor.clone() for tensor in tensors]
+        for tensor, source in zip(wanted, taken, strict=True):
+            tensor[rows] = -source
+        mine = [tensor.clone() for tensor in tensors]
+        put_rows(mine, rows, [-source for source in taken])
+        assert all(torch.equal(x, y) for x, y in zip(mine, wanted, strict=True)), "put"
+        return "rows taken and put as by indexing"
+
+    # Each row is read and written by either of the two.
+    counted = 4 * len(rows) * (2 * width * tensors[0].element_size() + 8)
+    return Case(
+        "propagation", f"{len(rows)} rows taken and put back", tokens, 1,
+        {OURS: both, "torch, tensor by tensor": torch_both}, check, counted=counted,
+    )  # fmt: skip
+
+
 def planned(lengths: Sequence[int], kept: int) -> list[Planned]:
     """Every length of which so many are a part."""
     made = []
@@ -145,10 +180,16 @@ def planned(lengths: Sequence[int], kept: int) -> list[Planned]:
             return _compaction(bench, tokens, number)
 
         made.append(Planned(f"compaction {tokens}", compaction, 0 if tokens == NAMED else 1))
+
+        def rows(bench: Bench, tokens=tokens) -> Case:
+            return _rows(bench, tokens)
+
+        made.append(Planned(f"propagated rows {tokens}", rows))
         for own in (False, True):
 
             def selection(bench: Bench, tokens=tokens, number=number, own=own) -> Case:
                 return _selection(bench, tokens, number, own)
 
-            made.append(Planned(f"selection {tokens}", selection))
+            label = f"selection {tokens}" + (", own numbers" if own else "")
+            made.append(Planned(label, selection))
     return made

@@ -68,6 +68,18 @@ def bound(model: Model, prompt: int, window: int, *, later: bool, layers: int) -
     return bind(program, shape, {"capacity": str(capacity), "window": str(window)})
 
 
+class Watched(dict):
+    """The table of kernels, which knows whether a generated one was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(TRITON, generated=self._generated)
+        self.asked = 0
+
+    def _generated(self, name: str, source: str) -> Callable:
+        self.asked += 1
+        return TRITON["generated"](name, source)
+
+
 def observed(program: TorchProgram, prompt: Prompt, layers: int) -> Run:
     """A prefill's scoring of the first layers; without kernels the keys are gathered first."""
     run = program.start(prompt.tokens)
@@ -140,9 +152,10 @@ def same_sets(got: torch.Tensor, kept: torch.Tensor, exact: torch.Tensor, share:
 def _checked(prompt: Prompt, policy: Bound, layers: Sequence[int], made: Callable | None) -> str:
     """Scores beside those in float64 and, where `made` gives them, the sets that are kept."""
     runs = {}
-    for kernels in (TRITON, NONE):
+    for kernels in (watched := Watched(), NONE):
         program = TorchProgram(policy, report=True, kernels=kernels)
         runs[kernels is NONE] = observed(program, prompt, policy.shape.layers)
+    assert watched.asked, "no kernel was generated for these scores"
     kept, sets = runs[True].finish(), made() if made else []
     runs[False].finish()
     worst, different = 0.0, 0
@@ -202,14 +215,14 @@ def _one_layer(bench: Bench, tokens: int, window: int) -> Case:
 
 
 def _all_layers(bench: Bench, tokens: int, window: int) -> Case:
-    """What the end of a prefill costs: scores and selections of all layers, and one wait."""
+    """What the end of a prefill costs: scores and selections of all layers."""
     model, layers = bench.model, bench.model.shape.layers
     prompt = Prompt(model, tokens, window, layers)
     policy = bound(model, tokens, window, later=False, layers=layers)
 
     def with_kernels(kernels: Kernels) -> Callable[[], list[torch.Tensor]]:
         program = TorchProgram(policy, kernels=kernels)
-        return lambda: observed(program, prompt, layers).finish()
+        return lambda: observed(program, prompt, layers).finish(wait=False)
 
     calls = {OURS: with_kernels(TRITON), PROGRAM: with_kernels(NONE)}
     case = Case(

@@ -3,6 +3,7 @@
     python benchmarks/kernels.py                    every figure, within --seconds
     python benchmarks/kernels.py --topics scoring --lengths 32768
     python benchmarks/kernels.py --toy              small sizes in Triton's interpreter, on a CPU
+    python benchmarks/kernels.py --list             what would run, in this order
     python benchmarks/kernels.py --draw FILE.json   the picture of an earlier run once more
 
 Every case is checked before it is timed. On a GPU the results go to docs/performance/, or where
@@ -41,7 +42,7 @@ from measure import Clock, Times
 from tqdm import tqdm
 
 # A real dependency of SGLang is called `kernels`, as this file is.
-sys.path.remove(str(Path(__file__).resolve().parent))
+sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 
 TOPICS = ("scoring", "attention", "memory", "merging")
 HEADER = (
@@ -53,13 +54,13 @@ HEADER = (
     "as called, us",
     "share of copy, %",
     "share of prefill, %",
-    "ours is faster by",
+    "time / ours",
 )
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    toy = parser.add_argument("--toy", action="store_true", help="small sizes, also without a GPU")
+    parser.add_argument("--toy", action="store_true", help="small sizes, also without a GPU")
     parser.add_argument("--topics", default=",".join(TOPICS))
     parser.add_argument("--lengths", help="tokens; default 4096 to 131072, each twice the last")
     parser.add_argument("--batches", help="requests decoded together; default 1,4,16,64")
@@ -71,10 +72,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--case-seconds", type=float, default=0.6, help="rounds of one case")
     parser.add_argument("--out", type=Path, help="folder for kernels.json, .md and .png")
     parser.add_argument("--draw", type=Path, metavar="JSON", help="only the picture, beside it")
+    parser.add_argument("--list", action="store_true", help="the cases in their order, no more")
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
-    if not gpu and not options.toy and not options.draw:
-        parser.error(f"there is no GPU; {toy.option_strings[0]} runs small sizes without one")
+    if not gpu and not (options.toy or options.draw or options.list):
+        parser.error("there is no GPU; --toy runs small sizes without one")
     if gpu and options.out is None and not options.toy:
         options.out = report.PERFORMANCE
     if (options.toy or not gpu) and options.out and options.out.resolve() == report.PERFORMANCE:
@@ -112,7 +114,7 @@ def plan(options: argparse.Namespace) -> list[Planned]:
 def measured(case: Case, bench: Bench) -> dict:
     """The facts of one case: checked, then timed."""
     checked = case.check()
-    times = bench.clock.times(case.calls)
+    times = bench.clock.times(case.calls, case.waits)
     first = next(iter(case.calls))
     facts = {
         "topic": case.topic,
@@ -219,6 +221,12 @@ def _rows(cases: list[dict]) -> list[list[str]]:
     return rows
 
 
+def _reasons(cases: list[dict]) -> list[tuple[str, str]]:
+    """Calls that were timed as called only, and why."""
+    calls = [call for case in cases for call in case["calls"].items()]
+    return sorted({(name, call["not_captured"]) for name, call in calls if "not_captured" in call})
+
+
 def _target_rows(cases: list[dict]) -> list[list[str]]:
     words = {True: "met", False: "not met", None: "open"}
     return [
@@ -248,6 +256,7 @@ def text(facts: dict) -> str:
         parts += [f"## {topic.capitalize()}", report.table(HEADER, _rows(own))]
         parts += [f"Checked: {'; '.join(dict.fromkeys(case['checked'] for case in own))}."]
         parts += [f"Note: {note}." for note in dict.fromkeys(c["note"] for c in own) if note]
+        parts += [f"Not captured as a graph: {name}: {why}." for name, why in _reasons(own)]
     if facts["failed"]:
         lines = [[each["case"], each["error"]] for each in facts["failed"]]
         parts += ["## Failed", report.table(("case", "error"), lines)]
@@ -262,8 +271,9 @@ def main() -> None:
         facts = json.loads(options.draw.read_text(encoding="utf-8"))
         pictures.kernels(facts, options.draw.with_suffix(".png"))
         return
-    if options.out:
-        options.out = options.out.resolve()
+    if options.list:
+        print("\n".join(planned.label for planned in plan(options)))
+        return
     facts = run(options)
     report.show("kernels", "Kernels", text(facts), facts, options.out)
     if options.out:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -76,15 +76,22 @@ class Clock:
             cache = torch.cuda.get_device_properties(device).L2_cache_size
             self.flushed = torch.empty(4 * cache, dtype=torch.uint8, device=device)
 
-    def times(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, Times]:
-        """Times of each call, in turn, each first as often as the others."""
+    def times(
+        self, calls: Mapping[str, Callable[[], object]], waits: Container[str] = ()
+    ) -> dict[str, Times]:
+        """Times of each call, in turn, each first as often as the others.
+
+        Args:
+            calls: by name.
+            waits: names of calls that wait for the device, and so are not captured.
+        """
         ways: dict[tuple[str, str], Callable[[], object]] = {}
         reasons: dict[str, str] = {}
         for name, call in calls.items():
             call()  # compiles
             ways[name, "called"] = call
             if self.device.type == "cuda":
-                captured = self._captured(call)
+                captured = "it waits for the device" if name in waits else self._captured(call)
                 if isinstance(captured, str):
                     reasons[name] = captured
                 else:

@@ -3,14 +3,30 @@
 No time is compared here.
 """
 
+import json
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.server
+
+CHECKOUT = f"""
+import importlib.util, subprocess, sys
+sys.path[:0] = ["{ROOT / "benchmarks"}", sys.argv[1]]
+print(importlib.util.find_spec("kvpolicy") is not None)
+import checkout, importlib.metadata
+from kvpolicy.dsl.library import POLICIES, shipped
+print(*[p.value for p in importlib.metadata.entry_points(group="sglang.srt.plugins")
+        if p.name == "kvpolicy"])
+print(POLICIES.resolve() == checkout.ROOT / "policies" and "snapkv" in shipped())
+code = "import kvpolicy.kernels.tables as t; print('kvpolicy-checkout' in t.__file__)"
+paths = f"import sys; sys.path.append({{sys.argv[1]!r}}); "
+subprocess.run([sys.executable, "-S", "-c", paths + code], check=True)
+"""
 
 
 def run(*words):
@@ -114,3 +130,85 @@ def test_long_generation(tmp_path):
         assert row[1] == "200"
         assert 40 < int(row[2]) <= int(row[3]) == 40 + 16 + 2
     assert picture.stat().st_size > 10_000
+
+
+def test_kernels(tmp_path):
+    """Every case is checked against its reference; the report and the picture are written."""
+    run("benchmarks/kernels.py", "--toy", "--out", str(tmp_path))
+    facts = json.loads((tmp_path / "kernels.json").read_text())
+    assert not facts["failed"]
+    assert not facts["left_out"]
+    topics = {case["topic"] for case in facts["cases"]}
+    assert topics == {
+        "scoring",
+        "decode attention",
+        "compaction",
+        "selection",
+        "sums over all queries",
+        "merge",
+        "propagation",
+    }
+    for case in facts["cases"]:
+        assert case["checked"]
+        assert len(case["calls"]) >= 2  # ours, and something beside it
+        assert all(call["called"]["median"] > 0 for call in case["calls"].values())
+    targets = {target["target"]: target for case in facts["cases"] for target in case["targets"]}
+    [scoring] = [target for name, target in targets.items() if "prefill" in name]
+    assert scoring["limit"] == "at most 3 %"
+    assert scoring["met"] in (True, False)
+    [attention] = [target for name, target in targets.items() if "FlashInfer" in name]
+    assert attention["met"] is None  # there is none on a CPU
+    text = (tmp_path / "kernels.md").read_text()
+    assert "Command: `python benchmarks/kernels.py --toy" in text
+    assert (tmp_path / "kernels.png").stat().st_size > 10_000
+
+
+def test_kernels_of_named_sizes_have_their_targets():
+    """At the sizes of the targets, which a CPU does not reach, the plan asks for them first."""
+    lines = run("benchmarks/kernels.py", "--list").splitlines()
+    assert sorted(lines[:4]) == [
+        "compaction 32768",
+        "decode attention 65536 x 16",
+        "scoring all layers 32768",
+        "scoring one layer 32768",
+    ]
+    assert len(lines) == len(set(lines)) == 6 * (2 + 4 + 4 + 3)
+
+
+def test_figures_of_a_cpu_do_not_replace_those_of_a_gpu():
+    for name in ("kernels", "serving"):
+        command = [f"benchmarks/{name}.py", "--toy", "--out", "docs/performance"]
+        result = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=600
+        )
+        assert result.returncode == 2
+        assert "holds figures of a GPU at full size" in result.stderr
+
+
+def test_serving(tmp_path):
+    words = ("--policies", "snapkv,streamingllm", "--shares", "0.25", "--lengths", "200")
+    sizes = ("--new", "12", "--at-once", "2", "--rounds", "1", "--crowd", "3")
+    run("benchmarks/serving.py", "--toy", *words, *sizes, "--out", str(tmp_path))
+    facts = json.loads((tmp_path / "serving.json").read_text())
+    assert not facts["failed"]
+    cells = {(cell["server"], cell["requests"]): cell for cell in facts["cells"]}
+    [number] = {number for _, number in cells} - {2}
+    labels = ("stock SGLang", "with the package, no policy", "snapkv 25%", "streamingllm 25%")
+    assert set(cells) == {(label, n) for label in labels for n in (2, number)}
+    for label in labels[2:]:
+        held = cells[label, 2]["held"]
+        assert all(0.25 * 200 / 211 - 0.05 < share < 61 / 211 + 0.05 for share in held)
+        assert max(cells[label, number]["at_once"]) > max(cells[labels[0], number]["at_once"])
+    text = (tmp_path / "serving.md").read_text()
+    assert text.count("| 200 | stock SGLang |") == 2
+    assert (tmp_path / "serving.png").stat().st_size > 10_000
+
+
+def test_a_checkout_needs_no_installation(tmp_path):
+    """Without the installed package a benchmark finds this checkout, and so do its servers."""
+    script = tmp_path / "script.py"
+    script.write_text(CHECKOUT)
+    packages = sysconfig.get_paths()["purelib"]
+    # -S: no .pth files, by which the package is installed here.
+    found = run("-S", str(script), packages).split()
+    assert found == ["False", "kvpolicy.sglang_ext.plugin:register", "True", "True"]
