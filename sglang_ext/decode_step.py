@@ -2,7 +2,7 @@
 
 A backend reads either the device tables, all requests at once, or lists of entries that are written
 out for each forward: where there is no kernel for the tables, for requests that store layers in
-pairs, and for policies that look at entries. Only lists make the host wait for the device.
+pairs, and for policies that look at entries.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvpolicy.sglang_ext.fold import Room
 from kvpolicy.sglang_ext.follow import Follower, Read, read_lists, read_slots
+from kvpolicy.sglang_ext.host import to_device
 from kvpolicy.sglang_ext.lists import Lists
 from kvpolicy.sglang_ext.prefill_step import scaled
 from kvpolicy.sglang_ext.request import state_of
@@ -43,16 +44,17 @@ class DecodeStep:
             state = state_of(request)
             if state is not None and state.memory is not None:
                 length = self._lengths[i]
-                read = self._reader(i, request.kv.req_pool_idx)
+                read = self._reader(i, request.kv.req_pool_idx, state.served.kernels.gather)
                 found[i] = Follower(runtime, room, request, state, length, read)
         return found
 
-    def _reader(self, row: int, pool_row: int) -> Read:
+    def _reader(self, row: int, pool_row: int, gather: Callable[..., Any]) -> Read:
         """Reads a request's entries; nothing is done for it before it does."""
 
         def read(layer: int, there: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
             if row in self._private:
-                return read_lists(self._arena, *self._lists_with(row))(layer, there)
+                lists, index = self._lists_with(row)
+                return read_lists(self._arena, lists, index, gather)(layer, there)
             slots = self._table[pool_row, : self._lengths[row]].to(torch.int64)
             return read_slots(self._arena, slots)(layer, there)
 
@@ -91,12 +93,12 @@ class DecodeStep:
         """[B''] int64 rows that read no compressed entries."""
         # There may be more rows than requests: beams of one request follow the others.
         others = [i for i in range(len(self._lengths)) if i not in self._private]
-        return torch.tensor(others, dtype=torch.int64, device=self._table.device)
+        return to_device(others, torch.int64, self._table.device)
 
     @cached_property
     def _index(self) -> dict[tuple[int, ...], torch.Tensor]:
         rows = {tuple(self._private), self._paired}
-        return {each: torch.tensor(each, device=self._table.device) for each in rows if each}
+        return {each: to_device(each, torch.int64, self._table.device) for each in rows if each}
 
     def overwrite(self, heads: torch.Tensor, out: torch.Tensor, attend: Attend) -> None:
         """Write the attention of all rows that read compressed entries.

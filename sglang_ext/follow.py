@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvpolicy.kernels.gather import gather
 from kvpolicy.sglang_ext.arena import Arena
 from kvpolicy.sglang_ext.fold import Fold, Room
 from kvpolicy.sglang_ext.lists import Lists
@@ -19,13 +18,15 @@ if TYPE_CHECKING:
 Read = Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
-def read_lists(arena: Arena, lists: Lists, index: int) -> Read:
-    """Reads the entries of one of the requests of entry lists."""
-    heads = slice(index * arena.kv_heads, (index + 1) * arena.kv_heads + 1)
+def read_lists(arena: Arena, lists: Lists, index: int, gather: Callable[..., Any]) -> Read:
+    """Reads the entries of one of the requests of entry lists.
+
+    Args:
+        gather: as in `kernels.gather`.
+    """
 
     def read(layer: int, there: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        indptr, indices, _ = lists.layer(layer)
-        return gather(arena.entries, arena.values, indptr[heads], indices, there)
+        return gather(arena.entries, arena.values, *lists.of(index, layer), there)
 
     return read
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.arena import Arena
+from kvpolicy.sglang_ext.host import to_device
 from kvpolicy.sglang_ext.store import Private
 
 
@@ -34,19 +36,21 @@ class Lists:
         """
         self._arena = arena
         self._latest: tuple | None = None  # layer and its lists
-        device = req_to_token.device
+        device, lengths = req_to_token.device, list(lengths)
+        self._requests = list(requests)
         pages = [arena.pages(r.slots) for r in requests]
-        sizes = torch.tensor([p.numel() for p in pages], device=device)
+        before = itertools.accumulate((p.numel() for p in pages), initial=0)
         self._pages = torch.cat(pages)
         self._counts = torch.stack([r.counts for r in requests]).to(torch.int64)  # [B, L, G]
-        first = torch.stack([r.first_page for r in requests]).to(torch.int64)
-        self._first = first + (sizes.cumsum(0) - sizes)[:, None, None]
+        first = [r.first_page.to(torch.int64) + n for r, n in zip(requests, before, strict=False)]
+        self._first = torch.stack(first)
         rows = zip(requests, lengths, strict=True)
         tails = [req_to_token[r.row, r.tail_start : n] for r, n in rows]
         self._tail = torch.cat(tails).to(torch.int64)
-        self._tail_length = torch.tensor([t.numel() for t in tails], device=device)
-        self._shared = {i: r.shared for i, r in enumerate(requests) if r.shared is not None}
+        self._tails = [t.numel() for t in tails]
+        self._tail_length = to_device(self._tails, torch.int64, device)
         self._tail_first = self._tail_length.cumsum(0) - self._tail_length
+        self._shared = {i: r.shared for i, r in enumerate(requests) if r.shared is not None}
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Entry lists of one layer.
@@ -58,6 +62,21 @@ class Lists:
         if self._latest is None or self._latest[0] != layer:
             self._latest = layer, self._lists(layer)
         return self._latest[1]
+
+    def of(self, request: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of one request alone: indptr [G + 1], indices [nnz] int64."""
+        indptr, indices, _ = self.layer(layer)
+        groups = self._arena.kv_heads
+        sizes = self._sizes(layer)
+        start = sum(sizes[: request * groups])
+        end = start + sum(sizes[request * groups : (request + 1) * groups])
+        own = indptr[request * groups : (request + 1) * groups + 1]
+        return own - start, indices[start:end]
+
+    def _sizes(self, layer: int) -> list[int]:
+        """[B * G] lengths of the lists, without asking the device."""
+        requests = zip(self._requests, self._tails, strict=True)
+        return [count + tail for r, tail in requests for count in r.entries(layer)]
 
     def _lists(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Made anew: keys and values together, then apart where layers are stored in pairs."""
@@ -77,7 +96,7 @@ class Lists:
         length = count + self._tail_length.repeat_interleave(groups)
         indptr = torch.zeros(length.numel() + 1, dtype=torch.int64, device=length.device)
         torch.cumsum(length, 0, out=indptr[1:])
-        owner = torch.repeat_interleave(length)
+        owner = torch.repeat_interleave(length, output_size=sum(self._sizes(layer)))
         place = torch.arange(owner.numel(), device=owner.device) - indptr[owner]
 
         count = count[owner]

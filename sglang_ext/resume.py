@@ -69,7 +69,7 @@ class ResumeStep:
             length, lists = prefix + rows.stop - rows.start, None
             if state.private is not None:
                 lists = Lists(arena, [state.private], [length], table)
-                read = read_lists(arena, lists, 0)
+                read = read_lists(arena, lists, 0, state.served.kernels.gather)
             else:
                 slots = table[request.kv.req_pool_idx, :length].to(torch.int64)
                 read = read_slots(arena, slots)

@@ -41,6 +41,7 @@ class Private:
         slots: [S] int64.
         counts: [L, G] int32 entries of each (layer, KV head); None until they are written.
         first_page: [L, G] int32, index of the list's first page among the request's pages.
+        laid_out: [L, G] int64 on the host, entries that the pages hold.
         tail_start: position from which entries lie in ordinary slots: what was there when the
             copy was last written. Of these slots the request may own some before that position:
             the boundary of ownership is a multiple of SGLang's page size.
@@ -53,12 +54,20 @@ class Private:
     tail_start: int
     counts: torch.Tensor | None = None
     first_page: torch.Tensor | None = None
+    laid_out: torch.Tensor | None = None
     shared: Shared | None = None
 
     @property
     def ready(self) -> bool:
         """Whether decode steps may read it."""
         return self.counts is not None
+
+    def entries(self, layer: int) -> list[int]:
+        """How many entries each KV head reads in private pages at a layer; the host knows."""
+        if self.shared is None:
+            return self.laid_out[layer].tolist()
+        # Two layers of a pair read one list, of which each takes as many as there are tokens.
+        return [self.tail_start] * self.laid_out.shape[1]
 
     @property
     def table_bytes(self) -> int:
@@ -178,9 +187,10 @@ class Store:
         """Lay out the pages for what was kept and give back the slots that are not needed.
 
         Args:
-            counts: [L, G] entries that will be written. On the CPU, the device is not waited for.
+            counts: [L, G] entries that will be written, on the host.
         """
         page, device = self.arena.kv_heads, self.arena.storage.device
+        private.laid_out = counts.to(torch.int64)
         used = ((counts + page - 1) // page).flatten()
         first_page = (used.cumsum(0) - used).view(counts.shape)
         private.counts = counts.to(device, torch.int32, non_blocking=True)
