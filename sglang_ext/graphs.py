@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvpolicy.sglang_ext import compat
+from kvpolicy.sglang_ext.errors import Refused
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.runtime import Runtime
@@ -45,6 +46,25 @@ def reads_tables(runtime: Runtime) -> bool:
         return capturing == COMPRESSED
     step = None if runtime.step is None else runtime.step.decode
     return step is not None and step.reads
+
+
+def verify(runner: Any) -> None:
+    """Refuse decode graphs that were captured without the variant for compressed entries.
+
+    Args:
+        runner: SGLang's model runner, graphs captured.
+
+    Raises:
+        Refused: they were.
+    """
+    captured = runner.decode_cuda_graph_capture_bs
+    if captured and not isinstance(
+        runner.decode_cuda_graph_runner.attention_graph_variants, GraphVariants
+    ):
+        raise Refused(
+            "--kv-policy: SGLang captured its decode graphs without one that reads compressed "
+            "entries; start it with --disable-cuda-graph."
+        )
 
 
 def can_replay(runtime: Runtime) -> bool:

@@ -213,6 +213,7 @@ def verify(runtime: Runtime, scheduler: Any) -> None:
     used = compat.backends_in_use(runner)
     if any(backend.forward_decode.__module__ != backends.__name__ for backend in used):
         raise Refused("--kv-policy: the attention backend was replaced after it was made.")
+    graphs.verify(runner)
 
 
 def _verify_arena(arena: Arena, pool: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from kvpolicy.dsl.ir import ModelShape
@@ -65,6 +66,10 @@ def check_options(options: Any) -> None:
     for backend in dict.fromkeys(compat.attention_backends(options)):
         if backend not in SERVED_BACKENDS:
             why = f"only {', '.join(SERVED_BACKENDS)} can read compressed entries in this version"
+            raise _refusal("attention_backend", backend, why)
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        if backend != "torch_native" and options.device == "cpu" and not interpreted:
+            why = "without a GPU its kernels run in Triton's interpreter only (TRITON_INTERPRET=1)"
             raise _refusal("attention_backend", backend, why)
     if compat.captures_whole_prefills(options):
         why = "a policy looks at each layer of a prompt, and there is nothing between them"

@@ -10,6 +10,7 @@ pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies
 from kvpolicy.sglang_ext import backend as backends
 from kvpolicy.sglang_ext import compat, graphs
 from kvpolicy.sglang_ext.arena import create_arena
+from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.runtime import Runtime
 from kvpolicy.sglang_ext.tables import DeviceTables
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
@@ -183,6 +184,19 @@ def test_the_stock_graph_of_a_batch_size_is_captured_last(runtime):
         backend._prepare_cuda_graph_metadata(8, 8, ForwardMode.DECODE, None)
     assert backend.decode_cuda_graph_metadata == {8: "second"}
     assert graphs.GraphVariants.capture_labels[-1] == graphs.PLAIN
+
+
+def test_graphs_without_the_variant_are_refused(runtime):
+    def runner(sizes, variants):
+        graph_runner = SimpleNamespace(attention_graph_variants=variants)
+        return SimpleNamespace(
+            decode_cuda_graph_capture_bs=sizes, decode_cuda_graph_runner=graph_runner
+        )
+
+    graphs.verify(runner([], None))  # nothing was captured
+    graphs.verify(runner([1, 2], graphs.GraphVariants(runtime)))
+    with pytest.raises(Refused, match=r"without one that reads compressed entries; .*\.$"):
+        graphs.verify(runner([1, 2], None))
 
 
 def test_steps_with_python_between_layers_run_without_a_graph(runtime):

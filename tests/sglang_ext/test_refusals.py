@@ -17,6 +17,7 @@ HARMLESS = {name: value for name, value, _ in refusals._OPTIONS} | {
     "prefill_attention_backend": None,
     "decode_attention_backend": None,
     "cuda_graph_config": CudaGraphConfig(),
+    "device": "cuda",
 }
 BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
 
@@ -71,6 +72,17 @@ def test_attention_backends_are_served_in_any_combination(prefill, decode):
     refusals.check_options(options(attention_backend=prefill))
     chosen = {"prefill_attention_backend": prefill, "decode_attention_backend": decode}
     refusals.check_options(options(**chosen))
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_kernels_without_a_gpu_are_interpreted_or_refused(monkeypatch, backend):
+    chosen = options(decode_attention_backend=backend, device="cpu")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    refusals.check_options(chosen)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(Refused, match=f"^--attention-backend {backend} .*TRITON_INTERPRET=1.*$"):
+        refusals.check_options(chosen)
+    refusals.check_options(options(device="cpu"))
 
 
 def test_prefills_are_captured_in_pieces_only():
