@@ -1,31 +1,28 @@
-"""Vectors of two layers as sums of both: what `share` computes from two passes over them.
+"""Expressions over two vectors per entry as sums of both: what needs few passes over them.
 
-An expression over `below` and `own` that adds them, multiplies and divides them by numbers per
-entry, and multiplies them with each other only below `sum[dim]`, is known from three inner products
-per entry: a vector is a * below + b * own, and an inner product of two such is made of the three.
-`angle`, `slerp`, `cosine`, `unit` and `norm2` are of this kind; what is not is left to torch.
-
-Dimensions: G KV heads, N tokens, D head size.
+The two are those of two layers in `share`, of a dropped entry and its receiver in `merge`. An
+expression that adds them, multiplies and divides them by numbers per entry, and multiplies them
+with each other only below `sum[dim]`, is known from three inner products per entry: a vector is
+a * first + b * second, and an inner product of two such is made of the three. `angle`, `slerp`,
+`cosine`, `unit` and `norm2` are of this kind; what is not is left to torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
-import torch
 from kvpolicy.dsl.ir import Node
-from kvpolicy.dsl.torch_evaluate import Evaluation, spread
+from kvpolicy.dsl.torch_evaluate import Evaluation
 from kvpolicy.dsl.torch_ops import OPERATIONS
-from kvpolicy.dsl.torch_values import Value
+from kvpolicy.dsl.torch_values import Value, as_tensor, filled
 
-_AXES = ("kv", "token")
 _ONE, _ZERO = Value(1.0, finite=True), Value(0.0, finite=True)
 
 
 @dataclass(frozen=True)
 class Combination:
-    """a * below + b * own; values without the axis `dim`, None for 0."""
+    """a * first + b * second; values without the axis `dim`, None for 0."""
 
     a: Value | None
     b: Value | None
@@ -35,36 +32,35 @@ class Combination:
         return Combination(*(None if x is None else function(x) for x in (self.a, self.b)))
 
 
+@dataclass
 class Combinations:
-    """Values of expressions over two layers' vectors.
+    """Values of expressions over two vectors per entry.
 
-    Args:
-        evaluation: of the upper layer; it finds here the inner products that it needs.
-        inner: float64 [3, G, N]: of below with itself, with own, of own with itself.
+    Attributes:
+        evaluation: it finds here the inner products that it needs.
+        side: 0 for a node that is the first vector, 1 for the second, None for any other.
+        inner: makes the inner products of the first with itself, with the second, and of the second
+            with itself; called at most once.
     """
 
-    def __init__(self, evaluation: Evaluation, inner: torch.Tensor) -> None:
-        self._evaluation = evaluation
-        self._inner = tuple(Value(x, _AXES) for x in inner)
-        self._known: dict[int, Combination | None] = {}
+    evaluation: Evaluation
+    side: Callable[[Node], int | None]
+    inner: Callable[[], Sequence[Value]]
+    _made: Sequence[Value] | None = None
+    _known: dict[int, Combination | None] = field(default_factory=dict)
 
-    def prepare(self, root: Node) -> None:
-        """Makes the inner products in an expression known to the evaluation."""
-        for node in root.walk():
+    def prepare(self, nodes: Iterable[Node]) -> None:
+        """Makes the inner products among some nodes, arguments first, known to the evaluation."""
+        for node in nodes:
             if node.op == "sum" and node.axes == ("dim",):
                 found = self._product(node.args[0])
                 if found is not None:
-                    self._evaluation.known[id(node)] = found
+                    self.evaluation.known[id(node)] = found
 
-    def weights(self, root: Node) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """a and b, float64 [G, N], of a vector; None where it is not of this kind."""
-        found = self._vector(root)
-        if found is None:
-            return None
-        frame = self._evaluation.frame
-        both = (_ZERO if x is None else x for x in (found.a, found.b))
-        a, b = (spread(x, _AXES, frame).double() for x in both)
-        return a, b
+    def weights(self, node: Node) -> tuple[Value, Value] | None:
+        """a and b of a vector; None where it is not of this kind."""
+        found = self._vector(node)
+        return None if found is None else (found.a or _ZERO, found.b or _ZERO)
 
     def _vector(self, node: Node) -> Combination | None:
         if id(node) not in self._known:
@@ -74,8 +70,9 @@ class Combinations:
     def _find(self, node: Node) -> Combination | None:
         if "dim" not in node.type.axes or node.type.absent:
             return None
-        if node.op == "special":
-            return Combination(_ONE, None) if node.value == "below" else Combination(None, _ONE)
+        side = self.side(node)
+        if side is not None:
+            return Combination(None, _ONE) if side else Combination(_ONE, None)
         if node.op == "choose":
             return self._chosen(node)
         if node.op not in ("negate", "add", "subtract", "multiply", "divide"):
@@ -92,7 +89,7 @@ class Combinations:
     def _scaled(self, node: Node, vector: Combination | None, by: Node) -> Combination | None:
         if vector is None or "dim" in by.type.axes:
             return None
-        number = self._evaluation.value(by)
+        number = self.evaluation.value(by)
         return vector.each(lambda x: self._call(node, x, number))
 
     def _joined(self, node: Node, x: Combination, y: Combination) -> Combination:
@@ -107,7 +104,7 @@ class Combinations:
         x, y = self._vector(node.args[0]), self._vector(node.args[2])
         if x is None or y is None or "dim" in node.args[1].type.axes:
             return None
-        condition = self._evaluation.value(node.args[1])
+        condition = self.evaluation.value(node.args[1])
         pairs = ((x.a, y.a), (x.b, y.b))
         return Combination(
             *(self._call(node, one or _ZERO, condition, other or _ZERO) for one, other in pairs)
@@ -123,15 +120,21 @@ class Combinations:
             return None
         if x is None or y is None:
             return None
-        own, cross, other = self._inner
+        if self._made is None:
+            self._made = self.inner()
+        own, cross, other = self._made
         terms = ((x.a, y.a, own), (x.a, y.b, cross), (x.b, y.a, cross), (x.b, y.b, other))
         total = None
         for a, b, inner in terms:
             if a is not None and b is not None:
                 part = self._call("multiply", self._call("multiply", a, b), inner)
                 total = part if total is None else self._call("add", total, part)
-        return total
+        if total is None:
+            return _ZERO
+        # As any sum, that of absent numbers is 0.
+        data = filled(replace(total, data=as_tensor(total.data, self.evaluation.frame)), 0.0)
+        return Value(data, total.axes, finite=total.finite)
 
     def _call(self, node: Node | str, *args: Value) -> Value:
         node = Node(node) if isinstance(node, str) else node
-        return OPERATIONS[node.op](node, self._evaluation.frame, *args)
+        return OPERATIONS[node.op](node, self.evaluation.frame, *args)

@@ -24,9 +24,10 @@ merge_rows(x, sources, weights, offsets, own, divide) -> float64 [G, n, D]
 merge_mass(weights, offsets, own) -> float64 [G, n]
     own and the sum of the weights of each receiver's links. It comes with `merge_rows`.
 
-gram(below, own) -> float64 [3, G, N]
-    Inner products of two layers' vectors [G, N, D] of any one float dtype, entry by entry: of below
-    with itself, of below with own, of own with itself.
+gram(below, own, rows) -> float64 [3, G, P]
+    Inner products of pairs of vectors among [G, N, D] of any one float dtype: of below with itself,
+    of below with own, of own with itself. rows are two int64 [G, P], which vectors are paired;
+    without them each is paired with its counterpart, and P is N.
 
 blend(below, own, a, b) -> float64 [G, N, D]
     a * below + b * own with a, b float64 [G, N]; a product or sum that is NaN is 0. It comes with

@@ -2,7 +2,7 @@
 
 All reads precede all writes. Receivers are found in tiles, so that no matrix of dropped by kept
 entries is held whole. With the kernels of merging nothing waits for the device, if the caller says
-how many entries a KV head drops at most and no data decide how many receivers an entry has.
+how many entries the KV heads drop at most and no data decide how many receivers an entry has.
 
 Dimensions: G KV heads, n candidates of a layer, P dropped and C kept entries of a KV head, D head
 size.
@@ -13,13 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from kvpolicy.dsl import counts
 from kvpolicy.dsl.ir import Merge, Node
 from kvpolicy.dsl.torch_blocks import block_bytes
+from kvpolicy.dsl.torch_combination import Combinations
 from kvpolicy.dsl.torch_evaluate import Evaluation, Updates
 from kvpolicy.dsl.torch_values import Frame, Value, aligned, as_tensor, filled, sizes_of, union
+from kvpolicy.dsl.traverse import merge_roots, nodes_of
 
 _DROPPED = ("kv", "dropped")
 
@@ -114,8 +117,8 @@ class Merging:
             kept: bool [G, n].
             updates: the merge's own states.
             before: their values before this step, as far as there are any.
-            most: entries that a KV head drops, or more; None: the host waits for the device to
-                know. Work and memory grow with it.
+            most: how many entries the KV head drops that drops most; None: the host waits for the
+                device to know.
         """
         made = cls(merge, evaluation, kept)
         made.evaluation = replace(
@@ -131,6 +134,7 @@ class Merging:
             },
         )
         made._find(most)
+        made._compare()
         made.states = {name: made.evaluation.state(name) for name in merge.states}
         made._weigh()
         return made
@@ -168,7 +172,7 @@ class Merging:
         there = torch.ones_like(self.kept) if frame.there is None else frame.there
         dropped = there & ~self.kept
         number = dropped.sum(-1)
-        most = int(number.max()) if most is None else min(most, frame.tokens)
+        most = int(number.max()) if most is None else most
         self._index = (~dropped).long().argsort(dim=-1, stable=True)[:, :most]
         self._present = torch.arange(most, device=frame.device) < number[:, None]
         if into.op == "next":
@@ -226,6 +230,29 @@ class Merging:
             yield Receivers(torch.where(there, order.gather(-1, place), 0), there)
 
     # What the expressions of a merge read.
+
+    def _compare(self) -> None:
+        """Finds inner products of dropped entries and their receivers in one pass over the cache.
+
+        Torch would hold both as float64 vectors.
+        """
+        frame = self.evaluation.frame
+        if "gram" not in frame.kernels or len(self._receivers) != 1:
+            return
+        (to,) = self._receivers
+        for name, x in (("key", frame.k), ("value", frame.v)):
+            combinations = Combinations(
+                self.evaluation, partial(_side, name), partial(self._inner, x, to)
+            )
+            combinations.prepare(nodes_of(merge_roots(self.merge)))
+
+    def _inner(self, x: torch.Tensor, to: Receivers) -> list[Value]:
+        made = self.evaluation.frame.kernels["gram"](x, x, (self._index, to.index))
+        there = (self._present, to.there, to.there)
+        return [
+            Value(torch.where(own, each, 0.0), _DROPPED)
+            for own, each in zip(there, made, strict=True)
+        ]
 
     def _read(self, x: Value, index: torch.Tensor, there: torch.Tensor) -> Value:
         """A value per token, read at other tokens."""
@@ -326,6 +353,12 @@ class Merging:
         if x.mask is not None:
             data = filled(replace(x, data=data), filler)
         return aligned(data, x.axes, axes).expand([sizes[axis] for axis in axes]).contiguous()
+
+
+def _side(name: str, node: Node) -> int | None:
+    """Whether a node is the key (or value) of the dropped entries, or that of their receivers."""
+    sides = ("dropped", "target")
+    return sides.index(node.op) if node.op in sides and node.args[0].op == name else None
 
 
 def merged_rows(merging: Merging, frame: Frame) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -14,8 +14,10 @@ from kvpolicy.dsl.torch_combination import Combinations
 from kvpolicy.dsl.torch_evaluate import Evaluation, spread
 from kvpolicy.dsl.torch_kernels import NONE, Kernels
 from kvpolicy.dsl.torch_values import Frame, Value, filled
+from kvpolicy.dsl.traverse import nodes_of
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+_AXES = ("kv", "token")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,10 @@ def shared(
     return Shared(made["key"][0], made["value"][0], made["key"][1], made["value"][1])
 
 
+def _side(node: Node) -> int | None:
+    return ("below", "own").index(node.value) if node.op == "special" else None
+
+
 def _one(
     evaluation: Evaluation,
     direction: Node,
@@ -77,18 +83,18 @@ def _one(
     if "gram" in kernels:
         inner = kernels["gram"](vectors["below"], vectors["own"])
         finite = inner.isfinite().all()
-        combinations = Combinations(evaluation, inner)
-        combinations.prepare(direction)
-        if exceptions is not None:
-            combinations.prepare(exceptions)
+        products = [Value(x, _AXES) for x in inner]
+        combinations = Combinations(evaluation, _side, lambda: products)
+        combinations.prepare(nodes_of([direction, exceptions]))
         weights = combinations.weights(direction)
     else:
         finite = torch.stack([x.isfinite().all() for x in vectors.values()]).all()
     if weights is not None:
-        data = kernels["blend"](vectors["below"], vectors["own"], *weights)
+        a, b = (spread(x, _AXES, evaluation.frame) for x in weights)
+        data = kernels["blend"](vectors["below"], vectors["own"], a, b)
     else:
         data = filled(evaluation.value(direction), 0.0).expand(vectors["own"].shape)
     apart = torch.zeros(data.shape[:2], dtype=torch.bool, device=data.device)
     if exceptions is not None:
-        apart = spread(evaluation.value(exceptions), ("kv", "token"), evaluation.frame)
+        apart = spread(evaluation.value(exceptions), _AXES, evaluation.frame)
     return torch.where(finite, data, 0.0), apart | ~finite

@@ -1,4 +1,4 @@
-"""Vectors of two layers in one pass each: their inner products, and sums of both.
+"""Pairs of vectors in one pass each: their inner products, and sums of both.
 
 All is added and multiplied in float64, which the memory that is read hides on an H200.
 """
@@ -8,45 +8,55 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from kvpolicy.kernels.share import check
+from kvpolicy.kernels.share import check, check_rows
 
 
-def gram(below: torch.Tensor, own: torch.Tensor, *, rows: int = 16) -> torch.Tensor:
-    """Inner products of each vector of one layer, and of its counterpart in the other.
+def gram(
+    below: torch.Tensor,
+    own: torch.Tensor,
+    rows: tuple[torch.Tensor, torch.Tensor] | None = None,
+    *,
+    block: int = 16,
+) -> torch.Tensor:
+    """Inner products of pairs of vectors.
 
     As `share.gram`.
 
     Args:
         below, own: [G, N, D] any float dtype, both the same; the last axis contiguous, or they are
             copied.
-        rows: vectors of a program, a power of two. Not measured.
+        rows: as there.
+        block: pairs of a program, a power of two. Not measured.
 
     Returns:
-        [3, G, N] float64.
+        [3, G, P or N] float64.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
     check(below, own)
-    heads, tokens, size = below.shape
-    made = torch.empty((3, heads, tokens), dtype=torch.float64, device=below.device)
+    (heads, pairs, size), listed = below.shape, rows is not None
+    if listed:
+        check_rows(below, rows)
+        rows, pairs = [each.contiguous() for each in rows], rows[0].shape[1]
+    made = torch.empty((3, heads, pairs), dtype=torch.float64, device=below.device)
     if made.numel():
-        _gram[(triton.cdiv(tokens, rows), heads)](
-            *_strided(below), *_strided(own), made, tokens,
-            D=size, BLOCK_N=rows, BLOCK_D=triton.next_power_of_2(size), num_warps=4,
+        _gram[(triton.cdiv(pairs, block), heads)](
+            *_strided(below), *_strided(own), *(rows if listed else (made, made)), made, pairs,
+            D=size, LISTED=listed, BLOCK_N=block, BLOCK_D=triton.next_power_of_2(size), num_warps=4,
         )  # fmt: skip
     return made
 
 
 def blend(
-    below: torch.Tensor, own: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, rows: int = 16
+    below: torch.Tensor, own: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, block: int = 16
 ) -> torch.Tensor:
     """a * below + b * own, where NaN, of a product or of the sum, is 0.
 
     As `share.blend`.
 
     Args:
-        below, own, rows: as of `gram`.
+        below, own, block: as of `gram`.
         a, b: [G, N] float64.
 
     Returns:
@@ -59,9 +69,9 @@ def blend(
     heads, tokens, size = below.shape
     made = torch.empty(below.shape, dtype=torch.float64, device=below.device)
     if made.numel():
-        _blend[(triton.cdiv(tokens, rows), heads)](
+        _blend[(triton.cdiv(tokens, block), heads)](
             *_strided(below), *_strided(own), a.contiguous(), b.contiguous(), made, tokens,
-            D=size, BLOCK_N=rows, BLOCK_D=triton.next_power_of_2(size), num_warps=4,
+            D=size, BLOCK_N=block, BLOCK_D=triton.next_power_of_2(size), num_warps=4,
         )  # fmt: skip
     return made
 
@@ -83,16 +93,20 @@ def _read(x, head, row, stride_head, stride, mask, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _gram(
-    below, below_head, below_row, own, own_head, own_row, made, tokens,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    below, below_head, below_row, own, own_head, own_row, below_rows, own_rows, made, pairs,
+    D: tl.constexpr, LISTED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    there = row < tokens
+    pair = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    there = pair < pairs
     mask = there[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
-    x = _read(below, head, row, below_head, below_row, mask, BLOCK_D)
-    y = _read(own, head, row, own_head, own_row, mask, BLOCK_D)
-    at, next_sum = made + head * tokens + row, tl.num_programs(1).to(tl.int64) * tokens
+    first, second = pair, pair
+    if LISTED:
+        first = tl.load(below_rows + head * pairs + pair, mask=there, other=0)
+        second = tl.load(own_rows + head * pairs + pair, mask=there, other=0)
+    x = _read(below, head, first, below_head, below_row, mask, BLOCK_D)
+    y = _read(own, head, second, own_head, own_row, mask, BLOCK_D)
+    at, next_sum = made + head * pairs + pair, tl.num_programs(1).to(tl.int64) * pairs
     tl.store(at, tl.sum(x * x, axis=1), mask=there)
     tl.store(at + next_sum, tl.sum(x * y, axis=1), mask=there)
     tl.store(at + 2 * next_sum, tl.sum(y * y, axis=1), mask=there)

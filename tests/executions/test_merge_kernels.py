@@ -16,12 +16,13 @@ from kvpolicy.dsl.torch_evaluate import Evaluation, Updates
 from kvpolicy.dsl.torch_merge import Merging
 from kvpolicy.dsl.torch_program import TorchProgram
 from kvpolicy.dsl.torch_share import shared
-from kvpolicy.dsl.torch_values import Frame
+from kvpolicy.dsl.torch_values import Frame, Value
 from kvpolicy.kernels.table import TRITON
 from recordings import assert_same, tensors
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-MERGING = ("nearest", "merge_rows", "merge_mass")
+MERGING = ("nearest", "gram", "merge_rows", "merge_mass")
 SETTINGS = {
     "d2o": {"rate": "0.4", "start": "2"},
     "d2o-code": {"rate": "0.4", "start": "1"},
@@ -57,7 +58,7 @@ def test_programs_do_the_same(name, monkeypatch):
             patched.setattr(torch_apply, "TorchProgram", partial(TorchProgram, kernels=table))
             assert_same(expected, torch_apply.apply(bound, *prompt))
     wanted = set(MERGING)
-    wanted -= {"nearest", "merge_mass"} if name == "cam" else set()
+    wanted -= {"nearest", "gram", "merge_mass"} if name == "cam" else set()
     wanted -= {"merge_mass"} if name == "d2o-code" else set()
     assert set(calls) == wanted
 
@@ -96,10 +97,10 @@ def layer_of(into: str, dtype: torch.dtype) -> tuple[Bound, Frame, torch.Tensor]
     ],
 )
 def test_receivers_are_the_same(into, dtype):
-    """Whatever is compared, and with more room for dropped entries than there are."""
+    """Whatever is compared, and whoever knows how many entries are dropped."""
     bound, frame, kept = layer_of(into, dtype)
     results = []
-    for kernels, most in (({}, None), (TRITON, None), (TRITON, 30)):
+    for kernels, most in (({}, None), (TRITON, None), (TRITON, int((~kept).sum(-1).max()))):
         frame.kernels = kernels
         merging = Merging.of(bound.lowered.merge, Evaluation(frame), kept, Updates({}), {}, most)
         results.append((merging.rows(frame.k), merging.rows(frame.v)))
@@ -109,6 +110,39 @@ def test_receivers_are_the_same(into, dtype):
         for made, expected in zip(each, results[0], strict=True):
             # Sums of at most 30 products of numbers below 5, in two orders.
             assert (made - expected).abs().max() < 2 * 30 * 2.0**-53 * 30 * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [(name, SETTINGS[name]) for name in ("d2o", "cam", "asl-lava-d2o")]
+)
+def test_nothing_waits_for_the_device(name, given):
+    """Tensors without numbers: what has to read one raises."""
+    bound = bind(load(name).require(), ModelShape(3, 4, 2, 8), given)
+    merge = (bound.decode_lowered if name == "cam" else bound.lowered).merge
+    updates = Updates.of(merge.states)
+
+    def made(most):
+        with FakeTensorMode():
+            k, v = torch.empty(2, 2, 30, 8, dtype=torch.bfloat16)
+            frame = Frame(bound, 30, k.device, 2, prompt=30, layer=0, k=k, v=v, kernels=WITHOUT)
+            heat = Value(torch.empty(2, 30, dtype=torch.float64), ("kv", "token"))
+            evaluation = Evaluation(frame, before={"heat": heat}, after={"heat": heat})
+            kept = torch.empty(2, 30, dtype=torch.bool)
+            merging = Merging.of(merge, evaluation, kept, updates, {}, most)
+            return merging.rows(frame.k), merging.rows(frame.v)
+
+    assert [x.shape for x in made(17)] == [(2, 30, 8)] * 2
+    with pytest.raises(DataDependentOutputException):
+        made(None)
+
+
+# The kernels' results, without numbers.
+WITHOUT = {
+    "nearest": lambda x, dropped, *_: torch.empty_like(dropped),
+    "gram": lambda below, own, rows: torch.empty(3, *rows[0].shape, dtype=torch.float64),
+    "merge_rows": lambda x, *_: torch.empty(x.shape, dtype=torch.float64),
+    "merge_mass": lambda weights, offsets, own: torch.empty_like(own),
+}
 
 
 SHARE = """
