@@ -265,7 +265,7 @@ class Writer:
         self.comment(node)
         made = self.reduced(node.op, x, ("group",), node)
         name = self.named(node.name or f"{node.op}_of_group", made.text)
-        if node.op == "mean" or not finite(node.args[0]):
+        if not finite(node.args[0]) and node.op in ("sum", "mean"):
             self.line(f"{name} = tl.where({name} == {name}, {name}, 0.0)  # no NaN")
         return replace(made, text=name)
 
@@ -274,7 +274,8 @@ class Writer:
         if op == "mean":
             total = self.reduced("sum", x, over, node)
             number = self.number(x, over, node)
-            return Tile(f"{total.text} / {number.text}", total.axes | number.axes)
+            some = number.text if number.text == "GROUP" else f"tl.maximum({number.text}, 1)"
+            return Tile(f"{total.text} / {some}", total.axes | number.axes)  # of nothing: 0
         truth = node.args[0].type.kind == "truth"
         conditions = (*x.present, *self.padding(over, x))
         fixed = tuple(each for each in conditions if not each.axes & set(over))

@@ -128,14 +128,19 @@ class Statistic:
         if op == "mean":
             self._mean(writer, bool(rest))
             return
-        if not finite(self.node.args[0]) and op in ("sum", "var"):
-            writer.line(f"{self.name} = tl.where({self.name} == {self.name}, {self.name}, 0.0)")
+        if op in ("sum", "var"):
+            self._clean(writer)
         truth = op == "any" and not self.whole
         self.parts["value"] = Tile(f"({self.name} > 0)" if truth else self.name, self.axes)
 
-    def _mean(self, writer: Writer, rest: bool) -> None:
-        if self.whole and not rest:  # a quotient so far
+    def _clean(self, writer: Writer) -> None:
+        """No NaN, as sums of infinities may be."""
+        if not finite(self.node.args[0]):
             writer.line(f"{self.name} = tl.where({self.name} == {self.name}, {self.name}, 0.0)")
+
+    def _mean(self, writer: Writer, rest: bool) -> None:
+        if self.whole and not rest:  # a quotient already
+            self._clean(writer)
             self.parts["value"] = Tile(self.name, self.axes)
             return
         known = None if self.whole else self.known
@@ -143,8 +148,8 @@ class Statistic:
         if rest:
             self.parts = {"sum": Tile(self.name, self.axes), "count": Tile(number, self.axes)}
             return
-        writer.line(f"{self.name} = {self.name} / ({number})")
-        writer.line(f"{self.name} = tl.where({self.name} == {self.name}, {self.name}, 0.0)")
+        writer.line(f"{self.name} = {self.name} / tl.maximum({number}, 1)")
+        self._clean(writer)
         self.parts["value"] = Tile(self.name, self.axes)
 
 

@@ -1,0 +1,366 @@
+"""Generated kernels: the entries that torch keeps, values within float32's error.
+
+Without a GPU the kernels run in Triton's interpreter, on a GPU they are compiled.
+
+Dimensions: L layers, H query heads, G KV heads, N tokens, D head size, W queries of a window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from kvpolicy.dsl import torch_apply
+from kvpolicy.dsl.bind import Bound, bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.explain_kernels import kernels, regions
+from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.library import shipped
+from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.torch_kernels import Slots
+from kvpolicy.dsl.torch_program import TorchProgram
+from kvpolicy.dsl.torch_run import Run
+from kvpolicy.dsl.torch_values import Value, aligned
+from kvpolicy.kernels.generated import generated
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TABLE = {"generated": generated}
+HALF_ULP = 2.0**-24  # of float32: the largest relative error of one rounding
+SMALL = {"capacity": "11", "window": "4", "start": "2", "queries": "3", "reach": "5"}
+# What is computed beside the numbers that count, and for NaN and infinity.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+GENERATES = [
+    name for name in shipped()
+    if TorchProgram(bind(load(name).require(), ModelShape(2, 4, 2, 8)), kernels=TABLE).generated
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of a model and a prompt."""
+
+    layers: int
+    heads: int
+    kv: int
+    size: int
+    tokens: int
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(self.layers, self.heads, self.kv, self.size)
+
+    def tensors(self, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v [L, H or G, N, D]."""
+        random = torch.Generator().manual_seed(seed)
+        made = (
+            torch.randn(self.layers, heads, self.tokens, self.size, generator=random)
+            for heads in (self.heads, self.kv, self.kv)
+        )
+        return tuple(x.to(DEVICE, self.dtype) for x in made)
+
+
+# GQA 1, 2, 4 and 8, groups and head sizes that are no power of two, one token, a window, an odd
+# length; each policy meets two of them.
+CASES = [
+    Case(2, 2, 2, 64, 63),
+    Case(2, 8, 2, 80, 1),
+    Case(2, 8, 1, 128, 33),
+    Case(2, 6, 2, 16, 37, torch.float16),
+    Case(2, 4, 2, 64, 4),
+    Case(2, 4, 1, 80, 45, torch.bfloat16),
+    Case(2, 6, 3, 128, 12),
+]
+
+
+def small(name: str, shape: ModelShape) -> Bound:
+    program = load(name).require()
+    given = {n: x for n, x in SMALL.items() if n in program.params}
+    if name == "pyramidinfer":
+        given["least"] = "2"
+    return bind(program, shape, given)
+
+
+def inline(score: str, shape: ModelShape, rest: str = "") -> Bound:
+    text = (
+        f"policy: a-test\nlanguage: 1\nabout: a test\n{rest}score: |\n  {score}\n"
+        "budget: 9\nkeep: recent(2) then top(score)\n"
+    )
+    return bind(load(Source("a-test.yaml", text)).require(), shape)
+
+
+def prefill(program: TorchProgram, q, k, v, slots: bool = False) -> Run:
+    """A finished prefill, propagated and begun again where the policy wants that."""
+    run = program.start(k.shape[2])
+    there = torch.arange(k.shape[2], device=k.device)
+    layer = 0
+    while layer < len(k):
+        keys, values = k[layer][:, there], v[layer][:, there]
+        if slots:
+            keys, values = in_pool(keys), in_pool(values)
+        tokens = None if len(there) == run.size else there
+        deeper = run.observe(layer, q[layer][:, there], keys, values, tokens)
+        if run.restarted:
+            there = there if deeper is None else there[deeper]
+            q, k, v = q[:, :, there], k[:, :, there], v[:, :, there]
+            run, layer = run.again(len(there)), 0
+            there = torch.arange(len(there), device=k.device)
+            continue
+        there = there if deeper is None else there[deeper]
+        layer += 1
+    run.finish()
+    return run
+
+
+def in_pool(x: torch.Tensor) -> Slots:
+    """The rows of [G, n, D] at odd places of a pool whose other rows are NaN."""
+    heads, tokens, size = x.shape
+    pool = torch.full((2 * tokens + 5, heads, size), torch.nan, dtype=x.dtype, device=x.device)
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(tokens))
+    slots = (2 * order + 1).to(x.device)
+    pool[slots] = x.transpose(0, 1)
+    return Slots(pool, slots)
+
+
+def assert_same_kept(a: Run, b: Run) -> None:
+    assert a.not_finite == b.not_finite
+    for layer, (one, other) in enumerate(zip(a.finish(), b.finish(), strict=True)):
+        assert torch.equal(one, other), f"layer {layer}: {(one != other).nonzero().tolist()}"
+
+
+def relative_error(case: Case, q, k, queries: int, terms: int) -> float:
+    """Bound on the relative error of sums, means and maxima of attention in float32.
+
+    A product q.k of D terms is wrong by at most (D + 2) u sum|q||k| with u = 2^-24, and so is the
+    exponent; the log-sum-exp of N terms by as much, N u of adding and its own rounding. Then
+    `terms` numbers of one sign are added. Exponentials of a GPU are good to 4 u.
+    """
+    repeat = case.heads // case.kv
+    keys = k.abs().double().repeat_interleave(repeat, 1)
+    length = torch.matmul(q[:, :, -queries:].abs().double(), keys.transpose(-1, -2))
+    largest = length.max().item() * case.size**-0.5
+    return HALF_ULP * (2 * (case.size + 4) * largest + case.tokens + terms + 16)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    """Generated files leave the user's cache alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+# Every shipped policy.
+
+
+@pytest.mark.parametrize("name", GENERATES)
+def test_shipped_policies_keep_the_same(name):
+    for number in (0, 3):
+        case = CASES[(GENERATES.index(name) + number) % len(CASES)]
+        bound = small(name, case.shape)
+        tensors = case.tensors(number)
+        with_kernels = TorchProgram(bound, report=True, kernels=TABLE)
+        assert_same_kept(prefill(TorchProgram(bound), *tensors), prefill(with_kernels, *tensors))
+
+
+def test_most_shipped_policies_have_kernels():
+    nothing = {name for name in shipped() if name not in GENERATES}
+    assert nothing == {
+        "minicache", "roco", "simlayerkv", "sinks-recent", "streamingllm", "streamingllm-original",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["snapkv", "h2o"])
+def test_a_thousand_tokens(name):
+    """Several blocks of keys, splits of rows and, for all queries, blocks of queries."""
+    case = Case(1, 4, 2, 64, 1000)
+    bound = small(name, case.shape)
+    tensors = case.tensors(7)
+    with_kernels = TorchProgram(bound, kernels=TABLE)
+    assert_same_kept(prefill(TorchProgram(bound), *tensors), prefill(with_kernels, *tensors))
+
+
+@pytest.mark.parametrize("name", ["h2o", "cake", "asl", "d2o", "simlayerkv-prefill"])
+def test_what_follows_a_prefill(name, monkeypatch):
+    """States, merges and decode steps go on from the kernels' values."""
+    bound = small(name, ModelShape(2, 4, 2, 8))
+    random = np.random.default_rng(5)
+    q, k, v = (random.normal(size=(2, n, 29, 8)).astype(np.float32) for n in (4, 2, 2))
+    steps = tuple(random.normal(size=(3, 2, n, 8)).astype(np.float32) for n in (4, 2, 2))
+    expected = torch_apply.apply(bound, q, k, v, steps)
+    made = []
+
+    def program(*args, **options):
+        made.append(TorchProgram(*args, kernels=TABLE, **options))
+        return made[-1]
+
+    monkeypatch.setattr(torch_apply, "TorchProgram", program)
+    actual = torch_apply.apply(bound, q, k, v, steps)
+    assert made[0].generated is not None
+    assert all(map(np.array_equal, expected.kept, actual.kept))
+    assert [x.kept for x in expected.steps] == [x.kept for x in actual.steps]
+
+
+@pytest.mark.parametrize("name", ["snapkv", "tova", "dynamickv", "pyramidkv", "h2o"])
+def test_scores_within_the_error_of_float32(name):
+    """Sums and maxima of attention, pooled, of one sign: a relative bound."""
+    case = Case(2, 8, 2, 64, 63)
+    bound = small(name, case.shape)
+    q, k, v = case.tensors(11)
+    runs = [prefill(TorchProgram(bound, report=True, kernels=t), q, k, v) for t in ({}, TABLE)]
+    queries = 63 if name == "h2o" else 4
+    bar = relative_error(case, q, k, queries, queries * 4 + 8)
+    assert bar < 1e-3
+    for a, b in zip(*(run.result(bound.lowered.score) for run in runs), strict=True):
+        assert a.axes == b.axes
+        where = torch.ones_like(a.data, dtype=torch.bool)
+        if a.mask is not None:
+            where &= aligned(a.mask, a.mask_axes, a.axes)
+        torch.testing.assert_close(a.data[where], b.data[where], rtol=bar, atol=0.0)
+        assert not torch.equal(a.data[where], b.data[where]), "no kernel ran"
+
+
+# Where keys and values lie.
+
+
+@pytest.mark.parametrize("name", ["snapkv", "lava", "cake", "h2o", "simlayerkv-prefill"])
+def test_slots_and_dense_tensors_agree(name):
+    """Bit for bit; rows of the pool that are nobody's are NaN."""
+    case = Case(2, 4, 2, 80, 45)
+    bound = small(name, case.shape)
+    program = TorchProgram(bound, report=True, kernels=TABLE)
+    tensors = case.tensors(3)
+    dense, pooled = prefill(program, *tensors), prefill(program, *tensors, slots=True)
+    assert not pooled.not_finite
+    assert_same_kept(dense, pooled)
+    for root in filter(None, (bound.lowered.score, bound.lowered.keep)):
+        for a, b in zip(dense.result(root), pooled.result(root), strict=True):
+            assert torch.equal(torch.as_tensor(a.data), torch.as_tensor(b.data))
+
+
+def test_slots_are_gathered_only_for_torch():
+    """Kernels read the pool; torch operations gather, once."""
+    case = Case(1, 4, 2, 16, 29)
+    q, k, v = (x[0] for x in case.tensors(3))
+    for table, gathers in ((TABLE, False), ({}, True)):
+        program = TorchProgram(small("lava", case.shape), kernels=table)
+        keys, values = in_pool(k), in_pool(v)
+        program.start(case.tokens).observe(0, q, keys, values)
+        assert ("_dense" in vars(keys), "_dense" in vars(values)) == (gathers, gathers)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "lava", "gemfilter", "h2o", "simlayerkv-prefill"])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_not_finite(name, wrong):
+    """NaN and infinity decide nothing, wherever a kernel meets them first."""
+    case = Case(2, 4, 2, 16, 29)
+    program = TorchProgram(small(name, case.shape), kernels=TABLE)
+    q, k, v = case.tensors(3)
+    (v if name == "lava" else k)[1 if name != "gemfilter" else 0, 1, 7, 3] = wrong
+    run = prefill(program, q, k, v)
+    assert run.not_finite
+    assert all(bool(kept.all()) for kept in run.finish())
+
+
+def test_other_types_stay_with_torch():
+    """A type that no kernel reads is computed by torch."""
+    case = Case(2, 4, 2, 16, 29, torch.float64)
+    bound, tensors = small("snapkv", case.shape), case.tensors(3)
+    runs = [prefill(TorchProgram(bound, report=True, kernels=t), *tensors) for t in ({}, TABLE)]
+    for a, b in zip(*(run.result(bound.lowered.score) for run in runs), strict=True):
+        assert torch.equal(a.data, b.data)
+
+
+def test_chunks_add_up():
+    """Sums over all queries from chunks, as a server hands them over."""
+    case = Case(1, 4, 2, 16, 61)
+    bound = small("h2o", case.shape)
+    q, k, v = (x[0] for x in case.tensors(2))
+    program = TorchProgram(bound, report=True, kernels=TABLE)
+    whole, parts = program.start(61), program.start(61)
+    whole.observe(0, q, k, v)
+    parts.accumulate(0, q[:, :20], in_pool(k[:, :20]))
+    parts.accumulate(0, q[:, 20:45], in_pool(k[:, :45]))
+    parts.observe(0, q[:, 45:], k, v)
+    bar = relative_error(case, q[None], k[None], 61, 61 * 2)
+    for run in (whole, parts):
+        run.finish()
+    (a,), (b,) = (run.result(bound.lowered.score) for run in (whole, parts))
+    torch.testing.assert_close(a.data, b.data, rtol=2 * bar, atol=0.0)
+
+
+# Expressions.
+
+EXPRESSIONS = [
+    "max[group](var[query](attn({q})))",
+    "min[group](max[query](attn({q}) where not recent(3)))",
+    "count[group, query](attn({q}) > 0.1)",
+    "count[group](any[query](attn({q}) > 0.2)) + 0 * norm1[dim](key)",
+    "sum[group](mean[query](attn({q}) * distance({q})))",
+    "sum[group, query](attn({q}) / sum[query](attn({q})))",
+    "sum[group, query](log(attn({q}) where position % 2 == 0)) + sum[dim](key * value)",
+    "sum[group, query](attn({q}) where any[query](attn({q}) > 0.3) else 0)",
+    "mean[group](avgpool(max[query](attn({q})) where position % 3 < 2, 5))",
+    "max[group](sum[query](attn({q}) / max[token](attn({q}))))",
+    "sum[group](sum[query](attn({q}) where distance({q}) >= 2)) * max[dim](abs(value))",
+    "mean[dim](key) + var[dim](value) * min[group](min[query](logits({q})))",
+    "sum[query](mean[group](attn({q})) ^ 2) / count[query](mean[group](attn({q})))",
+    "norm2[dim](key) * cosine[dim](key, value) * sum[group, query](attn({q}))",
+    "sum[group, query](attn({q}) * (1 + layer)) + length * "
+    "mean[group](mean[query](attn({q}) where layer < 1 or position > 4))",
+    "max[group](exp(-sum[query](attn({q})))) - sum[group](sum[query](abs(logits({q})) ^ 0.5))",
+    "mean[group, query](attn({q})) * mean[kv, group, query](attn({q}))",
+    "sum[group](max[query](min(attn({q}), 0.1 + 0 * distance({q})))) / 3",
+    "sum[group](sum[query](attn({q})) where not sinks(3)) + "
+    "min[group](sum[query](1 - attn({q}) where recent(5) or position == 7))",
+]
+
+
+def size_of(x: Value) -> float:
+    data = x.data[x.data.isfinite()]
+    return data.abs().max().item() if data.numel() else 0.0
+
+
+@pytest.mark.parametrize("number", range(len(EXPRESSIONS)))
+def test_expressions(number):
+    """A window in one tile, in blocks of queries, and all queries; groups of 3, head size 5.
+
+    None of these multiplies a relative error of attention by more than 32, measured against the
+    largest score: logarithms, differences and variances have small condition numbers there.
+    """
+    case = Case(2 if "layer" in EXPRESSIONS[number] else 1, 6, 2, 5, 45)
+    windows = ("recent(7)", "recent(prompt - 5)", "new")
+    queries = windows[number % 3], windows[(number + 1) % 3]
+    q, k, v = case.tensors(4)
+    bar = 32 * relative_error(case, q, k, 45, 45 * 3 + case.size)
+    assert bar < 1e-2
+    for asked in queries:
+        score = EXPRESSIONS[number].replace("{q}", asked)
+        bound = inline(f"{score} + 0 * norm1[dim](key)", case.shape)
+        programs = [TorchProgram(bound, report=True, kernels=t) for t in ({}, TABLE)]
+        assert not programs[1].generated.regions.reasons
+        runs = [prefill(program, q, k, v) for program in programs]
+        for a, b in zip(*(run.result(bound.lowered.score) for run in runs), strict=True):
+            torch.testing.assert_close(a.data, b.data, rtol=0.0, atol=bar * size_of(a))
+
+
+@pytest.mark.parametrize(
+    ("score", "reason"),
+    [
+        ("sum[group](sum[query](floor(9 * attn(recent(5)))))", "`floor` has no kernel"),
+        ("sum[group](sum[query](avgpool(attn(recent(5)), 3)))", "`avgpool` has no kernel"),
+        ("sum[group](sum[query](attn(recent(5)) ^ 0.3))", "a power that is not"),
+        ("sum[group](sum[query](exp(logits(recent(5)))))", "range of float32"),
+        ("sum[group](sum[query](attn(recent(5)) * mean[kv](attn(recent(5)))))", "`mean[kv]`"),
+    ],
+)  # fmt: skip
+def test_unsupported_expressions_stay_with_torch(score, reason):
+    case = Case(2, 4, 2, 8, 23)
+    bound = inline(score, case.shape)
+    programs = [TorchProgram(bound, report=True, kernels=t) for t in ({}, TABLE)]
+    runs = [prefill(program, *case.tensors(1)) for program in programs]
+    assert_same_kept(*runs)
+    assert any(reason in each for each in regions(bound).reasons.values())
+    assert any(reason in line for line in kernels(bound))
