@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 import triton
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction, MockTensor
 
@@ -44,12 +45,31 @@ class _Driver:
         return GPUTarget("cuda", 90, 32)
 
 
-class _Indexing(TorchFunctionMode):
-    """`x[...]` by other operations: torch without CUDA cannot index a tensor of that device."""
+class _OnDevice(FakeTensorMode):
+    """Tensors of the GPU have no data; those of the host are ordinary ones."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = tree_leaves((args, kwargs))
+        devices = [x for x in given if isinstance(x, torch.device) and x.type == "cuda"]
+        if devices or any(isinstance(x, FakeTensor) for x in given):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **kwargs)
+
+
+class _WithoutCuda(TorchFunctionMode):
+    """What torch without CUDA lacks: `x[...]` of a tensor of that device, and pinned memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
             return _item(*args)
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.__invert__:
+            return torch.bitwise_not(*args)
+        if func is torch.Tensor.contiguous:
+            whole = args[0].is_contiguous()
+            return args[0] if whole else args[0].clone(memory_format=torch.contiguous_format)
         return func(*args, **(kwargs or {}))
 
 
@@ -115,7 +135,7 @@ def compiled(call: Callable[[], Any]) -> list[Compiled]:
     JITFunction.run, torch.cuda.get_device_properties = run, lambda *_: _H200
     torch.cuda.current_device = lambda: 0
     try:
-        with FakeTensorMode(allow_non_fake_inputs=False), _Indexing():
+        with _OnDevice(allow_non_fake_inputs=True), _WithoutCuda():
             call()
     finally:
         JITFunction.run, torch.cuda.get_device_properties = launch, properties

@@ -11,9 +11,20 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
+from kvpolicy.dsl.bind import bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.torch_kernels import Slots
+from kvpolicy.dsl.torch_program import TorchProgram
 from kvpolicy.kernels.compact_layers_triton import compact_layers
 from kvpolicy.kernels.decode_attention_triton import decode_attention
+from kvpolicy.kernels.gather_triton import gather
+from kvpolicy.kernels.paged_attention_triton import paged_attention
+from kvpolicy.kernels.place_triton import place
+from kvpolicy.kernels.rotate_triton import rotate
+from kvpolicy.kernels.rows_triton import put_rows, take_rows
 from kvpolicy.kernels.select_triton import top
+from kvpolicy.kernels.table import TRITON
 from kvpolicy.kernels.tables import Tables
 from sm90 import compiled
 
@@ -48,6 +59,54 @@ def decode(dtype: torch.dtype = torch.bfloat16, size: int = D, group: int = 4) -
     decode_attention(q, storage, tables, rows, lengths, table, layer=3, scale=0.1)
 
 
+def lists() -> None:
+    indices = ids(G * N)
+    pool = empty(SLOTS * G, D)
+    scales = (empty(G * N, dtype=torch.float32) for _ in range(2))
+    further = dict(zip(("key_scale", "value_scale"), scales, strict=True))
+    indptr = ids(G + 1)
+    paged_attention(
+        empty(1, 7, H, D), pool, pool, indptr, indices, scale=0.1, value_indices=indices, **further
+    )
+
+
+def folding() -> None:
+    pool, there = empty(SLOTS * G, D), empty(G, 4096, dtype=torch.bool)
+    k, v = gather(pool, pool, ids(G + 1), ids(G * 4096), there)
+    k = rotate(k, ids(G, 4096), empty(D // 2, dtype=torch.float32))
+    place(pool, k, v, there, ids(4096), value_offset=SLOTS)
+
+
+def rows() -> None:
+    whole = [empty(N, 4096), empty(N, 4096), ids(N)]
+    put_rows(whole, ids(5000), take_rows(whole, ids(5000)))
+
+
+def merging() -> None:
+    x, there = empty(G, N, D), ids(G)
+    TRITON["nearest"](x, ids(G, 30000), there, ids(G, 4096), there)
+    numbers = [empty(G, size, dtype=torch.float64) for size in (30000, N, N)]
+    offsets = ids(G, N + 1, dtype=torch.int32)
+    TRITON["merge_rows"](x, ids(G, 30000), numbers[0], offsets, *numbers[1:])
+    TRITON["merge_mass"](numbers[0], offsets, numbers[1])
+
+
+def sharing() -> None:
+    below, own = empty(G, N, D), empty(G, N, D)
+    TRITON["gram"](below, own)
+    TRITON["blend"](below, own, *(empty(G, N, dtype=torch.float64) for _ in range(2)))
+
+
+def decided(policy: str, tokens: int = N, **settings: str) -> None:
+    """A prefill of two layers, up to what is kept; nothing may wait for the device before that."""
+    bound = bind(load(policy).require(), ModelShape(2, H, G, D), settings)
+    run = TorchProgram(bound, kernels=TRITON).start(tokens)
+    for layer in range(2):
+        k, v = (Slots(empty(SLOTS, G, D), ids(tokens)) for _ in range(2))
+        run.observe(layer, empty(H, run.queries, D), k, v)
+    run.finish(wait=False)
+
+
 CASES: dict[str, Callable[[], object]] = {
     "selection per head": lambda: selection(G, N),
     "selection in a short row": lambda: selection(L * G, 4096),
@@ -55,7 +114,18 @@ CASES: dict[str, Callable[[], object]] = {
     "decode attention": decode,
     "decode attention, fp16, D 64, no groups": lambda: decode(torch.float16, 64, 1),
     "decode attention, bf16, D 80, groups of 8": lambda: decode(size=80, group=8),
+    "decode attention, fp32, D 80, groups of 8": lambda: decode(torch.float32, 80, 8),
     "decode attention, D 256": lambda: decode(size=256, group=2),
+    "attention over lists with lengths": lists,
+    "gathering, rotation, placing": folding,
+    "rows of hidden states": rows,
+    "merging": merging,
+    "sharing": sharing,
+    "snapkv": lambda: decided("snapkv"),
+    "lava": lambda: decided("lava"),
+    "cake": lambda: decided("cake"),
+    "simlayerkv-prefill": lambda: decided("simlayerkv-prefill"),
+    "h2o": lambda: decided("h2o"),
 }
 
 

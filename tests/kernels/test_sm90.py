@@ -38,5 +38,6 @@ def test_fits(compiled, case):
         assert kernel["spilled"] == 0, kernel
 
 
-def test_attention_uses_tensor_cores(compiled):
-    assert any(kernel["tensor_cores"] for kernel in compiled["decode attention"])
+@pytest.mark.parametrize("case", ["decode attention", "snapkv", "h2o", "merging"])
+def test_uses_tensor_cores(compiled, case):
+    assert any(kernel["tensor_cores"] for kernel in compiled[case])
