@@ -21,7 +21,7 @@ LOG2_E = 1.4426950408889634
 
 # Not measured: three programs of some 72 KiB of shared memory fit a processor of Hopper (227 KiB).
 _PROGRAMS_PER_PROCESSOR = 3
-_MOST_SPLITS = 64
+_MOST_SPLITS = 256
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def merge(result: torch.Tensor, found: torch.Tensor, lse: torch.Tensor) -> None:
         SIZE=size,
         COLUMNS=columns_of(size),
         # Many at once, because a tile's rows are read together and one tile waits for the other.
-        SPLITS=min(triton.next_power_of_2(splits), 16),
+        SPLITS=min(triton.next_power_of_2(splits), 32),
         num_warps=4,
     )
 

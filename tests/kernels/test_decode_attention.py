@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kvpolicy.kernels import decode_attention_triton
+from kvpolicy.kernels import decode_attention_triton, paged_attention_tiles_triton
 from kvpolicy.kernels.decode_attention import decode_attention
-from kvpolicy.kernels.paged_attention_tiles_triton import Cut, Tile
+from kvpolicy.kernels.paged_attention_tiles_triton import Cut, Tile, cut
 from kvpolicy.kernels.tables import Tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -206,9 +206,9 @@ def test_tables_are_read_when_it_runs(attention):
     assert_exact(given.run(attention), given)
 
 
-@pytest.mark.parametrize("splits", [None, 1, 2, 7, 20])
+@pytest.mark.parametrize("splits", [None, 1, 2, 7, 40])
 def test_splits_agree(splits):
-    requests = [([600, 63], 3), None, (None, 129), ([0, 0], 0), ([1, 64], 70)]
+    requests = [([1200, 63], 3), None, (None, 129), ([0, 0], 0), ([1, 64], 70)]
     given = case(requests, heads=4, groups=2, size=16)
     tile = Tile(entries=32, warps=4, stages=2)
     assert_exact(given.run(decode_triton, splits=splits, tile=tile), given)
@@ -254,14 +254,28 @@ def test_long_lists_get_more_shares(monkeypatch):
     """As many shares in all as were asked for, and one per list for rounding."""
     requests = [([1500, 100], 0), (None, 1), ([400, 0], 0)]
     given = case(requests, heads=2, groups=2, size=16)
-    cut = Cut(splits=16, shares=12)
-    monkeypatch.setattr(decode_attention_triton, "cut", lambda *_: cut)
+    found = Cut(splits=16, shares=12)
+    monkeypatch.setattr(decode_attention_triton, "cut", lambda *_: found)
     workspace = torch.full((6 * 16 * 17,), float("nan"), device=DEVICE)
     tile = Tile(entries=32, warps=4, stages=2)
     assert_exact(given.run(decode_triton, workspace=workspace, tile=tile), given)
     used = workspace[6 * 16 * 16 :].view(6, 16).isfinite().sum(1).tolist()
     # 2,002 entries: shares of 167 at most, in whole tiles 192, 128 and so on.
     assert used == [8, 1, 1, 1, 3, 0]
+
+
+def test_the_cut_of_an_h200_holds_its_shares_and_little_memory(monkeypatch):
+    monkeypatch.setattr(paged_attention_tiles_triton, "_processors", lambda device: 132)
+    device = torch.device("cuda")
+    for lists in range(1, 3000):
+        found = cut(lists, device)
+        assert 1 <= found.splits <= 256
+        # Lists of one length get what they are due.
+        assert found.splits * lists >= min(found.shares, 256)
+        if lists <= 198:
+            assert found.shares + lists <= 3 * 132  # rounded up, they still run at once
+    of_llama = decode_attention_triton.workspace_elements(256, 32, 8, 128, device)
+    assert of_llama * 4 < 16 * 2**20
 
 
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
