@@ -4,6 +4,10 @@ A fold takes in everything that a request has cached: its private pages, its tai
 and, the first time, a prompt that still lies in the radix cache, of which it makes a copy. All of
 it is read before anything is written; then the tail's slots are freed, and the private slots become
 as many as are needed.
+
+The host waits for the device once where a fold begins (for the entries that there are), where the
+policy decides (dsl/torch_decode.py: once per layer), and once after the last layer, for how many
+entries stay.
 """
 
 from __future__ import annotations
@@ -13,9 +17,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvpolicy.kernels.place import place
 from kvpolicy.kernels.rounding import rounded
 from kvpolicy.sglang_ext import compat
+from kvpolicy.sglang_ext.compress import first_pages
+from kvpolicy.sglang_ext.host import to_host
 from kvpolicy.sglang_ext.request import State
 
 if TYPE_CHECKING:
@@ -63,11 +68,18 @@ class Room:
 
 @dataclass(frozen=True)
 class _Rows:
-    """One layer's candidates: k, v [G, M, D] in the pool's dtype; kept [G, M]."""
+    """One layer's candidates.
+
+    Attributes:
+        k, v: [G, M, D] in the pool's dtype.
+        kept: [G, M] bool.
+        counts: [2, G] int64, how many were there and how many are kept.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
     kept: torch.Tensor
+    counts: torch.Tensor
 
 
 class Fold:
@@ -81,7 +93,6 @@ class Fold:
         self._runtime, self._request, self._state = runtime, request, state
         self._length = length
         self._layers: list[_Rows] = []
-        self._dropped = 0
         self._seconds = 0.0
 
     def add(
@@ -103,17 +114,20 @@ class Fold:
             k = k if choice.k is None else choice.k
             v = v if choice.v is None else choice.v
             if choice.shift is not None:
-                k = self._runtime.rotary.move(k, choice.shift)
+                rotate = self._state.served.kernels.rotate
+                k = self._runtime.rotary.move(k, choice.shift, rotate)
         dtype = self._runtime.arena.storage.dtype
-        self._layers.append(_Rows(rounded(k, dtype), rounded(v, dtype), kept))
-        self._dropped += int(there.sum()) - int(kept.sum())
+        counts = torch.stack([there.sum(dim=1), kept.sum(dim=1)])
+        self._layers.append(_Rows(rounded(k, dtype), rounded(v, dtype), kept, counts))
         self._seconds += time.perf_counter() - started
 
     def finish(self) -> None:
         """After the forward: write what stays; if nothing left, all stays where it is."""
-        if self._dropped == 0:
-            return
         started = time.perf_counter()
+        there, counts = to_host([torch.stack([x.counts for x in self._layers])])[0].unbind(1)
+        dropped = int((there - counts).sum())
+        if dropped == 0:
+            return
         runtime, state = self._runtime, self._state
         store = runtime.store
         if state.private is None:
@@ -121,26 +135,19 @@ class Fold:
             state.private = store.allocate(row, state.served.name, 0, self._length, runtime.evict)
         state.private.tail_start = self._length
         runtime.detach(self._request, state)
-        counts = torch.stack([rows.kept.sum(dim=1) for rows in self._layers])
         if not store.grow(state.private, store.slots_for(counts), runtime.evict):
             raise RuntimeError(f"request {self._request.rid}: the slots for its fold are gone")
         store.fill(state.private, counts)
-        self._write()
+        self._write(counts)
         state.folded += 1
-        state.dropped += self._dropped
+        state.dropped += dropped
         seconds = self._seconds + time.perf_counter() - started
         runtime.finished_fold(self._request, state, seconds)
 
-    def _write(self) -> None:
+    def _write(self, counts: torch.Tensor) -> None:
+        """Write what stays; counts: [L, G] on the host."""
         private, arena = self._state.private, self._runtime.arena
+        place, offset = self._state.served.kernels.place, arena.value_offset
         pages = arena.pages(private.slots)
-        starts = private.first_page[:, 0].tolist()
-        for rows, start in zip(self._layers, starts, strict=True):
-            place(
-                arena.entries,
-                rows.k,
-                rows.v,
-                rows.kept,
-                pages[start:],
-                value_offset=arena.value_offset,
-            )
+        for rows, start in zip(self._layers, first_pages(counts), strict=True):
+            place(arena.entries, rows.k, rows.v, rows.kept, pages[start:], value_offset=offset)

@@ -22,9 +22,11 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
 
 
-def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers on a device; the host does not wait for the copy."""
-    made = torch.tensor(values, dtype=dtype)
+def to_device(
+    values: Sequence | torch.Tensor, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Numbers of the host, or lists of them, on a device; the host does not wait for the copy."""
+    made = torch.as_tensor(values, dtype=dtype)
     if device.type == "cuda":
         made = made.pin_memory()
     return made.to(device, non_blocking=True)

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvpolicy.sglang_ext import compat, view
 from kvpolicy.sglang_ext.frame import Frame
+from kvpolicy.sglang_ext.host import to_device, to_host
+from kvpolicy.sglang_ext.kernels_in_use import in_use
 from kvpolicy.sglang_ext.prefill_step import PrefillStep, Scored
 from kvpolicy.sglang_ext.propagation import Rows
 from kvpolicy.sglang_ext.request import State, state_of
@@ -66,6 +68,7 @@ class PropagateStep:
 
     def __init__(self, runtime: Runtime, batch: Any, frame: Frame, prefill: PrefillStep) -> None:
         self._runtime, self._frame = runtime, frame
+        self._kernels = in_use(runtime.arena.storage.device)
         self._batch: Any = None  # SGLang's forward batch
         self._view: Any = None  # what deeper layers get instead
         self._rows = 0  # at the current layer
@@ -142,7 +145,7 @@ class PropagateStep:
         return stops and part.state.progress.stopped
 
     def _narrow(self, layer: int, hidden: Any, batch: Any) -> Any:
-        rows, update = view.take_rows(hidden, batch)
+        rows, update = view.rows_of(hidden, batch)
         again = self._again(layer)
         pieces, extents, frame, end = [], [], {}, 0
         for part in self._parts:
@@ -183,7 +186,11 @@ class PropagateStep:
         scored.narrow(chosen)
         self._note(part, layer, chosen.numel())
         self._point(part, scored.slots)
-        return piece.take(chosen[chosen >= without] - without)
+        if without:
+            # Tokens from the radix cache have no rows; how many of them were chosen, data say.
+            (found,) = to_host([(chosen < without).sum()])
+            chosen = chosen[int(found) :] - without
+        return Rows(*self._kernels.take_rows(piece, chosen))
 
     def _note(self, part: _Part, layer: int, tokens: int) -> None:
         progress = part.state.progress
@@ -219,7 +226,7 @@ class PropagateStep:
         for run in self._runtime.layers[: layer + 1]:
             hidden = run(positions, hidden, batch)
         self._frame.replace(earlier)
-        rows, _ = view.take_rows(hidden, batch)
+        rows, _ = view.rows_of(hidden, batch)
         return {request: rows.take(where) for request, where in frame.items()}
 
     def _start(self, part: _Part, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -235,20 +242,30 @@ class PropagateStep:
         # The last slots of the prompt are its own; the first ones may be the radix cache's.
         scored.restart(tokens)
         self._point(part, scored.slots)
-        ids = torch.tensor(part.request.origin_input_ids, device=chosen.device)[chosen]
+        ids = to_device(part.request.origin_input_ids, torch.int64, chosen.device)[chosen]
         return ids, torch.arange(tokens, device=chosen.device), scored.slots
 
     def _widen(self, hidden: Any) -> Any:
         """All rows of SGLang's batch again; those of tokens that left hold zeros."""
-        rows, update = view.take_rows(hidden, self._view)
-        total = self._parts[-1].own.stop
-        wide = Rows(*(each.new_zeros((total, *each.shape[1:])) for each in rows))
+        rows, update = view.rows_of(hidden, self._view)
+        own, where = [], []
         for part in self._parts:
-            where = self._frame.rows(part.request)
-            if where is None:
+            found, rows_of_part = self._frame.rows(part.request), part.own
+            if found is None:
                 continue
-            own = part.own
-            if part.state is not None:
-                where, own = (slice(each.stop - 1, each.stop) for each in (where, own))
-            wide.hidden[own], wide.residual[own] = rows.hidden[where], rows.residual[where]
-        return compat.put_stream(self._batch, wide.hidden, wide.residual, update)
+            if part.state is not None:  # its last row alone is wanted
+                found, rows_of_part = (
+                    slice(each.stop - 1, each.stop) for each in (found, rows_of_part)
+                )
+            where.append(torch.arange(found.start, found.stop))
+            own.append(torch.arange(rows_of_part.start, rows_of_part.stop))
+        total = self._parts[-1].own.stop
+        stream = [rows.hidden, rows.residual]
+        wide = [each.new_zeros((total, *each.shape[1:])) for each in stream]
+        if own:
+            into, source = to_device(
+                torch.stack([torch.cat(own), torch.cat(where)]), torch.int64, rows.hidden.device
+            )
+            kernels = self._kernels
+            kernels.put_rows(wide, into, kernels.take_rows(stream, source))
+        return compat.put_stream(self._batch, *wide, update)

@@ -88,13 +88,15 @@ class Rows(NamedTuple):
     positions: torch.Tensor
     slots: torch.Tensor
 
-    def take(self, index: torch.Tensor | slice) -> Rows:
-        """Some of the rows."""
-        return Rows(*(each[index] for each in self))
+    def take(self, rows: slice) -> Rows:
+        """Some of the rows, not copied."""
+        return Rows(*(each[rows] for each in self))
 
     @staticmethod
     def cat(parts: Sequence[Rows]) -> Rows:
-        """The rows of all parts, in order."""
+        """The rows of all parts, in order; those of a single part are not copied."""
+        if len(parts) == 1:
+            return parts[0]
         return Rows(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
 

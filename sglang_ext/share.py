@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.dsl.bind import Bound
-from kvpolicy.kernels.compact import compact
-from kvpolicy.kernels.place import place
+from kvpolicy.sglang_ext.host import to_host
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.request import State
@@ -108,31 +107,27 @@ def compress(runtime: Runtime, state: State, slots: torch.Tensor, run: Any) -> N
         run: of the policy's program, finished.
     """
     private, store, arena = state.private, runtime.store, runtime.arena
-    uppers = state.served.upper_layers
+    kernels, uppers = state.served.kernels, state.served.upper_layers
+    whole = [n for n in range(arena.layers) if n not in uppers and n + 1 not in uppers]
     lists = torch.zeros((arena.layers, arena.kv_heads), dtype=torch.int64)
-    shared, pages, first = Shared(), arena.pages(private.slots), 0
-    for layer in range(arena.layers):
-        if layer + 1 in uppers:
-            continue
-        if layer in uppers:
-            rows = _paired(arena.storage, slots, layer, run)
-            shared.pairs[layer] = rows.pair
-            lists[layer] = rows.pair.entries.cpu()
-        else:
-            lists[layer] = state.prompt
-        if run.not_finite or not store.saves(private, lists):
+    lists[whole] = state.prompt
+    shared, pages = Shared(), arena.pages(private.slots)
+    # The pairs one by one, so that only one of them is held twice.
+    for layer in uppers:
+        rows = None if run.not_finite else _paired(arena.storage, slots, layer, run)
+        if rows is not None:
+            shared.pairs[layer], lists[layer] = rows.pair, rows.entries
+        if rows is None or not store.saves(private, lists):
             store.release(private)
             state.private = None
             return
-        target = pages[first:]
-        if layer in uppers:
-            place(arena.entries, *rows.dense, target, value_offset=arena.value_offset)
-        else:
-            whole = torch.ones((arena.kv_heads, state.prompt), dtype=torch.bool).to(slots.device)
-            bases = {"key_base": arena.key_base(layer), "value_offset": arena.value_offset}
-            compact(arena.entries, slots, whole, target, **bases)
-        first += int((-(-lists[layer] // arena.kv_heads)).sum())
-    store.fill(private, lists.to(slots.device))
+        first = int((-(-lists[:layer] // arena.kv_heads)).sum())
+        kernels.place(arena.entries, *rows.dense, pages[first:], value_offset=arena.value_offset)
+    store.fill(private, lists)
+    kept = torch.zeros((*lists.shape, state.prompt), dtype=torch.bool, device=slots.device)
+    for layer in whole:
+        kept[layer] = True
+    kernels.compact_layers(arena.storage, slots, kept, private.slots, private.first_page)
     for upper in uppers:
         private.first_page[upper - 1] = private.first_page[upper]
     private.counts = torch.full_like(private.counts, state.prompt)
@@ -141,14 +136,20 @@ def compress(runtime: Runtime, state: State, slots: torch.Tensor, run: Any) -> N
 
 @dataclass(frozen=True)
 class _Rows:
-    """A pair's list before it is written: k, v [G, M, D] and which rows there are [G, M]."""
+    """A pair's list before it is written.
+
+    Attributes:
+        entries: [G] int64 on the host, M of each KV head.
+        dense: k, v [G, M, D] and which rows there are [G, M].
+    """
 
     pair: Pair
+    entries: torch.Tensor
     dense: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _paired(storage: torch.Tensor, slots: torch.Tensor, layer: int, run: Any) -> _Rows:
-    """The list of an upper layer and the one below it."""
+    """The list of an upper layer and the one below it; the host waits for its length."""
     own = storage[layer][:, slots].transpose(1, 2)  # [2, G, N, D]
     below = storage[layer - 1][:, slots].transpose(1, 2)
     found = run.shared(layer, *below, *own)
@@ -156,12 +157,14 @@ def _paired(storage: torch.Tensor, slots: torch.Tensor, layer: int, run: Any) ->
     lengths = torch.stack([below, own]).double().norm(dim=-1).float()
     pair = Pair(lengths.masked_fill(excepted, 1.0), excepted)
     entries = pair.entries
-    place_of_row = torch.arange(int(entries.max()), device=slots.device)
+    (on_host,) = to_host([entries])
+    place_of_row = torch.arange(int(on_host.max()), device=slots.device)
     dense = [
         _list(direction, own[i], below[i], excepted[i], place_of_row.numel())
         for i, direction in enumerate((found.direction_k, found.direction_v))
     ]
-    return _Rows(pair, (dense[KEY], dense[VALUE], place_of_row < entries[:, None]))
+    there = place_of_row < entries[:, None]
+    return _Rows(pair, on_host, (dense[KEY], dense[VALUE], there))
 
 
 def _list(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from kvpolicy.sglang_ext import compat
+from kvpolicy.sglang_ext.host import to_device
 from kvpolicy.sglang_ext.propagation import Rows
 
 
@@ -37,32 +38,29 @@ def make(runner: Any, batch: Any, extents: Sequence[Extent], rows: Rows) -> Any:
         extents: the requests, in order of their rows.
         rows: of all of them; their entries are written to `rows.slots`.
     """
-    device = rows.positions.device
-
-    def tensor(values: list[int], dtype: torch.dtype, where: Any = device) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=where)
-
     lengths = [e.length for e in extents]
     counts = [e.rows for e in extents]
     prefixes = [e.length - e.rows for e in extents]
     starts = [sum(counts[:i]) for i in range(len(counts))]
+    own = [e.row for e in extents]
+    there = to_device([own, lengths, counts, prefixes, starts], torch.int64, rows.positions.device)
     fields = {
         "batch_size": len(extents),
         "input_ids": rows.ids,
         "positions": rows.positions,
         "out_cache_loc": rows.slots,
-        "req_pool_indices": tensor([e.row for e in extents], batch.req_pool_indices.dtype),
-        "req_pool_indices_cpu": tensor([e.row for e in extents], torch.int64, "cpu"),
-        "seq_lens": tensor(lengths, batch.seq_lens.dtype),
-        "seq_lens_cpu": tensor(lengths, torch.int64, "cpu"),
+        "req_pool_indices": there[0].to(batch.req_pool_indices.dtype),
+        "req_pool_indices_cpu": torch.tensor(own, dtype=torch.int64),
+        "seq_lens": there[1].to(batch.seq_lens.dtype),
+        "seq_lens_cpu": torch.tensor(lengths, dtype=torch.int64),
         "seq_lens_sum": sum(lengths),
-        "orig_seq_lens": tensor(lengths, torch.int32),
+        "orig_seq_lens": there[1].to(torch.int32),
         "extend_num_tokens": sum(counts),
-        "extend_seq_lens": tensor(counts, torch.int32),
+        "extend_seq_lens": there[2].to(torch.int32),
         "extend_seq_lens_cpu": counts,
-        "extend_prefix_lens": tensor(prefixes, torch.int32),
+        "extend_prefix_lens": there[3].to(torch.int32),
         "extend_prefix_lens_cpu": prefixes,
-        "extend_start_loc": tensor(starts, torch.int32),
+        "extend_start_loc": there[4].to(torch.int32),
         "global_num_token_non_padded_cpu": sum(counts),
         "rids": [batch.rids[e.index] for e in extents],
         "lora_ids": [batch.lora_ids[e.index] for e in extents],
@@ -70,7 +68,7 @@ def make(runner: Any, batch: Any, extents: Sequence[Extent], rows: Rows) -> Any:
     return compat.view_of(runner, batch, fields)
 
 
-def take_rows(hidden: Any, batch: Any) -> tuple[Rows, Any]:
+def rows_of(hidden: Any, batch: Any) -> tuple[Rows, Any]:
     """The rows that a layer returned for a batch, and how the next one adds them up.
 
     Args:

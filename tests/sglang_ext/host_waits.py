@@ -1,7 +1,7 @@
 """Where code would make the host wait for a GPU, found on a CPU.
 
 Tensors are taken for the device's unless they were made on the host: by `torch.tensor`, `zeros` and
-the like without `device` (or with `torch_plan.HOST`), or from nothing but host tensors. What then
+the like without `device` (or with `torch_values.HOST`), or from nothing but host tensors. What then
 needs a device tensor's values is noted: numbers, lists and truth values of it, boolean indices,
 lengths that data decide, copies to the host, copies to the device that do not say `non_blocking`,
 and operations on tensors of both, which a GPU does not compute or waits for.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from kvpolicy.dsl.torch_plan import HOST
+from kvpolicy.dsl.torch_values import HOST
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,6 +30,11 @@ _MAKERS = {
     "tensor", "as_tensor", "zeros", "ones", "full", "empty", "arange", "from_numpy", "linspace",
 }  # fmt: skip
 _ON_HOST = "made_on_the_host"
+
+
+def on_host(tensor: torch.Tensor) -> None:
+    """Says that a tensor which others made is the host's."""
+    setattr(tensor, _ON_HOST, True)
 
 
 class HostWaits(TorchFunctionMode):

@@ -18,15 +18,16 @@ from scenarios_propagate import prompt, start
 
 
 def waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """What makes the host wait in the plugin's part of forwards that end prompts, by policy."""
+    """What makes the host wait in the plugin's part of every prefill forward, by policy."""
     policies, lengths = flags.pop("policies"), flags.pop("lengths")
+    output = flags.pop("output", 2)
     driver = start(model, policies, flags)
     forwards = _watch(driver)
     found = {}
     for policy in policies:
         name, forwards[:] = Path(policy).stem, []
         for i, length in enumerate(lengths):
-            driver.send(f"{name} {i}", prompt(length, i), policy=name, max_new_tokens=2)
+            driver.send(f"{name} {i}", prompt(length, i), policy=name, max_new_tokens=output)
         driver.finish()
         found[name] = {
             "forwards": list(forwards),
@@ -38,7 +39,7 @@ def waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 def _watch(driver: Driver) -> list[dict[str, Any]]:
     """Makes every extend forward note the waits in the plugin's steps."""
-    from host_waits import HostWaits
+    from host_waits import HostWaits, on_host
     from kvpolicy.sglang_ext.prefill_step import PrefillStep
     from kvpolicy.sglang_ext.propagate import PropagateStep
     from kvpolicy.sglang_ext.runtime import Runtime
@@ -62,13 +63,13 @@ def _watch(driver: Driver) -> list[dict[str, Any]]:
 
     def begin(self, batch):
         noted.clear()
+        on_host(batch.seq_lens_cpu)
         allocate(self, batch)
 
     def finish(self):
-        scored = [] if self.prefill is None else self.prefill.scored
         end(self)
-        if scored:
-            forwards.append({"waits": list(noted), "ended": len(scored)})
+        if self.prefill is not None:
+            forwards.append({"waits": list(noted), "ended": len(self.prefill.scored)})
 
     Runtime.allocate, Step.finish = begin, finish
     Step.__init__ = watched(Step.__init__)
@@ -78,8 +79,43 @@ def _watch(driver: Driver) -> list[dict[str, Any]]:
     return forwards
 
 
+def same(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """Answers and facts of prompts together, by kernels; and how often kernels were called."""
+    policies, lengths = flags.pop("policies"), flags.pop("lengths")
+    output = flags.pop("output")
+    driver = start(model, policies, flags)
+    called = _count_calls(driver)
+    for policy in policies:
+        for i, length in enumerate(lengths):
+            tokens = prompt(length, i)
+            driver.send(f"{policy} {length}", tokens, policy=policy, max_new_tokens=output)
+        driver.finish()
+        driver.flush()
+    answers = {}
+    for rid, answer in driver.answers.items():
+        facts = {k: v for k, v in answer.facts.items() if k != "compression_seconds"}
+        answers[rid] = {"tokens": answer.tokens, "facts": facts}
+    return {"answers": answers, "called": called, **driver.left_over()}
+
+
+def _count_calls(driver: Driver) -> dict[str, int]:
+    """Counts the calls of what is compiled (or interpreted) by Triton, by kernel."""
+    import triton
+
+    calls: dict[str, int] = {}
+    for kind in (triton.runtime.JITFunction, triton.runtime.interpreter.InterpretedFunction):
+
+        def run(self, *args, original=kind.run, **options):
+            name = f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}"
+            calls[name] = calls.get(name, 0) + 1
+            return original(self, *args, **options)
+
+        kind.run = run
+    return calls
+
+
 if __name__ == "__main__":
     name, out, model, flags = sys.argv[1:]
-    found = {"waits": waits}[name](model, json.loads(flags))
+    found = {"waits": waits, "same": same}[name](model, json.loads(flags))
     Path(out).write_text(json.dumps(found))
     os._exit(0)  # the scheduler's threads would keep the process alive

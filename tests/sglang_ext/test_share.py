@@ -11,6 +11,7 @@ from kvpolicy.kernels.paged_attention import paged_attention
 from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.arena import create_arena
 from kvpolicy.sglang_ext.errors import Refused
+from kvpolicy.sglang_ext.kernels_in_use import in_use
 from kvpolicy.sglang_ext.lists import Lists
 from kvpolicy.sglang_ext.options import load_policies
 from kvpolicy.sglang_ext.store import Store
@@ -86,7 +87,8 @@ class Pool:
         """Stores a prompt in pairs; its state."""
         prompt = slots.numel()
         private = self.store.allocate(row, "a", prompt, prompt, no_cache)
-        served = SimpleNamespace(upper_layers=UPPERS)
+        kernels = in_use(torch.device("cpu"))
+        served = SimpleNamespace(upper_layers=UPPERS, kernels=kernels)
         state = SimpleNamespace(private=private, prompt=prompt, served=served)
         share.compress(self, state, slots, Run(excepted))
         return state

@@ -1,0 +1,156 @@
+"""Triton's kernels in a real scheduler, in the interpreter: the same answers, no needless waits."""
+
+import pytest
+import torch
+from host_waits import HostWaits
+from kvpolicy.sglang_ext.host import to_device, to_host
+
+TRITON = {"SGLANG_KV_POLICY_KERNELS": "triton", "TRITON_INTERPRET": "1"}
+TORCH = {"SGLANG_KV_POLICY_KERNELS": "torch", "TRITON_INTERPRET": "1"}
+ONE_WAIT = {
+    "snapkv": ["capacity=48", "window=16"],
+    "adakv": ["capacity=40"],
+    "lava": ["capacity=48"],
+    "pyramidkv": ["capacity=48"],
+    "dynamickv": ["capacity=40"],
+    "cake": ["capacity=48"],  # remembered for decode steps
+    "h2o": ["heavy=20", "window=20"],
+}
+WAIT = "host.py:to_host cpu"
+
+
+@pytest.mark.server
+def test_answers_and_facts_are_those_of_the_references(scenario):
+    policies = {
+        "snapkv": ["capacity=48", "window=16"],
+        "lava": ["capacity=48"],
+        "h2o": ["heavy=20", "window=20"],
+        "d2o": ["rate=0.4"],
+        "fastkv": ["capacity=40"],
+        "minicache": ["start=0", "t=0.6", "gamma=0.05"],
+    }
+
+    def run(env):
+        return scenario(
+            "scenarios_kernels.py",
+            "same",
+            {**env, "SGLANG_KV_POLICY_FOLD_INTERVAL": "4"},
+            policies=policies,
+            lengths=[100, 70],
+            output=12,
+        )
+
+    by_triton, by_torch = run(TRITON), run(TORCH)
+    called = by_triton.pop("called")
+    assert by_torch.pop("called") == {}
+    assert by_triton == by_torch
+    facts = {rid: answer["facts"] for rid, answer in by_torch["answers"].items()}
+    assert [rid for rid, each in facts.items() if "uncompressed" in each] == []
+    assert {rid.split()[0] for rid, each in facts.items() if each.get("folds")} == {"h2o", "d2o"}
+    assert all(facts[f"fastkv {n}"]["propagated_tokens"] < n for n in (100, 70))
+    modules = {name.split(".")[0] for name in called}
+    assert modules >= {
+        "compact_layers_triton",
+        "gather_triton",
+        "place_triton",
+        "rows_triton",
+        "select_triton",
+    }
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("flags", [{}, {"chunked_prefill_size": 64}], ids=["whole", "chunks"])
+def test_a_prefill_forward_waits_once(scenario, flags):
+    """For several prompts together; in chunks, the forwards before a prompt's last do not wait."""
+    seen = scenario(
+        "scenarios_kernels.py",
+        "waits",
+        TRITON,
+        policies=ONE_WAIT,
+        lengths=[100, 70],
+        output=20,
+        **flags,
+    )
+    assert list(seen) == list(ONE_WAIT)
+    for name, each in seen.items():
+        ended = [forward["ended"] for forward in each["forwards"]]
+        assert sum(ended) == 2, name
+        assert flags or ended == [2], name
+        for forward in each["forwards"]:
+            assert forward["waits"] == ([WAIT] if forward["ended"] else []), name
+        assert all("entries_kept" in facts for facts in each["facts"]), name
+
+
+@pytest.mark.server
+def test_what_else_waits_is_what_is_documented(scenario):
+    seen = scenario(
+        "scenarios_kernels.py",
+        "waits",
+        TRITON,
+        policies={"fastkv": ["capacity=40"], "minicache": ["start=0", "t=0.6", "gamma=0.05"]},
+        lengths=[100, 70],
+    )
+    (fastkv,), (minicache,) = (seen[name]["forwards"] for name in ("fastkv", "minicache"))
+    assert sorted(fastkv["waits"]) == [WAIT, *["torch_prefill.py:_number tolist"] * 2]
+    assert minicache["waits"] == [WAIT] * (1 + 2 * 2)  # two pairs of each prompt
+
+
+def of_the_device():
+    return torch.arange(6, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x[2].item(),
+        lambda x: int(x.sum()),
+        lambda x: bool((x > 1).any()),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: x[x > 2],
+        lambda x: x.nonzero(),
+        lambda x: x.masked_select(x > 2),
+        lambda x: x.repeat_interleave(x),
+        lambda x: x.__setitem__(x > 2, 0),
+        lambda x: torch.tensor([1, 2], device=x.device),
+        lambda x: torch.tensor([1, 2]).to(x.device),
+        lambda x: x + torch.tensor([1] * 6),
+        lambda x: torch.equal(x, x),
+        lambda x: to_host([x]),
+    ],
+)
+def test_a_wait_is_found(wait):
+    x = of_the_device()
+    with HostWaits() as waits:
+        wait(x)
+    assert len(waits.found) >= 1
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: x[2:4] + 1,
+        lambda x: x[x.argsort()],
+        lambda x: torch.where(x > 2, x, 0).cumsum(0),
+        lambda x: torch.arange(3).sum().item(),
+        lambda x: torch.tensor([1, 2]).tolist(),
+        lambda x: x.repeat_interleave(2),
+        lambda x: x.sum() * torch.tensor(2),
+        lambda x: to_device([1, 2], torch.int64, x.device) + x[:2],
+    ],
+)
+def test_what_needs_no_wait_is_not_taken_for_one(work):
+    x = of_the_device()
+    with HostWaits() as waits:
+        work(x)
+    assert waits.found == []
+
+
+def test_numbers_come_to_the_host_in_one_transfer():
+    x = of_the_device()
+    with HostWaits() as waits:
+        numbers, truth = to_host([x.view(2, 3), x > 2])
+        assert numbers.tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert truth.tolist() == [0, 0, 0, 1, 1, 1]
+    assert len(waits.found) == 1
+    assert to_host([]) == []
