@@ -286,7 +286,8 @@ class Writer:
         if op == "count" and not truth:
             text = "1.0"
         axes = (x.axes if text != "1.0" else frozenset()).union(*(each.axes for each in inner))
-        text = f"tl.where({conjunction(inner)}, {text}, {EMPTY[op]})" if inner else text
+        if inner:
+            text = self.named("present", f"tl.where({conjunction(inner)}, {text}, {EMPTY[op]})")
         axes_wanted = set(over) | (x.axes if not inner else set())
         if not axes_wanted <= axes:
             shape = ", ".join(self.sizes[a] if a in axes_wanted else "1" for a in TILE)
@@ -294,6 +295,7 @@ class Writer:
         for axis in over:
             text = f"{FOLDS[op]}({text}, {TILE.index(axis)}, keep_dims=True)"
         if fixed:
+            text = self.named(f"{op}_of_present", text)
             text = f"tl.where({conjunction(fixed)}, {text}, {EMPTY[op]})"
             axes = axes.union(*(each.axes for each in fixed))
         text = f"({text} > 0)" if op == "any" else text

@@ -8,9 +8,12 @@ Dimensions: L layers, H query heads, G KV heads, N tokens, D head size, W querie
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from random import Random
 
 import numpy as np
 import pytest
+import random_policies
 import torch
 from kvpolicy.dsl import torch_apply
 from kvpolicy.dsl.bind import Bound, bind
@@ -24,6 +27,7 @@ from kvpolicy.dsl.torch_program import TorchProgram
 from kvpolicy.dsl.torch_run import Run
 from kvpolicy.dsl.torch_values import Value, aligned
 from kvpolicy.kernels.generated import generated
+from recordings import tensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TABLE = {"generated": generated}
@@ -364,3 +368,20 @@ def test_unsupported_expressions_stay_with_torch(score, reason):
     assert_same_kept(*runs)
     assert any(reason in each for each in regions(bound).reasons.values())
     assert any(reason in line for line in kernels(bound))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_policies(seed, monkeypatch):
+    """States, propagation, merges, decode steps: all go on from the kernels' values."""
+    random = Random(seed)
+    checked = load(Source("random.yaml", random_policies.policy(random)))
+    if checked.errors:
+        pytest.skip("refused by the checker")
+    bound = bind(checked.require(), ModelShape(2, 6, 2, 5))
+    q, k, v, steps = tensors(np.random.default_rng(seed), (2, 6, 2, 5), 12 + seed, 2)
+    expected = torch_apply.apply(bound, q, k, v, steps)
+    monkeypatch.setattr(torch_apply, "TorchProgram", partial(TorchProgram, kernels=TABLE))
+    actual = torch_apply.apply(bound, q, k, v, steps)
+    assert all(map(np.array_equal, expected.kept, actual.kept))
+    assert expected.propagated == actual.propagated
+    assert [x.kept for x in expected.steps] == [x.kept for x in actual.steps]

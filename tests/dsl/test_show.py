@@ -1,0 +1,85 @@
+"""`kvpolicy show`, and what `explain` says of kernels."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from kvpolicy.dsl.cli import main
+from kvpolicy.dsl.library import shipped
+
+CONFIG = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "torch_dtype": "float16",
+}
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return str(tmp_path)
+
+
+def explained(capsys, model: str, policy: str) -> str:
+    assert main(["explain", policy, "--model", model, "--length", "1000"]) == 0
+    text = capsys.readouterr().out
+    return text[text.index("\nKernels") : text.index("\nEntries kept")]
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_shipped_policy_is_shown(model, capsys, name):
+    """As Python that can be compiled, or a comment that says why there is nothing."""
+    assert main(["show", name, "--triton", "--model", model]) == 0
+    text = capsys.readouterr().out
+    compile(text, name, "exec")
+    assert ("@triton.jit" in text) != text.startswith("# The prefill of this policy reduces no")
+
+
+def test_parameters_reach_the_source(model, capsys):
+    for window in (5, 21):
+        given = ["--set", f"window={window}"]
+        assert main(["show", "snapkv", "--triton", "--model", model, *given]) == 0
+        assert f"token < tokens - {window}" in capsys.readouterr().out.replace("near", "token")
+
+
+def test_the_intermediate_representation(model, capsys):
+    assert main(["show", "snapkv", "--model", model]) == 0
+    shown = capsys.readouterr().out
+    assert main(["explain", "snapkv", "--ir", "--model", model, "--length", "9"]) == 0
+    assert shown == capsys.readouterr().out
+
+
+def test_input_that_cannot_be_used(model, capsys):
+    assert main(["show", "snapkv", "--model", model + "/nothing"]) == 2
+    assert main(["show", "snapkv", "--model", model, "--set", "windw=3"]) == 2
+    assert main(["show", "snap", "--model", model]) == 2
+    assert "error[" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["show", "snapkv"])
+
+
+def test_explain_says_what_becomes_a_kernel(model, capsys):
+    text = explained(capsys, model, "lava")
+    assert "two passes over the keys, values read once, for recent(32)" in text
+    assert "kernel  sum[dim](abs(value))" in text
+    assert "torch   on small tensors: fill, missing, position, remaining, top" in text
+    text = explained(capsys, model, "h2o")
+    assert "kernel  sum[group, query](attn(new))" in text
+    assert "torch   decode steps, whose KV heads may hold different entries" in text
+    assert "torch   share: directions" in explained(capsys, model, "minicache")
+
+
+def test_explain_says_why_not(model, capsys, tmp_path):
+    path = tmp_path / "a-test.yaml"
+    path.write_text(
+        "policy: a-test\nlanguage: 1\nabout: a test\n"
+        "score: sum[group, query](floor(9 * attn(recent(5))))\nbudget: 9\nkeep: top(score)\n"
+    )
+    text = explained(capsys, model, str(path))
+    expected = "torch   score: sum[group, query](floor(9 * attn(recent(5)))): `floor` has no kernel"
+    assert expected in text
+    assert "kernel " not in text

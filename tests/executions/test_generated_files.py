@@ -1,0 +1,158 @@
+"""Generated sources as files: where they lie, when they are the same, how they compile."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from kvpolicy.dsl.bind import bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.explain_kernels import regions
+from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.show import sources
+from kvpolicy.kernels import generated
+
+LLAMA = ModelShape(32, 32, 8, 128)
+HARNESS = Path(__file__).parents[1] / "kernels"
+# What a block may use on a Hopper GPU.
+SHARED = 227 << 10
+
+
+@pytest.fixture
+def fresh():
+    """No module of an earlier test, and none left for later ones."""
+    generated.generated.cache_clear()
+    yield
+    generated.generated.cache_clear()
+
+
+def test_a_file_is_named_by_its_text(tmp_path, monkeypatch, fresh):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = "def run():\n    return 5\n"
+    first = generated.generated("a-test", source)
+    assert first() == 5
+    (path,) = (tmp_path / "kvpolicy" / "generated").iterdir()
+    assert path.name.startswith("a_test_")
+    assert path.read_text() == source
+    before = path.stat().st_mtime_ns
+    generated.generated.cache_clear()
+    assert generated.generated("a-test", source)() == 5
+    assert path.stat().st_mtime_ns == before  # read, not written again
+    assert generated.generated("a-test", source.replace("5", "6"))() == 6
+    assert len(list(path.parent.iterdir())) == 2
+
+
+def test_a_damaged_file_is_written_again(tmp_path, monkeypatch, fresh):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = "def run():\n    return 7\n"
+    generated.generated("a-test", source)
+    (path,) = (tmp_path / "kvpolicy" / "generated").iterdir()
+    path.write_text("def run(:")
+    generated.generated.cache_clear()
+    assert generated.generated("a-test", source)() == 7
+    assert path.read_text() == source
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch, fresh):
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where the folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    assert generated.generated("a-test", "def run():\n    return 8\n")() == 8
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # then it is ~/.cache
+    assert generated.cache_folder() == Path.home() / ".cache" / "kvpolicy" / "generated"
+
+
+def test_writers_at_once(tmp_path):
+    source = "def run():\n    return 9\n" + "# padding\n" * 5000
+    with ThreadPoolExecutor(8) as pool:
+        paths = set(pool.map(lambda _: generated._in(tmp_path, "a.py", source), range(64)))
+    assert paths == {tmp_path / "a.py"}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.py"]
+    assert (tmp_path / "a.py").read_text() == source
+
+
+def texts(name: str, shape: ModelShape = LLAMA, **given: str) -> list[str]:
+    return list(sources(bind(load(name).require(), shape, given)))
+
+
+def test_one_text_serves_all_lengths_and_layers():
+    """Only parameters and sizes of the model decide the text; numbers of a prompt are arguments."""
+    assert texts("snapkv") == texts("snapkv", capacity="77", rate="0.5")
+    assert texts("snapkv") != texts("snapkv", window="16")
+    assert texts("snapkv") == texts("snapkv", ModelShape(4, 16, 4, 128))
+    assert texts("snapkv") != texts("snapkv", ModelShape(32, 32, 8, 64))
+    (text,) = texts("pyramidinfer")
+    assert "token < tokens - count" in text
+
+
+def test_the_text_is_for_readers():
+    """Names of the policy's lets, and its expressions as comments."""
+    (text,) = texts("cake")
+    assert "# mean[query](seen)" in text
+    assert "# shift" in text or "shift_out" in text
+    assert "(seen * log(seen))" in text
+    assert "score = " in text
+    assert max(map(len, text.splitlines())) < 170
+
+
+def test_reductions_of_one_window_share_a_pass():
+    bound = bind(load("cake").require(), LLAMA, {})
+    (bundle,) = regions(bound).bundles
+    assert len(bundle.reductions) == 3
+    (text,) = texts("cake")
+    # Once for the log-sum-exp of the rows, once for everything else.
+    assert text.count("tl.dot(") == 2
+    assert text.count("tl.exp(logits - lse)") == 1
+
+
+_COMPILE = """
+import json, sys
+import torch
+from sm90 import compiled
+from kvpolicy.dsl.bind import bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.torch_kernels import Slots
+from kvpolicy.dsl.torch_program import TorchProgram
+from kvpolicy.dsl.torch_values import Frame
+from kvpolicy.kernels.generated import generated
+
+def launch(name, n=32768):
+    bound = bind(load(name).require(), ModelShape(32, 32, 8, 128))
+    made = TorchProgram(bound, kernels={"generated": generated}).generated
+    cuda = {"device": "cuda", "dtype": torch.bfloat16}
+    pool = torch.empty(1 << 19, 8, 128, **cuda)
+    slots = torch.empty(n, dtype=torch.int64, device="cuda")
+    q = torch.empty(32, bound.queries(n), 128, **cuda)
+    frame = Frame(bound, n, q.device, 8, prompt=n, layer=3, q=q)
+    frame.k = frame.v = Slots(pool, slots)
+    for bundle in made.regions.bundles:
+        assert made.serves(bundle, frame)
+        made.values(bundle, frame, None)
+
+print(json.dumps({
+    name: [(x.name, x.shared, x.spilled, x.tensor_cores) for x in compiled(lambda: launch(name))]
+    for name in sys.argv[1:]
+}))
+"""
+
+
+def test_compiles_for_an_h200(tmp_path):
+    """Without a GPU at hand: fits, spills nothing, multiplies on tensor cores, and never waits."""
+    names = ["snapkv", "h2o", "simlayerkv-prefill"]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(HARNESS), "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-P", "-c", _COMPILE, *names]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    for name, kernels in json.loads(run.stdout).items():
+        assert kernels, name
+        for kernel, shared, spilled, tensor_cores in kernels:
+            assert shared <= SHARED, (name, kernel, shared)
+            assert not spilled, (name, kernel, spilled)
+            assert tensor_cores == (kernel in ("row_partials", "columns", "rows")), (name, kernel)
