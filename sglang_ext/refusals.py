@@ -6,8 +6,9 @@ import os
 from typing import Any
 
 from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.sglang_ext import compat
+from kvpolicy.sglang_ext import compat, kernels_in_use
 from kvpolicy.sglang_ext.errors import Refused
+from kvpolicy.sglang_ext.options import kernels
 
 # Attention backends for prefills and decode steps, in any combination; see backend.py.
 SERVED_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
@@ -71,6 +72,7 @@ def check_options(options: Any) -> None:
         if backend != "torch_native" and options.device == "cpu" and not interpreted:
             why = "without a GPU its kernels run in Triton's interpreter only (TRITON_INTERPRET=1)"
             raise _refusal("attention_backend", backend, why)
+    kernels_in_use.check(kernels(), options.device)
     if compat.captures_whole_prefills(options):
         why = "a policy looks at each layer of a prompt, and there is nothing between them"
         raise _refusal("cuda_graph_backend_prefill", "full", why)

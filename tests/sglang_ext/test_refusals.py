@@ -26,6 +26,16 @@ def options(**changes):
     return SimpleNamespace(**(HARMLESS | changes))
 
 
+def test_kernels_that_the_device_cannot_compute_are_refused(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("SGLANG_KV_POLICY_KERNELS", "triton")
+    refusals.check_options(options(device="cuda"))
+    with pytest.raises(Refused, match="--kv-policy-kernels triton: there is no CUDA device"):
+        refusals.check_options(options(device="cpu"))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    refusals.check_options(options(device="cpu"))
+
+
 def test_harmless_options_are_served():
     refusals.check_options(options())
     refusals.check_options(options(disaggregation_mode=None))
