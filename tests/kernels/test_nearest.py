@@ -77,7 +77,7 @@ def test_triton_equals_the_reference(heads, size, dim, dtype):
     x, given = random(heads, size, dim, dtype, size + dim)
     expected = nearest.nearest(x, *given)
     # The interpreter's time is per operation: fewer, larger tiles.
-    tiles = {"columns": 256} if size > 500 and DEVICE == "cpu" else {}
+    tiles = {"rows": 256, "columns": 256} if size > 500 and DEVICE == "cpu" else {}
     assert torch.equal(nearest_triton.nearest(x, *given, **tiles), expected)
     assert size == 1 or expected.unique().numel() > 5
 
@@ -114,8 +114,36 @@ def test_cosines_that_float32_sums_cannot_tell_apart(dtype):
     assert torch.equal(nearest_triton.nearest(x, *given), expected)
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
-@pytest.mark.parametrize("which", ["kept", "dropped", "all"])
+@pytest.mark.parametrize("columns", [16, 32])
+def test_two_tiles_compete_for_a_row(columns):
+    """Kept vector j is like j + 16 and like no other: with tiles of 16 both are of one lane."""
+    generator = torch.Generator().manual_seed(7)
+    base = torch.randn(16, 64, generator=generator)
+    near = base.repeat(2, 1) * (1 + 6e-4 * torch.randn(32, 64, generator=generator))
+    x = torch.cat([base * 2, near])[None].to(DEVICE)
+    given = lists(torch.arange(48)[None] >= 16)
+    expected = nearest.nearest(x, *given)
+    assert torch.equal(expected[0] % 16, torch.arange(16, device=DEVICE))
+    assert (expected >= 16).any()
+    assert (expected < 16).any()
+    assert torch.equal(nearest_triton.nearest(x, *given, columns=columns), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_all_cosines_are_negative(dtype):
+    """What a tile holds beyond the kept ones, and what is 0 there, is no candidate."""
+    generator = torch.Generator().manual_seed(8)
+    x = torch.rand(2, 40, 64, generator=generator)
+    kept = torch.rand(2, 40, generator=generator) < 0.4
+    x = torch.where(kept[..., None], -x, x).to(dtype).to(DEVICE)
+    given = lists(kept)
+    assert torch.equal(nearest_triton.nearest(x, *given), nearest.nearest(x, *given))
+
+
+@pytest.mark.parametrize(
+    ("scale", "which"),
+    [(5e37, "kept"), (5e37, "dropped"), (1e30, "all"), (1e-30, "all"), (1e-30, "kept")],
+)
 def test_lengths_beyond_float32(scale, which):
     """Squares of these vanish or overflow in float32; directions count all the same."""
     x, given = random(2, 63, 64, torch.bfloat16, 3, unused=0)
