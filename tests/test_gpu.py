@@ -1,4 +1,10 @@
-"""The torch programs and kernel references give on a GPU what they give on the CPU."""
+"""The torch programs and kernel references give on a GPU what they give on the CPU.
+
+Kernels beside their references: tests/kernels and tests/executions, which a GPU runs compiled. A
+server on a GPU: test_gpu_server.py.
+"""
+
+from dataclasses import fields
 
 import pytest
 import torch
@@ -8,10 +14,16 @@ from kvpolicy.dsl.ir import ModelShape
 from kvpolicy.dsl.library import shipped
 from kvpolicy.dsl.torch_program import TorchProgram
 from kvpolicy.kernels.compact import compact
+from kvpolicy.kernels.compact_layers import compact_layers
+from kvpolicy.kernels.decode_attention import decode_attention
 from kvpolicy.kernels.gather import gather
+from kvpolicy.kernels.merge_rows import merge_mass, merge_rows
+from kvpolicy.kernels.nearest import nearest
 from kvpolicy.kernels.paged_attention import paged_attention
 from kvpolicy.kernels.place import place
 from kvpolicy.kernels.rotate import rotate
+from kvpolicy.kernels.select import ABSENT, top
+from kvpolicy.kernels.tables import Tables
 
 pytestmark = [
     pytest.mark.gpu,
@@ -163,3 +175,68 @@ def test_rotate():
     inv_freq = 10000.0 ** (-torch.arange(32) / 32)
     results = [rotate(*(x.to(d) for x in (k, shift, inv_freq))).cpu() for d in ("cpu", "cuda")]
     torch.testing.assert_close(*results, atol=1e-6, rtol=0)
+
+
+def test_selection_of_ties():
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randint(-5, 5, (4, 1000), generator=generator, dtype=torch.int32)
+    keys[0] = ABSENT
+    for number in (0, 1, 300, 1000, torch.tensor([[3], [0], [1000], [77]])):
+        many = number.cuda() if isinstance(number, torch.Tensor) else number
+        wanted = top(keys, number)
+        assert not wanted[0].any()
+        assert torch.equal(top(keys.cuda(), many).cpu(), wanted)
+
+
+def test_compaction_of_all_layers():
+    generator = torch.Generator().manual_seed(0)
+    storage = torch.randn(3, 2, 100, 2, 16, generator=generator)
+    slots = torch.randperm(100, generator=generator)
+    kept = torch.rand(3, 2, 50, generator=generator) < 0.3
+    pages = (kept.sum(-1).flatten() + 1) // 2
+    first = (pages.cumsum(0) - pages).view(3, 2)
+    inputs = (slots[:50], kept, slots[50 : 50 + -(-int(pages.sum()) // 3)], first)
+    results = []
+    for device in ("cpu", "cuda"):
+        copy = storage.clone().to(device)
+        compact_layers(copy, *(x.to(device) for x in inputs))
+        results.append(copy.cpu())
+    assert not torch.equal(results[0], storage)
+    assert torch.equal(*results)
+
+
+def test_decode_attention():
+    generator = torch.Generator().manual_seed(0)
+    storage = torch.randn(2, 2, 64, 2, 64, generator=generator)
+    q = torch.randn(2, 8, 64, generator=generator)
+    tables = Tables.empty(3, 2, 2, 8, "cpu")
+    tables.counts[1] = torch.tensor([[5, 2], [0, 4]])
+    tables.first_page[1] = torch.tensor([[0, 3], [4, 4]])
+    tables.tail_start[1] = 20
+    tables.slots[:3] = torch.tensor([60, 50, 40])
+    places = torch.randint(1, 39, (3, 30), generator=generator, dtype=torch.int32)
+    results = []
+    for device in ("cpu", "cuda"):
+        on_device = Tables(*(getattr(tables, each.name).to(device) for each in fields(tables)))
+        rows, lengths = torch.tensor([1, 2], device=device), torch.tensor([23, 30], device=device)
+        inputs = (q.to(device), storage.to(device), on_device, rows, lengths, places.to(device))
+        results.append(decode_attention(*inputs, layer=1, scale=0.125).cpu())
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+
+
+def test_merges():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 60, 64, generator=generator)
+    order = torch.stack([torch.randperm(60, generator=generator) for _ in range(2)])
+    lists = (order[:, :40], torch.tensor([40, 33]), order[:, 40:], torch.tensor([20, 20]))
+    found = [nearest(*(each.to(d) for each in (x, *lists))).cpu() for d in ("cpu", "cuda")]
+    assert found[0].unique().numel() > 10
+    assert torch.equal(*found)
+    receivers, sources = torch.randint(60, (2, 30), generator=generator).sort(-1)
+    offsets = torch.stack([torch.searchsorted(row, torch.arange(61)) for row in receivers]).int()
+    weights = torch.rand(2, 30, generator=generator, dtype=torch.float64)
+    own = torch.ones(2, 60, dtype=torch.float64)
+    inputs = (x, sources, weights, offsets, own, merge_mass(weights, offsets, own))
+    merged = [merge_rows(*(each.to(d) for each in inputs)).cpu() for d in ("cpu", "cuda")]
+    assert not torch.equal(merged[0], x.double())
+    torch.testing.assert_close(*merged, atol=1e-14, rtol=1e-14)
