@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import torch
-from kvpolicy.dsl import counts
+from kvpolicy.dsl import counts, torch_layers
 from kvpolicy.dsl.ir import Node, When
 from kvpolicy.dsl.torch_evaluate import Evaluation
 from kvpolicy.dsl.torch_ops import OPERATIONS
@@ -167,20 +167,39 @@ class Layers:
 
     def _find(self, node: Node, arguments: tuple[Node, ...], count: Value | None) -> Value:
         if node.op in ("split", "cascade", "cluster"):
-            numbers = [[each.number(x) for each in self.evaluations] for x in arguments]
-            if node.op != "cluster":
-                most = numbers[2] if len(numbers) == 3 else None
-                cascade = node.op == "cascade"
-                made = counts.split(numbers[0][0], numbers[1], most, cascade=cascade)
-            else:
-                most = counts.whole(float(numbers[1][0]), len(self.evaluations))
-                made = counts.cluster([float(x) for x in numbers[0]], most)
-            data = sent(torch.tensor(made, dtype=torch.float64, device=HOST), self.frame.device)
-            return Value(data, ("layer",), finite=True)
+            return Value(self._divided(node, arguments), ("layer",), finite=True)
         values = [self._all(x) for x in arguments[: 1 if count is not None else None]]
         if count is not None:
             values.append(count)
         return OPERATIONS[node.op](node, self.frame, *values)
+
+    def _divided(self, node: Node, arguments: tuple[Node, ...]) -> torch.Tensor:
+        """float64 [L]: integers or labels for the layers."""
+        static = [self.frame.bound.static.needs(x) is not None for x in arguments]
+        if node.op != "cluster" and static == [True, False, True][: len(arguments)]:
+            known = [self._numbers(x) for i, x in enumerate(arguments) if i != 1]
+            made = torch_layers.divided(node, self.frame, self._all(arguments[1]), *known)
+            if made is not None:
+                return made
+        numbers = [self._numbers(x) for x in arguments]
+        if node.op != "cluster":
+            most = numbers[2] if len(numbers) == 3 else None
+            cascade = node.op == "cascade"
+            made = counts.split(numbers[0][0], numbers[1], most, cascade=cascade)
+        else:
+            most = counts.whole(float(numbers[1][0]), len(self.evaluations))
+            made = counts.cluster([float(x) for x in numbers[0]], most)
+        return sent(torch.tensor(made, dtype=torch.float64, device=HOST), self.frame.device)
+
+    def _numbers(self, node: Node) -> list:
+        """A scalar of every layer as the host's number; it waits for the device at most once."""
+        evaluations = self.evaluations
+        if self.frame.bound.static.needs(node) is not None:
+            return [each.number(node) for each in evaluations]
+        values = [each.value(node).data for each in evaluations]
+        if not all(isinstance(x, torch.Tensor) for x in values):
+            return [each.number(node) for each in evaluations]
+        return torch.stack(values).tolist()
 
     def _all(self, node: Node) -> Value:
         """A node's values at all layers, the axis `layer` first."""

@@ -321,17 +321,17 @@ class Memory:
         frame, steps = evaluation.frame, self._steps
         there = torch.ones_like(kept) if frame.there is None else frame.there
         self._note([*frame.checks, *self._merged_checks(frame)])
-        whole = (kept == there).all()
-        finite = torch.ones_like(whole) if self._finite is None else self._finite
-        numbers = torch.cat([Held.of(kept), torch.stack([whole, finite]).long()]).tolist()
-        positions, alike, is_whole, is_finite = numbers
+        most = (there & ~kept).sum(-1).amax()  # dropped by one KV head
+        finite = torch.ones_like(most) if self._finite is None else self._finite.long()
+        numbers = torch.cat([Held.of(kept), torch.stack([most, finite])]).tolist()
+        positions, alike, most, is_finite = numbers
         self.not_finite |= not is_finite
-        if self.not_finite or is_whole:
+        if self.not_finite or not most:
             return None
         keys = values = None
         if steps.rules.merge is not None:
             merging = Merging.of(
-                steps.rules.merge, evaluation, kept, steps.merge_updates, own.merge_states
+                steps.rules.merge, evaluation, kept, steps.merge_updates, own.merge_states, most
             )
             own.merge_states = merging.states
             keys, values = merged_rows(merging, frame)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from kvpolicy.dsl import counts
@@ -56,10 +56,12 @@ def _listed(node: Node, x: Value, frame: Frame) -> list:
 
 def split(node: Node, frame: Frame, *args: Value) -> Value:
     """Integers for the layers that add up to the total."""
-    kernel = frame.kernels.get("split")
-    made = None if kernel is None else _by_kernel(kernel, node, frame, *args)
-    if made is not None:
-        return Value(made, ("layer",), finite=True)
+    static = [frame.bound.static.needs(x) is not None for x in node.args]
+    if static == [True, False, True][: len(args)]:
+        known = [_listed(x, args[i], frame) for i, x in enumerate(node.args) if i != 1]
+        made = divided(node, frame, args[1], *known)
+        if made is not None:
+            return Value(made, ("layer",), finite=True)
     lists = [_listed(each, x, frame) for each, x in zip(node.args, args, strict=True)]
     most = lists[2] if len(lists) == 3 else None
     parts = counts.split(lists[0][0], lists[1], most, cascade=node.op == "cascade")
@@ -67,25 +69,22 @@ def split(node: Node, frame: Frame, *args: Value) -> Value:
     return Value(data, ("layer",), finite=True)
 
 
-def _by_kernel(
-    kernel: Callable, node: Node, frame: Frame, total: Value, weights: Value, *most: Value
+def divided(
+    node: Node, frame: Frame, weights: Value, total: Sequence, maxima: Sequence | None = None
 ) -> torch.Tensor | None:
-    """The same without waiting for the device, of computed weights; None: it is not one for that.
+    """`split` or `cascade` by a kernel, without waiting for the device; None: not one for it.
 
-    The kernel knows one maximum for all layers.
+    Args:
+        weights: computed, with the axis `layer` alone.
+        total, maxima: numbers of the host, per layer; the kernel knows one maximum for all.
     """
-    known = [frame.bound.static.needs(x) is not None for x in node.args]
-    if known != [True, False, *[True] * len(most)] or weights.axes != ("layer",):
+    kernel = frame.kernels.get("split")
+    whole = counts.whole(total[0], LARGEST_SPLIT + 1)
+    limits = {counts.whole(x, 2**62) for x in maxima or ()}
+    fits = whole <= LARGEST_SPLIT and len(limits) <= 1 and weights.axes == ("layer",)
+    if kernel is None or not fits:
         return None
-    whole = counts.whole(_listed(node.args[0], total, frame)[0], LARGEST_SPLIT + 1)
-    maxima = {
-        counts.whole(x, 2**62)
-        for arg, value in zip(node.args[2:], most, strict=True)
-        for x in _listed(arg, value, frame)
-    }
-    if whole > LARGEST_SPLIT or len(maxima) > 1:
-        return None
-    limit = maxima.pop() if maxima else None
+    limit = limits.pop() if limits else None
     return kernel(whole, weights.data.double(), limit, cascade=node.op == "cascade")
 
 

@@ -213,7 +213,7 @@ class DirectRun(Run):
         return self._evaluations[layer].frame.places
 
     def merged(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, most: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Run.merged`."""
         rules = self.program.bound.lowered
@@ -222,11 +222,13 @@ class DirectRun(Run):
         evaluation, places = self._evaluations[layer], self.there(layer)
         own = replace(evaluation.frame, k=k[:, places], v=v[:, places])
         kept = self._kept[layer][:, places]
-        if bool(kept.all()):
+        if most is None:
+            most = int((~kept).sum(-1).max())
+        if not most:
             return super().merged(layer, k, v)
-        merging = Merging.of(
-            rules.merge, replace(evaluation, frame=own), kept, self.program.direct.merge_updates, {}
-        )
+        updates = self.program.direct.merge_updates
+        evaluation = replace(evaluation, frame=own)
+        merging = Merging.of(rules.merge, evaluation, kept, updates, {}, most)
         self._merging[layer] = merging
         made = []
         for name, whole, rows in (("key", k, own.k), ("value", v, own.v)):

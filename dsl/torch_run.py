@@ -206,13 +206,15 @@ class Run:
         return shift_of(kept, torch.ones_like(kept))
 
     def merged(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, most: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values after the merge, where `bound.rules.merge`; all others in float64.
 
         Args:
             layer: from 0, each once.
             k, v: [G, N, D] of all tokens; rows of tokens that are not there mean nothing.
+            most: how many entries the KV head drops that drops most; None: the host waits for the
+                device.
         """
         return k.double(), v.double()
 

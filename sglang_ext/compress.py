@@ -79,7 +79,8 @@ def _copy(
     for layer, start in enumerate(first_pages(counts)):
         k, v = arena.storage[layer][:, slots].transpose(1, 2)  # each [G, N, D]
         if bound.rules.merge is not None:
-            k, v = run.merged(layer, k, v)
+            most = run.there(layer).numel() - int(counts[layer].min())
+            k, v = run.merged(layer, k, v, most)
         shift = run.shift(layer)
         if shift is not None:
             k = runtime.rotary.move(k, shift, kernels.rotate)

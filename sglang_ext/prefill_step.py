@@ -4,12 +4,12 @@ After the last layer the host waits for the device once, for all prompts that en
 it needs to know how many entries each list has, and whether the tensors were finite. What else
 makes it wait:
 
-* a policy that propagates: once at each layer at which the policy tests or chooses, for whether it
-  does and for which tokens go on
-* `split[layer]`, `cascade[layer]` and `cluster[layer]` of what the layers' data say, where no
-  kernel computes them: once per prompt, because the host divides exactly
+* a policy that propagates: once per prompt at each layer after which it lets tokens go, for how
+  many they are, once more where the radix cache had some of them; and for a condition that data
+  decide, once per prompt and layer at which it is tested
+* `cluster[layer]`, and `split[layer]` and `cascade[layer]` of totals or maxima that data decide:
+  once per prompt, because the host divides exactly
 * layers in pairs (share.py): once per pair, for how many tokens keep both originals
-* a merge (dsl/torch_merge.py): at every layer, for how many entries leave
 * kernels of torch, which define the others: wherever their references look at values
 """
 

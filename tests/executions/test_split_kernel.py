@@ -34,6 +34,7 @@ def kept(source, settings, kernels):
         ("dynamickv", {"capacity": "20"}, [(48, 52, False)]),
         ("cake", {"capacity": "20", "window": "4"}, [(64, 56, False)]),
         ("cake", {"capacity": "20", "window": "4", "cascading": "true"}, [(64, 56, True)]),
+        ("d2o", {"rate": "0.5"}, [(120, 60, False)]),
         (f"budget: 'split[layer](80, {SPREAD})'\n{SCORE}", {}, [(80, None, False)]),
         # What the kernel does not know stays with the host.
         (

@@ -15,6 +15,7 @@ ONE_WAIT = {
     "dynamickv": ["capacity=40"],
     "cake": ["capacity=48"],  # remembered for decode steps
     "h2o": ["heavy=20", "window=20"],
+    "d2o": ["rate=0.4"],
 }
 WAIT = "host.py:to_host cpu"
 
