@@ -51,6 +51,8 @@ def attach(backend: Any, name: str, runtime: Runtime, heads: int) -> Any:
 
     def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, **options):
         out = stock.forward_extend(self, q, k, v, layer, batch, save_kv_cache, **options)
+        # Where SGLang replays a prefill's graph in pieces, attention runs between them: once per
+        # forward, on the rows that are no padding, with this forward's step.
         step = runtime.step
         if step is not None and step.prefill is not None:
             heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from fake_allocator import Allocator, no_cache
+from host_waits import HostWaits
 from hypothesis import given
 from hypothesis import strategies as st
 from kvpolicy.kernels.compact import compact
@@ -169,10 +170,22 @@ def test_compressed_requests_read_exactly_what_was_kept(heads, kv_heads, seed):
         lengths.append(length)
         wanted.append(_dense(q[row - 1], kv, kept, prompt, scale))
 
-    lists = Lists(arena, privates, lengths, table)
+    for private in privates:
+        private.laid_out.made_on_the_host = True
+    with HostWaits() as waits:
+        lists = Lists(arena, privates, lengths, table)
+        for layer in range(layers):
+            lists.of(1, layer)
+    assert waits.found == []
     for layer in range(layers):
         indptr, indices, options = lists.layer(layer)
         assert options == {}
+        for i in range(3):
+            own, listed = lists.of(i, layer)
+            start, end = indptr[i * kv_heads], indptr[(i + 1) * kv_heads]
+            assert torch.equal(listed, indices[start:end])
+            assert own.tolist()[0] == 0
+            assert torch.equal(own.diff(), indptr.diff()[i * kv_heads : (i + 1) * kv_heads])
         got = paged_attention(
             q[:, layer, None], arena.entries, arena.values, indptr, indices, scale=scale
         )
