@@ -173,7 +173,7 @@ class Merging:
         dropped = there & ~self.kept
         number = dropped.sum(-1)
         most = int(number.max()) if most is None else most
-        self._index = (~dropped).long().argsort(dim=-1, stable=True)[:, :most]
+        self._index = (~dropped).to(torch.uint8).argsort(dim=-1, stable=True)[:, :most]
         self._present = torch.arange(most, device=frame.device) < number[:, None]
         if into.op == "next":
             self._receivers = list(self._following(self.evaluation.number(into.args[0])))
@@ -193,7 +193,7 @@ class Merging:
         frame = self.evaluation.frame
         cached = {"key": frame.k, "value": frame.v}
         x = cached[node.op] if node.op in cached else self._vectors(node)
-        order = (~self.kept).long().argsort(dim=-1, stable=True)
+        order = (~self.kept).to(torch.uint8).argsort(dim=-1, stable=True)
         dropped, held = self._present.sum(-1), self.kept.sum(-1)
         place = frame.kernels["nearest"](x, self._index, dropped, order, held)
         there = self._present & (held > 0)[:, None]
@@ -222,7 +222,7 @@ class Merging:
     def _following(self, number: counts.Number) -> Iterator[Receivers]:
         """The kept entries that follow, one after the other."""
         first = self.kept.long().cumsum(-1).gather(-1, self._index)
-        order = (~self.kept).long().argsort(dim=-1, stable=True)
+        order = (~self.kept).to(torch.uint8).argsort(dim=-1, stable=True)
         held = self.kept.sum(-1, keepdim=True)
         for step in range(counts.whole(number, self.evaluation.frame.tokens)):
             there = self._present & (first + step < held)
