@@ -68,8 +68,8 @@ def _on_device(parts: list[dict[int, Value]], frame: Frame) -> list[dict[int, Va
 class _Maker:
     """Computes the nodes of a plan for all layers, once where layers do not differ.
 
-    What has as many elements as a window has queries and tokens is computed on the device, all
-    else on the host: numbers come out of sets of tokens, and are needed there.
+    What has a number for every token and query or KV head is computed on the device, all else on
+    the host: numbers come out of sets of tokens, and are needed there.
     """
 
     def __init__(self, bound: Bound, prompt: int, device: torch.device, kernels: Kernels) -> None:
@@ -110,7 +110,7 @@ class _Maker:
 
     def _call(self, node: Node, layer: int | None, arguments: list[Value]) -> Value:
         """Computes a node where its tensors belong."""
-        wide = {"query", "token"} <= set(node.type.axes)
+        wide = "token" in node.type.axes and len(node.type.axes) > 1
         tensors = [x for each in arguments for x in (each.data, each.mask)]
         wide |= any(isinstance(x, torch.Tensor) and x.device != HOST for x in tensors)
         frame = self.frame if wide else self._host

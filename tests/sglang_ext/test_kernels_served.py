@@ -1,8 +1,14 @@
 """Triton's kernels in a real scheduler, in the interpreter: the same answers, no needless waits."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from host_waits import HostWaits
+from kvpolicy.dsl.bind import bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.torch_program import TorchProgram
 from kvpolicy.sglang_ext.host import to_device, to_host
 
 TRITON = {"SGLANG_KV_POLICY_KERNELS": "triton", "TRITON_INTERPRET": "1"}
@@ -155,3 +161,21 @@ def test_numbers_come_to_the_host_in_one_transfer():
         assert truth.tolist() == [0, 0, 0, 1, 1, 1]
     assert len(waits.found) == 1
     assert to_host([]) == []
+
+
+def shipped():
+    folder = Path(__file__).parents[2] / "policies"
+    return sorted(p.stem for p in folder.glob("*.yaml") if not p.stem.endswith(".test"))
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_what_a_prompts_length_decides_needs_no_wait(name):
+    shape = ModelShape(layers=4, heads=4, kv_heads=2, head_dim=32)
+    program = TorchProgram(bind(load(name).require(), shape, {}))
+    if program.direct.needed:
+        pytest.skip("it is evaluated without a plan")
+    for length in (70, 9000):
+        with HostWaits() as waits:
+            plan = program.plan(length, torch.device("cpu"))
+        assert waits.found == []
+        assert len(plan.values) == shape.layers
