@@ -163,18 +163,25 @@ def policies(options: argparse.Namespace, folder: Path) -> tuple[list[Path], lis
     files, given, chosen = [], [], []
     for policy in options.policies.split(","):
         text = read_source(policy).text
-        by_rate = "rate" in load(policy).require().params
         for share in options.shares:
-            for tokens in [0] if by_rate else options.lengths:
+            for tokens, values in by_length(policy, share, options.lengths).items():
                 name = f"{policy}-{round(100 * share)}" + (f"-{tokens}" if tokens else "")
                 file = folder / f"{name}.yaml"
                 renamed = re.sub(r"(?m)^policy: .*$", f"policy: {name}", text, count=1)
                 file.write_text(renamed, encoding="utf-8")
                 files.append(file)
-                values = [f"rate={share}"] if by_rate else settings(share, tokens)[policy]
                 given += [f"{name}.{value}" for value in values]
                 chosen.append(Chosen(name, f"{policy} {share:.0%}", share, tokens))
     return files, given, chosen
+
+
+def by_length(policy: str, share: float, lengths: list[int]) -> dict[int, list[str]]:
+    """Settings by prompt length; those for any length stand at 0."""
+    made = {tokens: settings(share, tokens)[policy] for tokens in lengths}
+    rates = [value for value in made[lengths[0]] if value.startswith("rate=")]
+    if not rates and "rate" in load(policy).require().params:
+        rates = [f"rate={share}"]
+    return {0: rates} if rates else made
 
 
 # One cell.
