@@ -163,19 +163,19 @@ def test_numbers_come_to_the_host_in_one_transfer():
     assert to_host([]) == []
 
 
-def shipped():
-    folder = Path(__file__).parents[2] / "policies"
-    return sorted(p.stem for p in folder.glob("*.yaml") if not p.stem.endswith(".test"))
-
-
-@pytest.mark.parametrize("name", shipped())
-def test_what_a_prompts_length_decides_needs_no_wait(name):
-    shape = ModelShape(layers=4, heads=4, kv_heads=2, head_dim=32)
-    program = TorchProgram(bind(load(name).require(), shape, {}))
-    if program.direct.needed:
-        pytest.skip("it is evaluated without a plan")
-    for length in (70, 9000):
-        with HostWaits() as waits:
-            plan = program.plan(length, torch.device("cpu"))
-        assert waits.found == []
-        assert len(plan.values) == shape.layers
+def test_what_a_prompts_length_decides_needs_no_wait():
+    """Of every shipped policy that has a plan."""
+    shape, planned = ModelShape(layers=4, heads=4, kv_heads=2, head_dim=32), []
+    for path in sorted((Path(__file__).parents[2] / "policies").glob("*.yaml")):
+        if path.stem.endswith(".test"):
+            continue
+        program = TorchProgram(bind(load(path.stem).require(), shape, {}))
+        if program.direct.needed:
+            continue
+        planned.append(path.stem)
+        for length in (70, 9000):
+            with HostWaits() as waits:
+                plan = program.plan(length, torch.device("cpu"))
+            assert waits.found == [], path.stem
+            assert len(plan.values) == shape.layers
+    assert {"snapkv", "pyramidkv", "dynamickv", "cake", "lava", "simlayerkv"} <= set(planned)
