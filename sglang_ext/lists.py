@@ -87,7 +87,9 @@ class Lists:
             first = self._first[request, layer, :, None]
             return self._pages[first + place // page] * page + place % page
 
-        return indptr, *share.separate(self._shared, layer, indptr, indices, entry_at)
+        # On the host, which alone is asked where lists begin.
+        starts = torch.tensor([0, *itertools.accumulate(self._sizes(layer))])
+        return indptr, *share.separate(self._shared, layer, starts, indices, entry_at)
 
     def _together(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         arena = self._arena

@@ -41,7 +41,7 @@ class Private:
         slots: [S] int64.
         counts: [L, G] int32 entries of each (layer, KV head); None until they are written.
         first_page: [L, G] int32, index of the list's first page among the request's pages.
-        laid_out: [L, G] int64 on the host, entries that the pages hold.
+        laid_out: per layer and KV head, entries that the pages hold.
         tail_start: position from which entries lie in ordinary slots: what was there when the
             copy was last written. Of these slots the request may own some before that position:
             the boundary of ownership is a multiple of SGLang's page size.
@@ -54,7 +54,7 @@ class Private:
     tail_start: int
     counts: torch.Tensor | None = None
     first_page: torch.Tensor | None = None
-    laid_out: torch.Tensor | None = None
+    laid_out: list[list[int]] | None = None
     shared: Shared | None = None
 
     @property
@@ -65,9 +65,9 @@ class Private:
     def entries(self, layer: int) -> list[int]:
         """How many entries each KV head reads in private pages at a layer; the host knows."""
         if self.shared is None:
-            return self.laid_out[layer].tolist()
+            return self.laid_out[layer]
         # Two layers of a pair read one list, of which each takes as many as there are tokens.
-        return [self.tail_start] * self.laid_out.shape[1]
+        return [self.tail_start] * len(self.laid_out[layer])
 
     @property
     def table_bytes(self) -> int:
@@ -190,7 +190,7 @@ class Store:
             counts: [L, G] entries that will be written, on the host.
         """
         page, device = self.arena.kv_heads, self.arena.storage.device
-        private.laid_out = counts.to(torch.int64)
+        private.laid_out = counts.tolist()
         used = ((counts + page - 1) // page).flatten()
         first_page = (used.cumsum(0) - used).view(counts.shape)
         private.counts = counts.to(device, torch.int32, non_blocking=True)

@@ -63,13 +63,11 @@ def test_answers_are_those_of_torch_native(run):
 
 
 def test_the_host_waits_only_for_policies_that_look_at_a_step(steps):
-    for batch in ("none+none", "none+snapkv+adakv"):
+    for batch in ("none+none", "none+snapkv+adakv", "minicache+none"):
         assert [each["waits"] for each in of(steps, batch)] == [[], [], []], batch
     first, fold, after = of(steps, "none+streamingllm")
     assert (first["waits"], after["waits"]) == ([], [])
-    # Where there are some, they are found.
-    assert fold["waits"]
-    assert all(each["waits"] for each in of(steps, "minicache+none"))
+    assert fold["waits"]  # where there are some, they are found
 
 
 def test_batches_replay_the_stock_graph_or_the_one_that_reads_tables(steps):

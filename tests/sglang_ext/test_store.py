@@ -170,8 +170,6 @@ def test_compressed_requests_read_exactly_what_was_kept(heads, kv_heads, seed):
         lengths.append(length)
         wanted.append(_dense(q[row - 1], kv, kept, prompt, scale))
 
-    for private in privates:
-        private.laid_out.made_on_the_host = True
     with HostWaits() as waits:
         lists = Lists(arena, privates, lengths, table)
         for layer in range(layers):
