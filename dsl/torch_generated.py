@@ -36,7 +36,7 @@ class Generated:
     bound: Bound
     regions: Regions
     compiled: Callable[[str, str], Callable]
-    _sources: dict[int, tuple[Source, Callable]] = field(default_factory=dict)
+    _sources: dict[tuple[int, bool], tuple[Source, Callable]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -79,7 +79,8 @@ class Generated:
             frame: of a layer.
             value: gives the values that the bundle reads.
         """
-        source, run = self._source(bundle)
+        single = torch.float32 in {x.dtype for x in (frame.q, frame.k) if x is not None}
+        source, run = self._source(bundle, single)
         inputs = [_tensor(value(node), node, frame, there) for node, there in source.tensors]
         numbers = [_number(how, node, frame) for how, node in source.numbers]
         q = None
@@ -95,12 +96,13 @@ class Generated:
         frame.checks.extend(checks)
         return _completed(bundle, source.results, made, frame)
 
-    def _source(self, bundle: Bundle) -> tuple[Source, Callable]:
-        if id(bundle) not in self._sources:
-            source = generate(bundle, self.bound)
+    def _source(self, bundle: Bundle, single: bool) -> tuple[Source, Callable]:
+        key = (id(bundle), single)
+        if key not in self._sources:
+            source = generate(bundle, self.bound, single=single)
             run = self.compiled(self.bound.program.name, source.text)
-            self._sources[id(bundle)] = (source, run)
-        return self._sources[id(bundle)]
+            self._sources[key] = (source, run)
+        return self._sources[key]
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

@@ -66,32 +66,24 @@ def run_text(made: Generator) -> str:
 
 
 def _sizes(made: Generator) -> list[str]:
-    shape = made.bound.shape
-    group = 1 << (shape.group - 1).bit_length()
-    most = max(16, 128 // group)
-    least = max(1, 16 // group)
-    if made.bundle.window is None:
-        width = [f"    queries, width = 0, {least}"]
-    elif made.whole:
-        fit = max(least, 1 << max(0, made.window - 1).bit_length())
-        width = [f"    queries, width = q.shape[1], {fit}  # one tile holds the window"]
-    else:
-        width = [f"    queries, width = q.shape[1], {max(least, min(most, 128 // group))}"]
+    shape, tiles = made.bound.shape, made.tiles
+    queries = "0" if made.bundle.window is None else "q.shape[1]"
     return [
-        "    kv, gpu = k.shape[1], k.is_cuda",
-        *width,
+        f"    kv, gpu, queries = k.shape[1], k.is_cuda, {queries}",
         "    sizes = {",
-        f'        "SCALE": {shape.head_dim}**-0.5, "GROUP": {shape.group}, "GROUP_P": {group},',
-        f'        "HEAD_DIM": {shape.head_dim}, '
-        f'"HEAD_DIM_P": {max(16, 1 << (shape.head_dim - 1).bit_length())},',
-        '        "BLOCK_W": width, "BLOCK_N": block or (64 if gpu else 256),',
-        "        # The interpreter multiplies float32 only; a GPU takes keys as they are.",
+        f'        "GROUP": {shape.group}, "GROUP_P": {tiles.group}, "BLOCK_W": {tiles.width},',
+        f'        "HEAD_DIM": {shape.head_dim}, "HEAD_DIM_P": {tiles.dim},',
+        f'        "BLOCK_N": block or ({tiles.block} if gpu else 256),',
+        f'        "SCALE": {shape.head_dim}**-0.5,',
+        "        # The interpreter multiplies float32 only; a GPU takes keys as they are, float32",
+        "        # in three products of tensor cores, as exact as its own rounding.",
         '        "UPCAST": not gpu or (q is not None and q.dtype != k.dtype),',
+        '        "PRECISION": "tf32x3" if gpu else "ieee",',
         '        "KEYS_GATHERED": key_slots is not None,',
         '        "VALUES_GATHERED": value_slots is not None,',
         '        "POSITIONS": positions is not None,',
         "    }",
-        f'    warps = 8 if width * {group} * sizes["BLOCK_N"] >= 8192 else 4',
+        f'    launch = {{"num_warps": {tiles.warps}, "num_stages": {tiles.stages}}}',
         '    total = triton.cdiv(tokens, sizes["BLOCK_N"])',
         "    wanted = 2",
         "    if gpu:",
@@ -102,7 +94,7 @@ def _sizes(made: Generator) -> list[str]:
 
 def _row_splits() -> list[str]:
     return [
-        "    tiles = triton.cdiv(queries, width)",
+        '    tiles = triton.cdiv(queries, sizes["BLOCK_W"])',
         "    splits = max(1, min(total, wanted // max(1, tiles * kv)))",
         "    blocks = triton.cdiv(total, splits)",
         "    splits = triton.cdiv(total, blocks)",
@@ -117,7 +109,8 @@ def _softmax() -> list[str]:
         "    if queries:",
         "        row_partials[(splits, kv, tiles)](",
         "            q, k, key_slots, partial, tokens, queries, q.stride(0), q.stride(1),",
-        "            k.stride(0), k.stride(1), blocks, KV=kv, num_warps=warps, **sizes,",
+        "            k.stride(0), k.stride(1), blocks, KV=kv,",
+        "            **sizes, **launch,",
         "        )",
         "    if queries and splits > 1:",
         "        row_lse = torch.empty_like(partial[0])",
@@ -140,12 +133,15 @@ def _empty(result: Result, group: int) -> str:
 def _columns(made: Generator) -> list[str]:
     lines = []
     windowed = bool(made.columns)
+    alike = made.softmax and windowed  # programs then go over the keys of those of the first pass
     if made.flags:
         lines += [
             "    flags = torch.empty(kv, total, dtype=torch.int32, device=k.device)",
         ]
     if windowed and not made.whole:
         lines.append("    step = 1  # the loop is over queries")
+    elif alike:
+        lines.append("    step = blocks")
     else:
         lines.append("    step = triton.cdiv(total, max(1, triton.cdiv(2 * wanted, kv)))")
     q = "q" if windowed else "None"
@@ -160,7 +156,7 @@ def _columns(made: Generator) -> list[str]:
         f"        {q}, k, key_slots, {v}, {lse}, positions, {'flags' if made.flags else 'None'},",
         f"        {names}tokens, queries,",
         f"        {stride}, k.stride(0), k.stride(1), {v_stride},",
-        "        step, num_warps=warps, **sizes,",
+        "        step, **sizes, **launch,",
         "    )",
         *(["    checks.append(flags.sum() == 0)"] if made.flags else []),
     ]
@@ -173,6 +169,6 @@ def _rows(made: Generator) -> list[str]:
         "        rows[(splits, kv, tiles)](",
         f"            q, k, key_slots, {'row_lse' if made.softmax else 'None'}, positions, {names}",
         "            tokens, queries, q.stride(0), q.stride(1), k.stride(0), k.stride(1), blocks,",
-        "            KV=kv, num_warps=warps, **sizes,",
+        "            KV=kv, **sizes, **launch,",
         "        )",
     ]

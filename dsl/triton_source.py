@@ -20,6 +20,7 @@ from kvpolicy.dsl.regions import Bundle, Reduction
 from kvpolicy.dsl.triton_expressions import Writer
 from kvpolicy.dsl.triton_reductions import Statistic, VectorWriter, fold, shape
 from kvpolicy.dsl.triton_run import run_text
+from kvpolicy.dsl.triton_shapes import TileShape
 from kvpolicy.dsl.triton_text import (
     BLOCK,
     COLUMNS,
@@ -35,8 +36,6 @@ from kvpolicy.dsl.triton_text import (
 from kvpolicy.dsl.triton_tiles import SEEN, TILE, Arguments, Tile, conjunction
 from kvpolicy.dsl.written import written
 
-# Rows of a tile, group times queries, up to which a whole window is one tile.
-_MOST_ROWS = 256
 _BODY = " " * 8
 
 
@@ -80,13 +79,20 @@ class Source:
     numbers: tuple[tuple[str, Node], ...]
 
 
-def generate(bundle: Bundle, bound: Bound) -> Source:
-    """The source of a bundle."""
-    return Generator(bundle, bound).source()
+def generate(bundle: Bundle, bound: Bound, *, single: bool = False) -> Source:
+    """The source of a bundle, for queries and keys of two bytes or, with `single`, of float32."""
+    return Generator(bundle, bound, single).source()
 
 
 class Generator:
-    def __init__(self, bundle: Bundle, bound: Bound) -> None:
+    """Writes one source.
+
+    Attributes:
+        column_arguments, row_arguments: of the kernels `columns` and `rows`: inputs, then results.
+        tail_reads, tail_used, tail_results: of `tail`: values of reductions, inputs, results.
+    """
+
+    def __init__(self, bundle: Bundle, bound: Bound, single: bool) -> None:
         self.bundle, self.bound = bundle, bound
         self.arguments = Arguments()
         self.results: list[Result] = []
@@ -102,10 +108,10 @@ class Generator:
         self.reads_values = "value" in tensors
         self.reads_keys = bool(self.columns) or "key" in tensors
         self.window = self._window()
-        group = 1 << (bound.shape.group - 1).bit_length()
-        width = 1 << max(0, (self.window or 1) - 1).bit_length()
+        simple = len(self.columns) < 2 and all(each.node.op != "var" for each in self.columns)
+        self.tiles = TileShape.of(bound.shape, self.window, single, simple)
         # Otherwise a program goes over its keys' queries block by block.
-        self.whole = self.window is not None and group * width <= _MOST_ROWS
+        self.whole = self.tiles.whole
         self.flags = bool(self.vectors) or (bool(self.columns) and not self.softmax)
 
     def _window(self) -> int | None:
@@ -233,7 +239,7 @@ class Generator:
         if self.columns:
             deep = _BODY if hoisted else _BODY + "    "
             lines += _indented(
-                'scores = tl.dot(asked, tl.trans(k_tile), input_precision="ieee")\n'
+                "scores = tl.dot(asked, tl.trans(k_tile), input_precision=PRECISION)\n"
                 "logits = tl.reshape(scores * SCALE, (GROUP_P, BLOCK_W, BLOCK_N))\n"
                 "seen = (row < queries) & (token <= tokens - queries + row)",
                 deep,

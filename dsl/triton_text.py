@@ -33,8 +33,11 @@ row = {start}tl.arange(0, BLOCK_W)[None, :, None]
 {lse}"""
 
 BLOCK = """\
-last = tl.minimum((tl.program_id(0) + 1) * blocks, tl.cdiv(tokens, BLOCK_N))
-for block in range(tl.program_id(0) * blocks, last):
+begin = tl.program_id(0) * blocks
+end = tl.minimum(begin + blocks, tl.cdiv(tokens, BLOCK_N))
+for turn in range(begin, end):
+    # From the end, which the pass before read last: it may still be in the GPU's cache.
+    block = begin + end - 1 - turn
     entry = block * BLOCK_N + tl.arange(0, BLOCK_N)
     token = entry[None, None, :]
     held = token < tokens
@@ -62,6 +65,7 @@ _SIZES = """\
     BLOCK_W: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
     KEYS_GATHERED: tl.constexpr,
     VALUES_GATHERED: tl.constexpr,
     POSITIONS: tl.constexpr,
@@ -107,7 +111,7 @@ def row_partials(
 """
     + _shifted(KEYS, "        ")
     + """\
-        scores = tl.dot(asked, tl.trans(k_tile), input_precision="ieee") * SCALE
+        scores = tl.dot(asked, tl.trans(k_tile), input_precision=PRECISION) * SCALE
         seen = line_there[:, None] & (entry[None, :] <= (tokens - queries + line_row)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         highest = tl.maximum(top, tl.max(scores, 1))
@@ -196,7 +200,7 @@ def rows(
         token = entry[None, None, :]
         held = token < tokens
 {keys}
-        scores = tl.dot(asked, tl.trans(k_tile), input_precision="ieee")
+        scores = tl.dot(asked, tl.trans(k_tile), input_precision=PRECISION)
         logits = tl.reshape(scores * SCALE, (GROUP_P, BLOCK_W, BLOCK_N))
         seen = (row < queries) & (token <= tokens - queries + row)
 {body}
