@@ -64,6 +64,13 @@ class _MergeValues(Evaluator):
         self.real = np.array([np.arange(most) < len(row) for row in dropped])
         self._receivers: np.ndarray | None = None
 
+    def value(self, node: Node, layer: int) -> Array:
+        """Absent where a head drops fewer entries than another."""
+        x = super().value(node, layer)
+        if not {"kv", "dropped"} <= set(x.axes):
+            return x
+        return arrays.mask(x, Array.of(("kv", "dropped"), self.real))
+
     def special(self, node: Node, layer: int) -> Array:
         """Adds the operations that exist only here."""
         if node.op == "dropped":

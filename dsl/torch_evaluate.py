@@ -65,6 +65,8 @@ class Evaluation:
         extra: operations that mean something only here, as in a merge.
         budget: the prefill's whole numbers, in decode.
         whole: False inside a block of `torch_blocks`.
+        dropped: in a merge, bool [G, P]: heads drop different numbers, and the rest of the axis
+            `dropped` is no entry.
         generated: kernels that take the place of torch, in a prefill.
     """
 
@@ -77,6 +79,7 @@ class Evaluation:
     extra: Mapping[str, Callable[[Node, Evaluation], Value]] = field(default_factory=dict)
     budget: Value | None = None
     whole: bool = True
+    dropped: torch.Tensor | None = None
     generated: Generated | None = None
 
     def value(self, node: Node) -> Value:
@@ -86,10 +89,21 @@ class Evaluation:
         return self.known[id(node)]
 
     def _held(self, x: Value) -> Value:
-        """Absent, or false, where a KV head does not hold the entry."""
+        """Absent, or false, where a KV head does not hold the entry, or drops none."""
+        if self.dropped is not None and {"kv", "dropped"} <= set(x.axes):
+            return self._of_dropped(x)
         if self.frame.there is None or not {"kv", "token"} <= set(x.axes):
             return x
         return self.frame.present(x)
+
+    def _of_dropped(self, x: Value) -> Value:
+        own = ("kv", "dropped")
+        if isinstance(x.data, torch.Tensor) and x.data.dtype == torch.bool:
+            return replace(x, data=x.data & aligned(self.dropped, own, x.axes))
+        mask, mask_axes = self.dropped, own
+        if x.mask is not None:
+            mask, mask_axes = self.frame.conjunction(x.mask, x.mask_axes, mask, own)
+        return replace(x, mask=mask, mask_axes=mask_axes, zero=False)
 
     def number(self, node: Node):
         """A scalar as the host's number: exact where no data decide it."""

@@ -117,8 +117,8 @@ class Merging:
             kept: bool [G, n].
             updates: the merge's own states.
             before: their values before this step, as far as there are any.
-            most: how many entries the KV head drops that drops most; None: the host waits for the
-                device to know.
+            most: at least how many entries the KV head drops that drops most; None: the host waits
+                for the device to know.
         """
         made = cls(merge, evaluation, kept)
         made.evaluation = replace(
@@ -134,6 +134,7 @@ class Merging:
             },
         )
         made._find(most)
+        made.evaluation.dropped = made._present
         made._compare()
         made.states = {name: made.evaluation.state(name) for name in merge.states}
         made._weigh()

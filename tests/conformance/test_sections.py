@@ -366,6 +366,18 @@ def test_heads_that_drop_different_numbers(execution):
     np.testing.assert_array_equal(merged[1, [0, 1, 3]], [1, 1, 5])
 
 
+def test_what_a_head_does_not_drop_counts_nowhere(execution):
+    text = (
+        X + "keep: x > 0\nmerge:\n  into: next(1)\n  divide: 1\n"
+        "  let: {match: 'sum[dim](value + target(value))'}\n"
+        "  accept: match > mean[kv, dropped](match)\n"
+    )
+    # Matches 4 and 2 of head 0, 0 of head 1: their mean is 2, not the mean of four numbers.
+    v = heads([-1, -3, 5, 1], [-4, 4, 1, 1])
+    merged = applied(text, execution, v).merged[0][1][..., 0]
+    np.testing.assert_array_equal(merged[:, 1:], [[-3, 4, 1], [4, 1, 1]])
+
+
 def test_tokens_that_never_came_are_not_merged(execution):
     text = (
         "propagate: {first: layer == 0, tokens: position > 0}\n"
