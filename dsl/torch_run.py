@@ -227,7 +227,9 @@ class Run:
         own_v: torch.Tensor,
     ) -> Shared | None:
         """What this layer and the one below store together; None where each has its own."""
-        return shared(self.program.bound, self.prompt, layer, (below_k, below_v), (own_k, own_v))
+        below, own = (below_k, below_v), (own_k, own_v)
+        kernels = self.program.kernels
+        return shared(self.program.bound, self.prompt, layer, below, own, kernels)
 
     def states(self, layer: int) -> dict[str, Value]:
         """States of a layer's tokens after the prefill."""
