@@ -126,6 +126,7 @@ CASES: dict[str, Callable[[], object]] = {
     "cake": lambda: decided("cake"),
     "simlayerkv-prefill": lambda: decided("simlayerkv-prefill"),
     "h2o": lambda: decided("h2o"),
+    "d2o": lambda: decided("d2o"),
 }
 
 
