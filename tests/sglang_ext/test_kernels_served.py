@@ -43,8 +43,8 @@ def test_answers_and_facts_are_those_of_the_references(scenario):
             "same",
             {**env, "SGLANG_KV_POLICY_FOLD_INTERVAL": "4"},
             policies=policies,
-            lengths=[100, 70],
-            output=12,
+            lengths=[90, 60],
+            output=7,
         )
 
     by_triton, by_torch = run(TRITON), run(TORCH)
@@ -54,7 +54,7 @@ def test_answers_and_facts_are_those_of_the_references(scenario):
     facts = {rid: answer["facts"] for rid, answer in by_torch["answers"].items()}
     assert [rid for rid, each in facts.items() if "uncompressed" in each] == []
     assert {rid.split()[0] for rid, each in facts.items() if each.get("folds")} == {"h2o", "d2o"}
-    assert all(facts[f"fastkv {n}"]["propagated_tokens"] < n for n in (100, 70))
+    assert all(facts[f"fastkv {n}"]["propagated_tokens"] < n for n in (90, 60))
     modules = {name.split(".")[0] for name in called}
     assert modules >= {
         "compact_layers_triton",
@@ -69,16 +69,18 @@ def test_answers_and_facts_are_those_of_the_references(scenario):
 @pytest.mark.parametrize("flags", [{}, {"chunked_prefill_size": 64}], ids=["whole", "chunks"])
 def test_a_prefill_forward_waits_once(scenario, flags):
     """For several prompts together; in chunks, the forwards before a prompt's last do not wait."""
+    # Windows of queries are carried from chunk to chunk, or sums over all queries.
+    chosen = [name for name in ONE_WAIT if not flags or name in ("snapkv", "cake", "h2o")]
     seen = scenario(
         "scenarios_kernels.py",
         "waits",
         TRITON,
-        policies=ONE_WAIT,
+        policies={name: ONE_WAIT[name] for name in chosen},
         lengths=[100, 70],
         output=20,
         **flags,
     )
-    assert list(seen) == list(ONE_WAIT)
+    assert list(seen) == chosen
     for name, each in seen.items():
         ended = [forward["ended"] for forward in each["forwards"]]
         assert sum(ended) == 2, name
