@@ -100,6 +100,12 @@ class Cache:
         return pool[at], pool[at + self.value_offset]
 
     @property
+    def ragged_bytes(self) -> int:
+        """Keys and values of all ragged lists, tails included."""
+        tails = self.batch * LAYERS * self.model.shape.kv_heads * TAIL
+        return (int(self.counts.sum()) + tails) * 2 * self.model.entry_bytes
+
+    @property
     def value_offset(self) -> int:
         """From a key entry to its value."""
         return self.storage.shape[2] * self.storage.shape[3]

@@ -44,7 +44,7 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tu
     return weights @ v, size * share + half * (weights @ v).abs()
 
 
-def _checked(cache: Cache, calls: dict[str, Callable]) -> str:
+def checked(cache: Cache, calls: dict[str, Callable]) -> str:
     """The first and last request's first and last list, of every call that reads them."""
     group = cache.model.shape.group
     said = []
@@ -53,7 +53,7 @@ def _checked(cache: Cache, calls: dict[str, Callable]) -> str:
         said_of_call = ""
         for layer, request, head in ((0, 0, 0), (LAYERS - 1, -1, -1)):
             request, head = request % cache.batch, head % cache.model.shape.kv_heads
-            if name in (OURS, RAGGED):
+            if name.startswith("ours") or name == RAGGED:
                 k, v = cache.entries(request, layer, head)
             else:
                 length = cache.tokens + TAIL if name == WHOLE else cache.uniform
@@ -75,6 +75,17 @@ def _uniform_entries(
     pages = cache.slots_of_uniform(length)[request].long()
     slots = (pages[:, None] * PAGE + torch.arange(PAGE, device=pages.device)).flatten()[:length]
     return cache.storage[layer, 0, slots, head], cache.storage[layer, 1, slots, head]
+
+
+def ours(cache: Cache, **options) -> list[torch.Tensor]:
+    """Decode attention of every layer, [B, H, D] each."""
+    tables = (cache.tables, cache.rows, cache.lengths, cache.req_to_token)
+    return [
+        decode_attention(
+            cache.q[at], cache.storage, *tables, layer=at, scale=cache.scale, **options
+        )
+        for at in range(LAYERS)
+    ]
 
 
 # The alternatives: each gives a call that returns [B, H, D] of every layer.
@@ -259,24 +270,16 @@ def _build(bench: Bench, tokens: int, batch: int, kept: float) -> Case:
     pool = slots * LAYERS * 2 * model.shape.kv_heads * model.entry_bytes
     cache = Cache(model, tokens, batch, mean, pool <= POOL_BYTES)
 
-    def ours():
-        tables = (cache.tables, cache.rows, cache.lengths, cache.req_to_token)
-        return [
-            decode_attention(cache.q[at], cache.storage, *tables, layer=at, scale=cache.scale)
-            for at in range(LAYERS)
-        ]
-
     others, missing = _alternatives(cache)
-    calls = {OURS: ours, **others}
-    entries = int(cache.counts.sum()) + LAYERS * batch * model.shape.kv_heads * TAIL
+    calls = {OURS: partial(ours, cache), **others}
     return Case(
         "decode attention",
         f"{100 * kept:g} % kept",
         tokens,
         batch,
         calls,
-        lambda: _checked(cache, calls),
-        counted=entries * 2 * model.entry_bytes,
+        lambda: checked(cache, calls),
+        counted=cache.ragged_bytes,
         layers=LAYERS,
         targets=tuple(_targets(tokens, batch, kept)),
         note=f"not here: {'; '.join(missing)}" if missing else "",

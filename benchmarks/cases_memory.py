@@ -19,7 +19,7 @@ OURS = "ours"
 KEPT, NAMED = 2048, 32768
 
 
-def _kept(model: Model, tokens: int, number: int) -> torch.Tensor:
+def some(model: Model, tokens: int, number: int) -> torch.Tensor:
     """bool [L, G, N] with so many True per list, anywhere."""
     shape = model.shape
     places = [
@@ -30,23 +30,34 @@ def _kept(model: Model, tokens: int, number: int) -> torch.Tensor:
     return kept.scatter_(2, torch.stack(places), True)
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
+def bits(x: torch.Tensor) -> torch.Tensor:
     """The same memory as whole numbers, so that equal means every bit."""
     return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
 
 
-def _compaction(bench: Bench, tokens: int, number: int) -> Case:
-    model, shape = bench.model, bench.model.shape
+def prompt_of(model: Model, tokens: int, number: int) -> tuple[torch.Tensor, tuple, int]:
+    """A pool with a prompt of which so many entries per list are kept.
+
+    Returns:
+        storage, what `compact_layers` takes beside it, and pages of a list.
+    """
+    shape, device = model.shape, model.device
     per_list = -(-number // shape.kv_heads)
     private = shape.kv_heads * per_list  # slots: L pages each, L * G lists of `per_list` pages
     padded = tokens + private + 1
     storage = model.random(shape.layers, 2, padded, shape.kv_heads, shape.head_dim, seed=1)
     order = 1 + model.permutation(padded - 1, seed=2)
-    slots, own = order[:tokens], order[tokens:]
-    kept = _kept(model, tokens, number)
-    lists = torch.arange(shape.layers * shape.kv_heads, device=model.device)
+    lists = torch.arange(shape.layers * shape.kv_heads, device=device)
     first = (lists * per_list).view(shape.layers, -1)
-    inputs = (slots, kept, own, first)
+    inputs = (order[:tokens], some(model, tokens, number), order[tokens:], first)
+    return storage, inputs, per_list
+
+
+def _compaction(bench: Bench, tokens: int, number: int) -> Case:
+    model, shape = bench.model, bench.model.shape
+    storage, inputs, per_list = prompt_of(model, tokens, number)
+    slots, kept, own, _ = inputs
+    padded = storage.shape[2]
     rows = torch.arange(shape.layers, device=model.device) * (2 * padded)
     pages = (own[:, None] + rows).flatten()
     each = shape.kv_heads * per_list
@@ -68,12 +79,12 @@ def _compaction(bench: Bench, tokens: int, number: int) -> Case:
     def check() -> str:
         wanted = storage.clone()
         reference.compact_layers(wanted, *inputs)
-        assert not torch.equal(_bits(wanted), _bits(storage)), "nothing was to be copied"
+        assert not torch.equal(bits(wanted), bits(storage)), "nothing was to be copied"
         before = storage.clone()
         for name in (OURS, "torch, layer by layer"):
             storage.copy_(before)
             calls[name]()
-            assert torch.equal(_bits(storage), _bits(wanted)), name
+            assert torch.equal(bits(storage), bits(wanted)), name
         return "every bit of the pool as after the reference"
 
     # Each kept key and value is read once and written once.
@@ -91,7 +102,7 @@ def _compaction(bench: Bench, tokens: int, number: int) -> Case:
     )  # fmt: skip
 
 
-def _keys(model: Model, tokens: int) -> torch.Tensor:
+def sort_keys(model: Model, tokens: int) -> torch.Tensor:
     """int32 [G, N] in the order of random scores, a twentieth absent."""
     generator = torch.Generator(model.device).manual_seed(5)
     size = (model.shape.kv_heads, tokens)
@@ -103,7 +114,7 @@ def _keys(model: Model, tokens: int) -> torch.Tensor:
 
 def _selection(bench: Bench, tokens: int, number: int, own: bool) -> Case:
     model, heads = bench.model, bench.model.shape.kv_heads
-    keys = _keys(model, tokens)
+    keys = sort_keys(model, tokens)
     many: int | torch.Tensor = number
     if own:
         shares = torch.linspace(0.5, 1.5, heads, device=model.device)

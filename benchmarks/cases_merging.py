@@ -97,7 +97,7 @@ def _sums(bench: Bench, tokens: int) -> Case:
     )  # fmt: skip
 
 
-def _lists(model: Model, tokens: int, number: int) -> tuple[torch.Tensor, ...]:
+def lists_of(model: Model, tokens: int, number: int) -> tuple[torch.Tensor, ...]:
     """dropped [G, P], their number [G], kept [G, C], their number [G]."""
     heads = model.shape.kv_heads
     order = torch.stack([model.permutation(tokens, seed=seed) for seed in range(heads)])
@@ -121,7 +121,7 @@ def _plain_nearest(x: torch.Tensor, dropped: torch.Tensor, kept: torch.Tensor) -
 def _nearest(bench: Bench, tokens: int, number: int) -> Case:
     model, shape = bench.model, bench.model.shape
     x = model.random(shape.kv_heads, tokens, shape.head_dim, seed=1)
-    lists = _lists(model, tokens, number)
+    lists = lists_of(model, tokens, number)
     calls = {OURS: lambda: nearest(x, *lists)}
     if tokens <= EXACT:
         calls["torch, float64 in tiles"] = lambda: reference.nearest(x, *lists)
@@ -141,9 +141,9 @@ def _nearest(bench: Bench, tokens: int, number: int) -> Case:
     )  # fmt: skip
 
 
-def _links(model: Model, tokens: int, number: int) -> tuple[torch.Tensor, ...]:
+def links_of(model: Model, tokens: int, number: int) -> tuple[torch.Tensor, ...]:
     """sources, weights [G, P], offsets [G, n + 1], own, divide [G, n]: random receivers."""
-    dropped, _, kept, _ = _lists(model, tokens, number)
+    dropped, _, kept, _ = lists_of(model, tokens, number)
     heads, device = model.shape.kv_heads, model.device
     generator = torch.Generator(device).manual_seed(4)
     size = dropped.shape
@@ -161,7 +161,7 @@ def _links(model: Model, tokens: int, number: int) -> tuple[torch.Tensor, ...]:
 def _rows(bench: Bench, tokens: int, number: int) -> Case:
     model, shape = bench.model, bench.model.shape
     x = model.random(shape.kv_heads, tokens, shape.head_dim, seed=1)
-    links = _links(model, tokens, number)
+    links = links_of(model, tokens, number)
     calls = {
         OURS: lambda: merge_rows(x, *links),
         "torch, float64": lambda: reference_rows.merge_rows(x, *links),

@@ -6,8 +6,8 @@
     python benchmarks/kernels.py --list             what would run, in this order
     python benchmarks/kernels.py --draw FILE.json   the picture of an earlier run once more
 
-Every case is checked before it is timed. On a GPU the results go to docs/performance/, or where
---out says; a run without a GPU writes nothing unless --out says where.
+Every case is checked before it is timed. On a GPU the results of all cases go to docs/performance/;
+those of a part, or of a run without a GPU, are printed, and written where --out says.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import cases_attention
 import cases_memory
 import cases_merging
 import cases_scoring
+import cases_tuning
 import pictures
 import report
 from cases import Bench, Case, Model, Planned
@@ -61,7 +62,9 @@ HEADER = (
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--toy", action="store_true", help="small sizes, also without a GPU")
-    parser.add_argument("--topics", default=",".join(TOPICS))
+    parser.add_argument(
+        "--topics", default=",".join(TOPICS), help="also: tuning, the kernels' knobs"
+    )
     parser.add_argument("--lengths", help="tokens; default 4096 to 131072, each twice the last")
     parser.add_argument("--batches", help="requests decoded together; default 1,4,16,64")
     parser.add_argument("--kept", type=float, default=0.125, help="share, for decode attention")
@@ -77,13 +80,18 @@ def parse() -> argparse.Namespace:
     gpu = torch.cuda.is_available()
     if not gpu and not (options.toy or options.draw or options.list):
         parser.error("there is no GPU; --toy runs small sizes without one")
-    if gpu and options.out is None and not options.toy:
+    # A part of the cases must not replace the figures of all of them.
+    whole = options.lengths is None and options.batches is None
+    whole &= set(options.topics.split(",")) in ({*TOPICS}, {"tuning"})
+    if gpu and whole and options.out is None and not options.toy:
         options.out = report.PERFORMANCE
+    options.name = "tuning" if options.topics == "tuning" else "kernels"
     if (options.toy or not gpu) and options.out and options.out.resolve() == report.PERFORMANCE:
         parser.error("docs/performance/ holds figures of a GPU at full size, not of --toy")
-    unknown = set(options.topics.split(",")) - set(TOPICS)
+    known = (*TOPICS, "tuning")
+    unknown = set(options.topics.split(",")) - set(known)
     if unknown:
-        parser.error(f"--topics: there is {', '.join(TOPICS)}, not {', '.join(sorted(unknown))}")
+        parser.error(f"--topics: there is {', '.join(known)}, not {', '.join(sorted(unknown))}")
     return options
 
 
@@ -106,6 +114,7 @@ def plan(options: argparse.Namespace) -> list[Planned]:
         "attention": lambda: cases_attention.planned(lengths, batches, options.kept),
         "memory": lambda: cases_memory.planned(lengths, options.entries),
         "merging": lambda: cases_merging.planned(lengths, options.entries),
+        "tuning": lambda: cases_tuning.planned(options.entries, options.window, options.toy),
     }
     chosen = [case for topic in options.topics.split(",") for case in made[topic]()]
     return sorted(chosen, key=lambda case: case.rank)
@@ -144,6 +153,7 @@ def _shares(case: Case, times: Times, bench: Bench) -> dict[str, float]:
         made["share_of_copy"] = bench.share_of_copy(case.counted, times)
     if case.prefill:
         made["share_of_prefill"] = bench.share_of_prefill(case, times)
+        made["share_of_prefill_kernels"] = bench.share_of_prefill(case, times, called=False)
     return made
 
 
@@ -178,7 +188,7 @@ def run(options: argparse.Namespace) -> dict:
         facts["prefill_seconds"] = {n: bench.prefill(n) for n in sorted(bench.prefills)}
         _release(model.device)
         if options.out:
-            report.write_json(options.out / "kernels.json", facts)
+            report.write_json(options.out / f"{options.name}.json", facts)
     facts["seconds"] = time.monotonic() - started
     return facts
 
@@ -206,6 +216,7 @@ def _rows(cases: list[dict]) -> list[list[str]]:
         shown = [case["case"], case["tokens"], case["batch"]]
         for name, call in case["calls"].items():
             share, part = call.get("share_of_copy"), call.get("share_of_prefill")
+            alone = call.get("share_of_prefill_kernels")
             rows.append(
                 [
                     *shown,
@@ -213,7 +224,7 @@ def _rows(cases: list[dict]) -> list[list[str]]:
                     _spread(call.get("graph")),
                     _spread(call["called"]),
                     "" if share is None else f"{100 * share:.1f}",
-                    "" if part is None else f"{100 * part:.2f}",
+                    "" if part is None else f"{100 * part:.2f} ({100 * alone:.2f})",
                     f"{call['ratio']:.2f} x" if call["ratio"] != 1 else "",
                 ]
             )
@@ -246,9 +257,9 @@ def text(facts: dict) -> str:
         "Times are of one call: median (10th-90th percentile; least). *Kernels alone*: the call "
         "captured as a CUDA graph and replayed; *as called*: with Python and launches. Between "
         "calls the L2 cache is flushed; alternatives take turns. Shares of copy are of the counted "
-        "bytes by the time of the kernels alone; shares of prefill are of all layers as called, by "
-        "a model of the 8B's prefill: measured matrix products and attention of one layer with "
-        "random weights, times the layers.",
+        "bytes by the time of the kernels alone; shares of prefill are of all layers as called "
+        "(kernels alone), by a model of the 8B's prefill: measured matrix products and attention "
+        "of one layer with random weights, times the layers.",
         report.table(("target", "limit", "measured", ""), _target_rows(cases)),
     ]
     for topic in dict.fromkeys(case["topic"] for case in cases):
@@ -275,8 +286,8 @@ def main() -> None:
         print("\n".join(planned.label for planned in plan(options)))
         return
     facts = run(options)
-    report.show("kernels", "Kernels", text(facts), facts, options.out)
-    if options.out:
+    report.show(options.name, options.name.capitalize(), text(facts), facts, options.out)
+    if options.out and options.name == "kernels":
         pictures.kernels(facts, options.out / "kernels.png")
     if facts["failed"]:
         raise SystemExit(f"kernels: {len(facts['failed'])} cases failed")

@@ -163,6 +163,21 @@ def test_kernels(tmp_path):
     assert (tmp_path / "kernels.png").stat().st_size > 10_000
 
 
+def test_knobs_of_kernels():
+    """Every variant is checked, too; a table of all of them is printed."""
+    found = rows(run("benchmarks/kernels.py", "--toy", "--topics", "tuning"))
+    cases = [row[0] for row in found if len(row) == 9 and row[0] not in ("", "case", "---")]
+    assert cases == [
+        "decode attention",
+        "scoring of one layer",
+        "compaction, all layers",
+        "selection",
+        "rows",
+        "nearest",
+        "merged rows",
+    ]
+
+
 def test_kernels_of_named_sizes_have_their_targets():
     """At the sizes of the targets, which a CPU does not reach, the plan asks for them first."""
     lines = run("benchmarks/kernels.py", "--list").splitlines()
