@@ -1,10 +1,12 @@
 """--kv-policy and --kv-policy-set: parsing, the environment, and every refusal's sentence."""
 
 import argparse
+import logging
 import os
 import re
 
 import pytest
+import torch
 from kvpolicy.dsl.ir import ModelShape
 from kvpolicy.sglang_ext import kernels_in_use, options
 from kvpolicy.sglang_ext.errors import Refused
@@ -171,6 +173,21 @@ def test_triton_on_a_cpu_needs_its_interpreter(files, monkeypatch):
         kernels_in_use.check(asked, device)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     kernels_in_use.check("triton", "cpu")
+
+
+def test_the_kernels_in_use_are_said_once(files, monkeypatch, caplog):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv(options.KERNELS_VARIABLE, "")
+    kernels_in_use._in_use.cache_clear()
+    with caplog.at_level(logging.INFO):
+        auto = [kernels_in_use.in_use(torch.device("cpu")) for _ in range(2)]
+    assert [record.getMessage() for record in caplog.records] == ["KV-cache policy kernels: torch."]
+    assert (auto[0].name, dict(auto[0].table)) == ("torch", {})
+    assert kernels_in_use.in_use(torch.device("cuda")).name == "triton"
+    monkeypatch.setenv(options.KERNELS_VARIABLE, "triton")
+    assert "top" in kernels_in_use.in_use(torch.device("cpu")).table
+    monkeypatch.setenv(options.KERNELS_VARIABLE, "torch")
+    assert kernels_in_use.in_use(torch.device("cuda")).name == "torch"
 
 
 def test_separators_in_values_are_refused(files):
