@@ -7,6 +7,7 @@ beside the data, as in the torch program, and are applied where a reduction or a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -40,6 +41,7 @@ class Writer:
         given: values at hand, by id of node.
         stored: names of pointers to values of reductions made by an earlier kernel.
         used: names of arguments that this kernel needs; `reads`: of `stored`.
+        made: names that its lines gave to values.
     """
 
     bound: Bound
@@ -53,6 +55,7 @@ class Writer:
     stored: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     used: dict[str, None] = field(default_factory=dict)
     reads: dict[str, None] = field(default_factory=dict)
+    made: set[str] = field(default_factory=set)
     leaf: Callable[[Writer, Node], Tile | None] = lambda writer, node: None
 
     def line(self, text: str) -> None:
@@ -68,7 +71,12 @@ class Writer:
         """A new name for a text."""
         name = self.arguments.fresh(wish)
         self.line(f"{name} = {text}")
+        self.made.add(name)
         return name
+
+    def is_outside(self, text: str) -> bool:
+        """Whether a text uses nothing that this kernel's lines have made."""
+        return not self.made & set(re.findall(r"\w+", text))
 
     def value(self, node: Node) -> Tile:
         """The tile of a node."""

@@ -46,6 +46,9 @@ class Statistic:
         op = self.node.op
         if op in ("mean", "var"):
             self.known = self.writer.known_number(self.x, self.over) if op == "mean" else None
+            # After the loop, what its lines have made is not there any more.
+            if self.known is not None and not self.writer.is_outside(self.known.text):
+                self.known = None
             if self.known is None:
                 self.count = self._new("count")
                 writer.line(f"{self.count} = tl.zeros({size}, tl.float32)")

@@ -96,7 +96,9 @@ def row_partials(
     + _SIZES
     + '''):
     """Log-sum-exp of the rows of one KV head over some blocks of keys."""
-    part, head, start = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_W
+    part, head = tl.program_id(0), tl.program_id(1)
+    # Later queries see more keys: they begin first.
+    start = (tl.num_programs(2) - 1 - tl.program_id(2)) * BLOCK_W
     dim = tl.arange(0, HEAD_DIM_P)
 '''
     + _shifted(QUERIES.format(start="start + "), "    ")

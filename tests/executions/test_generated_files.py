@@ -142,9 +142,25 @@ print(json.dumps({
 """
 
 
+# What the interpreter lets pass and the compiler does not: names of a loop used after it, numbers
+# of the host where it wants tensors, truth values.
+HARD = """
+policy: hard
+language: 1
+about: a test
+score: |
+  mean[group](mean[query](attn(recent(prompt - 5)) where layer < 1 or position > 4))
+  * count[group](any[query](attn(recent(prompt - 5)) > 0.2))
+  + mean[query](mean[group](attn(recent(prompt - 5)))) * max[dim](abs(value)) * layer
+budget: 9
+keep: top(score)
+"""
+
+
 def test_compiles_for_an_h200(tmp_path):
     """Without a GPU at hand: fits, spills nothing, multiplies on tensor cores, and never waits."""
-    names = ["snapkv", "h2o", "simlayerkv-prefill"]
+    (tmp_path / "hard.yaml").write_text(HARD)
+    names = ["snapkv", "h2o", "simlayerkv-prefill", str(tmp_path / "hard.yaml")]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(HARNESS), "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-P", "-c", _COMPILE, *names]
@@ -154,5 +170,6 @@ def test_compiles_for_an_h200(tmp_path):
         assert kernels, name
         for kernel, shared, spilled, tensor_cores in kernels:
             assert shared <= SHARED, (name, kernel, shared)
-            assert not spilled, (name, kernel, spilled)
+            # Rather a few bytes per thread than a smaller tile for everybody.
+            assert spilled <= (64 if name.endswith(".yaml") else 0), (name, kernel, spilled)
             assert tensor_cores == (kernel in ("row_partials", "columns", "rows")), (name, kernel)
