@@ -8,7 +8,7 @@ Two servers run one after the other with the same options, except that the secon
 each policy once per share and, where its parameters need it, per length. Prompts of every length
 are sent at a fixed concurrency that both serve at once; the shortest also as a crowd for which the
 pool is too small. Cells for which --seconds leave no time are listed. On a GPU the results go to
-docs/performance/.
+docs/performance/, of some policies only under a name of their own.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=540, help="limit for the whole run")
     parser.add_argument("--server-args", default="", help="further options of both servers")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for serving.json, .md and .png")
+    parser.add_argument("--out", type=Path, help="folder for the results")
     parser.add_argument("--draw", type=Path, metavar="JSON", help="only the picture, beside it")
     options = parser.parse_args()
     if options.draw:
@@ -121,6 +121,9 @@ def parse() -> argparse.Namespace:
         options.out = report.PERFORMANCE
     if options.toy and options.out and options.out.resolve() == report.PERFORMANCE:
         parser.error("docs/performance/ holds figures of a GPU at full size, not of --toy")
+    # Some of the policies must not replace the figures of all of them.
+    all_of_them = options.policies == POLICIES
+    options.name = "serving" if all_of_them else f"serving-{options.policies.replace(',', '-')}"
     options.lengths = [int(n) for n in options.lengths.split(",")]
     options.shares = [float(share) for share in options.shares.split(",")]
     return options
@@ -276,7 +279,7 @@ def serve_cells(server: Server, asked: list[tuple], options, facts: dict, until:
         else:
             facts["cells"].append(made)
         if options.out:
-            report.write_json(options.out / "serving.json", facts)
+            report.write_json(options.out / f"{options.name}.json", facts)
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict:
@@ -333,9 +336,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         facts = run(options, Path(folder))
-    report.show("serving", "Serving", text(facts, options.toy), facts, options.out)
+    report.show(options.name, "Serving", text(facts, options.toy), facts, options.out)
     if options.out:
-        pictures.serving(facts, options.out / "serving.png")
+        pictures.serving(facts, options.out / f"{options.name}.png")
     if facts["failed"]:
         raise SystemExit(f"serving: {len(facts['failed'])} cells failed")
 

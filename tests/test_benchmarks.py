@@ -204,7 +204,8 @@ def test_serving(tmp_path):
     words = ("--policies", "snapkv,streamingllm", "--shares", "0.25", "--lengths", "200")
     sizes = ("--new", "12", "--at-once", "2", "--rounds", "1", "--crowd", "3")
     run("benchmarks/serving.py", "--toy", *words, *sizes, "--out", str(tmp_path))
-    facts = json.loads((tmp_path / "serving.json").read_text())
+    written = tmp_path / "serving-snapkv-streamingllm"
+    facts = json.loads(written.with_suffix(".json").read_text())
     assert not facts["failed"]
     cells = {(cell["server"], cell["requests"]): cell for cell in facts["cells"]}
     [number] = {number for _, number in cells} - {2}
@@ -214,9 +215,9 @@ def test_serving(tmp_path):
         held = cells[label, 2]["held"]
         assert all(0.25 * 200 / 211 - 0.05 < share < 61 / 211 + 0.05 for share in held)
         assert max(cells[label, number]["at_once"]) > max(cells[labels[0], number]["at_once"])
-    text = (tmp_path / "serving.md").read_text()
+    text = written.with_suffix(".md").read_text()
     assert text.count("| 200 | stock SGLang |") == 2
-    assert (tmp_path / "serving.png").stat().st_size > 10_000
+    assert written.with_suffix(".png").stat().st_size > 10_000
 
 
 def test_a_checkout_needs_no_installation(tmp_path):
