@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from kvpolicy.dsl import counts
@@ -96,6 +97,26 @@ class Generated:
         frame.checks.extend(checks)
         return _completed(bundle, source.results, made, frame)
 
+    def warm(self, keys: Slots, values: Slots) -> None:
+        """Compiles the kernels before a request waits for them, by a run whose results are lost.
+
+        Args:
+            keys, values: rows of a pool as a server hands them over, whatever they hold.
+        """
+        bound, (heads, tokens, size) = self.bound, keys.shape
+        q = torch.zeros(heads * bound.shape.group, tokens, size, dtype=keys.dtype).to(keys.device)
+        frame = Frame(
+            bound, tokens, keys.device, heads, prompt=tokens, layer=0, q=q, k=keys, v=values
+        )  # fmt: skip
+        frames = [frame]
+        if bound.propagates:
+            places = torch.arange(tokens, device=keys.device)
+            frames.append(replace(frame, positions=places))
+        for frame in frames:
+            for bundle in self.regions.bundles:
+                if self.serves(bundle, frame):
+                    self.values(bundle, frame, partial(_nothing, bundle, frame))
+
     def _source(self, bundle: Bundle, single: bool) -> tuple[Source, Callable]:
         key = (id(bundle), single)
         if key not in self._sources:
@@ -103,6 +124,17 @@ class Generated:
             run = self.compiled(self.bound.program.name, source.text)
             self._sources[key] = (source, run)
         return self._sources[key]
+
+
+def _nothing(bundle: Bundle, frame: Frame, node: Node) -> Value:
+    """A value of zeros in the place of one that a kernel reads."""
+    window = 0 if bundle.window is None else frame.window(bundle.window)
+    sizes = {
+        "kv": frame.kv, "group": frame.bound.shape.group, "token": frame.tokens, "query": window,
+    }  # fmt: skip
+    kind = torch.bool if node.type.kind == "truth" else torch.float64
+    shape = [sizes[axis] for axis in node.type.axes]
+    return Value(torch.zeros(shape, dtype=kind, device=frame.device), node.type.axes)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from kvpolicy.dsl.lower import Phase, Phases
 from kvpolicy.dsl.regions import Bundle
 from kvpolicy.dsl.torch_direct import Direct
 from kvpolicy.dsl.torch_generated import Generated
-from kvpolicy.dsl.torch_kernels import NONE, Kernels
+from kvpolicy.dsl.torch_kernels import NONE, Kernels, Slots
 from kvpolicy.dsl.torch_ops import OPERATIONS
 from kvpolicy.dsl.torch_plan import Plan, operands
 from kvpolicy.dsl.torch_prefill import DirectRun
@@ -136,6 +136,16 @@ class TorchProgram:
             return self._plain
         bundles = self.generated.regions.bundles
         return fused if all(Generated.serves(x, frame) for x in bundles) else self._plain
+
+    def warm(self, keys: Slots, values: Slots) -> None:
+        """Compiles the generated kernels before a request waits for them.
+
+        Args:
+            keys, values: rows of a pool as a server hands them over, whatever they hold; they stay
+                as they are.
+        """
+        if self.generated is not None:
+            self.generated.warm(keys, values)
 
     def _layer(self, nodes: list[Node], bundles: Mapping[int, Bundle]) -> LayerSteps:
         """The steps of a layer's nodes; of a bundle's nodes only the first is given."""

@@ -114,9 +114,10 @@ def _softmax() -> list[str]:
         "        )",
         "    if queries and splits > 1:",
         "        row_lse = torch.empty_like(partial[0])",
-        "        row_combine[(triton.cdiv(rows_of_all, 64),)](",
+        "        row_combine[(triton.cdiv(rows_of_all, 16),)](",
         "            partial, row_lse, rows_of_all, splits,",
-        "            SPLITS_P=triton.next_power_of_2(splits), BLOCK=64,",
+        "            # The most that there are for any prompt, so that it is compiled once.",
+        "            SPLITS_P=triton.next_power_of_2(max(1, wanted // kv)), BLOCK=16,",
         "        )",
         "    checks.append(row_lse.isfinite().all())",
     ]

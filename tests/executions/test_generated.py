@@ -268,6 +268,21 @@ def test_not_finite(name, wrong):
     assert all(bool(kept.all()) for kept in run.finish())
 
 
+@pytest.mark.parametrize("name", ["lava", "asl", "h2o", "simlayerkv-prefill"])
+def test_kernels_can_be_compiled_before_a_request(name, monkeypatch):
+    """All that a prefill then uses; rows of the pool stay as they are, NaN included."""
+    case = Case(2, 4, 2, 16, 29)
+    program = TorchProgram(small(name, case.shape), kernels=TABLE)
+    rows = torch.zeros(2, 40, 16, device=DEVICE)
+    keys, values = in_pool(rows), in_pool(rows)
+    before = keys.pool.clone(), values.pool.clone()
+    program.warm(keys, values)
+    for slots, pool in zip((keys, values), before, strict=True):
+        assert torch.equal(slots.pool.nan_to_num(7.0), pool.nan_to_num(7.0))
+    monkeypatch.setattr(program.generated, "compiled", None)
+    prefill(program, *case.tensors(2))
+
+
 def test_other_types_stay_with_torch():
     """A type that no kernel reads is computed by torch."""
     case = Case(2, 4, 2, 16, 29, torch.float64)
