@@ -219,9 +219,11 @@ class DirectRun(Run):
         rules = self.program.bound.lowered
         if rules.merge is None or self.not_finite:
             return super().merged(layer, k, v)
-        evaluation, places = self._evaluations[layer], self.there(layer)
-        own = replace(evaluation.frame, k=k[:, places], v=v[:, places])
-        kept = self._kept[layer][:, places]
+        evaluation, kept = self._evaluations[layer], self._kept[layer]
+        places, own = evaluation.frame.positions, replace(evaluation.frame, k=k, v=v)
+        if places is not None:
+            kept = kept[:, places]
+            own = replace(own, k=k[:, places], v=v[:, places])
         if most is None:
             most = int((~kept).sum(-1).max())
         if not most:
@@ -232,10 +234,12 @@ class DirectRun(Run):
         self._merging[layer] = merging
         made = []
         for name, whole, rows in (("key", k, own.k), ("value", v, own.v)):
-            placed = whole.double()
-            if name in rules.merge.apply:
-                placed = placed.index_copy(1, places, merging.rows(rows))
-            made.append(placed)
+            if name not in rules.merge.apply:
+                made.append(whole.double())
+            elif places is None:
+                made.append(merging.rows(rows))
+            else:
+                made.append(whole.double().index_copy(1, places, merging.rows(rows)))
         merging.release()
         return made[0], made[1]
 

@@ -80,7 +80,8 @@ def _copy(
         k, v = arena.storage[layer][:, slots].transpose(1, 2)  # each [G, N, D]
         if bound.rules.merge is not None:
             most = run.there(layer).numel() - int(counts[layer].min())
-            k, v = run.merged(layer, k, v, most)
+            if most:
+                k, v = run.merged(layer, k, v, most)
         shift = run.shift(layer)
         if shift is not None:
             k = runtime.rotary.move(k, shift, kernels.rotate)
