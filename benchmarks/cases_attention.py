@@ -258,7 +258,8 @@ def _alternatives(cache: Cache) -> tuple[dict[str, Callable], list[str]]:
             call()
             torch.cuda.synchronize()
         except Exception as error:  # others' libraries: whatever they lack, the report says it
-            missing.append(f"{name} ({type(error).__name__}: {str(error).splitlines()[:1]})")
+            why = (str(error).splitlines() or [""])[0][:120]
+            missing.append(f"{name} ({type(error).__name__}: {why})")
         else:
             calls[name] = call
     return calls, missing

@@ -163,6 +163,14 @@ def test_kernels(tmp_path):
     assert (tmp_path / "kernels.png").stat().st_size > 10_000
 
 
+def test_alternatives_to_decode_attention():
+    """Each reads the lists that it is timed over; FlashInfer is not here, a stand-in is."""
+    said = run("tests/alternatives.py")
+    for name in ("page 1", "page 16", "whole cache", "ragged", "SGLang", "FlashAttention"):
+        assert name in said
+    assert said.count("of the bound") == 6
+
+
 def test_knobs_of_kernels():
     """Every variant is checked, too; a table of all of them is printed."""
     found = rows(run("benchmarks/kernels.py", "--toy", "--topics", "tuning"))

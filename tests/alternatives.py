@@ -1,0 +1,81 @@
+"""What others' decode attention is asked for by the benchmark; a script for test_benchmarks.py.
+
+FlashInfer and FlashAttention are stand-ins, made from what they document: attention over pages.
+SGLang's kernel is its own, in Triton's interpreter. Each must give what float64 gives of its lists.
+"""
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import torch
+
+os.environ["TRITON_INTERPRET"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import cases_attention
+from attention_pool import TAIL, Cache
+from cases import Model
+from kvpolicy.dsl.ir import ModelShape
+
+
+def attend(q, pools, pages, length, scale):
+    """[H, D] from q [H, D] and pools of keys and values [pages, page, G, D]."""
+    keys, values = (pool[pages.long()].flatten(0, 1)[:length] for pool in pools)
+    group = q.shape[0] // keys.shape[1]
+    keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
+    weights = (torch.einsum("hd,nhd->hn", q, keys) * scale).softmax(-1)
+    return torch.einsum("hn,nhd->hd", weights, values)
+
+
+class Wrapper:
+    """FlashInfer's BatchDecodeWithPagedKVCacheWrapper."""
+
+    def __init__(self, workspace, layout, *, use_tensor_cores, backend):
+        assert (workspace.dtype, layout, backend) == (torch.uint8, "NHD", "fa2")
+
+    def plan(self, indptr, indices, last, heads, kv, size, page, **options):
+        assert {indptr.dtype, indices.dtype, last.dtype} == {torch.int32}
+        assert options.keys() == {"sm_scale", "q_data_type", "kv_data_type"}
+        self.shape, self.scale = (page, kv, size), options["sm_scale"]
+        lists = zip(indptr[:-1], indptr[1:], last, strict=True)
+        self.lists = [(indices[a:b], (int(b - a) - 1) * page + int(n)) for a, b, n in lists]
+
+    def run(self, q, pools):
+        assert pools[0].shape[1:] == pools[1].shape[1:] == self.shape
+        made = [
+            attend(row, pools, pages, length, self.scale)
+            for row, (pages, length) in zip(q, self.lists, strict=True)
+        ]
+        return torch.stack(made)
+
+
+def flash_attn_with_kvcache(q, k, v, *, page_table, cache_seqlens, softmax_scale, causal):
+    """FlashAttention 3's, for one token per request."""
+    rows = zip(q[:, 0], page_table, cache_seqlens, strict=True)
+    made = [attend(row, (k, v), pages, int(n), softmax_scale) for row, pages, n in rows]
+    return torch.stack(made)[:, None]
+
+
+def main() -> None:
+    sys.modules["flashinfer"] = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper)
+    name = "sglang.kernels.ops.attention.flash_attention_v3"
+    sys.modules[name] = ModuleType(name)
+    sys.modules[name].flash_attn_with_kvcache = flash_attn_with_kvcache
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=4)
+    model = Model(ModelShape(2, 4, 2, 32), torch.device("cpu"), torch.float32, 64, 128)
+    cache = Cache(model, 90, 2, 11, whole=True)
+    calls = {
+        label: cases_attention._flashinfer(cache, cache.uniform, page)
+        for page, label in cases_attention.PAGED
+    }
+    calls[cases_attention.WHOLE] = cases_attention._flashinfer(cache, cache.tokens + TAIL, 1)
+    calls[cases_attention.RAGGED] = cases_attention._flashinfer_ragged(cache)
+    calls["SGLang"] = cases_attention._sglang(cache)
+    calls["FlashAttention"] = cases_attention._flash_attention(cache)
+    print(cases_attention.checked(cache, calls))
+
+
+if __name__ == "__main__":
+    main()
