@@ -5,9 +5,8 @@ and, the first time, a prompt that still lies in the radix cache, of which it ma
 it is read before anything is written; then the tail's slots are freed, and the private slots become
 as many as are needed.
 
-The host waits for the device once where a fold begins (for the entries that there are), where the
-policy decides (dsl/torch_decode.py: once per layer), and once after the last layer, for how many
-entries stay.
+The host waits for the device where the policy decides (dsl/torch_decode.py: once per layer), and
+once after the last layer, for how many entries stay.
 """
 
 from __future__ import annotations
@@ -59,11 +58,11 @@ class Room:
         return True
 
     def _all(self, state: State, length: int) -> torch.Tensor:
-        """[L, G] entries that are cached now."""
+        """[L, G] entries that are cached now, on the host."""
         private, arena = state.private, self._runtime.arena
         if private is None:
             return torch.full((arena.layers, arena.kv_heads), length)
-        return private.counts + (length - private.tail_start)
+        return torch.tensor(private.laid_out) + (length - private.tail_start)
 
 
 @dataclass(frozen=True)

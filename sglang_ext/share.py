@@ -194,7 +194,7 @@ def separate(
     Args:
         shared: such requests among the B, by their index; all their lists at this layer are equally
             long and begin with the N tokens of the prompt.
-        indptr: [B * G + 1] int64.
+        indptr: [B * G + 1] int64, on the host.
         indices: [nnz] int64, in which these lists begin with the first N entries of the pair's.
         entry_at: from (index of a request, places [G, N] in its lists' pages) to entries.
 
