@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvpolicy.dsl.ir import Node
+from kvpolicy.dsl.kernel_values import finite
 from kvpolicy.dsl.lower import REDUCTIONS
-from kvpolicy.dsl.regions import Reduction, finite
+from kvpolicy.dsl.regions import Reduction
 
 
 def skips(each: Reduction) -> bool:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.ir import Node, When
+from kvpolicy.dsl.kernel_values import written_window
 from kvpolicy.dsl.lower import ELEMENTWISE, REDUCTIONS
-from kvpolicy.dsl.regions import Bundle, Regions, written_window
+from kvpolicy.dsl.regions import Bundle, Regions
 from kvpolicy.dsl.torch_direct import Direct
 from kvpolicy.dsl.traverse import nodes_of
 from kvpolicy.dsl.written import written
@@ -38,7 +39,7 @@ def reasons(found: Regions, bound: Bound) -> Iterator[str]:
     for name, reason in found.reasons.items():
         yield f"torch   {_short(known[name])}: {reason}"
     rest = {node.op for node in found.left() if node.when >= When.LAYER}
-    names = sorted(rest - ELEMENTWISE - REDUCTIONS - {"key", "value", "attn", "logits"})
+    names = sorted(rest - ELEMENTWISE - REDUCTIONS - _TENSORS - {"state", "before"})
     if names:
         yield f"torch   on small tensors: {', '.join(names)}"
     if bound.share is not None:

@@ -16,21 +16,19 @@ from dataclasses import dataclass
 
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.ir import Node, State, When
+from kvpolicy.dsl.kernel_values import (
+    ARITHMETIC,
+    WINDOWS,
+    exponent,
+    finite,
+    inlined,
+    looks_across,
+    window_key,
+)
 from kvpolicy.dsl.lower import REDUCTIONS
 from kvpolicy.dsl.traverse import nodes_of
-from kvpolicy.dsl.written import written
 
-WINDOWS = frozenset(("attn", "logits", "distance"))
-_ARITHMETIC = frozenset(
-    "add subtract multiply divide power negate abs exp log sqrt minimum maximum less less_equal "
-    "greater greater_equal equal not_equal and or not mask choose".split()
-)
-_STAYS_FINITE = frozenset("add subtract multiply negate abs sqrt minimum maximum mask".split())
-_TRUTHS = frozenset("less less_equal greater greater_equal equal not_equal and or not".split())
 _PER_TOKEN = frozenset(("kv", "group", "token"))
-_ACROSS = frozenset("past at split cascade cluster".split())
-# Whole exponents up to this one are products, which float32 computes as well as float64 powers.
-_POWERS = (1, 2, 3, 4)
 # Level of what a bundle must not wait for: a state may depend on anything.
 _LATE = 1 << 30
 
@@ -139,7 +137,7 @@ class Regions:
     # What a kernel can compute.
 
     def _supported(self, node: Node, role: str) -> Reduction:
-        x, static = node.args[0], self.bound.static
+        x = node.args[0]
         if node.when > When.LAYER:
             raise Unsupported("it looks at other layers")
         seen: dict[int, Node] = {}
@@ -170,7 +168,7 @@ class Regions:
         rest = tuple(axis for axis in node.axes if axis in kept[role])
         if node.op == "var" and (rest or role == "rows"):
             raise Unsupported("a variance over tokens or KV heads")
-        if any(static.needs(each) is None and each.op in _ACROSS for each in inputs.values()):
+        if any(looks_across(each, self.bound) for each in inputs.values()):
             raise Unsupported("it looks at other layers")
         window = next((w for w in windows.values() if w.op != "distance"), None)
         return Reduction(node, role, window, tuple(inputs.values()), rest)
@@ -206,12 +204,12 @@ class Regions:
             self._check_arithmetic(node)
 
     def _check_arithmetic(self, node: Node) -> None:
-        if node.op not in _ARITHMETIC:
+        if node.op not in ARITHMETIC:
             raise Unsupported(f"`{node.op}` has no kernel")
         if node.op == "power" and exponent(node) is None:
             raise Unsupported("a power that is not 1, 2, 3, 4 or 1/2")
         if node.op == "exp" and any(
-            each.op not in _ARITHMETIC | {"attn", "number"} for each in node.args[0].walk()
+            each.op not in ARITHMETIC | {"attn", "number"} for each in node.args[0].walk()
             if each.type.axes or each.op not in ("number", "param", "size")
         ):  # fmt: skip
             raise Unsupported("`exp` may leave the range of float32")
@@ -310,6 +308,8 @@ class Regions:
             return False
         if self._level(node) >= level:
             return False
+        if looks_across(node, self.bound):
+            return False
         return not any(each.op in ("state", "before") for each in node.walk())
 
     # What is read.
@@ -376,70 +376,3 @@ def _role(node: Node) -> str | None:
     if "query" in node.axes:
         return "columns"
     return "rows" if "token" in node.axes else None
-
-
-def written_window(node: Node) -> str:
-    """The queries of a window as an author writes them."""
-    text = written(node)
-    return text[text.index("(") + 1 : -1]
-
-
-def window_key(node: Node, bound: Bound) -> tuple:
-    """Equal for windows that always have the same queries."""
-    if not node.args:
-        return ("all",)  # in the prefill all tokens are new
-    count = node.args[0]
-    if bound.static.needs(count) == frozenset():
-        return ("recent", bound.number(count, 1))
-    return ("recent", id(count))
-
-
-def inlined(node: Node, bound: Bound) -> bool:
-    """Whether a value needs no tensor: it follows from the token's place and the host's numbers."""
-    if bound.static.needs(node) is not None:
-        return True
-    if not set(node.type.axes) <= {"token"}:
-        return False
-    if node.op in ("position", "all", "new"):
-        return True
-    if node.op == "index":
-        return node.axes == ("token",)
-    if node.op == "top":
-        return is_end(node, bound)
-    if node.op not in _ARITHMETIC or (node.op == "power" and exponent(node) is None):
-        return False
-    return node.op != "exp" and all(inlined(each, bound) for each in node.args)
-
-
-def is_end(node: Node, bound: Bound) -> bool:
-    """Whether a set is `recent(n)` or `sinks(n)` with a number that the host knows."""
-    if node.op != "top" or node.origin not in ("recent", "sinks"):
-        return False
-    return node.axes == ("token",) and bound.static.needs(node.args[1]) is not None
-
-
-def exponent(node: Node) -> float | None:
-    """The exponent of a power that a kernel can compute: 1, 2, 3, 4 or 1/2."""
-    power = node.args[1]
-    if power.op != "number":
-        return None
-    return float(power.value) if power.value in _POWERS or float(power.value) == 0.5 else None
-
-
-def finite(node: Node) -> bool:
-    """Whether no present value can be infinite, for values made inside kernels."""
-    if node.op in WINDOWS or node.op in ("key", "value", "position", "index", "number"):
-        return True
-    if node.op in _TRUTHS or node.op in ("any", "count"):
-        return True
-    if node.op == "choose":
-        return finite(node.args[0]) and finite(node.args[2])
-    if node.op in ("max", "min"):
-        return finite(node.args[0]) and not node.args[0].type.absent
-    if node.op == "mask":
-        return finite(node.args[0])
-    if node.op in ("sum", "mean", "var") or node.op in _STAYS_FINITE:
-        return all(finite(each) for each in node.args)
-    if node.op in ("divide", "power") and node.args[1].op == "number":
-        return node.args[1].value > 0 and finite(node.args[0])
-    return node.op in ("avgpool", "maxpool") and finite(node.args[0])

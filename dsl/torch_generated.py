@@ -17,7 +17,8 @@ import torch
 from kvpolicy.dsl import counts
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.ir import Node, State
-from kvpolicy.dsl.regions import Bundle, Regions, finite
+from kvpolicy.dsl.kernel_values import finite
+from kvpolicy.dsl.regions import Bundle, Regions
 from kvpolicy.dsl.torch_elementwise import reduce
 from kvpolicy.dsl.torch_kernels import Kernels, Slots
 from kvpolicy.dsl.torch_values import Frame, Value, aligned, as_tensor, sizes_of

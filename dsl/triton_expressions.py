@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.ir import Node
+from kvpolicy.dsl.kernel_values import exponent, finite, is_end
 from kvpolicy.dsl.lower import REDUCTIONS
-from kvpolicy.dsl.regions import exponent, finite, is_end
 from kvpolicy.dsl.triton_tiles import SEEN, TILE, Arguments, Condition, Tile, conjunction, together
 from kvpolicy.dsl.written import written
 

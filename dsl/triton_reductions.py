@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvpolicy.dsl.ir import Node
-from kvpolicy.dsl.regions import Reduction, finite
+from kvpolicy.dsl.kernel_values import finite
+from kvpolicy.dsl.regions import Reduction
 from kvpolicy.dsl.triton_expressions import EMPTY, Writer, of_numbers
 from kvpolicy.dsl.triton_tiles import Condition, Tile, conjunction
 

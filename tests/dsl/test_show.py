@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from kvpolicy.dsl.check import load
 from kvpolicy.dsl.cli import main
 from kvpolicy.dsl.library import shipped
+from kvpolicy.dsl.print_ir import print_nodes
+from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.written import written
 
 CONFIG = {
     "num_hidden_layers": 4,
@@ -83,3 +87,24 @@ def test_explain_says_why_not(model, capsys, tmp_path):
     expected = "torch   score: sum[group, query](floor(9 * attn(recent(5)))): `floor` has no kernel"
     assert expected in text
     assert "kernel " not in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sum[group](maxpool(sum[query](attn(recent(5))), 3))",
+        "mean[head, query](attn(recent(5)) where not recent(2))",
+        "sum[dim](abs(value)) * (1 - 2 ^ layer) / -position",
+        "(max[kv](norm) where 2 <= layer and not sinks(3) else min(norm, 0.5))",
+    ],
+)
+def test_expressions_are_written_as_authors_do(text):
+    """What is written means the same again."""
+    header = "policy: a-test\nlanguage: 1\nabout: a test\nlet:\n  norm: sum[dim](key)\n"
+
+    def score(expression: str):
+        source = f"{header}score: |\n  {expression} + 0 * norm\nbudget: 9\nkeep: top(score)\n"
+        return load(Source("a-test.yaml", source)).require().prefill.score
+
+    again = written(score(text)).removesuffix(" + (0 * norm))").removeprefix("(")
+    assert print_nodes([("x", score(again))]) == print_nodes([("x", score(text))])

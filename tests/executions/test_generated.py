@@ -179,7 +179,7 @@ def test_most_shipped_policies_have_kernels():
 @pytest.mark.parametrize("name", ["snapkv", "h2o"])
 def test_a_thousand_tokens(name):
     """Several blocks of keys, splits of rows and, for all queries, blocks of queries."""
-    case = Case(1, 4, 2, 64, 1000)
+    case = Case(1, 4, 1, 64, 1000)
     bound = small(name, case.shape)
     tensors = case.tensors(7)
     with_kernels = TorchProgram(bound, kernels=TABLE)
