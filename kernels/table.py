@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvpolicy.kernels import (
+    generated,
     merge_rows_triton,
     nearest_triton,
     select_triton,
@@ -13,6 +14,7 @@ from kvpolicy.kernels import (
 )
 
 TRITON: dict[str, Callable] = {
+    "generated": generated.generated,
     "top": select_triton.top,
     "split": split_triton.split,
     "nearest": nearest_triton.nearest,
