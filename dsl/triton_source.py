@@ -21,6 +21,7 @@ from kvpolicy.dsl.triton_expressions import Writer
 from kvpolicy.dsl.triton_reductions import Statistic, VectorWriter, fold, shape
 from kvpolicy.dsl.triton_run import run_text
 from kvpolicy.dsl.triton_shapes import TileShape
+from kvpolicy.dsl.triton_stores import places, store, store_row
 from kvpolicy.dsl.triton_text import (
     BLOCK,
     COLUMNS,
@@ -143,7 +144,8 @@ class Generator:
             outputs=outputs,
             sizes=f"{sizes.group} query heads per KV head of size {sizes.head_dim}",
         )
-        text = "\n\n".join([header, *parts, run_text(self)])
+        parts = [each.strip("\n") for each in (header, *parts, run_text(self))]
+        text = "\n\n\n".join(parts) + "\n"
         results = tuple(each for each in self.results if not each.stage)
         numbers, tensors = self.arguments.numbers.values(), self.arguments.tensors.values()
         return Source(text, results, tuple(tensors), tuple(numbers))
@@ -231,6 +233,7 @@ class Generator:
         if hoisted:
             lines += _indented(self._queries(""), "    ")
         lines += _indented(BLOCK.rstrip(), "    ")
+        lines += places(after, _BODY)
         if self.reads_keys:
             lines += _indented(KEYS.rstrip(), _BODY)
         if self.columns and not hoisted:
@@ -263,9 +266,10 @@ class Generator:
         """Loads of a tile of queries, and of the log-sum-exp of their rows."""
         lse = ""
         if self.softmax:
-            place = "(head * GROUP + group) * queries + row"
-            guard = "mask=(group < GROUP) & (row < queries), other=0.0"
-            lse = f"lse = tl.load(row_lse + {place}, {guard})"
+            place = "place = (head * GROUP + group) * queries + row"
+            there = "there = (group < GROUP) & (row < queries)"
+            load = "lse = tl.load(row_lse + place, mask=there, other=0.0)"
+            lse = f"{place}\n{there}\n{load}"
         return (QUERIES.format(start=start) + ROW.format(start=start, lse=lse)).rstrip()
 
     def _hand_out(self, writer: Writer, each: Reduction, parts: dict[str, Tile]) -> None:
@@ -280,7 +284,7 @@ class Generator:
             name = self.arguments.fresh(f"{base}_out" if part == "value" else f"{base}_{part}")
             stage = id(node) not in self.outputs
             self.results.append(Result(name, node, part, each.axes, stage=stage))
-            _store(writer, name, each.axes, tile, truth=self.results[-1].truth)
+            store(writer, name, each.axes, tile, truth=self.results[-1].truth)
 
     def _vectors(self, writer: Writer, flagged: bool) -> None:
         """Reductions over `dim` of the same block of keys and values."""
@@ -303,12 +307,12 @@ class Generator:
             base = node.name or node.op
             name = self.arguments.fresh(f"{base}_out")
             self.results.append(Result(name, node, "value", axes))
-            _store(writer, name, axes, tile, truth=node.type.kind == "truth")
+            store(writer, name, axes, tile, truth=node.type.kind == "truth")
             if tile.present and node.type.kind != "truth":
                 there = self.arguments.fresh(f"{base}_there_out")
                 self.results.append(Result(there, node, "there", axes))
                 every = frozenset().union(*(each.axes for each in tile.present))
-                _store(writer, there, axes, Tile(conjunction(tile.present), every), truth=True)
+                store(writer, there, axes, Tile(conjunction(tile.present), every), truth=True)
 
     # Values per query.
 
@@ -332,7 +336,7 @@ class Generator:
                 out = self.arguments.fresh(f"{name}_out")
                 result = Result(out, each.node, part, each.axes, splits=True)
                 own.append(result)
-                _store_row(after, out, each.axes, name, kind)
+                store_row(after, out, each.axes, name, kind)
         self.results += own
         self.row_arguments = [*writer.used, *(each.name for each in own)]
         return ROWS.format(
@@ -358,28 +362,9 @@ class Generator:
         names = [*self.tail_reads, *self.tail_used, *self.tail_results]
         return TAIL.format(
             arguments="".join(f"    {name},\n" for name in names),
-            body="\n".join(writer.lines),
+            body="\n".join([*places(writer.lines, "    "), *writer.lines]),
             do=self._numbers("tokens", *writer.used),
         )
-
-
-def _store(writer: Writer, name: str, axes: tuple[str, ...], tile: Tile, *, truth: bool) -> None:
-    """One block of a value per token."""
-    place = (
-        "(head * GROUP + group) * tokens + token" if "group" in axes else "head * tokens + token"
-    )
-    mask = "(group < GROUP) & held" if "group" in axes else "held"
-    text = f"tl.where({tile.text}, 1, 0).to(tl.int8)" if truth else tile.text
-    writer.line(f"tl.store({name} + {place}, {text}, mask={mask})")
-
-
-def _store_row(writer: Writer, name: str, axes: tuple[str, ...], text: str, kind: str) -> None:
-    heads = "GROUP" if "group" in axes else "1"
-    group = " + group" if "group" in axes else ""
-    place = f"((part * KV + head) * {heads}{group}) * queries + row"
-    mask = "(group < GROUP) & (row < queries)" if "group" in axes else "row < queries"
-    text = f"{text}.to(tl.int8)" if kind == "any" else text
-    writer.line(f"tl.store({name} + {place}, {text}, mask={mask})")
 
 
 def _indented(text: str, indent: str) -> list[str]:

@@ -15,7 +15,8 @@ TILE = ("group", "query", "token")
 _RESERVED = frozenset(
     "q k v tl torch triton head group row token tokens queries dim line entry held place block "
     "blocks lse scores logits seen positions flags partial step start first run columns rows "
-    "tail max min abs sum any range float int index wrong unusable".split()
+    "tail max min abs sum any range float int index wrong unusable at_kv at_head real there begin "
+    "end turn asked".split()
 )
 
 
