@@ -1,10 +1,11 @@
 """A small Llama: parameter names as in `transformers`' LlamaForCausalLM, tied embeddings.
 
-Letters: B sequences, T tokens, H query heads, G KV heads, D head size.
+Letters: L layers, B sequences, T tokens, H query heads, G KV heads, D head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
 import torch
@@ -101,8 +102,10 @@ class Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention_scale: float = 1.0) -> Tensor:
-        x = x + attention_scale * self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attended: Tensor | float = 1.0
+    ) -> Tensor:
+        x = x + attended * self.self_attn(self.input_layernorm(x), cos, sin)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -121,19 +124,33 @@ class Llama(nn.Module):
         self.model = Body(config)
 
     def hidden(
-        self, ids: Tensor, positions: Tensor | None = None, without: int | None = None
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        attended: Tensor | None = None,
+        read: Tensor | None = None,
+        layers: Collection[int] | None = None,
     ) -> Tensor:
         """Final hidden states [B, T, hidden] of ids [B, T]; positions [T] or [B, T].
 
-        `without` is the index of a layer whose attention contributes nothing.
+        `attended` [L, B or 1] scales the attention of each layer. `read` [L, B or 1] scales what
+        the layer added in the final states, while the layers after it see all of it.
+        Only `layers` take part where given.
         """
         if positions is None:
             positions = torch.arange(ids.shape[1])
         cos, sin = rotary_tables(self.config, positions)
         x = self.model.embed_tokens(ids)
+        unread = torch.zeros(())
         for index, layer in enumerate(self.model.layers):
-            x = layer(x, cos, sin, attention_scale=float(index != without))
-        return self.model.norm(x)
+            if layers is not None and index not in layers:
+                continue
+            before = x
+            scale = 1.0 if attended is None else attended[index, :, None, None]
+            x = layer(x, cos, sin, scale)
+            if read is not None:
+                unread = unread + (1 - read[index, :, None, None]) * (x - before)
+        return self.model.norm(x - unread)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., vocabulary] of hidden states [..., hidden]."""

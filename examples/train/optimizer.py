@@ -46,11 +46,17 @@ class Muon(Optimizer):
             self._step_stack(group, group["params"])
 
     def _step_stack(self, group: dict, parameters: list[nn.Parameter]) -> None:
-        gradient = torch.stack([parameter.grad for parameter in parameters])
         state = self.state[parameters[0]]
         if "momentum" not in state:
-            state["momentum"] = torch.zeros_like(gradient)
-        momentum = state["momentum"].lerp_(gradient, 1 - group["momentum"])
+            state["momentum"] = torch.zeros(len(parameters), *parameters[0].shape)
+        # A layer that took no part in this step stays as it is.
+        active = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
+        if not active:
+            return
+        parameters = [parameters[i] for i in active]
+        gradient = torch.stack([parameter.grad for parameter in parameters])
+        momentum = state["momentum"][active].lerp_(gradient, 1 - group["momentum"])
+        state["momentum"][active] = momentum
         update = orthogonalize(gradient.lerp(momentum, group["momentum"]))
         rows, columns = parameters[0].shape
         size = group["lr"] * max(1.0, rows / columns) ** 0.5

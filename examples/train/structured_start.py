@@ -4,11 +4,11 @@ From random weights a transformer of this size needs many millions of tokens bef
 two-step circuit that retrieval needs (induction heads: Olsson et al. 2022, arXiv:2209.11895). Here
 the circuit is written in as a rough start; training does the rest.
 
-- Layer 0: query head h looks back h + 1 tokens and writes the word it finds into a subspace of its
-  own, so that every position knows the words before it.
-- Layers 1 and 2: one KV head finds the place where the current word occurred before (induction),
-  the other the place that follows the same *two* words (a fact's key); both copy the word found
-  there. The two layers hold the roles in opposite KV heads.
+- Layer 0: query head h < 4 looks back h + 1 tokens and writes the word it finds into a subspace of
+  its own, so that every position knows the words before it.
+- The retrieval layers: one KV head finds the place where the current word occurred before
+  (induction), another the place that follows the same *two* words (a fact's key); both copy the
+  word found there. The layers hold the roles in different KV heads.
 - All other output projections start at zero.
 
 Letters: H query heads, G KV heads, D head size.
@@ -16,16 +16,31 @@ Letters: H query heads, G KV heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 from model import Config, Llama, rotary_frequencies
 from torch import Tensor
 
-EMBEDDING_SCALE = 0.57
 LOOK_BACK_GAIN = 0.8
 LOOK_BACK_PAIRS = 5
+LOOK_BACK_HEADS = 4
+EMBEDDING_SCALE = 0.57
 MATCH_GAIN = 2.5
 KEY_GAIN = 3.0
-RETRIEVAL_LAYERS = (1, 2)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The KV heads of a retrieval layer that match a two-word key and a single word."""
+
+    match: int
+    induction: int
+
+
+TINY = {1: Roles(1, 0), 2: Roles(0, 1)}
+SMALL = {1: Roles(0, 1), 2: Roles(2, 3), 3: Roles(1, 0), 4: Roles(3, 2)}
 
 
 class Basis:
@@ -43,9 +58,7 @@ class Basis:
         frame[:, 0] = self.common
         self.words = torch.linalg.qr(frame)[0].t()[1:]
         written = torch.linalg.qr(gauss(generator, hidden, hidden))[0]
-        self.look_back = [
-            written[:, h * size : (h + 1) * size].t() for h in range(config.num_attention_heads)
-        ]
+        self.look_back = [written[:, h * size : (h + 1) * size].t() for h in range(LOOK_BACK_HEADS)]
 
 
 def gauss(generator: torch.Generator, *shape: int) -> Tensor:
@@ -53,12 +66,21 @@ def gauss(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 @torch.no_grad()
-def start(model: Llama, seed: int) -> None:
-    """Set all weights of `model`; needs 4 query heads on 2 KV heads, hidden = H x D, 3+ layers."""
+def start(model: Llama, seed: int, roles: Mapping[int, Roles] = TINY) -> None:
+    """Set all weights of `model`; needs the layers in `roles`.
+
+    Raises ValueError unless the model has those layers, 4 query heads and a hidden size of 4 D.
+    """
     config = model.config
-    shape = (config.num_attention_heads, config.num_key_value_heads)
-    if shape != (4, 2) or config.hidden_size != 4 * config.head_dim or len(model.model.layers) < 3:
-        raise ValueError("the structured start needs 4 query heads on 2 KV heads, 3 layers or more")
+    if (
+        config.num_attention_heads < LOOK_BACK_HEADS
+        or config.hidden_size < LOOK_BACK_HEADS * config.head_dim
+        or len(model.model.layers) <= max(roles)
+    ):
+        raise ValueError(
+            f"the structured start needs {LOOK_BACK_HEADS} query heads, a hidden size of as many "
+            f"heads, and more than {max(roles)} layers"
+        )
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.dim() == 2:
@@ -69,8 +91,8 @@ def start(model: Llama, seed: int) -> None:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
     look_back(model, basis)
-    for turn, index in enumerate(RETRIEVAL_LAYERS):
-        retrieve(model, index, basis, induction=turn % 2)
+    for index, layer_roles in roles.items():
+        retrieve(model, index, basis, layer_roles)
 
 
 def embed(model: Llama, basis: Basis, generator: torch.Generator) -> None:
@@ -89,10 +111,11 @@ def look_back(model: Llama, basis: Basis) -> None:
     pairs = torch.arange(LOOK_BACK_PAIRS)
     attention.q_proj.weight.mul_(0.1)
     attention.k_proj.weight.mul_(0.1)
-    for g in range(config.num_key_value_heads):
+    group = config.num_attention_heads // config.num_key_value_heads
+    for g in range(LOOK_BACK_HEADS // group):
         attention.k_proj.weight[g * size + pairs] += LOOK_BACK_GAIN * basis.common
         attention.v_proj.weight[g * size : (g + 1) * size] = basis.words[:size]
-    for h in range(config.num_attention_heads):
+    for h in range(LOOK_BACK_HEADS):
         angle = (h + 1) * frequencies[:LOOK_BACK_PAIRS, None]
         first, second = h * size + pairs, h * size + size // 2 + pairs
         attention.q_proj.weight[first] += LOOK_BACK_GAIN * angle.cos() * basis.common
@@ -100,10 +123,10 @@ def look_back(model: Llama, basis: Basis) -> None:
         attention.o_proj.weight[:, h * size : (h + 1) * size] = 0.1 * basis.look_back[h].t()
 
 
-def retrieve(model: Llama, index: int, basis: Basis, induction: int) -> None:
-    """One layer of retrieval; KV head `induction` matches one word, the other a two-word key."""
+def retrieve(model: Llama, index: int, basis: Basis, roles: Roles) -> None:
+    """One layer of retrieval; only the heads with a role write."""
     config, attention = model.config, model.model.layers[index].self_attn
-    size, match = config.head_dim, 1 - induction
+    size, match, induction = config.head_dim, roles.match, roles.induction
     group = config.num_attention_heads // config.num_key_value_heads
     # Slow pairs of dimensions hardly turn with the distance: content is compared there.
     slow = torch.cat([torch.arange(size // 4, size // 2), torch.arange(3 * size // 4, size)])
@@ -123,8 +146,9 @@ def retrieve(model: Llama, index: int, basis: Basis, induction: int) -> None:
     key[match * size + far] += KEY_GAIN * three[:half]
     query[match * group * size + near] += KEY_GAIN * one[:half]
     query[match * group * size + far] += KEY_GAIN * two[:half]
-    for g in range(config.num_key_value_heads):
-        read = basis.words[size * (g + 1) : size * (g + 2)]
+    for g in sorted((match, induction)):
+        rows = torch.arange(size * (g + 1), size * (g + 2)) % len(basis.words)
+        read = basis.words[rows]
         attention.v_proj.weight[g * size : (g + 1) * size] = read
         for h in range(g * group, (g + 1) * group):
             attention.o_proj.weight[:, h * size : (h + 1) * size] = 0.2 * read.t()

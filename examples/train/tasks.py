@@ -18,7 +18,7 @@ arXiv:2404.06654): a single needle, a needle among distractors, a context made o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -161,18 +161,28 @@ def draw_facts(count: int, rng: np.random.Generator) -> Facts:
 
 def scatter(facts: Facts, length: int, rng: np.random.Generator) -> list[int]:
     """The facts in order, with filler between them, `length` tokens; fills `facts.starts`."""
-    count = len(facts.keys)
-    blank = length - count * FACT_LENGTH
+    context, facts.starts = spread(
+        [facts.statement(i) for i in range(len(facts.keys))], length, rng
+    )
+    return context
+
+
+def spread(
+    statements: Sequence[list[int]], length: int, rng: np.random.Generator
+) -> tuple[list[int], list[int]]:
+    """The statements in order, with filler between them, `length` tokens; where each starts."""
+    blank = length - sum(map(len, statements))
     text = filler(blank, rng).tolist()
-    cuts = np.sort(rng.integers(0, blank + 1, count)).tolist()
+    cuts = np.sort(rng.integers(0, blank + 1, len(statements))).tolist()
     context: list[int] = []
+    starts: list[int] = []
     done = 0
-    for i, cut in enumerate(cuts):
+    for statement, cut in zip(statements, cuts, strict=True):
         context += text[done:cut]
-        facts.starts.append(len(context))
-        context += facts.statement(i)
+        starts.append(len(context))
+        context += statement
         done = cut
-    return context + text[done:]
+    return context + text[done:], starts
 
 
 def filler(length: int, rng: np.random.Generator) -> np.ndarray:
@@ -266,13 +276,22 @@ def copy_lesson(length: int, rng: np.random.Generator) -> Lesson:
     return result
 
 
-def batch(count: int, length: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """`count` lessons: ids [count, length] int64 padded with PAD, and is_answer, bool, alike."""
+def batch(
+    count: int,
+    length: int,
+    rng: np.random.Generator,
+    mix: Mapping[str, float] = MIX,
+    draw: Callable[[str, int, np.random.Generator], Lesson] = lesson,
+) -> tuple[np.ndarray, np.ndarray]:
+    """`count` lessons, drawn by `draw` with kinds by `mix`, which gives each kind's share.
+
+    Returns ids [count, length] int64, padded with PAD, and is_answer, bool, alike.
+    """
     ids = np.full((count, length), PAD, np.int64)
     is_answer = np.zeros((count, length), bool)
-    kinds = rng.choice(list(MIX), count, p=list(MIX.values()))
+    kinds = rng.choice(list(mix), count, p=list(mix.values()))
     for row, kind in enumerate(kinds):
-        drawn = lesson(str(kind), length, rng)
+        drawn = draw(str(kind), length, rng)
         ids[row, : len(drawn.ids)] = drawn.ids[:length]
         for start, stop in drawn.answers:
             is_answer[row, start:stop] = True

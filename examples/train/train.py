@@ -1,7 +1,8 @@
-"""Train the embedded model from nothing, on a CPU.
+"""Train an embedded model from nothing, on a CPU.
 
-    python examples/train/train.py                # about 20 minutes on one free core
-    python examples/train/train.py --resume       # go on after Ctrl-C
+    python examples/train/train.py                  # model-tiny, 20 minutes on one free core
+    python examples/train/train.py --recipe small   # model-small, see its MODEL.md
+    python examples/train/train.py --resume         # go on after Ctrl-C
 
 Steps, not minutes, decide what is trained, and every draw is seeded: the same machine gives the
 same model, interrupted or not. The run's state (weights, optimizers, random generator) stands in
@@ -14,13 +15,14 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import evaluate
 import export
+import more_tasks
 import numpy as np
 import structured_start
 import tasks
@@ -32,40 +34,108 @@ from torch import Tensor
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[2]
-MINUTES = 20
 WARM_UP_STEPS = 100
 STRETCHED_SHARE = 0.1
 SHORTER_SHARE = 0.2
-# A share of the batches goes without the attention of one retrieval layer, so that more than one
-# layer learns to retrieve; otherwise the first that can does all of it.
-SKIPPED_SHARE = 0.2
 
 
 @dataclass(frozen=True)
 class Stage:
-    """`steps` batches of `tokens` tokens in sequences of `length`."""
+    """`steps` batches of `tokens` tokens in sequences of `length`.
+
+    `mix` gives the shares of the kinds of lessons. `retrieving` is the number of retrieval layers
+    that take part, drawn anew for each batch; all of them where it is None.
+    """
 
     length: int
     tokens: int
     steps: int
+    mix: Mapping[str, float] = field(default_factory=lambda: tasks.MIX)
+    retrieving: int | None = None
 
 
-STAGES = (
-    Stage(64, 2048, 600),
-    Stage(128, 2048, 1200),
-    Stage(256, 4096, 700),
-    Stage(512, 4096, 1000),
-    Stage(1024, 4096, 250),
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides a training run, but for the seed.
+
+    `rates` are corners, (step, factor on the learning rates), with straight lines between them.
+    So that more than one layer learns to retrieve (otherwise the first that can does all of it),
+    sequences go without the attention of some retrieval layers: `skipped_share` of the batches
+    without one layer's, or with `by_sequence`, that share of the pairs of sequence and layer. For
+    `unread_share` of these pairs, what the layer adds is left out of the final states, which the
+    later layers cannot see. With `even_rows`, a sequence with few answer tokens weighs as the
+    square root of their number and not as the number.
+    """
+
+    config: Config
+    roles: Mapping[int, structured_start.Roles]
+    batch: Callable[[int, int, np.random.Generator], tuple[np.ndarray, np.ndarray]]
+    stages: tuple[Stage, ...]
+    rates: tuple[tuple[float, float], ...]
+    skipped_share: float
+    unread_share: float
+    by_sequence: bool
+    even_rows: bool
+    minutes: int
+
+
+TINY = Recipe(
+    config=Config(),
+    roles=structured_start.TINY,
+    batch=tasks.batch,
+    stages=(
+        Stage(64, 2048, 600),
+        Stage(128, 2048, 1200),
+        Stage(256, 4096, 700),
+        Stage(512, 4096, 1000),
+        Stage(1024, 4096, 250),
+    ),
+    rates=((0.45 * 3750, 1.0), (3750, 0.02)),
+    skipped_share=0.2,
+    unread_share=0.0,
+    by_sequence=False,
+    even_rows=False,
+    minutes=20,
 )
+SMALL = Recipe(
+    config=Config(
+        intermediate_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        rope_theta=1e7,
+    ),
+    roles=structured_start.SMALL,
+    batch=more_tasks.batch,
+    stages=(
+        Stage(128, 2048, 450, more_tasks.MIX, retrieving=1),
+        Stage(128, 2048, 200, more_tasks.MIX, retrieving=2),
+        Stage(256, 4096, 120, more_tasks.LATER_MIX, retrieving=2),
+        Stage(256, 4096, 110, more_tasks.LATER_MIX),
+        Stage(512, 4096, 120, more_tasks.LATER_MIX),
+        Stage(128, 2048, 200, more_tasks.COUNTING_MIX),
+        Stage(512, 4096, 90, more_tasks.LONG_MIX),
+        Stage(1024, 4096, 80, more_tasks.LONG_MIX),
+        Stage(2048, 4096, 35, more_tasks.LONG_MIX),
+    ),
+    # The plan was one of 1,160 steps until the counting lessons were put in after step 1,000.
+    rates=((649.6, 1.0), (1000, 0.02 + 0.98 * 160 / 510.4), (1200, 0.32), (1405, 0.02)),
+    skipped_share=0.15,
+    unread_share=0.25,
+    by_sequence=True,
+    even_rows=True,
+    minutes=60,
+)
+RECIPES = {"tiny": TINY, "small": SMALL}
 
 
 class Run:
     """A training run: everything that has to be kept to go on bit for bit."""
 
-    def __init__(self, stages: tuple[Stage, ...], seed: int) -> None:
-        self.stages, self.seed, self.step = stages, seed, 0
-        self.model = Llama(Config())
-        structured_start.start(self.model, seed)
+    def __init__(self, stages: tuple[Stage, ...], seed: int, recipe: Recipe = TINY) -> None:
+        self.stages, self.seed, self.recipe, self.step = stages, seed, recipe, 0
+        self.model = Llama(recipe.config)
+        structured_start.start(self.model, seed, recipe.roles)
         self.optimizers = Optimizers(self.model)
         self.rng = np.random.default_rng(seed)
 
@@ -111,28 +181,58 @@ class Run:
         return int(np.searchsorted(ends, self.step, side="right"))
 
     def rate(self) -> float:
-        """Warm-up, level until 45 % of the steps, then linear to 2 %."""
-        done = self.step / self.total
-        decay = 1.0 if done < 0.45 else 0.02 + 0.98 * (1 - done) / 0.55
-        return min(1.0, (self.step + 1) / WARM_UP_STEPS) * decay
+        """Warm-up, then between the corners of the recipe, stretched to this run's steps."""
+        steps, factors = zip(*self.recipe.rates, strict=True)
+        factor = float(np.interp(self.step / self.total * steps[-1], steps, factors))
+        return min(1.0, (self.step + 1) / WARM_UP_STEPS) * factor
 
     def advance(self) -> tuple[float, float]:
         """One step; returns its loss and the share of answer tokens that were right."""
         ids, is_answer, positions = self._batch()
-        without = None
-        if self.rng.random() < SKIPPED_SHARE:
-            without = int(self.rng.choice(structured_start.RETRIEVAL_LAYERS))
-        hidden = self.model.hidden(ids, positions, without)
+        layers = self._layers()
+        attended, read = self._parts(len(ids)) if layers is None else (None, None)
+        hidden = self.model.hidden(ids, positions, attended, read, layers)
         asked = is_answer[:, 1:]
         logits = self.model.logits(hidden[:, :-1][asked])
         wanted = ids[:, 1:][asked]
-        loss = F.cross_entropy(logits, wanted)
+        loss = F.cross_entropy(logits, wanted, reduction="none")
+        loss = (loss * self._weights(asked)).sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizers.set_rate(self.rate())
         self.optimizers.step()
         self.step += 1
         return loss.item(), (logits.argmax(-1) == wanted).float().mean().item()
+
+    def _layers(self) -> set[int] | None:
+        """The layers that take part in this batch; None: all."""
+        retrieving = self.stages[self.stage_index()].retrieving
+        if retrieving is None:
+            return None
+        layers = list(self.recipe.roles)
+        drawn = self.rng.choice(layers, retrieving, replace=False).tolist()
+        return {*drawn, *range(self.recipe.config.num_hidden_layers)} - (set(layers) - set(drawn))
+
+    def _parts(self, count: int) -> tuple[Tensor | None, Tensor | None]:
+        """For `hidden`: which layers' attention counts and which layers are read, 0 or 1."""
+        recipe, layers = self.recipe, list(self.recipe.roles)
+        if not recipe.by_sequence:
+            if self.rng.random() >= recipe.skipped_share:
+                return None, None
+            attended = torch.ones(recipe.config.num_hidden_layers, 1)
+            attended[int(self.rng.choice(layers))] = 0
+            return attended, None
+        parts = torch.ones(2, recipe.config.num_hidden_layers, count)
+        drawn = self.rng.random((2, len(layers), count))
+        parts[0, layers] = torch.from_numpy(drawn[0] >= recipe.skipped_share).float()
+        parts[1, layers] = torch.from_numpy(drawn[1] >= recipe.unread_share).float()
+        return parts[0], parts[1]
+
+    def _weights(self, asked: Tensor) -> Tensor:
+        """Weights of the answer tokens [answers], which sum to 1, from `asked` [B, T]."""
+        each = asked.sum(1)[asked.nonzero()[:, 0]].float()
+        weights = each**-0.5 if self.recipe.even_rows else torch.ones_like(each)
+        return weights / weights.sum()
 
     def _batch(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Ids and is_answer [B, T], and positions [B, T] where the batch is stretched."""
@@ -141,7 +241,8 @@ class Run:
         if index and self.rng.random() < SHORTER_SHARE:
             index = int(self.rng.integers(0, index))
         length = self.stages[index].length
-        ids, is_answer = tasks.batch(max(1, tokens // length), length, self.rng)
+        mix = self.stages[index].mix
+        ids, is_answer = self.recipe.batch(max(1, tokens // length), length, self.rng, mix)
         positions = None
         if self.rng.random() < STRETCHED_SHARE:
             positions = torch.from_numpy(stretched(*ids.shape, self.rng))
@@ -196,8 +297,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "examples" / "model-tiny")
-    parser.add_argument("--state", type=Path, default=ROOT / ".cache" / "train" / "state.pt")
+    parser.add_argument("--recipe", choices=RECIPES, default="tiny")
+    parser.add_argument("--out", type=Path, help="default: examples/model-RECIPE")
+    parser.add_argument("--state", type=Path, help="default: .cache/train/RECIPE.pt")
     parser.add_argument("--resume", action="store_true", help="go on from --state")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
@@ -205,18 +307,20 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.set_flush_denormal(True)
+    recipe = RECIPES[options.recipe]
+    out = options.out or ROOT / "examples" / f"model-{options.recipe}"
+    state = options.state or ROOT / ".cache" / "train" / f"{options.recipe}.pt"
     stages = tuple(
-        Stage(stage.length, stage.tokens, max(1, round(stage.steps * options.scale)))
-        for stage in STAGES
+        replace(stage, steps=max(1, round(stage.steps * options.scale))) for stage in recipe.stages
     )
-    run = Run(stages, options.seed)
+    run = Run(stages, options.seed, recipe)
     if options.resume:
-        run.load(options.state)
-    minutes = MINUTES * options.scale
+        run.load(state)
+    minutes = recipe.minutes * options.scale
     print(f"{run.total} steps; about {minutes:.0f} minutes on one free core", file=sys.stderr)
-    if not train(run, options.state, every=200):
+    if not train(run, state, every=200):
         sys.exit(f"stopped after step {run.step}; go on with --resume")
-    export.write(run.model, options.out)
+    export.write(run.model, out)
     print(evaluate.report(run.model, lengths=(512,), count=50))
 
 

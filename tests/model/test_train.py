@@ -8,6 +8,7 @@ from pathlib import Path
 
 import evaluate
 import export
+import numpy as np
 import pytest
 import structured_start
 import tasks
@@ -17,6 +18,7 @@ from model import Config, Llama
 from optimizer import orthogonalize
 
 STAGES = (train.Stage(32, 256, 3), train.Stage(64, 256, 3))
+SMALL_STAGES = (train.Stage(64, 128, 4, retrieving=1), train.Stage(96, 192, 2))
 SCRIPT = Path(train.__file__)
 
 
@@ -41,15 +43,18 @@ def interrupt_after(run, steps):
     run.advance = advance_and_interrupt
 
 
-def test_a_resumed_run_gives_the_same_bits(tmp_path):
-    whole = train.Run(STAGES, seed=3)
+@pytest.mark.parametrize(
+    ("stages", "recipe"), [(STAGES, train.TINY), (SMALL_STAGES, train.SMALL)], ids=["tiny", "small"]
+)
+def test_a_resumed_run_gives_the_same_bits(tmp_path, stages, recipe):
+    whole = train.Run(stages, 3, recipe)
     assert train.train(whole, tmp_path / "whole.pt", every=100)
 
-    first = train.Run(STAGES, seed=3)
+    first = train.Run(stages, 3, recipe)
     interrupt_after(first, 2)
     assert not train.train(first, tmp_path / "part.pt", every=100)
     assert first.step == 2
-    second = train.Run(STAGES, seed=3)
+    second = train.Run(stages, 3, recipe)
     second.load(tmp_path / "part.pt")
     assert train.train(second, tmp_path / "part.pt", every=100)
 
@@ -61,6 +66,46 @@ def test_a_resumed_run_gives_the_same_bits(tmp_path):
 def test_seeds_differ():
     first, second = (train.Run(STAGES, seed=seed).model.state_dict() for seed in (0, 1))
     assert not torch.equal(first["model.embed_tokens.weight"], second["model.embed_tokens.weight"])
+
+
+def test_layers_that_take_no_part_keep_their_weights():
+    run = train.Run((train.Stage(64, 128, 1, retrieving=1),), 3, train.SMALL)
+    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    run.advance()
+    name = "model.layers.{}.self_attn.{}_proj.weight"
+    moved = [
+        layer
+        for layer in range(6)
+        if not torch.equal(
+            before[name.format(layer, "o")], run.model.state_dict()[name.format(layer, "o")]
+        )
+    ]
+    assert len(moved) == 3
+    assert {0, 5} < set(moved)
+
+
+def test_a_layer_that_is_not_read_is_seen_by_the_next():
+    """Taken out of the final states: all of it when it is the last, only its own part before."""
+    run = train.Run(SMALL_STAGES, 3, train.SMALL)
+    ids = torch.from_numpy(train.SMALL.batch(1, 64, np.random.default_rng(0))[0])
+    read = torch.ones(6, 1)
+    read[1] = 0
+    with torch.no_grad():
+        model = run.model
+        unread = model.hidden(ids, read=read)
+        without = model.hidden(ids, layers=[0, 2, 3, 4, 5])
+        last = model.hidden(ids, read=read, layers=[0, 1])
+        torch.testing.assert_close(last, model.hidden(ids, layers=[0]))
+        assert not torch.allclose(unread, without, atol=1e-3)
+        assert not torch.allclose(unread, model.hidden(ids), atol=1e-3)
+
+
+def test_a_sequence_with_few_answer_words_weighs_by_the_root():
+    run = train.Run(SMALL_STAGES, 3, train.SMALL)
+    asked = torch.zeros(2, 9, dtype=torch.bool)
+    asked[0, :1] = asked[1, :4] = True
+    weights = run._weights(asked)
+    torch.testing.assert_close(weights, torch.tensor([2, 1, 1, 1, 1]) / 6)
 
 
 def test_resume_refuses_another_plan_and_a_missing_state(tmp_path):
@@ -102,6 +147,21 @@ def test_the_start_looks_back_and_matches():
     assert mean[1].max() > 20 * even
     assert mean[2].max() > 5 * even
     assert mean[0].max() < 2 * even
+
+
+def test_each_retrieval_layer_of_the_small_start_matches_alone():
+    model = Llama(train.SMALL.config)
+    structured_start.start(model, 0, structured_start.SMALL)
+    samples = evaluate.questions("mk", 128, 8, seed=0)
+    layers = list(model.model.layers)
+    for index in structured_start.SMALL:
+        model.model.layers = torch.nn.ModuleList([layers[0], layers[index]])
+        attention = []
+        for sample in samples:
+            caches, _ = evaluate.prefill(model, sample.prompt_ids)
+            value = sample.needles[0][0] + tasks.FACT_LENGTH - 1 - tasks.VALUE_WORDS
+            attention.append(caches[1].attention[:, -1, value])
+        assert torch.stack(attention).mean(0).max() > 10 / 128
 
 
 def test_orthogonalize():

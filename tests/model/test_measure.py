@@ -1,0 +1,60 @@
+"""The measurements: greedy generation with a cache, intervals, attention on the answer's words."""
+
+import evaluate
+import measure
+import more_tasks
+import pytest
+import tasks
+import torch
+
+
+@pytest.fixture(scope="module")
+def samples():
+    return measure.questions("mk", 128, 6, seed=3)
+
+
+def test_generation_takes_the_best_token_each_time(model, samples):
+    prompts = torch.tensor([sample.prompt_ids for sample in samples])
+    said = measure.generate(model, prompts, 20)
+    assert (said == tasks.END).any(1).all()
+    assert said.shape[1] < 20
+    with torch.no_grad():
+        for step in range(said.shape[1]):
+            ids = torch.cat([prompts, said[:, :step]], 1)
+            best = model.logits(model.hidden(ids)[:, -1]).argmax(-1)
+            assert torch.equal(said[:, step], best)
+
+
+def test_right_answers_are_those_of_the_one_pass_check(model):
+    """On questions of which the model gets some wrong."""
+    samples = measure.questions("mq", 1536, 6, seed=0)
+    right = measure.right_count(model, samples)
+    assert right / 6 == pytest.approx(evaluate.accuracy(model, samples)[1])
+    assert 0 < right < 6
+
+
+def test_interval():
+    low, high = measure.interval(90, 100)
+    assert (round(low, 3), round(high, 3)) == (0.826, 0.945)
+    assert measure.interval(100, 100)[0] == pytest.approx(0.963, abs=1e-3)
+    assert measure.interval(0, 100)[0] == 0
+
+
+def test_looks_counts_the_word_in_the_statement_asked_for(model, samples):
+    """Against the attention read directly, for the three words of one answer."""
+    sample = samples[0]
+    caches, _ = evaluate.prefill(model, sample.prompt_ids + sample.answer_ids)
+    start = sample.needles[0][0] + 4
+    last = len(sample.prompt_ids) - 1
+    assert len(set(sample.answer_ids)) == 3
+    mean = sum(caches[1].attention[:, last + i, start + i] for i in range(3)) / 3
+    looks = measure.looks(model, [sample])
+    assert looks.shape == (4, 4)
+    torch.testing.assert_close(looks[1], mean)
+
+
+def test_report_has_a_row_per_task(model):
+    table = measure.report(model, (64,), 2).splitlines()
+    assert len(table) == 2 + len(more_tasks.TITLES)
+    assert all(f"(`{name}`)" in row for name, row in zip(more_tasks.TITLES, table[2:], strict=True))
+    assert tasks.TASKS["niah"].title in table[2]
