@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import torch
 from cases import Bench, Case, Model, Planned, Target
 from kvpolicy.kernels import compact_layers as reference
-from kvpolicy.kernels.compact import compact
 from kvpolicy.kernels.compact_layers_triton import compact_layers
 from kvpolicy.kernels.rows_triton import put_rows, take_rows
 from kvpolicy.kernels.select import ABSENT
 from kvpolicy.kernels.select import top as torch_top
 from kvpolicy.kernels.table import TRITON
 
-OURS = "ours"
+OURS, TORCH = "ours", "torch, the reference"
 # Entries per layer and KV head, of how many; the size of the target.
 KEPT, NAMED = 2048, 32768
 
@@ -35,11 +34,11 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
 
 
-def prompt_of(model: Model, tokens: int, number: int) -> tuple[torch.Tensor, tuple, int]:
+def prompt_of(model: Model, tokens: int, number: int) -> tuple[torch.Tensor, tuple]:
     """A pool with a prompt of which so many entries per list are kept.
 
     Returns:
-        storage, what `compact_layers` takes beside it, and pages of a list.
+        storage, and what `compact_layers` takes beside it.
     """
     shape, device = model.shape, model.device
     per_list = -(-number // shape.kv_heads)
@@ -50,41 +49,23 @@ def prompt_of(model: Model, tokens: int, number: int) -> tuple[torch.Tensor, tup
     lists = torch.arange(shape.layers * shape.kv_heads, device=device)
     first = (lists * per_list).view(shape.layers, -1)
     inputs = (order[:tokens], some(model, tokens, number), order[tokens:], first)
-    return storage, inputs, per_list
+    return storage, inputs
 
 
 def _compaction(bench: Bench, tokens: int, number: int) -> Case:
     model, shape = bench.model, bench.model.shape
-    storage, inputs, per_list = prompt_of(model, tokens, number)
-    slots, kept, own, _ = inputs
-    padded = storage.shape[2]
-    rows = torch.arange(shape.layers, device=model.device) * (2 * padded)
-    pages = (own[:, None] + rows).flatten()
-    each = shape.kv_heads * per_list
-    entries, offset = storage.view(-1, shape.head_dim), padded * shape.kv_heads
-
-    def layer_by_layer() -> None:
-        for layer in range(shape.layers):
-            compact(
-                entries, slots, kept[layer], pages[layer * each : (layer + 1) * each],
-                key_base=2 * layer * offset, value_offset=offset,
-            )  # fmt: skip
-
+    storage, inputs = prompt_of(model, tokens, number)
     calls = {
         OURS: lambda: compact_layers(storage, *inputs),
-        "torch, all layers at once": lambda: reference.compact_layers(storage, *inputs),
-        "torch, layer by layer": layer_by_layer,
+        TORCH: lambda: reference.compact_layers(storage, *inputs),
     }
 
     def check() -> str:
         wanted = storage.clone()
         reference.compact_layers(wanted, *inputs)
         assert not torch.equal(bits(wanted), bits(storage)), "nothing was to be copied"
-        before = storage.clone()
-        for name in (OURS, "torch, layer by layer"):
-            storage.copy_(before)
-            calls[name]()
-            assert torch.equal(bits(storage), bits(wanted)), name
+        calls[OURS]()
+        assert torch.equal(bits(storage), bits(wanted)), OURS
         return "every bit of the pool as after the reference"
 
     # Each kept key and value is read once and written once.
@@ -98,7 +79,7 @@ def _compaction(bench: Bench, tokens: int, number: int) -> Case:
     return Case(
         "compaction", f"{number} per list, {shape.layers} layers", tokens, 1, calls, check,
         counted=counted, layers=shape.layers, prefill=True, targets=targets,
-        waits=("torch, all layers at once", "torch, layer by layer"),
+        waits=(TORCH,),
     )  # fmt: skip
 
 

@@ -114,7 +114,7 @@ def _scoring(bench: Bench, tokens: int, window: int, toy: bool) -> Case:
 
 def _compaction(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
     model = bench.model
-    storage, inputs, _ = prompt_of(model, tokens, number)
+    storage, inputs = prompt_of(model, tokens, number)
     call = partial(compact_layers, storage, *inputs)
     parts, tiles = ((64,), (16,)) if toy else ((1024, 4096, 16384), (8, 16, 32, 64))
     calls = _variants(call, part=parts, tile=tiles)

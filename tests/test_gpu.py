@@ -13,7 +13,6 @@ from kvpolicy.dsl.check import load
 from kvpolicy.dsl.ir import ModelShape
 from kvpolicy.dsl.library import shipped
 from kvpolicy.dsl.torch_program import TorchProgram
-from kvpolicy.kernels.compact import compact
 from kvpolicy.kernels.compact_layers import compact_layers
 from kvpolicy.kernels.decode_attention import decode_attention
 from kvpolicy.kernels.gather import gather
@@ -102,22 +101,6 @@ def test_paged_attention():
     wanted = paged_attention(*inputs, scale=0.125)
     got = paged_attention(*(x.cuda() for x in inputs), scale=0.125)
     torch.testing.assert_close(got.cpu(), wanted, atol=1e-5, rtol=1e-5)
-
-
-def test_compact():
-    generator = torch.Generator().manual_seed(0)
-    entries = torch.randn(512, 16, generator=generator)
-    slots = torch.randperm(100, generator=generator)[:50]
-    kept = torch.rand(2, 50, generator=generator) < 0.3
-    pages = 100 + torch.arange(28)
-    results = []
-    for device in ("cpu", "cuda"):
-        copy = entries.clone().to(device)
-        inputs = (x.to(device) for x in (slots, kept, pages))
-        compact(copy, *inputs, key_base=0, value_offset=256)
-        results.append(copy.cpu())
-    assert not torch.equal(results[0], entries)
-    assert torch.equal(*results)
 
 
 def test_paged_attention_over_separate_lists_with_lengths():

@@ -4,7 +4,6 @@ import pytest
 import torch
 from kvpolicy.kernels import compact_layers as reference
 from kvpolicy.kernels import compact_layers_triton
-from kvpolicy.kernels.compact import compact
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -64,20 +63,6 @@ def test_reference_equals_copying_one_by_one(layers, group, length, share):
     assert torch.equal(bits(got), bits(one_by_one(case)))
     changed = int((~got.isnan()).all(-1).sum()) - int((~case.storage.isnan()).all(-1).sum())
     assert changed == 2 * int(case.kept.sum())
-
-
-def test_equals_compact_layer_by_layer():
-    case = Case(3, 2, 4, 21, F32, 0.5)
-    storage = case.storage.clone()
-    layers, _, padded, group, size = storage.shape
-    rows = torch.arange(layers) * 2 * padded
-    pages = (case.private.long()[:, None] + rows).flatten()
-    for layer, first in enumerate(case.first_page[:, 0].tolist()):
-        compact(
-            storage.view(-1, size), case.prompt, case.kept[layer], pages[first:],
-            key_base=layer * 2 * padded * group, value_offset=padded * group,
-        )  # fmt: skip
-    assert torch.equal(bits(case.run(reference.compact_layers)), bits(storage))
 
 
 CASES = [

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from kvpolicy.kernels.compact import compact
+from kvpolicy.kernels.compact_layers import compact_layers
 from kvpolicy.kernels.place import place
 from kvpolicy.kernels.rounding import rounded
 
@@ -68,21 +68,20 @@ def test_full_pages_end_where_the_next_head_begins():
 
 
 @pytest.mark.parametrize("group", [1, 2, 3])
-def test_lays_entries_out_as_compact_does(group):
+def test_lays_entries_out_as_compaction_does(group):
     generator = torch.Generator().manual_seed(group)
     length, size = 21, 5
     rows = 4 * length
-    value_offset = rows * group
-    entries = torch.randn(2 * value_offset, size, generator=generator)
+    storage = torch.randn(1, 2, rows, group, size, generator=generator)
     slots = torch.randperm(2 * length, generator=generator)[:length]
-    kept = torch.rand(group, length, generator=generator) < 0.5
+    kept = torch.rand(1, group, length, generator=generator) < 0.5
     pages = 2 * length + torch.randperm(2 * length, generator=generator)
-    copies = entries.clone()
-    compact(copies, slots, kept, pages, key_base=0, value_offset=value_offset)
-    rows_of = slots[None] * group + torch.arange(group)[:, None]
-    k, v = entries[rows_of], entries[rows_of + value_offset]
-    place(entries, k, v, kept, pages, value_offset=value_offset)
-    assert torch.equal(entries, copies)
+    used = (kept.sum(2) + group - 1) // group
+    k, v = storage[0][:, slots].transpose(1, 2).clone()
+    copies = storage.clone()
+    compact_layers(copies, slots, kept, pages, used.cumsum(1) - used)
+    place(storage.view(-1, size), k, v, kept[0], pages, value_offset=rows * group)
+    assert torch.equal(storage, copies)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fake_allocator import Allocator, no_cache
 from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.kernels.compact import compact
+from kvpolicy.kernels.compact_layers import compact_layers
 from kvpolicy.kernels.paged_attention import paged_attention
 from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.arena import create_arena
@@ -147,15 +147,12 @@ def test_attention_is_that_over_the_restored_tensors(heads, kv_heads, dtype, sha
 
 def whole(pool, row, slots):
     """A request compressed without pairs: the first 30 tokens."""
-    arena, kept = pool.arena, torch.zeros(pool.arena.kv_heads, slots.numel(), dtype=torch.bool)
-    kept[:, :30] = True
+    arena = pool.arena
+    kept = torch.zeros(LAYERS, arena.kv_heads, slots.numel(), dtype=torch.bool)
+    kept[:, :, :30] = True
     private = pool.store.allocate(row, "b", 40, slots.numel(), no_cache)
     pool.store.fill(private, torch.full((LAYERS, arena.kv_heads), 30))
-    first = private.first_page[:, 0].tolist()
-    for layer in range(LAYERS):
-        bases = {"key_base": arena.key_base(layer), "value_offset": arena.value_offset}
-        target = arena.pages(private.slots)[first[layer] :]
-        compact(arena.entries, slots, kept, target, **bases)
+    compact_layers(arena.storage, slots, kept, private.slots, private.first_page)
     return private
 
 

@@ -8,7 +8,7 @@ from fake_allocator import Allocator, no_cache
 from host_waits import HostWaits
 from hypothesis import given
 from hypothesis import strategies as st
-from kvpolicy.kernels.compact import compact
+from kvpolicy.kernels.compact_layers import compact_layers
 from kvpolicy.kernels.paged_attention import paged_attention
 from kvpolicy.sglang_ext.arena import create_arena
 from kvpolicy.sglang_ext.lists import Lists
@@ -154,16 +154,7 @@ def test_compressed_requests_read_exactly_what_was_kept(heads, kv_heads, seed):
         kept[0, 0] = False  # a list may be empty
         private = store.allocate(row, "a", arena.most_slots(int(kept.sum())), prompt, no_cache)
         store.fill(private, kept.sum(2))
-        pages = arena.pages(private.slots)
-        for layer in range(layers):
-            compact(
-                arena.entries,
-                slots[:prompt],
-                kept[layer],
-                pages[int(private.first_page[layer, 0]) :],
-                key_base=arena.key_base(layer),
-                value_offset=arena.value_offset,
-            )
+        compact_layers(arena.storage, slots[:prompt], kept, private.slots, private.first_page)
         arena.storage[:, :, slots[:prompt]] = float("nan")  # freed
         table[row, :prompt] = 0
         privates.append(private)
