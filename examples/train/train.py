@@ -1,7 +1,7 @@
 """Train an embedded model from nothing, on a CPU.
 
     python examples/train/train.py                  # model-tiny, 20 minutes on one free core
-    python examples/train/train.py --recipe small   # model-small, see its MODEL.md
+    python examples/train/train.py --recipe small   # model-small, 15 minutes
     python examples/train/train.py --resume         # go on after Ctrl-C
 
 Steps, not minutes, decide what is trained, and every draw is seeded: the same machine gives the
@@ -124,7 +124,7 @@ SMALL = Recipe(
     unread_share=0.25,
     by_sequence=True,
     even_rows=True,
-    minutes=60,
+    minutes=15,
 )
 RECIPES = {"tiny": TINY, "small": SMALL}
 
