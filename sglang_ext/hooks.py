@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -173,14 +174,17 @@ def _start(runtime: Runtime, scheduler: Any) -> None:
         for policy in runtime.policies:
             page_size = runtime.store.allocator.page_size
             served = Served(policy, policy.bind(shape), runtime.arena, page_size)
+            started = time.perf_counter()
+            served.warm()
             runtime.served[policy.name] = served
             params = ", ".join(f"{k}={_shown(v)}" for k, v in served.bound.params.items())
             logger.info(
-                "KV-cache policy %s (%s): %s. digest=%s",
+                "KV-cache policy %s (%s): %s. digest=%s, ready in %.1f s",
                 policy.name,
                 policy.path,
                 params or "no parameters",
                 served.bound.digest[:12],
+                time.perf_counter() - started,
             )
         if any(served.bound.propagates for served in runtime.served.values()):
             layers.wrap(runtime, scheduler.tp_worker.model_runner)

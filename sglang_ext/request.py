@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.dsl.bind import Bound
+from kvpolicy.dsl.torch_kernels import Slots
 from kvpolicy.dsl.torch_program import TorchProgram
 from kvpolicy.sglang_ext import propagation, share
 from kvpolicy.sglang_ext.arena import Arena
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _ATTRIBUTE = "kv_policy_state"
 _LONG = 1 << 20  # a prompt for which a bounded policy surely drops something
 _MANY = 1024  # output tokens during which entries surely may leave
+_WARM = 256  # tokens of a prompt that needs every kernel generated for a policy
 
 # Why a request is served in full; the label `reason` of the metric.
 SHORT_PROMPT = "short_prompt"  # the budget holds the whole prompt
@@ -60,6 +62,12 @@ class Served:
         self.tail = lru_cache(maxsize=4096)(self._tail)
         self.plan = lru_cache(maxsize=4096)(lambda prompt: propagation.plan(bound, prompt))
         self._bounded = bound.max_entries(_LONG) < self._everything(_LONG)
+
+    def warm(self) -> None:
+        """Compiles the kernels generated for the policy before a request waits for them."""
+        storage = self._arena.storage
+        slots = torch.arange(min(_WARM, storage.shape[2]), device=storage.device)
+        self.program.warm(*(Slots(pool, slots) for pool in storage[0]))
 
     def _tail(self, prompt: int) -> int:
         """Last queries of a prompt that are read by themselves, not only in sums over all."""

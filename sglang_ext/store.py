@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 from kvpolicy.sglang_ext.arena import Arena
+from kvpolicy.sglang_ext.host import to_device
 from kvpolicy.sglang_ext.share import Shared
 from kvpolicy.sglang_ext.streams import Streams
 from kvpolicy.sglang_ext.tables import DeviceTables
@@ -193,8 +194,8 @@ class Store:
         private.laid_out = counts.tolist()
         used = ((counts + page - 1) // page).flatten()
         first_page = (used.cumsum(0) - used).view(counts.shape)
-        private.counts = counts.to(device, torch.int32, non_blocking=True)
-        private.first_page = first_page.to(device, torch.int32, non_blocking=True)
+        private.counts = to_device(counts, torch.int32, device)
+        private.first_page = to_device(first_page, torch.int32, device)
         slots = self.whole_pages(self.arena.slots_for(int(used.sum())))
         if private.slots.numel() > slots:
             self._give_back(private, keep=slots)

@@ -83,8 +83,9 @@ def same(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     """Answers and facts of prompts together, by kernels; and how often kernels were called."""
     policies, lengths = flags.pop("policies"), flags.pop("lengths")
     output = flags.pop("output")
+    called = _count_calls()
     driver = start(model, policies, flags)
-    called = _count_calls(driver)
+    at_start = dict(called)
     for policy in policies:
         for i, length in enumerate(lengths):
             tokens = prompt(length, i)
@@ -95,10 +96,11 @@ def same(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     for rid, answer in driver.answers.items():
         facts = {k: v for k, v in answer.facts.items() if k != "compression_seconds"}
         answers[rid] = {"tokens": answer.tokens, "facts": facts}
-    return {"answers": answers, "called": called, **driver.left_over()}
+    counts = {"called": called, "called at start": at_start}
+    return {"answers": answers, **counts, **driver.left_over()}
 
 
-def _count_calls(driver: Driver) -> dict[str, int]:
+def _count_calls() -> dict[str, int]:
     """Counts the calls of what is compiled (or interpreted) by Triton, by kernel."""
     import triton
 
