@@ -9,11 +9,15 @@ from kvpolicy.dsl.ir import Node, When
 from kvpolicy.dsl.kernel_values import written_window
 from kvpolicy.dsl.lower import ELEMENTWISE, REDUCTIONS
 from kvpolicy.dsl.regions import Bundle, Regions
+from kvpolicy.dsl.torch_combination import is_combination
 from kvpolicy.dsl.torch_direct import Direct
+from kvpolicy.dsl.torch_share import side_of_share
 from kvpolicy.dsl.traverse import nodes_of
 from kvpolicy.dsl.written import written
 
 _TENSORS = frozenset(("attn", "logits", "key", "value"))
+# What `torch_kernels` names; merges and shares besides.
+_BY_HAND = frozenset(("top", "fill", "split", "cascade"))
 _LONGEST = 88
 
 
@@ -39,13 +43,23 @@ def reasons(found: Regions, bound: Bound) -> Iterator[str]:
     for name, reason in found.reasons.items():
         yield f"torch   {_short(known[name])}: {reason}"
     rest = {node.op for node in found.left() if node.when >= When.LAYER}
-    names = sorted(rest - ELEMENTWISE - REDUCTIONS - _TENSORS - {"state", "before"})
-    if names:
-        yield f"torch   on small tensors: {', '.join(names)}"
+    names = rest - ELEMENTWISE - REDUCTIONS - _TENSORS - {"state", "before"}
+    for head, chosen in (("kernel  hand-written,", names & _BY_HAND), ("torch  ", names - _BY_HAND)):
+        if chosen:
+            yield f"{head} on small tensors: {', '.join(sorted(chosen))}"
+    if bound.rules.merge is not None:
+        yield "kernel  hand-written: merge, of the rows that are dropped into those that receive them"
     if bound.share is not None:
-        yield "torch   share: directions and lengths of two layers' vectors"
+        yield _share(bound)
     if any(node.op in _TENSORS for node in bound.decode_nodes()):
         yield "torch   decode steps, whose KV heads may hold different entries"
+
+
+def _share(bound: Bound) -> str:
+    direction = bound.share.direction
+    if is_combination(direction, side_of_share):
+        return "kernel  hand-written: share, of directions as sums of two layers' vectors"
+    return f"torch   share: {_short(direction)}: it is no sum of two layers' vectors"
 
 
 def _pass(bundle: Bundle) -> str:

@@ -20,6 +20,50 @@ from kvpolicy.dsl.torch_values import Value, as_tensor, filled
 _ONE, _ZERO = Value(1.0, finite=True), Value(0.0, finite=True)
 
 
+Side = Callable[[Node], int | None]
+
+
+def is_combination(node: Node, side: Side) -> bool:
+    """Whether a vector is a sum of both, whatever they hold.
+
+    Args:
+        side: as of `Combinations`.
+    """
+
+    def number(each: Node) -> bool:
+        return "dim" not in each.type.axes
+
+    def vector(each: Node) -> bool:
+        return is_combination(each, side)
+
+    if number(node) or node.type.absent:
+        return False
+    if side(node) is not None:
+        return True
+    match node.op:
+        case "negate" | "add" | "subtract":
+            return all(vector(each) for each in node.args)
+        case "multiply" | "divide":
+            x, y = node.args
+            turned = node.op == "multiply" and number(x) and vector(y)
+            return turned or (vector(x) and number(y))
+        case "choose":
+            x, condition, y = node.args
+            return vector(x) and number(condition) and vector(y)
+    return False
+
+
+def is_product(node: Node, side: Side) -> bool:
+    """Whether a node is an inner product of two sums of both."""
+    if node.op != "sum" or node.axes != ("dim",):
+        return False
+    inside = node.args[0]
+    if inside.op == "power":
+        by = inside.args[1]
+        return by.op == "number" and by.value == 2 and is_combination(inside.args[0], side)
+    return inside.op == "multiply" and all(is_combination(x, side) for x in inside.args)
+
+
 @dataclass(frozen=True)
 class Combination:
     """a * first + b * second; values without the axis `dim`, None for 0."""
@@ -44,53 +88,43 @@ class Combinations:
     """
 
     evaluation: Evaluation
-    side: Callable[[Node], int | None]
+    side: Side
     inner: Callable[[], Sequence[Value]]
     _made: Sequence[Value] | None = None
-    _known: dict[int, Combination | None] = field(default_factory=dict)
+    _known: dict[int, Combination] = field(default_factory=dict)
 
     def prepare(self, nodes: Iterable[Node]) -> None:
         """Makes the inner products among some nodes, arguments first, known to the evaluation."""
         for node in nodes:
-            if node.op == "sum" and node.axes == ("dim",):
-                found = self._product(node.args[0])
-                if found is not None:
-                    self.evaluation.known[id(node)] = found
+            if is_product(node, self.side):
+                self.evaluation.known[id(node)] = self._product(node.args[0])
 
     def weights(self, node: Node) -> tuple[Value, Value] | None:
         """a and b of a vector; None where it is not of this kind."""
+        if not is_combination(node, self.side):
+            return None
         found = self._vector(node)
-        return None if found is None else (found.a or _ZERO, found.b or _ZERO)
+        return found.a or _ZERO, found.b or _ZERO
 
-    def _vector(self, node: Node) -> Combination | None:
+    def _vector(self, node: Node) -> Combination:
         if id(node) not in self._known:
             self._known[id(node)] = self._find(node)
         return self._known[id(node)]
 
-    def _find(self, node: Node) -> Combination | None:
-        if "dim" not in node.type.axes or node.type.absent:
-            return None
+    def _find(self, node: Node) -> Combination:
         side = self.side(node)
         if side is not None:
             return Combination(None, _ONE) if side else Combination(_ONE, None)
         if node.op == "choose":
             return self._chosen(node)
-        if node.op not in ("negate", "add", "subtract", "multiply", "divide"):
-            return None
-        parts = [self._vector(each) for each in node.args]
-        if node.op in ("add", "subtract"):
-            return None if None in parts else self._joined(node, *parts)
+        x, *rest = node.args
         if node.op == "negate":
-            return parts[0] and parts[0].each(lambda x: self._call(node, x))
-        if node.op == "multiply" and parts[0] is None:
-            return self._scaled(node, parts[1], node.args[0])
-        return self._scaled(node, parts[0], node.args[1])
-
-    def _scaled(self, node: Node, vector: Combination | None, by: Node) -> Combination | None:
-        if vector is None or "dim" in by.type.axes:
-            return None
+            return self._vector(x).each(lambda value: self._call(node, value))
+        if node.op in ("add", "subtract"):
+            return self._joined(node, self._vector(x), self._vector(*rest))
+        vector, by = (x, *rest) if "dim" in x.type.axes else (*rest, x)
         number = self.evaluation.value(by)
-        return vector.each(lambda x: self._call(node, x, number))
+        return self._vector(vector).each(lambda value: self._call(node, value, number))
 
     def _joined(self, node: Node, x: Combination, y: Combination) -> Combination:
         def both(one: Value | None, other: Value | None) -> Value | None:
@@ -100,26 +134,19 @@ class Combinations:
 
         return Combination(both(x.a, y.a), both(x.b, y.b))
 
-    def _chosen(self, node: Node) -> Combination | None:
+    def _chosen(self, node: Node) -> Combination:
         x, y = self._vector(node.args[0]), self._vector(node.args[2])
-        if x is None or y is None or "dim" in node.args[1].type.axes:
-            return None
         condition = self.evaluation.value(node.args[1])
         pairs = ((x.a, y.a), (x.b, y.b))
         return Combination(
             *(self._call(node, one or _ZERO, condition, other or _ZERO) for one, other in pairs)
         )
 
-    def _product(self, node: Node) -> Value | None:
-        """The inner product of two vectors; None where they are not of this kind."""
-        if node.op == "power" and node.args[1].op == "number" and node.args[1].value == 2:
-            x = y = self._vector(node.args[0])
-        elif node.op == "multiply":
-            x, y = (self._vector(each) for each in node.args)
-        else:
-            return None
-        if x is None or y is None:
-            return None
+    def _product(self, node: Node) -> Value:
+        """The inner product of two vectors."""
+        x = y = self._vector(node.args[0])
+        if node.op == "multiply":
+            y = self._vector(node.args[1])
         if self._made is None:
             self._made = self.inner()
         own, cross, other = self._made

@@ -64,7 +64,8 @@ def shared(
     return Shared(made["key"][0], made["value"][0], made["key"][1], made["value"][1])
 
 
-def _side(node: Node) -> int | None:
+def side_of_share(node: Node) -> int | None:
+    """0 for the vectors of the layer below, 1 for those of this one."""
     return ("below", "own").index(node.value) if node.op == "special" else None
 
 
@@ -84,7 +85,7 @@ def _one(
         inner = kernels["gram"](vectors["below"], vectors["own"])
         finite = inner.isfinite().all()
         products = [Value(x, _AXES) for x in inner]
-        combinations = Combinations(evaluation, _side, lambda: products)
+        combinations = Combinations(evaluation, side_of_share, lambda: products)
         combinations.prepare(nodes_of([direction, exceptions]))
         weights = combinations.weights(direction)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from kvpolicy.dsl.check import load
@@ -70,11 +71,13 @@ def test_explain_says_what_becomes_a_kernel(model, capsys):
     text = explained(capsys, model, "lava")
     assert "two passes over the keys, values read once, for recent(32)" in text
     assert "kernel  sum[dim](abs(value))" in text
-    assert "torch   on small tensors: fill, missing, position, remaining, top" in text
+    assert "kernel  hand-written, on small tensors: fill, top" in text
+    assert "torch   on small tensors: missing, position, remaining" in text
     text = explained(capsys, model, "h2o")
     assert "kernel  sum[group, query](attn(new))" in text
     assert "torch   decode steps, whose KV heads may hold different entries" in text
-    assert "torch   share: directions" in explained(capsys, model, "minicache")
+    assert "kernel  hand-written: share, of directions" in explained(capsys, model, "minicache")
+    assert "kernel  hand-written: merge, of the rows" in explained(capsys, model, "d2o")
 
 
 def test_explain_says_why_not(model, capsys, tmp_path):
@@ -86,7 +89,17 @@ def test_explain_says_why_not(model, capsys, tmp_path):
     text = explained(capsys, model, str(path))
     expected = "torch   score: sum[group, query](floor(9 * attn(recent(5)))): `floor` has no kernel"
     assert expected in text
-    assert "kernel " not in text
+    assert re.search("kernel  (?!hand)", text) is None
+
+
+def test_explain_says_why_directions_are_not_shared_by_kernels(model, capsys, tmp_path):
+    path = tmp_path / "a-test.yaml"
+    path.write_text(
+        "policy: a-test\nlanguage: 1\nabout: a test\n"
+        "share: {when: layer % 2 == 1, direction: 'below * own'}\n"
+    )
+    text = explained(capsys, model, str(path))
+    assert "torch   share: (below * own): it is no sum of two layers' vectors" in text
 
 
 @pytest.mark.parametrize(
