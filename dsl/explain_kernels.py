@@ -44,11 +44,11 @@ def reasons(found: Regions, bound: Bound) -> Iterator[str]:
         yield f"torch   {_short(known[name])}: {reason}"
     rest = {node.op for node in found.left() if node.when >= When.LAYER}
     names = rest - ELEMENTWISE - REDUCTIONS - _TENSORS - {"state", "before"}
-    for head, chosen in (("kernel  hand-written,", names & _BY_HAND), ("torch  ", names - _BY_HAND)):
+    for by, chosen in (("kernel  hand-written,", names & _BY_HAND), ("torch  ", names - _BY_HAND)):
         if chosen:
-            yield f"{head} on small tensors: {', '.join(sorted(chosen))}"
+            yield f"{by} on small tensors: {', '.join(sorted(chosen))}"
     if bound.rules.merge is not None:
-        yield "kernel  hand-written: merge, of the rows that are dropped into those that receive them"
+        yield "kernel  hand-written: merge, of the rows that are dropped into those that stay"
     if bound.share is not None:
         yield _share(bound)
     if any(node.op in _TENSORS for node in bound.decode_nodes()):
