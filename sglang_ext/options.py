@@ -116,7 +116,7 @@ def export(arguments: Namespace) -> None:
         values = getattr(arguments, option, None)
         if not values:
             continue
-        flag = "--" + option.replace("_", "-")
+        flag = _flag(option)
         if option == "kv_policy":
             values = [os.path.abspath(value) for value in values]
         for value in values:
@@ -127,18 +127,21 @@ def export(arguments: Namespace) -> None:
     if most is not None:
         os.environ[ONE_PIECE_VARIABLE] = most
         one_piece(None)
-    interval = getattr(arguments, "kv_policy_fold_interval", None)
-    if interval is not None:
-        os.environ[INTERVAL_VARIABLE] = interval
-        fold_interval()
+    for option, variable, check in (
+        ("kv_policy_fold_interval", INTERVAL_VARIABLE, fold_interval),
+        ("kv_policy_kernels", KERNELS_VARIABLE, kernels),
+    ):
+        value = getattr(arguments, option, None)
+        if value is None:
+            continue
+        os.environ[variable] = value
+        check()
         if not requested()[0]:
-            raise Refused(f"--kv-policy-fold-interval {interval}: there is no --kv-policy")
-    chosen = getattr(arguments, "kv_policy_kernels", None)
-    if chosen is not None:
-        os.environ[KERNELS_VARIABLE] = chosen
-        kernels()
-        if not requested()[0]:
-            raise Refused(f"--kv-policy-kernels {chosen}: there is no --kv-policy")
+            raise Refused(f"{_flag(option)} {value}: there is no --kv-policy")
+
+
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")
 
 
 def requested() -> tuple[list[str], list[str]]:
