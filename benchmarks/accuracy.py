@@ -6,7 +6,6 @@ by token. The same seeded questions for all, so differences are paired.
 
 from __future__ import annotations
 
-import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "train"))
+import evaluate
 import tasks
 from serving import Server, serve
 from shipped import held, lists_of, settings
@@ -44,10 +44,8 @@ def run(server: Server, samples: list, policy: str, options) -> dict:
 
 def interval(right: list[int]) -> str:
     """Accuracy in percent with its 95 % Wilson interval."""
-    n, p, z = len(right), float(np.mean(right)), 1.96
-    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return f"{100 * p:.0f} ({100 * max(0, centre - half):.0f}-{100 * min(1, centre + half):.0f})"
+    low, high = evaluate.interval(sum(right), len(right))
+    return f"{100 * float(np.mean(right)):.0f} ({100 * low:.0f}-{100 * high:.0f})"
 
 
 def main() -> None:

@@ -14,7 +14,8 @@ Letters: L layers, H query heads, G KV heads, N cached tokens, T new tokens, D h
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -185,15 +186,29 @@ def compressed_report(model: Llama, length: int, count: int, share: float, seed:
     return "\n".join(lines)
 
 
-def main() -> None:
+def interval(right: int, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share."""
+    z, share = 1.96, right / count
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count**2)) / (1 + z * z / count)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def arguments(about: str, model: Path, lengths: Sequence[int]) -> argparse.ArgumentParser:
+    """Options of every measurement of an embedded model."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="prompt tokens")
+    parser.add_argument("--model", type=Path, default=model)
+    parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="prompt tokens")
     parser.add_argument("--count", type=int, default=100, help="questions per task and length")
-    parser.add_argument("--kept", type=float, help="share of a 512-token prompt to keep")
     parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def main() -> None:
+    parser = arguments(__doc__, MODEL, LENGTHS)
+    parser.add_argument("--kept", type=float, help="share of a 512-token prompt to keep")
     options = parser.parse_args()
     torch.set_num_threads(1)
     model = export.read(options.model)

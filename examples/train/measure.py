@@ -11,8 +11,6 @@ Letters: L layers, H query heads, G KV heads, N cached tokens, D head size.
 
 from __future__ import annotations
 
-import argparse
-import math
 from pathlib import Path
 
 import evaluate
@@ -22,12 +20,12 @@ import numpy as np
 import tasks
 import torch
 import torch.nn.functional as F
+from evaluate import BATCH_TOKENS, interval
 from model import Llama, rotary_tables
 from torch import Tensor
 
 MODEL = Path(__file__).parents[1] / "model-small"
 LENGTHS = (128, 256, 512, 1024, 2048)
-BATCH_TOKENS = 16384
 LOOKED_AT = ("niah", "mk", "mq", "mv", "vt", "hop", "kv")
 
 
@@ -86,14 +84,6 @@ def right_count(model: Llama, samples: list[tasks.Sample]) -> int:
     return sum(more_tasks.right(s, a) for s, a in zip(samples, said, strict=True))
 
 
-def interval(right: int, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share."""
-    z, share = 1.96, right / count
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count**2)) / (1 + z * z / count)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
 def report(model: Llama, lengths: tuple[int, ...], count: int, seed: int = 0) -> str:
     """A Markdown table: right answers in percent, and their interval, by task and length."""
     lines = ["| task | " + " | ".join(map(str, lengths)) + " |", "|---|" + "---:|" * len(lengths)]
@@ -138,14 +128,8 @@ def looks_report(model: Llama, length: int, count: int, seed: int = 0) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="prompt tokens")
-    parser.add_argument("--count", type=int, default=100, help="questions per task and length")
+    parser = evaluate.arguments(__doc__, MODEL, LENGTHS)
     parser.add_argument("--looks", type=int, help="prompt length of the table of attentions")
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
     model = export.read(options.model)
