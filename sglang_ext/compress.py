@@ -76,7 +76,7 @@ def _copy(
         kernels.compact_layers(arena.storage, slots, kept, private.slots, private.first_page)
         return
     pages = arena.pages(private.slots)
-    for layer, start in enumerate(first_pages(counts)):
+    for layer, start in enumerate(private.layer_starts):
         k, v = arena.storage[layer][:, slots].transpose(1, 2)  # each [G, N, D]
         if bound.rules.merge is not None:
             most = run.there(layer).numel() - int(counts[layer].min())
@@ -87,13 +87,6 @@ def _copy(
             k = runtime.rotary.move(k, shift, kernels.rotate)
         own = pages[start:]
         kernels.place(arena.entries, k, v, kept[layer], own, value_offset=arena.value_offset)
-
-
-def first_pages(counts: torch.Tensor) -> list[int]:
-    """Each layer's first page in a request's pages, from [L, G] entries on the host."""
-    page = counts.shape[1]
-    used = ((counts + page - 1) // page).sum(dim=1)
-    return (used.cumsum(0) - used).tolist()
 
 
 class timed:

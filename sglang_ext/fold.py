@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvpolicy.kernels.rounding import rounded
 from kvpolicy.sglang_ext import compat
-from kvpolicy.sglang_ext.compress import first_pages
 from kvpolicy.sglang_ext.host import to_host
 from kvpolicy.sglang_ext.request import State
 
@@ -137,16 +136,15 @@ class Fold:
         if not store.grow(state.private, store.slots_for(counts), runtime.evict):
             raise RuntimeError(f"request {self._request.rid}: the slots for its fold are gone")
         store.fill(state.private, counts)
-        self._write(counts)
+        self._write()
         state.folded += 1
         state.dropped += dropped
         seconds = self._seconds + time.perf_counter() - started
         runtime.finished_fold(self._request, state, seconds)
 
-    def _write(self, counts: torch.Tensor) -> None:
-        """Write what stays; counts: [L, G] on the host."""
+    def _write(self) -> None:
         private, arena = self._state.private, self._runtime.arena
         place, offset = self._state.served.kernels.place, arena.value_offset
         pages = arena.pages(private.slots)
-        for rows, start in zip(self._layers, first_pages(counts), strict=True):
+        for rows, start in zip(self._layers, private.layer_starts, strict=True):
             place(arena.entries, rows.k, rows.v, rows.kept, pages[start:], value_offset=offset)

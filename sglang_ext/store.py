@@ -43,6 +43,7 @@ class Private:
         counts: [L, G] int32 entries of each (layer, KV head); None until they are written.
         first_page: [L, G] int32, index of the list's first page among the request's pages.
         laid_out: per layer and KV head, entries that the pages hold.
+        layer_starts: per layer, `first_page` of its first list, for the host.
         tail_start: position from which entries lie in ordinary slots: what was there when the
             copy was last written. Of these slots the request may own some before that position:
             the boundary of ownership is a multiple of SGLang's page size.
@@ -56,6 +57,7 @@ class Private:
     counts: torch.Tensor | None = None
     first_page: torch.Tensor | None = None
     laid_out: list[list[int]] | None = None
+    layer_starts: list[int] | None = None
     shared: Shared | None = None
 
     @property
@@ -194,6 +196,7 @@ class Store:
         private.laid_out = counts.tolist()
         used = ((counts + page - 1) // page).flatten()
         first_page = (used.cumsum(0) - used).view(counts.shape)
+        private.layer_starts = first_page[:, 0].tolist()
         private.counts = to_device(counts, torch.int32, device)
         private.first_page = to_device(first_page, torch.int32, device)
         slots = self.whole_pages(self.arena.slots_for(int(used.sum())))
