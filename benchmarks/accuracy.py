@@ -14,11 +14,10 @@ import numpy as np
 import report
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "train"))
 import evaluate
 import tasks
-from serving import Server, serve
+from kvpolicy.evaluation.serving import Server, serve
 from shipped import held, lists_of, settings
 
 TASKS = {"niah": "single needle", "mk": "multi-key needle", "mq": "multi-query, 3 of 24"}

@@ -7,16 +7,13 @@ this run. The number at once is what SGLang itself prints for its decode batches
 from __future__ import annotations
 
 import re
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import report
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from serving import serve
+from kvpolicy.evaluation.serving import serve
 
 DECODE_BATCH = re.compile(r"Decode batch, #running-req: (\d+)")
 

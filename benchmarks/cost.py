@@ -8,17 +8,13 @@ start of the first forward to the first token.
 from __future__ import annotations
 
 import argparse
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import report
+from kvpolicy.evaluation.serving import Server, serve
 from shipped import settings
 from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from serving import Server, serve
 
 POLICIES = ("snapkv", "adakv", "pyramidkv", "lava", "dynamickv", "simlayerkv-prefill")
 HEADER = (

@@ -8,16 +8,12 @@ folds as the interval says, and as many entries dropped as came in beyond the bu
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
 import numpy as np
 import report
 from cost import batch, times
+from kvpolicy.evaluation.serving import Server, serve
 from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from serving import Server, serve
 
 # How each policy is told to keep so many entries per layer and KV head.
 SETTINGS = {

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 import tempfile
 from pathlib import Path
 
@@ -22,9 +21,7 @@ from soak import leaked
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from serving import Server, serve
+from kvpolicy.evaluation.serving import Server, serve
 
 STEP = re.compile(
     r"Decode batch, #running-req: 1, #token: (\d+), .*throughput \(token/s\): ([\d.]+)"

@@ -6,17 +6,12 @@ after its last token, as a share of what stock SGLang holds then; the times are 
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import report
 from cost import batch, times
+from kvpolicy.evaluation.serving import Server, serve
 from shipped import held, lists_of, settings
 from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from serving import Server, serve
 
 HEADER = (
     "policy",

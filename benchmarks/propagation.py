@@ -8,17 +8,14 @@ takes the time. The count of operations is of matrix products and attention, sco
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import report
+from kvpolicy.evaluation.serving import Server, serve
 from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from serving import Server, serve
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,10 @@ import report
 import requests
 from kvpolicy.dsl.check import load
 from kvpolicy.dsl.library import read_source
+from kvpolicy.evaluation.serving import Server, has_gpu, serve
 from serving_report import STOCK, text
 from shipped import held, lists_of, settings
 from tqdm import tqdm
-
-# The launcher of the examples has this file's name, so it comes first.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from serving import Server, has_gpu, serve
 
 POLICIES = "snapkv,adakv,lava,streamingllm"
 DECODE_BATCH = re.compile(r"Decode batch, #running-req: (\d+)")

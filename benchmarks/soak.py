@@ -13,15 +13,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import report
 import requests
+from kvpolicy.evaluation.serving import Server, serve
 from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from serving import Server, serve
 
 CHECKS = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2",

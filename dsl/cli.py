@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -22,13 +22,19 @@ _MODULES = {"test": "policy_tests"}
 _FILE = "path of a policy, or the name of a shipped one"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit code."""
+def main(arguments: Sequence[str] | None = None, more: Mapping[str, Command] | None = None) -> int:
+    """Runs a command; returns the exit code.
+
+    Args:
+        arguments: words of the command line; None: those of the process.
+        more: commands of other folders, by name.
+    """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    args = _parser(arguments[0] if arguments else "").parse_args(arguments)
+    commands = {**COMMANDS, **(more or {})}
+    args = _parser(arguments[0] if arguments else "", commands).parse_args(arguments)
     try:
         code = args.command(args)
         sys.stdout.flush()
@@ -328,14 +334,14 @@ COMMANDS = {
 }
 
 
-def _parser(chosen: str) -> argparse.ArgumentParser:
+def _parser(chosen: str, known: Mapping[str, Command]) -> argparse.ArgumentParser:
     """The parser of the chosen command alone, which is quicker, or of all."""
     parser = argparse.ArgumentParser(
         prog="kvpolicy", description="KV-cache policies for SGLang, written in YAML."
     )
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
-    for name in [chosen] if chosen in COMMANDS else COMMANDS:
-        command = COMMANDS[name]
+    for name in [chosen] if chosen in known else known:
+        command = known[name]
         below = commands.add_parser(name, help=command.help)
         command.arguments(below)
         below.set_defaults(command=command.run)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from serving import ServerFailed, serve
+from kvpolicy.evaluation.serving import ServerFailed, serve
 
 sys.path.insert(0, str(Path(__file__).parent / "train"))
 import tasks

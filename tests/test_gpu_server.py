@@ -6,14 +6,11 @@ same half precision; where the tokens agree, their log-probabilities do.
 
 import random
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from serving import serve
+from kvpolicy.evaluation.serving import serve
 
 pytestmark = [
     pytest.mark.gpu,

@@ -25,7 +25,7 @@ def wheel(tmp_path_factory):
 
 def test_wheel_holds_every_module_and_policy(wheel):
     names = set(wheel.namelist())
-    for folder in ("dsl", "kernels", "sglang_ext"):
+    for folder in ("dsl", "evaluation", "kernels", "sglang_ext"):
         for path in (ROOT / folder).glob("*.py"):
             assert f"kvpolicy/{folder}/{path.name}" in names
     for path in (ROOT / "policies").glob("*.yaml"):
@@ -46,7 +46,7 @@ def test_entry_points():
 
 def test_subpackages_are_listed():
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    for folder in ("dsl", "kernels", "sglang_ext"):
+    for folder in ("dsl", "evaluation", "kernels", "sglang_ext"):
         for path in (ROOT / folder).rglob("*.py"):
             package = "kvpolicy." + ".".join(path.parent.relative_to(ROOT).parts)
             assert package in config["packages"], f"add {package} to pyproject.toml"

@@ -288,7 +288,7 @@ def test_answers_do_not_depend_on_what_else_happens(scenario, env, flags):
 
 @server
 def test_logprobs_and_metrics_of_a_server(model):
-    from serving import serve
+    from kvpolicy.evaluation.serving import serve
 
     path = str(ROOT / "policies" / "fastkv.yaml")
     ids = [3 + 7 * n % 490 for n in range(200)]

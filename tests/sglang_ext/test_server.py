@@ -29,7 +29,7 @@ def server(model):
     """Serves snapkv (default, 48 of every list), sinks-recent with a budget for everything, and h2o
     (32 of every list, also while decoding).
     """
-    from serving import serve
+    from kvpolicy.evaluation.serving import serve
 
     settings = ["snapkv.capacity=48", "snapkv.window=16", "sinks-recent.capacity=4096"]
     settings += ["h2o.heavy=20", "h2o.window=12"]
@@ -41,7 +41,7 @@ def server(model):
 @pytest.fixture(scope="module")
 def stock(model):
     """Greedy answers of a server without the plugin."""
-    from serving import serve
+    from kvpolicy.evaluation.serving import serve
 
     with serve(model, sleep_on_idle=True, env={"SGLANG_PLUGINS": "cpu_torch"}) as server:
         assert "kvpolicy" not in server.log_text()

@@ -2,7 +2,7 @@
 
 Used by the demo, the tests and the benchmarks, and a fair start for scripts of one's own:
 
-    from serving import serve
+    from kvpolicy.evaluation.serving import serve
     with serve("examples/model-tiny", policies=["policies/snapkv.yaml"]) as server:
         print(server.generate(text="...", max_new_tokens=8)["text"])
 """

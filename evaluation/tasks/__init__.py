@@ -1,0 +1,1 @@
+"""The tasks of `kvpolicy eval`, one file each."""
