@@ -1,0 +1,144 @@
+"""What `kvpolicy eval` measures through a server is what a plain model in a loop measures.
+
+The plain model (tests/reference/eager.py) is float64, takes what a policy keeps from the
+interpreter, and shares no code with what is served. Here it also turns the questions' words into
+ids, and its answers are judged here; it shares with `eval` the samples and the policy files alone.
+"""
+
+import math
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from kvpolicy.evaluation import records
+
+pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
+pytestmark = pytest.mark.server
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "examples" / "model-small"
+sys.path[:0] = [str(ROOT / "tests" / "reference"), str(ROOT / "examples" / "train")]
+
+TASKS, LENGTH, SAMPLES, SEED = ("mk", "kv"), 256, 20, 0
+# A quarter of 256 tokens. `eval` finds the settings from the budget; here they are written down.
+SETTINGS = {
+    "none": None,
+    "snapkv": {"capacity": "64", "window": "8"},
+    "lava": {"capacity": "64", "window": "8"},
+    "sinks-recent": {"capacity": "64"},
+}
+# Where the best two logits are closer than this, sums in another order may choose the other one.
+TIE = 1e-3
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one side said of a question, whether it is right, and how clearly (smallest gap)."""
+
+    text: str
+    right: bool
+    gap: float = math.inf
+
+
+Answers = dict[tuple[str, int], Answer]
+"""By task and index."""
+
+
+def judged(text: str, expected: list[str], gap: float = math.inf) -> Answer:
+    """Right is an answer that begins with the words that are expected."""
+    words = " ".join(expected).split()
+    return Answer(text, text.split()[: len(words)] == words, gap)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory) -> dict[str, Answers]:
+    """Answers by policy, as `kvpolicy eval` has written them down."""
+    out = tmp_path_factory.mktemp("eval")
+    policies = [word for name in SETTINGS for word in ("--policy", name)]
+    windows = [w for name in ("snapkv", "lava") for w in ("--set", f"{name}.window=8")]
+    sizes = ["--tasks", ",".join(TASKS), "--lengths", f"{LENGTH}", "--samples", f"{SAMPLES}"]
+    command = [sys.executable, "-P", "-m", "kvpolicy.evaluation.cli", "eval", *policies, *windows]
+    command += [*sizes, "--budget", "0.25", "--seed", f"{SEED}", "--model", str(MODEL)]
+    done = subprocess.run(
+        [*command, "--out", str(out)], capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Answers] = {name: {} for name in SETTINGS}
+    for record in records.read(out / "samples.jsonl"):
+        answer = judged(record.answer, record.expected)
+        assert answer.right == (record.score == 1), record
+        found[record.policy][record.task, record.index] = answer
+    return found
+
+
+@pytest.fixture(scope="module")
+def questions() -> dict[tuple[str, int], tuple[list[int], list[str], int]]:
+    """Ids of the prompt, the items expected and the most tokens, of the same seeds."""
+    import words
+    from kvpolicy.evaluation import catalog
+
+    ids = {word: i for i, word in enumerate(words.VOCABULARY)}
+    found = {}
+    for task in TASKS:
+        for index in range(SAMPLES):
+            sample = catalog.sample(
+                task,
+                form="embedded",
+                length=LENGTH,
+                index=index,
+                seed=SEED,
+                count=lambda text: 1 + len(text.split()),
+            )
+            [turn] = sample.turns
+            prompt = [ids["<s>"], *(ids[w] for w in (sample.context + turn.prompt).split())]
+            assert len(prompt) == LENGTH
+            found[task, index] = (prompt, list(turn.expected), turn.most_tokens)
+    return found
+
+
+def eager(questions: dict, policy: str | None, settings: dict[str, str] | None) -> Answers:
+    """The plain model's answers."""
+    import words
+    from eager import generate
+
+    end = words.VOCABULARY.index("<end>")
+    answers: Answers = {}
+    for key, (prompt, expected, most) in questions.items():
+        said = generate(str(MODEL), prompt, policy, settings, new_tokens=min(most, 8))
+        length = said.tokens.index(end) if end in said.tokens else len(said.tokens)
+        text = " ".join(words.VOCABULARY[i] for i in said.tokens[:length])
+        gap = min(said.gap(i) for i in range(min(length + 1, len(said.tokens))))
+        answers[key] = judged(text, expected, gap)
+    return answers
+
+
+def disagreement(one: Answers, other: Answers) -> str | None:
+    """Why the two cannot have measured the same; None if they can (McNemar, 95 %).
+
+    Of the questions that only one of the two answers, each is as likely the one's as the other's.
+    """
+    assert one.keys() == other.keys()
+    gained = sum(one[key].right and not other[key].right for key in one)
+    lost = sum(other[key].right and not one[key].right for key in one)
+    if abs(gained - lost) > 1.96 * math.sqrt(gained + lost):
+        return f"{gained} questions are answered by the first alone and {lost} by the second alone"
+    return None
+
+
+@pytest.mark.parametrize("policy", SETTINGS)
+def test_eval_measures_what_a_plain_model_does(served, questions, policy):
+    plain = eager(questions, None if policy == "none" else policy, SETTINGS[policy])
+    assert disagreement(served[policy], plain) is None
+    different = [key for key in plain if plain[key].text != served[policy][key].text]
+    clear = [(key, plain[key], served[policy][key]) for key in different if plain[key].gap > TIE]
+    assert not clear, f"{len(clear)} answers differ where no two words are near a tie"
+
+
+def test_another_budget_on_one_side_is_seen(served, questions):
+    plain = eager(questions, "snapkv", {"capacity": "10", "window": "8"})
+    assert disagreement(served["snapkv"], plain) is not None
+
+
+def test_policies_are_told_apart(served):
+    assert disagreement(served["snapkv"], served["sinks-recent"]) is not None

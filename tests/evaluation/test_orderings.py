@@ -1,0 +1,140 @@
+"""What benchmarks/quality_orderings.py says of records whose answer is known."""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from kvpolicy.evaluation.records import FULL, Record
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+np = pytest.importorskip("numpy", reason="statistics need numpy")
+
+from quality_orderings import ORDERINGS, Ordering, Scores, Verdict, compare, findings  # noqa: E402
+
+BUDGETS = (0.5, 0.125)
+
+
+def record(policy, budget, task, index, score, turn=0):
+    return Record(
+        policy=policy,
+        budget=budget,
+        setting={},
+        task=task,
+        length=512,
+        index=index,
+        turn=turn,
+        depth=None,
+        score=score,
+        answer="",
+        expected=[],
+        prompt_tokens=512,
+        output_tokens=3,
+        kept=budget,
+        held=None,
+        kv_bytes=None,
+        ttft=None,
+        tpot=None,
+        uncompressed=None,
+    )
+
+
+def asked(policy, rate, task="niah", count=60, seed=0):
+    """Records of a policy that answers a share `rate` of the questions, at all budgets."""
+    chosen = random.Random(f"{policy} {task} {seed}")
+    for budget in (None,) if policy == FULL else BUDGETS:
+        for index in range(count):
+            yield record(policy, budget, task, index, float(chosen.random() < rate))
+
+
+def ordering(strict=True, **facts):
+    return Ordering("one beats other", "here", (("one", "other"),), strict=strict, **facts)
+
+
+def verdict(one, other, strict=True, count=60, **facts):
+    records = [
+        *asked(FULL, 1, count=count),
+        *asked("one", one, count=count),
+        *asked("other", other, count=count),
+    ]
+    [finding] = findings(records, [ordering(strict, **facts)])
+    return finding.verdict
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "strict", "expected"),
+    [
+        (0.9, 0.4, True, Verdict.HOLDS),
+        (0.4, 0.9, True, Verdict.FAILS),
+        (0.4, 0.9, False, Verdict.FAILS),
+        (0.9, 0.4, False, Verdict.HOLDS),
+        (0.6, 0.6, True, Verdict.OPEN),
+        (0.6, 0.6, False, Verdict.OPEN),
+    ],
+)
+def test_clear_differences_have_a_verdict_and_noise_has_none(one, other, strict, expected):
+    assert verdict(one, other, strict) is expected
+
+
+def test_policies_that_never_differ_are_equal_and_not_better():
+    assert verdict(1, 1, strict=False, count=400) is Verdict.HOLDS
+    assert verdict(1, 1, strict=True, count=400) is Verdict.FAILS
+
+
+def test_few_samples_without_a_difference_tell_nothing():
+    assert verdict(1, 1, strict=False, count=5) is Verdict.OPEN
+    assert verdict(1, 1, strict=True, count=5) is Verdict.OPEN
+
+
+def test_tasks_that_full_kv_fails_are_left_out():
+    records = [*asked(FULL, 1), *asked("one", 0.9), *asked("other", 0.4)]
+    records += [*asked(FULL, 0.1, "cwe"), *asked("one", 0, "cwe"), *asked("other", 1, "cwe")]
+    [finding] = findings(records, [ordering()])
+    assert finding.tasks == ("niah",)
+    assert finding.verdict is Verdict.HOLDS
+
+
+def test_only_the_budgets_and_tasks_of_a_claim_count():
+    records = [*asked(FULL, 1), *asked("one", 0.5), *asked("other", 0.5)]
+    records += [*asked(FULL, 1, "kv"), *asked("one", 0.9, "kv"), *asked("other", 0.1, "kv")]
+    chosen = ordering(tasks=("kv",), budgets=(0.125, 0.0625))
+    finding = compare(Scores(records), chosen, "one", "other")
+    assert (finding.tasks, list(finding.by_budget)) == (("kv",), [0.125])
+    assert finding.pooled.mean == pytest.approx(finding.levels[0] - finding.levels[1])
+    assert finding.verdict is Verdict.HOLDS
+
+
+def test_differences_are_paired():
+    """Of the same share of right answers, the same questions or others: other intervals."""
+    full = list(asked(FULL, 1))
+    one = [record("one", 0.5, "niah", i, float(i % 2 == 0)) for i in range(60)]
+    same = [record("other", 0.5, "niah", i, float(i % 2 == 0)) for i in range(60)]
+    others = [record("other", 0.5, "niah", i, float(i % 2 == 1)) for i in range(60)]
+    widths = []
+    for other in (same, others):
+        [finding] = findings([*full, *one, *other], [ordering()])
+        assert finding.pooled.mean == 0
+        widths.append(finding.pooled.high - finding.pooled.low)
+    assert widths[0] < widths[1] / 3
+
+
+def test_turns_of_a_sample_are_one_sample():
+    records = [record(FULL, None, "shared", i, 1.0, turn) for i in range(4) for turn in range(3)]
+    records += [record("one", 0.5, "shared", 0, float(turn > 0), turn) for turn in range(3)]
+    scores = Scores(records)
+    assert len(scores.full) == 4
+    assert scores.scores["one", 0.5]["shared", 512, 0] == pytest.approx(2 / 3)
+
+
+def test_policies_that_were_not_asked_leave_a_claim_open():
+    [finding] = findings([*asked(FULL, 1), *asked("one", 1)], [ordering()])
+    assert finding.verdict is Verdict.OPEN
+    assert finding.pooled is None
+
+
+def test_claims_name_shipped_policies_and_variants():
+    from kvpolicy.dsl.library import shipped
+    from quality_orderings import EARLY
+
+    named = {name for each in ORDERINGS for pair in each.pairs for name in pair}
+    assert named <= {*shipped(), *EARLY}
