@@ -54,6 +54,13 @@ class Bounds:
         """Upper bound on the entries kept, summed over layers and KV heads."""
         return self.size(self._bound.lowered.keep).total
 
+    def granted(self, fill: Node) -> int:
+        """Upper bound on the budgets of a `fill`, summed over layers and KV heads.
+
+        What its sized terms take beyond a budget that only data know is not in it.
+        """
+        return whole(self._total(fill.args[2].args[0]), self._kv * sum(b for _, b in self._lengths))
+
     def is_exact(self, node: Node) -> bool:
         """Whether the size of a token set is its number of entries: no data decide it.
 
