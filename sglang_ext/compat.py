@@ -39,6 +39,10 @@ RUNNING_NEEDS = (
 ADD_ONE = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
 ADD_CHUNKED = "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req"
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
+SAMPLE = "sglang.srt.layers.sampler.Sampler.forward"
+LOGPROBS = "sglang.srt.layers.logprob_processor.OutputLogprobProcessor.compute_logprobs"
+END_OUTPUT = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
+INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 POSITIONS = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
 CAN_RUN_GRAPH = (
     "sglang.srt.model_executor.runner.prefill_cuda_graph_runner."

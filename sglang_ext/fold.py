@@ -140,7 +140,7 @@ class Fold:
         state.folded += 1
         state.dropped += dropped
         seconds = self._seconds + time.perf_counter() - started
-        runtime.finished_fold(self._request, state, seconds)
+        runtime.reports.finished_fold(self._request, state, seconds)
 
     def _write(self) -> None:
         private, arena = self._state.private, self._runtime.arena

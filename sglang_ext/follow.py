@@ -59,7 +59,7 @@ class Follower:
         step = self._memory.generated + 1
         leaves = state.leaves_at(step)
         if leaves and not room.promise(request, state, length):
-            runtime.skipped_fold(request, state, step)
+            runtime.reports.skipped_fold(request, state, step)
             leaves = False
         self._memory.step(length - 1 - state.progress.shift, leaves=leaves)
         self._fold = Fold(runtime, request, state, length) if leaves else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from kvpolicy.sglang_ext import backend as backends
-from kvpolicy.sglang_ext import compat, graphs, host, layers, options, propagate, refusals
+from kvpolicy.sglang_ext import compat, force, graphs, host, layers, options, propagate, refusals
 from kvpolicy.sglang_ext.arena import Arena, create_arena
 from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.metrics import Metrics
@@ -62,6 +62,10 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Callable]]:
         (compat.ADD_ONE, "around", _around_add_one(runtime)),
         (compat.ADD_CHUNKED, "around", _around_add_chunked(runtime)),
         (compat.FORWARD, "around", _around_forward(runtime)),
+        (compat.SAMPLE, "around", _around_sample(runtime)),
+        (compat.LOGPROBS, "before", _before_logprobs(runtime)),
+        (compat.END_OUTPUT, "around", _around_end_output),
+        (compat.INTERNAL_STATE, "after", _after_internal_state(runtime)),
         (compat.CHECKPOINT, "after", lambda _, req, tree: runtime.published(req)),
         (compat.RELEASE, "before", lambda req, *_, **options: runtime.released(req)),
         (compat.OWNED, "after", lambda length, req: runtime.owned(req, length)),
@@ -285,3 +289,34 @@ def _around_forward(runtime: Runtime) -> Callable:
         return runtime.forward(lambda: original(worker, batch, *args, **options), batch)
 
     return around
+
+
+def _around_sample(runtime: Runtime) -> Callable:
+    def around(original: Callable, sampler: Any, logits: Any, info: Any, *args: Any, **kw) -> Any:
+        """Around Sampler.forward."""
+        return runtime.forcing.sample(lambda: original(sampler, logits, info, *args, **kw), info)
+
+    return around
+
+
+def _before_logprobs(runtime: Runtime) -> Callable:
+    def before(_: Any, logprobs: Any, top: Any, ids: Any, sampled: torch.Tensor) -> None:
+        """Before OutputLogprobProcessor.compute_logprobs."""
+        runtime.forcing.before_logprobs(sampled)
+
+    return before
+
+
+def _around_end_output(original: Callable, req: Any, *args: Any, **options: Any) -> None:
+    """Around Req.update_finish_state: prescribed tokens end nothing."""
+    if not force.goes_on(req):
+        original(req, *args, **options)
+
+
+def _after_internal_state(runtime: Runtime) -> Callable:
+    def after(answer: Any, *args: Any) -> Any:
+        """After Scheduler.get_internal_state, which GET /server_info shows."""
+        answer.internal_state["kv_policy"] = runtime.describe()
+        return answer
+
+    return after

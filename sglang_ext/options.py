@@ -1,15 +1,17 @@
 """The command line options, and the policies they name.
 
 `--kv-policy PATH` may be given several times; the first policy is the default of requests that
-name none. `--kv-policy-set name=value` sets a parameter (`policy.name=value` when several policies
-are given). `--kv-policy-fold-interval K` says at which decode steps entries may leave,
-`--kv-policy-kernels` what computes. Environment variables carry all of them to SGLang's child
-processes; `sgl.Engine`, which has no command line, reads them too.
+name none. `--kv-policy NAME=PATH` serves a file by another name, so that one file can be served
+several times with different settings. `--kv-policy-set name=value` sets a parameter
+(`policy.name=value` when several policies are given). `--kv-policy-fold-interval K` says at which
+decode steps entries may leave, `--kv-policy-kernels` what computes. Environment variables carry all
+of them to SGLang's child processes; `sgl.Engine`, which has no command line, reads them too.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from kvpolicy.dsl.ir import ModelShape, Program
 from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.errors import Refused
 
-PATHS_VARIABLE = "SGLANG_KV_POLICY"  # paths, separated as in PATH
+PATHS_VARIABLE = "SGLANG_KV_POLICY"  # [name=]path, separated as in PATH
 SETTINGS_VARIABLE = "SGLANG_KV_POLICY_SET"  # name=value, separated by commas
 ONE_PIECE_VARIABLE = "SGLANG_KV_POLICY_MAX_ONE_PIECE_PREFILL"  # tokens
 INTERVAL_VARIABLE = "SGLANG_KV_POLICY_FOLD_INTERVAL"  # decode steps
@@ -31,21 +33,31 @@ KERNELS_VARIABLE = "SGLANG_KV_POLICY_KERNELS"  # one of KERNELS
 # Decode steps from one fold to the next; docs/results/fold_interval.md has the measurement.
 DEFAULT_INTERVAL = 16
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9@._-]*")
+
 KERNELS = ("auto", "torch", "triton")  # the first one is the default
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A checked policy file and the parameter values that the operator set for it."""
+    """A checked policy file as it is served.
 
+    Attributes:
+        name: by which requests choose it, the file's own unless the operator gave another.
+        path: of the file.
+        settings: parameter values that the operator set.
+    """
+
+    name: str
     program: Program
     path: str
     settings: Mapping[str, str]
 
     @property
-    def name(self) -> str:
-        """The name by which requests choose it."""
-        return self.program.name
+    def option(self) -> str:
+        """The option that asked for it, for messages."""
+        named = "" if self.name == self.program.name else f"{self.name}="
+        return f"--kv-policy {named}{self.path}"
 
     def bind(self, shape: ModelShape) -> Bound:
         """The policy for a model.
@@ -56,10 +68,10 @@ class Policy:
         try:
             bound = bind(self.program, shape, self.settings, fold_interval=fold_interval())
         except PolicyError as error:
-            raise Refused(f"--kv-policy {self.path}: {error}") from None
+            raise Refused(f"{self.option}: {error}") from None
         sentence = share.unserved(bound)
         if sentence:
-            raise Refused(f"--kv-policy {self.path}: {sentence}")
+            raise Refused(f"{self.option}: {sentence}")
         return bound
 
 
@@ -68,11 +80,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("KV-cache policies (kvpolicy)")
     group.add_argument(
         "--kv-policy",
-        metavar="PATH",
+        metavar="[NAME=]PATH",
         nargs="+",
         action="extend",
-        help="KV-cache policy file (YAML); may be given several times. The first is the default "
-        "of requests that do not name one in sampling_params.custom_params.kv_policy.",
+        help="KV-cache policy file (YAML), and the name by which requests choose it if that is not "
+        "the file's own; may be given several times. The first is the default of requests that "
+        "name none in sampling_params.custom_params.kv_policy.",
     )
     group.add_argument(
         "--kv-policy-set",
@@ -118,7 +131,7 @@ def export(arguments: Namespace) -> None:
             continue
         flag = _flag(option)
         if option == "kv_policy":
-            values = [os.path.abspath(value) for value in values]
+            values = [_absolute(value) for value in values]
         for value in values:
             if separator in value:
                 raise Refused(f"{flag} {value}: a value cannot contain `{separator}`")
@@ -140,12 +153,36 @@ def export(arguments: Namespace) -> None:
             raise Refused(f"{_flag(option)} {value}: there is no --kv-policy")
 
 
+def _absolute(value: str) -> str:
+    name, path = _named(value)
+    return os.path.abspath(path) if name is None else f"{name}={os.path.abspath(path)}"
+
+
+def _named(value: str) -> tuple[str | None, str]:
+    """The name that a value of --kv-policy gives, None if it gives none, and the path.
+
+    Raises:
+        Refused: there is no path, or the name cannot be one.
+    """
+    name, equals, path = value.partition("=")
+    if not equals or os.sep in name:
+        return None, value
+    if not path:
+        raise Refused(f"--kv-policy {value}: expected PATH or NAME=PATH")
+    if not _NAME.fullmatch(name):
+        raise Refused(
+            f"--kv-policy {value}: `{name}` cannot be a name; a name has letters, digits, `@`, "
+            "`.`, `_` and `-`, and begins with a letter or a digit"
+        )
+    return name, path
+
+
 def _flag(option: str) -> str:
     return "--" + option.replace("_", "-")
 
 
 def requested() -> tuple[list[str], list[str]]:
-    """Paths and settings from the environment."""
+    """Policies (`PATH` or `NAME=PATH`) and settings from the environment."""
     paths = os.environ.get(PATHS_VARIABLE, "").split(os.pathsep)
     settings = os.environ.get(SETTINGS_VARIABLE, "").split(",")
     return [p for p in paths if p], [s for s in settings if s]
@@ -196,26 +233,35 @@ def one_piece(chunk: int | None) -> int | None:
     return int(text)
 
 
-def load_policies(paths: Sequence[str], settings: Sequence[str]) -> tuple[Policy, ...]:
-    """Read and check policy files.
+def load_policies(values: Sequence[str], settings: Sequence[str]) -> tuple[Policy, ...]:
+    """Read and check policy files, each once.
+
+    Args:
+        values, settings: of --kv-policy and --kv-policy-set.
 
     Raises:
         Refused: a file cannot be read, is wrong or needs what is not served; two policies have the
             same name; a setting has no policy. The message holds the checker's diagnostics.
     """
-    if settings and not paths:
+    if settings and not values:
         raise Refused(f"--kv-policy-set {settings[0]}: there is no --kv-policy")
-    programs: dict[str, tuple[Program, str]] = {}
-    for path in paths:
-        program = _program(path)
-        if program.name == "none":
-            raise Refused(f"--kv-policy {path}: the name `none` stands for no policy")
-        if program.name in programs:
-            other = programs[program.name][1]
-            raise Refused(f"--kv-policy {path}: {other} is also called `{program.name}`")
-        programs[program.name] = (program, path)
-    values = _settings(settings, list(programs))
-    return tuple(Policy(program, path, values[name]) for name, (program, path) in programs.items())
+    read: dict[str, Program] = {}
+    named: dict[str, tuple[Program, str]] = {}
+    for value in values:
+        given, path = _named(value)
+        if path not in read:
+            read[path] = _program(path)
+        name = given or read[path].name
+        if name == "none":
+            raise Refused(f"--kv-policy {value}: the name `none` stands for no policy")
+        if name in named:
+            raise Refused(
+                f"--kv-policy {value}: {named[name][1]} is also called `{name}`; give one of them "
+                f"another name, as in --kv-policy {name}-2={path}"
+            )
+        named[name] = (read[path], path)
+    chosen = _settings(settings, list(named))
+    return tuple(Policy(name, *found, chosen[name]) for name, found in named.items())
 
 
 def _program(path: str) -> Program:

@@ -110,11 +110,12 @@ def _around_meta_info(
 ) -> None:
     """Around TokenizerManager.update_request_meta_info.
 
-    SGLang collects such facts per output token; those of a policy are one value per request.
+    SGLang collects such facts per output token; those of a policy are one value per request, of
+    which later elements bring what has changed.
     """
     original(manager, meta_info, state, {k: v for k, v in info.items() if k != _KEY}, index, *args)
     for facts in info[_KEY][index] if _KEY in info else ():
         if facts is not None:
-            setattr(state, _FACTS, facts)
+            setattr(state, _FACTS, {**getattr(state, _FACTS, {}), **facts})
     if hasattr(state, _FACTS):
         meta_info[_KEY] = getattr(state, _FACTS)

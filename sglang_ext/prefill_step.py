@@ -10,6 +10,7 @@ makes it wait:
 * `cluster[layer]`, and `split[layer]` and `cascade[layer]` of totals or maxima that data decide:
   once per prompt, because the host divides exactly
 * layers in pairs (share.py): once per pair, for how many tokens keep both originals
+* a request that asks which positions are kept: once
 * kernels of torch, which define the others: wherever their references look at values
 """
 
@@ -26,6 +27,7 @@ from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.compress import compress, timed
 from kvpolicy.sglang_ext.frame import Frame
 from kvpolicy.sglang_ext.host import to_host
+from kvpolicy.sglang_ext.kept import described
 from kvpolicy.sglang_ext.request import State, iterate_rows
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ class Scored:
         queries: last queries that it observes at a layer, where there are so many.
         chosen: [m] int64 indices into the n tokens, which alone go deeper than the layer just
             observed; None if all do.
+        origin: [N] int64 positions in the prompt of what the run decides about, after a restart
+            of a request that asks for them; None: the run's are the prompt's.
     """
 
     request: Any
@@ -54,14 +58,18 @@ class Scored:
     queries: int
     tokens: torch.Tensor | None = None
     chosen: torch.Tensor | None = None
+    origin: torch.Tensor | None = None
 
     def narrow(self, chosen: torch.Tensor) -> None:
         """Only the chosen tokens [m] are there from now on."""
         self.slots = self.slots[chosen]
         self.tokens = chosen if self.tokens is None else self.tokens[chosen]
 
-    def restart(self, tokens: int) -> None:
-        """The prefill begins again on so many tokens, whose entries go to the last slots."""
+    def restart(self, chosen: torch.Tensor) -> None:
+        """The prefill begins again on the chosen tokens [m]; their entries go to the last slots."""
+        tokens = chosen.numel()
+        if self.state.shows_kept:
+            self.origin = chosen
         self.slots = self.prompt_slots = self.slots[self.slots.numel() - tokens :]
         self.run = self.run.again(tokens)
         self.queries = self.run.queries
@@ -196,6 +204,7 @@ class PrefillStep:
                 self._compress(each, own.kept, counts)
                 layers = [Held(positions, bool(alike)) for positions, alike in held.tolist()]
                 each.state.remember(each.run, layers)
+            self._describe(each, own.kept)
             self._note(each, int(counts.sum()))
 
     def _choose(self, scored: Scored) -> _Chosen:
@@ -218,13 +227,21 @@ class PrefillStep:
         row = scored.request.kv.req_pool_idx
         compress(self._runtime, state, row, scored.prompt_slots, kept, counts, run)
 
+    @staticmethod
+    def _describe(scored: Scored, kept: torch.Tensor) -> None:
+        """Which of [L, G, N] entries were copied, where the answer is to say it."""
+        state = scored.state
+        paired = bool(state.served.upper_layers)  # they hold everything
+        if state.shows_kept and state.private is not None and not state.counted and not paired:
+            state.kept = described(kept, scored.origin, state.prompt)
+
     def _note(self, scored: Scored, kept: int) -> None:
         progress = scored.state.progress
         if progress.barred and progress.layer is None:
             # All layers have all entries: others may use them.
             scored.request.skip_radix_cache_insert = progress.barred = False
         finite = not scored.run.not_finite
-        self._runtime.finished_prompt(scored.request, scored.state, kept, finite=finite)
+        self._runtime.reports.finished_prompt(scored.request, scored.state, kept, finite=finite)
 
 
 def scaled(queries: torch.Tensor, layer: Any) -> torch.Tensor:

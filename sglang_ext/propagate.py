@@ -240,7 +240,7 @@ class PropagateStep:
         progress.shift = part.state.prompt - tokens
         self._note(part, layer, tokens)
         # The last slots of the prompt are its own; the first ones may be the radix cache's.
-        scored.restart(tokens)
+        scored.restart(chosen)
         self._point(part, scored.slots)
         ids = to_device(part.request.origin_input_ids, torch.int64, chosen.device)[chosen]
         return ids, torch.arange(tokens, device=chosen.device), scored.slots

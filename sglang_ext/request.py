@@ -129,6 +129,8 @@ class State:
         run: of the policy's program, where it adds up what earlier chunks say.
         seconds: time spent on scoring and compaction.
         counted: whether metrics include it.
+        shows_kept: whether its answer says which positions are kept.
+        kept: what it says of a prompt that was compressed.
         plan: how its tokens leave the prefill; None if all go through every layer.
         progress: how far that has come.
     """
@@ -151,6 +153,8 @@ class State:
     run: Any = None
     seconds: float = 0.0
     counted: bool = False
+    shows_kept: bool = False
+    kept: dict[str, Any] | None = None
     plan: Plan | None = None
     progress: Progress = field(default_factory=Progress)
 

@@ -16,23 +16,22 @@ freed      SGLang frees the row, the store gives back the slots
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvpolicy.sglang_ext import admission, compat, request
+from kvpolicy.sglang_ext import admission, compat, kept, request
 from kvpolicy.sglang_ext.arena import Arena
+from kvpolicy.sglang_ext.force import Forcing
 from kvpolicy.sglang_ext.metrics import Metrics
 from kvpolicy.sglang_ext.options import Policy
 from kvpolicy.sglang_ext.propagation import Progress
+from kvpolicy.sglang_ext.reports import Reports
 from kvpolicy.sglang_ext.request import Served, State, iterate_finishing, state_of
 from kvpolicy.sglang_ext.rotary import Rotary
 from kvpolicy.sglang_ext.step import Step
 from kvpolicy.sglang_ext.store import Store
 from kvpolicy.sglang_ext.streams import Streams
 from kvpolicy.sglang_ext.tables import DeviceTables
-
-logger = logging.getLogger(__name__)
 
 
 class Runtime:
@@ -42,6 +41,8 @@ class Runtime:
         self.policies = tuple(policies)
         self.served: dict[str, Served] = {}
         self.metrics = Metrics(None, ())
+        self.reports = Reports(self)
+        self.forcing = Forcing()
         self.streams = Streams()
         self.step: Step | None = None
         self.tree: Any = None  # SGLang's radix cache, from the first batch on
@@ -66,19 +67,34 @@ class Runtime:
         """Name of the policy of requests that name none."""
         return self.policies[0].name
 
+    def describe(self) -> list[dict[str, Any]]:
+        """The policies that are served, for clients that ask the server."""
+        return [
+            {
+                "name": policy.name,
+                "path": policy.path,
+                "settings": dict(policy.settings),
+                "default": policy.name == self.default,
+            }
+            for policy in self.policies
+        ]
+
     # Queued and admitted.
 
     def queue(self, req: Any) -> None:
-        """Choose the policy of a request that enters the queue; refuse an unknown name."""
+        """Take what a request that enters the queue asks for; refuse what cannot be done."""
         if request.is_assigned(req):
             return
-        served = None
+        served, shows_kept = None, False
         if req.to_finish is None and not compat.is_health_check(req):
             try:
+                shows_kept = kept.asked(req)
+                self.forcing.note(req)
                 served = request.choose(self.served, self.default, req)
             except ValueError as error:
                 req.set_finish_with_abort(str(error))
         request.assign(req, served, self.one_piece)
+        self.reports.queued(req, shows_kept=shows_kept)
 
     def limit_prefix(self, req: Any, matched: int) -> int:
         """Longest prefix that may be taken from the radix cache.
@@ -210,6 +226,7 @@ class Runtime:
         """Run a batch's forward with the plugin's part in it."""
         self.tree = batch.tree_cache
         self.tables.write()
+        self.forcing.prepare(batch)
         self.step = Step(self, batch)
         try:
             result = run()
@@ -219,95 +236,8 @@ class Runtime:
         if batch.forward_mode.is_extend():
             for req, state in iterate_finishing(batch):
                 if not state.wanted:
-                    self._served_in_full(req, state)
+                    self.reports.served_in_full(req, state)
         return result
-
-    def finished_prompt(self, req: Any, state: State, kept: int, *, finite: bool) -> None:
-        """Note the outcome of compressing a prompt of which `kept` entries were chosen.
-
-        Args:
-            finite: whether the model's tensors were; otherwise nothing can be chosen by them.
-        """
-        if state.private is None:
-            shares = state.served.upper_layers
-            nothing = request.NOTHING_SAVED if shares else request.NOTHING_DROPPED
-            state.uncompressed = state.uncompressed or nothing
-            if not finite:
-                state.uncompressed = request.NOT_FINITE
-            return
-        if state.counted:
-            return
-        state.counted = True
-        lists = self.arena.layers * self.arena.kv_heads
-        after = state.private.slots.numel()
-        shared = state.private.shared
-        outside = 0 if shared is None else shared.bytes
-        facts = {
-            "policy": state.served.name,
-            "prompt_tokens": state.prompt,
-            "entries_before": lists * state.prompt,
-            "entries_kept": kept,
-            "kv_bytes_before": self.arena.slot_bytes * state.prompt,
-            "kv_bytes_after": self.arena.slot_bytes * after + outside,
-            "slots_freed": state.prompt - after,
-            "compression_seconds": round(state.seconds, 6),
-        }
-        if state.propagates:
-            facts |= state.progress.facts(state.prompt)
-            self.metrics.propagated(state.served.name, facts["propagated_tokens"])
-        self._report(req, state, facts)
-        self.metrics.compressed(
-            state.served.name,
-            prompt=state.prompt,
-            kept=kept,
-            saved_bytes=facts["kv_bytes_before"] - facts["kv_bytes_after"],
-            seconds=state.seconds,
-        )
-
-    def _served_in_full(self, req: Any, state: State) -> None:
-        state.window.clear()
-        if state.counted:
-            return
-        state.counted = True
-        facts = {
-            "policy": state.served.name,
-            "prompt_tokens": state.prompt,
-            "uncompressed": state.uncompressed,
-        }
-        self._report(req, state, facts)
-        self.metrics.uncompressed(state.served.name, state.uncompressed)
-
-    @staticmethod
-    def _report(req: Any, state: State, facts: dict[str, Any]) -> None:
-        # SGLang puts these into the answer's meta_info, one element per output token; the
-        # tokenizer's hook makes it one value.
-        state.facts = facts
-        if state.folds:
-            facts |= {"folds": 0, "entries_dropped_in_decode": 0, "skipped_folds": 0}
-        req.customized_info = {**(req.customized_info or {}), "kv_policy": [facts]}
-        logger.debug("Prompt ended. rid=%s, %s", req.rid, facts)
-
-    def finished_fold(self, req: Any, state: State, seconds: float) -> None:
-        """Note that entries of a request have left while it decodes."""
-        now = {"folds": state.folded, "entries_dropped_in_decode": state.dropped}
-        self._report_again(req, state, now)
-        self.metrics.folded(state.served.name, seconds)
-
-    def skipped_fold(self, req: Any, state: State, step: int) -> None:
-        """Note that there were no slots for a fold at a decode step."""
-        state.skipped.add(step)
-        self._report_again(req, state, {"skipped_folds": len(state.skipped)})
-        self.metrics.skipped_fold(state.served.name)
-
-    @staticmethod
-    def _report_again(req: Any, state: State, changes: dict[str, int]) -> None:
-        values = req.customized_info["kv_policy"]
-        if len(values) <= req.send_token_offset:
-            # The last element has been sent; the next token's has not.
-            values += [None] * (len(req.output_ids) - len(values))
-            values.append(dict(state.facts))
-            state.facts = values[-1]
-        state.facts.update(changes)
 
     # Published, retracted.
 

@@ -31,6 +31,16 @@ SIGNATURES = {
     compat.ADD_ONE: ["self", "req", "has_chunked_req"],
     compat.ADD_CHUNKED: ["self", "req"],
     compat.FORWARD: ["self", "batch"],
+    compat.SAMPLE: ["self", "logits_output", "sampling_info"],
+    compat.LOGPROBS: [
+        "self",
+        "logprobs",
+        "top_logprobs_nums",
+        "token_ids_logprobs",
+        "batch_next_token_ids",
+    ],
+    compat.END_OUTPUT: ["self", "new_accepted_len"],
+    compat.INTERNAL_STATE: ["self", "recv_req"],
     compat.CHECKPOINT: ["req", "tree_cache"],
     compat.RELEASE: ["req", "tree_cache"],
     compat.OWNED: ["self"],
@@ -81,7 +91,7 @@ def test_attributes_that_are_read_or_written_exist():
         "positional_embed_overrides", "beam_group", "to_finish", "prefix_len", "extend_end",
         "lock", "skip_radix_cache_insert", "customized_info", "output_ids", "return_logprob",
         "logprob_start_len", "return_hidden_states", "full_untruncated_fill_ids",
-        "send_token_offset",
+        "send_token_offset", "vocab_size",
     ):  # fmt: skip
         assert f"self.{name}" in source, name
     slots = {"req_pool_idx", "cache_protected_len", "kv_committed_len", "kv_allocated_len"}

@@ -1,0 +1,138 @@
+"""What is said of a request: its facts in the answer's `meta_info`, and the metrics."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from kvpolicy.sglang_ext import kept, request
+from kvpolicy.sglang_ext.request import State, state_of
+
+if TYPE_CHECKING:
+    from kvpolicy.sglang_ext.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+
+class Reports:
+    """The reports of one scheduler."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def queued(self, req: Any, *, shows_kept: bool) -> None:
+        """Note at its arrival whether a request asks which positions are kept."""
+        state = state_of(req)
+        if not shows_kept or req.to_finish is not None:
+            return
+        if state is not None:
+            state.shows_kept = True
+            return
+        # Nothing will leave, and no policy will report it.
+        prompt = len(req.origin_input_ids)
+        facts = {"policy": "none", "prompt_tokens": prompt, "kept": self._everything(prompt)}
+        self._send(req, facts)
+
+    def finished_prompt(self, req: Any, state: State, entries: int, *, finite: bool) -> None:
+        """Note the outcome of compressing a prompt of which so many entries were chosen.
+
+        Args:
+            finite: whether the model's tensors were; otherwise nothing can be chosen by them.
+        """
+        if state.private is None:
+            shares = state.served.upper_layers
+            nothing = request.NOTHING_SAVED if shares else request.NOTHING_DROPPED
+            state.uncompressed = state.uncompressed or nothing
+            if not finite:
+                state.uncompressed = request.NOT_FINITE
+            return
+        if state.counted:
+            return
+        state.counted = True
+        facts = self._of_compressed(state, entries)
+        self._report(req, state, facts)
+        self._runtime.metrics.compressed(
+            state.served.name,
+            prompt=state.prompt,
+            kept=entries,
+            saved_bytes=facts["kv_bytes_before"] - facts["kv_bytes_after"],
+            seconds=state.seconds,
+        )
+
+    def _of_compressed(self, state: State, entries: int) -> dict[str, Any]:
+        arena, name = self._runtime.arena, state.served.name
+        after, shared = state.private.slots.numel(), state.private.shared
+        outside = 0 if shared is None else shared.bytes
+        facts = {
+            "policy": name,
+            "prompt_tokens": state.prompt,
+            "entries_before": arena.layers * arena.kv_heads * state.prompt,
+            "entries_kept": entries,
+            "kv_bytes_before": arena.slot_bytes * state.prompt,
+            "kv_bytes_after": arena.slot_bytes * after + outside,
+            "slots_freed": state.prompt - after,
+            "compression_seconds": round(state.seconds, 6),
+        }
+        if state.propagates:
+            facts |= state.progress.facts(state.prompt)
+            self._runtime.metrics.propagated(name, facts["propagated_tokens"])
+        if state.shows_kept:
+            facts["kept"] = state.kept or self._everything(state.prompt)
+        return facts
+
+    def served_in_full(self, req: Any, state: State) -> None:
+        """Note that the prompt of a request has ended and all of it stays."""
+        state.window.clear()
+        if state.counted:
+            return
+        state.counted = True
+        facts = {
+            "policy": state.served.name,
+            "prompt_tokens": state.prompt,
+            "uncompressed": state.uncompressed,
+        }
+        if state.shows_kept:
+            facts["kept"] = self._everything(state.prompt)
+        self._report(req, state, facts)
+        self._runtime.metrics.uncompressed(state.served.name, state.uncompressed)
+
+    def finished_fold(self, req: Any, state: State, seconds: float) -> None:
+        """Note that entries of a request have left while it decodes."""
+        now = {"folds": state.folded, "entries_dropped_in_decode": state.dropped}
+        self._report_again(req, state, now)
+        self._runtime.metrics.folded(state.served.name, seconds)
+
+    def skipped_fold(self, req: Any, state: State, step: int) -> None:
+        """Note that there were no slots for a fold at a decode step."""
+        state.skipped.add(step)
+        self._report_again(req, state, {"skipped_folds": len(state.skipped)})
+        self._runtime.metrics.skipped_fold(state.served.name)
+
+    def _everything(self, prompt: int) -> dict[str, Any]:
+        arena = self._runtime.arena
+        return kept.everything(arena.layers, arena.kv_heads, prompt)
+
+    def _report(self, req: Any, state: State, facts: dict[str, Any]) -> None:
+        state.facts = facts
+        if state.folds:
+            facts |= {"folds": 0, "entries_dropped_in_decode": 0, "skipped_folds": 0}
+        self._send(req, facts)
+        shown = {name: value for name, value in facts.items() if name != "kept"}
+        logger.debug("Prompt ended. rid=%s, %s", req.rid, shown)
+
+    @staticmethod
+    def _send(req: Any, facts: dict[str, Any]) -> None:
+        # SGLang puts these into the answer's meta_info, one element per output token; the
+        # tokenizer's hook makes it one value.
+        req.customized_info = {**(req.customized_info or {}), "kv_policy": [facts]}
+
+    @staticmethod
+    def _report_again(req: Any, state: State, changes: dict[str, int]) -> None:
+        values = req.customized_info["kv_policy"]
+        if len(values) <= req.send_token_offset:
+            # The last element has been sent; the next token's has not.
+            values += [None] * (len(req.output_ids) - len(values))
+            # What is kept of the prompt has been sent, and the tokenizer remembers it.
+            values.append({name: x for name, x in state.facts.items() if name != "kept"})
+            state.facts = values[-1]
+        state.facts.update(changes)
