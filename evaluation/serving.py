@@ -141,6 +141,7 @@ def serve(
     log: Path | None = None,
     progress: bool = False,
     start_timeout: float = 300,
+    arguments: Sequence[str] = (),
     **flags,
 ) -> Iterator[Server]:
     """Run `python -m sglang.launch_server` for the time of a `with` block.
@@ -152,6 +153,7 @@ def serve(
         log: where its output goes (default: a temporary file).
         progress: show a line with the seconds waited.
         start_timeout: seconds until a server that does not answer is given up.
+        arguments: words added to the command line as they are, after the flags.
         flags: further options with underscores, as in `max_total_tokens=4096`.
 
     Raises:
@@ -169,6 +171,7 @@ def serve(
     }
     # -P keeps the current folder off sys.path: `kernels/` would shadow a package of that name.
     command = [sys.executable, "-P", "-m", "sglang.launch_server", *command_line(flags)]
+    command += arguments
     threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     log = log or Path(tempfile.mkstemp(prefix="kvpolicy-server-", suffix=".log")[1])
     with log.open("wb") as output:
