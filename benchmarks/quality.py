@@ -1,0 +1,218 @@
+"""What every shipped policy costs in quality on the embedded model: the tables of one evaluation.
+
+    python benchmarks/quality.py --samples 30 --save
+
+Every policy at every budget is asked the questions of every task through `kvpolicy eval`; then the
+conversations (a second question, with the prompt's full KV still in the tree, with it evicted, and
+in the compressed copy), and FastKV with other layers on key-value retrieval. Stopped and started
+again with the same options, it goes on. Results are checked before anything is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import quality_tables as tables
+import report
+from kvpolicy.dsl.library import shipped
+from kvpolicy.evaluation import report as pages
+from kvpolicy.evaluation import results
+from kvpolicy.evaluation.records import FULL, Record
+from kvpolicy.evaluation.results import Results
+from kvpolicy.evaluation.summary import Summary, values
+from quality_checks import Doubtful, check_complete, check_full_kv
+from quality_orderings import Finding, findings
+from quality_runs import Run, RunFailed, carry_out, merge, split, variants
+
+TASKS = "niah,mk,mq,mv,vt,kv,cwe,fwe"
+PICTURES = ("accuracy", "pareto", "needle", "kept")
+Groups = dict[str, list[Run]]
+
+
+def parse() -> argparse.Namespace:
+    """Options: sizes are to be chosen so that they fit the time at hand."""
+    parser = report.arguments(__doc__)
+    parser.set_defaults(model=str(report.ROOT / "examples" / "model-small"))
+    parser.add_argument(
+        "--policies", default=",".join(shipped()), help="names; default all shipped"
+    )
+    parser.add_argument("--budgets", default="0.5,0.25,0.125,0.0625", help="shares to keep")
+    parser.add_argument("--tasks", default=TASKS)
+    parser.add_argument("--length", type=int, default=512, help="prompt tokens")
+    parser.add_argument("--samples", type=int, default=30, help="per task, policy and budget")
+    parser.add_argument("--turn-budgets", default="0.5,0.125", help="of the conversations")
+    parser.add_argument("--turn-samples", type=int, help="default: as --samples; 0: none")
+    parser.add_argument("--layers", default="0,1,2,3", help="of FastKV's variants; empty: none")
+    parser.add_argument("--layer-tasks", default="mk,kv", help="that the variants are asked")
+    parser.add_argument("--servers", type=int, default=2, help="that run at the same time")
+    parser.add_argument("--at-once", type=int, default=8, help="requests at once on one server")
+    parser.add_argument("--out", type=Path, default=report.ROOT / ".cache" / "quality")
+    options = parser.parse_args()
+    options.out = options.out.resolve()
+    return options
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """`0.5,0.25` as numbers."""
+    return tuple(float(each) for each in text.split(","))
+
+
+def planned(options: argparse.Namespace) -> Groups:
+    """The runs: the table, the conversations, FastKV's variants."""
+    names = [FULL, *options.policies.split(",")]
+    whole = Run(
+        folder=options.out / "table",
+        policies=(),
+        tasks=tuple(options.tasks.split(",")),
+        budgets=shares(options.budgets),
+        samples=options.samples,
+        length=options.length,
+        seed=options.seed,
+        model=options.model,
+        at_once=options.at_once,
+    )
+    groups = {"table": parts(whole, names, options.servers)}
+    turns = options.samples if options.turn_samples is None else options.turn_samples
+    if turns:
+        folder, asked = options.out / "turns", shares(options.turn_budgets)
+        run = replace(whole, folder=folder, tasks=tables.TURNS, budgets=asked, samples=turns)
+        groups["turns"] = parts(run, names, options.servers)
+    if options.layers:
+        folder = options.out / "layers"
+        paths = variants([int(layer) for layer in options.layers.split(",")], folder / "policies")
+        run = replace(whole, folder=folder, tasks=tuple(options.layer_tasks.split(",")))
+        groups["layers"] = parts(run, [FULL, *paths], 1)
+    return groups
+
+
+def parts(run: Run, names: list[str], servers: int) -> list[Run]:
+    """A run's policies dealt out to several, each with a folder of its own."""
+    dealt = split(names, servers)
+    return [
+        replace(run, folder=run.folder / f"run-{number}", policies=chosen)
+        for number, chosen in enumerate(dealt, 1)
+    ]
+
+
+def collect(groups: Groups, options: argparse.Namespace) -> dict[str, Results]:
+    """Merges what the runs of each group wrote, and checks it.
+
+    Raises:
+        Doubtful: answers are missing, or full KV does not answer as the model's card says.
+    """
+    found = {}
+    for name, runs in groups.items():
+        folder = options.out / name
+        merge(runs, folder, report.command())
+        found[name] = results.load(folder)
+        check_complete(folder, found[name])
+    return found
+
+
+def records_of(found: dict[str, Results], *groups: str) -> list[Record]:
+    """All records of some groups."""
+    return [record for name in groups if name in found for record in found[name].records]
+
+
+def text(
+    found: dict[str, Results], claims: list[Finding], checked: list[str], stages: dict[str, float]
+) -> str:
+    """All of quality.md below its head."""
+    plan = found["table"].plan
+    rows = [[stage, f"{seconds:.0f}"] for stage, seconds in stages.items()]
+    parts = [
+        f"{plan['samples']} samples for each task, policy and budget, prompts of "
+        f"{plan['lengths'][0]} tokens, seed {plan['seed']}; the same for all, so that differences "
+        "are paired. In percent, with 95 % intervals. Kept: of the prompt's entries, after its "
+        "prefill. Windows of observation are 8 tokens.",
+        "## Checked first",
+        "\n".join(f"* {line}" for line in checked),
+        tables.remarks(records_of(found, "table", "layers")),
+        "## Accuracy",
+        tables.accuracy(Summary(found["table"])),
+        "![accuracy against the share kept](quality_accuracy.png)",
+        "![accuracy against memory and time](quality_pareto.png)",
+    ]
+    if "turns" in found:
+        parts += ["## A second question", _TURNS, tables.second_turns(records_of(found, "turns"))]
+    parts += ["## What papers report", _CLAIMS, tables.verdicts(claims), tables.orderings(claims)]
+    parts += ["## Seconds by stage", report.table(["stage", "seconds"], rows)]
+    return "\n\n".join(parts)
+
+
+_TURNS = (
+    "Asked after the first answer. Full KV in the tree: the conversation is sent again, and finds "
+    "the prompt as the model computed it. Evicted: the tree was emptied first, so it is computed "
+    "again. In the compressed copy: the request goes on with what the policy left for the first "
+    "question. The questions are the same in all three."
+)
+_CLAIMS = (
+    "Points of accuracy by which the first of a pair is ahead, on the same samples; bold where the "
+    "interval leaves zero out. A claim of better holds where the whole interval is above zero, and "
+    "one of at least equal where it is above -2 points; it does not hold where the interval says "
+    "the contrary (for better: less than 2 points). Nothing is corrected for the number of pairs."
+)
+
+
+def data(
+    found: dict[str, Results], claims: list[Finding], stages: dict[str, float]
+) -> dict[str, object]:
+    """What quality.json holds."""
+    rows = {name: [values(r) for r in Summary(f).rows.values()] for name, f in found.items()}
+    pairs = [
+        {
+            "claim": f.ordering.claim,
+            "source": f.ordering.source,
+            "pair": [f.better, f.worse],
+            "tasks": f.tasks,
+            "by_budget": {f"{b:g}": list(e) for b, e in f.by_budget.items()},
+            "pooled": f.pooled and list(f.pooled),
+            "levels": [*f.levels, f.full] if f.pooled else None,
+            "verdict": f.verdict,
+        }
+        for f in claims
+    ]
+    policies = [p for f in found.values() for p in f.plan["policies"]]
+    return {"stages": stages, "policies": policies, "rows": rows, "orderings": pairs}
+
+
+def pictures(folder: Path) -> None:
+    """Copies the table's pictures beside quality.md."""
+    for name in PICTURES:
+        source = folder / f"{name}.png"
+        if source.exists():
+            shutil.copyfile(source, report.RESULTS / f"quality_{name}.png")
+
+
+def main() -> None:
+    options = parse()
+    groups = planned(options)
+    runs = [run for each in groups.values() for run in each]
+    asked = sum(run.questions for run in runs)
+    print(f"{asked} questions or conversations in {len(runs)} runs", file=sys.stderr)
+    try:
+        started = time.monotonic()
+        seconds = carry_out(runs, options.servers)
+        found = collect(groups, options)
+        checked = check_full_kv(found["table"], Path(options.model))
+    except (RunFailed, Doubtful) as error:
+        raise SystemExit(f"quality: {error}") from None
+    claims = findings(records_of(found, "table", "layers"))
+    pages.write(options.out / "table")
+    stages = {f"{n}: {s}": t for n, f in found.items() for s, t in f.plan["stages"].items()}
+    stages |= {"all runs": seconds, "everything": time.monotonic() - started}
+    body = text(found, claims, checked, stages)
+    report.publish(
+        "quality", "What the shipped policies cost", body, data(found, claims, stages), options.save
+    )
+    if options.save:
+        pictures(options.out / "table")
+
+
+if __name__ == "__main__":
+    main()

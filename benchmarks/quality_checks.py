@@ -1,0 +1,129 @@
+"""What must be true of an evaluation before its figures are published, and what must be said."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from kvpolicy.evaluation.records import FULL, Record
+from kvpolicy.evaluation.results import Results
+from kvpolicy.evaluation.statistics import Estimate, newcombe, wilson
+
+NEAR = 0.02
+"""How far what is kept may be from the budget without being mentioned."""
+SELDOM = 3.29 / 1.96
+"""By how much a 99.9 % interval is wider than one of 95 %."""
+_CELL = re.compile(r"\s*(\d+) \((\d+)-(\d+)\)\s*")
+_NAME = re.compile(r"`([\w-]+)`")
+
+
+class Doubtful(Exception):
+    """The figures must not be published; one sentence says why."""
+
+
+def stated(model: Path, length: int) -> dict[str, Estimate]:
+    """Accuracy by task that the model's MODEL.md states for a prompt length; empty without one."""
+    path = model / "MODEL.md"
+    found: dict[str, Estimate] = {}
+    column = None
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if not line.startswith("|"):
+            column = None
+        elif cells[0] == "task":
+            column = cells.index(f"{length}") if f"{length}" in cells else None
+        elif column is not None and (name := _NAME.search(cells[0])):
+            if cell := _CELL.fullmatch(cells[column]):
+                found[name[1]] = Estimate(*(int(figure) / 100 for figure in cell.groups()))
+    return found
+
+
+def exact(records: Iterable[Record], task: str, length: int) -> Estimate | None:
+    """Share of first questions that full KV answers without a fault."""
+    scores = [
+        record.score
+        for record in records
+        if (record.policy, record.task, record.length) == (FULL, task, length) and not record.turn
+    ]
+    return (
+        wilson(sum(score == 1 for score in scores) / len(scores), len(scores)) if scores else None
+    )
+
+
+def check_full_kv(results: Results, model: Path) -> list[str]:
+    """Full KV answers as the model's card says; a line per task and length.
+
+    Raises:
+        Doubtful: it does not, by more than would be seen once in a thousand cells.
+    """
+    lines = []
+    for length in results.lengths:
+        card = stated(model, length)
+        for task in results.tasks:
+            found = exact(results.records, task, length)
+            if task not in card or found is None:
+                continue
+            apart = newcombe(found, card[task], 0)
+            figures = f"{percent(found)} here, {percent(card[task])} in MODEL.md"
+            wide = [apart.mean + SELDOM * (end - apart.mean) for end in (apart.low, apart.high)]
+            if not wide[0] <= 0 <= wide[1]:
+                raise Doubtful(f"full KV answers {task} at {length} tokens otherwise: {figures}")
+            lines.append(f"`{task}` at {length} tokens: {figures}")
+    return lines
+
+
+def check_complete(folder: Path, results: Results) -> None:
+    """Every question of the plan has an answer.
+
+    Raises:
+        Doubtful: some have none.
+    """
+    failed = folder / "errors.jsonl"
+    asked = [(p["policy"], p["budget"]) for p in results.plan["policies"]]
+    questions: dict[tuple, set] = {series: set() for series in asked}
+    for record in results.records:
+        questions[record.policy, record.budget].add(record.question)
+    every = set().union(*questions.values())
+    least = len(results.tasks) * len(results.lengths) * results.plan["samples"]
+    short = [series for series in asked if questions[series] != every or len(every) < least]
+    if short:
+        policy, budget = short[0]
+        why = ""
+        if failed.exists() and failed.stat().st_size:
+            first = json.loads(failed.read_text(encoding="utf-8").splitlines()[0])
+            why = f"; the first of {failed}: {first.get('error', first)}"
+        raise Doubtful(
+            f"{len(short)} of {len(asked)} policies lack answers, {policy} at {budget} first{why}"
+        )
+
+
+def off_budget(records: Sequence[Record]) -> dict[tuple[str, float], float]:
+    """Policies that kept a share more than NEAR from their budget, and the share."""
+    kept: dict[tuple[str, float], list[float]] = {}
+    for record in records:
+        if record.budget is not None and record.kept is not None and not record.uncompressed:
+            kept.setdefault((record.policy, record.budget), []).append(record.kept)
+    means = {series: sum(found) / len(found) for series, found in kept.items()}
+    return {series: mean for series, mean in means.items() if abs(mean - series[1]) > NEAR}
+
+
+def in_full(records: Sequence[Record]) -> dict[str, tuple[int, int, str]]:
+    """Policies that served some questions in full: how many, of how many, the commonest reason."""
+    asked: dict[str, list[str | None]] = {}
+    for record in records:
+        if record.policy != FULL:
+            asked.setdefault(record.policy, []).append(record.uncompressed)
+    found = {}
+    for policy, reasons in asked.items():
+        given = [reason for reason in reasons if reason]
+        if given:
+            commonest = max(set(given), key=given.count)
+            found[policy] = (len(given), len(reasons), commonest)
+    return found
+
+
+def percent(estimate: Estimate) -> str:
+    """`97 (92-99)`."""
+    return "{:.0f} ({:.0f}-{:.0f})".format(*(100 * figure for figure in estimate[:3]))

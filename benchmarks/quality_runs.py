@@ -1,0 +1,195 @@
+"""Runs of `kvpolicy eval` that together are one evaluation: what is asked, some at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvpolicy.dsl.library import POLICIES
+from kvpolicy.evaluation import records
+from kvpolicy.evaluation.records import FULL
+from shipped import settings
+from tqdm import tqdm
+
+EVAL = (sys.executable, "-P", "-m", "kvpolicy.evaluation.cli", "eval")
+
+
+class RunFailed(Exception):
+    """A run of `kvpolicy eval` did not end well; the message has its last lines."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One `kvpolicy eval`.
+
+    Attributes:
+        folder: its --out.
+        policies: names, or paths of files.
+        tasks, budgets, samples, length, seed, model, at_once: its options.
+    """
+
+    folder: Path
+    policies: tuple[str, ...]
+    tasks: tuple[str, ...]
+    budgets: tuple[float, ...]
+    samples: int
+    length: int
+    seed: int
+    model: str
+    at_once: int
+
+    @property
+    def words(self) -> list[str]:
+        """The command's words after `kvpolicy eval`."""
+        options: dict[str, Sequence[object]] = {
+            "--policy": self.policies,
+            "--budget": [f"{budget:g}" for budget in self.budgets],
+            "--set": [each for policy in self.policies for each in fixed(policy)],
+        }
+        words = [word for name, values in options.items() for v in values for word in (name, v)]
+        return [
+            *map(str, words),
+            *("--tasks", ",".join(self.tasks), "--lengths", f"{self.length}"),
+            *("--samples", f"{self.samples}", "--seed", f"{self.seed}"),
+            *("--concurrency", f"{self.at_once}", "--model", self.model),
+            *("--out", str(self.folder)),
+        ]
+
+    @property
+    def questions(self) -> int:
+        """About how many: one per sample, every policy at every budget."""
+        series = sum(1 if policy == FULL else len(self.budgets) for policy in self.policies)
+        return series * len(self.tasks) * self.samples
+
+
+def fixed(policy: str) -> list[str]:
+    """Settings of a shipped policy that do not depend on the share, as values of --set."""
+    one, other = (settings(*sizes).get(policy, []) for sizes in ((0.5, 512), (0.25, 1000)))
+    return [f"{policy}.{each}" for each in one if each in other]
+
+
+def variants(layers: Sequence[int], folder: Path) -> list[str]:
+    """Files of FastKV whose tokens leave after a given layer, as many of them as the budget says.
+
+    FastKV's own shares are two: 20 % of the tokens go deeper, whatever the budget. Here they are
+    one, as in ASL, so that the layer is all that differs.
+    """
+    text = (POLICIES / "fastkv.yaml").read_text(encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for layer in layers:
+        name = f"fastkv-after-{layer}"
+        changed = _replaced(text, "policy: fastkv\n", f"policy: {name}\n")
+        changed = _replaced(changed, '{default: "max(0, layers // 2 - 1)"', f"{{default: {layer}")
+        changed = _replaced(
+            changed, "tsp_rate:\n    default: 0.2", "tsp_rate:\n    default: kv_rate"
+        )
+        path = folder / f"{name}.yaml"
+        path.write_text(changed, encoding="utf-8")
+        paths.append(str(path))
+    return paths
+
+
+def _replaced(text: str, old: str, new: str) -> str:
+    if text.count(old) != 1:
+        raise RunFailed(f"policies/fastkv.yaml has no single {old!r}: its variants cannot be made")
+    return text.replace(old, new)
+
+
+def split(policies: Sequence[str], parts: int) -> list[tuple[str, ...]]:
+    """Policies dealt out to so many runs; full KV, the first, is in the first alone."""
+    return [tuple(policies[part::parts]) for part in range(min(parts, len(policies)))]
+
+
+def carry_out(runs: Sequence[Run], servers: int) -> float:
+    """All runs, so many at a time; returns the seconds they took.
+
+    A run that was begun before goes on where it was.
+
+    Raises:
+        RunFailed: one of them failed; the others are stopped.
+    """
+    started = time.monotonic()
+    total = sum(run.questions for run in runs)
+    processes: list[subprocess.Popen] = []
+    with (
+        ThreadPoolExecutor(servers) as pool,
+        tqdm(total=total, desc="questions", unit="question", smoothing=0.02) as bar,
+        _stopped_at_the_end(processes),
+    ):
+        left: set[Future] = {pool.submit(_carry_out, run, processes) for run in runs}
+        try:
+            while left:
+                done, left = wait(left, timeout=1, return_when=FIRST_COMPLETED)
+                bar.total = max(total, answered := sum(map(_answered, runs)))
+                bar.update(answered - bar.n)
+                for each in done:
+                    each.result()
+        finally:
+            for each in left:
+                each.cancel()
+    return time.monotonic() - started
+
+
+def _carry_out(run: Run, processes: list[subprocess.Popen]) -> None:
+    run.folder.mkdir(parents=True, exist_ok=True)
+    log = run.folder / "log.txt"
+    with log.open("a") as output:
+        process = subprocess.Popen([*EVAL, *run.words], stdout=output, stderr=subprocess.STDOUT)
+        processes.append(process)
+        status = process.wait()
+    if status:
+        last = log.read_text(errors="replace").replace("\r", "\n").splitlines()[-12:]
+        raise RunFailed("\n".join([f"kvpolicy eval failed with status {status} ({log}):", *last]))
+
+
+@contextlib.contextmanager
+def _stopped_at_the_end(processes: list[subprocess.Popen]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+
+
+def _answered(run: Run) -> int:
+    path = run.folder / "samples.jsonl"
+    if not path.exists():
+        return 0
+    with path.open("rb") as lines:
+        return sum(1 for _ in lines)
+
+
+def merge(runs: Sequence[Run], folder: Path, command: str) -> None:
+    """Writes plan.json, samples.jsonl and kept.jsonl of all runs into one folder."""
+    plans = [json.loads((run.folder / "plan.json").read_text(encoding="utf-8")) for run in runs]
+    stages = {
+        (stage if len(runs) == 1 else f"{stage} (run {number})"): seconds
+        for number, plan in enumerate(plans, 1)
+        for stage, seconds in plan["stages"].items()
+    }
+    order = {
+        Path(policy).stem: (place, number)
+        for number, run in enumerate(runs)
+        for place, policy in enumerate(run.policies)
+    }
+    policies = [entry for plan in plans for entry in plan["policies"]]
+    policies.sort(key=lambda entry: order[entry["policy"]])
+    plan = {**plans[0], "command": command, "policies": policies, "stages": stages}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+    with (folder / "samples.jsonl").open("w", encoding="utf-8") as out:
+        for run in runs:
+            out.writelines(map(records.line, records.read(run.folder / "samples.jsonl")))
+    for name in ("kept.jsonl", "errors.jsonl"):
+        texts = [p.read_text(encoding="utf-8") for run in runs if (p := run.folder / name).exists()]
+        if any(texts):
+            (folder / name).write_text("".join(texts), encoding="utf-8")
