@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
 from kvpolicy.dsl import cli
 from kvpolicy.dsl.cli import Command
 
-COMMANDS: dict[str, Command] = {}
+
+def _report(args: argparse.Namespace) -> int:
+    from kvpolicy.evaluation import report
+
+    return report.main(args)
+
+
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="folder that `kvpolicy eval --out` wrote")
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from kvpolicy.evaluation import inspect_prompt
+
+    return inspect_prompt.main(args)
+
+
+def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    from kvpolicy.evaluation import look_arguments
+
+    look_arguments.of_inspect(parser)
+
+
+COMMANDS: dict[str, Command] = {
+    "inspect": Command(
+        "what each layer and head kept of one prompt, with the text", _inspect, _inspect_arguments
+    ),
+    "report": Command(
+        "make the tables, pictures and page of an evaluation again", _report, _report_arguments
+    ),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,76 @@
+"""Names beside points of a plot, placed so that they cover neither each other nor points."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
+from matplotlib.transforms import Bbox
+
+ANGLES = (0, 180, 45, -45, 135, -135, 90, -90, 20, -20, 160, -160)  # degrees, best first
+DISTANCES = (7, 14, 24, 36, 50, 66, 84)  # points
+HALO = withStroke(linewidth=2, foreground="white")
+Point = tuple[float, float]
+
+
+def annotate(axes: Axes, points: Sequence[Point], names: Sequence[str], others: Sequence[Point]):
+    """Writes `names` beside `points`, and off all `others`; a far one gets a line to its point.
+
+    The figure must have been laid out before.
+    """
+    pixel = axes.figure.dpi / 72
+    at = axes.transData.transform(others)
+    covered = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in at]
+    covered += _steps(axes.transData.transform(points))
+    for point, name in zip(points, names, strict=True):
+        label = axes.annotate(name, point, (0, 0), textcoords="offset points", fontsize=7.5,
+                              path_effects=[HALO], zorder=5)  # fmt: skip
+        size = label.get_window_extent()
+        place, box = _place(axes, axes.transData.transform(point), size, covered, pixel)
+        label.set_position(place)
+        covered.append(box)
+        _line(axes, point, box)
+
+
+def _steps(points: np.ndarray) -> list[Bbox]:
+    """What a line of steps through the points covers."""
+    boxes = []
+    for (x, y), (x_next, y_next) in pairwise(points):
+        boxes += [Bbox.from_extents(x, y - 1, x_next, y + 1),
+                  Bbox.from_extents(x_next - 1, y, x_next + 1, y_next)]  # fmt: skip
+    return boxes
+
+
+def _place(
+    axes: Axes, at: np.ndarray, size: Bbox, covered: Sequence[Bbox], pixel: float
+) -> tuple[Point, Bbox]:
+    """Offset in points of the label's lower left corner, and the pixels that it covers."""
+    inside = axes.get_window_extent()
+    best = None
+    for distance in DISTANCES:
+        for angle in ANGLES:
+            way = np.array((np.cos(np.radians(angle)), np.sin(np.radians(angle))))
+            middle = at + way * (distance * pixel + np.array((size.width, size.height)) / 2)
+            box = Bbox.from_bounds(middle[0] - size.width / 2, middle[1] - size.height / 2,
+                                   size.width, size.height)  # fmt: skip
+            corner = tuple((np.array((box.x0, box.y0)) - at) / pixel)
+            outside = box.x0 < inside.x0 or box.x1 > inside.x1 or box.y0 < inside.y0
+            outside = outside or box.y1 > inside.y1
+            overlaps = sum(box.overlaps(other) for other in covered) + 100 * outside
+            if best is None or overlaps < best[0]:
+                best = (overlaps, corner, box)
+            if overlaps == 0:
+                return corner, box
+    return best[1:]
+
+
+def _line(axes: Axes, point: Point, box: Bbox) -> None:
+    """From the point to the nearest place of its label, where they are apart."""
+    at = axes.transData.transform(point)
+    near = np.clip(at, (box.x0, box.y0), (box.x1, box.y1))
+    if np.hypot(*(near - at)) > 12:
+        ends = axes.transData.inverted().transform((at, near))
+        axes.plot(*ends.T, color="#666666", linewidth=0.6, zorder=2.5)

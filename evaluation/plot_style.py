@@ -1,0 +1,31 @@
+"""How policies are told apart in every picture: by colour, by marker and by dashes.
+
+The colours are those of Okabe and Ito, which colour-blind people can tell apart. There are fewer of
+them than policies: the best are drawn in colour, the others in grey.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Style(NamedTuple):
+    """Of one line; `dash` as SVG and matplotlib have it, empty for a solid line."""
+
+    colour: str
+    marker: str
+    dash: tuple[int, ...]
+
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+MARKERS = ("circle", "square", "diamond", "triangle", "down", "cross")
+DASHES = ((), (6, 2), (2, 2), (8, 2, 2, 2), (4, 4), (1, 2))
+MOST = len(COLOURS)
+OTHERS = "#9a9a9a"
+
+
+def style(number: int) -> Style:
+    """The `number`-th style; beyond the colours they come again with other markers and dashes."""
+    again, place = divmod(number, MOST)
+    turned = (place + again) % MOST
+    return Style(COLOURS[place], MARKERS[turned], DASHES[turned])

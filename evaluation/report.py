@@ -1,0 +1,45 @@
+"""The report of a run: tables, pictures and one HTML page, from what `kvpolicy eval` wrote."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from kvpolicy.evaluation import plots, results, summary_text
+from kvpolicy.evaluation.summary import Summary, csv_text
+
+
+def overview(folder: Path) -> str:
+    """The main table of a folder, for a terminal. Raises PolicyError as `write` does."""
+    return summary_text.scores(Summary(results.load(Path(folder))))
+
+
+def write(folder: Path) -> list[Path]:
+    """Writes summary.md, summary.csv, report.html and the pictures; returns what was written.
+
+    Equal inputs give equal files.
+
+    Raises:
+        PolicyError: the folder is none of `kvpolicy eval`'s, or holds no answer yet.
+    """
+    folder = Path(folder)
+    summary = Summary(results.load(folder))
+    written = []
+    for name, text in (
+        ("summary.md", summary_text.markdown(summary)),
+        ("summary.csv", csv_text(summary)),
+    ):
+        path = folder / name
+        path.write_text(text, encoding="utf-8")
+        written.append(path)
+    return [*written, *plots.write(summary, folder)]
+
+
+def main(args: argparse.Namespace) -> int:
+    """`kvpolicy report`: prints the main table and what was written."""
+    folder = Path(args.folder)
+    written = write(folder)
+    print(overview(folder))
+    for path in written:
+        print(path)
+    return 0

@@ -1,0 +1,109 @@
+"""What a folder of `kvpolicy eval` holds, read for a report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvpolicy.dsl.diagnostics import PolicyError, refused
+from kvpolicy.evaluation import records
+from kvpolicy.evaluation.records import FULL, Record
+
+Series = tuple[str, float | None]
+"""A policy and the share that was asked of it."""
+
+_AGAIN = "give the folder that `kvpolicy eval --out` wrote"
+
+
+@dataclass(frozen=True)
+class Results:
+    """A run, complete or not.
+
+    Attributes:
+        plan: what plan.json says.
+        records: the answered questions, each once.
+        maps: lines of kept.jsonl; empty where none were asked for.
+    """
+
+    plan: dict
+    records: tuple[Record, ...]
+    maps: tuple[dict, ...]
+
+    @property
+    def series(self) -> list[Series]:
+        """Policies and budgets in the plan's order, full KV first."""
+        found = [(entry["policy"], entry["budget"]) for entry in self.plan["policies"]]
+        return sorted(dict.fromkeys(found), key=lambda series: series[0] != FULL)
+
+    @property
+    def tasks(self) -> dict[str, str]:
+        """Titles by name, in the plan's order."""
+        return dict(self.plan["tasks"])
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted(self.plan["lengths"])
+
+
+def load(folder: Path) -> Results:
+    """Reads plan.json, samples.jsonl and, if there is one, kept.jsonl.
+
+    Raises:
+        PolicyError: the folder is none of `kvpolicy eval`'s, or holds no answer yet.
+    """
+    plan = _plan(folder)
+    path = folder / "samples.jsonl"
+    try:
+        found = {record.key: record for record in records.read(path)}
+    except FileNotFoundError:
+        found = {}
+    except (OSError, ValueError) as error:
+        raise _refused(path, str(error)) from None
+    planned = {(entry["policy"], entry["budget"]) for entry in plan["policies"]}
+    strangers = {(r.policy, r.budget, r.task) for r in found.values()
+                 if (r.policy, r.budget) not in planned or r.task not in plan["tasks"]}  # fmt: skip
+    if strangers:
+        policy, budget, task = min(strangers, key=str)
+        raise _refused(path, f"plan.json knows nothing of policy {policy}, budget {budget}, {task}")
+    if not found:
+        raise _refused(
+            path, "no question has been answered yet", "run the same `kvpolicy eval` again"
+        )
+    return Results(plan, tuple(found.values()), tuple(_lines(folder / "kept.jsonl")))
+
+
+def _plan(folder: Path) -> dict:
+    path = folder / "plan.json"
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise _refused(folder, "there is no plan.json here", _AGAIN) from None
+    except (OSError, ValueError) as error:
+        raise _refused(path, f"it cannot be read: {error}", _AGAIN) from None
+    needed = {"policies": list, "tasks": dict, "lengths": list, "samples": int}
+    for key, kind in needed.items():
+        if not isinstance(plan, dict) or not isinstance(plan.get(key), kind):
+            raise _refused(path, f"it is not a plan of `kvpolicy eval`: no {key}", _AGAIN)
+    if not all(isinstance(p, dict) and {"policy", "budget"} <= p.keys() for p in plan["policies"]):
+        raise _refused(path, "an entry of its policies has no policy or no budget", _AGAIN)
+    return plan
+
+
+def _lines(path: Path) -> list[dict]:
+    """Lines of kept.jsonl; a last one that was cut off is left out."""
+    if not path.exists():
+        return []
+    found = []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, text in enumerate(lines, 1):
+        try:
+            found.append(json.loads(text))
+        except ValueError:
+            if number < len(lines) or text.endswith("\n"):
+                raise _refused(path, f"line {number} is not JSON") from None
+    return found
+
+
+def _refused(path: Path, message: str, help_: str | None = None) -> PolicyError:
+    return refused(str(path), "report", message, help_)
