@@ -52,6 +52,7 @@ class Sample:
         turns: in order; one for most tasks.
         history: what the second and later turns find.
         depth: where in the context the (first) answer stands, 0 to 1; None if nowhere.
+        asked: [start, stop) characters of the context that hold the answers of the first turn.
     """
 
     task: str
@@ -61,3 +62,4 @@ class Sample:
     turns: tuple[Turn, ...]
     history: History = History.TREE
     depth: float | None = None
+    asked: tuple[tuple[int, int], ...] = ()

@@ -1,0 +1,121 @@
+"""How answers are scored: functions from the text of an answer to a number from 0 to 1.
+
+As in RULER, a task with several items gives each its share, an item said twice counts once, and
+nothing is taken off for what else is said. An answer that lists everything gains nothing by it,
+because `Turn.most_tokens` leaves room for a right answer and little more (checked in the tests: an
+answer that repeats the context from its start scores what stands in its first tokens).
+
+Embedded models answer in whole words and close with <end>; what comes after it is not read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+
+Judge = Callable[[str], float]
+
+_TOKEN = re.compile(r"\w+|[^\w\s]+")
+
+
+def beginning(item: str) -> Judge:
+    """Embedded: 1 if the answer begins with these words, else 0."""
+    return partial(_beginning, item)
+
+
+def parts(items: Sequence[str]) -> Judge:
+    """Embedded: share of the items that stand between the commas of the answer."""
+    return partial(_parts, tuple(items))
+
+
+def named(items: Sequence[str]) -> Judge:
+    """Embedded: share of the items, one word each, among the words of the answer."""
+    return partial(_named, tuple(items))
+
+
+def mentioned(items: Sequence[str]) -> Judge:
+    """Share of the items that stand in the answer as words of their own, in any case."""
+    return partial(_mentioned, tuple(items))
+
+
+def any_of(answers: Sequence[str]) -> Judge:
+    """1 if one of the answers stands anywhere in the answer, in any case and spacing."""
+    return partial(_any_of, tuple(answers))
+
+
+def overlap(answers: Sequence[str]) -> Judge:
+    """The best F1 of the answer's words with those of one of the answers, as in SQuAD."""
+    return partial(_overlap, tuple(answers))
+
+
+def one_class(answers: Sequence[str], classes: Sequence[str]) -> Judge:
+    """1 / n where the answer names n of the classes and a right one is among them, else 0.
+
+    A class that is part of the right class's name does not count as named.
+    """
+    return partial(_one_class, tuple(answers), tuple(classes))
+
+
+def _said(text: str) -> list[str]:
+    """The words of an embedded model's answer, up to <end>."""
+    return _TOKEN.findall(text.split("<end>")[0].lower())
+
+
+def _beginning(item: str, text: str) -> float:
+    words = item.split()
+    return float(_said(text)[: len(words)] == words)
+
+
+def _parts(items: tuple[str, ...], text: str) -> float:
+    said = {part.strip() for part in " ".join(_said(text)).split(",")}
+    return sum(item in said for item in items) / len(items)
+
+
+def _named(items: tuple[str, ...], text: str) -> float:
+    said = set(_said(text))
+    return sum(item in said for item in items) / len(items)
+
+
+def _mentioned(items: tuple[str, ...], text: str) -> float:
+    return sum(_stands(item, text) for item in items) / len(items)
+
+
+def _stands(item: str, text: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(item)}(?!\w)", text, re.IGNORECASE) is not None
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def _any_of(answers: tuple[str, ...], text: str) -> float:
+    return float(any(_flat(answer) in _flat(text) for answer in answers))
+
+
+def _overlap(answers: tuple[str, ...], text: str) -> float:
+    return max(_f1(_content(answer), _content(text)) for answer in answers)
+
+
+def _content(text: str) -> Counter[str]:
+    """Words without punctuation and articles, in lower case."""
+    words = re.findall(r"\w+", text.casefold())
+    return Counter(word for word in words if word not in ("a", "an", "the"))
+
+
+def _f1(expected: Counter[str], said: Counter[str]) -> float:
+    common = (expected & said).total()
+    if not common:
+        return 0.0
+    return 2 * common / (expected.total() + said.total())
+
+
+def _one_class(answers: tuple[str, ...], classes: tuple[str, ...], text: str) -> float:
+    named = [name for name in classes if _flat(name) in _flat(text)]
+    best = 0.0
+    for answer in answers:
+        others = [name for name in named if name != answer and _flat(name) not in _flat(answer)]
+        if answer in named:
+            best = max(best, 1 / (1 + len(others)))
+    return best

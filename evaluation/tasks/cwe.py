@@ -1,0 +1,34 @@
+"""Which words come most often in a list where few are common (RULER's common words)."""
+
+from __future__ import annotations
+
+import numpy as np
+from kvpolicy.evaluation.embedded import LIST
+from kvpolicy.evaluation.embedded_turns import by_words, sample_of
+from kvpolicy.evaluation.embedded_worlds import common_words, count_prompt
+from kvpolicy.evaluation.order import Order
+from kvpolicy.evaluation.sample import Sample
+from kvpolicy.evaluation.words import PEOPLE, PLACES, THINGS
+from kvpolicy.evaluation.words_lists import list_sample
+
+TITLE = "common words: those ten times as often as the others"
+POOL = sorted({*PEOPLE, *PLACES, *THINGS})
+COMMON, RATIO = 10, 10  # in words
+
+
+def embedded(order: Order) -> Sample:
+    prompt = count_prompt(order.task, order.length, order.rng, LIST, common_words)
+    return sample_of(order, prompt, by_words)
+
+
+def words(order: Order) -> Sample:
+    drawn = order.rng.permutation(POOL).tolist()
+    return list_sample(order, drawn, COMMON, counts)
+
+
+def counts(length: int) -> np.ndarray:
+    """How often each word of the pool stands in a list of that length."""
+    each = max(1, length // (COMMON * RATIO + len(POOL) - COMMON))
+    rare = min(len(POOL) - COMMON, max(COMMON, length // each - COMMON * RATIO))
+    common = (length - rare * each) // COMMON
+    return np.array([common] * COMMON + [each] * rare)

@@ -1,0 +1,18 @@
+"""One fact is asked for, seven others stand around (RULER's first multi-key task)."""
+
+from __future__ import annotations
+
+from kvpolicy.evaluation.embedded_turns import facts_sample
+from kvpolicy.evaluation.order import Order
+from kvpolicy.evaluation.sample import Sample
+from kvpolicy.evaluation.words_facts import locker_sample
+
+TITLE = "needle among 7 others"
+
+
+def embedded(order: Order) -> Sample:
+    return facts_sample(order, facts=8)
+
+
+def words(order: Order) -> Sample:
+    return locker_sample(order, facts=8)

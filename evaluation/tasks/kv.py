@@ -1,0 +1,46 @@
+"""Key-value retrieval: one JSON object of random pairs (InfiniteBench, arXiv:2402.13718)."""
+
+from __future__ import annotations
+
+import uuid
+
+from kvpolicy.evaluation.embedded_turns import sample_of, whole
+from kvpolicy.evaluation.embedded_worlds import PAIR_KEY, PAIR_VALUE, Shape, pairs, world_prompt
+from kvpolicy.evaluation.order import Order
+from kvpolicy.evaluation.sample import Sample
+from kvpolicy.evaluation.words import Filler
+from kvpolicy.evaluation.words_facts import Woven, fitted, turn_of
+
+TITLE = "key-value: the context is all pairs"
+SHAPE = Shape(pairs, PAIR_KEY + PAIR_VALUE + 2, PAIR_KEY + 2, None)
+LEAST_PAIR = 16  # tokens that no pair goes below
+
+
+def embedded(order: Order) -> Sample:
+    return sample_of(order, world_prompt(order.task, order.length, order.rng, SHAPE), whole)
+
+
+def words(order: Order) -> Sample:
+    most = 1 + order.length // LEAST_PAIR
+    drawn = [str(uuid.UUID(bytes=order.rng.bytes(16), version=4)) for _ in range(2 * most)]
+    keys, values = drawn[:most], drawn[most:]
+    filler = Filler(order.rng)
+    question = (
+        f'\n\nQuestion: Which value does the object give for the key "{keys[0]}"?'
+        f'\nAnswer: The value of the key "{keys[0]}" is'
+    )
+
+    def compose(held: int, words: int) -> Woven:
+        # What is left of the length when no further pair fits is a preface.
+        preface = " ".join([*filler.sentences(words), "Here is a JSON object of keys and values."])
+        at = round(order.depth * (held - 1))
+        listed = [*range(1, at + 1), 0, *range(at + 1, held)]
+        lines = [f'"{keys[i]}": "{values[i]}"' for i in listed]
+        introduction = f"{preface}\n\n{{\n"
+        start = len(introduction) + sum(len(line) + 2 for line in lines[:at])
+        text = introduction + ",\n".join(lines) + "\n}"
+        return Woven(text, len(introduction), [(start, start + len(lines[at]))])
+
+    woven = fitted(order, compose, 1, most, question)
+    turn = turn_of(question, values[:1], order)
+    return order.sample(woven.text, [turn], woven.depth(0), asked=woven.spans)

@@ -1,0 +1,18 @@
+"""The context is nothing but facts (RULER's second multi-key task)."""
+
+from __future__ import annotations
+
+from kvpolicy.evaluation.embedded_turns import facts_sample
+from kvpolicy.evaluation.order import Order
+from kvpolicy.evaluation.sample import Sample
+from kvpolicy.evaluation.words_facts import locker_sample
+
+TITLE = "multi-key: all needles"
+
+
+def embedded(order: Order) -> Sample:
+    return facts_sample(order)
+
+
+def words(order: Order) -> Sample:
+    return locker_sample(order)

@@ -1,0 +1,17 @@
+"""A second question, asked of what the policy left of the first turn."""
+
+from __future__ import annotations
+
+from kvpolicy.evaluation.order import Order
+from kvpolicy.evaluation.sample import History, Sample
+from kvpolicy.evaluation.tasks import multiturn
+
+TITLE = "second question, on the compressed copy"
+
+
+def embedded(order: Order) -> Sample:
+    return multiturn.embedded(order, History.COPY)
+
+
+def words(order: Order) -> Sample:
+    return multiturn.words(order, History.COPY)

@@ -1,0 +1,19 @@
+"""Several questions on one context, each asked of the context alone (SCBench, arXiv:2412.10319)."""
+
+from __future__ import annotations
+
+from kvpolicy.evaluation.embedded_turns import facts_sample
+from kvpolicy.evaluation.order import Order
+from kvpolicy.evaluation.sample import History, Sample
+from kvpolicy.evaluation.words_facts import locker_sample
+
+TITLE = "4 questions that share a context of 24 needles"
+FACTS, QUESTIONS = 24, 4
+
+
+def embedded(order: Order) -> Sample:
+    return facts_sample(order, FACTS, turns=QUESTIONS, history=History.SHARED)
+
+
+def words(order: Order) -> Sample:
+    return locker_sample(order, FACTS, turns=QUESTIONS, history=History.SHARED)
