@@ -1,0 +1,74 @@
+"""After which layer ASL lets tokens leave, prompt by prompt: why it keeps what FastKV may lose."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import report
+from kvpolicy.dsl.library import POLICIES
+from kvpolicy.evaluation import catalog
+from kvpolicy.evaluation.serving import Server, serve
+from kvpolicy.evaluation.summary_text import percent
+from quality_runs import Run, fixed
+
+POLICY = "asl"
+Layers = dict[tuple[str, float], Counter]
+"""By task and budget: how many prompts selected at each layer; None: at none."""
+
+
+def chosen_layers(run: Run, count: int) -> Layers:
+    """Asks the first `count` samples of each task of a run at all its budgets.
+
+    Raises:
+        ServerFailed: the server does not start.
+    """
+    path = POLICIES / f"{POLICY}.yaml"
+    names = {budget: f"{POLICY}@{budget:g}" for budget in run.budgets}
+    given = [setting.partition(".")[2] for setting in fixed(POLICY)]
+    settings = [
+        f"{name}.{each}"
+        for budget, name in names.items()
+        for each in (*given, f"capacity={int(budget * run.length)}")
+    ]
+    files = [f"{name}={path}" for name in names.values()]
+    found: Layers = {}
+    with serve(run.model, files, settings) as server:
+        for task in run.tasks:
+            texts = [_prompt(task, run, index) for index in range(count)]
+            for budget, name in names.items():
+                found[task, budget] = Counter(_selected(server, text, name) for text in texts)
+    return found
+
+
+def _prompt(task: str, run: Run, index: int) -> str:
+    sample = catalog.sample(
+        task, form="embedded", length=run.length, index=index, seed=run.seed, count=_words
+    )
+    return sample.context + sample.turns[0].prompt
+
+
+def _words(text: str) -> int:
+    """Tokens of the embedded models: a word each, and the <s> before them."""
+    return 1 + len(text.split())
+
+
+def _selected(server: Server, text: str, name: str) -> int | None:
+    """The layer of one prompt."""
+    facts = server.generate(text=text, policy=name, max_new_tokens=2)["meta_info"]["kv_policy"]
+    return facts.get("selected_layer")
+
+
+def table(layers: Layers) -> str:
+    """Tasks down, budgets across; in each cell the layers with the number of prompts."""
+    budgets = sorted({budget for _, budget in layers}, reverse=True)
+    rows = [
+        [task, *(_cell(layers[task, budget]) for budget in budgets)]
+        for task in dict.fromkeys(task for task, _ in layers)
+    ]
+    return report.table(["task", *map(percent, budgets)], rows)
+
+
+def _cell(counts: Counter) -> str:
+    ordered = sorted(counts, key=lambda layer: (layer is None, layer))
+    said = (f"{'none' if layer is None else layer}: {counts[layer]}" for layer in ordered)
+    return ", ".join(said)
