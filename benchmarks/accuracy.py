@@ -17,8 +17,9 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "train"))
 import evaluate
 import tasks
+from kvpolicy.evaluation.facts import held, lists_of
 from kvpolicy.evaluation.serving import Server, serve
-from shipped import held, lists_of, settings
+from shipped import settings
 
 TASKS = {"niah": "single needle", "mk": "multi-key needle", "mq": "multi-query, 3 of 24"}
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 import report
 from cost import batch, times
+from kvpolicy.evaluation.facts import held, lists_of
 from kvpolicy.evaluation.serving import Server, serve
-from shipped import held, lists_of, settings
+from shipped import settings
 from tqdm import tqdm
 
 HEADER = (

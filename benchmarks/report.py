@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.metadata
 import json
-import os
-import platform
 import shlex
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from kvpolicy.evaluation.machine import machine
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -23,31 +21,6 @@ def command() -> str:
     """The command that is running, as it would be typed from the project's folder."""
     script = Path(sys.argv[0]).resolve().relative_to(ROOT)
     return shlex.join(["python", str(script), *sys.argv[1:]])
-
-
-def machine(*packages: str) -> str:
-    """Processor, cores, memory and the versions that matter; what is not there is left out."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    versions = []
-    for name in packages or ("sglang", "torch"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-    return (
-        f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB, "
-        f"Python {platform.python_version()}, {', '.join(versions)}"
-    )
-
-
-def _processor() -> str:
-    import torch
-
-    if torch.cuda.is_available():
-        facts = torch.cuda.get_device_properties(0)
-        return f"{facts.name} ({facts.total_memory / 2**30:.0f} GiB), CUDA {torch.version.cuda}"
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
 
 
 def spread(values: Sequence[float], digits: int = 2, scale: float = 1) -> str:

@@ -31,9 +31,10 @@ import report
 import requests
 from kvpolicy.dsl.check import load
 from kvpolicy.dsl.library import read_source
+from kvpolicy.evaluation.facts import held, lists_of
 from kvpolicy.evaluation.serving import Server, has_gpu, serve
 from serving_report import STOCK, text
-from shipped import held, lists_of, settings
+from shipped import settings
 from tqdm import tqdm
 
 POLICIES = "snapkv,adakv,lava,streamingllm"

@@ -1,9 +1,6 @@
-"""The shipped policies with settings that make them comparable, and what their requests hold."""
+"""The shipped policies with settings that make them comparable."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 WINDOW = "window=8"
 
@@ -46,21 +43,3 @@ def settings(share: float, tokens: int) -> dict[str, list[str]]:
         "roco": ["capacity=16", "newest=4"],
         "minicache": ["start=0"],
     }
-
-
-def lists_of(model: str) -> int:
-    """L * G of a checkpoint folder: entries of one token."""
-    config = json.loads(Path(model, "config.json").read_text())
-    return config["num_hidden_layers"] * config["num_key_value_heads"]
-
-
-def held(answer: dict, lists: int) -> float:
-    """Share of the entries (of the bytes, where layers share them) held after the last token."""
-    meta = answer["meta_info"]
-    facts = meta["kv_policy"]
-    if facts.get("kv_bytes_after") and facts["entries_kept"] == facts["entries_before"]:
-        return facts["kv_bytes_after"] / facts["kv_bytes_before"]
-    prompt = lists * meta["prompt_tokens"]
-    generated = lists * (meta["completion_tokens"] - 1)
-    kept = facts.get("entries_kept", prompt) - facts.get("entries_dropped_in_decode", 0)
-    return (kept + generated) / (prompt + generated)

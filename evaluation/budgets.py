@@ -49,12 +49,20 @@ def kept(bound: Bound, prompt: int) -> tuple[int, bool]:
     lazy else all`) what it keeps then; of a policy that lets entries leave only while it decodes,
     what its first decode step leaves.
     """
-    bounds = Bounds(bound, prompt)
-    keep = bound.lowered.keep
-    later = bound.decode_lowered
-    if keep.op == "all" and later is not None and later.keep is not None:
-        keep = later.keep
+    bounds, keep = Bounds(bound, prompt), _keep(bound)
     return _size(bounds, keep), bounds.is_exact(keep)
+
+
+def thins_some(bound: Bound, prompt: int) -> bool:
+    """Whether data decide which layers are thinned, so that `kept` is of those alone."""
+    bounds, keep = Bounds(bound, prompt), _keep(bound)
+    return keep.op == "choose" and _size(bounds, keep) < bounds.size(keep).total
+
+
+def _keep(bound: Bound) -> Node:
+    keep, later = bound.lowered.keep, bound.decode_lowered
+    only_later = keep.op == "all" and later is not None and later.keep is not None
+    return later.keep if only_later else keep
 
 
 def _size(bounds: Bounds, keep: Node) -> int:

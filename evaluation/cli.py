@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 
 from kvpolicy.dsl import cli
@@ -20,6 +21,18 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="folder that `kvpolicy eval --out` wrote")
 
 
+def _fidelity(args: argparse.Namespace) -> int:
+    from kvpolicy.evaluation import fidelity
+
+    return fidelity.main(args)
+
+
+def _fidelity_arguments(parser: argparse.ArgumentParser) -> None:
+    from kvpolicy.evaluation import look_arguments
+
+    look_arguments.of_fidelity(parser)
+
+
 def _inspect(args: argparse.Namespace) -> int:
     from kvpolicy.evaluation import inspect_prompt
 
@@ -32,7 +45,28 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     look_arguments.of_inspect(parser)
 
 
+def _eval(args: argparse.Namespace) -> int:
+    args.started = time.monotonic()
+    from kvpolicy.evaluation import eval
+
+    return eval.main(args)
+
+
+def _eval_arguments(parser: argparse.ArgumentParser) -> None:
+    from kvpolicy.evaluation import eval_arguments
+
+    eval_arguments.add(parser)
+
+
 COMMANDS: dict[str, Command] = {
+    "eval": Command(
+        "what policies cost in quality: tasks, asked of a server", _eval, _eval_arguments
+    ),
+    "fidelity": Command(
+        "how far policies move next-token distributions from full KV, on any text",
+        _fidelity,
+        _fidelity_arguments,
+    ),
     "inspect": Command(
         "what each layer and head kept of one prompt, with the text", _inspect, _inspect_arguments
     ),

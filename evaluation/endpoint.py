@@ -1,0 +1,125 @@
+"""What listens at a URL: SGLang with policies, stock SGLang, or an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import requests
+from kvpolicy.dsl.diagnostics import PolicyError, listed, refused
+
+APIS = ("sglang", "openai")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server that answered.
+
+    Attributes:
+        url: without a slash or /v1 at its end.
+        api: one of APIS.
+        info: of SGLang: what it says of itself.
+        policies: of SGLang with kvpolicy: name, path and settings of each; None without.
+        models: names of the models of an OpenAI-compatible server.
+    """
+
+    url: str
+    api: str
+    info: Mapping[str, Any] = field(default_factory=dict)
+    policies: Sequence[Mapping[str, Any]] | None = None
+    models: tuple[str, ...] = ()
+
+    def model(self, name: str | None) -> str:
+        """The name of the model to ask for.
+
+        Raises:
+            PolicyError: there are several and none is named, or not this one.
+        """
+        if name is None and len(self.models) == 1:
+            return self.models[0]
+        if name in self.models:
+            return name
+        what = "has several models" if name is None else f"has no model `{name}`"
+        message = f"the server {what}: {listed(self.models, 'and') or 'it lists none'}"
+        raise refused(self.url, "server", message, "say which with --model-name")
+
+
+def find(url: str, api: str | None, key: str | None) -> Endpoint:
+    """Asks a server what it is.
+
+    Args:
+        api: what the user says it is; None: to be found out.
+        key: of the API.
+
+    Raises:
+        PolicyError: nobody answers there, or something else does.
+    """
+    base = url.rstrip("/").removesuffix("/v1")
+    if "://" not in base:
+        base = f"http://{base}"
+    probe = _Probe(base, key)
+    tried: list[str] = []
+    for path in () if api == "openai" else ("/server_info", "/get_server_info"):
+        info = probe.json(path, tried)
+        if info is not None and isinstance(info.get("internal_states"), list):
+            states = info["internal_states"] or [{}]
+            return Endpoint(base, "sglang", info, states[0].get("kv_policy"))
+    if api != "sglang":
+        models = probe.json("/v1/models", tried)
+        if models is not None and isinstance(models.get("data"), list):
+            names = tuple(str(each.get("id")) for each in models["data"])
+            return Endpoint(base, "openai", models=names)
+    raise _something_else(url, api, tried)
+
+
+def _something_else(url: str, api: str | None, tried: Sequence[str]) -> PolicyError:
+    if any(each.endswith("a web page") for each in tried):
+        message = "what answers there is a web page, not a model server"
+    else:
+        kind = {"sglang": "SGLang", "openai": "an OpenAI-compatible server"}
+        what = kind.get(api or "", "SGLang or an OpenAI-compatible server")
+        message = f"what answers there is not {what} ({', '.join(tried)})"
+    return refused(f"--url {url}", "server", message, "give the address that the server prints")
+
+
+class _Probe:
+    """Requests to an address of which nothing is known."""
+
+    def __init__(self, base: str, key: str | None) -> None:
+        self._base = base
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    def json(self, path: str, tried: list[str]) -> dict[str, Any] | None:
+        """The JSON object at a path; None if there is none, and `tried` says what there is.
+
+        Raises:
+            PolicyError: nobody answers, or a key is wanted.
+        """
+        try:
+            response = requests.get(self._base + path, headers=self._headers, timeout=20)
+        except requests.exceptions.Timeout:
+            raise _nobody(self._base, "no answer within 20 s") from None
+        except requests.ConnectionError:
+            raise _nobody(self._base, "the connection is refused") from None
+        except (requests.RequestException, ValueError):
+            message = "this is not the address of a server"
+            raise refused(f"--url {self._base}", "arguments", message) from None
+        if response.status_code in (401, 403):
+            message = f"the server wants a key (status {response.status_code})"
+            help_ = "name the environment variable that holds it with --api-key-env"
+            raise refused(f"--url {self._base}", "server", message, help_)
+        try:
+            found = response.json() if response.ok else None
+        except ValueError:
+            found = None
+        if isinstance(found, dict):
+            return found
+        page = "html" in response.headers.get("Content-Type", "") and response.ok
+        tried.append(f"GET {path}: {'a web page' if page else response.status_code}")
+        return None
+
+
+def _nobody(base: str, why: str) -> PolicyError:
+    help_ = "start the server first, or give --model instead and one is started"
+    return refused(f"--url {base}", "server", f"nobody answers there: {why}", help_)

@@ -1,0 +1,111 @@
+"""Options of `kvpolicy eval`; nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    _what(parser)
+    _where(parser)
+    parser.add_argument("--concurrency", type=whole, default=8, help="requests out at a time")
+    parser.add_argument(
+        "--maps",
+        type=at_least_0,
+        default=0,
+        metavar="M",
+        help="show which entries were kept of M prompts of each task",
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress on the terminal")
+
+
+def _what(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--policy",
+        action="append",
+        default=[],
+        metavar="FILE|NAME|none|all",
+        help="path of a policy, name of a shipped one, `all` of these, or `none` for full KV; may "
+        "be repeated. Full KV is always asked too, as what the others are compared with",
+    )
+    parser.add_argument("--no-full", action="store_true", help="do not ask full KV")
+    parser.add_argument(
+        "--budget",
+        action="append",
+        default=[],
+        type=share,
+        metavar="SHARE",
+        help="share of the prompt's entries to keep, as in 0.125; may be repeated",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="[POLICY.]NAME=VALUE",
+        help="value of a parameter; without POLICY for every policy that has it",
+    )
+    parser.add_argument(
+        "--tasks",
+        required=True,
+        type=names,
+        metavar="TASK,...",
+        help="names of tasks, or data:FILE for questions of your own",
+    )
+    parser.add_argument(
+        "--lengths", type=lengths, default=[512], metavar="N,...", help="tokens of the prompts"
+    )
+    parser.add_argument("--samples", type=whole, default=100, help="per task and length")
+    parser.add_argument("--seed", type=at_least_0, default=0)
+    parser.add_argument("--out", required=True, metavar="DIR", help="where the report goes")
+
+
+def _where(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", metavar="DIR", help="folder of a checkpoint; a server is started"
+    )
+    parser.add_argument("--server-args", default="", metavar="WORDS", help="more options for it")
+    parser.add_argument("--url", help="a server that runs already, instead of --model")
+    parser.add_argument("--api", choices=("sglang", "openai"), help="what --url is; default: asked")
+    parser.add_argument("--model-name", metavar="NAME", help="the model's name at --url")
+    parser.add_argument("--tokenizer", metavar="DIR", help="default: the model's folder")
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable with the key for --url"
+    )
+
+
+def share(text: str) -> float:
+    """A share of a prompt."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a share above 0 and up to 1")
+    return value
+
+
+def whole(text: str) -> int:
+    """A whole number from 1 on."""
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) <= 10**8:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a whole number from 1 on")
+    return int(text)
+
+
+def at_least_0(text: str) -> int:
+    """A whole number from 0 on."""
+    return 0 if text == "0" else whole(text)
+
+
+def lengths(text: str) -> list[int]:
+    """Numbers of tokens, each once, the shortest first."""
+    return sorted({whole(each.strip()) for each in text.split(",")})
+
+
+def names(text: str) -> list[str]:
+    """Names, each once."""
+    found = list(dict.fromkeys(each.strip() for each in text.split(",") if each.strip()))
+    if not found:
+        raise argparse.ArgumentTypeError("there is no name of a task")
+    return found

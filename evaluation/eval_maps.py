@@ -1,0 +1,55 @@
+"""Which entries each policy kept of some prompts: kept.jsonl of `kvpolicy eval`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvpolicy.evaluation.answers import Lines
+from kvpolicy.evaluation.asking import in_threads
+from kvpolicy.evaluation.client import Client
+from kvpolicy.evaluation.kept import pieces
+from kvpolicy.evaluation.sample import Sample
+from kvpolicy.evaluation.tokens import Tokens
+from kvpolicy.evaluation.turns import Request, requests
+from kvpolicy.evaluation.variants import Variant
+
+
+def write_maps(
+    folder: Path,
+    wanted: Sequence[tuple[Variant, Sample]],
+    client: Client,
+    tokens: Tokens,
+    at_once: int,
+) -> None:
+    """Adds a line per policy and prompt.
+
+    Raises:
+        Failed: there is no answer, or the server does not say what was kept.
+    """
+    lines = Lines(folder / "kept.jsonl")
+
+    def add(job: tuple[Variant, Sample]) -> None:
+        variant, sample = job
+        request = next(requests(sample, tokens, copy=False))
+        # Two tokens: of one alone nothing is decoded, and the prompt is not compressed for it.
+        two = Request(0, request.ids, request.text, [], 2)
+        kept = client.ask(two, variant.alias, kept=True).meta["kv_policy"]["kept"]
+        facts = {
+            "policy": variant.policy,
+            "budget": variant.budget,
+            "task": sample.task,
+            "length": sample.length,
+            "index": sample.index,
+            "tokens": pieces(tokens.decode_all, request.ids),
+            "asked": tokens.positions(request.text, sample.asked),
+            **kept,
+        }
+        lines.append(json.dumps(facts, ensure_ascii=False) + "\n")
+
+    client.flush()
+    try:
+        in_threads(wanted, add, at_once)
+    finally:
+        lines.close()

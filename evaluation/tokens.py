@@ -1,0 +1,65 @@
+"""A model's tokenizer, from its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.dsl.diagnostics import refused
+
+
+class Tokens:
+    """Text to token ids and back.
+
+    Args:
+        folder: of a checkpoint, or of a tokenizer alone.
+
+    Raises:
+        PolicyError: there is no tokenizer in it.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        from transformers import AutoTokenizer
+
+        if not Path(folder).is_dir():
+            raise refused(str(folder), "file", "there is no such folder with a tokenizer")
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            message = f"its tokenizer cannot be loaded: {reason}"
+            raise refused(str(folder), "file", message) from None
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of a text, with the tokens that begin a prompt or without."""
+        return self.tokenizer.encode(text, add_special_tokens=special)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; what is no text (the end of an answer) is left out."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """The text of ids, with what is no text."""
+        return self.tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def positions(self, text: str, parts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Tokens [start, stop) of parts of a text, which are given by characters.
+
+        Empty where the tokenizer does not say which characters a token is of.
+        """
+        if not parts or not self.tokenizer.is_fast:
+            return []
+        of = self.tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+        found = []
+        for start, stop in parts:
+            inside = [i for i, (first, end) in enumerate(of) if first < stop and end > start]
+            if inside:
+                found.append([inside[0], inside[-1] + 1])
+        return found
+
+    def count(self, text: str) -> int:
+        """Tokens of a text as a prompt."""
+        return len(self.encode(text))
