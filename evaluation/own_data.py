@@ -112,6 +112,8 @@ def _path(task: str) -> Path:
 
 def _rows(task: str) -> tuple[Row, ...]:
     path = _path(task)
+    if task == PREFIX:
+        raise ValueError("data: needs the path of a file, as in data:questions.jsonl")
     try:
         changed = path.stat()
         return _read(path, changed.st_mtime_ns, changed.st_size)

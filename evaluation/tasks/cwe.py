@@ -27,8 +27,8 @@ def words(order: Order) -> Sample:
 
 
 def counts(length: int) -> np.ndarray:
-    """How often each word of the pool stands in a list of that length."""
-    each = max(1, length // (COMMON * RATIO + len(POOL) - COMMON))
-    rare = min(len(POOL) - COMMON, max(COMMON, length // each - COMMON * RATIO))
-    common = (length - rare * each) // COMMON
-    return np.array([common] * COMMON + [each] * rare)
+    """How often each word stands in a list of that length, the COMMON ones first."""
+    rare = min(len(POOL) - COMMON, max(COMMON, length - COMMON * RATIO))
+    common = max(1, length * RATIO // (COMMON * RATIO + rare))
+    others, more = divmod(length - COMMON * common, rare)
+    return np.array([common] * COMMON + [others + 1] * more + [others] * (rare - more))

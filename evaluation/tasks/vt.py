@@ -49,8 +49,9 @@ def words(order: Order) -> Sample:
 
 def ordered(order: Order, chain: int) -> list[float]:
     """Places of a chain's statements, growing; the first chain begins at the depth ordered."""
-    first = order.depth if chain == 0 else order.rng.random()
-    return [first, *np.sort(order.rng.uniform(first, 1, BOXES - 1)).tolist()]
+    if chain:
+        return np.sort(order.rng.random(BOXES)).tolist()
+    return [order.depth, *np.sort(order.rng.uniform(order.depth, 1, BOXES - 1)).tolist()]
 
 
 def labels(count: int, rng: np.random.Generator) -> list[str]:
