@@ -43,15 +43,15 @@ def asked(look: Look, text: str, new: int) -> Kept:
     Raises:
         PolicyError: the server refuses the prompt or does not say what was kept.
     """
-    policy, ids = look.policies[0], look.ids(text)
-    answer = look.ask(ids, policy.name, new, custom={"kv_policy_kept": True})
+    policy, ids = look.policies[0], look.tokens.encode(text)
+    answer = look.ask(ids, policy.alias, new, custom={"kv_policy_kept": True})
     facts = dict(answer["meta_info"].get("kv_policy") or {})
     packed = facts.pop("kept", None)
     if packed is None:
         message = "its answer does not say what was kept"
         raise refused(look.url, "server", message, "it needs the same version of kvpolicy")
-    words = tuple(pieces(look.decode, ids))
-    return Kept(policy.name, policy.settings, words, unpacked(packed), facts, answer["text"])
+    words = tuple(pieces(look.tokens.tokenizer.decode, ids))
+    return Kept(policy.alias, policy.setting, words, unpacked(packed), facts, answer["text"])
 
 
 def _check_place(kept: Kept, layer: int | None, head: int | None) -> None:

@@ -67,9 +67,7 @@ ${[1, 2, 3, 4].map((level) => `.kept-text .kept-${level} { background: color-mix
   // The mask as counts: of one list 0 or 1 by position, of a layer how many of its heads.
   class Mask {
     constructor(map) {
-      this.layers = map.layers;
-      this.heads = map.kv_heads;
-      this.length = map.tokens.length;
+      [this.layers, this.heads, this.length] = [map.layers, map.kv_heads, map.tokens.length];
       this.stride = Math.ceil(this.length / 8);
       this.bytes = Uint8Array.from(atob(map.bits), (c) => c.charCodeAt(0));
       const expected = this.layers * this.heads * this.stride;
@@ -88,7 +86,8 @@ ${[1, 2, 3, 4].map((level) => `.kept-text .kept-${level} { background: color-mix
 
     list(layer, head) {
       const start = (layer * this.heads + head) * this.stride;
-      return new Uint8Array(this.length).map((_, i) => (this.bytes[start + (i >> 3)] >> (7 - (i & 7))) & 1);
+      const bit = (i) => (this.bytes[start + (i >> 3)] >> (7 - (i & 7))) & 1;
+      return new Uint8Array(this.length).map((_, i) => bit(i));
     }
 
     // {counts, most}: what the whole map, a layer or a head holds; most: the count of "all".
@@ -228,8 +227,8 @@ ${[1, 2, 3, 4].map((level) => `.kept-text .kept-${level} { background: color-mix
   // The text, one span per token; `show` shades them by what is chosen.
   class Text {
     constructor(parent, map, events) {
-      const named = { className: "kept-text", role: "region", "aria-label": "Text of the prompt" };
-      this.box = make(parent, "div", { ...named, tabIndex: 0 });
+      const own = { className: "kept-text", role: "region", tabIndex: 0 };
+      this.box = make(parent, "div", { ...own, "aria-label": "Text of the prompt" });
       const asked = (map.asked || []).map(([start, stop]) => range(stop).slice(start));
       this.asked = new Set(asked.flat());
       this.spans = map.tokens.map((token) => {

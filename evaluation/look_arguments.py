@@ -19,6 +19,63 @@ def of_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--whole", action="store_true", help="do not cut the text")
 
 
+def of_fidelity(parser: argparse.ArgumentParser) -> None:
+    """The options of `kvpolicy fidelity`."""
+    _add_server(parser, several=True)
+    parser.add_argument(
+        "--text",
+        required=True,
+        action="append",
+        metavar="FILE",
+        help='a text, or *.jsonl with {"text": ...} per line; - reads one; may be repeated',
+    )
+    split = parser.add_mutually_exclusive_group()
+    split.add_argument(
+        "--prompt-tokens", type=_positive, metavar="N", help="tokens of a text that are the prompt"
+    )
+    split.add_argument(
+        "--prompt-share",
+        type=_share,
+        default=0.8,
+        metavar="SHARE",
+        help="... or their share of the text; default 0.8",
+    )
+    parser.add_argument(
+        "--continuation",
+        type=_count,
+        default=128,
+        metavar="T",
+        help="tokens after the prompt that are compared, as far as the text goes; default 128",
+    )
+    parser.add_argument(
+        "--top",
+        type=_positive,
+        default=256,
+        metavar="K",
+        help="tokens of each distribution that are compared, where the vocabulary has more than "
+        "2,048 (smaller ones are compared as a whole); default 256",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write fidelity.csv, .jsonl, .png and .html"
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) <= 10**7:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a whole number from 1 on")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a share between 0 and 1")
+    return share
+
+
 def _count(text: str) -> int:
     # One token needs no decode step, so nothing would be compressed.
     if not text.isascii() or not text.isdigit() or not 2 <= int(text) <= 10**5:
