@@ -10,6 +10,7 @@ Used by the demo, the tests and the benchmarks, and a fair start for scripts of 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import random
 import signal
@@ -33,6 +34,9 @@ CPU_FLAGS = {
     "max_total_tokens": 16384,
     "sleep_on_idle": True,  # an idle scheduler would keep a core busy
 }
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # loaded before a fork that may need it
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
 GPU_FLAGS = {"attention_backend": "torch_native", "dtype": "float32", "disable_cuda_graph": True}
 
 
@@ -181,6 +185,7 @@ def serve(
             stderr=subprocess.STDOUT,
             env={**threads, **os.environ, **(env or {})},
             start_new_session=True,
+            preexec_fn=_ends_with_parent,
         )
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
@@ -214,6 +219,12 @@ def _wait_until_ready(server: Server, timeout: float, progress: bool) -> None:
 def _last_words(server: Server, what: str) -> str:
     lines = [line[:400] for line in server.log_text().splitlines() if line.strip()]
     return "\n".join([f"the SGLang server {what}; its last lines ({server.log}):", *lines[-15:]])
+
+
+def _ends_with_parent() -> None:
+    """In the server, before it starts: also a killed client leaves no server behind (Linux)."""
+    if _PRCTL is not None:
+        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _stop(process: subprocess.Popen) -> None:
