@@ -72,7 +72,7 @@ def _run(args: argparse.Namespace, command: str) -> int:
             answers.close()
             folder.write()
         with setup.plan.stage("report"):
-            # Here, because plots take a second to import, which a refused command need not wait for.
+            # Plots take a second to import, which a command that is refused need not wait for.
             from kvpolicy.evaluation import report
 
             written = report.write(folder.path)

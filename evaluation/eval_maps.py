@@ -28,10 +28,10 @@ def write_maps(
     Raises:
         Failed: there is no answer, or the server does not say what was kept.
     """
-    lines = Lines(folder / "kept.jsonl")
+    found: dict[int, str] = {}
 
-    def add(job: tuple[Variant, Sample]) -> None:
-        variant, sample = job
+    def look(number: int) -> None:
+        variant, sample = wanted[number]
         request = next(requests(sample, tokens, copy=False))
         # Two tokens: of one alone nothing is decoded, and the prompt is not compressed for it.
         two = Request(0, request.ids, request.text, [], 2)
@@ -46,10 +46,11 @@ def write_maps(
             "asked": tokens.positions(request.text, sample.asked),
             **kept,
         }
-        lines.append(json.dumps(facts, ensure_ascii=False) + "\n")
+        found[number] = json.dumps(facts, ensure_ascii=False) + "\n"
 
     client.flush()
-    try:
-        in_threads(wanted, add, at_once)
-    finally:
-        lines.close()
+    in_threads(range(len(wanted)), look, at_once)
+    lines = Lines(folder / "kept.jsonl")
+    for number in range(len(wanted)):
+        lines.append(found[number])
+    lines.close()
