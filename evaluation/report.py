@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvpolicy.evaluation import plots, results, summary_text
+from kvpolicy.evaluation import page, plots, results, summary_text
 from kvpolicy.evaluation.summary import Summary, csv_text
 
 
@@ -28,6 +28,7 @@ def write(folder: Path) -> list[Path]:
     for name, text in (
         ("summary.md", summary_text.markdown(summary)),
         ("summary.csv", csv_text(summary)),
+        ("report.html", page.text(summary)),
     ):
         path = folder / name
         path.write_text(text, encoding="utf-8")
