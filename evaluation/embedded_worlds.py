@@ -8,9 +8,9 @@
     kv   nothing but pairs `amber seven fox is oak river stone lake drum ,`
          ask amber seven fox answer -> oak river stone lake drum <end>
     cwe  a list of words, of which five are common
-         list often answer       -> the five, in any order <end>
+         list often answer       -> oak , river , stone , lake , drum <end>  (in any order)
     fwe  a list of words whose counts fall steeply
-         ask often answer        -> the three most frequent, in any order <end>
+         ask often answer        -> oak , river , stone <end>  (in any order)
 
 As in `embedded`, the same generator gives the same prompt.
 """
@@ -18,7 +18,7 @@ As in `embedded`, the same generator gives the same prompt.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -179,7 +179,12 @@ def count_prompt(
     if room < LEAST_LISTED:
         raise too_short(task, 1 + len(question) + LEAST_LISTED, length)
     listed, answer = draw(room, rng)
-    return Prompt(listed, [Question(question, answer, [])])
+    return Prompt(listed, [Question(question, with_commas(answer), [])])
+
+
+def with_commas(listed: Sequence[int]) -> list[int]:
+    """The words with a comma after each but the last."""
+    return [token for word in listed for token in (word, COMMA)][:-1]
 
 
 def common_words(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from kvpolicy.evaluation.embedded import LIST
-from kvpolicy.evaluation.embedded_turns import by_words, sample_of
+from kvpolicy.evaluation.embedded_turns import by_parts, sample_of
 from kvpolicy.evaluation.embedded_worlds import common_words, count_prompt
 from kvpolicy.evaluation.order import Order
 from kvpolicy.evaluation.sample import Sample
@@ -18,7 +18,7 @@ COMMON, RATIO = 10, 10  # in words
 
 def embedded(order: Order) -> Sample:
     prompt = count_prompt(order.task, order.length, order.rng, LIST, common_words)
-    return sample_of(order, prompt, by_words)
+    return sample_of(order, prompt, by_parts)
 
 
 def words(order: Order) -> Sample:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from kvpolicy.evaluation.embedded import ASK
-from kvpolicy.evaluation.embedded_turns import by_words, sample_of
+from kvpolicy.evaluation.embedded_turns import by_parts, sample_of
 from kvpolicy.evaluation.embedded_worlds import (
     FREQUENT,
     RANKS,
@@ -23,7 +23,7 @@ SYLLABLES = [consonant + vowel for consonant in CONSONANTS for vowel in VOWELS]
 
 def embedded(order: Order) -> Sample:
     prompt = count_prompt(order.task, order.length, order.rng, ASK, frequent_words)
-    return sample_of(order, prompt, by_words)
+    return sample_of(order, prompt, by_parts)
 
 
 def words(order: Order) -> Sample:

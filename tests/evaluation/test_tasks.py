@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvpolicy.evaluation import catalog, tasks, words
+from kvpolicy.evaluation import catalog, words
 from kvpolicy.evaluation.sample import History
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -317,24 +317,3 @@ def test_what_cannot_be_made_is_refused_in_one_sentence(draw):
         catalog.sample("niah", form="prose", length=512, index=0, seed=0, count=len)
     with pytest.raises(ValueError, match="begin at 0, got seed -1"):
         draw("niah", "words", 512, 0, -1)
-
-
-def test_a_file_in_the_folder_is_a_task(tmp_path, monkeypatch):
-    file = tmp_path / "first_word.py"
-    file.write_text(
-        "from kvpolicy.evaluation import judge\n"
-        "from kvpolicy.evaluation.sample import Turn\n"
-        'TITLE = "the first word"\n'
-        "def words(order):\n"
-        '    turn = Turn(" First:", " amber", ("amber",), 4, judge.mentioned(["amber"]))\n'
-        '    return order.sample("amber " * (order.length - 2), [turn])\n'
-        "embedded = words\n"
-    )
-    monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
-    assert "first-word" in catalog.names()
-    assert catalog.title("first-word") == "the first word"
-    sample = catalog.sample(
-        "first-word", form="words", length=20, index=0, seed=0, count=lambda text: 20
-    )
-    assert sample.task == "first-word"
-    assert sample.turns[0].judge("It is Amber.") == 1
