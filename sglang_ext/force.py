@@ -6,8 +6,8 @@ are replaced in place before the logprobs of "the sampled token" are looked up, 
 is the model's own distribution, and everything later finds the ids as if they had been sampled.
 
 Which output token a row is about follows from the tokens that the request has in this forward: the
-host's list of outputs lags by a step under overlap scheduling. The plan of a forward travels with
-its own copy of the sampling options, as sampling may come later than the forward.
+host's list of outputs lags by a step under overlap scheduling. What a forward forces travels with
+its sampling options, as sampling may come later than the forward.
 """
 
 from __future__ import annotations
@@ -56,11 +56,9 @@ class Forcing:
 
     def prepare(self, batch: Any) -> None:
         """Before a forward: note which of its rows will be replaced."""
-        if not self._asked:
-            return
-        forced = _of_batch(batch)
-        if forced.rows:
-            setattr(batch.sampling_info, _ATTRIBUTE, forced)
+        if self._asked and batch.reqs:
+            # Without overlap scheduling the options of the last step come again.
+            setattr(batch.sampling_info, _ATTRIBUTE, _of_batch(batch))
 
     def sample(self, run: Callable[[], torch.Tensor], sampling: Any) -> torch.Tensor:
         """Sample, with the prescribed ids in their places.
@@ -96,7 +94,7 @@ def goes_on(request: Any) -> bool:
     return len(request.output_ids) <= min(len(forced), request.sampling_params.max_new_tokens - 1)
 
 
-def _of_batch(batch: Any) -> Forced:
+def _of_batch(batch: Any) -> Forced | None:
     rows, tokens = [], []
     lengths: list[int] = []
     for row, request in enumerate(batch.reqs):
@@ -109,7 +107,7 @@ def _of_batch(batch: Any) -> Forced:
         if 0 <= index < len(forced):
             rows.append(row)
             tokens.append(forced[index])
-    return Forced(rows, tokens)
+    return Forced(rows, tokens) if rows else None
 
 
 def _checked(tokens: Any, request: Any) -> list[int]:
