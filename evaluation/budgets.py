@@ -91,22 +91,24 @@ def solve(
 
     Returns:
         By share; without those that no value reaches. Together the values of a share have each
-        length once at most. Empty: no parameter sets a share.
+        length once at most. Empty: no parameter sets a share, or the one that does is given.
     """
     best: dict[float, list[Value]] = {}
     rank: tuple = ()
-    free = [param for name, param in program.params.items() if name not in given]
-    counts = [param for param in free if param.unit == "tokens"]
-    for param in [*(param for param in free if param.unit == "ratio"), *counts]:
+    chosen = None
+    ratios = [param for param in program.params.values() if param.unit == "ratio"]
+    counts = [param for param in program.params.values() if param.unit == "tokens"]
+    for param in [*ratios, *counts]:
         if rank and rank[0] == len(shares) * len(lengths) and param in counts:
             break
-        search = _Search(program, shape, given, param)
+        others = {name: value for name, value in given.items() if name != param.name}
+        search = _Search(program, shape, others, param)
         found = {share: values for share in shares if (values := search.values(share, lengths))}
         reached = sum(len(value.lengths) for values in found.values() for value in values)
         new = (reached, param.unit == "ratio", -search.distance(found))
         if found and (not rank or new > rank):
-            best, rank = found, new
-    return best
+            best, rank, chosen = found, new, param.name
+    return {} if chosen in given else best
 
 
 class _Search:

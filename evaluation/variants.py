@@ -95,7 +95,11 @@ def variants(
         if not solved:
             found.append(_variant(policy, shape, name, None, None, tuple(lengths)))
             if shares:
-                notes.append(f"no parameter of {name} sets a share; it is served once as it is")
+                set_here = f", beside those of --set ({', '.join(policy.given)})"
+                notes.append(
+                    f"no parameter of {name} sets a share{set_here if policy.given else ''}; it is "
+                    "served once as it is"
+                )
             continue
         for share in shares:
             found += _of_share(policy, shape, share, solved.get(share, ()), lengths)

@@ -1,0 +1,225 @@
+"""The client and what listens at an address, against small servers that behave in all ways."""
+
+import socket
+import threading
+
+import pytest
+from fake_server import Completions, listening, send, stream, web_page
+from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.evaluation.asking import in_threads
+from kvpolicy.evaluation.client import Failed, OpenAI, SGLang
+from kvpolicy.evaluation.endpoint import find
+from kvpolicy.evaluation.sample import History, Sample, Turn
+from kvpolicy.evaluation.tokens import Tokens
+from kvpolicy.evaluation.turns import Request, requests
+
+QUESTION = Request(0, [1, 2, 3], "one two three", [], 4)
+
+
+class FakeSGLang:
+    """Streams what it is told to; `events` may be a list per request."""
+
+    def __init__(self, *answers: list, info: dict | None = None) -> None:
+        self.answers, self.asked = list(answers), []
+        self.info = info or {"internal_states": [{}], "version": "0"}
+
+    def __call__(self, handler, body):
+        if handler.path == "/server_info":
+            send(handler, self.info)
+        elif handler.path == "/generate":
+            self.asked.append(body)
+            events = self.answers.pop(0)
+            stream(handler, [each for each in events if each], done=None not in events)
+        else:
+            send(handler, {"error": {"message": "what?"}}, 404)
+
+
+def event(*ids: int, text: str = "", prompt: int = 3, **meta) -> dict:
+    facts = {"prompt_tokens": prompt, "completion_tokens": len(ids), **meta}
+    return {"text": text, "output_ids": list(ids), "meta_info": facts}
+
+
+@pytest.fixture(scope="module")
+def tokens(model):
+    return Tokens(model)
+
+
+def test_an_answer_of_sglang(tokens):
+    facts = {"entries_kept": 1, "entries_before": 2}
+    fake = FakeSGLang([event(), event(7, text="a"), event(7, 8, text="a b", kv_policy=facts)])
+    with listening(fake) as url:
+        answer = SGLang(url, tokens, named=True).ask(QUESTION, "lava@0.5")
+    assert (answer.text, answer.prompt_tokens, answer.output_tokens) == ("a b", 3, 2)
+    assert answer.meta["kv_policy"] == facts
+    assert 0 < answer.ttft
+    assert answer.tpot > 0
+    [body] = fake.asked
+    assert body["input_ids"] == [1, 2, 3]
+    assert body["sampling_params"]["custom_params"] == {"kv_policy": "lava@0.5"}
+    assert body["sampling_params"]["temperature"] == 0
+
+
+def test_an_answer_that_goes_on_after_given_tokens(tokens):
+    given = tokens.encode("oak river", special=False)
+    said = tokens.encode("stone", special=False)
+    fake = FakeSGLang([event(*given), event(*given, *said, text="oak river stone")])
+    with listening(fake) as url:
+        client = SGLang(url, tokens, named=True)
+        answer = client.ask(Request(1, [1], "", given, 4), "lava", kept=True)
+    assert (answer.text.strip(), answer.output_tokens) == ("stone", 1)
+    assert answer.ttft is None
+    sampling = fake.asked[0]["sampling_params"]
+    assert sampling["max_new_tokens"] == 6
+    custom = {"kv_policy": "lava", "kv_policy_kept": True, "kv_policy_force": given}
+    assert sampling["custom_params"] == custom
+
+
+def test_a_stock_server_is_not_told_of_policies(tokens):
+    fake = FakeSGLang([event(7)])
+    with listening(fake) as url:
+        assert SGLang(url, tokens, named=False).ask(QUESTION, "none").tpot is None
+    assert "custom_params" not in fake.asked[0]["sampling_params"]
+
+
+@pytest.mark.parametrize(
+    ("events", "message", "again"),
+    [
+        ([event(7), None], "the answer broke off", True),
+        ([{"error": {"message": "too long"}}], "the server says: too long", False),
+        ([event()], "the answer has no token", True),
+        ([event(7, finish_reason={"type": "abort", "message": "bye"})], "gave up: bye", True),
+    ],
+)
+def test_answers_that_are_none(tokens, events, message, again):
+    with listening(FakeSGLang(events)) as url, pytest.raises(Failed, match=message) as error:
+        SGLang(url, tokens, named=False).ask(QUESTION, "none")
+    assert error.value.again == again
+
+
+def test_statuses(tokens):
+    for status, again in ((400, False), (429, True), (503, True)):
+        with listening(lambda h, body, status=status: send(h, {"error": "no"}, status)) as url:
+            with pytest.raises(Failed, match=f"status {status}: no") as error:
+                SGLang(url, tokens, named=False).ask(QUESTION, "none")
+            assert error.value.again == again
+
+
+def test_nobody_any_more(tokens):
+    with listening(web_page) as url:
+        client = SGLang(url, tokens, named=False)
+        assert client.alive()
+    assert not client.alive()
+    with pytest.raises(Failed, match="no answer: ConnectionError"):
+        client.ask(QUESTION, "none")
+    with pytest.raises(Failed, match="no answer"):
+        client.flush()
+
+
+def test_completions(tokens):
+    fake = Completions()
+    with listening(fake) as url:
+        answer = OpenAI(url, "toy", tokens).ask(QUESTION, "none")
+    assert (answer.text, answer.prompt_tokens, answer.output_tokens) == (" three", 3, 2)
+    assert answer.ttft > 0
+    assert fake.asked[0]["prompt"] == "one two three"
+    assert fake.asked[0]["max_tokens"] == 4
+    with pytest.raises(ValueError, match="has no policy lava"):
+        OpenAI(url, "toy", tokens).ask(QUESTION, "lava")
+
+
+def test_what_listens():
+    policies = [{"name": "lava", "path": "p", "settings": {}, "default": True}]
+    info = {"internal_states": [{"kv_policy": policies}], "version": "1"}
+    with listening(FakeSGLang(info=info)) as url:
+        found = find(url + "/", None, None)
+        assert (found.api, found.policies, found.url) == ("sglang", policies, url)
+    with listening(FakeSGLang()) as url:
+        assert find(url.removeprefix("http://"), "sglang", None).policies is None
+    with listening(Completions(("a", "b"), key="secret")) as url:
+        found = find(url + "/v1", None, "secret")
+        assert (found.api, found.models) == ("openai", ("a", "b"))
+        assert found.model("b") == "b"
+        for name, message in ((None, "has several models: `a` and `b`"), ("c", "no model `c`")):
+            with pytest.raises(PolicyError, match=message):
+                found.model(name)
+        with pytest.raises(PolicyError, match=r"wants a key.*\n.*--api-key-env"):
+            find(url, None, None)
+
+
+def refusal(url: str, api: str | None = None) -> str:
+    with pytest.raises(PolicyError) as error:
+        find(url, api, None)
+    return str(error.value)
+
+
+def test_what_does_not_listen():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        assert "nobody answers there: the connection is refused" in refusal(f"localhost:{port}")
+    with listening(web_page) as url:
+        assert "what answers there is a web page, not a model server" in refusal(url)
+    with listening(lambda handler, body: send(handler, ["?"])) as url:
+        message = refusal(url)
+        assert "not SGLang or an OpenAI-compatible server (GET /server_info: 200" in message
+    with listening(Completions()) as url:
+        assert "not SGLang (GET /server_info: 404" in refusal(url, "sglang")
+    assert "not the address of a server" in refusal("htp://x")
+
+
+def conversation(history: History) -> Sample:
+    turns = [
+        Turn(f" ask {name} answer", f" {reply} <end>", (reply,), 4, lambda text: 1.0)
+        for name, reply in (("amber", "oak"), ("delta", "river"), ("hazel", "stone"))
+    ]
+    return Sample("toy", 8, 0, "start hear now", tuple(turns), history)
+
+
+def test_turns_are_the_same_tokens_whatever_they_find(tokens):
+    first = tokens.encode("start hear now ask amber answer")
+    second = tokens.encode(" oak <end> ask delta answer", special=False)
+    third = tokens.encode(" river <end> ask hazel answer", special=False)
+    whole = [first, first + second, first + second + third]
+    for history in (History.TREE, History.EVICTED):
+        asked = list(requests(conversation(history), tokens, copy=True))
+        assert [request.ids for request in asked] == whole
+        assert [request.forced for request in asked] == [[], [], []]
+    asked = list(requests(conversation(History.COPY), tokens, copy=True))
+    assert [request.ids for request in asked] == [first] * 3
+    assert [request.ids + request.forced for request in asked] == whole
+    asked = list(requests(conversation(History.COPY), tokens, copy=False))
+    assert [request.ids for request in asked] == whole
+    asked = list(requests(conversation(History.SHARED), tokens, copy=True))
+    alone = "start hear now ask {} answer"
+    assert [r.ids for r in asked] == [
+        tokens.encode(alone.format(name)) for name in ("amber", "delta", "hazel")
+    ]
+
+
+def test_positions_of_parts_of_a_text(tokens):
+    text = "start hear now ask amber"
+    start = text.index("hear")
+    assert tokens.positions(text, [(start, start + len("hear now"))]) == [[2, 4]]
+    assert tokens.positions(text, []) == []
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    for folder, message in ((tmp_path, "cannot be loaded"), (tmp_path / "x", "no such folder")):
+        with pytest.raises(PolicyError, match=message):
+            Tokens(folder)
+
+
+def test_threads_end_at_the_first_exception():
+    done, lock = [], threading.Lock()
+
+    def work(number: int) -> None:
+        if number == 3:
+            raise RuntimeError("three")
+        with lock:
+            done.append(number)
+
+    with pytest.raises(RuntimeError, match="three"):
+        in_threads(range(1000), work, 2)
+    assert len(done) < 1000
+    in_threads(range(5), done.append, 8)
+    assert set(done) >= set(range(5)) - {3}
