@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-# What float32 leaves of "1 less a sum of probabilities": below it the rest is not known.
+# What float32 leaves of "1 less a sum of probabilities": below it a rest is not known. Taking it for
+# as large as this where it is divided by can only lessen the KL.
 _ROUNDING = 1e-6
 
 
@@ -88,8 +89,8 @@ def _at(
     p, q = logprobs[here], other_logprobs[there]
     known = float(np.exp(p).sum())
     kl = float(np.exp(p) @ (p - q))
-    rest, other_rest = 1 - known, 1 - float(np.exp(q).sum())
-    if rest > _ROUNDING:  # a larger rest on the other side makes the bound lower, never too high
+    rest, other_rest = max(1 - known, 0.0), 1 - float(np.exp(q).sum())
+    if rest > 0 and max(rest, other_rest) > _ROUNDING:
         kl += rest * np.log(rest / max(other_rest, _ROUNDING))
     return max(kl, 0.0), min(known, 1.0)
 

@@ -28,7 +28,8 @@ START = """
 const element = new Element("div");
 const map = drawKeptMap(element, MAP);
 const seen = {};
-const rects = (plot) => plot.canvas.brush.calls.filter((c) => c[0] === "fillRect").map((c) => c.slice(1));
+const calls = (plot, name) => plot.canvas.brush.calls.filter((c) => c[0] === name);
+const rects = (plot) => calls(plot, "fillRect").map((c) => c.slice(1));
 const shades = () => map.text.spans.map((s) => s.className.split(" ")[0].slice(-1)).join("");
 """
 
@@ -46,7 +47,7 @@ def run(script: str, drawn: dict = MAP) -> dict:
 
 
 def test_cells_have_the_share_of_heads_as_their_shade():
-    seen = run("seen.rects = rects(map.layersPlot); seen.texts = map.layersPlot.canvas.brush.calls")
+    seen = run("seen.rects = rects(map.layersPlot); seen.texts = calls(map.layersPlot, 'fillText')")
     # 310 pixels less 58 and 52: 20 per position. Both heads hold 0, 2 and 4; one holds 1, 3, 6, 8.
     both, one = "rgb(8, 48, 107)", seen["rects"][1][0]
     assert one not in (both, "#eef1f5")
@@ -56,7 +57,7 @@ def test_cells_have_the_share_of_heads_as_their_shade():
     assert rows[:10] == [(colour, 58 + 20 * at, 0, 20) for colour, at in expected]
     assert rows[10:12] == [("#eef1f5", 58, 22, 180), (both, 238, 22, 20)]
     assert rows[12] == ("#b34700", 58 + 3 * 20, 44, 40)  # what is asked for
-    words = [call[2] for call in seen["texts"] if call[0] == "fillText"]
+    words = [call[2] for call in seen["texts"]]
     assert words[:4] == ["layer 0", "50.0 %", "layer 1", "10.0 %"]
 
 
@@ -65,7 +66,7 @@ def test_a_click_opens_a_layer_and_a_second_one_a_head():
         seen.before = [map.headsPlot.box.hidden, shades(), map.status.textContent];
         map.layersPlot.canvas.fire("click", { offsetX: 58 + 65, offsetY: 5 });
         seen.layer = [map.headsPlot.box.hidden, shades(), map.status.textContent];
-        seen.heads = map.headsPlot.canvas.brush.calls.filter((c) => c[0] === "fillText").length;
+        seen.heads = calls(map.headsPlot, "fillText").length;
         map.headsPlot.canvas.fire("click", { offsetX: 58 + 125, offsetY: 30 });
         seen.head = [map.headChoice.value, shades(), map.status.textContent];
         map.headsPlot.canvas.fire("keydown", { key: "Escape" });

@@ -54,6 +54,7 @@ def generate(
     new_tokens: int = 8,
     fold_interval: int = 1,
     reused: int = 0,
+    forced: Sequence[int] = (),
 ) -> Generation:
     """The greedy answer to a prompt.
 
@@ -66,13 +67,14 @@ def generate(
         fold_interval: as of `bind`.
         reused: so many first tokens have keys and values of a plain prefill at every layer: a
             prefix that a server shares between requests.
+        forced: the first new tokens, whatever the logits say.
     """
     model = checkpoint(folder)
     bound = None
     if policy is not None:
         program = load(policy).require()
         bound = bind(program, model.shape, overrides, fold_interval=fold_interval)
-    return _Request(model, bound, reused).answer(list(ids), new_tokens)
+    return _Request(model, bound, reused).answer(list(ids), new_tokens, forced)
 
 
 class _Request:
@@ -86,13 +88,14 @@ class _Request:
         self.caches: list[list[tuple[Tensor, Tensor]]] = []  # by layer, KV head: [n, D] twice
         self.answered = Generation()
 
-    def answer(self, ids: list[int], new_tokens: int) -> Generation:
+    def answer(self, ids: list[int], new_tokens: int, forced: Sequence[int]) -> Generation:
         """Prefill, then a step for every token but the first."""
         hidden, position = self._prefill(torch.tensor(ids))
-        for _ in range(new_tokens):
+        for step in range(new_tokens):
             logits = self.model.logits(hidden)[-1]
             self.answered.logits.append(logits)
-            self.answered.tokens.append(int(logits.argmax()))
+            chosen = forced[step] if step < len(forced) else int(logits.argmax())
+            self.answered.tokens.append(chosen)
             if len(self.answered.tokens) < new_tokens:
                 hidden = self._step(self.answered.tokens[-1], position)
                 position += 1

@@ -1,0 +1,205 @@
+"""`kvpolicy fidelity` without a server: the distances, the summary, the files, what is refused."""
+
+import csv
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kvpolicy.evaluation import fidelity_report, look
+from kvpolicy.evaluation.cli import main
+from kvpolicy.evaluation.distributions import Distributions, distance, interval, perplexity
+from kvpolicy.evaluation.fidelity_result import Compared, Summary, summaries
+
+ROOT = Path(__file__).parents[2]
+
+
+def distributions(probabilities, top=None) -> Distributions:
+    """Of rows of probabilities, the best `top` of each."""
+    rows = np.asarray(probabilities, dtype=float)
+    ids = np.argsort(-rows, axis=1, kind="stable")[:, :top]
+    logprobs = np.log(np.take_along_axis(rows, ids, 1))
+    return Distributions(ids, logprobs, np.log(rows[:, 0]))
+
+
+def random_rows(seed, count=6, size=40):
+    rows = np.random.default_rng(seed).gamma(0.3, size=(count, size)) + 1e-9
+    return rows / rows.sum(axis=1, keepdims=True)
+
+
+def divergence(p, q):
+    return (p * np.log(p / q)).sum(axis=1)
+
+
+def test_kl_of_whole_distributions_is_the_definition():
+    p, q = random_rows(1), random_rows(2)
+    found = distance(distributions(p), distributions(q))
+    assert found.kl == pytest.approx(divergence(p, q), rel=1e-9)
+    assert found.covered == pytest.approx(np.ones(6))
+    assert found.agree.tolist() == (p.argmax(1) == q.argmax(1)).tolist()
+
+
+def test_the_same_distribution_is_at_distance_0():
+    p = distributions(random_rows(3))
+    found = distance(p, p)
+    assert (found.kl == 0).all()
+    assert found.agree.all()
+    assert found.first_divergence is None
+
+
+@pytest.mark.parametrize("top", [1, 3, 10, 39])
+def test_with_some_tokens_it_is_a_lower_bound(top):
+    p, q = random_rows(1, 50), random_rows(2, 50)
+    found = distance(distributions(p, top), distributions(q, top))
+    assert (found.kl <= divergence(p, q) + 1e-5).all()
+    assert (found.covered <= 1).all()
+    more = distance(distributions(p, top + 1), distributions(q, top + 1))
+    assert (more.covered >= found.covered).all()
+    assert more.kl.sum() >= found.kl.sum()
+
+
+def test_nothing_in_common_is_no_infinity():
+    p = Distributions(np.array([[0]]), np.array([[math.log(0.7)]]), np.array([0.0]))
+    q = Distributions(np.array([[1]]), np.array([[math.log(0.9)]]), np.array([0.0]))
+    found = distance(p, q)
+    assert found.kl.tolist() == [0.0]  # all that is known of both: something
+    assert found.covered.tolist() == [0.0]
+    assert found.first_divergence == 0
+
+
+def test_distributions_are_read_from_an_answer():
+    meta = {
+        "output_top_logprobs": [[[-0.1, 7, None], [-2.5, 3, None]], [[-0.2, 1, "x"], [-3, 7, "y"]]],
+        "output_token_logprobs": [[-2.5, 3, None], [-9.0, 5, None]],
+    }
+    found = Distributions.of(meta, 2)
+    assert found.ids.tolist() == [[7, 3], [1, 7]]
+    assert found.logprobs.tolist() == [[-0.1, -2.5], [-0.2, -3]]
+    assert found.given.tolist() == [-2.5, -9.0]
+    assert perplexity(found.given) == pytest.approx(math.exp(11.5 / 2))
+    with pytest.raises(ValueError, match="of 2 positions instead of 3"):
+        Distributions.of(meta, 3)
+
+
+def test_the_interval_of_a_mean_holds_it_about_as_often_as_it_says():
+    rng, hits = np.random.default_rng(0), 0
+    for _ in range(200):
+        low, high = interval(list(rng.exponential(size=(30, 4))), draws=500)
+        hits += low <= 1 <= high
+    assert 175 <= hits <= 199
+
+
+def compared(text="a.txt", policy="snapkv", seed=1, free=3, positions=6) -> Compared:
+    full, other = random_rows(0, positions), random_rows(seed, positions)
+    both = distributions(full), distributions(other)
+    return Compared(
+        text=text,
+        policy=policy,
+        setting={"capacity": "5"},
+        prompt_tokens=20,
+        continuation=tuple(range(positions)),
+        words=("<b>", "&", *"xyzwvuts")[:positions],
+        full=both[0],
+        other=both[1],
+        distance=distance(*both),
+        greedy_divergence=free,
+        whole=True,
+        kept=0.25,
+        uncompressed=None,
+    )
+
+
+def test_policies_are_summarized_over_texts():
+    parts = [compared("a", seed=1, free=3), compared("b", seed=2, free=None)]
+    parts += [compared("c", seed=3, free=1), compared("a", "lava", seed=0, free=None)]
+    found = summaries(parts)
+    assert [each.policy for each in found] == ["snapkv", "lava"]
+    values = np.concatenate([part.distance.kl for part in parts[:3]])
+    assert found[0].kl.tolist() == values.tolist()
+    low, high = found[0].kl_interval()
+    assert low <= values.mean() <= high
+    assert found[0].first(greedy=True) == "3"
+    assert found[1].first(greedy=True) == ">6"
+    assert (found[1].kl.mean(), found[1].agree.mean()) == (0, 1)
+    assert Summary(tuple(parts[:3])).perplexities()[1] == pytest.approx(
+        math.exp(-np.log(random_rows(0)[:, 0]).mean())
+    )
+
+
+def test_the_table_has_a_row_per_policy_and_says_what_it_means():
+    whole = [compared(), compared(policy="lava", seed=0, free=None)]
+    lines = fidelity_report.table(whole)
+    assert lines[0].startswith("policy")
+    assert lines[1].startswith("snapkv (capacity=5)  25.0 %")
+    assert "0.0000 (0.0000 to 0.0000)" in lines[2]
+    assert "KL is over the whole vocabulary of 40 tokens" in lines
+    few = distributions(random_rows(0), 3), distributions(random_rows(1), 3)
+    part = {"full": few[0], "other": few[1], "distance": distance(*few), "whole": False}
+    bound = Compared(**{**vars(compared()), **part, "uncompressed": "short_prompt"})
+    lines = fidelity_report.table([bound])
+    least = 100 * distance(*few).covered.min()
+    assert any(line.startswith("KL is a lower bound: 3 tokens") for line in lines)
+    assert any(f"at {least:.1f} % of" in line for line in lines)
+    assert "snapkv served a.txt in full: short_prompt" in lines
+
+
+def test_the_files_hold_every_position_and_every_text(tmp_path):
+    parts = [compared("a", positions=10), compared("b", seed=2)]
+    paths = fidelity_report.write(parts, tmp_path)
+    assert [path.name for path in paths] == [
+        f"fidelity.{e}" for e in ("csv", "jsonl", "png", "html")
+    ]
+    with paths[0].open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 16
+    assert float(rows[3]["kl"]) == pytest.approx(parts[0].distance.kl[3])
+    assert rows[0]["token"] == "<b>"
+    found = [json.loads(line) for line in paths[1].read_text().splitlines()]
+    assert [each["text"] for each in found] == ["a", "b"]
+    assert found[0]["mean_kl"] == pytest.approx(parts[0].distance.kl.mean())
+    assert paths[2].read_bytes()[:4] == b"\x89PNG"
+    page = paths[3].read_text()
+    assert "&lt;b&gt;</span>" in page
+    assert not re.search(r"https?://|<script|@import|@@", page)
+    assert re.findall(r'src="(.{22})', page) == ["data:image/png;base64,"]
+
+
+def test_bins_of_positions_are_means_over_all_texts():
+    at, means = fidelity_report.by_position([np.arange(16.0), np.full(8, 4.0)])
+    assert at.tolist() == [3.5, 11.5]
+    assert means.tolist() == [(3.5 + 4) / 2, 11.5]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--text", "LINES.jsonl"], 'LINES.jsonl:2: error[file]: this line is not {"text": "..."}'),
+        (["--text", "/nope"], "no such file"),
+        (["--text", "TEXT", "--policy", "lava", "--set", "x.y=1"], "no policy here is called `x`"),
+        (["--text", "TEXT", "--policy", "policies/../policies/nope.yaml"], "there is no such file"),
+        (["--text", "TEXT", "--out", "TEXT"], "this is a file; --out is a folder"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_a_server_starts(
+    capsys, tmp_path, monkeypatch, words, sentence
+):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(look, "serve", None)
+    (tmp_path / "TEXT").write_text("some words\n")
+    (tmp_path / "LINES.jsonl").write_text('{"text": "a b c"}\n{"words": 1}\n')
+    words = [str(tmp_path / word) if (tmp_path / word).exists() else word for word in words]
+    assert main(["fidelity", "--policy", "snapkv", "--model", "examples/model-tiny", *words]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "words", [["--prompt-share", "1"], ["--prompt-tokens", "0"], ["--top", "x"]]
+)
+def test_values_that_mean_nothing_are_refused(capsys, words):
+    with pytest.raises(SystemExit) as caught:
+        main(["fidelity", "--policy", "snapkv", "--text", "x", "--model", "m", *words])
+    assert caught.value.code == 2
+    assert words[0] in capsys.readouterr().err
