@@ -92,18 +92,18 @@ def _cut(context: str, prompt: str, order: Order) -> str:
     """The context, without its middle if the prompt would be longer than ordered."""
     if order.count(context + prompt) <= order.length:
         return context
-    pieces = context.split(" ")
 
     def without_middle(kept: int) -> str:
+        # By characters: not every language puts spaces between words.
         half = kept // 2
-        return " ".join([*pieces[: kept - half], *pieces[len(pieces) - half :]])
+        return context[: kept - half] + context[len(context) - half :]
 
     def size(kept: int) -> int:
         return order.count(without_middle(kept) + prompt)
 
     if size(0) > order.length:
         raise too_short(order.task, size(0), order.length)
-    return without_middle(largest(size, order.length, len(pieces), order.length * 3 // 4))
+    return without_middle(largest(size, order.length, len(context), order.length * 3))
 
 
 def _path(task: str) -> Path:

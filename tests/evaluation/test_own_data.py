@@ -66,6 +66,11 @@ def test_a_long_context_loses_its_middle(tmp_path):
     assert kept[:400] == context.split()[:400]
     assert kept[-400:] == context.split()[-400:]
     assert draw(task, length=6000).context == context
+    chinese = written(tmp_path, {**GOOD, "context": "长" * 900 + "短" * 900})
+    sample = catalog.sample(chinese, form="words", length=1000, index=0, seed=0, count=len)
+    assert 990 <= len(sample.context + sample.turns[0].prompt) <= 1000
+    assert abs(sample.context.count("长") - sample.context.count("短")) <= 1
+    task = written(tmp_path, {**GOOD, "context": context})
     with pytest.raises(ValueError, match=r"needs at least 5 tokens, got 4"):
         draw(task, length=4)
 
