@@ -203,7 +203,8 @@ def in_threads(jobs: Iterable, work: Callable, count: int) -> None:
         thread.start()
     try:
         for thread in threads:
-            thread.join()
+            while thread.is_alive():
+                thread.join(0.2)  # now and then a signal is looked at
     except BaseException:
         stopped.set()
         raise

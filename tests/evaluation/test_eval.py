@@ -1,0 +1,278 @@
+"""`kvpolicy eval` without SGLang: what it refuses, what it writes, and how it goes on."""
+
+import json
+import signal
+
+import pytest
+from fake_server import Completions, listening, send, stream, web_page
+from kvpolicy.evaluation import answers, cli, records
+from kvpolicy.evaluation.plan import Folder, Plan
+from kvpolicy.evaluation.variants import Variant, full_kv
+
+QUICK = ["--tasks", "niah,mk", "--lengths", "256", "--samples", "3", "--quiet"]
+
+
+def run(out, *words: str) -> int:
+    return cli.main(["eval", *QUICK, "--out", str(out), *words])
+
+
+def asks(url: str, model: str) -> list[str]:
+    return ["--policy", "none", "--url", url, "--tokenizer", model]
+
+
+def facts(out, name: str = "samples.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (out / name).read_text().splitlines()]
+
+
+BAD = "policy: bad\nlanguage: 1\nkeep: recent(windw)\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--policy", "BAD"], "error[name]: unknown name `windw`"),
+        (["--policy", "lavva"], "did you mean `lava`?"),
+        (["--policy", "lava", "--set", "lava.rate=7"], "`rate` is 7"),
+        (["--policy", "lava", "--tasks", "niahh"], "unknown task 'niahh'; the tasks are"),
+        (["--policy", "lava", "--tasks", "data:x.jsonl"], "x.jsonl: no such file"),
+        (["--policy", "lava", "--lengths", "256,9000"], "the model reads at most"),
+        (["--policy", "lava", "--lengths", "9"], "niah, 9 tokens: "),
+        (["--policy", "lava", "--tokenizer", "nowhere"], "no such folder with a tokenizer"),
+        (["--policy", "lava", "--model", "nowhere"], "nowhere: error[file]: there is no such file"),
+        (["--policy", "lava", "--api", "openai"], "--api: error[arguments]: this belongs to --url"),
+        (["--policy", "none", "--no-full"], "there is no policy to ask instead"),
+    ],
+)
+def test_what_is_refused_before_anything_begins(words, message, tmp_path, model, capsys):
+    """Exit code 2, a message, no server, no file."""
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(BAD)
+    words = [str(bad) if word == "BAD" else word for word in words]
+    out = tmp_path / "out"
+    assert run(out, *(() if "--model" in words else ("--model", model)), *words) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_neither_model_nor_url(tmp_path, capsys):
+    assert run(tmp_path / "out", "--policy", "lava") == 2
+    assert "which server to ask with --url" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--budget", "1.5"], "`1.5` is not a share above 0 and up to 1"),
+        (["--budget", "0"], "`0` is not a share"),
+        (["--samples", "0"], "`0` is not a whole number from 1 on"),
+        (["--lengths", "256,x"], "`x` is not a whole number"),
+        (["--tasks", ","], "there is no name of a task"),
+    ],
+)
+def test_values_that_are_none(words, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(tmp_path / "out", *words)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_addresses_that_are_refused(tmp_path, model, capsys):
+    out = tmp_path / "out"
+    with listening(web_page) as url:
+        assert run(out, *asks(url, model)) == 2
+        assert "is a web page, not a model server" in capsys.readouterr().err
+    assert run(out, *asks(url, model)) == 2
+    assert "nobody answers there" in capsys.readouterr().err
+    with listening(Completions()) as url:
+        for words, message in (
+            (["--policy", "lava"], "serves no policies, so it cannot be asked for `lava`"),
+            (["--budget", "0.5"], "with --url the server's own settings decide"),
+            (["--set", "rate=1"], "with --url the server's own settings decide"),
+            (["--tasks", "multiturn-evicted"], "needs a server whose cache can be emptied"),
+            (["--model-name", "x"], "has no model `x`: `toy`"),
+            (["--api-key-env", "NOT_SET_HERE"], "the variable `NOT_SET_HERE` is not set"),
+        ):
+            assert run(out, *asks(url, model), *words) == 2
+            assert message in capsys.readouterr().err
+        assert run(out, "--policy", "none", "--url", url) == 2
+        assert "need the model's tokenizer" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_another_server_and_what_is_written(tmp_path, model, capsys):
+    """Any OpenAI-compatible endpoint, whose answer breaks off twice and which is asked again."""
+    fake, out = Completions(key="secret", broken=2), tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch, listening(fake) as url:
+        patch.setenv("TOY_KEY", "secret")
+        patch.setattr("kvpolicy.evaluation.asking._PAUSE", 0.01)
+        assert run(out, *asks(url, model), "--api-key-env", "TOY_KEY") == 0
+    said = capsys.readouterr().out
+    assert "| full KV" in said
+    for stage in ("preparation", "server start", "samples", "questions none", "report", "in all"):
+        assert f"  {stage} " in said
+    found = list(records.read(out / "samples.jsonl"))
+    assert {r.question for r in found} == {
+        (task, 256, i, 0) for task in ("niah", "mk") for i in range(3)
+    }
+    assert len(found) == 6
+    for record in found:
+        assert (record.policy, record.kept, record.output_tokens) == ("none", 1.0, 2)
+        assert record.score == 0  # it repeats the last word of the question
+        assert record.ttft > 0
+    plan = json.loads((out / "plan.json").read_text())
+    assert plan["tasks"] == {"niah": "single needle", "mk": "multi-key: all needles"}
+    assert plan["server"]["api"] == "openai"
+    assert plan["stages"]["report"] > 0
+    assert not (out / "errors.jsonl").exists()
+    assert "secret" not in (out / "plan.json").read_text()
+
+
+class Refusing(Completions):
+    """Refuses questions of one task until it is told to answer."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__()
+        self.word = word
+
+    def __call__(self, handler, body):
+        if body and self.word and body["prompt"].rstrip().split()[-2] == self.word:
+            send(handler, {"error": {"message": "not today"}}, 400)
+        else:
+            super().__call__(handler, body)
+
+
+def test_questions_without_an_answer(tmp_path, model, capsys):
+    """They are noted, count nowhere, and the same command asks them alone."""
+    out = tmp_path / "out"
+    with listening(fake := Completions()) as url:
+        assert run(tmp_path / "whole", *asks(url, model)) == 0
+        word = next(b["prompt"].split()[-2] for b in fake.asked)
+    with listening(fake := Refusing(word)) as url:
+        assert run(out, *asks(url, model)) == 1
+        assert "got no answer" in capsys.readouterr().err
+        failed = facts(out, "errors.jsonl")
+        assert failed
+        assert {each["error"] for each in failed} == {"status 400: not today"}
+        assert len(facts(out)) + len(failed) == 6
+        fake.word, before = "", len(fake.asked)
+        assert run(out, *asks(url, model)) == 0
+        assert len(fake.asked) - before == len(failed)
+        assert not (out / "errors.jsonl").exists()
+    assert same(out, tmp_path / "whole")
+
+
+def same(one, other) -> bool:
+    """Whether two folders have the same records but for the times."""
+
+    def plain(folder) -> dict:
+        found = [{**each, "ttft": None, "tpot": None} for each in facts(folder)]
+        keys = {(f["policy"], f["task"], f["index"], f["turn"]): f for f in found}
+        assert len(keys) == len(found), "a record is there twice"
+        return keys
+
+    return plain(one) == plain(other)
+
+
+class Dying(Completions):
+    """Goes away after some answers, or tells the process to end."""
+
+    def __init__(self, after: int, then) -> None:
+        super().__init__()
+        self.after, self.then = after, then
+
+    def __call__(self, handler, body):
+        if body and len(self.asked) == self.after:
+            self.then(handler)
+            stream(handler, [], done=False)
+            self.asked.append(body)
+        else:
+            super().__call__(handler, body)
+
+
+def test_a_server_that_goes_away(tmp_path, model, capsys):
+    out = tmp_path / "out"
+    with listening(Completions()) as url:
+        assert run(tmp_path / "whole", *asks(url, model)) == 0
+    dying = Dying(2, lambda handler: handler.server.socket.close())
+    with pytest.MonkeyPatch.context() as patch, listening(dying) as url:
+        patch.setattr("kvpolicy.evaluation.asking._PAUSE", 0.01)
+        patch.setattr("kvpolicy.evaluation.client._Http.alive", lambda self: len(dying.asked) < 3)
+        assert run(out, *asks(url, model), "--concurrency", "1") == 1
+    said = capsys.readouterr().err
+    assert "the server does not answer any more" in said
+    assert "the same command goes on from there" in said
+    assert len(facts(out)) == 2
+    with (out / "samples.jsonl").open("a") as file:
+        file.write('{"policy": "no')  # as if killed while a line was written
+    with listening(Completions()) as url:
+        assert run(out, *asks(url, model)) == 0
+    assert same(out, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted(number, tmp_path, model, capsys):
+    out = tmp_path / "out"
+    before = signal.getsignal(number)
+    with listening(Dying(3, lambda handler: signal.raise_signal(number))) as url:
+        assert run(out, *asks(url, model), "--concurrency", "1") == 130
+    assert "interrupted; what was answered so far is in" in capsys.readouterr().err
+    assert len(facts(out)) == 3
+    assert signal.getsignal(number) == before
+
+
+def test_another_evaluation_in_the_folder(tmp_path, model, capsys):
+    out = tmp_path / "out"
+    with listening(Completions()) as url:
+        assert run(out, *asks(url, model)) == 0
+        for words, what in (
+            (["--seed", "1"], "--seed differs"),
+            (["--samples", "2", "--tasks", "niah"], "--tasks and --samples differ"),
+        ):
+            assert run(out, *asks(url, model), *words) == 2
+            assert f"another evaluation is here already: {what}" in capsys.readouterr().err
+        assert len(facts(out)) == 6
+        (tmp_path / "file").write_text("")
+        assert run(tmp_path / "file", *asks(url, model)) == 2
+        assert "this cannot be the folder of a report" in capsys.readouterr().err
+
+
+def plan(**changes) -> Plan:
+    variants = [full_kv([8]), Variant("a@0.5", "a", 0.5, {"rate": "0.5"}, (8,))]
+    fields = {
+        "command": "", "model": "m", "form": "words", "lengths": [8], "tasks": {"t": "T"},
+        "seed": 0, "samples": 1, "variants": variants, "notes": [], "server": {}, "machine": "",
+        "decides": {"seed": 0, "samples": 1}, **changes,
+    }  # fmt: skip
+    return Plan(**fields)
+
+
+def test_one_run_at_a_time_and_stages_add_up(tmp_path):
+    first = plan(stages={"samples": 1.5})
+    folder = Folder(tmp_path, first)
+    with pytest.raises(Exception, match="another `kvpolicy eval` is writing to this folder"):
+        Folder(tmp_path, plan())
+    folder.write()
+    folder.close()
+    again = plan(stages={"samples": 0.5, "report": 1.0})
+    Folder(tmp_path, again).close()
+    assert again.stages == {"samples": 2.0, "report": 1.0}
+
+
+def test_values_by_length_are_one_entry_of_the_plan():
+    by_length = [
+        Variant("a@0.5@8", "a", 0.5, {"window": "4", "start": "1"}, (8,), predicted={8: 0.5}),
+        Variant("a@0.5@16", "a", 0.5, {"window": "8", "start": "1"}, (16,), predicted={16: 0.5}),
+    ]
+    [entry] = plan(variants=by_length).as_json()["policies"]
+    assert entry["setting"] == {"window": "4 (8), 8 (16)", "start": "1"}
+    assert entry["aliases"] == {"a@0.5@8": [8], "a@0.5@16": [16]}
+
+
+def test_a_cut_line_is_removed_and_the_others_stay(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": 1}\n{"b"')
+    lines = answers.Lines(path)
+    assert lines.append('{"c": 2}\n')
+    lines.close()
+    assert not lines.append("late\n")
+    assert path.read_text() == '{"a": 1}\n{"c": 2}\n'
