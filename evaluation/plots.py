@@ -43,7 +43,9 @@ def write(summary: Summary, folder: Path) -> list[Path]:
         ("kept.png", plot_kept.kept),
     ):
         figure = draw(summary)
-        if figure is not None:
+        if figure is None:
+            (folder / name).unlink(missing_ok=True)  # one of an earlier run would be taken for it
+        else:
             # Without the version of matplotlib equal inputs give equal files.
             figure.savefig(folder / name, dpi=DPI, metadata={"Software": None})
             pyplot.close(figure)

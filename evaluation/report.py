@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from kvpolicy.dsl.diagnostics import refused
 from kvpolicy.evaluation import page, plots, results, summary_text
 from kvpolicy.evaluation.summary import Summary, csv_text
 
@@ -20,10 +21,19 @@ def write(folder: Path) -> list[Path]:
     Equal inputs give equal files.
 
     Raises:
-        PolicyError: the folder is none of `kvpolicy eval`'s, or holds no answer yet.
+        PolicyError: the folder is none of `kvpolicy eval`'s, holds no answer yet, or cannot be
+            written.
     """
     folder = Path(folder)
     summary = Summary(results.load(folder))
+    try:
+        return _written(summary, folder)
+    except OSError as error:
+        message = f"the report cannot be written: {(error.strerror or str(error)).lower()}"
+        raise refused(str(folder), "file", message) from None
+
+
+def _written(summary: Summary, folder: Path) -> list[Path]:
     written = []
     for name, text in (
         ("summary.md", summary_text.markdown(summary)),

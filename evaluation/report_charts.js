@@ -28,7 +28,8 @@ function accuracyChart(page, task, title) {
   const box = { left: 46, top: 8, right: width - 8, bottom: height - 40 };
   const curves = accuracyCurves(page, task);
   const shares = [...page.budgets, ...curves.flatMap((curve) => curve.rows.map((row) => row.kept))];
-  const low = Math.log(0.9 * Math.min(...shares)), high = Math.log(1.06 * Math.max(...shares));
+  const least = Math.log(Math.min(...shares)), high = Math.log(1.06 * Math.max(...shares));
+  const low = least - (page.styleOf.size ? 0.4 : 0.05) * (high - least || 1); // names stand there
   const x = (share) => box.left + ((Math.log(share) - low) / (high - low)) * (box.right - box.left);
   const y = (score) => box.bottom - ((score + 4) / 108) * (box.bottom - box.top);
   const across = { at: (value) => x(value / 100), ticks: page.budgets.map((b) => 100 * b),
@@ -45,14 +46,23 @@ function accuracyChart(page, task, title) {
   const at = (row) => [x(row.kept), y(100 * row.score[0])];
   const labels = chosen.map((curve) => {
     const [left, level] = at(curve.rows[0]);
-    return { x: left, y: level, text: curve.name };
-  });
+    return { x: left, y: level, text: curve.name, look: curve.look };
+  }).sort((a, b) => a.y - b.y);
+  const points = chosen.flatMap((curve) => between(curve.rows.map(at)));
   const lines = full && full.score
     ? [[box.left, y(100 * full.score[0]), box.right, y(100 * full.score[0])]] : [];
-  parts.push(placeLabels(labels, chosen.flatMap((curve) => curve.rows.map(at)), lines, box));
+  parts.push(placeLabels(labels, points, lines, box, LEFT_FIRST));
   const about = `${title}: score against the share kept; full KV `
     + `${full && full.score ? scoreText(full) : "not asked"}; ${curves.length} policies`;
   return html("figure", {}, html("figcaption", {}, title), chart(width, height, about, ...parts));
+}
+
+// The corners of a line and points between them, which labels keep off.
+function between(corners) {
+  return corners.flatMap(([x, y], i) => {
+    const [nextX, nextY] = corners[i + 1] || [x, y];
+    return [...Array(9).keys()].map((k) => [x + (k / 9) * (nextX - x), y + (k / 9) * (nextY - y)]);
+  });
 }
 
 // Rows by policy, by rising share; those in colour last, so that they lie on top.

@@ -90,10 +90,15 @@ function axes(box, across, up) {
 
 const LETTER = 5.9; // pixels of a letter of a label, about
 const LABEL = 11;
+const MARK = 10; // pixels of a marker before a label
 
-// Labels beside points: [{x, y, text}] -> elements. Each takes the nearest place where it covers
-// no label, no point of `others` ([x, y]) and no part of `lines` ([x1, y1, x2, y2]).
-function placeLabels(points, others, lines, box) {
+const AROUND = [0, 180, -45, 45, -135, 135, -90, 90, -20, 20, -160, 160]; // degrees, best first
+const LEFT_FIRST = [180, 170, -170, 160, -160, 145, -145, 125, -125, 90, -90];
+
+// Labels beside points: [{x, y, text, look}] -> elements; with a look the marker stands before the
+// text. Each takes the nearest place where it covers no label, no point of `others` ([x, y]) and no
+// part of `lines` ([x1, y1, x2, y2], across or up).
+function placeLabels(points, others, lines, box, angles = AROUND) {
   const taken = [
     ...others.map(([x, y]) => [x - 5, y - 5, x + 5, y + 5]),
     ...lines.map(([x1, y1, x2, y2]) =>
@@ -101,7 +106,7 @@ function placeLabels(points, others, lines, box) {
   ];
   const placed = [];
   for (const point of points) {
-    const spot = freeSpot(point, taken, box);
+    const spot = freeSpot(point, taken, box, angles);
     taken.push(spot);
     const near = [Math.min(Math.max(point.x, spot[0]), spot[2]),
       Math.min(Math.max(point.y, spot[1]), spot[3])];
@@ -109,17 +114,21 @@ function placeLabels(points, others, lines, box) {
       placed.push(svg("line", { class: "leader", x1: round(point.x), y1: round(point.y),
         x2: round(near[0]), y2: round(near[1]) }));
     }
-    placed.push(svg("text", { class: "label", x: round(spot[0]), y: round(spot[3] - 2.5),
-      "font-size": LABEL }, point.text));
+    if (point.look) {
+      placed.push(svg("path", { fill: point.look.colour,
+        d: markerPath(point.look.marker, spot[0] + 4, spot[3] - 6, 3.2) }));
+    }
+    placed.push(svg("text", { class: "label", x: round(spot[0] + (point.look ? MARK : 0)),
+      y: round(spot[3] - 2.5), "font-size": LABEL }, point.text));
   }
   return svg("g", { "pointer-events": "none", "aria-hidden": "true" }, ...placed);
 }
 
-function freeSpot(point, taken, box) {
-  const width = LETTER * point.text.length, height = LABEL + 1;
+function freeSpot(point, taken, box, angles) {
+  const width = LETTER * point.text.length + (point.look ? MARK : 0), height = LABEL + 1;
   let best = null;
   for (const distance of [7, 13, 22, 34, 48, 64, 84, 110]) {
-    for (const angle of [0, 180, -45, 45, -135, 135, -90, 90, -20, 20, -160, 160]) {
+    for (const angle of angles) {
       const across = Math.cos((angle * Math.PI) / 180), down = Math.sin((angle * Math.PI) / 180);
       const x = point.x + across * (distance + width / 2) - width / 2;
       const y = point.y + down * (distance + height / 2) - height / 2;

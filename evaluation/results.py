@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from kvpolicy.evaluation.records import FULL, Record
 Series = tuple[str, float | None]
 """A policy and the share that was asked of it."""
 
+_MAP = {"policy", "budget", "task", "length", "index", "tokens", "shape", "bits"}
+_WITHOUT = "without this file the report has no maps; remove it, or run `kvpolicy eval` anew"
 _AGAIN = "give the folder that `kvpolicy eval --out` wrote"
 
 
@@ -98,10 +101,17 @@ def _lines(path: Path) -> list[dict]:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     for number, text in enumerate(lines, 1):
         try:
-            found.append(json.loads(text))
-        except ValueError:
-            if number < len(lines) or text.endswith("\n"):
-                raise _refused(path, f"line {number} is not JSON") from None
+            entry = json.loads(text)
+            layers, heads, tokens = entry["shape"]
+            packed = base64.b64decode(entry["bits"], validate=True)
+            whole = len(packed) == layers * heads * -(-tokens // 8)
+            whole = whole and len(entry["tokens"]) == tokens
+        except (ValueError, TypeError, LookupError):
+            whole = False
+        if whole and _MAP <= entry.keys():
+            found.append(entry)
+        elif number < len(lines) or text.endswith("\n"):
+            raise _refused(path, f"line {number} is not a map of what was kept", _WITHOUT)
     return found
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import io
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
+from kvpolicy.evaluation.cells import FIGURES, Cell, both, cell, figure, reasons
 from kvpolicy.evaluation.records import FULL, Record
 from kvpolicy.evaluation.results import Results, Series
 from kvpolicy.evaluation.statistics import (
@@ -72,23 +73,25 @@ class Row:
         return self.answered >= self.asked
 
 
-Scores = dict[tuple[int, int], float]  # by index and turn
-
-
 class Summary:
     """All rows of a run, found by what they are of."""
 
     def __init__(self, results: Results) -> None:
         self.results = results
-        self._cells: dict[tuple, list[Record]] = {}
+        found: dict[tuple, list[Record]] = {}
         turns: Counter[str] = Counter()
         for record in results.records:
-            cell = (record.policy, record.budget, record.task, record.length)
-            self._cells.setdefault(cell, []).append(record)
+            place = (record.policy, record.budget, record.task, record.length)
+            found.setdefault(place, []).append(record)
             turns[record.task] = max(turns[record.task], record.turn + 1)
         self.turns = {task: turns[task] for task in results.tasks}
         self._full = next((s for s in results.series if s[0] == FULL), None)
-        self._bytes = (results.plan.get("server") or {}).get("bytes_per_token")
+        size = (results.plan.get("server") or {}).get("bytes_per_token")
+        self._cells = {
+            (*place, turns): part
+            for place, records in found.items()
+            for turns, part in _parts(cell(records, size))
+        }
         self.rows = {self._key(row): row for row in self._rows()}
 
     @staticmethod
@@ -130,27 +133,25 @@ class Summary:
                         yield self._row(series, task, length, turns)
 
     def _row(self, series: Series, task: str | None, length: int | None, turns: Turns) -> Row:
-        cells = [
+        places = [
             (t, n)
             for t in ([task] if task else self.results.tasks)
             for n in ([length] if length else self.results.lengths)
         ]
-        found = [
-            record
-            for cell in cells
-            for record in self._cells.get((*series, *cell), ())
-            if turns.holds(record.turn)
-        ]
-        score, difference, paired = self._scores(series, cells, turns)
+        keys = [(*series, *place, turns) for place in places]
+        own = [self._cells[key] for key in keys if key in self._cells]
+        score = mean_score([each.units for each in own]) if own else None
+        difference, paired = self._difference(series, places, turns)
+        mean = {name: _mean(figure(own, name)) for name in FIGURES}
+        times = {name: figure(own, name) for name in ("ttft", "tpot")}
         return Row(
             *series, task, length, turns,
-            asked=sum(self._asked(t, turns) for t, _ in cells), answered=len(found),
+            asked=sum(self._asked(t, turns) for t, _ in places), answered=sum(map(len, own)),
             score=score, difference=difference, paired=paired,
-            kept=_mean(_kept(r) for r in found), held=_mean(r.held for r in found),
-            kv_bytes=_mean(self._kv_bytes(r) for r in found),
-            ttft=_spread(r.ttft for r in found), tpot=_spread(r.tpot for r in found),
-            output_tokens=_mean(r.output_tokens for r in found),
-            in_full=dict(sorted(Counter(r.uncompressed for r in found if r.uncompressed).items())),
+            kept=mean["kept"], held=mean["held"], kv_bytes=mean["kv_bytes"],
+            ttft=quartiles(times["ttft"]) if len(times["ttft"]) else None,
+            tpot=quartiles(times["tpot"]) if len(times["tpot"]) else None,
+            output_tokens=mean["output_tokens"], in_full=reasons(own),
         )  # fmt: skip
 
     def _asked(self, task: str, turns: Turns) -> int:
@@ -158,55 +159,37 @@ class Summary:
         count = sum(turns.holds(turn) for turn in range(max(1, self.turns[task])))
         return count * self.results.plan["samples"]
 
-    def _scores(
-        self, series: Series, cells: Sequence[tuple[str, int]], turns: Turns
-    ) -> tuple[Estimate | None, Estimate | None, int]:
-        own, policy, full, paired = [], [], [], 0
-        for cell in cells:
-            scores = self._by_question(series, cell, turns)
-            if scores:
-                own.append(_units(scores))
-            other = self._by_question(self._full, cell, turns) if self._full else {}
-            both = [question for question in scores if question in other]
-            if both and series[0] != FULL:
-                paired += len(both)
-                policy.append(_units({question: scores[question] for question in both}))
-                full.append(_units({question: other[question] for question in both}))
-        score = mean_score(own) if own else None
-        return score, paired_difference(policy, full) if policy else None, paired
-
-    def _by_question(self, series: Series, cell: tuple[str, int], turns: Turns) -> Scores:
-        found = self._cells.get((*series, *cell), ())
-        return {(r.index, r.turn): r.score for r in found if turns.holds(r.turn)}
-
-    def _kv_bytes(self, record: Record) -> float | None:
-        if record.kv_bytes is None and record.policy == FULL and self._bytes:
-            return self._bytes * record.prompt_tokens
-        return record.kv_bytes
+    def _difference(
+        self, series: Series, places: Sequence[tuple[str, int]], turns: Turns
+    ) -> tuple[Estimate | None, int]:
+        """To full KV, and over how many questions."""
+        if self._full is None or series[0] == FULL:
+            return None, 0
+        policy, full, paired = [], [], 0
+        for place in places:
+            keys = (*series, *place, turns), (*self._full, *place, turns)
+            if not all(key in self._cells for key in keys):
+                continue
+            mine, theirs = both(*(self._cells[key] for key in keys))
+            if len(mine):
+                paired += len(mine)
+                policy.append(mine.units)
+                full.append(theirs.units)
+        return (paired_difference(policy, full) if policy else None), paired
 
 
-def _kept(record: Record) -> float | None:
-    """Of a prompt that was served in full, everything."""
-    whole = record.policy == FULL or record.uncompressed
-    return 1.0 if record.kept is None and whole else record.kept
+def _parts(whole: Cell) -> Iterator[tuple[Turns, Cell]]:
+    """All answers; and where there are later questions, those of the first and of the later."""
+    yield Turns.ALL, whole
+    if whole.turn.any():
+        for turns in (Turns.FIRST, Turns.LATER):
+            part = whole.where((whole.turn == 0) == (turns is Turns.FIRST))
+            if len(part):
+                yield turns, part
 
 
-def _units(scores: Scores) -> np.ndarray:
-    """Mean score of each sample, in the order of their indices."""
-    found: dict[int, list[float]] = {}
-    for (index, _), score in sorted(scores.items()):
-        found.setdefault(index, []).append(score)
-    return np.array([sum(values) / len(values) for values in found.values()])
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
-
-
-def _spread(values: Iterable[float | None]) -> Spread | None:
-    known = [value for value in values if value is not None]
-    return quartiles(known) if known else None
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if len(values) else None
 
 
 COSTS: dict[str, Callable[[Row], float | None]] = {

@@ -1,0 +1,117 @@
+"""`kvpolicy report`: what it writes, that equal inputs give equal files, and what it refuses."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.evaluation import cli, report
+
+sys.path.insert(0, str(Path(__file__).parent))
+import made_run
+
+FILES = ["summary.md", "summary.csv", "report.html", "accuracy.png", "pareto.png", "needle.png",
+         "kept.png"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A folder with two policies and what was written into it."""
+    folder = tmp_path_factory.mktemp("run")
+    made_run.write(folder, made_run.NAMES[:2], tasks=("niah", "mq"), samples=12)
+    return folder, report.write(folder)
+
+
+def test_writes_every_file(run):
+    folder, written = run
+    assert written == [folder / name for name in FILES]
+    assert all(path.stat().st_size > 500 for path in written)
+
+
+def test_equal_inputs_give_equal_files(run, tmp_path):
+    folder, written = run
+    for name in ("plan.json", "samples.jsonl", "kept.jsonl"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    for path, again in zip(written, report.write(tmp_path), strict=True):
+        assert path.read_bytes() == again.read_bytes(), path.name
+
+
+def test_command_prints_the_table_and_the_files(run, capsys):
+    folder, _ = run
+    assert cli.main(["report", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "| snapkv" in out
+    assert str(folder / "report.html") in out
+
+
+def test_without_maps_there_is_no_picture_of_them(tmp_path):
+    made_run.write(tmp_path, made_run.NAMES[:1], tasks=("vt",), samples=3, maps=False)
+    (tmp_path / "kept.png").write_bytes(b"of an earlier run")
+    written = [path.name for path in report.write(tmp_path)]
+    # vt has no depth either.
+    assert written == [name for name in FILES if name not in ("kept.png", "needle.png")]
+    assert not (tmp_path / "kept.png").exists()
+
+
+def test_an_interrupted_run_is_reported_as_far_as_it_got(tmp_path):
+    made_run.write(tmp_path, made_run.NAMES[:2], tasks=("niah", "mq"), samples=12)
+    samples = tmp_path / "samples.jsonl"
+    text = samples.read_text()
+    samples.write_text(text[: len(text) // 3])  # the last line is cut off
+    report.write(tmp_path)
+    assert "n = 0/24" in (tmp_path / "summary.md").read_text()
+
+
+def refusal(folder, capsys):
+    assert cli.main(["report", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error
+
+
+def test_refuses_what_is_no_run(tmp_path, capsys):
+    assert "no plan.json" in refusal(tmp_path / "nowhere", capsys)
+    (tmp_path / "plan.json").write_text("{}")
+    assert "not a plan of `kvpolicy eval`" in refusal(tmp_path, capsys)
+    (tmp_path / "plan.json").write_text("[1, 2")
+    assert "cannot be read" in refusal(tmp_path, capsys)
+
+
+def test_refuses_a_run_without_answers(tmp_path, capsys):
+    plan = made_run.write(tmp_path, made_run.NAMES[:1], tasks=("niah",), samples=2)
+    samples = tmp_path / "samples.jsonl"
+    samples.unlink()
+    assert "no question has been answered" in refusal(tmp_path, capsys)
+    samples.write_text("")
+    assert "no question has been answered" in refusal(tmp_path, capsys)
+    assert not (tmp_path / "summary.md").exists()
+    assert plan["samples"] == 2
+
+
+def test_refuses_foreign_or_broken_lines(tmp_path, capsys):
+    plan = made_run.write(tmp_path, made_run.NAMES[:1], tasks=("niah",), samples=2)
+    samples = tmp_path / "samples.jsonl"
+    good = samples.read_text()
+    samples.write_text('{"a": 1}\n' + good)
+    assert "samples.jsonl:1: not a record" in refusal(tmp_path, capsys)
+    samples.write_text(good)
+    plan["policies"] = plan["policies"][:1]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    assert "plan.json knows nothing of policy snapkv" in refusal(tmp_path, capsys)
+    made_run.write(tmp_path, made_run.NAMES[:1], tasks=("niah",), samples=2)
+    (tmp_path / "kept.jsonl").write_text("{}}\n")
+    assert "kept.jsonl" in refusal(tmp_path, capsys)
+    (tmp_path / "kept.jsonl").write_text('{"policy": "snapkv"}\n')
+    assert "kept.jsonl" in refusal(tmp_path, capsys)
+
+
+def test_refuses_a_folder_it_cannot_write(tmp_path, monkeypatch):
+    made_run.write(tmp_path, made_run.NAMES[:1], tasks=("niah",), samples=2)
+
+    def full_disk(*_args, **_options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    with pytest.raises(PolicyError, match="no space left on device"):
+        report.write(tmp_path)
