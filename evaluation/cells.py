@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from kvpolicy.evaluation.records import FULL, Record
+from kvpolicy.evaluation.records import Record
 
 FIGURES = ("score", "kept", "held", "kv_bytes", "ttft", "tpot", "output_tokens")
 
@@ -43,19 +43,13 @@ class Cell:
         return np.bincount(sample, self.figures["score"]) / np.bincount(sample)
 
 
-def cell(records: Iterable[Record], bytes_per_token: float | None) -> Cell:
-    """The arrays of some records; what follows for a prompt that was kept whole is filled in."""
+def cell(records: Iterable[Record]) -> Cell:
+    """The arrays of some records."""
     ordered = sorted(records, key=lambda record: (record.index, record.turn))
-    known = {name: [getattr(r, name) for r in ordered] for name in FIGURES}
-    for i, record in enumerate(ordered):
-        if record.kept is None and (record.policy == FULL or record.uncompressed):
-            known["kept"][i] = 1.0
-        if record.kv_bytes is None and record.policy == FULL and bytes_per_token:
-            known["kv_bytes"][i] = bytes_per_token * record.prompt_tokens
     return Cell(
         np.array([r.index for r in ordered], dtype=int),
         np.array([r.turn for r in ordered], dtype=int),
-        {name: np.array(values, dtype=float) for name, values in known.items()},
+        {name: np.array([getattr(r, name) for r in ordered], dtype=float) for name in FIGURES},
         np.array([r.uncompressed for r in ordered], dtype=object),
     )
 

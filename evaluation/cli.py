@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from kvpolicy.dsl import cli
 from kvpolicy.dsl.cli import Command
 
+# Packages that `check` and other commands of dsl/ do without.
+_OPTIONAL = ("matplotlib", "numpy", "requests", "tqdm", "transformers")
+
 
 def _report(args: argparse.Namespace) -> int:
     from kvpolicy.evaluation import report
@@ -78,7 +81,15 @@ COMMANDS: dict[str, Command] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
-    return cli.main(arguments, COMMANDS)
+    try:
+        return cli.main(arguments, COMMANDS)
+    except ModuleNotFoundError as error:
+        needed = (error.name or "").partition(".")[0]
+        if needed not in _OPTIONAL:
+            raise
+        print(f"kvpolicy: error[file]: this command needs {needed}", file=sys.stderr)
+        print(" = help: pip install 'kvpolicy[eval]'", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -10,11 +10,6 @@ from kvpolicy.evaluation import page, plots, results, summary_text
 from kvpolicy.evaluation.summary import Summary, csv_text
 
 
-def overview(folder: Path) -> str:
-    """The main table of a folder, for a terminal. Raises PolicyError as `write` does."""
-    return summary_text.scores(Summary(results.load(Path(folder))))
-
-
 def write(folder: Path) -> list[Path]:
     """Writes summary.md, summary.csv, report.html and the pictures; returns what was written.
 
@@ -25,15 +20,19 @@ def write(folder: Path) -> list[Path]:
             written.
     """
     folder = Path(folder)
-    summary = Summary(results.load(folder))
+    return _write(Summary(results.load(folder)), folder)
+
+
+def _write(summary: Summary, folder: Path) -> list[Path]:
     try:
-        return _written(summary, folder)
+        written = _tables(summary, folder)
+        return [*written, *plots.write(summary, folder)]
     except OSError as error:
         message = f"the report cannot be written: {(error.strerror or str(error)).lower()}"
         raise refused(str(folder), "file", message) from None
 
 
-def _written(summary: Summary, folder: Path) -> list[Path]:
+def _tables(summary: Summary, folder: Path) -> list[Path]:
     written = []
     for name, text in (
         ("summary.md", summary_text.markdown(summary)),
@@ -43,14 +42,15 @@ def _written(summary: Summary, folder: Path) -> list[Path]:
         path = folder / name
         path.write_text(text, encoding="utf-8")
         written.append(path)
-    return [*written, *plots.write(summary, folder)]
+    return written
 
 
 def main(args: argparse.Namespace) -> int:
     """`kvpolicy report`: prints the main table and what was written."""
     folder = Path(args.folder)
-    written = write(folder)
-    print(overview(folder))
+    summary = Summary(results.load(folder))
+    written = _write(summary, folder)
+    print(summary_text.scores(summary))
     for path in written:
         print(path)
     return 0

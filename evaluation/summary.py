@@ -86,11 +86,10 @@ class Summary:
             turns[record.task] = max(turns[record.task], record.turn + 1)
         self.turns = {task: turns[task] for task in results.tasks}
         self._full = next((s for s in results.series if s[0] == FULL), None)
-        size = (results.plan.get("server") or {}).get("bytes_per_token")
         self._cells = {
             (*place, turns): part
             for place, records in found.items()
-            for turns, part in _parts(cell(records, size))
+            for turns, part in _parts(cell(records))
         }
         self.rows = {self._key(row): row for row in self._rows()}
 

@@ -89,7 +89,7 @@ def _answers(entry, task, task_number, length, luck, depths, skill, rng):
                 answer="w12 </script> & <b>", expected=["w12"], prompt_tokens=length,
                 output_tokens=int(rng.integers(4, 9)), kept=1.0 if full or short else kept,
                 held=1.0 if full or short else kept * 1.02,
-                kv_bytes=None if full else float(int(BYTES * length * (1 if short else kept))),
+                kv_bytes=float(int(BYTES * length * (1 if full or short else kept))),
                 ttft=float(rng.gamma(20, 0.004) * (1 + (not full) * (1.3 - skill))),
                 tpot=float(rng.gamma(20, 0.0006) * (0.5 + 0.5 * share)),
                 uncompressed="short_prompt" if short else None,

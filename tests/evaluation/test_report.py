@@ -13,6 +13,7 @@ import made_run
 
 FILES = ["summary.md", "summary.csv", "report.html", "accuracy.png", "pareto.png", "needle.png",
          "kept.png"]  # fmt: skip
+LATE = ("report", "page", "plots", "plot_kept", "plot_labels")
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,16 @@ def test_command_prints_the_table_and_the_files(run, capsys):
     out = capsys.readouterr().out
     assert "| snapkv" in out
     assert str(folder / "report.html") in out
+
+
+def test_command_says_what_must_be_installed(run, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in [n for n in sys.modules if n.startswith("kvpolicy.evaluation.") and n[20:] in LATE]:
+        monkeypatch.delitem(sys.modules, name)
+    assert cli.main(["report", str(run[0])]) == 2
+    error = capsys.readouterr().err
+    assert "needs matplotlib" in error
+    assert "pip install 'kvpolicy[eval]'" in error
 
 
 def test_without_maps_there_is_no_picture_of_them(tmp_path):

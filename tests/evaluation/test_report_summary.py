@@ -17,8 +17,8 @@ import made_run
 
 PLAIN = Record(
     policy=FULL, budget=None, setting={}, task="niah", length=512, index=0, turn=0, depth=0.5,
-    score=1.0, answer="", expected=["x"], prompt_tokens=500, output_tokens=4, kept=None, held=None,
-    kv_bytes=None, ttft=None, tpot=None, uncompressed=None,
+    score=1.0, answer="", expected=["x"], prompt_tokens=500, output_tokens=4, kept=1.0, held=1.0,
+    kv_bytes=9000.0, ttft=None, tpot=None, uncompressed=None,
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def test_figures_by_hand(tmp_path):
         snapkv(0, 1.0, ttft=0.2, kept=0.25),
         snapkv(1, 0.0, ttft=0.4, kept=0.75),
         snapkv(2, 0.0, ttft=0.3),
-        snapkv(3, 1.0, ttft=0.1, kept=None, kv_bytes=3000.0, uncompressed="no_slots"),
+        snapkv(3, 1.0, ttft=0.1, kept=1.0, held=None, kv_bytes=3000.0, uncompressed="no_slots"),
     ]
     summary = summarised(tmp_path, records)
     found = table(summary)
@@ -77,7 +77,7 @@ def test_figures_by_hand(tmp_path):
     assert (row["in_full"], row["reasons"]) == ("1", "no_slots 1")
     row = found[FULL, "niah", "all", "all"]
     assert (row["kept"], row["difference"], row["budget"]) == ("1", "", "")
-    assert float(row["kv_bytes"]) == made_run.BYTES * 500
+    assert float(row["kv_bytes"]) == 9000
     assert float(row["output_tokens"]) == 1.5
 
 
