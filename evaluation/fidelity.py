@@ -144,7 +144,7 @@ def _one(look: Look, text: Text, policy: Variant, answers: Sequence[dict[str, An
         setting=dict(policy.setting),
         prompt_tokens=len(text.prompt),
         continuation=tuple(text.continuation),
-        words=tuple(pieces(look.tokens.tokenizer.decode, around)[1:]),
+        words=tuple(pieces(look.tokens.decode_all, around)[1:]),
         full=both[0],
         other=both[1],
         distance=distance(*both),

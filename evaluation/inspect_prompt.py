@@ -50,7 +50,7 @@ def asked(look: Look, text: str, new: int) -> Kept:
     if packed is None:
         message = "its answer does not say what was kept"
         raise refused(look.url, "server", message, "it needs the same version of kvpolicy")
-    words = tuple(pieces(look.tokens.tokenizer.decode, ids))
+    words = tuple(pieces(look.tokens.decode_all, ids))
     return Kept(policy.alias, policy.setting, words, unpacked(packed), facts, answer["text"])
 
 

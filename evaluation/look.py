@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from kvpolicy.dsl.diagnostics import PolicyError, refused
 from kvpolicy.dsl.library import shipped
 from kvpolicy.dsl.model_config import read_config
 from kvpolicy.evaluation import endpoint
-from kvpolicy.evaluation.serving import ServerFailed, serve
+from kvpolicy.evaluation.eval_setup import api_key
+from kvpolicy.evaluation.serving import GPU_FLAGS, ServerFailed, has_gpu, serve
 from kvpolicy.evaluation.tokens import Tokens
 from kvpolicy.evaluation.variants import Variant, on_server, variants
 
@@ -35,12 +35,14 @@ class Look:
     Attributes:
         policies: those of the command line, with the names that requests choose them by.
         vocabulary: rows of the model's logits; None if its config is not at hand.
+        headers: of every request.
     """
 
     url: str
     policies: tuple[Variant, ...]
     tokens: Tokens
     vocabulary: int | None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def ask(self, ids: Sequence[int], policy: str, count: int, **fields: Any) -> dict[str, Any]:
         """The answer of /generate to a prompt: greedily, `count` tokens whatever they are.
@@ -57,12 +59,17 @@ class Look:
         body = {"input_ids": list(ids), "sampling_params": {**sampling, "custom_params": custom}}
         url = self.url + "/generate"
         try:
-            response = requests.post(url, json={**body, **fields}, timeout=_PATIENCE)
+            response = requests.post(
+                url, json={**body, **fields}, headers=self.headers, timeout=_PATIENCE
+            )
             answer = response.json()
         except requests.RequestException as error:
             raise self._refused(f"no answer: {type(error).__name__}") from None
         if not response.ok:
             raise self._refused(_sentence(answer) or f"status {response.status_code}")
+        end = answer["meta_info"].get("finish_reason") or {}
+        if end.get("type") == "abort":
+            raise self._refused(end.get("message") or "it gave the request up")
         return answer
 
     def _refused(self, sentence: str) -> PolicyError:
@@ -93,9 +100,12 @@ def opened(args: argparse.Namespace) -> Iterator[Look]:
     paths = [each.path for each in policies]
     settings = [f"{p.alias}.{name}={value}" for p in policies for name, value in p.setting.items()]
     tokens = Tokens(args.model)
-    words = shlex.split(args.server_args or "")
     with contextlib.ExitStack() as stack:
-        started = serve(args.model, paths, settings, progress=True, arguments=words)
+        # On a GPU SGLang chooses kernels and precision itself.
+        flags = dict.fromkeys(GPU_FLAGS) if has_gpu() else {}
+        started = serve(
+            args.model, paths, settings, progress=True, arguments=args.server_args, **flags
+        )
         try:
             server = stack.enter_context(started)
         except ServerFailed as error:
@@ -110,19 +120,22 @@ def _found(args: argparse.Namespace) -> Look:
             message = "a server that runs already has its own settings"
             raise refused(option, "arguments", message, "leave it out, or leave --url out")
     names = [_name(each) for each in args.policies]
-    found = endpoint.find(args.url, "sglang", None)
+    key = api_key(args.api_key_env)
+    found = endpoint.find(args.url, "sglang", key)
     policies = on_server(names, found.policies or (), ())
     _not_nothing(policies)
     folder = args.model or found.info.get("tokenizer_path") or found.info.get("model_path")
     if not folder or not Path(folder).is_dir():
         message = f"the tokenizer of its model is not on this machine ({folder})"
         raise refused(args.url, "server", message, "name the model's folder with --model")
-    return Look(found.url, tuple(policies), Tokens(folder), _vocabulary(folder))
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return Look(found.url, tuple(policies), Tokens(folder), _vocabulary(folder), headers)
 
 
 def _name(policy: str) -> str:
     """The name of a policy that is given by file, or else the name that is given."""
-    if policy not in shipped() and not Path(policy).suffix and not Path(policy).is_file():
+    is_file = Path(policy).suffix in (".yaml", ".yml") or Path(policy).is_file()
+    if not is_file and policy not in shipped():
         return policy
     return load(policy).require().name
 

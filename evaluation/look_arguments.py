@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 
@@ -105,5 +106,11 @@ def _add_server(parser: argparse.ArgumentParser, several: bool) -> None:
     )
     parser.add_argument("--url", help="a server that runs already and has the policy")
     parser.add_argument(
-        "--server-args", metavar="WORDS", help="more options for the server that is started"
+        "--server-args",
+        type=shlex.split,
+        default=[],
+        metavar="WORDS",
+        help="more options for the server that is started",
     )
+    key = "environment variable with the key for --url"
+    parser.add_argument("--api-key-env", metavar="NAME", help=key)

@@ -115,6 +115,27 @@ def test_distances_are_those_of_the_plain_model(compared, texts, name):
         assert kl.max() > 0.1  # the policy changes something
 
 
+def test_some_tokens_of_a_distribution_give_a_lower_bound(
+    server, texts, compared, tmp_path, monkeypatch, capsys
+):
+    from kvpolicy.evaluation import fidelity
+
+    monkeypatch.setattr(fidelity, "_WHOLE", 100)  # 512 tokens are many now
+    words = ["--policy", "snapkv", "--text", texts[0], "--url", server.url, "--out", tmp_path]
+    words += ["--prompt-tokens", PROMPT, "--continuation", POSITIONS, "--top", 30]
+    assert run("fidelity", *words) == 0
+    with (tmp_path / "fidelity.csv").open() as file:
+        bounds = list(csv.DictReader(file))
+    whole = [row for row in compared[0] if row["policy"] == "snapkv"]
+    bound, exact = (np.array([float(row["kl"]) for row in rows]) for rows in (bounds, whole))
+    assert (bound <= exact + 1e-4).all()
+    assert bound.sum() > 0.5 * exact.sum()
+    assert 0 < min(float(row["covered"]) for row in bounds) < 0.9999
+    assert (
+        "KL is a lower bound: 30 tokens of each distribution are known" in capsys.readouterr().out
+    )
+
+
 def test_greedy_answers_diverge_where_those_of_the_plain_model_do(compared, texts):
     from eager import generate
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvpolicy.evaluation import inspect_page, look, terminal
+from kvpolicy.evaluation import endpoint, inspect_page, look, terminal
 from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.kept import Kept, pieces, unpacked
 
@@ -151,6 +151,23 @@ def test_the_page_stands_alone_and_escapes_the_prompt():
     assert json.loads(data) == found.as_map()
     assert "15 of 48 entries held" in page
     assert "@@" not in page
+
+
+@pytest.mark.parametrize(
+    ("words", "served", "sentence"),
+    [
+        (["--policy", "snapkv"], None, "the server at --url serves no policies"),
+        (["--policy", "lava@0.5"], ["snapkv"], "no policy called `lava@0.5`; it has `snapkv`"),
+        (["--policy", "snapkv"], ["snapkv"], "the tokenizer of its model is not on this machine"),
+    ],
+)
+def test_what_a_server_lacks_is_named(capsys, tmp_path, monkeypatch, words, served, sentence):
+    policies = served and [{"name": name, "settings": {}} for name in served]
+    found = endpoint.Endpoint("http://x", "sglang", {"tokenizer_path": "a/b"}, policies)
+    monkeypatch.setattr(endpoint, "find", lambda url, api, key: found)
+    (tmp_path / "text.txt").write_text("some words")
+    where = ["--prompt", str(tmp_path / "text.txt"), "--url", "http://x"]
+    assert sentence in refusal(capsys, *words, *where)
 
 
 def refusal(capsys, *words: str) -> str:
