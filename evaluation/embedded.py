@@ -78,13 +78,6 @@ def question_length(asked: int) -> int:
     return 1 + asked * (KEY_WORDS + 1)
 
 
-def answer_length(asked: int) -> int:
-    """Tokens of the answer without the closing <end>."""
-    if asked == 1:
-        return VALUE_WORDS
-    return asked * (KEY_WORDS + 1 + VALUE_WORDS + 1) - 1
-
-
 def ask(facts: Facts, chosen: Sequence[int]) -> tuple[list[int], list[int]]:
     """The question for the chosen facts and its answer.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kvpolicy.evaluation import catalog, embedded_words
+from kvpolicy.evaluation.embedded import facts_prompt
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "train"))
 import more_tasks
@@ -32,6 +33,16 @@ def test_equal_seeds_give_equal_prompts(task, length):
         assert turn.reference.strip() == trained.answer_text
         starts = [len(tasks.to_text(trained.prompt_ids[1:start])) for start, _ in trained.needles]
         assert [start for start, _ in asked.asked] == [at + 1 if at else 0 for at in starts]
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_prompts_have_the_ids_of_training(task):
+    trained = tasks.sample(task, 300, np.random.default_rng(4))
+    kind = tasks.TASKS[task]
+    prompt = facts_prompt(task, 300, np.random.default_rng(4), kind.facts, kind.asked)
+    assert prompt.ids == trained.prompt_ids
+    assert prompt.questions[0].answer == trained.answer_ids
+    assert [(start + 1, stop + 1) for start, stop in prompt.questions[0].needles] == trained.needles
 
 
 @pytest.mark.parametrize("task", ASKED)
