@@ -25,6 +25,8 @@ class Answer:
     cached_tokens: int = 0
     facts: dict | None = None
     retractions: int = 0
+    logprobs: list[float] = field(default_factory=list)  # of its tokens
+    top: list[list[float]] = field(default_factory=list)  # the best of each distribution
 
 
 class Driver:
@@ -79,17 +81,20 @@ class Driver:
         """Queue a greedy request; it is received at the scheduler's next step.
 
         Only a stop token among the options ends it before its `max_new_tokens`.
+
+        Args:
+            options: `policy`, `custom` (further custom parameters), `stream`, `top` (so many of the
+                best logprobs of each token), and sampling parameters.
         """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        policy = options.pop("policy", None)
-        stream = options.pop("stream", False)
-        custom = None if policy is None else {"kv_policy": policy}
+        policy, stream = options.pop("policy", None), options.pop("stream", False)
+        custom, top = options.pop("custom", {}), options.pop("top", 0)
+        custom = custom if policy is None else {"kv_policy": policy, **custom}
         ignore = "stop_token_ids" not in options
-        sampling = SamplingParams(
-            temperature=0.0, ignore_eos=ignore, custom_params=custom, **options
-        )
+        options = {"temperature": 0.0, "ignore_eos": ignore, **options}
+        sampling = SamplingParams(custom_params=custom or None, **options)
         sampling.normalize(None)
         sampling.verify(1 << 30)
         self.answers[rid] = Answer()
@@ -102,9 +107,9 @@ class Driver:
                 mm_inputs=None,
                 token_type_ids=None,
                 sampling_params=sampling,
-                return_logprob=False,
+                return_logprob=top > 0,
                 logprob_start_len=-1,
-                top_logprobs_num=0,
+                top_logprobs_num=top,
                 token_ids_logprob=None,
                 stream=stream,
             )
@@ -212,4 +217,7 @@ class Driver:
             answer.cached_tokens = payload.cached_tokens[i]
             answer.retractions = payload.retraction_counts[i]
             for each in facts[i] if facts else ():
-                answer.facts = each or answer.facts
+                answer.facts = {**(answer.facts or {}), **each} if each else answer.facts
+            if payload.output_token_logprobs_val:
+                answer.logprobs += payload.output_token_logprobs_val[i]
+                answer.top += payload.output_top_logprobs_val[i]
