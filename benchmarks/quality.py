@@ -17,6 +17,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import quality_layers
 import quality_tables as tables
 import report
 from kvpolicy.dsl.library import shipped
@@ -27,7 +28,16 @@ from kvpolicy.evaluation.results import Results
 from kvpolicy.evaluation.summary import Summary, values
 from quality_checks import Doubtful, check_complete, check_full_kv
 from quality_orderings import Finding, findings
-from quality_runs import Run, RunFailed, carry_out, merge, split, variants
+from quality_runs import (
+    Run,
+    RunFailed,
+    answered_of,
+    carry_out,
+    merge,
+    split,
+    stages_of,
+    variants,
+)
 
 TASKS = "niah,mk,mq,mv,vt,kv,cwe,fwe"
 PICTURES = ("accuracy", "pareto", "needle", "kept")
@@ -48,7 +58,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--turn-budgets", default="0.5,0.125", help="of the conversations")
     parser.add_argument("--turn-samples", type=int, help="default: as --samples; 0: none")
     parser.add_argument("--layers", default="0,1,2,3", help="of FastKV's variants; empty: none")
+    parser.add_argument("--tau", type=float, default=0.8, help="threshold of ASL's variant")
     parser.add_argument("--layer-tasks", default="mk,kv", help="that the variants are asked")
+    parser.add_argument("--layer-prompts", type=int, default=10, help="whose layers are told")
     parser.add_argument("--servers", type=int, default=2, help="that run at the same time")
     parser.add_argument("--at-once", type=int, default=8, help="requests at once on one server")
     parser.add_argument("--out", type=Path, default=report.ROOT / ".cache" / "quality")
@@ -84,7 +96,8 @@ def planned(options: argparse.Namespace) -> Groups:
         groups["turns"] = parts(run, names, options.servers)
     if options.layers:
         folder = options.out / "layers"
-        paths = variants([int(layer) for layer in options.layers.split(",")], folder / "policies")
+        layers = [int(layer) for layer in options.layers.split(",")]
+        paths = variants(layers, options.tau, folder / "policies")
         run = replace(whole, folder=folder, tasks=tuple(options.layer_tasks.split(",")))
         groups["layers"] = parts(run, [FULL, *paths], 1)
     return groups
@@ -97,6 +110,29 @@ def parts(run: Run, names: list[str], servers: int) -> list[Run]:
         replace(run, folder=run.folder / f"run-{number}", policies=chosen)
         for number, chosen in enumerate(dealt, 1)
     ]
+
+
+def estimate(groups: Groups, options: argparse.Namespace) -> str:
+    """Asks a few questions of some policies first, and says how long all will take."""
+    runs = [run for each in groups.values() for run in each]
+    names = [FULL, *options.policies.split(",")]
+    few = replace(runs[0], folder=options.out / "estimate", samples=options.at_once)
+    few = replace(few, budgets=few.budgets[len(few.budgets) // 2 :][:1])
+    probes = parts(few, names[:: max(1, len(names) // 6)], options.servers)
+    carry_out(probes, options.servers)
+    starts, asking = [], []
+    for probe in probes:
+        stages = stages_of(probe)
+        starts.append(stages["server start"])
+        asking.append(stages["questions"])
+    answered = sum(map(answered_of, probes))
+    each = max(asking) / answered
+    asked = sum(run.questions for run in runs)
+    seconds = asked * each + max(starts) * -(-len(runs) // options.servers)
+    return (
+        f"{asked} questions and conversations in {len(runs)} runs, {options.servers} at a time: "
+        f"about {seconds / 60:.0f} minutes ({1000 * each:.0f} ms a question, from {answered} asked)"
+    )
 
 
 def collect(groups: Groups, options: argparse.Namespace) -> dict[str, Results]:
@@ -119,12 +155,9 @@ def records_of(found: dict[str, Results], *groups: str) -> list[Record]:
     return [record for name in groups if name in found for record in found[name].records]
 
 
-def text(
-    found: dict[str, Results], claims: list[Finding], checked: list[str], stages: dict[str, float]
-) -> str:
+def text(found: dict[str, Results], claims: list[Finding], checked: list[str], layers: str) -> str:
     """All of quality.md below its head."""
     plan = found["table"].plan
-    rows = [[stage, f"{seconds:.0f}"] for stage, seconds in stages.items()]
     parts = [
         f"{plan['samples']} samples for each task, policy and budget, prompts of "
         f"{plan['lengths'][0]} tokens, seed {plan['seed']}; the same for all, so that differences "
@@ -141,7 +174,8 @@ def text(
     if "turns" in found:
         parts += ["## A second question", _TURNS, tables.second_turns(records_of(found, "turns"))]
     parts += ["## What papers report", _CLAIMS, tables.verdicts(claims), tables.orderings(claims)]
-    parts += ["## Seconds by stage", report.table(["stage", "seconds"], rows)]
+    if layers:
+        parts += ["### Layers after which ASL let tokens leave", _LAYERS, layers]
     return "\n\n".join(parts)
 
 
@@ -156,6 +190,11 @@ _CLAIMS = (
     "interval leaves zero out. A claim of better holds where the whole interval is above zero, and "
     "one of at least equal where it is above -2 points; it does not hold where the interval says "
     "the contrary (for better: less than 2 points). Nothing is corrected for the number of pairs."
+)
+
+_LAYERS = (
+    "Counted over prompts; none: the ranking did not settle, so no token left the prefill and "
+    "every layer chose for itself. `asl-looser` differs from `asl` in its threshold alone."
 )
 
 
@@ -193,20 +232,28 @@ def main() -> None:
     options = parse()
     groups = planned(options)
     runs = [run for each in groups.values() for run in each]
-    asked = sum(run.questions for run in runs)
-    print(f"{asked} questions or conversations in {len(runs)} runs", file=sys.stderr)
     try:
+        if not any(map(answered_of, runs)):
+            print(estimate(groups, options), file=sys.stderr)
         started = time.monotonic()
         seconds = carry_out(runs, options.servers)
         found = collect(groups, options)
         checked = check_full_kv(found["table"], Path(options.model))
     except (RunFailed, Doubtful) as error:
         raise SystemExit(f"quality: {error}") from None
-    claims = findings(records_of(found, "table", "layers"))
     pages.write(options.out / "table")
+    layers = ""
+    if "layers" in groups and options.layer_prompts:
+        chosen = quality_layers.chosen_layers(
+            groups["layers"][0], options.tau, options.layer_prompts
+        )
+        layers = quality_layers.table(chosen)
     stages = {f"{n}: {s}": t for n, f in found.items() for s, t in f.plan["stages"].items()}
     stages |= {"all runs": seconds, "everything": time.monotonic() - started}
-    body = text(found, claims, checked, stages)
+    claims = findings(records_of(found, "table", "layers"))
+    rows = [[stage, f"{spent:.0f}"] for stage, spent in stages.items()]
+    body = text(found, claims, checked, layers)
+    body += "\n\n## Seconds by stage\n\n" + report.table(["stage", "seconds"], rows)
     report.publish(
         "quality", "What the shipped policies cost", body, data(found, claims, stages), options.save
     )

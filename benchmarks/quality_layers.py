@@ -9,34 +9,35 @@ from kvpolicy.dsl.library import POLICIES
 from kvpolicy.evaluation import catalog
 from kvpolicy.evaluation.serving import Server, serve
 from kvpolicy.evaluation.summary_text import percent
+from quality_orderings import LOOSER
 from quality_runs import Run, fixed
 
-POLICY = "asl"
-Layers = dict[tuple[str, float], Counter]
-"""By task and budget: how many prompts selected at each layer; None: at none."""
+Layers = dict[tuple[str, str, float], Counter]
+"""By policy, task and budget: how many prompts selected at each layer; None: at none."""
 
 
-def chosen_layers(run: Run, count: int) -> Layers:
+def chosen_layers(run: Run, tau: float, count: int) -> Layers:
     """Asks the first `count` samples of each task of a run at all its budgets.
 
     Raises:
         ServerFailed: the server does not start.
     """
-    path = POLICIES / f"{POLICY}.yaml"
-    names = {budget: f"{POLICY}@{budget:g}" for budget in run.budgets}
-    given = [setting.partition(".")[2] for setting in fixed(POLICY)]
+    path = POLICIES / "asl.yaml"
+    given = [setting.partition(".")[2] for setting in fixed("asl")]
+    more = {"asl": given, LOOSER: [*given, f"tau={tau:g}"]}
+    names = {(policy, b): f"{policy}@{b:g}" for policy in more for b in run.budgets}
     settings = [
         f"{name}.{each}"
-        for budget, name in names.items()
-        for each in (*given, f"capacity={int(budget * run.length)}")
+        for (policy, budget), name in names.items()
+        for each in (*more[policy], f"capacity={int(budget * run.length)}")
     ]
-    files = [f"{name}={path}" for name in names.values()]
     found: Layers = {}
-    with serve(run.model, files, settings) as server:
+    with serve(run.model, [f"{name}={path}" for name in names.values()], settings) as server:
         for task in run.tasks:
             texts = [_prompt(task, run, index) for index in range(count)]
-            for budget, name in names.items():
-                found[task, budget] = Counter(_selected(server, text, name) for text in texts)
+            for (policy, budget), name in names.items():
+                selected = Counter(_selected(server, text, name) for text in texts)
+                found[policy, task, budget] = selected
     return found
 
 
@@ -59,13 +60,13 @@ def _selected(server: Server, text: str, name: str) -> int | None:
 
 
 def table(layers: Layers) -> str:
-    """Tasks down, budgets across; in each cell the layers with the number of prompts."""
-    budgets = sorted({budget for _, budget in layers}, reverse=True)
+    """Policies and tasks down, budgets across; in each cell layers and the number of prompts."""
+    budgets = sorted({budget for *_, budget in layers}, reverse=True)
     rows = [
-        [task, *(_cell(layers[task, budget]) for budget in budgets)]
-        for task in dict.fromkeys(task for task, _ in layers)
+        [policy, task, *(_cell(layers[policy, task, budget]) for budget in budgets)]
+        for policy, task in sorted({key[:2] for key in layers})
     ]
-    return report.table(["task", *map(percent, budgets)], rows)
+    return report.table(["policy", "task", *map(percent, budgets)], rows)
 
 
 def _cell(counts: Counter) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from kvpolicy.dsl.library import POLICIES
 from kvpolicy.evaluation import records
 from kvpolicy.evaluation.records import FULL
+from quality_orderings import LOOSER, early
 from shipped import settings
 from tqdm import tqdm
 
@@ -59,6 +60,7 @@ class Run:
             *("--tasks", ",".join(self.tasks), "--lengths", f"{self.length}"),
             *("--samples", f"{self.samples}", "--seed", f"{self.seed}"),
             *("--concurrency", f"{self.at_once}", "--model", self.model),
+            *(() if FULL in self.policies else ("--no-full",)),
             *("--out", str(self.folder)),
         ]
 
@@ -70,37 +72,44 @@ class Run:
 
 
 def fixed(policy: str) -> list[str]:
-    """Settings of a shipped policy that do not depend on the share, as values of --set."""
-    one, other = (settings(*sizes).get(policy, []) for sizes in ((0.5, 512), (0.25, 1000)))
-    return [f"{policy}.{each}" for each in one if each in other]
+    """Settings of a policy that do not depend on the share, as values of --set."""
+    name = Path(policy).stem
+    of = "asl" if name == LOOSER else name
+    one, other = (settings(*sizes).get(of, []) for sizes in ((0.5, 512), (0.25, 1000)))
+    return [f"{name}.{each}" for each in one if each in other]
 
 
-def variants(layers: Sequence[int], folder: Path) -> list[str]:
-    """Files of FastKV whose tokens leave after a given layer, as many of them as the budget says.
+def variants(layers: Sequence[int], tau: float, folder: Path) -> list[str]:
+    """Files of FastKV whose tokens leave after a given layer, and of ASL with another threshold.
 
     FastKV's own shares are two: 20 % of the tokens go deeper, whatever the budget. Here they are
-    one, as in ASL, so that the layer is all that differs.
+    one, as in ASL, so that the layer is all that differs. ASL's threshold was found for models of
+    32 layers and more; in a small one the ranking may never settle so well.
     """
-    text = (POLICIES / "fastkv.yaml").read_text(encoding="utf-8")
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
+    fastkv, asl = ((POLICIES / f"{name}.yaml").read_text("utf-8") for name in ("fastkv", "asl"))
+    shares = ("tsp_rate:\n    default: 0.2", "tsp_rate:\n    default: kv_rate")
+    made = {}
     for layer in layers:
-        name = f"fastkv-after-{layer}"
-        changed = _replaced(text, "policy: fastkv\n", f"policy: {name}\n")
-        changed = _replaced(changed, '{default: "max(0, layers // 2 - 1)"', f"{{default: {layer}")
-        changed = _replaced(
-            changed, "tsp_rate:\n    default: 0.2", "tsp_rate:\n    default: kv_rate"
-        )
-        path = folder / f"{name}.yaml"
-        path.write_text(changed, encoding="utf-8")
-        paths.append(str(path))
-    return paths
+        name = early(layer)
+        after = ('{default: "max(0, layers // 2 - 1)"', f"{{default: {layer}")
+        made[name] = _changed(fastkv, ("policy: fastkv", f"policy: {name}"), shares, after)
+    threshold = ("tau: {default: 0.3,", f"tau: {{default: {tau:g},")
+    made[LOOSER] = _changed(asl, ("policy: asl", f"policy: {LOOSER}"), threshold)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.yaml" for name in made]
+    for path, text in zip(paths, made.values(), strict=True):
+        path.write_text(text, encoding="utf-8")
+    return [str(path) for path in paths]
 
 
-def _replaced(text: str, old: str, new: str) -> str:
-    if text.count(old) != 1:
-        raise RunFailed(f"policies/fastkv.yaml has no single {old!r}: its variants cannot be made")
-    return text.replace(old, new)
+def _changed(text: str, *changes: tuple[str, str]) -> str:
+    for old, new in changes:
+        if text.count(old) != 1:
+            raise RunFailed(
+                f"the policy's file has no single {old!r}: no variant can be made of it"
+            )
+        text = text.replace(old, new)
+    return text
 
 
 def split(policies: Sequence[str], parts: int) -> list[tuple[str, ...]]:
@@ -128,7 +137,7 @@ def carry_out(runs: Sequence[Run], servers: int) -> float:
         try:
             while left:
                 done, left = wait(left, timeout=1, return_when=FIRST_COMPLETED)
-                bar.total = max(total, answered := sum(map(_answered, runs)))
+                bar.total = max(total, answered := sum(map(answered_of, runs)))
                 bar.update(answered - bar.n)
                 for each in done:
                     each.result()
@@ -160,7 +169,8 @@ def _stopped_at_the_end(processes: list[subprocess.Popen]) -> Iterator[None]:
                 process.terminate()
 
 
-def _answered(run: Run) -> int:
+def answered_of(run: Run) -> int:
+    """Questions of a run that have an answer."""
     path = run.folder / "samples.jsonl"
     if not path.exists():
         return 0
@@ -168,13 +178,26 @@ def _answered(run: Run) -> int:
         return sum(1 for _ in lines)
 
 
+def stages_of(run: Run) -> dict[str, float]:
+    """Seconds by stage of a run that has ended, questions of all policies together."""
+    found: dict[str, float] = {}
+    for stage, spent in _plan(run)["stages"].items():
+        name = "questions" if stage.startswith("questions ") else stage
+        found[name] = found.get(name, 0.0) + spent
+    return found
+
+
+def _plan(run: Run) -> dict:
+    return json.loads((run.folder / "plan.json").read_text(encoding="utf-8"))
+
+
 def merge(runs: Sequence[Run], folder: Path, command: str) -> None:
     """Writes plan.json, samples.jsonl and kept.jsonl of all runs into one folder."""
-    plans = [json.loads((run.folder / "plan.json").read_text(encoding="utf-8")) for run in runs]
+    plans = [_plan(run) for run in runs]
     stages = {
         (stage if len(runs) == 1 else f"{stage} (run {number})"): seconds
-        for number, plan in enumerate(plans, 1)
-        for stage, seconds in plan["stages"].items()
+        for number, run in enumerate(runs, 1)
+        for stage, seconds in stages_of(run).items()
     }
     order = {
         Path(policy).stem: (place, number)
