@@ -12,7 +12,8 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 MOST_PANELS = 8
-SHADES = ListedColormap(("#eef1f5", "#0072B2"))
+SHADES = ListedColormap(("#ffffff00", "#0072B2"))
+ASKED = "#E69F00"
 LABELLED = 16  # layers and heads with a label each
 
 
@@ -35,7 +36,7 @@ def kept(summary: Summary) -> Figure | None:
     budget = plots.telling_budget(summary)
     budget = budget if budget in budgets else own[0]["budget"]
     best = summary.prominent(len(own))
-    own = sorted((m for m in own if m["budget"] == budget and m["policy"] in best),
+    own = sorted((m for m in own if m["budget"] in (budget, None) and m["policy"] in best),
                  key=lambda m: best.index(m["policy"]))[:MOST_PANELS]  # fmt: skip
     if not own:
         return None
@@ -45,8 +46,10 @@ def kept(summary: Summary) -> Figure | None:
         _panel(axis, entry)
     axes[-1, 0].set_xlabel("position in the prompt", fontsize=9)
     figure.supylabel("layer.KV head", fontsize=9)
+    shaded = ", shaded: what it asks for" if own[0].get("asked") else ""
+    budget_text = f", {summary_text.percent(budget)} to be kept" if budget else ""
     title = f"What is kept (dark) of one {summary_text.short(prompt[0])} prompt"
-    figure.suptitle(f"{title}, {summary_text.percent(budget)} asked for", fontsize=10)
+    figure.suptitle(title + budget_text + shaded, fontsize=10)
     return figure
 
 
@@ -54,7 +57,12 @@ def _panel(axis: pyplot.Axes, entry: dict) -> None:
     found = mask(entry)
     layers, heads, tokens = found.shape
     rows = found.reshape(layers * heads, tokens)
+    axis.set_facecolor("#eef1f5")
     axis.imshow(rows, cmap=SHADES, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    for start, stop in entry.get("asked") or ():
+        # Below what is kept, with its edges above.
+        axis.axvspan(start - 0.5, stop - 0.5, color=ASKED, alpha=0.6, linewidth=0, zorder=0)
+        axis.vlines((start - 0.5, stop - 0.5), -0.5, len(rows) - 0.5, color=ASKED, linewidth=0.8)
     step = max(1, -(-layers * heads // LABELLED))
     if step > 1:  # whole layers
         step = -(-step // heads) * heads

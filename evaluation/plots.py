@@ -21,10 +21,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.transforms import ScaledTranslation
 
 DPI = 120
 MARKS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "down": "v", "cross": "X"}
 FULL_LINE = {"color": "black", "linestyle": (0, (4, 2)), "linewidth": 1.2}
+STAR = {"color": "black", "marker": "*", "markersize": 11, "linestyle": "none"}
+ASIDE = 2.5  # points between two curves at one share
 PANELS = 24  # needle maps in one picture
 AXES = {"kv_bytes": "KV memory of the prompt, MiB", "ttft": "time to first token, ms",
         "tpot": "time per output token, ms"}  # fmt: skip
@@ -62,7 +65,8 @@ def _policies(summary: Summary) -> list[str]:
     return list(dict.fromkeys(p for p, _ in summary.results.series if p != FULL))
 
 
-def _legend(figure: Figure, summary: Summary, styles: dict[str, Style], full: bool) -> None:
+def _legend(figure: Figure, summary: Summary, styles: dict[str, Style], full: dict | None) -> None:
+    """Below the panels; `full` is the look of full KV."""
     handles = [
         pyplot.Line2D([], [], color=s.colour, marker=MARKS[s.marker], linestyle=_dash(s),
                       label=policy, markersize=5, linewidth=1.5)
@@ -73,7 +77,7 @@ def _legend(figure: Figure, summary: Summary, styles: dict[str, Style], full: bo
         label = f"{others} others" if others > 1 else "another policy"
         handles.append(pyplot.Line2D([], [], color=OTHERS, linewidth=0.9, marker=".", label=label))
     if full:
-        handles.append(pyplot.Line2D([], [], **FULL_LINE, label="full KV"))
+        handles.append(pyplot.Line2D([], [], **full, label="full KV"))
     if handles:
         figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 5),
                       fontsize=8, frameon=False)  # fmt: skip
@@ -108,7 +112,8 @@ def accuracy(summary: Summary) -> Figure | None:
     figure, panels = _grid(len(across), 3.2, 2.6, 4)
     for axis, task in zip(panels, across, strict=True):
         for policy in _policies(summary):
-            _curve(axis, summary, policy, task, styles.get(policy))
+            aside = list(styles).index(policy) - (len(styles) - 1) / 2 if policy in styles else 0
+            _curve(axis, summary, policy, task, styles.get(policy), aside * ASIDE)
         full = [summary.row(s, task).score for s in summary.results.series if s[0] == FULL]
         if full and full[0]:
             axis.axhline(100 * full[0].mean, **FULL_LINE, zorder=1)
@@ -120,11 +125,15 @@ def accuracy(summary: Summary) -> Figure | None:
     samples = summary.results.plan["samples"]
     figure.suptitle(f"Score against what is kept; bars: 95 % intervals of {samples} samples "
                     "per task and length", fontsize=10)  # fmt: skip
-    _legend(figure, summary, styles, any(s[0] == FULL for s in summary.results.series))
+    full = any(series[0] == FULL for series in summary.results.series)
+    _legend(figure, summary, styles, FULL_LINE if full else None)
     return figure
 
 
-def _curve(axis: Axes, summary: Summary, policy: str, task: str | None, s: Style | None) -> None:
+def _curve(
+    axis: Axes, summary: Summary, policy: str, task: str | None, s: Style | None, aside: float
+) -> None:
+    """One policy, moved `aside` by points, so that bars at one share do not cover each other."""
     rows = [summary.row(series, task) for series in summary.results.series if series[0] == policy]
     rows = sorted((r for r in rows if r.score and r.kept), key=lambda row: row.kept)
     if not rows:
@@ -134,24 +143,28 @@ def _curve(axis: Axes, summary: Summary, policy: str, task: str | None, s: Style
     if s is None:
         axis.plot(x, mean, color=OTHERS, linewidth=0.8, marker=".", markersize=3, zorder=1.5)
         return
+    moved = ScaledTranslation(aside / 72, 0, axis.figure.dpi_scale_trans)
     axis.errorbar(x, mean, yerr=[mean - low, high - mean], color=s.colour, marker=MARKS[s.marker],
                   linestyle=_dash(s), markersize=4, linewidth=1.4, elinewidth=0.8, capsize=2,
-                  zorder=3)  # fmt: skip
+                  zorder=3, transform=axis.transData + moved)  # fmt: skip
 
 
 def _share_axis(panels: Sequence[Axes], summary: Summary) -> None:
     """Logarithmic, with the shares that were asked for as ticks."""
-    ticks = sorted({100 * budget for _, budget in summary.results.series if budget})
+    asked = {100 * budget for _, budget in summary.results.series if budget}
+    # Full KV is a line: its share is no point.
+    kept = [100 * row.kept for row in summary.rows.values() if row.kept and row.policy != FULL]
+    ticks = sorted(asked | ({100} if max(kept, default=100) > 90 else set()))
     panels[0].set_xscale("log")
-    low, high = panels[0].get_xlim()
-    if ticks:
-        panels[0].set_xlim(min(low, 0.92 * ticks[0]), max(high, 1.08 * ticks[-1]))
+    low, high = min([*kept, *ticks]), max([*kept, *ticks])
+    room = (high / low) ** 0.06 * 1.05
+    panels[0].set_xlim(low / room, high * room)
     for axis in panels:
         if axis.xaxis.get_tick_params()["labelbottom"]:
             axis.set_xlabel("entries of the prompt kept, %", fontsize=8)
         if axis.get_subplotspec().is_first_col():
             axis.set_ylabel("score, %", fontsize=8)
-        axis.xaxis.set_major_locator(FixedLocator(ticks or [1, 10, 100]))
+        axis.xaxis.set_major_locator(FixedLocator(ticks))
         axis.xaxis.set_minor_locator(NullLocator())
         axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
 
@@ -172,7 +185,7 @@ def pareto(summary: Summary) -> Figure | None:
         axis.grid(alpha=0.25)
         axis.tick_params(labelsize=8)
     figure.suptitle("Score against memory and time; named: what nothing beats in both", fontsize=10)
-    _legend(figure, summary, styles, full=False)
+    _legend(figure, summary, styles, STAR if any(row.policy == FULL for row in rows) else None)
     figure.canvas.draw()  # the layout must stand before labels are placed
     figure.set_layout_engine("none")
     for axis, cost in zip(panels, costs, strict=True):
@@ -190,12 +203,12 @@ def _points(axis: Axes, rows: Sequence[Row], cost: str, styles: dict[str, Style]
         s = styles.get(row.policy)
         x, y = _place(row, cost)
         if row.policy == FULL:
-            look = {"color": "black", "marker": "*", "markersize": 11, "zorder": 4}
+            look = STAR | {"zorder": 4}
         elif s:
             look = {"color": s.colour, "marker": MARKS[s.marker], "markersize": 6, "zorder": 3}
         else:
             look = {"color": OTHERS, "marker": ".", "markersize": 6, "zorder": 2}
-        axis.plot(x, y, linestyle="none", **look)
+        axis.plot([x], [y], **look)
     best = sorted(_place(rows[i], cost) for i in front([_place(row, cost) for row in rows]))
     axis.plot(*zip(*best, strict=True), color="black", linewidth=0.8, drawstyle="steps-post",
               zorder=1.8)  # fmt: skip
@@ -219,12 +232,13 @@ def needle(summary: Summary) -> Figure | None:
     budget, across = None, max(Counter(policy for policy, _ in shown).values())
     if len(shown) > PANELS:
         budget = telling_budget(summary)
-        shown = [series for series in shown if series[0] == FULL or series[1] == budget]
+        shown = [series for series in shown if series[1] in (budget, None)]
+    if budget is not None or across == 1:
         across = int(np.ceil(np.sqrt(1.8 * len(shown))))
     rows = _rows(shown, across)
     width = 0.75 + 0.42 * max(2, len(summary.results.lengths))
     figure, panels = pyplot.subplots(
-        len(rows), across, figsize=(width * across + 1, 2 * len(rows) + 1), squeeze=False,
+        len(rows), across, figsize=(max(4.5, width * across + 1), 2 * len(rows) + 1), squeeze=False,
         layout="constrained",
     )  # fmt: skip
     for line, row in zip(panels, rows, strict=True):
@@ -246,7 +260,7 @@ def needle(summary: Summary) -> Figure | None:
 def _rows(shown: Sequence[Series], across: int) -> list[list[Series]]:
     """Panels in rows: a policy's budgets side by side where there are several."""
     policies = list(dict.fromkeys(policy for policy, _ in shown))
-    if across > 1 and len(policies) < len(shown):
+    if len(policies) < len(shown):
         return [[series for series in shown if series[0] == policy] for policy in policies]
     return [list(shown[i : i + across]) for i in range(0, len(shown), across)]
 

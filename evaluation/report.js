@@ -47,6 +47,12 @@ class Page {
     this.styleOf.set(policy, this.data.styles.findIndex((_, i) => !used.has(i)));
   }
 
+  // Whether a share was asked of a series, or none could be, as of full KV.
+  hasBudget(series, budget) {
+    const own = this.data.series[series].budget;
+    return own === null || String(own) === budget;
+  }
+
   isChosen(series) {
     const { policy } = this.data.series[series];
     return policy === null || this.styleOf.has(policy);
@@ -81,7 +87,7 @@ function drawTable(page) {
   const budget = byId("table-budget").value;
   const series = [...page.data.series.keys()].filter((i) =>
     (byId("table-policies").value === "all" || page.isChosen(i))
-    && (budget === "all" || i === page.full || String(page.data.series[i].budget) === budget));
+    && (budget === "all" || page.hasBudget(i, budget)));
   const made = view === "figures" ? figureTable(page, series.map((i) => page.row(i, task)))
     : taskTable(page, series, view === "scores" ? scoreCell : differenceCell);
   byId("table-task").parentNode.hidden = view !== "figures";
@@ -125,9 +131,8 @@ function drawNeedle(page) {
   byId("needle").hidden = !needle;
   if (!needle) return;
   const budget = byId("needle-budget").value;
-  const shown = Object.keys(needle.score).map(Number).filter((i) => i === page.full
-    || (String(page.data.series[i].budget) === budget
-      && (page.isChosen(i) || page.styleOf.size === 0)));
+  const shown = Object.keys(needle.score).map(Number).filter((i) =>
+    page.hasBudget(i, budget) && (page.isChosen(i) || page.styleOf.size === 0));
   byId("needle-panels").replaceChildren(...shown.map((i) => needleChart(page, needle, i)));
 }
 

@@ -32,7 +32,8 @@ function accuracyChart(page, task, title) {
   const low = least - (page.styleOf.size ? 0.4 : 0.05) * (high - least || 1); // names stand there
   const x = (share) => box.left + ((Math.log(share) - low) / (high - low)) * (box.right - box.left);
   const y = (score) => box.bottom - ((score + 4) / 108) * (box.bottom - box.top);
-  const across = { at: (value) => x(value / 100), ticks: page.budgets.map((b) => 100 * b),
+  const whole = Math.max(...shares) > 0.9 && !page.budgets.includes(1) ? [1] : [];
+  const across = { at: (value) => x(value / 100), ticks: [...page.budgets, ...whole].map((b) => 100 * b),
     text: (value) => String(Number(value.toPrecision(3))), title: "entries of the prompt kept, %" };
   const parts = [axes(box, across, { ...percents, at: y, title: "score, %" })];
   const full = page.full === null ? null : page.row(page.full, task);
@@ -41,14 +42,14 @@ function accuracyChart(page, task, title) {
     parts.push(svg("line", { class: "full", x1: box.left, x2: box.right, y1: level, y2: level },
       svg("title", {}, `full KV: ${scoreText(full)}`)));
   }
-  for (const curve of curves) parts.push(drawCurve(page, curve, x, (s) => y(100 * s)));
+  for (const curve of curves) parts.push(drawCurve(page, curve, (share) => x(share) + curve.aside, (s) => y(100 * s)));
   const chosen = curves.filter((curve) => curve.look.chosen);
-  const at = (row) => [x(row.kept), y(100 * row.score[0])];
+  const at = (curve) => (row) => [x(row.kept) + curve.aside, y(100 * row.score[0])];
   const labels = chosen.map((curve) => {
-    const [left, level] = at(curve.rows[0]);
+    const [left, level] = at(curve)(curve.rows[0]);
     return { x: left, y: level, text: curve.name, look: curve.look };
   }).sort((a, b) => a.y - b.y);
-  const points = chosen.flatMap((curve) => between(curve.rows.map(at)));
+  const points = chosen.flatMap((curve) => between(curve.rows.map(at(curve))));
   const lines = full && full.score
     ? [[box.left, y(100 * full.score[0]), box.right, y(100 * full.score[0])]] : [];
   parts.push(placeLabels(labels, points, lines, box, LEFT_FIRST));
@@ -72,12 +73,15 @@ function accuracyCurves(page, task) {
     const row = page.row(i, task);
     if (series.policy === null || !row || !row.score || !row.kept) return;
     if (!curves.has(series.policy)) {
-      curves.set(series.policy, { name: page.data.policies[series.policy].name, rows: [],
+      curves.set(series.policy, { name: page.data.policies[series.policy].name, rows: [], aside: 0,
         look: looks(page, series.policy) });
     }
     curves.get(series.policy).rows.push(row);
   });
   for (const curve of curves.values()) curve.rows.sort((a, b) => a.kept - b.kept);
+  // Curves in colour lie a little aside, so that bars at one share do not cover each other.
+  const chosen = [...curves.values()].filter((curve) => curve.look.chosen);
+  chosen.forEach((curve, i) => { curve.aside = 3 * (i - (chosen.length - 1) / 2); });
   return [...curves.values()].sort((a, b) => a.look.chosen - b.look.chosen);
 }
 
@@ -127,7 +131,8 @@ function paretoChart(page, cost, task) {
   const order = rows.map((row) => ({ row, look: looks(page, page.data.series[row.series].policy) }));
   order.sort((a, b) => a.look.chosen - b.look.chosen);
   for (const { row, look } of order) parts.push(paretoPoint(page, row, look, kind, at(row), best));
-  const labels = best.map((row, i) => ({ x: corners[i][0], y: corners[i][1],
+  const beaten = rows.filter((row) => row.series === page.full && !best.includes(row));
+  const labels = [...best, ...beaten].map((row) => ({ x: at(row)[0], y: at(row)[1],
     text: page.data.series[row.series].name }));
   parts.push(placeLabels(labels, rows.map(at), lines, box));
   const about = `Score against ${kind.short}; on the front: `
