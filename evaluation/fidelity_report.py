@@ -27,8 +27,8 @@ _COLUMNS = (
     "first other, free",
     "perplexity (full KV)",
 )
-_BINS = 32  # of positions, in the picture, each of
-_LEAST = 8  # positions or more
+_BINS = 32  # of positions, in the picture, at most
+_LEAST = 8  # values in a bin, on average over all bins
 _SHOWN = 4  # texts per policy on the page
 
 
@@ -75,8 +75,10 @@ def notes(results: Sequence[Compared]) -> Iterator[str]:
             f"KL is a lower bound: {first.full.ids.shape[1]:,} tokens of each distribution are "
             f"known, which both name at {percent(least)} of full KV's probability or more"
         )
-    yield "first other: position (median over texts) at which the top token is another one;"
-    yield "... free: at which both have generated another token; position 0 is of the prefill"
+    yield (
+        "first other: position at which the top token is another one; free: at which another one "
+        "is generated (medians over texts; position 0 is of the prefill)"
+    )
     for each in results:
         if each.uncompressed:
             yield f"{each.policy} served {each.text} in full: {each.uncompressed}"
@@ -120,7 +122,13 @@ def draw(found: Sequence[Summary], path: Path) -> None:
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
     for number, summary in enumerate(found):
         style = plot_style.style(number)
-        options = {"color": style.colour, "lw": 1.8, "label": summary.title}
+        options = {
+            "color": style.colour,
+            "lw": 1.8,
+            "marker": "o",
+            "ms": 3.5,
+            "label": summary.title,
+        }
         if style.dash:
             options["dashes"] = style.dash
         for axis, name in ((above, "kl"), (below, "agree")):
@@ -131,6 +139,7 @@ def draw(found: Sequence[Summary], path: Path) -> None:
     above.set_ylim(bottom=0)
     below.set_ylabel("positions with the same top token")
     below.set_ylim(-0.02, 1.02)
+    below.set_xlim(left=-0.5)
     below.set_xlabel("position in the continuation, tokens")
     lines, names = below.get_legend_handles_labels()
     figure.legend(lines, names, loc="outside upper left", ncols=2, frameon=False, fontsize=9)
@@ -144,7 +153,7 @@ def draw(found: Sequence[Summary], path: Path) -> None:
 def by_position(values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Middles of bins of positions, and the means of all texts' values in each."""
     longest = max(map(len, values))
-    bins = max(1, min(_BINS, longest // _LEAST))
+    bins = max(1, min(_BINS, longest, sum(map(len, values)) // _LEAST))
     edges = np.linspace(0, longest, bins + 1).astype(int)
     means = []
     for start, stop in pairwise(edges):

@@ -167,9 +167,12 @@ def test_the_files_hold_every_position_and_every_text(tmp_path):
 
 
 def test_bins_of_positions_are_means_over_all_texts():
-    at, means = fidelity_report.by_position([np.arange(16.0), np.full(8, 4.0)])
-    assert at.tolist() == [3.5, 11.5]
-    assert means.tolist() == [(3.5 + 4) / 2, 11.5]
+    at, means = fidelity_report.by_position([np.arange(16.0), np.full(8, 4.0)])  # 3 bins
+    assert at.tolist() == [2, 7, 12.5]
+    assert means.tolist() == [(2 + 4) / 2, (5 + 6 + 7 + 8 + 9 + 3 * 4) / 8, 12.5]
+    at, means = fidelity_report.by_position([np.full(3, 0.5)] * 20)
+    assert (at.tolist(), means.tolist()) == ([0, 1, 2], [0.5] * 3)
+    assert fidelity_report.by_position([np.ones(2)])[0].tolist() == [0.5]
 
 
 @pytest.mark.parametrize(
