@@ -9,7 +9,7 @@ class Page {
     this.data = data;
     this.length = -1; // index into data.lengths; -1: all
     this.styleOf = new Map(); // policies in colour, with the number of their style
-    this.sorting = { table: { column: null, down: true }, turns: { column: null, down: true } };
+    this.sorting = { turns: { column: null, down: true } }; // by table: each view has its own
     const full = data.series.findIndex((series) => series.policy === null);
     this.full = full < 0 ? null : full;
     const shares = data.series.map((series) => series.budget).filter((share) => share !== null);
@@ -95,7 +95,8 @@ function drawTable(page) {
   byId("summary-about").textContent = (view === "figures" ? `${page.taskTitle(task)}. ` : "")
     + `Scores in percent with 95 % intervals; n = a/b: only a of b questions have an answer. `
     + `${many} samples per task and length${many < 20 ? ": few, so the intervals are wide" : ""}.`;
-  sortable(byId("table"), made, page.sorting.table);
+  page.sorting[view] ??= { column: null, down: true };
+  sortable(byId("table"), made, page.sorting[view]);
 }
 
 // Fills a table, and again after a click, whose button keeps the keyboard's place.
