@@ -78,20 +78,20 @@ def solve(
     given: Mapping[str, str],
     shares: Sequence[float],
     lengths: Sequence[int],
-) -> dict[float, list[Value]]:
-    """Values of one parameter for shares of prompts.
+) -> tuple[str | None, dict[float, list[Value]]]:
+    """The parameter that sets shares of prompts, and its values for them.
 
     A parameter that is a share itself is preferred to one that counts tokens, whose value differs
     from length to length.
 
     Args:
-        given: parameters that have a value already, as text; they keep it.
+        given: parameters that have a value already, as text; the one that is found may be of them.
         shares: of the prompt's entries, above 0 and up to 1.
         lengths: N of the prompts.
 
     Returns:
-        By share; without those that no value reaches. Together the values of a share have each
-        length once at most. Empty: no parameter sets a share, or the one that does is given.
+        Its name, None if no parameter sets a share; and by share its values, without shares that
+        none reaches. Together the values of a share have each length once at most.
     """
     best: dict[float, list[Value]] = {}
     rank: tuple = ()
@@ -99,7 +99,7 @@ def solve(
     ratios = [param for param in program.params.values() if param.unit == "ratio"]
     counts = [param for param in program.params.values() if param.unit == "tokens"]
     for param in [*ratios, *counts]:
-        if rank and rank[0] == len(shares) * len(lengths) and param in counts:
+        if rank[:2] == (len(shares) * len(lengths), True) and param in counts:
             break
         others = {name: value for name, value in given.items() if name != param.name}
         search = _Search(program, shape, others, param)
@@ -108,7 +108,7 @@ def solve(
         new = (reached, param.unit == "ratio", -search.distance(found))
         if found and (not rank or new > rank):
             best, rank, chosen = found, new, param.name
-    return {} if chosen in given else best
+    return chosen, best
 
 
 class _Search:

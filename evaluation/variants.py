@@ -6,7 +6,7 @@ N tokens of a prompt.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvpolicy.dsl.bind import bind
 from kvpolicy.dsl.check import load
@@ -58,11 +58,12 @@ def full_kv(lengths: Sequence[int]) -> Variant:
 
 @dataclass(frozen=True)
 class _Policy:
-    """A checked file and the values that the user gave it."""
+    """A checked file and the values that the user gave it, and those given to any policy."""
 
     program: Program
     path: str
     given: Mapping[str, str]
+    general: frozenset[str] = frozenset()
 
 
 def variants(
@@ -91,13 +92,19 @@ def variants(
     notes: list[str] = []
     for policy in policies:
         name = policy.program.name
-        solved = solve(policy.program, shape, policy.given, shares, lengths)
-        if not solved:
+        parameter, solved = solve(policy.program, shape, policy.given, shares, lengths)
+        if parameter in policy.general:
+            own = {name: value for name, value in policy.given.items() if name != parameter}
+            notes.append(
+                f"{parameter} sets the share of {name}, so `--set {parameter}=...` is not for it"
+            )
+            policy = replace(policy, given=own)
+        if not solved or parameter in policy.given:
             found.append(_variant(policy, shape, name, None, None, tuple(lengths)))
             if shares:
                 set_here = f", beside those of --set ({', '.join(policy.given)})"
                 notes.append(
-                    f"no parameter of {name} sets a share{set_here if policy.given else ''}; it is "
+                    f"no parameter of {name} sets such a share{set_here if policy.given else ''}; it is "
                     "served once as it is"
                 )
             continue
@@ -176,9 +183,13 @@ def _policies(words: Sequence[str], settings: Sequence[str], shape: ModelShape) 
             raise refused(word, "name", message, "change the name on its `policy:` line")
         programs[program.name] = (program, path)
     given = _settings(settings, {name: program for name, (program, _) in programs.items()})
+    general = {each.partition("=")[0].strip() for each in settings}
     for name, (program, _) in programs.items():
         bind(program, shape, given[name])  # refuses what is not accepted, by its name
-    return [_Policy(program, path, given[name]) for name, (program, path) in programs.items()]
+    return [
+        _Policy(program, path, given[name], frozenset(general & given[name].keys()))
+        for name, (program, path) in programs.items()
+    ]
 
 
 def _checked(word: str) -> Program:

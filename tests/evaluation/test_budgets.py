@@ -26,7 +26,7 @@ def test_shares_of_shipped_policies(name):
     found, notes = variants([name], [], SHARES, LENGTHS, SHAPE)
     if name in WITHOUT:
         assert [(v.alias, v.budget, v.setting) for v in found] == [(name, None, {})]
-        assert notes == [f"no parameter of {name} sets a share; it is served once as it is"]
+        assert notes == [f"no parameter of {name} sets such a share; it is served once as it is"]
         return
     assert {(v.budget, n) for v in found for n in v.lengths} == {
         (share, length) for share in SHARES for length in LENGTHS
@@ -74,12 +74,23 @@ def test_settings_come_first():
 
 def test_a_share_that_the_user_has_set():
     """Another parameter that could be bent to it (the window, here) is left alone."""
-    found, notes = variants(["snapkv"], ["rate=0.3"], [0.5], [256], SHAPE)
+    found, notes = variants(["snapkv"], ["snapkv.rate=0.3"], [0.5], [256], SHAPE)
     assert [(v.alias, v.budget, dict(v.setting)) for v in found] == [
         ("snapkv", None, {"rate": "0.3"})
     ]
     [note] = notes
-    assert note.startswith("no parameter of snapkv sets a share, beside those of --set (rate)")
+    assert note.startswith("no parameter of snapkv sets such a share, beside those of --set (rate)")
+
+
+def test_a_setting_for_all_is_not_for_what_sets_the_share():
+    """`--set window=8` means the observation window, not that of StreamingLLM."""
+    words = ["snapkv", "streamingllm"]
+    found, notes = variants(words, ["window=8"], [0.5], [256], SHAPE)
+    assert [dict(v.setting) for v in found] == [{"window": "8", "rate": "0.5"}, {"window": "124"}]
+    assert notes == ["window sets the share of streamingllm, so `--set window=...` is not for it"]
+    found, notes = variants(words, ["window=8"], [], [256], SHAPE)
+    assert [dict(v.setting) for v in found] == [{"window": "8"}] * 2
+    assert not notes
 
 
 def test_a_share_that_no_value_reaches_is_left_out():
@@ -114,7 +125,8 @@ def test_a_policy_of_ones_own():
         "keep: recent(2 * last + 40)\n",
     )
     program = load(source).require()
-    solved = solve(program, SHAPE, {}, [0.3, 0.5], [400])
+    parameter, solved = solve(program, SHAPE, {}, [0.3, 0.5], [400])
+    assert parameter == "last"
     assert {share: [(v.parameter, v.value) for v in vs] for share, vs in solved.items()} == {
         0.3: [("last", "40")],
         0.5: [("last", "80")],
