@@ -58,7 +58,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--turn-budgets", default="0.5,0.125", help="of the conversations")
     parser.add_argument("--turn-samples", type=int, help="default: as --samples; 0: none")
     parser.add_argument("--layers", default="0,1,2,3", help="of FastKV's variants; empty: none")
-    parser.add_argument("--tau", type=float, default=0.8, help="threshold of ASL's variant")
+    parser.add_argument("--tau", type=float, default=0.8, help="threshold of asl-looser")
+    parser.add_argument("--kernel", type=int, default=9, help="pooling width of all variants")
     parser.add_argument("--layer-tasks", default="mk,kv", help="that the variants are asked")
     parser.add_argument("--layer-prompts", type=int, default=10, help="whose layers are told")
     parser.add_argument("--servers", type=int, default=2, help="that run at the same time")
@@ -97,7 +98,7 @@ def planned(options: argparse.Namespace) -> Groups:
     if options.layers:
         folder = options.out / "layers"
         layers = [int(layer) for layer in options.layers.split(",")]
-        paths = variants(layers, options.tau, folder / "policies")
+        paths = variants(layers, options.tau, options.kernel, folder / "policies")
         run = replace(whole, folder=folder, tasks=tuple(options.layer_tasks.split(",")))
         groups["layers"] = parts(run, [FULL, *paths], 1)
     return groups
@@ -194,7 +195,8 @@ _CLAIMS = (
 
 _LAYERS = (
     "Counted over prompts; none: the ranking did not settle, so no token left the prefill and "
-    "every layer chose for itself. `asl-looser` differs from `asl` in its threshold alone."
+    "every layer chose for itself. `asl-wide` and `asl-looser` pool over more tokens, as FastKV's "
+    "variants do, so that a whole pair is kept; the latter has a higher threshold too."
 )
 
 
@@ -250,7 +252,7 @@ def main() -> None:
         layers = quality_layers.table(chosen)
     stages = {f"{n}: {s}": t for n, f in found.items() for s, t in f.plan["stages"].items()}
     stages |= {"all runs": seconds, "everything": time.monotonic() - started}
-    claims = findings(records_of(found, "table", "layers"))
+    claims = [f for f in findings(records_of(found, "table", "layers")) if f.pooled is not None]
     rows = [[stage, f"{spent:.0f}"] for stage, spent in stages.items()]
     body = text(found, claims, checked, layers)
     body += "\n\n## Seconds by stage\n\n" + report.table(["stage", "seconds"], rows)

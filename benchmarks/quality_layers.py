@@ -9,14 +9,14 @@ from kvpolicy.dsl.library import POLICIES
 from kvpolicy.evaluation import catalog
 from kvpolicy.evaluation.serving import Server, serve
 from kvpolicy.evaluation.summary_text import percent
-from quality_orderings import LOOSER
+from quality_orderings import LOOSER, WIDE
 from quality_runs import Run, fixed
 
 Layers = dict[tuple[str, str, float], Counter]
 """By policy, task and budget: how many prompts selected at each layer; None: at none."""
 
 
-def chosen_layers(run: Run, tau: float, count: int) -> Layers:
+def chosen_layers(run: Run, tau: float, kernel: int, count: int) -> Layers:
     """Asks the first `count` samples of each task of a run at all its budgets.
 
     Raises:
@@ -24,7 +24,8 @@ def chosen_layers(run: Run, tau: float, count: int) -> Layers:
     """
     path = POLICIES / "asl.yaml"
     given = [setting.partition(".")[2] for setting in fixed("asl")]
-    more = {"asl": given, LOOSER: [*given, f"tau={tau:g}"]}
+    wide = [*given, f"kernel={kernel}"]
+    more = {"asl": given, WIDE: wide, LOOSER: [*wide, f"tau={tau:g}"]}
     names = {(policy, b): f"{policy}@{b:g}" for policy in more for b in run.budgets}
     settings = [
         f"{name}.{each}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from kvpolicy.dsl.library import POLICIES
 from kvpolicy.evaluation import records
 from kvpolicy.evaluation.records import FULL
-from quality_orderings import LOOSER, early
+from quality_orderings import LOOSER, WIDE, early
 from shipped import settings
 from tqdm import tqdm
 
@@ -74,27 +74,31 @@ class Run:
 def fixed(policy: str) -> list[str]:
     """Settings of a policy that do not depend on the share, as values of --set."""
     name = Path(policy).stem
-    of = "asl" if name == LOOSER else name
+    of = "asl" if name in (WIDE, LOOSER) else name
     one, other = (settings(*sizes).get(of, []) for sizes in ((0.5, 512), (0.25, 1000)))
     return [f"{name}.{each}" for each in one if each in other]
 
 
-def variants(layers: Sequence[int], tau: float, folder: Path) -> list[str]:
-    """Files of FastKV whose tokens leave after a given layer, and of ASL with another threshold.
+def variants(layers: Sequence[int], tau: float, kernel: int, folder: Path) -> list[str]:
+    """Files of FastKV whose tokens leave after a given layer, and of ASL to compare them with.
 
     FastKV's own shares are two: 20 % of the tokens go deeper, whatever the budget. Here they are
-    one, as in ASL, so that the layer is all that differs. ASL's threshold was found for models of
-    32 layers and more; in a small one the ranking may never settle so well.
+    one, as in ASL, so that the layer is all that differs. ASL comes with its own threshold and a
+    higher one: its own was found for models of 32 layers and more, and in a small one the ranking
+    may never settle so well. All pool over `kernel` tokens: over fewer than a pair's tokens none
+    keeps a whole pair, and nothing could be told.
     """
     fastkv, asl = ((POLICIES / f"{name}.yaml").read_text("utf-8") for name in ("fastkv", "asl"))
     shares = ("tsp_rate:\n    default: 0.2", "tsp_rate:\n    default: kv_rate")
+    pooled = ("kernel: {default: 7,", f"kernel: {{default: {kernel},")
     made = {}
     for layer in layers:
         name = early(layer)
         after = ('{default: "max(0, layers // 2 - 1)"', f"{{default: {layer}")
-        made[name] = _changed(fastkv, ("policy: fastkv", f"policy: {name}"), shares, after)
-    threshold = ("tau: {default: 0.3,", f"tau: {{default: {tau:g},")
-    made[LOOSER] = _changed(asl, ("policy: asl", f"policy: {LOOSER}"), threshold)
+        made[name] = _changed(fastkv, ("policy: fastkv", f"policy: {name}"), shares, pooled, after)
+    made[WIDE] = _changed(asl, ("policy: asl", f"policy: {WIDE}"), pooled)
+    looser = ("tau: {default: 0.3,", f"tau: {{default: {tau:g},")
+    made[LOOSER] = _changed(asl, ("policy: asl", f"policy: {LOOSER}"), pooled, looser)
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.yaml" for name in made]
     for path, text in zip(paths, made.values(), strict=True):

@@ -14,7 +14,7 @@ from quality_runs import EVAL, Run
 
 TASKS = ("niah", "mk", "mq", "vt", "kv")
 POLICIES = (FULL, "lava")
-LIMIT = 600
+ENOUGH, LIMIT = 1000, 600  # samples, seconds
 
 
 def main() -> None:
@@ -47,11 +47,11 @@ def main() -> None:
     rest = seconds - sum(stages.values())
     rows = [*stages.items(), ("the rest (imports, exit)", rest), ("everything", seconds)]
     verdict = "met" if seconds < LIMIT else "not met"
+    asked = f" Asked of {ENOUGH}: under {LIMIT} s ({verdict})." if answered >= ENOUGH else ""
     text = (
         f"{answered} samples of {options.length} tokens: full KV and lava at 25 %, "
         f"{', '.join(TASKS)}; {options.at_once} requests at once. "
-        f"{answered / seconds:.1f} samples per second, server included. "
-        f"Asked of 1,000 samples: under {LIMIT} s ({verdict}).\n\n"
+        f"{answered / seconds:.1f} samples per second, server included.{asked}\n\n"
         + report.table(["stage", "seconds"], [[name, f"{value:.1f}"] for name, value in rows])
     )
     facts = {"samples": answered, "seconds": seconds, "stages": stages}

@@ -114,8 +114,6 @@ def orderings(findings: Sequence[Finding]) -> str:
 
 def reason(finding: Finding) -> str:
     """What the accuracies themselves say of the verdict."""
-    if finding.pooled is None:
-        return "not asked"
     one, other = finding.levels
     said = f"{100 * one:.0f} and {100 * other:.0f} of full KV's {100 * finding.full:.0f}"
     if min(one, other) > finding.full - NEARLY and finding.verdict is not Verdict.HOLDS:

@@ -66,6 +66,46 @@ def test_accuracy():
     assert all(int(cell.split()[0]) <= 60 for cell in by_policy["sinks-recent"][2:])
 
 
+def test_quality(tmp_path):
+    """Every part at its smallest: table, conversations, variants, layers, and going on."""
+    names = "snapkv,sinks-recent,h2o,minicache"
+    words = ("--policies", names, "--budgets", "0.25", "--tasks", "niah,kv", "--samples", "6")
+    sizes = ("--length", "128", "--turn-budgets", "0.25", "--layers", "0", "--layer-prompts", "2")
+    command = ("benchmarks/quality.py", *words, *sizes, "--out", str(tmp_path))
+    text = run(*command)
+    accuracy, turns = text.split("## Accuracy")[1].split("## A second question")
+    table = {row[0]: row for row in rows(accuracy) if row[0] not in ("policy", "---")}
+    assert set(table) >= {"full KV", *names.split(",")}
+    for name in ("snapkv", "sinks-recent", "h2o"):
+        assert table[name][1] == "25 %"
+    assert percent(table["full KV"][2]) > 80
+    assert percent(table["snapkv"][2]) > percent(table["sinks-recent"][2])
+    asked = {row[0]: row for row in rows(turns.split("## What papers")[0])}
+    assert set(asked) == {"full KV", "h2o 25 %", "minicache", "sinks-recent 25 %", "snapkv 25 %"}
+    assert percent(asked["full KV"][4]) > 80
+    assert "snapkv / h2o" in text
+    assert "fastkv-after-0" in text
+    assert "| asl-looser | kv |" in text
+    answers = {path: path.read_bytes() for path in tmp_path.glob("*/run-*/samples.jsonl")}
+    assert len(answers) == 7  # of the estimate too
+    again = run(*command)
+    assert again.split("## Seconds")[0] == text.split("## Seconds")[0]
+    assert answers == {path: path.read_bytes() for path in answers}
+
+
+def percent(cell):
+    """The mean of a cell such as `97 (92 to 99)`."""
+    return int(cell.split()[0])
+
+
+def test_quality_speed():
+    output = run("benchmarks/quality_speed.py", "--samples", "2", "--length", "128")
+    assert "20 samples of 128 tokens" in output
+    seconds = {row[0]: float(row[1]) for row in rows(output)}
+    assert seconds["server start"] > 0
+    assert seconds["everything"] == pytest.approx(sum(seconds.values()) / 2, abs=0.5)
+
+
 def test_capacity():
     words = ("--requests", "40", "--prompt", "256", "--new", "16", "--at-once", "6")
     stock, policy = rows(run("benchmarks/capacity.py", *words))
