@@ -59,6 +59,79 @@ def test_one_policy_needs_no_prefix(files):
     assert policy.bind(SHAPE).params["capacity"] == 8
 
 
+def test_a_file_may_be_served_by_other_names(files, monkeypatch):
+    monkeypatch.chdir(os.path.dirname(files[0]))
+    values = ["one@0.5=one.yaml", "one", "one@0.125=./one.yaml", f"b.2={files[1]}"]
+    values[1] += ".yaml"
+    options.export(parse(*(word for value in values for word in ("--kv-policy", value))))
+    options.export(parse("--kv-policy-set", "one@0.5.capacity=8", "b.2.capacity=9"))
+    assert options.requested()[0] == [
+        f"one@0.5={files[0]}", files[0], f"one@0.125={files[0]}", f"b.2={files[1]}"
+    ]  # fmt: skip
+    policies = options.load_policies(*options.requested())
+    assert [policy.name for policy in policies] == ["one@0.5", "one", "one@0.125", "b.2"]
+    assert [policy.path for policy in policies] == [files[0], files[0], files[0], files[1]]
+    assert [policy.bind(SHAPE).params["capacity"] for policy in policies] == [8, 64, 64, 9]
+    settings = [dict(policy.settings) for policy in policies]
+    assert settings == [{"capacity": "8"}, {}, {}, {"capacity": "9"}]
+
+
+def test_a_file_is_read_once_however_often_it_is_served(files, monkeypatch):
+    read, load = [], options.load
+    monkeypatch.setattr(options, "load", lambda path: read.append(path) or load(path))
+    options.load_policies([f"p{i}={files[i % 2]}" for i in range(10)], [])
+    assert read == files
+
+
+def test_messages_of_a_renamed_policy_say_which_one(files):
+    (policy,) = options.load_policies([f"a={files[0]}"], ["a.capacity=0"])
+    with pytest.raises(Refused, match=f"^--kv-policy a={files[0]}: .*at least"):
+        policy.bind(SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("none={}", "the name `none` stands for no policy"),
+        ("a b={}", "`a b` cannot be a name; a name has letters, digits, `@`, `.`, `_` and `-`"),
+        ("-a={}", "`-a` cannot be a name"),
+        ("={}", "`` cannot be a name"),
+        ("a=", "expected PATH or NAME=PATH"),
+    ],
+)
+def test_names_that_cannot_be_given(files, value, message):
+    value = value.format(files[0])
+    with pytest.raises(Refused, match=re.escape(f"--kv-policy {value}: {message}")):
+        options.load_policies([value], [])
+
+
+def test_a_wrong_name_is_refused_before_the_environment_carries_it(files):
+    with pytest.raises(Refused, match="`a b` cannot be a name"):
+        options.export(parse("--kv-policy", f"a b={files[0]}"))
+    assert options.requested() == ([], [])
+
+
+def test_two_policies_of_one_name_are_refused_with_a_way_out(files):
+    for values in ([files[0], f"one={files[1]}"], [f"a={files[0]}", f"a={files[1]}"]):
+        name = "one" if values[0] == files[0] else "a"
+        sentence = (
+            f"--kv-policy {values[1]}: {files[0]} is also called `{name}`; give one of them "
+            f"another name, as in --kv-policy {name}-2={files[1]}"
+        )
+        with pytest.raises(Refused, match=f"^{re.escape(sentence)}$"):
+            options.load_policies(values, [])
+
+
+def test_an_equals_sign_in_a_folder_is_part_of_the_path(files, tmp_path):
+    folder = tmp_path / "a=b"
+    folder.mkdir()
+    path = folder / "one.yaml"
+    path.write_text(POLICY.format(name="one"))
+    for value in (str(path), f"x={path}"):
+        (policy,) = options.load_policies([value], [])
+        assert policy.path == str(path)
+
+
 def test_without_flags_nothing_is_requested(files):
     options.export(parse())
     assert options.requested() == ([], [])
@@ -70,6 +143,7 @@ def test_without_flags_nothing_is_requested(files):
     [
         (["capacity=8"], r"capacity=8: say which policy, as in one\.capacity=8"),
         (["three.capacity=8"], "no policy is called `three`; there is one, two"),
+        (["one@1.capacity=8"], "no policy is called `one@1`; there is one, two"),
         (["capacity"], r"expected NAME=VALUE or POLICY\.NAME=VALUE"),
         (["one.=3"], r"expected NAME=VALUE or POLICY\.NAME=VALUE"),
     ],

@@ -1,5 +1,6 @@
 """The plugin in a real server, over HTTP."""
 
+import base64
 import json
 import os
 import random
@@ -26,15 +27,16 @@ def prompt(seed, length):
 
 @pytest.fixture(scope="module")
 def server(model):
-    """Serves snapkv (default, 48 of every list), sinks-recent with a budget for everything, and h2o
-    (32 of every list, also while decoding).
+    """Serves snapkv (default, 48 of every list), sinks-recent with a budget for everything, h2o
+    (32 of every list, also while decoding), and snapkv once more as snap@0.5.
     """
     from kvpolicy.evaluation.serving import serve
 
     settings = ["snapkv.capacity=48", "snapkv.window=16", "sinks-recent.capacity=4096"]
-    settings += ["h2o.heavy=20", "h2o.window=12"]
+    settings += ["h2o.heavy=20", "h2o.window=12", "snap@0.5.rate=0.5"]
     flags = {"enable_metrics": True, "sleep_on_idle": True, "kv_policy_fold_interval": 5}
-    with serve(model, [SNAPKV, SINKS, H2O], settings, **flags, env=STRICT) as server:
+    policies = [SNAPKV, SINKS, H2O, f"snap@0.5={SNAPKV}"]
+    with serve(model, policies, settings, **flags, env=STRICT) as server:
         yield server
 
 
@@ -45,7 +47,8 @@ def stock(model):
 
     with serve(model, sleep_on_idle=True, env={"SGLANG_PLUGINS": "cpu_torch"}) as server:
         assert "kvpolicy" not in server.log_text()
-        return answers(server, None)
+        assert "kv_policy" not in internal_state(server)
+        return answers(server, None), ask(server, prompt(8, 120) + FORCED, [], 20)
 
 
 def answers(server, policy):
@@ -59,13 +62,97 @@ def answers(server, policy):
         return list(pool.map(ask, range(24)))
 
 
+def internal_state(server):
+    return server.session.get(server.url + "/server_info", timeout=60).json()["internal_states"][0]
+
+
+FORCED = [17, 400, 2, 9, 2]  # 2 is the model's end of text
+
+
+def ask(server, tokens, forced, output, policy="none"):
+    """An answer that may end early, and how its tokens were rated."""
+    custom = {"kv_policy_force": forced} if forced else {}
+    sampling = {"temperature": 0, "max_new_tokens": output, "stop_token_ids": [2, 400]}
+    sampling |= {"custom_params": {"kv_policy": policy, **custom}}
+    body = {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True}
+    answer = server.post("/generate", body).json()
+    rated = [value for value, _, _ in answer["meta_info"]["output_token_logprobs"]]
+    return answer["output_ids"], rated, answer["meta_info"]["finish_reason"]["type"]
+
+
+def test_what_follows_forced_tokens_is_what_stock_sglang_says_after_them(server, stock):
+    tokens, rated, end = ask(server, prompt(8, 120), FORCED, 20 + len(FORCED))
+    wanted, wanted_rated, wanted_end = stock[1]
+    assert tokens == FORCED + wanted
+    assert rated[len(FORCED) :] == pytest.approx(wanted_rated, abs=1e-4)
+    assert end == wanted_end
+    tokens, _, end = ask(server, prompt(8, 120), FORCED, 3, policy="h2o")
+    assert (tokens, end) == (FORCED[:3], "stop")  # as SGLang says where both ends coincide
+
+
+def test_the_server_says_which_policies_it_has(server):
+    found = internal_state(server)["kv_policy"]
+    assert [each["name"] for each in found] == ["snapkv", "sinks-recent", "h2o", "snap@0.5"]
+    assert [each["default"] for each in found] == [True, False, False, False]
+    assert [each["path"] for each in found] == [SNAPKV, SINKS, H2O, SNAPKV]
+    assert found[0]["settings"] == {"capacity": "48", "window": "16"}
+    assert found[3]["settings"] == {"rate": "0.5"}
+
+
+def test_a_policy_under_another_name_is_reported_by_it(server):
+    before = count(server, "requests_total", "snap@0.5")
+    meta = server.generate(input_ids=prompt(51, 300), policy="snap@0.5")["meta_info"]
+    assert meta["kv_policy"]["policy"] == "snap@0.5"
+    assert meta["kv_policy"]["entries_kept"] == 4 * 2 * 150
+    assert count(server, "requests_total", "snap@0.5") == before + 1
+
+
+@pytest.mark.parametrize(
+    ("custom", "message"),
+    [
+        (
+            {"kv_policy_kept": "yes"},
+            "custom_params.kv_policy_kept is 'yes'; expected true or false",
+        ),
+        ({"kv_policy_force": []}, "custom_params.kv_policy_force is []; expected a list of token"),
+        (
+            {"kv_policy_force": [4, 512]},
+            "kv_policy_force[1] is 512; this model's token ids are 0 to",
+        ),
+    ],
+)
+@pytest.mark.parametrize("policy", ["snapkv", "none"])
+def test_what_cannot_be_asked_is_a_400_in_one_sentence(server, custom, message, policy):
+    sampling = {"custom_params": {"kv_policy": policy, **custom}}
+    body = {"input_ids": prompt(0, 20), "sampling_params": sampling}
+    response = server.post("/generate", body)
+    assert (response.status_code, message in response.text) == (400, True), response.text
+    assert "\n" not in response.json()["error"]["message"]
+
+
+def test_kept_positions_stay_in_the_facts_while_entries_leave(server):
+    sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+    for policy, lists in (("h2o", 32), ("none", 100)):
+        sampling["custom_params"] = {"kv_policy": policy, "kv_policy_kept": True}
+        body = {"input_ids": prompt(6, 100), "sampling_params": sampling, "stream": True}
+        text = server.post("/generate", body).text
+        lines = [x for x in text.splitlines() if x.startswith("data: {")]
+        facts = [json.loads(x.removeprefix("data: "))["meta_info"]["kv_policy"] for x in lines]
+        kept = facts[0]["kept"]
+        assert kept["shape"] == [4, 2, 100]
+        assert [each["kept"] for each in facts] == [kept] * len(facts)
+        held = sum(byte.bit_count() for byte in base64.b64decode(kept["bits"]))
+        assert held == 4 * 2 * lists
+        assert facts[-1].get("folds", 0) == (7 if policy == "h2o" else 0)
+
+
 def test_with_budgets_for_everything_the_answers_are_those_of_stock_sglang(server, stock):
-    assert answers(server, "sinks-recent") == stock
-    assert answers(server, "none") == stock
+    assert answers(server, "sinks-recent") == stock[0]
+    assert answers(server, "none") == stock[0]
 
 
 def test_a_smaller_budget_changes_answers_and_facts(server, stock):
-    assert answers(server, "snapkv") != stock
+    assert answers(server, "snapkv") != stock[0]
     meta = server.generate(input_ids=prompt(50, 300), max_new_tokens=4)["meta_info"]
     facts = meta["kv_policy"]
     slot = 4 * 2 * 2 * 32 * 4  # layers, keys and values, KV heads, head size, bytes of float32
@@ -110,7 +197,10 @@ def test_a_wrong_name_is_a_400_for_that_request_alone(server, value):
             good = pool.submit(server.generate, input_ids=prompt(1, 200))
             response = server.post(path, body)
             assert response.status_code == 400, (path, response.text)
-            assert "this server has `snapkv`, `sinks-recent`, `h2o`, `none`" in response.text
+            assert (
+                "this server has `snapkv`, `sinks-recent`, `h2o`, `snap@0.5`, `none`"
+                in response.text
+            )
             assert good.result()["meta_info"]["completion_tokens"] == 16
 
 
