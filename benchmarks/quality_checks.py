@@ -55,8 +55,10 @@ def exact(records: Iterable[Record], task: str, length: int) -> Estimate | None:
 def check_full_kv(results: Results, model: Path) -> list[str]:
     """Full KV answers as the model's card says; a line per task and length.
 
+    More may be right here: a card may ask that an answer also ends where it should.
+
     Raises:
-        Doubtful: it does not, by more than would be seen once in a thousand cells.
+        Doubtful: fewer are right, by more than would be seen once in a thousand cells.
     """
     lines = []
     for length in results.lengths:
@@ -67,10 +69,10 @@ def check_full_kv(results: Results, model: Path) -> list[str]:
                 continue
             apart = newcombe(found, card[task], 0)
             figures = f"{percent(found)} here, {percent(card[task])} in MODEL.md"
-            wide = [apart.mean + SELDOM * (end - apart.mean) for end in (apart.low, apart.high)]
-            if not wide[0] <= 0 <= wide[1]:
-                raise Doubtful(f"full KV answers {task} at {length} tokens otherwise: {figures}")
-            lines.append(f"`{task}` at {length} tokens: {figures}")
+            if apart.mean + SELDOM * (apart.high - apart.mean) < 0:
+                raise Doubtful(f"full KV answers less of {task} at {length} tokens: {figures}")
+            said = ", where more is asked of an answer" if apart.low > 0 else ""
+            lines.append(f"full KV, `{task}` at {length} tokens: {figures}{said}")
     return lines
 
 

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,39 @@ def test_claims_name_shipped_policies_and_variants():
 
     named = {name for each in ORDERINGS for pair in each.pairs for name in pair}
     assert named <= {*shipped(), WIDE, LOOSER, *map(early, range(4))}
+
+
+def checked(tmp_path, here, stated):
+    """What the check of full KV says of 60 answers and of a card."""
+    from kvpolicy.evaluation.results import Results
+    from quality_checks import check_full_kv
+
+    card = f"| task | 256 | 512 |\n|---|---:|---:|\n| one needle (`niah`) | 1 (0-2) | {stated} |\n"
+    (tmp_path / "MODEL.md").write_text(f"# A model\n\n{card}")
+    records = tuple(record(FULL, None, "niah", i, float(i < here)) for i in range(60))
+    plan = {"policies": [], "tasks": {"niah": ""}, "lengths": [512], "samples": 60}
+    return check_full_kv(Results(plan, records, ()), tmp_path)
+
+
+def test_full_kv_is_checked_against_the_models_card(tmp_path):
+    [line] = checked(tmp_path, 57, "97 (92-99)")
+    assert "95 (86-98) here, 97 (92-99) in MODEL.md" in line
+    [line] = checked(tmp_path, 60, "80 (71-87)")
+    assert line.endswith("where more is asked of an answer")
+
+
+def test_full_kv_that_answers_less_stops_the_publication(tmp_path):
+    from quality_checks import Doubtful
+
+    with pytest.raises(Doubtful, match="less of niah at 512 tokens: 50"):
+        checked(tmp_path, 30, "97 (92-99)")
+
+
+def test_what_was_kept_otherwise_is_said():
+    from quality_checks import in_full, off_budget
+
+    kept = [replace(record("one", 0.5, "niah", i, 1), kept=0.55) for i in range(3)]
+    kept += [record("other", 0.5, "niah", i, 1) for i in range(3)]
+    whole = [replace(record("whole", None, "niah", 0, 1), uncompressed="decode_only")]
+    assert off_budget([*kept, *whole]) == {("one", 0.5): pytest.approx(0.55)}
+    assert in_full([*kept, *whole]) == {"whole": (1, 1, "decode_only")}
