@@ -67,10 +67,14 @@ class Setup:
         there = catalog.count_of(task)
         return self.plan.samples if there is None else min(there, self.plan.samples)
 
+    def asked(self, task: str, length: int) -> tuple[int, int]:
+        """Samples of a task and length, and the questions that they hold."""
+        turns = len(self.sample(task, length, 0).turns)
+        return self._count(task), self._count(task) * turns
+
     def questions(self, task: str, length: int) -> int:
         """How many records a task and length become."""
-        turns = len(self.sample(task, length, 0).turns)
-        return self._count(task) * turns * len(self.variants_at(length))
+        return self.plan.questions[task][length][1] * len(self.variants_at(length))
 
     def variants_at(self, length: int) -> list[Variant]:
         """What is asked at a length."""
@@ -132,7 +136,9 @@ def prepare(args: argparse.Namespace, command: str) -> Setup:
         decides={},
     )
     plan.decides = _decides(args, plan, folder, found)
-    return Setup(plan, tokens, config, found)
+    setup = Setup(plan, tokens, config, found)
+    plan.questions = {task: {n: setup.asked(task, n) for n in plan.lengths} for task in plan.tasks}
+    return setup
 
 
 def _from_model(

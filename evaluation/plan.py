@@ -47,6 +47,7 @@ class Plan:
         server: url, version, L, G, bytes_per_token; what is not known is None.
         machine: on what it runs.
         decides: by keys of _OPTIONS, what decides the answers.
+        questions: by task and length, how many samples there are and how many questions they hold.
         stages: seconds by name, of all runs that wrote to the folder.
     """
 
@@ -62,6 +63,7 @@ class Plan:
     server: dict[str, Any]
     machine: str
     decides: dict[str, Any]
+    questions: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict)
     stages: dict[str, float] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -79,6 +81,7 @@ class Plan:
         return {
             **{name: getattr(self, name) for name in names},
             "policies": _policies(self.variants),
+            "questions": self.questions,
             "notes": self.notes,
             "server": self.server,
             "machine": self.machine,
