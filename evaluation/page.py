@@ -73,7 +73,9 @@ def page_data(summary: Summary) -> dict[str, Any]:
         "samples": results.plan["samples"],
         "rows": [_row(summary, row) for row in summary.rows.values()],
         "fronts": _fronts(summary),
-        "conversations": [list(results.tasks).index(task) for task in summary.conversations()],
+        "conversations": [
+            list(results.tasks).index(task) for task in summary.results.conversations()
+        ],
         "needles": _needles(summary),
         "maps": _maps(summary),
         "chosen": [policies.index(name) for name in summary.prominent(MOST)],

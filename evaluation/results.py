@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from kvpolicy.dsl.diagnostics import PolicyError, refused
@@ -47,6 +48,37 @@ class Results:
     @property
     def lengths(self) -> list[int]:
         return sorted(self.plan["lengths"])
+
+    def asked(self, series: Series, task: str, length: int) -> tuple[int, int]:
+        """How many samples a policy is asked about, and their questions; none at some lengths."""
+        entry = next(e for e in self.plan["policies"] if (e["policy"], e["budget"]) == series)
+        lengths = [n for own in entry.get("aliases", {}).values() for n in own]
+        return self._questions(task, length) if length in lengths or not lengths else (0, 0)
+
+    def _questions(self, task: str, length: int) -> tuple[int, int]:
+        """The plan's, or as many as the answers show to a plan that does not say."""
+        known = self.plan.get("questions", {}).get(task, {}).get(str(length))
+        if known is not None:
+            return tuple(known)
+        samples = self.plan["samples"]
+        return samples, samples * self._turns[task]
+
+    @cached_property
+    def _turns(self) -> dict[str, int]:
+        """Questions of a sample, by task; one where nobody answered yet."""
+        turns = dict.fromkeys(self.tasks, 1)
+        for record in self.records:
+            turns[record.task] = max(turns[record.task], record.turn + 1)
+        return turns
+
+    def conversations(self) -> list[str]:
+        """Tasks whose samples have several questions."""
+
+        def several(task: str, length: int) -> bool:
+            samples, questions = self._questions(task, length)
+            return questions > samples
+
+        return [task for task in self.tasks if any(several(task, n) for n in self.lengths)]
 
 
 def load(folder: Path) -> Results:

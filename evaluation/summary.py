@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -28,9 +27,6 @@ class Turns(StrEnum):
     ALL = "all"
     FIRST = "first"
     LATER = "later"
-
-    def holds(self, turn: int) -> bool:
-        return self is Turns.ALL or (self is Turns.FIRST) == (turn == 0)
 
 
 @dataclass(frozen=True)
@@ -79,12 +75,9 @@ class Summary:
     def __init__(self, results: Results) -> None:
         self.results = results
         found: dict[tuple, list[Record]] = {}
-        turns: Counter[str] = Counter()
         for record in results.records:
             place = (record.policy, record.budget, record.task, record.length)
             found.setdefault(place, []).append(record)
-            turns[record.task] = max(turns[record.task], record.turn + 1)
-        self.turns = {task: turns[task] for task in results.tasks}
         self._full = next((s for s in results.series if s[0] == FULL), None)
         self._cells = {
             (*place, turns): part
@@ -106,10 +99,6 @@ class Summary:
             length = None
         return self.rows[series, task, length, turns]
 
-    def conversations(self) -> list[str]:
-        """Tasks whose samples have several questions."""
-        return [task for task, count in self.turns.items() if count > 1]
-
     def prominent(self, most: int) -> list[str]:
         """The policies with the best scores over everything, best first; without full KV."""
         scores: dict[str, list[float]] = {}
@@ -126,7 +115,7 @@ class Summary:
             for task in [None, *tasks] if len(tasks) != 1 else [None, tasks[0]]:
                 for length in [None, *lengths] if len(lengths) > 1 else [None]:
                     yield self._row(series, task, length, Turns.ALL)
-            for task in self.conversations():
+            for task in self.results.conversations():
                 for turns in (Turns.FIRST, Turns.LATER):
                     for length in [None, *lengths] if len(lengths) > 1 else [None]:
                         yield self._row(series, task, length, turns)
@@ -145,7 +134,8 @@ class Summary:
         times = {name: figure(own, name) for name in ("ttft", "tpot")}
         return Row(
             *series, task, length, turns,
-            asked=sum(self._asked(t, turns) for t, _ in places), answered=sum(map(len, own)),
+            asked=sum(self._asked(series, place, turns) for place in places),
+            answered=sum(map(len, own)),
             score=score, difference=difference, paired=paired,
             kept=mean["kept"], held=mean["held"], kv_bytes=mean["kv_bytes"],
             ttft=quartiles(times["ttft"]) if len(times["ttft"]) else None,
@@ -153,10 +143,9 @@ class Summary:
             output_tokens=mean["output_tokens"], in_full=reasons(own),
         )  # fmt: skip
 
-    def _asked(self, task: str, turns: Turns) -> int:
-        """Questions of one length; a task that nobody answered yet counts one per sample."""
-        count = sum(turns.holds(turn) for turn in range(max(1, self.turns[task])))
-        return count * self.results.plan["samples"]
+    def _asked(self, series: Series, place: tuple[str, int], turns: Turns) -> int:
+        samples, questions = self.results.asked(series, *place)
+        return {Turns.ALL: questions, Turns.FIRST: samples, Turns.LATER: questions - samples}[turns]
 
     def _difference(
         self, series: Series, places: Sequence[tuple[str, int]], turns: Turns

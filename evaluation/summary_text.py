@@ -136,7 +136,7 @@ def costs(summary: Summary) -> str:
 
 def conversations(summary: Summary) -> str:
     """First and later questions of the tasks that ask several of one context."""
-    kinds = [(task, turns) for task in summary.conversations()
+    kinds = [(task, turns) for task in summary.results.conversations()
              for turns in (Turns.FIRST, Turns.LATER)]  # fmt: skip
     head = ["policy", *(f"{short(task)}: {turns}" for task, turns in kinds)]
     rows = [
@@ -184,7 +184,7 @@ def _has_full(summary: Summary) -> bool:
 
 
 def _has_conversations(summary: Summary) -> bool:
-    return bool(summary.conversations())
+    return bool(summary.results.conversations())
 
 
 def _section(

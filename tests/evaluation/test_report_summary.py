@@ -112,7 +112,7 @@ def test_questions_of_one_sample_count_as_one(tmp_path):
     records = [full(i, float(i < 7), turn=turn) for i in range(10) for turn in range(2)]
     summary = summarised(tmp_path, records, samples=10)
     assert summary.row((FULL, None), "niah").score == pytest.approx(wilson(0.7, 10))
-    assert (summary.row((FULL, None)).asked, summary.conversations()) == (20, ["niah"])
+    assert (summary.row((FULL, None)).asked, summary.results.conversations()) == (20, ["niah"])
 
 
 def test_first_and_later_questions(tmp_path):
@@ -134,6 +134,24 @@ def test_lengths_and_tasks_weigh_the_same(tmp_path):
     assert summary.row((FULL, None)).score.mean == 0.5
     assert summary.row((FULL, None), "niah", 512).score.mean == 1.0
     assert "## Prompts of 1024 tokens" in summary_text.markdown(summary)
+
+
+def test_what_the_plan_says_is_asked(tmp_path):
+    """A file of 3 questions, of which snapkv is asked at one length only."""
+    records = [full(i, 1.0, length=n) for i in range(3) for n in (512, 1024)]
+    path = folder(tmp_path, [*records, snapkv(0, 1.0)], lengths=(512, 1024))
+    plan = json.loads((path / "plan.json").read_text())
+    plan["questions"] = {"niah": {"512": [3, 3], "1024": [3, 6]}}
+    plan["policies"][1]["aliases"] = {"snapkv@0.5@512": [512]}
+    (path / "plan.json").write_text(json.dumps(plan))
+    summary = Summary(results.load(path))
+    assert summary.row((FULL, None), None, 512).complete
+    assert summary.row((FULL, None)).asked == 9
+    assert summary.row((FULL, None), "niah", 1024, Turns.LATER).asked == 3
+    assert summary.row(("snapkv", 0.5)).asked == 3
+    row = summary.row(("snapkv", 0.5), None, 1024)
+    assert (row.asked, row.score) == (0, None)
+    assert "n = 1/3" in summary_text.markdown(summary)
 
 
 def test_no_full_kv_no_differences(tmp_path):
