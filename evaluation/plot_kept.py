@@ -58,7 +58,7 @@ def _panel(axis: pyplot.Axes, entry: dict) -> None:
     layers, heads, tokens = found.shape
     rows = found.reshape(layers * heads, tokens)
     axis.set_facecolor("#eef1f5")
-    axis.imshow(rows, cmap=SHADES, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    axis.imshow(rows, cmap=SHADES, vmin=0, vmax=1, aspect="auto", interpolation="nearest", zorder=1)
     for start, stop in entry.get("asked") or ():
         # Below what is kept, with its edges above.
         axis.axvspan(start - 0.5, stop - 0.5, color=ASKED, alpha=0.6, linewidth=0, zorder=0)

@@ -27,7 +27,7 @@ DPI = 120
 MARKS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "down": "v", "cross": "X"}
 FULL_LINE = {"color": "black", "linestyle": (0, (4, 2)), "linewidth": 1.2}
 STAR = {"color": "black", "marker": "*", "markersize": 11, "linestyle": "none"}
-ASIDE = 2.5  # points between two curves at one share
+ASIDE = 2  # points between two curves at one share
 PANELS = 24  # needle maps in one picture
 AXES = {"kv_bytes": "KV memory of the prompt, MiB", "ttft": "time to first token, ms",
         "tpot": "time per output token, ms"}  # fmt: skip

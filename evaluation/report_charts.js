@@ -81,7 +81,8 @@ function accuracyCurves(page, task) {
   for (const curve of curves.values()) curve.rows.sort((a, b) => a.kept - b.kept);
   // Curves in colour lie a little aside, so that bars at one share do not cover each other.
   const chosen = [...curves.values()].filter((curve) => curve.look.chosen);
-  chosen.forEach((curve, i) => { curve.aside = 3 * (i - (chosen.length - 1) / 2); });
+  const step = Math.min(3, 16 / chosen.length); // pixels
+  chosen.forEach((curve, i) => { curve.aside = step * (i - (chosen.length - 1) / 2); });
   return [...curves.values()].sort((a, b) => a.look.chosen - b.look.chosen);
 }
 
