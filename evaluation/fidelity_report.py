@@ -118,6 +118,7 @@ def draw(found: Sequence[Summary], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
     for number, summary in enumerate(found):
@@ -140,6 +141,7 @@ def draw(found: Sequence[Summary], path: Path) -> None:
     below.set_ylabel("positions with the same top token")
     below.set_ylim(-0.02, 1.02)
     below.set_xlim(left=-0.5)
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
     below.set_xlabel("position in the continuation, tokens")
     lines, names = below.get_legend_handles_labels()
     figure.legend(lines, names, loc="outside upper left", ncols=2, frameon=False, fontsize=9)

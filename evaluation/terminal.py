@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -78,7 +78,7 @@ def view(
     yield from strips(kept, style, heads)
     yield ""
     shares = kept.shares(layer, head)
-    yield f"text, by what {_scope(layer, head)} hold: {_legend(style)}"
+    yield _legend(style, layer, head)
     yield ""
     yield from text(kept.tokens, shares, style, whole).split("\n")
 
@@ -212,14 +212,17 @@ def printable(words: str) -> str:
     )
 
 
-def _scope(layer: int | None, head: int | None) -> str:
-    if layer is None:
-        return "all lists"
-    return f"the lists of layer {layer}" if head is None else f"layer {layer}, KV head {head}"
+def _legend(style: Style, layer: int | None, head: int | None) -> str:
+    """What the marks of the text mean."""
+    if head is not None:
+        words = {NONE: "dropped", ALL: "held"}
+        return f"text, by layer {layer}, KV head {head}: " + _samples(words, style)
+    lists = "all lists" if layer is None else f"the lists of layer {layer}"
+    return f"text, by {lists}: held " + _samples(dict(enumerate(_NAMES)), style)
 
 
-def _legend(style: Style) -> str:
-    return ", ".join(_marked(name, level, style) for level, name in enumerate(_NAMES))
+def _samples(words: Mapping[int, str], style: Style) -> str:
+    return ", ".join(_marked(name, level, style) for level, name in words.items())
 
 
 def percent(share: float) -> str:

@@ -83,7 +83,7 @@ def test_plain_view_of_a_small_mask():
         "  1.0 ###.....  33.3 % |# #       ##|",
         "  1.1 ##......  25.0 % |#         ##|",
         "",
-        "text, by what all lists hold: [-by none-], by some, {by half or more}, {+by all+}",
+        "text, by all lists: held [-by none-], by some, {by half or more}, {+by all+}",
         "",
         "{+a+}{b}c[-defghij-]{+kl+}",
     ]
@@ -91,9 +91,14 @@ def test_plain_view_of_a_small_mask():
 
 def test_a_layer_and_a_head_have_a_text_of_their_own():
     by_layer = list(terminal.view(kept(), PLAIN, layer=1))
-    assert by_layer[-3].startswith("text, by what the lists of layer 1 hold: ")
+    assert by_layer[-3].startswith("text, by the lists of layer 1: held [-by none-]")
     assert by_layer[-1] == "{+a+}[-b-]{c}[-defghij-]{+kl+}"
-    assert list(terminal.view(kept(), PLAIN, layer=1, head=1))[-1] == "{+a+}[-bcdefghij-]{+kl+}"
+    by_head = list(terminal.view(kept(), PLAIN, layer=1, head=1))
+    assert by_head[-3:] == [
+        "text, by layer 1, KV head 1: [-dropped-], {+held+}",
+        "",
+        "{+a+}[-bcdefghij-]{+kl+}",
+    ]
 
 
 def test_a_terminal_gets_weights_instead_of_marks():
