@@ -93,7 +93,8 @@ def planned(options: argparse.Namespace) -> Groups:
     turns = options.samples if options.turn_samples is None else options.turn_samples
     if turns:
         folder, asked = options.out / "turns", shares(options.turn_budgets)
-        run = replace(whole, folder=folder, tasks=tables.TURNS, budgets=asked, samples=turns)
+        run = replace(whole, folder=folder, tasks=tables.TURNS, budgets=asked)
+        run = replace(run, samples=turns, turns=2)
         groups["turns"] = parts(run, names, options.servers)
     if options.layers:
         folder = options.out / "layers"
@@ -131,7 +132,7 @@ def estimate(groups: Groups, options: argparse.Namespace) -> str:
     asked = sum(run.questions for run in runs)
     seconds = asked * each + max(starts) * -(-len(runs) // options.servers)
     return (
-        f"{asked} questions and conversations in {len(runs)} runs, {options.servers} at a time: "
+        f"{asked} questions in {len(runs)} runs, {options.servers} at a time: "
         f"about {seconds / 60:.0f} minutes ({1000 * each:.0f} ms a question, from {answered} asked)"
     )
 
@@ -246,10 +247,8 @@ def main() -> None:
     pages.write(options.out / "table")
     layers = ""
     if "layers" in groups and options.layer_prompts:
-        chosen = quality_layers.chosen_layers(
-            groups["layers"][0], options.tau, options.layer_prompts
-        )
-        layers = quality_layers.table(chosen)
+        sizes = (options.tau, options.kernel, options.layer_prompts)
+        layers = quality_layers.table(quality_layers.chosen_layers(groups["layers"][0], *sizes))
     stages = {f"{n}: {s}": t for n, f in found.items() for s, t in f.plan["stages"].items()}
     stages |= {"all runs": seconds, "everything": time.monotonic() - started}
     claims = [f for f in findings(records_of(found, "table", "layers")) if f.pooled is not None]

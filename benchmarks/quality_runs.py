@@ -34,6 +34,7 @@ class Run:
         folder: its --out.
         policies: names, or paths of files.
         tasks, budgets, samples, length, seed, model, at_once: its options.
+        turns: questions of a sample.
     """
 
     folder: Path
@@ -45,6 +46,7 @@ class Run:
     seed: int
     model: str
     at_once: int
+    turns: int = 1
 
     @property
     def words(self) -> list[str]:
@@ -66,9 +68,9 @@ class Run:
 
     @property
     def questions(self) -> int:
-        """About how many: one per sample, every policy at every budget."""
+        """At most how many: every policy at every budget."""
         series = sum(1 if policy == FULL else len(self.budgets) for policy in self.policies)
-        return series * len(self.tasks) * self.samples
+        return series * len(self.tasks) * self.samples * self.turns
 
 
 def fixed(policy: str) -> list[str]:
@@ -130,19 +132,18 @@ def carry_out(runs: Sequence[Run], servers: int) -> float:
         RunFailed: one of them failed; the others are stopped.
     """
     started = time.monotonic()
-    total = sum(run.questions for run in runs)
     processes: list[subprocess.Popen] = []
     with (
         ThreadPoolExecutor(servers) as pool,
-        tqdm(total=total, desc="questions", unit="question", smoothing=0.02) as bar,
+        tqdm(desc="questions", unit="question", smoothing=0.02, total=1) as bar,
         _stopped_at_the_end(processes),
     ):
         left: set[Future] = {pool.submit(_carry_out, run, processes) for run in runs}
         try:
             while left:
                 done, left = wait(left, timeout=1, return_when=FIRST_COMPLETED)
-                bar.total = max(total, answered := sum(map(answered_of, runs)))
-                bar.update(answered - bar.n)
+                bar.total = sum(map(_planned, runs))
+                bar.update(sum(map(answered_of, runs)) - bar.n)
                 for each in done:
                     each.result()
         finally:
@@ -171,6 +172,13 @@ def _stopped_at_the_end(processes: list[subprocess.Popen]) -> Iterator[None]:
         for process in processes:
             if process.poll() is None:
                 process.terminate()
+
+
+def _planned(run: Run) -> int:
+    """Questions of a run; policies without a budget are known when it has begun."""
+    if not (run.folder / "plan.json").exists():
+        return run.questions
+    return len(_plan(run)["policies"]) * len(run.tasks) * run.samples * run.turns
 
 
 def answered_of(run: Run) -> int:
