@@ -124,7 +124,7 @@ class _Http:
     def alive(self) -> bool:
         """Whether a connection is accepted."""
         try:
-            self.session().get(self.url + "/v1/models", timeout=10)
+            self.session().get(self.url + "/v1/models", timeout=30)
         except requests.RequestException:
             return False
         return True
@@ -153,8 +153,10 @@ def _refusal(response: requests.Response) -> str:
     return f"status {response.status_code}" + (f": {said}" if said else "")
 
 
-def _timed(events: Iterator[dict], has_token: Callable[[dict], bool]) -> tuple[list, float, float]:
-    """The events, and the seconds until the first one with a token and until the last one."""
+def _timed(
+    events: Iterator[dict], has_token: Callable[[dict], bool]
+) -> tuple[list[dict], float | None, float | None]:
+    """The events, at least one, and the seconds until the first and the last one with a token."""
     started = time.perf_counter()
     found, first, last = [], None, None
     for event in events:
@@ -162,9 +164,16 @@ def _timed(events: Iterator[dict], has_token: Callable[[dict], bool]) -> tuple[l
         if has_token(event):
             last = time.perf_counter() - started
             first = last if first is None else first
-    if first is None:
-        raise Failed("the answer has no token")
+    if not found:
+        raise Failed("the answer is empty")
     return found, first, last
+
+
+def _per_token(first: float | None, last: float | None, generated: int) -> float | None:
+    """Seconds per token after the first one; None if all came at once."""
+    if first is None or first == last or generated < 2:
+        return None
+    return (last - first) / (generated - 1)
 
 
 class SGLang:
@@ -205,8 +214,8 @@ class SGLang:
             raise Failed(f"the server gave up: {reason.get('message')}")
         generated = meta["completion_tokens"] - given
         text = self._tokens.decode(final["output_ids"][given:]) if given else final["text"]
-        tpot = (last - first) / (generated - 1) if generated > 1 else None
         ttft = None if given else first
+        tpot = _per_token(first, last, generated)
         return Answer(text, meta["prompt_tokens"], generated, ttft, tpot, meta)
 
     def flush(self) -> None:
@@ -254,15 +263,16 @@ class OpenAI:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        events, first, last = _timed(self._http.events("/v1/completions", body), _said)
+        events, first, last = _timed(
+            self._http.events("/v1/completions", body), lambda event: bool(event.get("choices"))
+        )
         text = "".join(map(_said, events))
         usage = next((e["usage"] for e in reversed(events) if e.get("usage")), {})
         generated = usage.get("completion_tokens")
         if generated is None:
             generated = len(self._tokens.encode(text, special=False))
-        tpot = (last - first) / (generated - 1) if generated > 1 else None
         prompt = usage.get("prompt_tokens", len(request.ids))
-        return Answer(text, prompt, generated, first, tpot)
+        return Answer(text, prompt, generated, first, _per_token(first, last, generated))
 
     def flush(self) -> None:
         """No common route does it: every sample stands alone, which is what the cache is for."""

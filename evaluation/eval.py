@@ -34,7 +34,8 @@ def main(args: argparse.Namespace) -> int:
     """Runs the command.
 
     Returns:
-        0; 1 if questions got no answer; 2 if the input cannot be used; 130 if interrupted.
+        0; 1 if questions got no answer; 2 if the input cannot be used, or no server starts with
+        it; 130 if interrupted.
     """
     command = shlex.join(["kvpolicy", *sys.argv[1:]])
     with _interruptible():
@@ -43,7 +44,10 @@ def main(args: argparse.Namespace) -> int:
         except PolicyError as error:
             print(error, file=sys.stderr)
             return 2
-        except (Gone, Failed, ServerFailed) as error:
+        except ServerFailed as error:  # it never answered: the model, or --server-args
+            print(error, file=sys.stderr)
+            return 2
+        except (Gone, Failed) as error:
             print(f"{error}\n{_goes_on(args.out)}", file=sys.stderr)
             return 1
         except (Interrupted, KeyboardInterrupt):

@@ -44,7 +44,8 @@ def _what(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="[POLICY.]NAME=VALUE",
-        help="value of a parameter; without POLICY for every policy that has it",
+        help="value of a parameter; without POLICY for every policy that has it, but for those "
+        "whose share it sets",
     )
     parser.add_argument(
         "--tasks",

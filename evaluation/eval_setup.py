@@ -31,6 +31,7 @@ from kvpolicy.evaluation.variants import Variant, full_kv, on_server, variants
 _BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 # Slots of a server's pool on a CPU, at least; SGLang sizes that of a GPU by its memory.
 _SLOTS = 16384
+_LOADING = 1800  # seconds; a large model's weights take minutes to read
 
 
 @dataclass
@@ -326,10 +327,10 @@ def _started(args: argparse.Namespace, setup: Setup) -> Iterator[str]:
         names = ("attention_backend", "dtype", "disable_cuda_graph")
         flags = dict.fromkeys(names)
     words = shlex.split(args.server_args)
-    quiet = args.quiet
     with serve(
-        args.model, policies, settings, progress=not quiet, arguments=words, **flags
-    ) as server:
+        args.model, policies, settings, progress=not args.quiet, arguments=words,
+        start_timeout=_LOADING, **flags,
+    ) as server:  # fmt: skip
         yield server.url
 
 

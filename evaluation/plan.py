@@ -184,6 +184,9 @@ class Folder:
             message = "this is not the plan of a `kvpolicy eval` that can go on"
             raise refused(str(path), "file", message, "take another --out") from None
         different = [_OPTIONS[k] for k, v in self._plan.decides.items() if there.get(k) != v]
+        answers = self.path / "samples.jsonl"
+        if different and not (answers.exists() and answers.stat().st_size):
+            return {}  # nothing was answered, perhaps because a server did not start
         if different:
             verb = "differs" if len(different) == 1 else "differ"
             message = f"another evaluation is here already: {' and '.join(different)} {verb}"

@@ -87,45 +87,48 @@ def variants(
     Raises:
         PolicyError: a policy fails its check, a value is not accepted, or a name is unknown.
     """
-    policies = _policies(words, settings, shape)
     found: list[Variant] = []
     notes: list[str] = []
-    for policy in policies:
-        name = policy.program.name
-        parameter, solved = solve(policy.program, shape, policy.given, shares, lengths)
-        if parameter in policy.general:
-            own = {name: value for name, value in policy.given.items() if name != parameter}
-            notes.append(
-                f"{parameter} sets the share of {name}, so `--set {parameter}=...` is not for it"
-            )
-            policy = replace(policy, given=own)
-        if not solved or parameter in policy.given:
-            found.append(_variant(policy, shape, name, None, None, tuple(lengths)))
-            if shares:
-                set_here = f", beside those of --set ({', '.join(policy.given)})"
-                notes.append(
-                    f"no parameter of {name} sets such a share{set_here if policy.given else ''}; it is "
-                    "served once as it is"
-                )
-            continue
-        for share in shares:
-            found += _of_share(policy, shape, share, solved.get(share, ()), lengths)
-            missing = [n for n in lengths if not _has(solved.get(share, ()), n)]
-            if missing:
-                tokens = ", ".join(f"{n:,}" for n in missing)
-                notes.append(
-                    f"{name} keeps {100 * share:g} % of {tokens} tokens at no value of a parameter;"
-                    " left out (perhaps another `--set`, such as a smaller window, makes room)"
-                )
-        if thins_some(bind(policy.program, shape, found[-1].setting), max(lengths)):
-            notes.append(
-                f"data decide which layers {name} thins; the share is what it keeps of those"
-            )
+    for policy in _policies(words, settings, shape):
+        more, said = _of_policy(policy, shares, lengths, shape)
+        found += more
+        notes += said
     return found, notes
 
 
-def _has(values: Sequence[Value], length: int) -> bool:
-    return any(length in value.lengths for value in values)
+def _of_policy(
+    policy: _Policy, shares: Sequence[float], lengths: Sequence[int], shape: ModelShape
+) -> tuple[list[Variant], list[str]]:
+    """The variants of one policy, and what is not as it was asked for."""
+    name, notes = policy.program.name, []
+    parameter, solved = solve(policy.program, shape, policy.given, shares, lengths)
+    if parameter in policy.general:
+        own = {key: value for key, value in policy.given.items() if key != parameter}
+        policy = replace(policy, given=own)
+        notes.append(
+            f"{parameter} sets the share of {name}, so `--set {parameter}=...` is not for it"
+        )
+    if not solved or parameter in policy.given:
+        if shares:
+            beside = f", beside those of --set ({', '.join(policy.given)})" if policy.given else ""
+            notes.append(
+                f"no parameter of {name} sets such a share{beside}; it is served once as it is"
+            )
+        return [_variant(policy, shape, name, None, None, tuple(lengths))], notes
+    found: list[Variant] = []
+    for share in shares:
+        values = solved.get(share, ())
+        found += _of_share(policy, shape, share, values, lengths)
+        missing = [n for n in lengths if not any(n in value.lengths for value in values)]
+        if missing:
+            tokens = ", ".join(f"{n:,}" for n in missing)
+            notes.append(
+                f"{name} keeps {100 * share:g} % of {tokens} tokens at no value of a parameter; "
+                "left out (perhaps another `--set`, such as a smaller window, makes room)"
+            )
+    if thins_some(bind(policy.program, shape, found[-1].setting), max(lengths)):
+        notes.append(f"data decide which layers {name} thins; the share is what it keeps of those")
+    return found, notes
 
 
 def _of_share(

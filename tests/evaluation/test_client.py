@@ -74,6 +74,20 @@ def test_an_answer_that_goes_on_after_given_tokens(tokens):
     assert sampling["custom_params"] == custom
 
 
+def test_an_answer_without_a_word(tokens):
+    """It is an answer, and a wrong one."""
+    with listening(FakeSGLang([event(finish_reason={"type": "stop"})])) as url:
+        answer = SGLang(url, tokens, named=True).ask(QUESTION, "lava")
+    assert (answer.text, answer.output_tokens, answer.ttft, answer.tpot) == ("", 0, None, None)
+
+
+def test_an_answer_that_comes_at_once_has_no_time_per_token(tokens):
+    with listening(FakeSGLang([event(7, 8, 9)])) as url:
+        answer = SGLang(url, tokens, named=True).ask(QUESTION, "lava")
+    assert answer.ttft > 0
+    assert answer.tpot is None
+
+
 def test_a_stock_server_is_not_told_of_policies(tokens):
     fake = FakeSGLang([event(7)])
     with listening(fake) as url:
@@ -86,7 +100,7 @@ def test_a_stock_server_is_not_told_of_policies(tokens):
     [
         ([event(7), None], "the answer broke off", True),
         ([{"error": {"message": "too long"}}], "the server says: too long", False),
-        ([event()], "the answer has no token", True),
+        ([], "the answer is empty", True),
         ([event(7, finish_reason={"type": "abort", "message": "bye"})], "gave up: bye", True),
     ],
 )

@@ -127,6 +127,19 @@ def test_another_server_and_what_is_written(tmp_path, model, capsys):
     assert "secret" not in (out / "plan.json").read_text()
 
 
+def test_a_server_that_does_not_start(tmp_path, model, capsys):
+    """SGLang's own words, exit code 2; corrected options are no other evaluation."""
+    pytest.importorskip("sglang", reason="SGLang is an extra")
+    out = tmp_path / "out"
+    assert run(out, "--model", model, "--server-args", "--no-such-option 1") == 2
+    said = capsys.readouterr().err
+    assert "the SGLang server stopped" in said
+    assert "--no-such-option" in said
+    assert not (out / "samples.jsonl").read_text()
+    with listening(Completions()) as url:
+        assert run(out, *asks(url, model)) == 0
+
+
 class Refusing(Completions):
     """Refuses questions of one task until it is told to answer."""
 
