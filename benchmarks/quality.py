@@ -164,7 +164,8 @@ def text(found: dict[str, Results], claims: list[Finding], checked: list[str], l
         f"{plan['samples']} samples for each task, policy and budget, prompts of "
         f"{plan['lengths'][0]} tokens, seed {plan['seed']}; the same for all, so that differences "
         "are paired. In percent, with 95 % intervals. Kept: of the prompt's entries, after its "
-        "prefill. Windows of observation are 8 tokens.",
+        "prefill; held: of all entries (of the bytes, where layers share them), after the last "
+        "token. Windows of observation are 8 tokens.",
         "## Checked first",
         "\n".join(f"* {line}" for line in checked),
         tables.remarks(records_of(found, "table", "layers")),
@@ -244,6 +245,8 @@ def main() -> None:
         checked = check_full_kv(found["table"], Path(options.model))
     except (RunFailed, Doubtful) as error:
         raise SystemExit(f"quality: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("\nquality: interrupted; the same command goes on from there") from None
     pages.write(options.out / "table")
     layers = ""
     if "layers" in groups and options.layer_prompts:

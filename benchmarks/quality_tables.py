@@ -38,8 +38,9 @@ def _accuracy(summary: Summary, series: Sequence[tuple[str, float | None]]) -> s
         total = summary.row(each)
         cells = [scored(summary.row(each, task)) for task in tasks]
         label = name((each[0], None))
-        rows.append([label, percent(total.kept), *cells, scored(total), signed(total.difference)])
-    return table(["policy", "kept", *tasks, "mean", "less full KV"], rows)
+        shares = [percent(total.kept), percent(total.held)]
+        rows.append([label, *shares, *cells, scored(total), signed(total.difference)])
+    return table(["policy", "kept", "held", *tasks, "mean", "less full KV"], rows)
 
 
 def second_turns(records: Sequence[Record]) -> str:
