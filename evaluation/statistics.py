@@ -1,14 +1,18 @@
 """How sure a mean score is, and how sure its difference to full KV: 95 % intervals.
 
 A *unit* is one sample: the mean score of its questions, since questions about one context rise and
-fall together. Units come in *strata*, one per task and length; what is averaged over several strata
-is the mean of their means, so that no task weighs more because it has more samples.
+fall together. Units come in *strata*, one per task and length.
 
-Where every unit is 0 or 1 the intervals are Wilson's, and for paired differences Newcombe's
-(Statistics in Medicine 17, 1998, p. 2635, method 10), which is made of them. Elsewhere samples are
-drawn again with replacement (a seeded bootstrap). Below FEW units, and where units do not differ
-at all, a bootstrap is too narrow; Wilson's and Newcombe's are taken there too, which for scores
-between 0 and 1 are wider than need be.
+Of one stratum: where every unit is 0 or 1 the interval is Wilson's, and that of a paired difference
+Newcombe's, which is made of two such (Statistics in Medicine 17, 1998, p. 2635, method 10).
+Elsewhere samples are drawn again with replacement (a seeded bootstrap). Below FEW units, and where
+units do not differ at all, a bootstrap is too narrow; Wilson's and Newcombe's are taken there too,
+which for scores between 0 and 1 are wider than need be.
+
+Over several strata the mean of their means is taken, so that no task weighs more because it has
+more samples. Its distances to the ends of its interval are those of the strata, squared, added up
+and divided by the number of strata squared (as variances are; Zou and Donner, Statistics in
+Medicine 27, 2008, p. 1693): a stratum of few samples makes it wide, as it should.
 """
 
 from __future__ import annotations
@@ -55,11 +59,7 @@ def mean_score(strata: Sequence[np.ndarray], seed: int = 0) -> Estimate:
     Args:
         strata: scores 0 to 1 of the units, an array per stratum; none of them empty.
     """
-    units = np.concatenate(strata)
-    mean = _mean(strata)
-    if _binary(units) or len(units) < FEW or np.ptp(units) == 0:
-        return wilson(mean, _effective(strata))
-    return _bootstrap(strata, mean, seed)
+    return _together([_score(units, seed) for units in strata])
 
 
 def paired_difference(
@@ -70,15 +70,37 @@ def paired_difference(
     Args:
         strata, full: scores 0 to 1 of the same units in the same order, an array per stratum.
     """
-    first, second = np.concatenate(strata), np.concatenate(full)
-    apart = [a - b for a, b in zip(strata, full, strict=True)]
-    every = first - second
-    if (_binary(first) and _binary(second)) or len(every) < FEW or np.ptp(every) == 0:
-        count = _effective(strata)
-        return newcombe(
-            wilson(_mean(strata), count), wilson(_mean(full), count), _correlation(first, second)
-        )
-    return _bootstrap(apart, _mean(apart), seed)
+    return _together([_difference(*pair, seed) for pair in zip(strata, full, strict=True)])
+
+
+def _score(units: np.ndarray, seed: int) -> Estimate:
+    """Of one stratum."""
+    if _is_plain(units, units):
+        return wilson(float(units.mean()), len(units))
+    return _bootstrap(units, seed)
+
+
+def _difference(units: np.ndarray, full: np.ndarray, seed: int) -> Estimate:
+    """Of one stratum."""
+    if _is_plain(units - full, np.concatenate((units, full))):
+        shares = (wilson(float(scores.mean()), len(scores)) for scores in (units, full))
+        return newcombe(*shares, _correlation(units, full))
+    return _bootstrap(units - full, seed)
+
+
+def _is_plain(units: np.ndarray, scores: np.ndarray) -> bool:
+    """Whether units are too few or too much alike for a bootstrap, or scores are 0 and 1."""
+    return len(units) < FEW or np.ptp(units) == 0 or bool(np.isin(scores, (0, 1)).all())
+
+
+def _together(parts: Sequence[Estimate]) -> Estimate:
+    """The mean of independent estimates."""
+    mean, low, high = np.array(parts).T
+    count = len(parts)
+    below = np.sqrt(np.sum((mean - low) ** 2)) / count
+    above = np.sqrt(np.sum((high - mean) ** 2)) / count
+    middle = float(mean.mean())
+    return Estimate(middle, float(middle - below), float(middle + above))
 
 
 def newcombe(first: Estimate, second: Estimate, correlation: float) -> Estimate:
@@ -97,19 +119,6 @@ def quartiles(values: Sequence[float] | np.ndarray) -> Spread:
     """Median, first and third quartile (interpolated linearly) of at least one value."""
     low, median, high = np.percentile(np.asarray(values, dtype=float), (25, 50, 75))
     return Spread(float(median), float(low), float(high))
-
-
-def _mean(strata: Sequence[np.ndarray]) -> float:
-    return float(np.mean([stratum.mean() for stratum in strata]))
-
-
-def _binary(units: np.ndarray) -> bool:
-    return bool(np.isin(units, (0, 1)).all())
-
-
-def _effective(strata: Sequence[np.ndarray]) -> float:
-    """Units of one stratum that would give the mean of the strata's means its variance."""
-    return len(strata) ** 2 / sum(1 / len(stratum) for stratum in strata)
 
 
 def _correlation(first: np.ndarray, second: np.ndarray) -> float:
@@ -133,11 +142,9 @@ def _weights(count: int, seed: int) -> np.ndarray:
     )
 
 
-def _bootstrap(strata: Sequence[np.ndarray], mean: float, seed: int) -> Estimate:
-    """Percentiles of the mean over drawn units; each stratum is drawn on its own."""
-    drawn = np.zeros(DRAWS)
-    for number, stratum in enumerate(strata):
-        # Strata of one size share the draws; turned, so that they are not drawn alike.
-        drawn += np.roll(_weights(len(stratum), seed) @ stratum.astype(np.float32), 97 * number)
-    low, high = np.percentile(drawn / len(strata), (2.5, 97.5))
+def _bootstrap(units: np.ndarray, seed: int) -> Estimate:
+    """Percentiles of the mean over drawn units."""
+    mean = float(units.mean())
+    drawn = _weights(len(units), seed) @ units.astype(np.float32)
+    low, high = np.percentile(drawn, (2.5, 97.5))
     return Estimate(mean, min(mean, float(low)), max(mean, float(high)))

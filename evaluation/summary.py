@@ -100,13 +100,17 @@ class Summary:
         return self.rows[series, task, length, turns]
 
     def prominent(self, most: int) -> list[str]:
-        """The policies with the best scores over everything, best first; without full KV."""
+        """The policies with the best scores over everything, best first; without full KV.
+
+        Those that no share can be asked of come last: most of them keep nearly everything.
+        """
         scores: dict[str, list[float]] = {}
         for series in self.results.series:
             score = self.row(series).score
             if series[0] != FULL and score is not None:
                 scores.setdefault(series[0], []).append(score.mean)
-        return sorted(scores, key=lambda policy: -float(np.mean(scores[policy])))[:most]
+        asked = {policy for policy, budget in self.results.series if budget is not None}
+        return sorted(scores, key=lambda p: (p not in asked, -float(np.mean(scores[p]))))[:most]
 
     def _rows(self) -> Iterable[Row]:
         tasks: list[str | None] = [*self.results.tasks]

@@ -24,7 +24,7 @@ def short(task: str) -> str:
 
 def percent(share: float | None) -> str:
     """0.125 -> 12.5 %"""
-    return UNKNOWN if share is None else f"{100 * share:.3g} %"
+    return UNKNOWN if share is None else f"{digits(100 * share)} %"
 
 
 def name(series: Series) -> str:
@@ -40,9 +40,14 @@ def size(count: float | None) -> str:
         return UNKNOWN
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
-            return f"{count:.3g} {unit}"
+            return f"{digits(count)} {unit}"
         count /= 1024
-    return f"{count:.3g} GiB"
+    return f"{digits(count)} GiB"
+
+
+def digits(value: float) -> str:
+    """Three of them that count: 0.0123, 12.3, 1230."""
+    return f"{float(f'{value:.3g}'):.12g}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -89,7 +94,7 @@ def milliseconds(spread: Spread | None) -> str:
     """Median and quartiles."""
     if spread is None:
         return UNKNOWN
-    return "{:.3g} ({:.3g} to {:.3g})".format(*(1000 * value for value in spread))
+    return "{} ({} to {})".format(*(digits(1000 * value) for value in spread))
 
 
 def scores(summary: Summary, length: int | None = None) -> str:
@@ -170,7 +175,10 @@ _DIFFERENCE = (
     "In points, of the questions that both answered, with 95 % intervals; bold where the interval "
     "leaves zero out. Of many cells one in twenty does so by chance."
 )
-_COSTS = "Means over all questions; times as median (quartiles), as the client saw them."
+_COSTS = (
+    "Means over all questions; times as median (quartiles), as the client saw them, waiting for "
+    "other requests of the run included."
+)
 
 
 def _few(samples: int) -> str:

@@ -177,6 +177,15 @@ def test_prominent_are_the_best(tmp_path):
     assert summary.prominent(3) == sorted(score, key=score.get, reverse=True)[:3]
 
 
+def test_policies_without_a_share_are_not_prominent(tmp_path):
+    whole = replace(PLAIN, policy="minicache", score=1.0)
+    path = folder(tmp_path, [full(0, 1.0), snapkv(0, 0.0), whole])
+    plan = json.loads((path / "plan.json").read_text())
+    plan["policies"].insert(1, {"policy": "minicache", "budget": None, "setting": {}})
+    (path / "plan.json").write_text(json.dumps(plan))
+    assert Summary(results.load(path)).prominent(2) == ["snapkv", "minicache"]
+
+
 @pytest.mark.parametrize(
     ("points", "best"),
     [
@@ -196,6 +205,8 @@ def test_names_and_sizes():
     assert summary_text.name(("lava", 0.125)) == "lava 12.5 %"
     assert summary_text.name((FULL, None)) == "full KV"
     assert summary_text.size(1536) == "1.5 KiB"
+    assert summary_text.size(1011) == "1010 B"
+    assert summary_text.milliseconds((1.2345, 0.98765, 12.3)) == "1230 (988 to 12300)"
     assert summary_text.short("data:/home/me/my.jsonl") == "my.jsonl"
     assert summary_text.short("multiturn-copy") == "multiturn-copy"
 

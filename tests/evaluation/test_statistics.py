@@ -116,12 +116,32 @@ def test_strata_weigh_the_same():
     many, few = np.ones(300), np.zeros(30)
     estimate = mean_score([many, few])
     assert estimate.mean == 0.5
-    # As wide as 2^2 / (1/300 + 1/30) = 109 units in one stratum.
-    assert estimate == pytest.approx(wilson(0.5, 4 / (1 / 300 + 1 / 30)))
+    below, above = wilson(1, 300), wilson(0, 30)
+    assert estimate.low == pytest.approx(0.5 - (1 - below.low) / 2)
+    assert estimate.high == pytest.approx(0.5 + above.high / 2)
     quarters = [np.tile([0.25, 0.75], 30), np.tile([0.5, 1.0], 10)]
     mixed = mean_score(quarters)
     assert mixed.mean == pytest.approx(0.625)
     assert 0.5 < mixed.low < 0.6 < 0.65 < mixed.high < 0.75
+
+
+def test_a_stratum_of_few_samples_makes_the_total_wide():
+    """Two questions of one task beside a hundred of six: a bootstrap would not see their doubt."""
+    sure = [np.ones(100)] * 5 + [np.tile([0.75, 1.0], 50)]
+    assert mean_score(sure).high - mean_score(sure).low < 0.03
+    estimate = mean_score([*sure, np.zeros(2)])
+    assert estimate.high - estimate.mean > 0.6 / 7
+
+
+def test_strata_hold_their_mean_as_often_as_they_say():
+    rng = np.random.default_rng(6)
+    shares = (0.9, 0.5, 0.99, 0.2)
+    held = []
+    for _ in range(600):
+        strata = [rng.binomial(1, share, 30).astype(float) for share in shares]
+        strata.append(rng.binomial(4, 0.6, 30) / 4)
+        held.append(_covered(mean_score(strata), np.mean([*shares, 0.6])))
+    assert 0.93 < np.mean(held) < 0.985
 
 
 def test_same_seed_same_interval():
