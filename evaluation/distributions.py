@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-# What float32 leaves of "1 less a sum of probabilities": below it a rest is not known. Taking it for
-# as large as this where it is divided by can only lessen the KL.
+# What float32 leaves of "1 less a sum of probabilities". Taking a rest for as large as this where
+# it is divided by can only lessen the KL.
 _ROUNDING = 1e-6
 
 
@@ -56,7 +56,7 @@ class Distance:
     Attributes:
         kl: [T]: KL(full || policy) in nats; a lower bound where `covered` is below 1.
         agree: [T] bool: whether the likeliest token is the same.
-        covered: [T]: probability (of full KV's distribution) of the tokens that both named.
+        covered: [T]: probability of the tokens that a side names, of the side where it is less.
     """
 
     kl: np.ndarray
@@ -72,27 +72,38 @@ class Distance:
 def distance(full: Distributions, other: Distributions) -> Distance:
     """Compares two answers to the same text.
 
-    Everything outside of the tokens that both sides name counts as one outcome. Joining outcomes
-    can only lessen a KL divergence, so where there is anything outside the figure is a lower bound.
+    Where a side names only its K likeliest tokens, P being full KV's distribution and Q the
+    policy's, the result is a lower bound. What Q has for a token that P alone names is not known,
+    but no token that Q leaves out is likelier than the last one that it names, and all of them have
+    at most what Q leaves. Either limit gives a least KL; the larger one is taken. The tokens that P
+    leaves out are joined to one outcome, which can only lessen a KL divergence.
     """
     sides = zip(full.ids, full.logprobs, other.ids, other.logprobs, strict=True)
-    rows = [_at(*row) for row in sides]
-    kl, covered = np.array(rows, dtype=np.float64).reshape(-1, 2).T
-    return Distance(kl, full.ids[:, 0] == other.ids[:, 0], covered)
+    kl = np.array([_at(*row) for row in sides], dtype=np.float64)
+    named = [np.exp(side.logprobs).sum(axis=1) for side in (full, other)]
+    return Distance(kl, full.ids[:, 0] == other.ids[:, 0], np.minimum(*named).clip(max=1))
 
 
 def _at(
     ids: np.ndarray, logprobs: np.ndarray, other_ids: np.ndarray, other_logprobs: np.ndarray
-) -> tuple[float, float]:
-    """KL and covered probability at one position."""
+) -> float:
+    """The KL at one position, from [K] tokens of each side."""
     _, here, there = np.intersect1d(ids, other_ids, return_indices=True)
-    p, q = logprobs[here], other_logprobs[there]
-    known = float(np.exp(p).sum())
-    kl = float(np.exp(p) @ (p - q))
-    rest, other_rest = max(1 - known, 0.0), 1 - float(np.exp(q).sum())
-    if rest > 0 and max(rest, other_rest) > _ROUNDING:
-        kl += rest * np.log(rest / max(other_rest, _ROUNDING))
-    return max(kl, 0.0), min(known, 1.0)
+    p, q = np.exp(logprobs), np.exp(other_logprobs)
+    known = float(p[here] @ (logprobs[here] - other_logprobs[there]))
+    alone, others = np.delete(np.arange(len(p)), here), max(1 - float(p.sum()), 0.0)
+    # Of Q: for what P alone names and all others, and of this for tokens that Q does not name.
+    room, left = (max(1 - float(x.sum()), _ROUNDING) for x in (q[there], q))
+    each = float(p[alone] @ (logprobs[alone] - other_logprobs.min())) + _term(others, room)
+    mass = float(p[alone].sum())
+    share = min(left, room * mass / (mass + others)) if mass else 0.0
+    joined = _term(mass, share) + _term(others, max(room - share, _ROUNDING))
+    return max(known + max(each, joined), 0.0)
+
+
+def _term(p: float, q: float) -> float:
+    """What an outcome adds to a KL."""
+    return p * float(np.log(p / q)) if p > 0 else 0.0
 
 
 def perplexity(logprobs: np.ndarray) -> float:

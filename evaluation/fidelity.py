@@ -12,12 +12,13 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from kvpolicy.dsl.diagnostics import refused
 from kvpolicy.evaluation import fidelity_report
+from kvpolicy.evaluation.asking import in_threads
 from kvpolicy.evaluation.distributions import Distributions, distance
 from kvpolicy.evaluation.facts import kept_share
 from kvpolicy.evaluation.fidelity_result import Compared
@@ -88,8 +89,9 @@ def _split(tokens: Tokens, name: str, text: str, args: argparse.Namespace) -> Te
 
 def _top(asked: int, look: Look) -> int:
     """K. A server cannot name more tokens than there are, and fails if it is asked to."""
-    vocabulary = look.vocabulary or len(look.tokens.tokenizer)
-    return vocabulary if vocabulary <= _WHOLE else min(asked, vocabulary)
+    if look.vocabulary is not None and look.vocabulary <= _WHOLE:
+        return look.vocabulary
+    return min(asked, look.vocabulary or len(look.tokens.tokenizer))
 
 
 def _compared(look: Look, texts: Sequence[Text], top: int) -> Iterator[Compared]:
@@ -97,19 +99,19 @@ def _compared(look: Look, texts: Sequence[Text], top: int) -> Iterator[Compared]
     from tqdm import tqdm
 
     names = [FULL, *(each.alias for each in look.policies)]
-    jobs = [(text, name, free) for text in texts for name in names for free in (False, True)]
-    pool = ThreadPoolExecutor(_AT_ONCE)
-    try:
-        answers = pool.map(lambda job: _asked(look, *job, top), jobs)
-        bar = tqdm(answers, total=len(jobs), unit="request", disable=None, file=sys.stderr)
-        found = dict(zip([(id(text), name, free) for text, name, free in jobs], bar, strict=True))
-    finally:
-        pool.shutdown(cancel_futures=True)
-    for text in texts:
+    jobs = list(product(range(len(texts)), names, (False, True)))
+    found: dict[tuple[int, str, bool], dict[str, Any]] = {}
+    with tqdm(total=len(jobs), unit="request", disable=None, file=sys.stderr) as bar:
+
+        def ask(job: tuple[int, str, bool]) -> None:
+            number, name, free = job
+            found[job] = _asked(look, texts[number], name, free, top)
+            bar.update()
+
+        in_threads(jobs, ask, _AT_ONCE)
+    for number, text in enumerate(texts):
         for policy in look.policies:
-            keys = [
-                (id(text), name, free) for name in (FULL, policy.alias) for free in (False, True)
-            ]
+            keys = product([number], (FULL, policy.alias), (False, True))
             yield _one(look, text, policy, [found[key] for key in keys])
 
 

@@ -73,7 +73,7 @@ def notes(results: Sequence[Compared]) -> Iterator[str]:
         least = min(each.distance.covered.min() for each in results)
         yield (
             f"KL is a lower bound: {first.full.ids.shape[1]:,} tokens of each distribution are "
-            f"known, which both name at {percent(least)} of full KV's probability or more"
+            f"known, which are {percent(least)} of its probability at the least"
         )
     yield (
         "first other: position at which the top token is another one; free: at which another one "

@@ -124,12 +124,16 @@ def _found(args: argparse.Namespace) -> Look:
     found = endpoint.find(args.url, "sglang", key)
     policies = on_server(names, found.policies or (), ())
     _not_nothing(policies)
-    folder = args.model or found.info.get("tokenizer_path") or found.info.get("model_path")
+    served = found.info.get("model_path")
+    folder = args.model or found.info.get("tokenizer_path") or served
     if not folder or not Path(folder).is_dir():
         message = f"the tokenizer of its model is not on this machine ({folder})"
         raise refused(args.url, "server", message, "name the model's folder with --model")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return Look(found.url, tuple(policies), Tokens(folder), _vocabulary(folder), headers)
+    # The server fails if it is asked for more tokens than its own model has.
+    same = served is not None and Path(served).resolve() == Path(folder).resolve()
+    vocabulary = _vocabulary(folder) if same else None
+    return Look(found.url, tuple(policies), Tokens(folder), vocabulary, headers)
 
 
 def _name(policy: str) -> str:

@@ -60,13 +60,24 @@ def test_with_some_tokens_it_is_a_lower_bound(top):
     assert more.kl.sum() >= found.kl.sum()
 
 
-def test_nothing_in_common_is_no_infinity():
+def test_what_one_side_alone_names_counts():
+    # P: 0.7 on token 0. Q: 0.9 on token 1, so at most 0.1 on token 0.
     p = Distributions(np.array([[0]]), np.array([[math.log(0.7)]]), np.array([0.0]))
     q = Distributions(np.array([[1]]), np.array([[math.log(0.9)]]), np.array([0.0]))
     found = distance(p, q)
-    assert found.kl.tolist() == [0.0]  # all that is known of both: something
-    assert found.covered.tolist() == [0.0]
+    assert found.kl == pytest.approx([0.7 * math.log(0.7 / 0.1) + 0.3 * math.log(0.3 / 0.9)])
+    assert found.covered == pytest.approx([0.7])
     assert found.first_divergence == 0
+
+
+def test_a_policy_that_is_sure_of_something_else_is_far_away():
+    rows = np.full((2, 1000), 1e-6)
+    rows[0, 0] = rows[1, 1] = 1 - 999e-6
+    p, q = (distributions(row[None], 16) for row in rows)
+    exact = divergence(rows[:1], rows[1:])
+    found = distance(p, q).kl
+    assert found <= exact
+    assert found > 0.7 * exact
 
 
 def test_distributions_are_read_from_an_answer():
@@ -141,7 +152,7 @@ def test_the_table_has_a_row_per_policy_and_says_what_it_means():
     lines = fidelity_report.table([bound])
     least = 100 * distance(*few).covered.min()
     assert any(line.startswith("KL is a lower bound: 3 tokens") for line in lines)
-    assert any(f"at {least:.1f} % of" in line for line in lines)
+    assert any(f"which are {least:.1f} % of" in line for line in lines)
     assert "snapkv served a.txt in full: short_prompt" in lines
 
 

@@ -122,7 +122,7 @@ def test_some_tokens_of_a_distribution_give_a_lower_bound(
 
     monkeypatch.setattr(fidelity, "_WHOLE", 100)  # 512 tokens are many now
     words = ["--policy", "snapkv", "--text", texts[0], "--url", server.url, "--out", tmp_path]
-    words += ["--prompt-tokens", PROMPT, "--continuation", POSITIONS, "--top", 30]
+    words += ["--prompt-tokens", PROMPT, "--continuation", POSITIONS, "--top", 64]
     assert run("fidelity", *words) == 0
     with (tmp_path / "fidelity.csv").open() as file:
         bounds = list(csv.DictReader(file))
@@ -132,7 +132,7 @@ def test_some_tokens_of_a_distribution_give_a_lower_bound(
     assert bound.sum() > 0.5 * exact.sum()
     assert 0 < min(float(row["covered"]) for row in bounds) < 0.9999
     assert (
-        "KL is a lower bound: 30 tokens of each distribution are known" in capsys.readouterr().out
+        "KL is a lower bound: 64 tokens of each distribution are known" in capsys.readouterr().out
     )
 
 
