@@ -157,16 +157,7 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     policies, count, seed = flags.pop("policies"), flags.pop("count"), flags.pop("seed")
     driver = start(model, policies, flags)
     rnd = random.Random(seed)
-    requests = {}
-    for i in range(count):
-        options = {
-            "policy": rnd.choice([*policies, "none"]),
-            "max_new_tokens": rnd.randrange(2, 40),
-        }
-        if i % 3 == 0:
-            forced = [rnd.randrange(END, 500) for _ in range(rnd.randrange(1, 20))]
-            options |= {"custom": {FORCE: forced}, "top": 2, "stop_token_ids": [END]}
-        requests[f"{i:04}"] = (prompt(rnd.randrange(1, 300), seed * count + i), options)
+    requests = _drawn(rnd, [*policies, "none"], count, seed)
     alone = {}
     for rid, (ids, options) in requests.items():
         driver.send(rid, ids, **options)
@@ -181,22 +172,27 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     driver.finish()
     answers = {rid: driver.answers[rid] for rid in requests}
     forced = {rid: o["custom"][FORCE] for rid, (_, o) in requests.items() if "custom" in o}
+    for rid, tokens in forced.items():
+        forced[rid] = tokens[: requests[rid][1]["max_new_tokens"]]
+    logprobs = [zip(alone[r].logprobs, answers[r].logprobs, strict=True) for r in forced]
     return {
         "different": [rid for rid, each in answers.items() if each.tokens != alone[rid].tokens],
-        "not_forced": [
-            rid
-            for rid, tokens in forced.items()
-            if answers[rid].tokens[: len(tokens)] != tokens[: len(answers[rid].tokens)]
-            or len(answers[rid].tokens) < min(len(tokens), requests[rid][1]["max_new_tokens"])
-        ],
-        "apart": max(
-            abs(x - y)
-            for rid in forced
-            for x, y in zip(alone[rid].logprobs, answers[rid].logprobs, strict=True)
-        ),
+        "not_forced": [r for r, each in forced.items() if answers[r].tokens[: len(each)] != each],
+        "apart": max(abs(x - y) for pairs in logprobs for x, y in pairs),
         "retracted": sum(answers[rid].retractions > 0 for rid in forced),
-        "stopped": sum(a.finish["type"] == "stop" for a in answers.values()),
     } | driver.left_over()
+
+
+def _drawn(rnd: random.Random, names: list[str], count: int, seed: int) -> dict[str, tuple]:
+    """Token ids and options of requests, by id."""
+    requests = {}
+    for i in range(count):
+        options = {"policy": rnd.choice(names), "max_new_tokens": rnd.randrange(2, 40)}
+        if i % 3 == 0:
+            forced = [rnd.randrange(END, 500) for _ in range(rnd.randrange(1, 20))]
+            options |= {"custom": {FORCE: forced}, "top": 2, "stop_token_ids": [END]}
+        requests[f"{i:04}"] = (prompt(rnd.randrange(1, 300), seed * count + i), options)
+    return requests
 
 
 if __name__ == "__main__":
