@@ -54,17 +54,7 @@ def page_data(summary: Summary) -> dict[str, Any]:
     entries = {(entry["policy"], entry["budget"]): entry for entry in results.plan["policies"]}
     return {
         "policies": [{"name": name, "about": about[name]} for name in policies],
-        "series": [
-            {
-                "policy": None if series[0] == FULL else policies.index(series[0]),
-                "budget": series[1],
-                "name": summary_text.name(series),
-                "setting": ", ".join(
-                    f"{key} = {value}" for key, value in entries[series].get("setting", {}).items()
-                ),
-            }
-            for series in results.series
-        ],
+        "series": [_series(series, policies, entries[series]) for series in results.series],
         "tasks": [
             {"name": summary_text.short(task), "title": title}
             for task, title in results.tasks.items()
@@ -86,6 +76,17 @@ def page_data(summary: Summary) -> dict[str, Any]:
             matplotlib.colors.to_hex(colour)
             for colour in matplotlib.colormaps["cividis"](np.linspace(0, 1, SHADES))
         ],
+    }
+
+
+def _series(series: Series, policies: list[str], entry: dict) -> dict[str, Any]:
+    """A policy (None: full KV) with its budget; `entry` is the plan's."""
+    setting = entry.get("setting") or {}
+    return {
+        "policy": None if series[0] == FULL else policies.index(series[0]),
+        "budget": series[1],
+        "name": summary_text.name(series),
+        "setting": ", ".join(f"{key} = {value}" for key, value in setting.items()),
     }
 
 
@@ -202,7 +203,7 @@ def _header(summary: Summary) -> str:
     layers, heads = server.get("L"), server.get("G")
     facts = {
         "Model": plan.get("model"),
-        "Server": " ".join(str(server[k]) for k in ("version", "url") if server.get(k)),
+        "Server": " ".join(str(server[k]) for k in ("api", "version", "url") if server.get(k)),
         "KV cache": f"{layers} layers, {heads} KV heads" if layers and heads else None,
         "Machine": plan.get("machine"),
         "Questions": f"{plan['samples']} samples of each task and length, seed {plan.get('seed')}",

@@ -238,6 +238,7 @@ function start() {
   drawScale(page);
   drawAll(page);
   drawKept(page);
+  for (const id of ["pareto", "needle", "turns", "kept"]) byId(`to-${id}`).hidden = byId(id).hidden;
 }
 
 start();

@@ -2,9 +2,12 @@
 "use strict";
 
 const COSTS = {
-  kv_bytes: { title: "KV memory of the prompt, MiB", short: "KV memory", of: (row) => row.bytes, scale: 2 ** -20 },
-  ttft: { title: "time to first token, ms", short: "time to first token", of: (row) => row.ttft && row.ttft[0], scale: 1000 },
-  tpot: { title: "time per output token, ms", short: "time per output token", of: (row) => row.tpot && row.tpot[0], scale: 1000 },
+  kv_bytes: { title: "KV memory of the prompt, MiB", short: "KV memory", unit: "MiB",
+    of: (row) => row.bytes, scale: 2 ** -20 },
+  ttft: { title: "time to first token, ms", short: "time to first token", unit: "ms",
+    of: (row) => row.ttft && row.ttft[0], scale: 1000 },
+  tpot: { title: "time per output token, ms", short: "time per output token", unit: "ms",
+    of: (row) => row.tpot && row.tpot[0], scale: 1000 },
 };
 
 const percents = { ticks: [0, 20, 40, 60, 80, 100], text: String };
@@ -33,7 +36,8 @@ function accuracyChart(page, task, title) {
   const x = (share) => box.left + ((Math.log(share) - low) / (high - low)) * (box.right - box.left);
   const y = (score) => box.bottom - ((score + 4) / 108) * (box.bottom - box.top);
   const whole = Math.max(...shares) > 0.9 && !page.budgets.includes(1) ? [1] : [];
-  const across = { at: (value) => x(value / 100), ticks: [...page.budgets, ...whole].map((b) => 100 * b),
+  const across = { at: (value) => x(value / 100),
+    ticks: [...page.budgets, ...whole].map((share) => 100 * share),
     text: (value) => String(Number(value.toPrecision(3))), title: "entries of the prompt kept, %" };
   const parts = [axes(box, across, { ...percents, at: y, title: "score, %" })];
   const full = page.full === null ? null : page.row(page.full, task);
@@ -42,7 +46,9 @@ function accuracyChart(page, task, title) {
     parts.push(svg("line", { class: "full", x1: box.left, x2: box.right, y1: level, y2: level },
       svg("title", {}, `full KV: ${scoreText(full)}`)));
   }
-  for (const curve of curves) parts.push(drawCurve(page, curve, (share) => x(share) + curve.aside, (s) => y(100 * s)));
+  for (const curve of curves) {
+    parts.push(drawCurve(page, curve, (share) => x(share) + curve.aside, (score) => y(100 * score)));
+  }
   const chosen = curves.filter((curve) => curve.look.chosen);
   const at = (curve) => (row) => [x(row.kept) + curve.aside, y(100 * row.score[0])];
   const labels = chosen.map((curve) => {
@@ -95,12 +101,14 @@ function drawCurve(page, { name, rows, look }, x, y) {
   }).join("");
   const about = rows.map((row) => pointText(page, row)).join("; ");
   const parts = [
+    svg("title", {}, name),
     svg("path", { class: "hit", d: line }),
     svg("path", { class: "line", d: line, fill: "none", stroke: colour,
       "stroke-width": look.chosen ? 2 : 1, "stroke-dasharray": look.dash.join(" ") || null }),
     svg("path", { class: "bars", d: bars, fill: "none", stroke: colour, "stroke-width": 1.2 }),
     ...rows.map((row) => svg("path", { class: "point", fill: colour, "data-about": pointText(page, row),
-      d: markerPath(look.marker, x(row.kept), y(row.score[0]), look.chosen ? 3.6 : 1.8) })),
+      d: markerPath(look.marker, x(row.kept), y(row.score[0]), look.chosen ? 3.6 : 1.8) },
+    svg("title", {}, pointText(page, row)))),
   ];
   return svg("g", { class: `series ${look.chosen ? "chosen" : "other"}`, "data-about": name + ": " + about,
     role: "img", "aria-label": about, tabindex: look.chosen ? 0 : null }, ...parts);
@@ -146,12 +154,12 @@ function paretoPoint(page, row, look, kind, [x, y], best) {
   const front = best.includes(row);
   const value = kind.scale * kind.of(row);
   const about = `${pointText(page, row)}, ${kind.short} ${Number(value.toPrecision(3))} `
-    + `${kind.title.slice(kind.title.lastIndexOf(" ") + 1)}${front ? "; on the front" : ""}`;
+    + `${kind.unit}${front ? "; on the front" : ""}`;
   const shape = full ? "star" : look.marker;
   return svg("path", { class: full ? "star" : look.chosen ? "point" : "series other point",
     fill: full ? null : look.colour || page.data.others, "data-about": about, role: "img",
     "aria-label": about, tabindex: front || look.chosen ? 0 : null,
-    d: markerPath(shape, x, y, full || look.chosen ? 5 : 3.2) });
+    d: markerPath(shape, x, y, full || look.chosen ? 5 : 3.2) }, svg("title", {}, about));
 }
 
 // Scores of one policy and budget by depth (down) and length (across).
@@ -162,7 +170,8 @@ function needleChart(page, needle, series) {
   const height = top + line * score.length + 22, parts = [], said = [];
   score.forEach((row, depth) => {
     const y = top + depth * line;
-    const range = `${Math.round((100 * depth) / score.length)} to ${Math.round((100 * (depth + 1)) / score.length)} %`;
+    const [from, to] = [depth, depth + 1].map((n) => Math.round((100 * n) / score.length));
+    const range = `${from} to ${to} %`;
     if (score.length < 8 || depth % 2 === 0) {
       parts.push(svg("text", { class: "tick", x: left - 4, y: y + 14, "text-anchor": "end",
         "font-size": 10, "aria-hidden": "true" }, range.replace(" to ", "-")));
@@ -188,7 +197,8 @@ function needleCell(page, value, x, y, width, height, about) {
   const shades = page.data.shades;
   const look = value === null ? { class: "empty" }
     : { fill: shades[Math.round(value * (shades.length - 1))] };
-  const parts = [svg("rect", { x, y, width: width - 1, height: height - 1, "data-about": about, ...look })];
+  const parts = [svg("rect", { x, y, width: width - 1, height: height - 1, "data-about": about, ...look },
+    svg("title", {}, about))];
   if (value !== null) {
     parts.push(svg("text", { x: x + width / 2, y: y + 14, "text-anchor": "middle", "font-size": 11,
       "pointer-events": "none", "aria-hidden": "true",

@@ -43,10 +43,10 @@ function markerPath(shape, x, y, r) {
   return `M${points.map(([dx, dy]) => `${round(x + r * dx)},${round(y + r * dy)}`).join("L")}Z`;
 }
 
-// A figure with its caption; `about` is read out in its place.
+// A chart; `about` is what is read out of it.
 function chart(width, height, about, ...children) {
   return svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "group",
-    "aria-label": about }, svg("title", {}, about), ...children);
+    "aria-label": about }, ...children);
 }
 
 // Round numbers between two, about `count` of them.

@@ -44,8 +44,8 @@ def plan(names, tasks, lengths, samples, budgets=BUDGETS):
         "model": "examples/model-small", "form": "embedded", "lengths": list(lengths),
         "tasks": {task: TITLES.get(task, task) for task in tasks}, "seed": 0, "samples": samples,
         "policies": policies,
-        "server": {"url": "http://127.0.0.1:20000", "version": "sglang 0.5.23", "L": LAYERS,
-                   "G": HEADS, "bytes_per_token": BYTES},
+        "server": {"url": "http://127.0.0.1:20000", "api": "sglang", "version": "0.5.23",
+                   "L": LAYERS, "G": HEADS, "bytes_per_token": BYTES},
         "machine": "2 cores, Python 3.11", "stages": {"start": 18.2, "full KV": 60.0, "lava": 71.5},
     }  # fmt: skip
 

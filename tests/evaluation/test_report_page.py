@@ -286,7 +286,7 @@ def test_small_runs_are_drawn_too(case, tmp_path):
         hidden: Object.keys(byIds).filter((id) => byIds[id].hidden)}));""")  # fmt: skip
     assert drawn["bad"] == 0
     assert len(drawn["rows"]) == (1 if case in ("full alone", "no full") else 2)
-    assert {"needle", "turns", "kept"} <= set(drawn["hidden"])
+    assert {"needle", "turns", "kept", "to-needle", "to-kept"} <= set(drawn["hidden"])
     if case == "interrupted":
         assert "n = 0/2" in drawn["rows"][1]
 
