@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def started(out: Path, *more: str) -> subprocess.Popen:
     """The command in a process of its own, once it has written a few answers."""
     command = [sys.executable, "-P", "-m", "kvpolicy.evaluation.cli", *words(out, *more)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline and process.poll() is None:
         if answered(out) >= 5:
             return process
@@ -173,9 +174,9 @@ def test_a_server_of_its_own_that_dies(model, tmp_path):
     before = plain(out)
     process = started(out, *more)
     servers = children(process.pid)
-    assert process.communicate(timeout=300)[0] is None
+    assert process.communicate(timeout=600)[0] is None
     assert process.returncode == 0
-    assert not any(Path("/proc", str(pid)).exists() for pid in servers)
+    assert not any(alive(pid) for pid in servers)
     found = plain(out)
     assert before.items() <= found.items()
     assert len(found) == 2 * 2 * 10 * 6
@@ -188,6 +189,34 @@ def test_a_server_of_its_own_that_dies(model, tmp_path):
     assert settings["snapkv", 0.125] == {"window": "8", "rate": "0.125"}
     assert settings["none", None] == {}
     assert plan["server"]["bytes_per_token"] == 2048
+
+
+def test_a_killed_client_leaves_no_server_behind(model):
+    """Not even one that is still starting."""
+    script = f"from kvpolicy.evaluation.serving import serve\nwith serve({model!r}): pass"
+    client = subprocess.Popen([sys.executable, "-P", "-c", script], stderr=subprocess.DEVNULL)
+    try:
+        [server] = until(lambda: children(client.pid))
+    finally:
+        client.kill()
+        client.wait()
+    assert until(lambda: not alive(server))
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(found: Callable[[], object]) -> object:
+    """What a function finds as soon as that is something; the last answer after a minute."""
+    deadline = time.monotonic() + 60
+    while not (answer := found()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return answer
 
 
 def children(pid: int) -> list[int]:
