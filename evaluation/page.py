@@ -16,7 +16,7 @@ from kvpolicy.evaluation.plot_style import MOST, OTHERS, style
 from kvpolicy.evaluation.plots import telling_budget
 from kvpolicy.evaluation.records import FULL
 from kvpolicy.evaluation.results import Series
-from kvpolicy.evaluation.summary import COSTS, Row, Summary, Turns, front
+from kvpolicy.evaluation.summary import COSTS, Row, Summary, Turns, front, named
 
 HERE = Path(__file__).parent
 SCRIPTS = ("kept_map.js", "report_svg.js", "report_charts.js", "report_tables.js", "report.js")
@@ -123,9 +123,9 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def _fronts(summary: Summary) -> dict[str, dict[str, list[int]]]:
-    """By cost and `task,length`: the series that no other beats, by rising cost."""
-    found: dict[str, dict[str, list[int]]] = {cost: {} for cost in COSTS}
+def _fronts(summary: Summary) -> dict[str, dict[str, list[list[int]]]]:
+    """By cost and `task,length`: the series that no other beats, by rising cost, and the named."""
+    found: dict[str, dict[str, list[list[int]]]] = {cost: {} for cost in COSTS}
     places = dict.fromkeys((row.task, row.length) for row in summary.rows.values())
     for cost, value in COSTS.items():
         for task, length in places:
@@ -134,10 +134,11 @@ def _fronts(summary: Summary) -> dict[str, dict[str, list[int]]]:
                 for i, series in enumerate(summary.results.series)
                 if (row := summary.row(series, task, length)).score and value(row) is not None
             ]
-            best = [known[i] for i in front([point[1:] for point in known])]
-            if best:
+            points = [point[1:] for point in known]
+            if points:
                 key = "{},{}".format(*_place(summary, task, length))
-                found[cost][key] = [i for i, *_ in sorted(best, key=lambda point: point[1:])]
+                best = sorted(front(points), key=lambda i: points[i])
+                found[cost][key] = [[known[i][0] for i in each] for each in (best, named(points))]
     return {cost: by_place for cost, by_place in found.items() if by_place}
 
 

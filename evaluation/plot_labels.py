@@ -16,15 +16,24 @@ HALO = withStroke(linewidth=2, foreground="white")
 Point = tuple[float, float]
 
 
-def annotate(axes: Axes, points: Sequence[Point], names: Sequence[str], others: Sequence[Point]):
-    """Writes `names` beside `points`, and off all `others`; a far one gets a line to its point.
+def annotate(
+    axes: Axes,
+    points: Sequence[Point],
+    names: Sequence[str],
+    others: Sequence[Point],
+    line: Sequence[Point] = (),
+) -> None:
+    """Writes `names` beside `points`; a far one gets a line to its point.
 
-    The figure must have been laid out before.
+    They keep off each other, off `others` and off the steps of `line`. The figure must have been
+    laid out before.
     """
+    axes.autoscale(False)  # lines to labels must not move what is placed
     pixel = axes.figure.dpi / 72
     at = axes.transData.transform(others)
     covered = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in at]
-    covered += _steps(axes.transData.transform(points))
+    if len(line) > 1:
+        covered += _steps(axes.transData.transform(line))
     for point, name in zip(points, names, strict=True):
         label = axes.annotate(name, point, (0, 0), textcoords="offset points", fontsize=7.5,
                               path_effects=[HALO], zorder=5)  # fmt: skip

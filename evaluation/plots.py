@@ -15,7 +15,7 @@ from kvpolicy.evaluation.needles import needles
 from kvpolicy.evaluation.plot_style import MOST, OTHERS, Style, style
 from kvpolicy.evaluation.records import FULL
 from kvpolicy.evaluation.results import Series
-from kvpolicy.evaluation.summary import COSTS, Row, Summary, front
+from kvpolicy.evaluation.summary import COSTS, Row, Summary, front, named
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -184,7 +184,8 @@ def pareto(summary: Summary) -> Figure | None:
         axis.set_ylabel("mean score over all tasks, %", fontsize=9)
         axis.grid(alpha=0.25)
         axis.tick_params(labelsize=8)
-    figure.suptitle("Score against memory and time; named: what nothing beats in both", fontsize=10)
+    figure.suptitle("Score against memory and time; joined: what nothing beats in both; named: "
+                    "the best of each cost", fontsize=10)  # fmt: skip
     _legend(figure, summary, styles, STAR if any(row.policy == FULL for row in rows) else None)
     figure.canvas.draw()  # the layout must stand before labels are placed
     figure.set_layout_engine("none")
@@ -217,9 +218,10 @@ def _points(axis: Axes, rows: Sequence[Row], cost: str, styles: dict[str, Style]
 
 def _name_front(axis: Axes, rows: Sequence[Row], cost: str) -> None:
     points = [_place(row, cost) for row in rows]
-    best = sorted(front(points), key=lambda i: points[i])
+    best = named(points)
     names = [summary_text.name(rows[i].series) for i in best]
-    plot_labels.annotate(axis, [points[i] for i in best], names, points)
+    line = sorted(points[i] for i in front(points))
+    plot_labels.annotate(axis, [points[i] for i in best], names, points, line)
 
 
 def needle(summary: Summary) -> Figure | None:

@@ -29,8 +29,10 @@ class Page {
     return this.rows.get([series, task, this.length, turns].join());
   }
 
+  // Series that no other beats, and those of them to name.
   front(cost, task) {
-    return (this.data.fronts[cost] || {})[`${task},${this.length}`] || [];
+    const [best, named] = this.data.fronts[cost][`${task},${this.length}`] || [[], []];
+    return { best, named };
   }
 
   tasks() { return this.data.tasks.length > 1 ? [-1, ...this.data.tasks.keys()] : [0]; }

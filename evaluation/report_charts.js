@@ -129,7 +129,8 @@ function paretoChart(page, cost, task) {
   const parts = [axes(box, { at: x, ticks: ticks(low, high, 7), text: String, title: kind.title },
     { ...percents, at: y, title: "score, %" })];
   const bySeries = new Map(rows.map((row) => [row.series, row]));
-  const best = page.front(cost, task).map((series) => bySeries.get(series));
+  const front = page.front(cost, task);
+  const best = front.best.map((series) => bySeries.get(series));
   const corners = best.map(at), lines = [];
   let path = "";
   corners.forEach(([px, py], i) => {
@@ -140,9 +141,9 @@ function paretoChart(page, cost, task) {
   const order = rows.map((row) => ({ row, look: looks(page, page.data.series[row.series].policy) }));
   order.sort((a, b) => a.look.chosen - b.look.chosen);
   for (const { row, look } of order) parts.push(paretoPoint(page, row, look, kind, at(row), best));
-  const beaten = rows.filter((row) => row.series === page.full && !best.includes(row));
-  const labels = [...best, ...beaten].map((row) => ({ x: at(row)[0], y: at(row)[1],
-    text: page.data.series[row.series].name }));
+  const shown = rows.filter((row) => front.named.includes(row.series) || row.series === page.full);
+  const labels = shown.map((row) => ({ x: at(row)[0], y: at(row)[1],
+    text: page.data.series[row.series].name })).sort((a, b) => a.x - b.x);
   parts.push(placeLabels(labels, rows.map(at), lines, box));
   const about = `Score against ${kind.short}; on the front: `
     + best.map((row) => `${page.data.series[row.series].name} (${scoreText(row)})`).join(", ");

@@ -201,6 +201,20 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
     return sorted(best)
 
 
+ALIKE = 1.03  # costs this close are one for a reader
+
+
+def named(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Which points of the front to name: of those that cost nearly the same the best, by cost."""
+    best = sorted(front(points), key=lambda i: points[i])
+    nexts = [*best[1:], None]
+    return [
+        i
+        for i, after in zip(best, nexts, strict=True)
+        if after is None or points[after][0] > ALIKE * points[i][0] or points[after] == points[i]
+    ]
+
+
 COLUMNS = (
     "policy", "budget", "task", "length", "turns", "asked", "answered",
     "score", "score_low", "score_high", "difference", "difference_low", "difference_high", "paired",

@@ -10,7 +10,7 @@ import pytest
 from kvpolicy.evaluation import results, summary_text
 from kvpolicy.evaluation.records import FULL, Record, line
 from kvpolicy.evaluation.statistics import wilson
-from kvpolicy.evaluation.summary import COLUMNS, Summary, Turns, csv_text, front
+from kvpolicy.evaluation.summary import COLUMNS, Summary, Turns, csv_text, front, named
 
 sys.path.insert(0, str(Path(__file__).parent))
 import made_run
@@ -198,6 +198,12 @@ def test_policies_without_a_share_are_not_prominent(tmp_path):
 )
 def test_front(points, best):
     assert front(points) == best
+
+
+def test_named_are_the_best_of_each_cost():
+    points = [(1.0, 0.5), (1.01, 0.7), (2.0, 0.8), (2.0, 0.8), (2.01, 0.6), (3.0, 0.9)]
+    assert front(points) == [0, 1, 2, 3, 5]
+    assert named(points) == [1, 2, 3, 5]
 
 
 def test_names_and_sizes():
