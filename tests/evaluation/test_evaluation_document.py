@@ -37,8 +37,8 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.server
 def test_commands_run_and_write_what_is_listed(folder):
-    listed = re.findall(r"^\| ((?:`[\w.]+`(?:, )?)+) \|", TEXT, re.M)
-    names = {name for cell in listed for name in re.findall(r"`([\w.]+)`", cell)}
+    listed = re.findall(r"^\| ((?:`\w+\.\w+`(?:, )?)+) \|", TEXT, re.M)
+    names = {name for cell in listed for name in re.findall(r"`(\w+\.\w+)`", cell)}
     assert {"report.html", "samples.jsonl", "kept.png"} <= names
     written = {path.name for path in (folder / "report").iterdir()}
     assert names - {"errors.jsonl"} <= written
