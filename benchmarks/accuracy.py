@@ -17,7 +17,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "train"))
 import evaluate
 import tasks
-from kvpolicy.evaluation.facts import held, lists_of
+from kvpolicy.evaluation.asking.facts import held, lists_of
 from kvpolicy.evaluation.serving import Server, serve
 from shipped import settings
 

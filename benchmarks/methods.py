@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import report
 from cost import batch, times
-from kvpolicy.evaluation.facts import held, lists_of
+from kvpolicy.evaluation.asking.facts import held, lists_of
 from kvpolicy.evaluation.serving import Server, serve
 from shipped import settings
 from tqdm import tqdm

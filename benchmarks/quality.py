@@ -21,11 +21,11 @@ import quality_layers
 import quality_tables as tables
 import report
 from kvpolicy.dsl.library import shipped
-from kvpolicy.evaluation import report as pages
-from kvpolicy.evaluation import results
 from kvpolicy.evaluation.records import FULL, Record
-from kvpolicy.evaluation.results import Results
-from kvpolicy.evaluation.summary import Summary, values
+from kvpolicy.evaluation.reporting import report as pages
+from kvpolicy.evaluation.reporting import results
+from kvpolicy.evaluation.reporting.results import Results
+from kvpolicy.evaluation.reporting.summary import Summary, values
 from quality_checks import Doubtful, check_complete, check_full_kv
 from quality_orderings import Finding, findings
 from quality_runs import (

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvpolicy.evaluation.records import FULL, Record
-from kvpolicy.evaluation.results import Results
-from kvpolicy.evaluation.statistics import Estimate, newcombe, wilson
+from kvpolicy.evaluation.reporting.results import Results
+from kvpolicy.evaluation.reporting.statistics import Estimate, newcombe, wilson
 
 NEAR = 0.02
 """How far what is kept may be from the budget without being mentioned."""

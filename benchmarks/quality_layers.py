@@ -6,9 +6,9 @@ from collections import Counter
 
 import report
 from kvpolicy.dsl.library import POLICIES
-from kvpolicy.evaluation import catalog
+from kvpolicy.evaluation.questions import catalog
+from kvpolicy.evaluation.reporting.summary_text import percent
 from kvpolicy.evaluation.serving import Server, serve
-from kvpolicy.evaluation.summary_text import percent
 from quality_orderings import LOOSER, WIDE
 from quality_runs import Run, fixed
 

@@ -15,7 +15,7 @@ from enum import StrEnum
 
 import numpy as np
 from kvpolicy.evaluation.records import FULL, Record
-from kvpolicy.evaluation.statistics import Estimate, paired_difference
+from kvpolicy.evaluation.reporting.statistics import Estimate, paired_difference
 
 MARGIN = 0.02
 """What "at least equal" may lack: two answers in a hundred."""

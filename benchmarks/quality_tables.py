@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from kvpolicy.evaluation.records import FULL, Record
-from kvpolicy.evaluation.statistics import Estimate, mean_score
-from kvpolicy.evaluation.summary import Summary
-from kvpolicy.evaluation.summary_text import UNKNOWN, name, percent, scored, signed, table
+from kvpolicy.evaluation.reporting.statistics import Estimate, mean_score
+from kvpolicy.evaluation.reporting.summary import Summary
+from kvpolicy.evaluation.reporting.summary_text import UNKNOWN, name, percent, scored, signed, table
 from quality_checks import in_full, off_budget
 from quality_orderings import Finding, Scores, Verdict, by_task, difference
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from kvpolicy.evaluation.machine import machine
+from kvpolicy.evaluation.asking.machine import machine
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"

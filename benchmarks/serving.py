@@ -31,7 +31,7 @@ import report
 import requests
 from kvpolicy.dsl.check import load
 from kvpolicy.dsl.library import read_source
-from kvpolicy.evaluation.facts import held, lists_of
+from kvpolicy.evaluation.asking.facts import held, lists_of
 from kvpolicy.evaluation.serving import Server, has_gpu, serve
 from serving_report import STOCK, text
 from shipped import settings

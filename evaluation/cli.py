@@ -15,7 +15,7 @@ _OPTIONAL = ("matplotlib", "numpy", "requests", "tqdm", "transformers")
 
 
 def _report(args: argparse.Namespace) -> int:
-    from kvpolicy.evaluation import report
+    from kvpolicy.evaluation.reporting import report
 
     return report.main(args)
 
@@ -25,38 +25,38 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _fidelity(args: argparse.Namespace) -> int:
-    from kvpolicy.evaluation import fidelity
+    from kvpolicy.evaluation.looking import fidelity
 
     return fidelity.main(args)
 
 
 def _fidelity_arguments(parser: argparse.ArgumentParser) -> None:
-    from kvpolicy.evaluation import look_arguments
+    from kvpolicy.evaluation.looking import look_arguments
 
     look_arguments.of_fidelity(parser)
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from kvpolicy.evaluation import inspect_prompt
+    from kvpolicy.evaluation.looking import inspect_prompt
 
     return inspect_prompt.main(args)
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    from kvpolicy.evaluation import look_arguments
+    from kvpolicy.evaluation.looking import look_arguments
 
     look_arguments.of_inspect(parser)
 
 
 def _eval(args: argparse.Namespace) -> int:
     args.started = time.monotonic()
-    from kvpolicy.evaluation import eval
+    from kvpolicy.evaluation.asking import eval
 
     return eval.main(args)
 
 
 def _eval_arguments(parser: argparse.ArgumentParser) -> None:
-    from kvpolicy.evaluation import eval_arguments
+    from kvpolicy.evaluation.asking import eval_arguments
 
     eval_arguments.add(parser)
 

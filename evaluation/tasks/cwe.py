@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from kvpolicy.evaluation.embedded import LIST
-from kvpolicy.evaluation.embedded_turns import by_parts, sample_of
-from kvpolicy.evaluation.embedded_worlds import common_words, count_prompt
-from kvpolicy.evaluation.order import Order
-from kvpolicy.evaluation.sample import Sample
-from kvpolicy.evaluation.words import PEOPLE, PLACES, THINGS
-from kvpolicy.evaluation.words_lists import list_sample
+from kvpolicy.evaluation.questions.embedded import LIST
+from kvpolicy.evaluation.questions.embedded_turns import by_parts, sample_of
+from kvpolicy.evaluation.questions.embedded_worlds import common_words, count_prompt
+from kvpolicy.evaluation.questions.order import Order
+from kvpolicy.evaluation.questions.sample import Sample
+from kvpolicy.evaluation.questions.words import PEOPLE, PLACES, THINGS
+from kvpolicy.evaluation.questions.words_lists import list_sample
 
 TITLE = "common words: those ten times as often as the others"
 POOL = sorted({*PEOPLE, *PLACES, *THINGS})

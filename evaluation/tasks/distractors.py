@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvpolicy.evaluation.embedded_turns import facts_sample
-from kvpolicy.evaluation.order import Order
-from kvpolicy.evaluation.sample import Sample
-from kvpolicy.evaluation.words_facts import locker_sample
+from kvpolicy.evaluation.questions.embedded_turns import facts_sample
+from kvpolicy.evaluation.questions.order import Order
+from kvpolicy.evaluation.questions.sample import Sample
+from kvpolicy.evaluation.questions.words_facts import locker_sample
 
 TITLE = "needle among 7 others"
 

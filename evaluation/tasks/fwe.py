@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
-from kvpolicy.evaluation.embedded import ASK
-from kvpolicy.evaluation.embedded_turns import by_parts, sample_of
-from kvpolicy.evaluation.embedded_worlds import (
+from kvpolicy.evaluation.questions.embedded import ASK
+from kvpolicy.evaluation.questions.embedded_turns import by_parts, sample_of
+from kvpolicy.evaluation.questions.embedded_worlds import (
     FREQUENT,
     RANKS,
     count_prompt,
     frequent_words,
     zipf_counts,
 )
-from kvpolicy.evaluation.order import Order
-from kvpolicy.evaluation.sample import Sample
-from kvpolicy.evaluation.words_lists import list_sample
+from kvpolicy.evaluation.questions.order import Order
+from kvpolicy.evaluation.questions.sample import Sample
+from kvpolicy.evaluation.questions.words_lists import list_sample
 
 TITLE = "frequent words: the first 3 by Zipf's law"
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"

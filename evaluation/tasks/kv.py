@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import uuid
 
-from kvpolicy.evaluation.embedded_turns import sample_of, whole
-from kvpolicy.evaluation.embedded_worlds import PAIR_KEY, PAIR_VALUE, Shape, pairs, world_prompt
-from kvpolicy.evaluation.order import Order
-from kvpolicy.evaluation.sample import Sample
-from kvpolicy.evaluation.words import Filler
-from kvpolicy.evaluation.words_facts import Woven, fitted, turn_of
+from kvpolicy.evaluation.questions.embedded_turns import sample_of, whole
+from kvpolicy.evaluation.questions.embedded_worlds import (
+    PAIR_KEY,
+    PAIR_VALUE,
+    Shape,
+    pairs,
+    world_prompt,
+)
+from kvpolicy.evaluation.questions.order import Order
+from kvpolicy.evaluation.questions.sample import Sample
+from kvpolicy.evaluation.questions.words import Filler
+from kvpolicy.evaluation.questions.words_facts import Woven, fitted, turn_of
 
 TITLE = "key-value: the context is all pairs"
 SHAPE = Shape(pairs, PAIR_KEY + PAIR_VALUE + 2, PAIR_KEY + 2, None)

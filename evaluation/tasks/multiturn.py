@@ -6,10 +6,10 @@ conversations after the cache has been emptied, and on the compressed copy.
 
 from __future__ import annotations
 
-from kvpolicy.evaluation.embedded_turns import facts_sample
-from kvpolicy.evaluation.order import Order
-from kvpolicy.evaluation.sample import History, Sample
-from kvpolicy.evaluation.words_facts import locker_sample
+from kvpolicy.evaluation.questions.embedded_turns import facts_sample
+from kvpolicy.evaluation.questions.order import Order
+from kvpolicy.evaluation.questions.sample import History, Sample
+from kvpolicy.evaluation.questions.words_facts import locker_sample
 
 TITLE = "second question, full KV in the tree"
 FACTS, QUESTIONS = 24, 2

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvpolicy.evaluation.order import Order
-from kvpolicy.evaluation.sample import History, Sample
+from kvpolicy.evaluation.questions.order import Order
+from kvpolicy.evaluation.questions.sample import History, Sample
 from kvpolicy.evaluation.tasks import multiturn
 
 TITLE = "second question, on the compressed copy"

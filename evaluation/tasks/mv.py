@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from kvpolicy.evaluation.embedded import FACT_LENGTH, question_length
-from kvpolicy.evaluation.embedded_turns import by_parts, sample_of
-from kvpolicy.evaluation.embedded_worlds import VALUES_PER_KEY, Shape, many_values, world_prompt
-from kvpolicy.evaluation.order import Order
-from kvpolicy.evaluation.sample import Sample
-from kvpolicy.evaluation.words import Filler, names, numbers
-from kvpolicy.evaluation.words_facts import DIGITS, INTRODUCTION, Woven, fitted, turn_of, weave
+from kvpolicy.evaluation.questions.embedded import FACT_LENGTH, question_length
+from kvpolicy.evaluation.questions.embedded_turns import by_parts, sample_of
+from kvpolicy.evaluation.questions.embedded_worlds import (
+    VALUES_PER_KEY,
+    Shape,
+    many_values,
+    world_prompt,
+)
+from kvpolicy.evaluation.questions.order import Order
+from kvpolicy.evaluation.questions.sample import Sample
+from kvpolicy.evaluation.questions.words import Filler, names, numbers
+from kvpolicy.evaluation.questions.words_facts import (
+    DIGITS,
+    INTRODUCTION,
+    Woven,
+    fitted,
+    turn_of,
+    weave,
+)
 
 TITLE = "multi-value: every value of a key among 24 facts"
 SHAPE = Shape(many_values, FACT_LENGTH, question_length(VALUES_PER_KEY), 24, VALUES_PER_KEY)

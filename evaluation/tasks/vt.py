@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from kvpolicy.evaluation.embedded_turns import by_words, sample_of
-from kvpolicy.evaluation.embedded_worlds import HOPS, Shape, chains, world_prompt
-from kvpolicy.evaluation.order import Order
-from kvpolicy.evaluation.sample import Sample
-from kvpolicy.evaluation.words import Filler, numbers
-from kvpolicy.evaluation.words_facts import Woven, fitted, turn_of, weave
+from kvpolicy.evaluation.questions.embedded_turns import by_words, sample_of
+from kvpolicy.evaluation.questions.embedded_worlds import HOPS, Shape, chains, world_prompt
+from kvpolicy.evaluation.questions.order import Order
+from kvpolicy.evaluation.questions.sample import Sample
+from kvpolicy.evaluation.questions.words import Filler, numbers
+from kvpolicy.evaluation.questions.words_facts import Woven, fitted, turn_of, weave
 
 TITLE = "variable tracking: a chain of 4 hops among 6"
 SHAPE = Shape(chains, 4, 3, 24, HOPS)

@@ -9,8 +9,8 @@ from kvpolicy.dsl.interpret import interpret
 from kvpolicy.dsl.ir import ModelShape
 from kvpolicy.dsl.library import shipped
 from kvpolicy.dsl.source import Source
-from kvpolicy.evaluation.budgets import kept, solve, thins_some
-from kvpolicy.evaluation.variants import full_kv, on_server, variants
+from kvpolicy.evaluation.asking.budgets import kept, solve, thins_some
+from kvpolicy.evaluation.asking.variants import full_kv, on_server, variants
 
 SHAPE = ModelShape(6, 8, 4, 16)
 SHARES = [0.5, 0.25, 0.125, 0.0625]

@@ -6,12 +6,12 @@ import threading
 import pytest
 from fake_server import Completions, listening, send, stream, web_page
 from kvpolicy.dsl.diagnostics import PolicyError
-from kvpolicy.evaluation.asking import in_threads
-from kvpolicy.evaluation.client import Failed, OpenAI, SGLang
-from kvpolicy.evaluation.endpoint import find
-from kvpolicy.evaluation.sample import History, Sample, Turn
-from kvpolicy.evaluation.tokens import Tokens
-from kvpolicy.evaluation.turns import Request, requests
+from kvpolicy.evaluation.asking.asking import in_threads
+from kvpolicy.evaluation.asking.client import Failed, OpenAI, SGLang
+from kvpolicy.evaluation.asking.endpoint import find
+from kvpolicy.evaluation.asking.tokens import Tokens
+from kvpolicy.evaluation.asking.turns import Request, requests
+from kvpolicy.evaluation.questions.sample import History, Sample, Turn
 
 QUESTION = Request(0, [1, 2, 3], "one two three", [], 4)
 

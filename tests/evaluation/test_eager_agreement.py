@@ -76,7 +76,7 @@ def served(tmp_path_factory) -> dict[str, Answers]:
 def questions() -> dict[tuple[str, int], tuple[list[int], list[str], int]]:
     """Ids of the prompt, the items expected and the most tokens, of the same seeds."""
     import words
-    from kvpolicy.evaluation import catalog
+    from kvpolicy.evaluation.questions import catalog
 
     ids = {word: i for i, word in enumerate(words.VOCABULARY)}
     found = {}

@@ -5,9 +5,10 @@ import signal
 
 import pytest
 from fake_server import Completions, listening, send, stream, web_page
-from kvpolicy.evaluation import answers, cli, records
-from kvpolicy.evaluation.plan import Folder, Plan
-from kvpolicy.evaluation.variants import Variant, full_kv
+from kvpolicy.evaluation import cli, records
+from kvpolicy.evaluation.asking import answers
+from kvpolicy.evaluation.asking.plan import Folder, Plan
+from kvpolicy.evaluation.asking.variants import Variant, full_kv
 
 QUICK = ["--tasks", "niah,mk", "--lengths", "256", "--samples", "3", "--quiet"]
 
@@ -104,7 +105,7 @@ def test_another_server_and_what_is_written(tmp_path, model, capsys):
     fake, out = Completions(key="secret", broken=2), tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch, listening(fake) as url:
         patch.setenv("TOY_KEY", "secret")
-        patch.setattr("kvpolicy.evaluation.asking._PAUSE", 0.01)
+        patch.setattr("kvpolicy.evaluation.asking.asking._PAUSE", 0.01)
         assert run(out, *asks(url, model), "--api-key-env", "TOY_KEY") == 0
     said = capsys.readouterr().out
     assert "| full KV" in said
@@ -208,8 +209,10 @@ def test_a_server_that_goes_away(tmp_path, model, capsys):
         assert run(tmp_path / "whole", *asks(url, model)) == 0
     dying = Dying(2, lambda handler: handler.server.socket.close())
     with pytest.MonkeyPatch.context() as patch, listening(dying) as url:
-        patch.setattr("kvpolicy.evaluation.asking._PAUSE", 0.01)
-        patch.setattr("kvpolicy.evaluation.client._Http.alive", lambda self: len(dying.asked) < 3)
+        patch.setattr("kvpolicy.evaluation.asking.asking._PAUSE", 0.01)
+        patch.setattr(
+            "kvpolicy.evaluation.asking.client._Http.alive", lambda self: len(dying.asked) < 3
+        )
         assert run(out, *asks(url, model), "--concurrency", "1") == 1
     said = capsys.readouterr().err
     assert "the server does not answer any more" in said

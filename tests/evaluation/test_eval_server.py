@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from kvpolicy.evaluation import cli, records
-from kvpolicy.evaluation.kept import unpacked
+from kvpolicy.evaluation.looking.kept import unpacked
 
 pytestmark = pytest.mark.server
 

@@ -55,7 +55,7 @@ def test_every_question_is_answered(folder):
 
 def test_commands_for_elsewhere_are_accepted():
     """Models and servers that are not here: the options at least are real."""
-    from kvpolicy.evaluation import eval_arguments
+    from kvpolicy.evaluation.asking import eval_arguments
 
     parser = argparse.ArgumentParser(exit_on_error=False)
     eval_arguments.add(parser)
@@ -68,7 +68,7 @@ def test_commands_for_elsewhere_are_accepted():
 def test_values_that_the_text_names_are_found():
     from kvpolicy.dsl.check import load
     from kvpolicy.dsl.model_config import read_config
-    from kvpolicy.evaluation.variants import variants
+    from kvpolicy.evaluation.asking.variants import variants
 
     shape = read_config(str(ROOT / "examples" / "model-small")).shape
     names = ["snapkv", "vatp", "streamingllm", "minicache"]

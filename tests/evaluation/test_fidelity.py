@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvpolicy.evaluation import fidelity_report, look
 from kvpolicy.evaluation.cli import main
-from kvpolicy.evaluation.distributions import Distributions, distance, interval, perplexity
-from kvpolicy.evaluation.fidelity_result import Compared, Summary, summaries
+from kvpolicy.evaluation.looking import fidelity_report, look
+from kvpolicy.evaluation.looking.distributions import Distributions, distance, interval, perplexity
+from kvpolicy.evaluation.looking.fidelity_result import Compared, Summary, summaries
 
 ROOT = Path(__file__).parents[2]
 

@@ -40,7 +40,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def tokens():
-    from kvpolicy.evaluation.tokens import Tokens
+    from kvpolicy.evaluation.asking.tokens import Tokens
 
     return Tokens(MODEL)
 
@@ -118,7 +118,7 @@ def test_distances_are_those_of_the_plain_model(compared, texts, name):
 def test_some_tokens_of_a_distribution_give_a_lower_bound(
     server, texts, compared, tmp_path, monkeypatch, capsys
 ):
-    from kvpolicy.evaluation import fidelity
+    from kvpolicy.evaluation.looking import fidelity
 
     monkeypatch.setattr(fidelity, "_WHOLE", 100)  # 512 tokens are many now
     words = ["--policy", "snapkv", "--text", texts[0], "--url", server.url, "--out", tmp_path]
@@ -165,7 +165,7 @@ def test_a_budget_for_everything_is_full_kv(compared):
 
 def test_inspect_shows_what_the_plain_model_keeps(server, texts, tokens, tmp_path, capsys):
     from eager import generate
-    from kvpolicy.evaluation.kept import unpacked
+    from kvpolicy.evaluation.looking.kept import unpacked
 
     ids = texts[1][0]
     prompt = tmp_path / "prompt.txt"
@@ -192,7 +192,7 @@ def test_inspect_shows_what_the_plain_model_keeps(server, texts, tokens, tmp_pat
 def test_a_server_is_started_with_the_policy_and_its_settings(server, tmp_path, monkeypatch):
     from contextlib import contextmanager
 
-    from kvpolicy.evaluation import look
+    from kvpolicy.evaluation.looking import look
 
     started = []
 

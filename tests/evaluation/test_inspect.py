@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvpolicy.evaluation import endpoint, inspect_page, look, terminal
+from kvpolicy.evaluation.asking import endpoint
 from kvpolicy.evaluation.cli import main
-from kvpolicy.evaluation.kept import Kept, pieces, unpacked
+from kvpolicy.evaluation.looking import inspect_page, look, terminal
+from kvpolicy.evaluation.looking.kept import Kept, pieces, unpacked
 
 ROOT = Path(__file__).parents[2]
 PLAIN = terminal.Style(width=60, ansi=False, unicode=False)

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from kvpolicy.evaluation import look_arguments
+from kvpolicy.evaluation.looking import look_arguments
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "inspect.md").read_text()
@@ -49,7 +49,7 @@ def test_the_options_exist_and_are_described():
 
 def test_the_texts_can_be_made(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
-    from kvpolicy.evaluation.tokens import Tokens
+    from kvpolicy.evaluation.asking.tokens import Tokens
 
     code = blocks("python")[0].replace("examples/model-tiny", str(ROOT / "examples" / "model-tiny"))
     monkeypatch.chdir(tmp_path)

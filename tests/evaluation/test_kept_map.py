@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 HERE = Path(__file__).parent
-SCRIPT = HERE.parents[1] / "evaluation" / "kept_map.js"
+SCRIPT = HERE.parents[1] / "evaluation" / "pages" / "kept_map.js"
 
 # 2 layers, 2 KV heads, 10 positions: head 0.0 holds the even ones, 0.1 the first five, layer 1 none
 # but its last.

@@ -143,7 +143,7 @@ def test_claims_name_shipped_policies_and_variants():
 
 def checked(tmp_path, here, stated):
     """What the check of full KV says of 60 answers and of a card."""
-    from kvpolicy.evaluation.results import Results
+    from kvpolicy.evaluation.reporting.results import Results
     from quality_checks import check_full_kv
 
     card = f"| task | 256 | 512 |\n|---|---:|---:|\n| one needle (`niah`) | 1 (0-2) | {stated} |\n"

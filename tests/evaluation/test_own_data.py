@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from kvpolicy.evaluation import catalog
+from kvpolicy.evaluation.questions import catalog
 
 GOOD = {"context": "Amy lives in Oslo.", "input": "Where does Amy live?", "answers": ["Oslo"]}
 

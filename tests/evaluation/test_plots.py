@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvpolicy.evaluation import plot_kept, plot_labels, plots, results
-from kvpolicy.evaluation.plot_style import COLOURS, MOST, style
-from kvpolicy.evaluation.summary import Summary
+from kvpolicy.evaluation.reporting import plot_kept, plot_labels, plots, results
+from kvpolicy.evaluation.reporting.plot_style import COLOURS, MOST, style
+from kvpolicy.evaluation.reporting.summary import Summary
 from matplotlib import pyplot
 from matplotlib.text import Annotation
 

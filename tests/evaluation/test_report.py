@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from kvpolicy.dsl.diagnostics import PolicyError
-from kvpolicy.evaluation import cli, report
+from kvpolicy.evaluation import cli
+from kvpolicy.evaluation.reporting import report
 
 sys.path.insert(0, str(Path(__file__).parent))
 import made_run

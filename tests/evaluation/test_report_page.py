@@ -9,9 +9,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from kvpolicy.evaluation import page, results
 from kvpolicy.evaluation.records import FULL
-from kvpolicy.evaluation.summary import Summary, Turns
+from kvpolicy.evaluation.reporting import page, results
+from kvpolicy.evaluation.reporting.summary import Summary, Turns
 
 sys.path.insert(0, str(Path(__file__).parent))
 import made_run
@@ -95,12 +95,12 @@ def test_is_one_well_formed_page_without_links_outside(text):
 def test_every_placeholder_is_filled(text):
     assert "<!--" not in text
     for name in ("kept_map.js", "report.css"):
-        assert (page.HERE / name).read_text(encoding="utf-8") in text
+        assert (page.SOURCES / name).read_text(encoding="utf-8") in text
 
 
 def test_scripts_cannot_end_their_element():
     for name in page.SCRIPTS:
-        assert "</script" not in (page.HERE / name).read_text(encoding="utf-8").lower()
+        assert "</script" not in (page.SOURCES / name).read_text(encoding="utf-8").lower()
 
 
 def test_data_round_trip(text, summary):
@@ -293,6 +293,6 @@ def test_small_runs_are_drawn_too(case, tmp_path):
 
 
 def test_turns_stand_in_the_order_of_the_scripts():
-    text = (page.HERE / "report.js").read_text(encoding="utf-8")
+    text = (page.SOURCES / "report.js").read_text(encoding="utf-8")
     order = ", ".join(f"{turns}: {i}" for i, turns in enumerate(Turns))
     assert f"TURNS = {{ {order} }}" in text

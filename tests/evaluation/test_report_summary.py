@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kvpolicy.evaluation import results, summary_text
 from kvpolicy.evaluation.records import FULL, Record, line
-from kvpolicy.evaluation.statistics import wilson
-from kvpolicy.evaluation.summary import COLUMNS, Summary, Turns, csv_text, front, named
+from kvpolicy.evaluation.reporting import results, summary_text
+from kvpolicy.evaluation.reporting.statistics import wilson
+from kvpolicy.evaluation.reporting.summary import COLUMNS, Summary, Turns, csv_text, front, named
 
 sys.path.insert(0, str(Path(__file__).parent))
 import made_run

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from kvpolicy.evaluation.statistics import (
+from kvpolicy.evaluation.reporting.statistics import (
     FEW,
     mean_score,
     paired_difference,

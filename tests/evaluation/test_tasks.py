@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvpolicy.evaluation import catalog, words
-from kvpolicy.evaluation.sample import History
+from kvpolicy.evaluation.questions import catalog, words
+from kvpolicy.evaluation.questions.sample import History
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from kvpolicy.evaluation import catalog, tasks
+from kvpolicy.evaluation import tasks
+from kvpolicy.evaluation.questions import catalog
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
 

@@ -3,7 +3,7 @@
 import pickle
 
 import pytest
-from kvpolicy.evaluation import judge
+from kvpolicy.evaluation.questions import judge
 
 
 def test_a_single_answer_must_begin_with_the_item():

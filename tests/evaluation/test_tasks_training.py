@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvpolicy.evaluation import catalog, embedded_words
-from kvpolicy.evaluation.embedded import facts_prompt
+from kvpolicy.evaluation.questions import catalog, embedded_words
+from kvpolicy.evaluation.questions.embedded import facts_prompt
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "train"))
 import more_tasks

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from kvpolicy.evaluation.words import MOST_NAMES, Filler, largest, listing, names, numbers
-from kvpolicy.evaluation.words_facts import weave
+from kvpolicy.evaluation.questions.words import MOST_NAMES, Filler, largest, listing, names, numbers
+from kvpolicy.evaluation.questions.words_facts import weave
 
 
 def rng(seed=0):

@@ -1,0 +1,1 @@
+"""Who is asked: policies and budgets, servers and clients, answers that are written down."""

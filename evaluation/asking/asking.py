@@ -1,0 +1,212 @@
+"""Asks one policy the samples of a task and length, several at once, in the order they need.
+
+What a later turn finds of the earlier ones is made here: turns of a sample follow one another, or
+the server's cache is emptied between the first turns of all samples and their second ones.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+from kvpolicy.evaluation.asking.answers import Answers
+from kvpolicy.evaluation.asking.client import Answer, Client, Failed
+from kvpolicy.evaluation.asking.facts import held, kept_share
+from kvpolicy.evaluation.asking.tokens import Tokens
+from kvpolicy.evaluation.asking.turns import requests
+from kvpolicy.evaluation.asking.variants import Variant
+from kvpolicy.evaluation.questions.sample import History, Sample
+from kvpolicy.evaluation.records import FULL, Record
+
+_TRIES = 3
+_PAUSE = 1.0  # seconds before the second try; twice as many before the third
+_IN_A_ROW = 20  # failures without an answer between them, after which the rest would fail too
+
+
+class Gone(Exception):
+    """The server does not answer any more; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What entries of a model are, where that is known.
+
+    Attributes:
+        lists: L * G, entries of one token.
+        token_bytes: KV bytes of one token.
+    """
+
+    lists: int | None
+    token_bytes: float | None
+
+
+@dataclass
+class Asking:
+    """A run's way to ask.
+
+    Attributes:
+        client: of the server.
+        tokens: the model's tokenizer.
+        answers: where they go.
+        memory: sizes of the model.
+        at_once: requests that are out at a time.
+        answered: called after each question with an answer, and after each without.
+    """
+
+    client: Client
+    tokens: Tokens
+    answers: Answers
+    memory: Memory
+    at_once: int
+    answered: Callable[[], object]
+    _failures: int = field(default=0, init=False)
+
+    def ask(self, variant: Variant, samples: Sequence[Sample]) -> None:
+        """Asks a policy all questions of samples of one task and length that have no answer yet.
+
+        Raises:
+            Gone: the server does not answer any more, or answers nothing.
+            Failed: its cache cannot be emptied.
+        """
+        for wave in _waves(samples):
+            jobs = [job for sample, turns in wave if (job := self._job(variant, sample, turns))]
+            if jobs:
+                self.client.flush()
+                in_threads(jobs, lambda job: self._converse(variant, *job), self.at_once)
+
+    def _job(
+        self, variant: Variant, sample: Sample, turns: Sequence[int]
+    ) -> tuple[Sample, Sequence[int], set[int]] | None:
+        """Turns to ask of a sample, and those of them that are to be written down."""
+        new = {t for t in turns if question_key(variant, sample, t) not in self.answers.keys}
+        if not new:
+            return None
+        # A turn that was answered in an earlier run is asked again where a later one finds it.
+        again = sample.history == History.TREE
+        asked = [t for t in turns if t in new or (again and t < max(new))]
+        return sample, asked, new
+
+    def _converse(
+        self, variant: Variant, sample: Sample, turns: Sequence[int], new: set[int]
+    ) -> None:
+        copy = self.client.copies and variant.alias != FULL
+        for request in requests(sample, self.tokens, copy=copy):
+            if request.turn not in turns:
+                continue
+            answer = self._answer(variant, sample, request)
+            if request.turn not in new:
+                continue
+            if answer is not None:
+                record = self._record(variant, sample, request.turn, answer)
+                if not self.answers.add(record):
+                    return
+            self.answered()
+
+    def _answer(self, variant: Variant, sample: Sample, request) -> Answer | None:
+        """The answer; None after tries that all failed, which is noted."""
+        sentence = ""
+        for attempt in range(_TRIES):
+            try:
+                answer = self.client.ask(request, variant.alias)
+                self._failures = 0
+                return answer
+            except Failed as error:
+                sentence = str(error)
+                if not self.client.alive():
+                    raise Gone(f"the server does not answer any more ({sentence})") from None
+                if not error.again:
+                    break
+            if attempt < _TRIES - 1:
+                time.sleep(_PAUSE * 2**attempt)
+        self.answers.fail(question_key(variant, sample, request.turn), sentence)
+        self._failures += 1
+        if self._failures >= _IN_A_ROW:
+            raise Gone(f"{_IN_A_ROW} requests in a row failed, the last one with: {sentence}")
+        return None
+
+    def _record(self, variant: Variant, sample: Sample, number: int, answer: Answer) -> Record:
+        turn = sample.turns[number]
+        facts = answer.meta.get("kv_policy")
+        kept = held_share = kv_bytes = None
+        if variant.alias == FULL:
+            kept = held_share = 1.0
+        elif facts is not None:
+            kept = kept_share(facts)
+            if self.memory.lists is not None:
+                held_share = held({"meta_info": answer.meta}, self.memory.lists)
+            kv_bytes = facts.get("kv_bytes_after")
+        if kv_bytes is None and kept is not None and self.memory.token_bytes is not None:
+            kv_bytes = answer.prompt_tokens * self.memory.token_bytes
+        return Record(
+            policy=variant.policy,
+            budget=variant.budget,
+            setting=dict(variant.setting),
+            task=sample.task,
+            length=sample.length,
+            index=sample.index,
+            turn=number,
+            depth=sample.depth,
+            score=float(turn.judge(answer.text)),
+            answer=answer.text,
+            expected=list(turn.expected),
+            prompt_tokens=answer.prompt_tokens,
+            output_tokens=answer.output_tokens,
+            kept=kept,
+            held=held_share,
+            kv_bytes=kv_bytes,
+            ttft=answer.ttft,
+            tpot=answer.tpot,
+            uncompressed=(facts or {}).get("uncompressed"),
+        )
+
+
+def question_key(variant: Variant, sample: Sample, turn: int) -> tuple:
+    """The key of the record that an answer will become."""
+    return (variant.policy, variant.budget, sample.task, sample.length, sample.index, turn)
+
+
+def _waves(samples: Sequence[Sample]) -> Iterator[list[tuple[Sample, list[int]]]]:
+    """Samples with turns that are asked between two emptyings of the cache."""
+    together = [s for s in samples if s.history != History.EVICTED]
+    yield [(sample, list(range(len(sample.turns)))) for sample in together]
+    alone = [s for s in samples if s.history == History.EVICTED]
+    for turn in range(max((len(sample.turns) for sample in alone), default=0)):
+        yield [(sample, [turn]) for sample in alone if turn < len(sample.turns)]
+
+
+def in_threads(jobs: Iterable, work: Callable, count: int) -> None:
+    """Does jobs in so many threads; raises the first exception of one.
+
+    The threads end with the process: an interrupted run does not wait for answers.
+    """
+    queue: SimpleQueue = SimpleQueue()
+    for job in jobs:
+        queue.put(job)
+    broken: list[BaseException] = []
+    stopped = threading.Event()
+
+    def run() -> None:
+        while not stopped.is_set():
+            try:
+                work(queue.get_nowait())
+            except Empty:
+                return
+            except BaseException as error:
+                broken.append(error)
+                stopped.set()
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(min(count, queue.qsize()))]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.2)  # now and then a signal is looked at
+    except BaseException:
+        stopped.set()
+        raise
+    if broken:
+        raise broken[0]

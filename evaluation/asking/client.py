@@ -1,0 +1,287 @@
+"""Questions over HTTP: SGLang's own route, and that of any OpenAI-compatible server.
+
+Answers are streamed: the times to the first token and per token after it are the client's.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import requests
+from kvpolicy.evaluation.asking.tokens import Tokens
+from kvpolicy.evaluation.asking.turns import Request
+from kvpolicy.evaluation.records import FULL
+
+_PATIENCE = (10, 600)  # seconds to connect, and without a byte of an answer
+# More tokens than any answer has: after the first one the server sends the rest at once.
+_AT_ONCE = 1 << 20
+
+
+class Failed(Exception):
+    """A request that got no answer; the message is one sentence.
+
+    Attributes:
+        again: whether the same request may succeed later.
+    """
+
+    def __init__(self, message: str, *, again: bool = True) -> None:
+        super().__init__(message)
+        self.again = again
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server said to one request.
+
+    Attributes:
+        text: of the answer, without tokens that were forced.
+        prompt_tokens, output_tokens: as the server counted them.
+        ttft, tpot: seconds to the first token, and per token after it; None where there is none.
+        meta: the facts that come with an answer of SGLang.
+    """
+
+    text: str
+    prompt_tokens: int
+    output_tokens: int
+    ttft: float | None
+    tpot: float | None
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+class Client(Protocol):
+    """A server that is asked; used by several threads at once."""
+
+    copies: bool
+    """Whether an answer can go on after tokens that are given."""
+
+    def ask(self, request: Request, policy: str, *, kept: bool = False) -> Answer:
+        """Asks a question.
+
+        Args:
+            policy: name of the policy at the server; FULL for full KV.
+            kept: whether the answer's facts are to say which entries were kept.
+
+        Raises:
+            Failed: there is no answer.
+        """
+
+    def flush(self) -> None:
+        """Empties the radix cache.
+
+        Raises:
+            Failed: the server does not do it.
+        """
+
+    def alive(self) -> bool:
+        """Whether anybody listens there still."""
+
+
+class _Http:
+    """Connections of the threads to one server."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self.url = url
+        self._key = key
+        self._local = threading.local()
+
+    def session(self) -> requests.Session:
+        """This thread's own session."""
+        if not hasattr(self._local, "session"):
+            self._local.session = requests.Session()
+            if self._key:
+                self._local.session.headers["Authorization"] = f"Bearer {self._key}"
+        return self._local.session
+
+    def events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of a streamed answer.
+
+        Raises:
+            Failed: nobody answers, the server refuses, or the stream ends early.
+        """
+        try:
+            with self.session().post(
+                self.url + path, json=body, stream=True, timeout=_PATIENCE
+            ) as response:
+                if not response.ok:
+                    again = response.status_code >= 500 or response.status_code == 429
+                    raise Failed(_refusal(response), again=again)
+                ended = False
+                for line in response.iter_lines():
+                    if line == b"data: [DONE]":
+                        ended = True
+                    elif line.startswith(b"data: "):
+                        yield _event(line[6:])
+                if not ended:
+                    raise Failed("the answer broke off")
+        except requests.RequestException as error:
+            raise Failed(f"no answer: {type(error).__name__}") from None
+
+    def alive(self) -> bool:
+        """Whether a connection is accepted."""
+        try:
+            self.session().get(self.url + "/v1/models", timeout=30)
+        except requests.RequestException:
+            return False
+        return True
+
+
+def _event(text: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(text)
+    except ValueError:
+        raise Failed("the answer is not a stream of JSON") from None
+    error = event.get("error") if isinstance(event, dict) else "not an object"
+    if error:
+        message = error.get("message", error) if isinstance(error, dict) else error
+        raise Failed(f"the server says: {message}", again=False)
+    return event
+
+
+def _refusal(response: requests.Response) -> str:
+    """The server's sentence, or its status where it says nothing."""
+    try:
+        body = response.json()
+        error = body.get("error", body)
+        said = error.get("message") if isinstance(error, dict) else error
+    except (ValueError, AttributeError):
+        said = None
+    return f"status {response.status_code}" + (f": {said}" if said else "")
+
+
+def _timed(
+    events: Iterator[dict], has_token: Callable[[dict], bool]
+) -> tuple[list[dict], float | None, float | None]:
+    """The events, at least one, and the seconds until the first and the last one with a token."""
+    started = time.perf_counter()
+    found, first, last = [], None, None
+    for event in events:
+        found.append(event)
+        if has_token(event):
+            last = time.perf_counter() - started
+            first = last if first is None else first
+    if not found:
+        raise Failed("the answer is empty")
+    return found, first, last
+
+
+def _per_token(first: float | None, last: float | None, generated: int) -> float | None:
+    """Seconds per token after the first one; None if all came at once."""
+    if first is None or first == last or generated < 2:
+        return None
+    return (last - first) / (generated - 1)
+
+
+class SGLang:
+    """SGLang's /generate.
+
+    Args:
+        url: of the server.
+        tokens: the model's tokenizer, for answers of which the beginning was given.
+        named: whether the server knows policies, so that requests name one.
+        key: of the API.
+    """
+
+    def __init__(self, url: str, tokens: Tokens, *, named: bool, key: str | None = None) -> None:
+        self._http, self._tokens, self.copies = _Http(url, key), tokens, named
+
+    def ask(self, request: Request, policy: str, *, kept: bool = False) -> Answer:
+        """See `Client`."""
+        given = len(request.forced)
+        sampling: dict[str, Any] = {
+            "temperature": 0,
+            "max_new_tokens": given + request.most,
+            # A token that follows given ones is timed too: each is sent then.
+            "stream_interval": 1 if given else _AT_ONCE,
+        }
+        if self.copies:
+            custom: dict[str, Any] = {"kv_policy": policy}
+            custom |= {"kv_policy_kept": True} if kept else {}
+            custom |= {"kv_policy_force": request.forced} if given else {}
+            sampling["custom_params"] = custom
+        body = {"input_ids": request.ids, "sampling_params": sampling, "stream": True}
+        events, first, last = _timed(
+            self._http.events("/generate", body), lambda event: len(event["output_ids"]) > given
+        )
+        final = events[-1]
+        meta = final["meta_info"]
+        reason = meta.get("finish_reason") or {}
+        if reason.get("type") == "abort":
+            raise Failed(f"the server gave up: {reason.get('message')}")
+        generated = meta["completion_tokens"] - given
+        text = self._tokens.decode(final["output_ids"][given:]) if given else final["text"]
+        ttft = None if given else first
+        tpot = _per_token(first, last, generated)
+        return Answer(text, meta["prompt_tokens"], generated, ttft, tpot, meta)
+
+    def flush(self) -> None:
+        """See `Client`."""
+        for _ in range(50):
+            try:
+                response = self._http.session().post(self._http.url + "/flush_cache", timeout=30)
+            except requests.RequestException as error:
+                raise Failed(f"no answer: {type(error).__name__}") from None
+            if response.ok:
+                return
+            time.sleep(0.1)
+        message = "its cache was not emptied within 5 s: is somebody else asking it?"
+        raise Failed(message, again=False)
+
+    def alive(self) -> bool:
+        """See `Client`."""
+        return self._http.alive()
+
+
+class OpenAI:
+    """/v1/completions of any server, with full KV.
+
+    Args:
+        url: of the server, without /v1.
+        model: its name for the model.
+        tokens: the model's tokenizer, where the server counts no tokens.
+        key: of the API.
+    """
+
+    copies = False
+
+    def __init__(self, url: str, model: str, tokens: Tokens, key: str | None = None) -> None:
+        self._http, self._model, self._tokens = _Http(url, key), model, tokens
+
+    def ask(self, request: Request, policy: str, *, kept: bool = False) -> Answer:
+        """See `Client`."""
+        if policy != FULL or kept:
+            raise ValueError(f"an OpenAI-compatible server has no policy {policy}")
+        body = {
+            "model": self._model,
+            "prompt": request.text,
+            "max_tokens": request.most,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        events, first, last = _timed(
+            self._http.events("/v1/completions", body), lambda event: bool(event.get("choices"))
+        )
+        text = "".join(map(_said, events))
+        usage = next((e["usage"] for e in reversed(events) if e.get("usage")), {})
+        generated = usage.get("completion_tokens")
+        if generated is None:
+            generated = len(self._tokens.encode(text, special=False))
+        prompt = usage.get("prompt_tokens", len(request.ids))
+        return Answer(text, prompt, generated, first, _per_token(first, last, generated))
+
+    def flush(self) -> None:
+        """No common route does it: every sample stands alone, which is what the cache is for."""
+
+    def alive(self) -> bool:
+        """See `Client`."""
+        return self._http.alive()
+
+
+def _said(event: dict[str, Any]) -> str:
+    """The text of one event; the last one has no choices but the usage."""
+    return "".join(choice.get("text") or "" for choice in event.get("choices") or ())

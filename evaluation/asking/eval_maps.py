@@ -1,0 +1,56 @@
+"""Which entries each policy kept of some prompts: kept.jsonl of `kvpolicy eval`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvpolicy.evaluation.asking.answers import Lines
+from kvpolicy.evaluation.asking.asking import in_threads
+from kvpolicy.evaluation.asking.client import Client
+from kvpolicy.evaluation.asking.tokens import Tokens
+from kvpolicy.evaluation.asking.turns import Request, requests
+from kvpolicy.evaluation.asking.variants import Variant
+from kvpolicy.evaluation.looking.kept import pieces
+from kvpolicy.evaluation.questions.sample import Sample
+
+
+def write_maps(
+    folder: Path,
+    wanted: Sequence[tuple[Variant, Sample]],
+    client: Client,
+    tokens: Tokens,
+    at_once: int,
+) -> None:
+    """Adds a line per policy and prompt.
+
+    Raises:
+        Failed: there is no answer, or the server does not say what was kept.
+    """
+    found: dict[int, str] = {}
+
+    def look(number: int) -> None:
+        variant, sample = wanted[number]
+        request = next(requests(sample, tokens, copy=False))
+        # Two tokens: of one alone nothing is decoded, and the prompt is not compressed for it.
+        two = Request(0, request.ids, request.text, [], 2)
+        kept = client.ask(two, variant.alias, kept=True).meta["kv_policy"]["kept"]
+        facts = {
+            "policy": variant.policy,
+            "budget": variant.budget,
+            "task": sample.task,
+            "length": sample.length,
+            "index": sample.index,
+            "tokens": pieces(tokens.decode_all, request.ids),
+            "asked": tokens.positions(request.text, sample.asked),
+            **kept,
+        }
+        found[number] = json.dumps(facts, ensure_ascii=False) + "\n"
+
+    client.flush()
+    in_threads(range(len(wanted)), look, at_once)
+    lines = Lines(folder / "kept.jsonl")
+    for number in range(len(wanted)):
+        lines.append(found[number])
+    lines.close()

@@ -1,0 +1,360 @@
+"""What a run of `kvpolicy eval` needs: its plan, its samples, and the server that it asks."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.dsl.diagnostics import PolicyError, refused
+from kvpolicy.dsl.model_config import ModelConfig, read_config
+from kvpolicy.evaluation.asking import endpoint
+from kvpolicy.evaluation.asking.asking import Memory
+from kvpolicy.evaluation.asking.client import Client, OpenAI, SGLang
+from kvpolicy.evaluation.asking.endpoint import Endpoint
+from kvpolicy.evaluation.asking.machine import machine
+from kvpolicy.evaluation.asking.plan import Plan, fingerprint
+from kvpolicy.evaluation.asking.tokens import Tokens
+from kvpolicy.evaluation.asking.turns import requests
+from kvpolicy.evaluation.asking.variants import Variant, full_kv, on_server, variants
+from kvpolicy.evaluation.questions import catalog, own_data
+from kvpolicy.evaluation.questions.sample import History, Sample
+from kvpolicy.evaluation.records import FULL
+from kvpolicy.evaluation.serving import has_gpu, serve
+
+_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
+# Slots of a server's pool on a CPU, at least; SGLang sizes that of a GPU by its memory.
+_SLOTS = 16384
+_LOADING = 1800  # seconds; a large model's weights take minutes to read
+
+
+@dataclass
+class Setup:
+    """A run that is ready to begin.
+
+    Attributes:
+        plan: what it does.
+        tokens: the model's tokenizer.
+        config: sizes of the model; None if its folder is not at hand.
+        found: the server at --url; None if one is to be started.
+    """
+
+    plan: Plan
+    tokens: Tokens
+    config: ModelConfig | None
+    found: Endpoint | None
+
+    def samples(self, task: str, length: int) -> list[Sample]:
+        """The samples of a task and length.
+
+        Raises:
+            PolicyError: the task cannot make them.
+        """
+        return [self.sample(task, length, index) for index in range(self._count(task))]
+
+    def sample(self, task: str, length: int, index: int) -> Sample:
+        """One sample; PolicyError as above."""
+        plan = self.plan
+        return _sample(self.tokens, task, plan.form, length, index, plan.seed)
+
+    def _count(self, task: str) -> int:
+        """Samples of a task: as many as were asked for, or as its file has."""
+        there = catalog.count_of(task)
+        return self.plan.samples if there is None else min(there, self.plan.samples)
+
+    def asked(self, task: str, length: int) -> tuple[int, int]:
+        """Samples of a task and length, and the questions that they hold."""
+        turns = len(self.sample(task, length, 0).turns)
+        return self._count(task), self._count(task) * turns
+
+    def questions(self, task: str, length: int) -> int:
+        """How many records a task and length become."""
+        return self.plan.questions[task][length][1] * len(self.variants_at(length))
+
+    def variants_at(self, length: int) -> list[Variant]:
+        """What is asked at a length."""
+        return [each for each in self.plan.variants if length in each.lengths]
+
+    def missing_maps(self, folder: Path, number: int) -> list[tuple[Variant, Sample]]:
+        """Prompts whose kept entries are wanted and not in kept.jsonl yet: the shortest ones."""
+        path, length = folder / "kept.jsonl", self.plan.lengths[0]
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        facts = [json.loads(line) for line in lines if line.endswith(b"\n")]
+        there = {(f["policy"], f["budget"], f["task"], f["index"]) for f in facts}
+        return [
+            (variant, self.sample(task, length, index))
+            for task in self.plan.tasks
+            for index in range(min(number, self._count(task)))
+            for variant in self.variants_at(length)
+            if variant.alias != FULL and (variant.policy, variant.budget, task, index) not in there
+        ]
+
+
+def _sample(tokens: Tokens, task: str, form: str, length: int, index: int, seed: int) -> Sample:
+    try:
+        return catalog.sample(
+            task, form=form, length=length, index=index, seed=seed, count=tokens.count
+        )
+    except ValueError as error:
+        raise refused("--tasks", "arguments", f"{task}, {length} tokens: {error}") from None
+
+
+def prepare(args: argparse.Namespace, command: str) -> Setup:
+    """Checks everything that the command says; nothing is started or written.
+
+    Raises:
+        PolicyError: something cannot be used.
+    """
+    config = None if args.model is None else read_config(args.model)
+    chosen, notes, found = _from_url(args) if args.url else _from_model(args, config)
+    if not args.no_full:
+        chosen = [full_kv(args.lengths), *chosen]
+    if not chosen:
+        raise refused("--no-full", "arguments", "there is no policy to ask instead")
+    titles = _titles(args.tasks)
+    folder = args.tokenizer or args.model or _tokenizer_of(found)
+    tokens = Tokens(folder)
+    form = catalog.form_of(tokens.tokenizer)
+    _check_samples(args, tokens, form, found)
+    plan = Plan(
+        command=command,
+        model=_model_name(args, found),
+        form=form,
+        lengths=args.lengths,
+        tasks=titles,
+        seed=args.seed,
+        samples=args.samples,
+        variants=chosen,
+        notes=notes,
+        server=_server(args, config, found),
+        machine=machine(),
+        decides={},
+    )
+    plan.decides = _decides(args, plan, folder, found)
+    setup = Setup(plan, tokens, config, found)
+    plan.questions = {task: {n: setup.asked(task, n) for n in plan.lengths} for task in plan.tasks}
+    return setup
+
+
+def _from_model(
+    args: argparse.Namespace, config: ModelConfig | None
+) -> tuple[list[Variant], list[str], None]:
+    if config is None:
+        message = "say which model to serve, or which server to ask with --url"
+        raise refused("--model", "arguments", message)
+    for option in ("api", "model_name", "api_key_env"):
+        if getattr(args, option) is not None:
+            flag = "--" + option.replace("_", "-")
+            raise refused(flag, "arguments", "this belongs to --url, which is not given")
+    chosen, notes = variants(args.policy, args.set, args.budget, args.lengths, config.shape)
+    return chosen, notes, None
+
+
+def _from_url(args: argparse.Namespace) -> tuple[list[Variant], list[str], Endpoint]:
+    """Variants of what a running server has; what decides there cannot be said here."""
+    given = {"--budget": args.budget, "--set": args.set, "--server-args": args.server_args}
+    for option, value in given.items():
+        if value:
+            message = "with --url the server's own settings decide"
+            help_ = "start that server with these settings, or give --model instead of --url"
+            raise refused(option, "arguments", message, help_)
+    found = endpoint.find(args.url, args.api, api_key(args.api_key_env))
+    if found.api == "openai":
+        found.model(args.model_name)
+    return on_server(args.policy, found.policies or (), args.lengths), [], found
+
+
+def api_key(variable: str | None) -> str | None:
+    """The key in an environment variable.
+
+    Raises:
+        PolicyError: the variable is not set.
+    """
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise refused("--api-key-env", "arguments", f"the variable `{variable}` is not set")
+    return os.environ[variable]
+
+
+def _titles(tasks: list[str]) -> dict[str, str]:
+    try:
+        return {task: catalog.title(task) for task in tasks}
+    except ValueError as error:
+        raise refused("--tasks", "arguments", str(error)) from None
+
+
+def _tokenizer_of(found: Endpoint | None) -> str:
+    """The folder that a server took its tokenizer from, if it is here."""
+    path = None if found is None else found.info.get("tokenizer_path")
+    if not path or not Path(path).is_dir():
+        message = "the lengths of prompts need the model's tokenizer"
+        raise refused("--tokenizer", "arguments", message, "name the folder that it is in")
+    return path
+
+
+def _check_samples(
+    args: argparse.Namespace, tokens: Tokens, form: str, found: Endpoint | None
+) -> None:
+    """Makes the first sample of each task and length, and tests what only samples tell."""
+    most = _context(args, found)
+    for task in args.tasks:
+        for length in args.lengths:
+            sample = _sample(tokens, task, form, length, 0, args.seed)
+            if found is not None and found.api == "openai" and sample.history == History.EVICTED:
+                message = f"`{task}` needs a server whose cache can be emptied, which is SGLang"
+                raise refused("--tasks", "arguments", message)
+            *_, last = requests(sample, tokens, copy=False)
+            if most is not None and len(last.ids) + last.most > most:
+                message = (
+                    f"{task} at {length} needs {len(last.ids) + last.most:,} tokens with the "
+                    f"answer, and the model reads at most {most:,}"
+                )
+                raise refused("--lengths", "arguments", message)
+
+
+def _context(args: argparse.Namespace, found: Endpoint | None) -> int | None:
+    """Tokens of prompt and answer that the model takes; None if not known."""
+    words = shlex.split(args.server_args)
+    if "--context-length" in words[:-1]:
+        text = words[words.index("--context-length") + 1]
+        return int(text) if text.isdigit() else None
+    if found is not None:
+        most = found.info.get("context_length")
+        return most if isinstance(most, int) else None
+    path = Path(args.model)
+    config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    most = config.get("text_config", config).get("max_position_embeddings")
+    return most if isinstance(most, int) else None
+
+
+def _model_name(args: argparse.Namespace, found: Endpoint | None) -> str:
+    if found is None:
+        return args.model
+    if found.api == "openai":
+        return found.model(args.model_name)
+    return str(found.info.get("model_path") or args.url)
+
+
+def _server(
+    args: argparse.Namespace, config: ModelConfig | None, found: Endpoint | None
+) -> dict[str, Any]:
+    """What plan.json says of the server."""
+    info = {} if found is None else found.info
+    version = info.get("version")
+    if found is None:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version("sglang")
+    config = config or _config_of(info)
+    return {
+        "url": args.url,
+        "api": "sglang" if found is None else found.api,
+        "version": version,
+        "arguments": args.server_args or None,
+        "L": None if config is None else config.shape.layers,
+        "G": None if config is None else config.shape.kv_heads,
+        "bytes_per_token": None,
+    }
+
+
+def _config_of(info: Any) -> ModelConfig | None:
+    """Sizes of the model that a server serves, if its folder is here."""
+    path = info.get("model_path")
+    if not path or not Path(path).is_dir():
+        return None
+    with contextlib.suppress(PolicyError):
+        return read_config(path)
+    return None
+
+
+def _decides(
+    args: argparse.Namespace, plan: Plan, tokenizer: str, found: Endpoint | None
+) -> dict[str, Any]:
+    """What decides the answers; two runs with the same are parts of one."""
+    data = [Path(t.removeprefix(own_data.PREFIX)) for t in plan.tasks if own_data.is_one(t)]
+    folder = Path(args.model or tokenizer)
+    files = [p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".bin")]
+    named = sorted(Path(tokenizer).glob("tokenizer*"))
+    return {
+        "model": [plan.model if found else None, fingerprint(*files, *named)],
+        "form": plan.form,
+        "tasks": list(plan.tasks),
+        "data": fingerprint(*data),
+        "lengths": plan.lengths,
+        "samples": plan.samples,
+        "seed": plan.seed,
+        "policies": [
+            [each.alias, each.policy, each.budget, list(each.lengths), each.meaning]
+            for each in plan.variants
+        ],
+        "server": [plan.server["api"], plan.server["version"], args.server_args],
+    }
+
+
+@contextlib.contextmanager
+def opened(args: argparse.Namespace, setup: Setup) -> Iterator[tuple[Client, Memory]]:
+    """The server that is asked, for the time of a `with` block.
+
+    Raises:
+        ServerFailed: the server that is started here stops.
+        PolicyError: what answers at --url is no server any more.
+    """
+    found = setup.found
+    if found is None:
+        with _started(args, setup) as url:
+            yield _sglang(setup, endpoint.find(url, "sglang", None), None)
+    elif found.api == "sglang":
+        yield _sglang(setup, found, api_key(args.api_key_env))
+    else:
+        name, key = found.model(args.model_name), api_key(args.api_key_env)
+        yield OpenAI(found.url, name, setup.tokens, key), _memory(setup)
+
+
+@contextlib.contextmanager
+def _started(args: argparse.Namespace, setup: Setup) -> Iterator[str]:
+    """A server of one's own with all variants."""
+    served = [each for each in setup.plan.variants if each.path is not None]
+    policies = [f"{each.alias}={each.path}" for each in served]
+    settings = [f"{e.alias}.{name}={value}" for e in served for name, value in e.setting.items()]
+    flags: dict[str, Any] = {"max_total_tokens": _slots(args)}
+    if has_gpu():  # SGLang's own choice of kernels, precision and pool
+        names = ("attention_backend", "dtype", "disable_cuda_graph")
+        flags = dict.fromkeys(names)
+    words = shlex.split(args.server_args)
+    with serve(
+        args.model, policies, settings, progress=not args.quiet, arguments=words,
+        start_timeout=_LOADING, **flags,
+    ) as server:  # fmt: skip
+        yield server.url
+
+
+def _slots(args: argparse.Namespace) -> int:
+    """Room for all requests that are out at a time, their compressed copies and their answers."""
+    return max(_SLOTS, 3 * args.concurrency * (max(args.lengths) + 512))
+
+
+def _sglang(setup: Setup, found: Endpoint, key: str | None) -> tuple[Client, Memory]:
+    """A client of SGLang; the plan learns what the server says of itself."""
+    info, server = found.info, setup.plan.server
+    kind = str(info.get("kv_cache_dtype") or "auto")
+    kind = str(info.get("dtype")) if kind == "auto" else kind
+    config = setup.config or _config_of(info)
+    if config is not None:
+        size = 1 if kind.startswith("fp8") else _BYTES.get(kind, config.kv_bytes)
+        shape = config.shape
+        server["bytes_per_token"] = shape.layers * shape.kv_heads * 2 * shape.head_dim * size
+    client = SGLang(found.url, setup.tokens, named=found.policies is not None, key=key)
+    return client, _memory(setup)
+
+
+def _memory(setup: Setup) -> Memory:
+    server = setup.plan.server
+    lists = None if server["L"] is None else server["L"] * server["G"]
+    return Memory(lists, server["bytes_per_token"])

@@ -1,0 +1,264 @@
+"""Which policies are asked, with which settings: `--policy`, `--budget` and `--set`.
+
+N tokens of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from kvpolicy.dsl.bind import bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.diagnostics import PolicyError, listed, refused
+from kvpolicy.dsl.ir import ModelShape, Program
+from kvpolicy.dsl.library import find, shipped
+from kvpolicy.evaluation.asking.budgets import Value, solve, thins_some
+from kvpolicy.evaluation.records import FULL
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One policy with one setting, as a server knows it.
+
+    Attributes:
+        alias: its name in requests; FULL for full KV.
+        policy: the policy's name.
+        budget: the asked share of the prompt's entries; None where none was or could be.
+        setting: value of every parameter that is set, as text.
+        lengths: prompt lengths that it is asked at.
+        path: the policy's file; None for full KV and for policies that a server has already.
+        predicted: by length, the share that is kept at most.
+        meaning: digest of the policy with its values; what two equal ones share.
+        about: the policy's sentence on itself.
+    """
+
+    alias: str
+    policy: str
+    budget: float | None
+    setting: Mapping[str, str]
+    lengths: tuple[int, ...]
+    path: str | None = None
+    predicted: Mapping[int, float] = field(default_factory=dict)
+    meaning: str = ""
+    about: str = ""
+
+    @property
+    def label(self) -> str:
+        """Policy and budget for people."""
+        return self.policy if self.budget is None else f"{self.policy} {100 * self.budget:g} %"
+
+
+def full_kv(lengths: Sequence[int]) -> Variant:
+    """The baseline."""
+    return Variant(FULL, FULL, None, {}, tuple(lengths), about="full KV")
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """A checked file and the values that the user gave it, and those given to any policy."""
+
+    program: Program
+    path: str
+    given: Mapping[str, str]
+    general: frozenset[str] = frozenset()
+
+
+def variants(
+    words: Sequence[str],
+    settings: Sequence[str],
+    shares: Sequence[float],
+    lengths: Sequence[int],
+    shape: ModelShape,
+) -> tuple[list[Variant], list[str]]:
+    """What a server is to serve, without full KV.
+
+    Args:
+        words: values of --policy; `none` is passed over.
+        settings: values of --set.
+        shares: values of --budget.
+        lengths: N of the prompts.
+
+    Returns:
+        The variants, and one sentence for everything that is not as it was asked for.
+
+    Raises:
+        PolicyError: a policy fails its check, a value is not accepted, or a name is unknown.
+    """
+    found: list[Variant] = []
+    notes: list[str] = []
+    for policy in _policies(words, settings, shape):
+        more, said = _of_policy(policy, shares, lengths, shape)
+        found += more
+        notes += said
+    return found, notes
+
+
+def _of_policy(
+    policy: _Policy, shares: Sequence[float], lengths: Sequence[int], shape: ModelShape
+) -> tuple[list[Variant], list[str]]:
+    """The variants of one policy, and what is not as it was asked for."""
+    name, notes = policy.program.name, []
+    parameter, solved = solve(policy.program, shape, policy.given, shares, lengths)
+    if parameter in policy.general:
+        own = {key: value for key, value in policy.given.items() if key != parameter}
+        policy = replace(policy, given=own)
+        notes.append(
+            f"{parameter} sets the share of {name}, so `--set {parameter}=...` is not for it"
+        )
+    if not solved or parameter in policy.given:
+        if shares:
+            beside = f", beside those of --set ({', '.join(policy.given)})" if policy.given else ""
+            notes.append(
+                f"no parameter of {name} sets such a share{beside}; it is served once as it is"
+            )
+        return [_variant(policy, shape, name, None, None, tuple(lengths))], notes
+    found: list[Variant] = []
+    for share in shares:
+        values = solved.get(share, ())
+        found += _of_share(policy, shape, share, values, lengths)
+        missing = [n for n in lengths if not any(n in value.lengths for value in values)]
+        if missing:
+            tokens = ", ".join(f"{n:,}" for n in missing)
+            notes.append(
+                f"{name} keeps {100 * share:g} % of {tokens} tokens at no value of a parameter; "
+                "left out (perhaps another `--set`, such as a smaller window, makes room)"
+            )
+    if thins_some(bind(policy.program, shape, found[-1].setting), max(lengths)):
+        notes.append(f"data decide which layers {name} thins; the share is what it keeps of those")
+    return found, notes
+
+
+def _of_share(
+    policy: _Policy,
+    shape: ModelShape,
+    share: float,
+    values: Sequence[Value],
+    lengths: Sequence[int],
+) -> Iterator[Variant]:
+    """One variant where one value suits all lengths, else one for each value."""
+    alias = f"{policy.program.name}@{share:g}"
+    for value in values:
+        whole = len(value.lengths) == len(lengths)
+        name = alias if whole else f"{alias}@{'-'.join(str(n) for n in sorted(value.lengths))}"
+        yield _variant(policy, shape, name, share, value, value.lengths)
+
+
+def _variant(
+    policy: _Policy,
+    shape: ModelShape,
+    alias: str,
+    share: float | None,
+    value: Value | None,
+    lengths: tuple[int, ...],
+) -> Variant:
+    setting = dict(policy.given)
+    if value is not None:
+        setting[value.parameter] = value.value
+    program = policy.program
+    return Variant(
+        alias,
+        program.name,
+        share,
+        setting,
+        tuple(sorted(lengths)),
+        policy.path,
+        {} if value is None else value.predicted,
+        bind(program, shape, setting).digest,
+        program.about,
+    )
+
+
+def _policies(words: Sequence[str], settings: Sequence[str], shape: ModelShape) -> list[_Policy]:
+    """The checked policies, each with its settings."""
+    names = [each for word in words for each in (shipped() if word == ALL else [word])]
+    programs: dict[str, tuple[Program, str]] = {}
+    for word in dict.fromkeys(names):
+        if word == FULL:
+            continue
+        program, path = _checked(word), str(find(word).resolve())
+        if program.name == FULL:
+            raise refused(word, "name", f"the name `{FULL}` stands for full KV")
+        if programs.get(program.name, (None, path))[1] != path:
+            message = f"another file is called `{program.name}` too"
+            raise refused(word, "name", message, "change the name on its `policy:` line")
+        programs[program.name] = (program, path)
+    given = _settings(settings, {name: program for name, (program, _) in programs.items()})
+    general = {each.partition("=")[0].strip() for each in settings}
+    for name, (program, _) in programs.items():
+        bind(program, shape, given[name])  # refuses what is not accepted, by its name
+    return [
+        _Policy(program, path, given[name], frozenset(general & given[name].keys()))
+        for name, (program, path) in programs.items()
+    ]
+
+
+def _checked(word: str) -> Program:
+    checked = load(word)
+    program = checked.require()
+    if checked.unserved:
+        raise refused(checked.source.name, "phase", "; ".join(checked.unserved))
+    return program
+
+
+def _settings(
+    settings: Sequence[str], programs: Mapping[str, Program]
+) -> dict[str, dict[str, str]]:
+    """Values of --set by policy: `NAME=VALUE` goes to every policy with that parameter."""
+    given: dict[str, dict[str, str]] = {name: {} for name in programs}
+    for setting in settings:
+        left, equals, value = setting.partition("=")
+        policy, dot, parameter = left.strip().rpartition(".")
+        if not equals or not parameter:
+            message = f"`{setting}` is not NAME=VALUE or POLICY.NAME=VALUE"
+            raise refused("--set", "arguments", message)
+        if dot and policy not in programs:
+            raise refused("--set", "arguments", f"`{setting}`: {_unknown(policy, programs)}")
+        takers = [policy] if dot else [n for n, p in programs.items() if parameter in p.params]
+        if not takers:
+            message = f"`{setting}`: no policy here has a parameter `{parameter}`"
+            raise refused("--set", "arguments", message)
+        for name in takers:
+            given[name][parameter] = value.strip()
+    return given
+
+
+def _unknown(policy: str, programs: Mapping[str, Program]) -> str:
+    if not programs:
+        return "there is no policy that it could be for"
+    return f"no policy here is called `{policy}`; there is {listed(programs)}"
+
+
+def on_server(words: Sequence[str], served: Sequence[Mapping], lengths: Sequence[int]) -> list:
+    """Variants of policies that a running server has, by name.
+
+    Args:
+        words: values of --policy.
+        served: name, path and settings of each, as the server reports them.
+
+    Raises:
+        PolicyError: the server has no policy of a name.
+    """
+    there = {each["name"]: each for each in served}
+    names = [each for word in words for each in (there if word == ALL else [word])]
+    found = []
+    for name in dict.fromkeys(names):
+        if name == FULL:
+            continue
+        if name not in there:
+            raise _not_there(name, there)
+        setting = {key: str(value) for key, value in (there[name].get("settings") or {}).items()}
+        meaning = f"{there[name].get('path')} {sorted(setting.items())}"
+        found.append(Variant(name, name, None, setting, tuple(lengths), None, {}, meaning))
+    return found
+
+
+def _not_there(name: str, there: Mapping[str, Mapping]) -> PolicyError:
+    if not there:
+        message = f"the server at --url serves no policies, so it cannot be asked for `{name}`"
+        help_ = "ask it for `none` only, or start it with `--kv-policy`"
+        return refused("--policy", "arguments", message, help_)
+    message = f"the server at --url has no policy called `{name}`; it has {listed(there, 'and')}"
+    return refused("--policy", "arguments", message)

@@ -1,0 +1,157 @@
+"""`kvpolicy fidelity`: how far a policy moves the model's next-token distributions from full KV.
+
+No labels are needed. The first tokens of a text are the prompt; the next ones are forced, so that
+every cache is asked for the distribution of the same token after the same text. Full KV is asked in
+the same way, so that both come from decode steps (the very first distribution of a continuation
+comes from the prefill). Besides, both generate freely.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from kvpolicy.dsl.diagnostics import refused
+from kvpolicy.evaluation.asking.asking import in_threads
+from kvpolicy.evaluation.asking.facts import kept_share
+from kvpolicy.evaluation.asking.tokens import Tokens
+from kvpolicy.evaluation.asking.variants import Variant
+from kvpolicy.evaluation.looking import fidelity_report
+from kvpolicy.evaluation.looking.distributions import Distributions, distance
+from kvpolicy.evaluation.looking.fidelity_result import Compared
+from kvpolicy.evaluation.looking.kept import pieces
+from kvpolicy.evaluation.looking.look import Look, opened, text_of
+from kvpolicy.evaluation.records import FULL
+
+_WHOLE = 2048  # vocabularies up to this size are asked for as a whole
+_AT_ONCE = 4  # requests in flight
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text in token ids: prompt [N] and continuation [T]."""
+
+    name: str
+    prompt: list[int]
+    continuation: list[int]
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command; raises PolicyError for what cannot be used."""
+    if args.out is not None and args.out.exists() and not args.out.is_dir():
+        raise refused(str(args.out), "file", "this is a file; --out is a folder")
+    named = [each for file in args.text for each in _texts(file)]
+    with opened(args) as look:
+        texts = [_split(look.tokens, name, text, args) for name, text in named]
+        top = _top(args.top, look)
+        results = list(_compared(look, texts, top))
+    print("\n".join(fidelity_report.table(results)))
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        for path in fidelity_report.write(results, args.out):
+            print(f"{path}: written", file=sys.stderr)
+    return 0
+
+
+def _texts(file: str) -> Iterator[tuple[str, str]]:
+    """Name and text of everything in a file: one text, or one in each line of *.jsonl."""
+    whole = text_of(file)
+    if not file.endswith(".jsonl"):
+        yield file, whole
+        return
+    for number, line in enumerate(whole.splitlines(), 1):
+        if not line.strip():
+            continue
+        name = f"{file}:{number}"
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError):
+            text = None
+        if not isinstance(text, str) or not text.strip():
+            raise refused(name, "file", 'this line is not {"text": "..."}')
+        yield name, text
+
+
+def _split(tokens: Tokens, name: str, text: str, args: argparse.Namespace) -> Text:
+    ids = tokens.encode(text)
+    prompt = args.prompt_tokens or int(args.prompt_share * len(ids))
+    left = len(ids) - prompt
+    if prompt < 1 or left < 2:
+        message = f"it has {len(ids):,} tokens, of which {prompt:,} would be the prompt"
+        raise refused(name, "range", message, "a continuation of two tokens or more has to be left")
+    return Text(name, ids[:prompt], ids[prompt : prompt + args.continuation])
+
+
+def _top(asked: int, look: Look) -> int:
+    """K. A server cannot name more tokens than there are, and fails if it is asked to."""
+    if look.vocabulary is not None and look.vocabulary <= _WHOLE:
+        return look.vocabulary
+    return min(asked, look.vocabulary or len(look.tokens.tokenizer))
+
+
+def _compared(look: Look, texts: Sequence[Text], top: int) -> Iterator[Compared]:
+    """Every policy on every text, with a progress bar."""
+    from tqdm import tqdm
+
+    names = [FULL, *(each.alias for each in look.policies)]
+    jobs = list(product(range(len(texts)), names, (False, True)))
+    found: dict[tuple[int, str, bool], dict[str, Any]] = {}
+    with tqdm(total=len(jobs), unit="request", disable=None, file=sys.stderr) as bar:
+
+        def ask(job: tuple[int, str, bool]) -> None:
+            number, name, free = job
+            found[job] = _asked(look, texts[number], name, free, top)
+            bar.update()
+
+        in_threads(jobs, ask, _AT_ONCE)
+    for number, text in enumerate(texts):
+        for policy in look.policies:
+            keys = product([number], (FULL, policy.alias), (False, True))
+            yield _one(look, text, policy, [found[key] for key in keys])
+
+
+def _asked(look: Look, text: Text, policy: str, free: bool, top: int) -> dict[str, Any]:
+    """One answer: with the text's own continuation forced, or generated freely."""
+    count = len(text.continuation)
+    if free:
+        return look.ask(text.prompt, policy, count)
+    custom = {"kv_policy_force": text.continuation}
+    logprobs = {"return_logprob": True, "top_logprobs_num": top}
+    return look.ask(text.prompt, policy, count, custom=custom, **logprobs)
+
+
+def _one(look: Look, text: Text, policy: Variant, answers: Sequence[dict[str, Any]]) -> Compared:
+    """One policy on one text, from the answers of full KV and of the policy, forced and free."""
+    full, full_free, forced, free = answers
+    count = len(text.continuation)
+    for answer in (full, forced):
+        if list(answer["output_ids"]) != text.continuation:
+            message = "it generated other tokens than it was given"
+            raise refused(look.url, "server", message, "it needs the same version of kvpolicy")
+    try:
+        both = [Distributions.of(answer["meta_info"], count) for answer in (full, forced)]
+    except ValueError as error:
+        raise refused(look.url, "server", f"its answer cannot be used: {error}") from None
+    pairs = zip(full_free["output_ids"], free["output_ids"], strict=True)
+    facts = forced["meta_info"].get("kv_policy") or {}
+    around = [*text.prompt[-1:], *text.continuation]
+    return Compared(
+        text=text.name,
+        policy=policy.alias,
+        setting=dict(policy.setting),
+        prompt_tokens=len(text.prompt),
+        continuation=tuple(text.continuation),
+        words=tuple(pieces(look.tokens.decode_all, around)[1:]),
+        full=both[0],
+        other=both[1],
+        distance=distance(*both),
+        greedy_divergence=next((i for i, (a, b) in enumerate(pairs) if a != b), None),
+        whole=both[0].ids.shape[1] == look.vocabulary,
+        kept=kept_share(facts) if facts else None,
+        uncompressed=facts.get("uncompressed"),
+    )

@@ -1,0 +1,194 @@
+"""Table, files and page of `kvpolicy fidelity`."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import html
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from kvpolicy.evaluation.looking.fidelity_result import Compared, Summary, summaries
+from kvpolicy.evaluation.looking.inspect_page import filled
+from kvpolicy.evaluation.looking.terminal import percent
+from kvpolicy.evaluation.reporting import plot_style
+
+_COLUMNS = (
+    "policy",
+    "kept",
+    "mean KL, nats",
+    "median",
+    "99 %",
+    "same top token",
+    "first other",
+    "first other, free",
+    "perplexity (full KV)",
+)
+_BINS = 32  # of positions, in the picture, at most
+_LEAST = 8  # values in a bin, on average over all bins
+_SHOWN = 4  # texts per policy on the page
+
+
+def table(results: Sequence[Compared]) -> list[str]:
+    """Lines for the terminal: a row per policy, and what the figures are of."""
+    rows = [_COLUMNS, *map(_row, summaries(results))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)) for row in rows]
+    return [*(line.rstrip() for line in lines), "", *notes(results)]
+
+
+def _row(summary: Summary) -> tuple[str, ...]:
+    low, high = summary.kl_interval()
+    least, most = summary.agreement_interval()
+    with_policy, full = summary.perplexities()
+    return (
+        summary.title,
+        "?" if summary.kept is None else percent(summary.kept),
+        f"{summary.kl.mean():.4f} ({low:.4f} to {high:.4f})",
+        f"{np.median(summary.kl):.4f}",
+        f"{np.percentile(summary.kl, 99):.4f}",
+        f"{percent(summary.agree.mean())} ({100 * least:.1f} to {100 * most:.1f})",
+        summary.first(greedy=False),
+        summary.first(greedy=True),
+        f"{with_policy:.5g} ({full:.5g})",
+    )
+
+
+def notes(results: Sequence[Compared]) -> Iterator[str]:
+    """Sentences on what the figures mean."""
+    texts = {each.text: len(each.continuation) for each in results}
+    positions = sum(texts.values())
+    count = "1 text" if len(texts) == 1 else f"{len(texts)} texts"
+    yield (
+        f"{positions:,} positions of {count}; 95 % intervals; KL(full KV || policy) of the next "
+        "token, every token before it given"
+    )
+    first = results[0]
+    if first.whole:
+        yield f"KL is over the whole vocabulary of {first.full.ids.shape[1]:,} tokens"
+    else:
+        least = min(each.distance.covered.min() for each in results)
+        yield (
+            f"KL is a lower bound: {first.full.ids.shape[1]:,} tokens of each distribution are "
+            f"known, which are {percent(least)} of its probability at the least"
+        )
+    yield (
+        "first other: position at which the top token is another one; free: at which another one "
+        "is generated (medians over texts; position 0 is of the prefill)"
+    )
+    for each in results:
+        if each.uncompressed:
+            yield f"{each.policy} served {each.text} in full: {each.uncompressed}"
+
+
+def write(results: Sequence[Compared], folder: Path) -> list[Path]:
+    """fidelity.csv (a row per position), .jsonl (a line per text), .png and .html."""
+    paths = [folder / f"fidelity.{end}" for end in ("csv", "jsonl", "png", "html")]
+    with paths[0].open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(_positions(results))
+    lines = [json.dumps(each.as_row(), ensure_ascii=False) for each in results]
+    paths[1].write_text("\n".join(lines) + "\n", encoding="utf-8")
+    draw(summaries(results), paths[2])
+    paths[3].write_text(page(results, paths[2].read_bytes()), encoding="utf-8")
+    return paths
+
+
+def _positions(results: Sequence[Compared]) -> Iterator[tuple]:
+    yield (
+        *("text", "policy", "position", "token_id", "token", "kl", "agree", "covered"),
+        *("top_full", "top_policy", "logprob_full", "logprob_policy"),
+    )
+    for each in results:
+        for at, token in enumerate(each.continuation):
+            yield (
+                *(each.text, each.policy, at, token, each.words[at]),
+                *(f"{each.distance.kl[at]:.9g}", int(each.distance.agree[at])),
+                f"{each.distance.covered[at]:.9g}",
+                *(each.full.ids[at, 0], each.other.ids[at, 0]),
+                *(f"{each.full.given[at]:.9g}", f"{each.other.given[at]:.9g}"),
+            )
+
+
+def draw(found: Sequence[Summary], path: Path) -> None:
+    """KL and agreement by position, a line per policy: means over texts and bins of positions."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+
+    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
+    for number, summary in enumerate(found):
+        style = plot_style.style(number)
+        options = {
+            "color": style.colour,
+            "lw": 1.8,
+            "marker": "o",
+            "ms": 3.5,
+            "label": summary.title,
+        }
+        if style.dash:
+            options["dashes"] = style.dash
+        for axis, name in ((above, "kl"), (below, "agree")):
+            axis.plot(*by_position([getattr(p.distance, name) for p in summary.parts]), **options)
+    above.set_ylabel("KL(full KV || policy), nats")
+    # Where all agree to rounding, a logarithm would magnify noise.
+    above.set_yscale("symlog", linthresh=1e-4)
+    above.set_ylim(bottom=0)
+    below.set_ylabel("positions with the same top token")
+    below.set_ylim(-0.02, 1.02)
+    below.set_xlim(left=-0.5)
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    below.set_xlabel("position in the continuation, tokens")
+    lines, names = below.get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside upper left", ncols=2, frameon=False, fontsize=9)
+    for axis in (above, below):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def by_position(values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Middles of bins of positions, and the means of all texts' values in each."""
+    longest = max(map(len, values))
+    bins = max(1, min(_BINS, longest, sum(map(len, values)) // _LEAST))
+    edges = np.linspace(0, longest, bins + 1).astype(int)
+    means = []
+    for start, stop in pairwise(edges):
+        means.append(np.mean(np.concatenate([each[start:stop] for each in values])))
+    return (edges[:-1] + edges[1:] - 1) / 2, np.array(means)
+
+
+def page(results: Sequence[Compared], picture: bytes) -> str:
+    """One HTML file that needs nothing else: table, picture, and texts with what moved."""
+    found = summaries(results)
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in _COLUMNS)
+    rows = "\n".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _row(summary)) + "</tr>"
+        for summary in found
+    )
+    return filled(
+        "fidelity.html",
+        head=head,
+        rows=rows,
+        notes="\n".join(f"<p>{html.escape(note)}</p>" for note in notes(results)),
+        picture=base64.b64encode(picture).decode("ascii"),
+        texts="\n".join(_text(part) for summary in found for part in summary.parts[:_SHOWN]),
+    )
+
+
+def _text(part: Compared) -> str:
+    """A continuation: darker where the KL is larger, underlined where the top token differs."""
+    spans = []
+    for at, word in enumerate(part.words):
+        kl, agree = part.distance.kl[at], part.distance.agree[at]
+        shade = int(np.searchsorted((0.01, 0.1, 0.5, 2.0), kl))
+        kind = f"kl{shade}" + ("" if agree else " other")
+        title = f"position {at}: KL {kl:.4f}" + ("" if agree else ", another top token")
+        spans.append(f'<span class="{kind}" title="{title}">{html.escape(word)}</span>')
+    name = html.escape(f"{part.policy}, {part.text}")
+    return f"<h3>{name}</h3>\n<pre>{''.join(spans)}</pre>"

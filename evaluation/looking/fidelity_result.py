@@ -1,0 +1,141 @@
+"""What `kvpolicy fidelity` found: of one policy on one text, and of a policy on all texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from kvpolicy.evaluation.looking.distributions import Distance, Distributions, interval, perplexity
+
+# Neighbouring positions hang together: with few texts, so many are drawn again at a time.
+_BLOCK = 16
+_MANY = 10  # texts from which on these are drawn again instead
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One policy on one text. T positions.
+
+    Attributes:
+        text: its name.
+        continuation, words: the T forced tokens, and the text that each adds.
+        full, other: the distributions with full KV and with the policy.
+        greedy_divergence: first token that differs where both generate freely; None within T.
+        whole: whether the distributions are of the whole vocabulary.
+        kept: share of the prompt's entries left after the prefill; None if not known.
+        uncompressed: why the prompt was served in full.
+    """
+
+    text: str
+    policy: str
+    setting: Mapping[str, str]
+    prompt_tokens: int
+    continuation: tuple[int, ...]
+    words: tuple[str, ...]
+    full: Distributions
+    other: Distributions
+    distance: Distance
+    greedy_divergence: int | None
+    whole: bool
+    kept: float | None
+    uncompressed: str | None
+
+    def as_row(self) -> dict[str, Any]:
+        """The figures of this text alone."""
+        kl = self.distance.kl
+        return {
+            "text": self.text,
+            "policy": self.policy,
+            "setting": dict(self.setting),
+            "prompt_tokens": self.prompt_tokens,
+            "positions": len(kl),
+            "kept": self.kept,
+            "uncompressed": self.uncompressed,
+            "mean_kl": float(kl.mean()),
+            "median_kl": float(np.median(kl)),
+            "p99_kl": float(np.percentile(kl, 99)),
+            "agreement": float(self.distance.agree.mean()),
+            "first_divergence": self.distance.first_divergence,
+            "greedy_divergence": self.greedy_divergence,
+            "perplexity": perplexity(self.other.given),
+            "perplexity_full": perplexity(self.full.given),
+            "tokens_compared": int(self.full.ids.shape[1]),
+            "whole_vocabulary": self.whole,
+            "least_covered": float(self.distance.covered.min()),
+        }
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One policy on all texts."""
+
+    parts: tuple[Compared, ...]
+
+    @property
+    def policy(self) -> str:
+        """Its name."""
+        return self.parts[0].policy
+
+    @property
+    def title(self) -> str:
+        """Its name and settings."""
+        setting = ", ".join(f"{key}={value}" for key, value in self.parts[0].setting.items())
+        return f"{self.policy} ({setting})" if setting else self.policy
+
+    @property
+    def kept(self) -> float | None:
+        """Mean share of the entries that are left; None where a server does not say it."""
+        shares = [part.kept for part in self.parts]
+        return None if None in shares else float(np.mean(shares))
+
+    @cached_property
+    def kl(self) -> np.ndarray:
+        """Of all positions of all texts."""
+        return np.concatenate([part.distance.kl for part in self.parts])
+
+    @cached_property
+    def agree(self) -> np.ndarray:
+        """Of all positions of all texts."""
+        return np.concatenate([part.distance.agree for part in self.parts])
+
+    def kl_interval(self) -> tuple[float, float]:
+        """95 % interval of the mean KL."""
+        return interval(self._drawn([part.distance.kl for part in self.parts]))
+
+    def agreement_interval(self) -> tuple[float, float]:
+        """95 % interval of the share of positions that agree."""
+        return interval(self._drawn([part.distance.agree for part in self.parts]))
+
+    def _drawn(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+        if len(values) >= _MANY:
+            return list(values)
+        return [v[start : start + _BLOCK] for v in values for start in range(0, len(v), _BLOCK)]
+
+    def perplexities(self) -> tuple[float, float]:
+        """Of all texts' continuations, with the policy and with full KV."""
+        other = np.concatenate([part.other.given for part in self.parts])
+        full = np.concatenate([part.full.given for part in self.parts])
+        return perplexity(other), perplexity(full)
+
+    def first(self, *, greedy: bool) -> str:
+        """Median position of the first difference over the texts; `>T` where most have none."""
+        found = [
+            part.greedy_divergence if greedy else part.distance.first_divergence
+            for part in self.parts
+        ]
+        ends = [len(part.continuation) for part in self.parts]
+        known = sorted(end if at is None else at for at, end in zip(found, ends, strict=True))
+        middle = known[(len(known) - 1) // 2]
+        never = sum(at is None for at in found) * 2 >= len(found) + 1
+        return f">{middle}" if never else str(middle)
+
+
+def summaries(results: Sequence[Compared]) -> list[Summary]:
+    """By policy, in the order of the results."""
+    found: dict[str, list[Compared]] = {}
+    for each in results:
+        found.setdefault(each.policy, []).append(each)
+    return [Summary(tuple(parts)) for parts in found.values()]

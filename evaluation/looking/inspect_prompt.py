@@ -1,0 +1,96 @@
+"""`kvpolicy inspect`: for one prompt, what each layer and head kept, with the text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+
+from kvpolicy.dsl.diagnostics import refused
+from kvpolicy.evaluation.looking import inspect_page, terminal
+from kvpolicy.evaluation.looking.kept import Kept, pieces, unpacked
+from kvpolicy.evaluation.looking.look import Look, opened, text_of
+
+_PIPE_WIDTH = 100  # columns where nobody says
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command; raises PolicyError for what cannot be used."""
+    if len(args.policies) > 1:
+        raise refused("--policy", "arguments", "inspect looks at one policy at a time")
+    if args.head is not None and args.layer is None:
+        raise refused("--head", "arguments", "a head is of a layer", "add --layer")
+    for path in filter(None, (args.html, args.json)):
+        if not path.absolute().parent.is_dir():
+            raise refused(str(path), "file", "there is no such folder")
+    text = text_of(args.prompt)
+    with opened(args) as look:
+        kept = asked(look, text, args.new)
+    _check_place(kept, args.layer, args.head)
+    _print(kept, args)
+    for path, written in ((args.html, inspect_page.page), (args.json, _as_json)):
+        if path is not None:
+            path.write_text(written(kept), encoding="utf-8")
+            print(f"{path}: written", file=sys.stderr)
+    return 0
+
+
+def asked(look: Look, text: str, new: int) -> Kept:
+    """What the first policy of a server keeps of a text.
+
+    Raises:
+        PolicyError: the server refuses the prompt or does not say what was kept.
+    """
+    policy, ids = look.policies[0], look.tokens.encode(text)
+    answer = look.ask(ids, policy.alias, new, custom={"kv_policy_kept": True})
+    facts = dict(answer["meta_info"].get("kv_policy") or {})
+    packed = facts.pop("kept", None)
+    if packed is None:
+        message = "its answer does not say what was kept"
+        raise refused(look.url, "server", message, "it needs the same version of kvpolicy")
+    words = tuple(pieces(look.tokens.decode_all, ids))
+    return Kept(policy.alias, policy.setting, words, unpacked(packed), facts, answer["text"])
+
+
+def _check_place(kept: Kept, layer: int | None, head: int | None) -> None:
+    for option, index, count, what in (
+        ("--layer", layer, kept.held.shape[0], "layers"),
+        ("--head", head, kept.held.shape[1], "KV heads"),
+    ):
+        if index is not None and not 0 <= index < count:
+            message = f"{index} is none of the model's {count} {what}, counted from 0"
+            raise refused(option, "range", message)
+
+
+def _print(kept: Kept, args: argparse.Namespace) -> None:
+    style = style_of_output()
+    places = {"layer": args.layer, "head": args.head}
+    for line in terminal.view(kept, style, heads=args.heads, whole=args.whole, **places):
+        print(line)
+    print(f"\nanswer: {terminal.printable(kept.answer.strip())}")
+
+
+def style_of_output() -> terminal.Style:
+    """What the standard output can show; a pipe gets plain marks and a fixed width."""
+    tty = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if tty else _PIPE_WIDTH
+    ansi = tty and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    encoding = (sys.stdout.encoding or "").lower().replace("-", "")
+    return terminal.Style(width, ansi, unicode=encoding == "utf8")
+
+
+def _as_json(kept: Kept) -> str:
+    """Everything: the mask as `numpy.packbits` in base64, rows padded to whole bytes."""
+    drawn = kept.as_map()
+    found = {
+        "policy": kept.policy,
+        "settings": dict(kept.settings),
+        "shape": list(kept.held.shape),
+        "bits": drawn["bits"],
+        "tokens": list(kept.tokens),
+        "facts": dict(kept.facts),
+        "answer": kept.answer,
+    }
+    return json.dumps(found, ensure_ascii=False, indent=1) + "\n"

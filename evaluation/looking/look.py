@@ -1,0 +1,180 @@
+"""A server whose policies are looked into: started on a model, or found at a URL.
+
+`inspect` and `fidelity` name policies by file, or by the name that a running server has for them.
+Everything that can be wrong with them is found before a server is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import requests
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.diagnostics import PolicyError, refused
+from kvpolicy.dsl.library import shipped
+from kvpolicy.dsl.model_config import read_config
+from kvpolicy.evaluation.asking import endpoint
+from kvpolicy.evaluation.asking.eval_setup import api_key
+from kvpolicy.evaluation.asking.tokens import Tokens
+from kvpolicy.evaluation.asking.variants import Variant, on_server, variants
+from kvpolicy.evaluation.serving import GPU_FLAGS, ServerFailed, has_gpu, serve
+
+_PATIENCE = 600  # seconds for one answer
+
+
+@dataclass(frozen=True)
+class Look:
+    """A server that answers, and the tokenizer of its model.
+
+    Attributes:
+        policies: those of the command line, with the names that requests choose them by.
+        vocabulary: rows of the model's logits; None if its config is not at hand.
+        headers: of every request.
+    """
+
+    url: str
+    policies: tuple[Variant, ...]
+    tokens: Tokens
+    vocabulary: int | None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def ask(self, ids: Sequence[int], policy: str, count: int, **fields: Any) -> dict[str, Any]:
+        """The answer of /generate to a prompt: greedily, `count` tokens whatever they are.
+
+        Args:
+            policy: its name; FULL for full KV.
+            fields: further fields of the request; `custom`: further custom parameters.
+
+        Raises:
+            PolicyError: the server refuses it or does not answer; the server's own sentence.
+        """
+        custom = {"kv_policy": policy, **fields.pop("custom", {})}
+        sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+        body = {"input_ids": list(ids), "sampling_params": {**sampling, "custom_params": custom}}
+        url = self.url + "/generate"
+        try:
+            response = requests.post(
+                url, json={**body, **fields}, headers=self.headers, timeout=_PATIENCE
+            )
+            answer = response.json()
+        except requests.RequestException as error:
+            raise self._refused(f"no answer: {type(error).__name__}") from None
+        if not response.ok:
+            raise self._refused(_sentence(answer) or f"status {response.status_code}")
+        end = answer["meta_info"].get("finish_reason") or {}
+        if end.get("type") == "abort":
+            raise self._refused(end.get("message") or "it gave the request up")
+        return answer
+
+    def _refused(self, sentence: str) -> PolicyError:
+        return refused(self.url, "server", sentence)
+
+
+def _sentence(answer: Any) -> str | None:
+    """What the server says of a request that it refuses."""
+    error = answer.get("error", answer) if isinstance(answer, dict) else None
+    said = error.get("message") if isinstance(error, dict) else error
+    return said if isinstance(said, str) else None
+
+
+@contextlib.contextmanager
+def opened(args: argparse.Namespace) -> Iterator[Look]:
+    """The server that the options of look_arguments.py name, for the time of a `with` block.
+
+    Raises:
+        PolicyError: a policy, a setting or the model cannot be used, or nobody answers.
+    """
+    if args.url is not None:
+        yield _found(args)
+        return
+    if args.model is None:
+        raise refused("--model", "arguments", "name a model to serve, or a server with --url")
+    policies, _ = variants(args.policies, args.set, (), (), read_config(args.model).shape)
+    _not_nothing(policies)
+    paths = [each.path for each in policies]
+    settings = [f"{p.alias}.{name}={value}" for p in policies for name, value in p.setting.items()]
+    tokens = Tokens(args.model)
+    with contextlib.ExitStack() as stack:
+        # On a GPU SGLang chooses kernels and precision itself.
+        flags = dict.fromkeys(GPU_FLAGS) if has_gpu() else {}
+        started = serve(
+            args.model, paths, settings, progress=True, arguments=args.server_args, **flags
+        )
+        try:
+            server = stack.enter_context(started)
+        except ServerFailed as error:
+            raise refused(args.model, "server", str(error)) from None
+        yield Look(server.url, tuple(policies), tokens, _vocabulary(args.model))
+
+
+def _found(args: argparse.Namespace) -> Look:
+    """The server at the URL, which has to have the policies."""
+    for option, given in (("--set", args.set), ("--server-args", args.server_args)):
+        if given:
+            message = "a server that runs already has its own settings"
+            raise refused(option, "arguments", message, "leave it out, or leave --url out")
+    names = [_name(each) for each in args.policies]
+    key = api_key(args.api_key_env)
+    found = endpoint.find(args.url, "sglang", key)
+    policies = on_server(names, found.policies or (), ())
+    _not_nothing(policies)
+    served = found.info.get("model_path")
+    folder = args.model or found.info.get("tokenizer_path") or served
+    if not folder or not Path(folder).is_dir():
+        message = f"the tokenizer of its model is not on this machine ({folder})"
+        raise refused(args.url, "server", message, "name the model's folder with --model")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    # The server fails if it is asked for more tokens than its own model has.
+    same = served is not None and Path(served).resolve() == Path(folder).resolve()
+    vocabulary = _vocabulary(folder) if same else None
+    return Look(found.url, tuple(policies), Tokens(folder), vocabulary, headers)
+
+
+def _name(policy: str) -> str:
+    """The name of a policy that is given by file, or else the name that is given."""
+    is_file = Path(policy).suffix in (".yaml", ".yml") or Path(policy).is_file()
+    if not is_file and policy not in shipped():
+        return policy
+    return load(policy).require().name
+
+
+def _not_nothing(policies: Sequence[Variant]) -> None:
+    if not policies:
+        message = "`none` is full KV, which keeps everything"
+        raise refused("--policy", "arguments", message, "name a policy")
+
+
+def _vocabulary(folder: str) -> int | None:
+    """Tokens that a model's logits are of; None where no config says so."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+        return config.vocab_size
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def text_of(file: str) -> str:
+    """The text of a file, or of the standard input for `-`.
+
+    Raises:
+        PolicyError: it cannot be read, or is empty.
+    """
+    name = "the standard input" if file == "-" else file
+    try:
+        raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        text = raw.decode("utf-8")
+    except OSError as error:
+        raise refused(name, "file", (error.strerror or "cannot be read").lower()) from None
+    except UnicodeDecodeError:
+        raise refused(name, "file", "this is not UTF-8 text") from None
+    if not text.strip():
+        raise refused(name, "file", "there is no text in it")
+    return text

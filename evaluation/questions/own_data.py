@@ -1,0 +1,183 @@
+"""The task `data:PATH`: questions from a file of the user's own, as in LongBench.
+
+The file has one JSON object per line, with these fields:
+
+    context      the text to be read
+    input        the question; may be empty
+    answers      right answers, of which naming one is enough: a list, or one text
+    all_classes  optional: all names that an answer can be
+    metric       optional: contains (default), f1, or classes (default where all_classes is given)
+    most_tokens  optional: tokens to generate at most; default: half as many again as the longest of
+                 the answers has, and 32
+
+Others, such as LongBench's `length`, are not read. A prompt is the context, an empty line, the
+input, and `Answer:` on a line of its own (for a model with the 512 words: the context, the input
+and `answer`). Where that has more tokens than were ordered, the middle of the context is left out,
+as in LongBench's own scripts.
+
+Metrics: `contains` is 1 if one of the answers stands in what the model says, in any case and
+spacing, else 0; `f1` is the best F1 of the words, as in SQuAD; `classes` is 1 / n if the model
+names n classes and a right one is among them, else 0.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from kvpolicy.evaluation.questions import judge
+from kvpolicy.evaluation.questions.judge import Judge
+from kvpolicy.evaluation.questions.order import Order, too_short
+from kvpolicy.evaluation.questions.sample import Sample, Turn
+from kvpolicy.evaluation.questions.words import largest
+
+PREFIX = "data:"
+METRICS = ("contains", "f1", "classes")
+MORE_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the file."""
+
+    context: str
+    input: str
+    answers: tuple[str, ...]
+    metric: str
+    classes: tuple[str, ...]
+    most_tokens: int | None
+
+    def judge(self) -> Judge:
+        if self.metric == "classes":
+            return judge.one_class(self.answers, self.classes)
+        return (judge.overlap if self.metric == "f1" else judge.any_of)(self.answers)
+
+
+def is_one(task: str) -> bool:
+    """Whether a task's name means a file."""
+    return task.startswith(PREFIX)
+
+
+def title(task: str) -> str:
+    """The file's name."""
+    return f"own data: {_path(task).name}"
+
+
+def count(task: str) -> int:
+    """Questions in the file; ValueError as in `sample`."""
+    return len(_rows(task))
+
+
+def sample(order: Order, form: str) -> Sample:
+    """The question of a line, its context cut where it is too long.
+
+    Raises:
+        ValueError: the file cannot be read, a line is bad, or there is no such line.
+    """
+    rows = _rows(order.task)
+    if order.index >= len(rows):
+        path = _path(order.task)
+        raise ValueError(f"{path}: {len(rows)} questions, so none has the index {order.index}")
+    row = rows[order.index]
+    prompt = f" {row.input} answer" if form == "embedded" else f"\n\n{row.input}\nAnswer:"
+    reference = " " + row.answers[0]
+    most = max(order.count(answer) for answer in row.answers) * 3 // 2 + MORE_TOKENS
+    turn = Turn(prompt, reference, row.answers, row.most_tokens or most, row.judge())
+    return order.sample(_cut(row.context, prompt, order), [turn])
+
+
+def _cut(context: str, prompt: str, order: Order) -> str:
+    """The context, without its middle if the prompt would be longer than ordered."""
+    if order.count(context + prompt) <= order.length:
+        return context
+
+    def without_middle(kept: int) -> str:
+        # By characters: not every language puts spaces between words.
+        half = kept // 2
+        return context[: kept - half] + context[len(context) - half :]
+
+    def size(kept: int) -> int:
+        return order.count(without_middle(kept) + prompt)
+
+    if size(0) > order.length:
+        raise too_short(order.task, size(0), order.length)
+    return without_middle(largest(size, order.length, len(context), order.length * 3))
+
+
+def _path(task: str) -> Path:
+    return Path(task.removeprefix(PREFIX))
+
+
+def _rows(task: str) -> tuple[Row, ...]:
+    path = _path(task)
+    if task == PREFIX:
+        raise ValueError("data: needs the path of a file, as in data:questions.jsonl")
+    try:
+        changed = path.stat()
+        return _read(path, changed.st_mtime_ns, changed.st_size)
+    except OSError as error:
+        raise ValueError(f"{path}: {(error.strerror or 'it cannot be read').lower()}") from None
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path, _changed: int, _size: int) -> tuple[Row, ...]:
+    """All lines; read again when the file has changed."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: the file is not UTF-8 text") from None
+    rows = tuple(
+        _row(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()
+    )
+    if not rows:
+        raise ValueError(f"{path}: the file has no questions")
+    return rows
+
+
+def _row(place: str, line: str) -> Row:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: not JSON: {error.msg}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{place}: a line must be a JSON object")
+    classes = _texts(place, fields, "all_classes") if fields.get("all_classes") else ()
+    metric = fields.get("metric", "classes" if classes else "contains")
+    if metric not in METRICS:
+        raise ValueError(f"{place}: metric must be one of {', '.join(METRICS)}, got {metric!r}")
+    if metric == "classes" and not classes:
+        raise ValueError(f"{place}: metric classes needs the field all_classes")
+    answers = _texts(place, fields, "answers")
+    context, question = _text(place, fields, "context"), _text(place, fields, "input")
+    return Row(context, question, answers, metric, classes, _most_tokens(place, fields))
+
+
+def _given(place: str, fields: dict, name: str) -> object:
+    if name not in fields:
+        raise ValueError(f"{place}: the field {name} is missing")
+    return fields[name]
+
+
+def _text(place: str, fields: dict, name: str) -> str:
+    value = _given(place, fields, name)
+    if not isinstance(value, str):
+        raise ValueError(f"{place}: {name} must be a text")
+    return value
+
+
+def _texts(place: str, fields: dict, name: str) -> tuple[str, ...]:
+    value = _given(place, fields, name)
+    value = [value] if isinstance(value, str) else value
+    good = isinstance(value, list) and all(isinstance(one, str) and one.strip() for one in value)
+    if not good or not value:
+        raise ValueError(f"{place}: {name} must be a list of texts, none empty")
+    return tuple(value)
+
+
+def _most_tokens(place: str, fields: dict) -> int | None:
+    value = fields.get("most_tokens")
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"{place}: most_tokens must be a whole number above 0, got {value!r}")
+    return value

@@ -1,0 +1,162 @@
+"""Facts in filler text, in English: what most tasks in words are made of.
+
+A fact gives a name a number: "The locker number of the gentle amber falcon is 4839201." A prompt
+ends with the start of its answer, so that a model that only continues texts answers too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from kvpolicy.evaluation.questions import judge
+from kvpolicy.evaluation.questions.order import Order, too_short
+from kvpolicy.evaluation.questions.sample import History, Sample, Turn
+from kvpolicy.evaluation.questions.words import MOST_NAMES, Filler, largest, listing, names, numbers
+
+INTRODUCTION = "The text below mentions locker numbers. A question about them follows.\n\n"
+DIGITS = 7
+LEAST_FACT = 8  # tokens that no fact goes below
+
+
+@dataclass(frozen=True)
+class Woven:
+    """A text of statements and filler.
+
+    Attributes:
+        text: all of it.
+        start: its first character after the introduction.
+        spans: for each statement its [start, stop) characters.
+    """
+
+    text: str
+    start: int
+    spans: list[tuple[int, int]]
+
+    def depth(self, i: int) -> float:
+        """Where a statement lies after the introduction: 0 at its start, 1 at its end."""
+        start, stop = self.spans[i]
+        return (start - self.start) / max(1, len(self.text) - self.start - (stop - start))
+
+
+def weave(
+    introduction: str,
+    statements: Sequence[str],
+    places: Sequence[float],
+    sentences: Sequence[str],
+) -> Woven:
+    """Statements between sentences, each where its place says, from 0 (start) to 1 (end)."""
+    spans = [(0, 0)] * len(statements)
+    written: list[str] = []
+    length, done = len(introduction), 0
+    for place, i in sorted((place, i) for i, place in enumerate(places)):
+        cut = round(place * len(sentences))
+        between = sentences[done:cut]
+        length += sum(len(sentence) + 1 for sentence in between)
+        spans[i] = (length, length + len(statements[i]))
+        written += [*between, statements[i]]
+        length += len(statements[i]) + 1
+        done = cut
+    text = introduction + " ".join([*written, *sentences[done:]])
+    return Woven(text, len(introduction), spans)
+
+
+def fitted(
+    order: Order, compose: Callable[[int, int], Woven], least: int, most: int, prompt: str
+) -> Woven:
+    """What `compose` makes of as many statements and then as much filler as the length allows.
+
+    Args:
+        order: says the length.
+        compose: from numbers of statements and of filler words to a context.
+        least, most: statements.
+        prompt: the question that follows the context.
+
+    Raises:
+        ValueError: the least statements do not fit.
+    """
+
+    @cache
+    def size(statements: int, filler: int) -> int:
+        return order.count(compose(statements, filler).text + prompt)
+
+    needed = size(least, 0)
+    if needed > order.length:
+        raise too_short(order.task, needed, order.length)
+    span = most - least
+    held = least + largest(lambda more: size(least + more, 0), order.length, span, span)
+    room = order.length - size(held, 0)
+    filler = largest(lambda words: size(held, words), order.length, 2 * room, room * 3 // 4)
+    return compose(held, filler)
+
+
+def turn_of(question: str, items: Sequence[str], order: Order) -> Turn:
+    """A turn whose answer lists the items."""
+    reference = " " + listing(items)
+    return Turn(
+        prompt=question,
+        reference=reference,
+        expected=tuple(items),
+        most_tokens=room_for(reference, order),
+        judge=judge.mentioned(items),
+    )
+
+
+def room_for(reference: str, order: Order) -> int:
+    """Tokens that an answer may have: some more than the reference, for other wordings."""
+    return order.count(reference) * 3 // 2 + 16
+
+
+def locker_question(keys: Sequence[str]) -> str:
+    """Asks for the number of each key."""
+    keyed = listing([f"the {key}" for key in keys])
+    if len(keys) == 1:
+        return (
+            f"\n\nQuestion: Which locker number does the text give for {keyed}?"
+            f"\nAnswer: The locker number of {keyed} is"
+        )
+    return (
+        f"\n\nQuestion: Which locker numbers does the text give for {keyed}?"
+        f"\nAnswer: The locker numbers of {keyed} are"
+    )
+
+
+def locker_sample(
+    order: Order,
+    facts: int | None = None,
+    asked: int = 1,
+    turns: int = 1,
+    history: History = History.TREE,
+) -> Sample:
+    """A sample whose context has that many facts.
+
+    Args:
+        facts: in the context, or as many as fit if that is fewer or None.
+        asked: facts in each question.
+        turns: questions, all of different facts.
+        history: what later turns find.
+    """
+    least = asked * turns
+    most = facts or min(MOST_NAMES, least + order.length // LEAST_FACT)
+    keys, values = names(most, order.rng), numbers(most, DIGITS, order.rng)
+    places = [order.depth, *order.rng.random(most - 1).tolist()]
+    filler = Filler(order.rng)
+    statements = [
+        f"The locker number of the {key} is {value}."
+        for key, value in zip(keys, values, strict=True)
+    ]
+
+    def compose(held: int, words: int) -> Woven:
+        return weave(INTRODUCTION, statements[:held], places[:held], filler.sentences(words))
+
+    made = []
+    for first in range(0, least, asked):
+        now = slice(first, first + asked)
+        # A later turn of a conversation follows an answer, which it closes.
+        before = "." if first and history != History.SHARED else ""
+        made.append(turn_of(before + locker_question(keys[now]), values[now], order))
+    alone = made if history == History.SHARED else made[:1]
+    longest = max((turn.prompt for turn in alone), key=order.count)
+    woven = fitted(order, compose, least, most, longest)
+    return order.sample(woven.text, made, woven.depth(0), history, woven.spans[:asked])

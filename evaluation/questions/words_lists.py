@@ -1,0 +1,48 @@
+"""Lists of words to be counted, in English."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from kvpolicy.evaluation.questions.embedded_worlds import shuffled
+from kvpolicy.evaluation.questions.order import Order, too_short
+from kvpolicy.evaluation.questions.sample import Sample
+from kvpolicy.evaluation.questions.words import largest
+from kvpolicy.evaluation.questions.words_facts import turn_of
+
+LEAST_LISTED = 40
+INTRODUCTION = "Here is a list of words. A question about how often they come follows.\n\n"
+
+
+def list_sample(
+    order: Order, words: Sequence[str], top: int, counts: Callable[[int], np.ndarray]
+) -> Sample:
+    """A sample that asks for the words that stand most often.
+
+    Args:
+        words: all different; the first `top` are asked for.
+        counts: from the length of a list to how often each word stands in it.
+
+    Raises:
+        ValueError: a list of LEAST_LISTED words does not fit.
+    """
+    seed = int(order.rng.integers(2**63))
+    question = (
+        f"\n\nQuestion: Which {top} words come most often in the list?"
+        f"\nAnswer: The {top} words that come most often in the list are"
+    )
+
+    def context(more: int) -> str:
+        length = LEAST_LISTED + more
+        drawn = np.arange(len(words))
+        listed = shuffled(drawn, counts(length), length, np.random.default_rng(seed))
+        return INTRODUCTION + ", ".join(words[i] for i in listed) + "."
+
+    def size(more: int) -> int:
+        return order.count(context(more) + question)
+
+    if size(0) > order.length:
+        raise too_short(order.task, size(0), order.length)
+    more = largest(size, order.length, order.length, order.length // 2)
+    return order.sample(context(more), [turn_of(question, words[:top], order)])

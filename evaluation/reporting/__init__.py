@@ -1,0 +1,1 @@
+"""What was answered: intervals, tables, pictures and one page."""

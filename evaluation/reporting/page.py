@@ -1,0 +1,237 @@
+"""report.html: one file that needs nothing else, with the figures as data beside the scripts."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from kvpolicy.evaluation.records import FULL
+from kvpolicy.evaluation.reporting import summary_text
+from kvpolicy.evaluation.reporting.needles import needles
+from kvpolicy.evaluation.reporting.plot_style import MOST, OTHERS, style
+from kvpolicy.evaluation.reporting.plots import telling_budget
+from kvpolicy.evaluation.reporting.results import Series
+from kvpolicy.evaluation.reporting.summary import COSTS, Row, Summary, Turns, front, named
+
+SOURCES = Path(__file__).parents[1] / "pages"
+SCRIPTS = ("kept_map.js", "report_svg.js", "report_charts.js", "report_tables.js", "report.js")
+MAP_BYTES = 1_500_000  # of all maps in the page
+SHADES = 21
+
+
+def text(summary: Summary) -> str:
+    """The page."""
+    data = json.dumps(page_data(summary), ensure_ascii=False, separators=(",", ":"))
+    scripts = (f"<script>\n{_source(name)}</script>" for name in SCRIPTS)
+    parts = {
+        "STYLE": _source("report.css"),
+        "HEADER": _header(summary),
+        # Nothing inside can end the element: < is written as JSON's \\u003c.
+        "DATA": data.replace("<", "\\u003c"),
+        "SCRIPTS": "\n".join(scripts),
+    }
+    page = _source("report.html")
+    for name, part in parts.items():
+        before, _, after = page.partition(f"<!-- {name} -->")
+        page = before + part + after
+    return page
+
+
+def _source(name: str) -> str:
+    return (SOURCES / name).read_text(encoding="utf-8")
+
+
+def page_data(summary: Summary) -> dict[str, Any]:
+    """What the scripts read; rows are arrays in the order of `_row`, -1 means all."""
+    results = summary.results
+    policies = list(dict.fromkeys(policy for policy, _ in results.series if policy != FULL))
+    about = {entry["policy"]: entry.get("about") or "" for entry in results.plan["policies"]}
+    entries = {(entry["policy"], entry["budget"]): entry for entry in results.plan["policies"]}
+    return {
+        "policies": [{"name": name, "about": about[name]} for name in policies],
+        "series": [_series(series, policies, entries[series]) for series in results.series],
+        "tasks": [
+            {"name": summary_text.short(task), "title": title}
+            for task, title in results.tasks.items()
+        ],
+        "lengths": results.lengths,
+        "samples": results.plan["samples"],
+        "rows": [_row(summary, row) for row in summary.rows.values()],
+        "fronts": _fronts(summary),
+        "conversations": [
+            list(results.tasks).index(task) for task in summary.results.conversations()
+        ],
+        "needles": _needles(summary),
+        "maps": _maps(summary),
+        "chosen": [policies.index(name) for name in summary.prominent(MOST)],
+        "telling": telling_budget(summary),
+        "styles": [style(i)._asdict() for i in range(len(policies))],
+        "others": OTHERS,
+        "shades": [
+            matplotlib.colors.to_hex(colour)
+            for colour in matplotlib.colormaps["cividis"](np.linspace(0, 1, SHADES))
+        ],
+    }
+
+
+def _series(series: Series, policies: list[str], entry: dict) -> dict[str, Any]:
+    """A policy (None: full KV) with its budget; `entry` is the plan's."""
+    setting = entry.get("setting") or {}
+    return {
+        "policy": None if series[0] == FULL else policies.index(series[0]),
+        "budget": series[1],
+        "name": summary_text.name(series),
+        "setting": ", ".join(f"{key} = {value}" for key, value in setting.items()),
+    }
+
+
+def _place(summary: Summary, task: str | None, length: int | None) -> tuple[int, int]:
+    """Indices of task and length; -1 for all."""
+    results = summary.results
+    return (
+        -1 if task is None else list(results.tasks).index(task),
+        -1 if length is None else results.lengths.index(length),
+    )
+
+
+def _row(summary: Summary, row: Row) -> list:
+    def three(values: Sequence[float] | None) -> list:
+        return None if values is None else [_rounded(value) for value in values]
+
+    return [
+        summary.results.series.index(row.series),
+        *_place(summary, row.task, row.length),
+        list(Turns).index(row.turns),
+        row.answered,
+        row.asked,
+        three(row.score),
+        three(row.difference),
+        *map(_rounded, (row.kept, row.held, row.kv_bytes)),
+        three(row.ttft),
+        three(row.tpot),
+        _rounded(row.output_tokens),
+        ", ".join(f"{reason} {count}" for reason, count in row.in_full.items()),
+    ]
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _fronts(summary: Summary) -> dict[str, dict[str, list[list[int]]]]:
+    """By cost and `task,length`: the series that no other beats, by rising cost, and the named."""
+    found: dict[str, dict[str, list[list[int]]]] = {cost: {} for cost in COSTS}
+    places = dict.fromkeys((row.task, row.length) for row in summary.rows.values())
+    for cost, value in COSTS.items():
+        for task, length in places:
+            known = [
+                (i, value(row), row.score.mean)
+                for i, series in enumerate(summary.results.series)
+                if (row := summary.row(series, task, length)).score and value(row) is not None
+            ]
+            points = [point[1:] for point in known]
+            if points:
+                key = "{},{}".format(*_place(summary, task, length))
+                best = sorted(front(points), key=lambda i: points[i])
+                found[cost][key] = [[known[i][0] for i in each] for each in (best, named(points))]
+    return {cost: by_place for cost, by_place in found.items() if by_place}
+
+
+def _needles(summary: Summary) -> list[dict]:
+    """By task: for each series the scores [depth][length], and the answers behind each."""
+    results = summary.results
+    found = []
+    for task, heat in needles(results).items():
+        entry = {"task": list(results.tasks).index(task), "score": {}, "count": {}}
+        for series, score in heat.score.items():
+            number = str(results.series.index(series))
+            entry["score"][number] = [
+                [None if np.isnan(value) else _rounded(value) for value in row] for row in score
+            ]
+            entry["count"][number] = heat.count[series].astype(int).tolist()
+        found.append(entry)
+    return found
+
+
+def _maps(summary: Summary) -> dict[str, Any]:
+    """Prompts once, and of each what the series keep, as many as MAP_BYTES hold."""
+    prompts: dict[tuple, int] = {}
+    tokens: list[dict] = []
+    shown: list[list] = []
+    numbers = {series: i for i, series in enumerate(summary.results.series)}
+    tasks = list(summary.results.tasks)
+    size = left_out = 0
+    for entry in _known_maps(summary, numbers):
+        key = (entry["task"], entry["length"], entry["index"])
+        more = len(entry["bits"]) + (0 if key in prompts else len(json.dumps(entry["tokens"])))
+        if size + more > MAP_BYTES:
+            left_out += 1
+            continue
+        size += more
+        if key not in prompts:
+            prompts[key] = len(prompts)
+            tokens.append(
+                {
+                    "task": tasks.index(key[0]),
+                    "length": key[1],
+                    "index": key[2],
+                    "tokens": entry["tokens"],
+                    "asked": entry.get("asked") or [],
+                }
+            )
+        layers, heads, _ = entry["shape"]
+        series = numbers[entry["policy"], entry["budget"]]
+        shown.append([prompts[key], series, layers, heads, entry["bits"]])
+    return {"prompts": tokens, "shown": shown, "left_out": left_out}
+
+
+def _known_maps(summary: Summary, numbers: dict[Series, int]) -> list[dict]:
+    """Those of the plan; of each prompt the best policies first, so that they fit."""
+    best = {policy: i for i, policy in enumerate(summary.prominent(len(numbers)))}
+    own = [m for m in summary.results.maps if (m["policy"], m["budget"]) in numbers]
+    return sorted(own, key=lambda m: (m["index"], best.get(m["policy"], -1)))
+
+
+def _header(summary: Summary) -> str:
+    """Command, machine, versions, stages, notes: HTML."""
+    plan = summary.results.plan
+    server = plan.get("server") or {}
+    layers, heads = server.get("L"), server.get("G")
+    facts = {
+        "Model": plan.get("model"),
+        "Server": " ".join(str(server[k]) for k in ("api", "version", "url") if server.get(k)),
+        "KV cache": f"{layers} layers, {heads} KV heads" if layers and heads else None,
+        "Machine": plan.get("machine"),
+        "Questions": f"{plan['samples']} samples of each task and length, seed {plan.get('seed')}",
+        "Prompts": ", ".join(str(n) for n in summary.results.lengths) + " tokens",
+        "Answered": _answered(summary),
+        "Stages": ", ".join(f"{name} {seconds:.0f} s" for name, seconds in _stages(plan)),
+    }
+    items = "".join(
+        f"<dt>{html.escape(name)}</dt><dd>{html.escape(str(value))}</dd>"
+        for name, value in facts.items()
+        if value
+    )
+    notes = "".join(f"<li>{html.escape(str(note))}</li>" for note in plan.get("notes") or ())
+    command = html.escape(str(plan.get("command") or ""))
+    return (
+        (f"<pre><code>{command}</code></pre>" if command else "")
+        + f"<dl>{items}</dl>"
+        + (f'<ul class="notes">{notes}</ul>' if notes else "")
+    )
+
+
+def _stages(plan: dict) -> list[tuple[str, float]]:
+    stages = plan.get("stages")
+    return list(stages.items()) if isinstance(stages, dict) else []
+
+
+def _answered(summary: Summary) -> str:
+    totals = [summary.row(series) for series in summary.results.series]
+    asked, answered = sum(row.asked for row in totals), sum(row.answered for row in totals)
+    return f"{answered:,} of {asked:,} questions" if answered < asked else f"{answered:,} questions"

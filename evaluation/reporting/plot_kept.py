@@ -1,0 +1,74 @@
+"""A picture of what policies keep of one prompt: positions across, layers and KV heads down."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+from kvpolicy.evaluation.reporting import plots, summary_text
+from kvpolicy.evaluation.reporting.summary import Summary
+from matplotlib import pyplot
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+
+MOST_PANELS = 8
+SHADES = ListedColormap(("#ffffff00", "#0072B2"))
+ASKED = "#E69F00"
+LABELLED = 16  # layers and heads with a label each
+
+
+def mask(entry: dict) -> np.ndarray:
+    """[L, G, N] bool of a line of kept.jsonl."""
+    layers, heads, tokens = entry["shape"]
+    packed = np.frombuffer(base64.b64decode(entry["bits"]), np.uint8)
+    rows = packed.reshape(layers, heads, -(-tokens // 8))
+    return np.unpackbits(rows, axis=-1, count=tokens).astype(bool)
+
+
+def kept(summary: Summary) -> Figure | None:
+    """The first prompt that has maps, at the budget where the policies differ most."""
+    maps = summary.results.maps
+    if not maps:
+        return None
+    prompt = (maps[0]["task"], maps[0]["length"], maps[0]["index"])
+    own = [m for m in maps if (m["task"], m["length"], m["index"]) == prompt]
+    budgets = {m["budget"] for m in own}
+    budget = plots.telling_budget(summary)
+    budget = budget if budget in budgets else own[0]["budget"]
+    best = summary.prominent(len(own))
+    own = sorted((m for m in own if m["budget"] in (budget, None) and m["policy"] in best),
+                 key=lambda m: best.index(m["policy"]))[:MOST_PANELS]  # fmt: skip
+    if not own:
+        return None
+    figure, axes = pyplot.subplots(len(own), 1, figsize=(9, 1.45 * len(own) + 0.6), sharex=True,
+                                   squeeze=False, layout="constrained")  # fmt: skip
+    for axis, entry in zip(axes[:, 0], own, strict=True):
+        _panel(axis, entry)
+    axes[-1, 0].set_xlabel("position in the prompt", fontsize=9)
+    figure.supylabel("layer.KV head", fontsize=9)
+    shaded = ", shaded: what it asks for" if own[0].get("asked") else ""
+    budget_text = f", {summary_text.percent(budget)} to be kept" if budget else ""
+    title = f"What is kept (dark) of one {summary_text.short(prompt[0])} prompt"
+    figure.suptitle(title + budget_text + shaded, fontsize=10)
+    return figure
+
+
+def _panel(axis: pyplot.Axes, entry: dict) -> None:
+    found = mask(entry)
+    layers, heads, tokens = found.shape
+    rows = found.reshape(layers * heads, tokens)
+    axis.set_facecolor("#eef1f5")
+    axis.imshow(rows, cmap=SHADES, vmin=0, vmax=1, aspect="auto", interpolation="nearest", zorder=1)
+    for start, stop in entry.get("asked") or ():
+        # Below what is kept, with its edges above.
+        axis.axvspan(start - 0.5, stop - 0.5, color=ASKED, alpha=0.6, linewidth=0, zorder=0)
+        axis.vlines((start - 0.5, stop - 0.5), -0.5, len(rows) - 0.5, color=ASKED, linewidth=0.8)
+    step = max(1, -(-layers * heads // LABELLED))
+    if step > 1:  # whole layers
+        step = -(-step // heads) * heads
+    ticks = range(0, layers * heads, step)
+    axis.set_yticks(ticks, [f"{i // heads}.{i % heads}" for i in ticks], fontsize=6)
+    axis.tick_params(axis="x", labelsize=8)
+    axis.set_title(f"{entry['policy']}: {100 * rows.mean():.1f} % kept", fontsize=9, loc="left",
+                   pad=3)  # fmt: skip
+    axis.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,289 @@
+"""The pictures of a run as PNG files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import numpy as np
+from kvpolicy.evaluation.records import FULL
+from kvpolicy.evaluation.reporting import plot_labels, summary_text
+from kvpolicy.evaluation.reporting.needles import needles
+from kvpolicy.evaluation.reporting.plot_style import MOST, OTHERS, Style, style
+from kvpolicy.evaluation.reporting.results import Series
+from kvpolicy.evaluation.reporting.summary import COSTS, Row, Summary, front, named
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.transforms import ScaledTranslation
+
+DPI = 120
+MARKS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "down": "v", "cross": "X"}
+FULL_LINE = {"color": "black", "linestyle": (0, (4, 2)), "linewidth": 1.2}
+STAR = {"color": "black", "marker": "*", "markersize": 11, "linestyle": "none"}
+ASIDE = 2  # points between two curves at one share
+PANELS = 24  # needle maps in one picture
+AXES = {"kv_bytes": "KV memory of the prompt, MiB", "ttft": "time to first token, ms",
+        "tpot": "time per output token, ms"}  # fmt: skip
+SCALES = {"kv_bytes": 2**-20, "ttft": 1000, "tpot": 1000}
+
+
+def write(summary: Summary, folder: Path) -> list[Path]:
+    """accuracy.png, pareto.png, needle.png and kept.png, of what the run has figures for."""
+    from kvpolicy.evaluation.reporting import plot_kept
+
+    written = []
+    for name, draw in (
+        ("accuracy.png", accuracy),
+        ("pareto.png", pareto),
+        ("needle.png", needle),
+        ("kept.png", plot_kept.kept),
+    ):
+        figure = draw(summary)
+        if figure is None:
+            (folder / name).unlink(missing_ok=True)  # one of an earlier run would be taken for it
+        else:
+            # Without the version of matplotlib equal inputs give equal files.
+            figure.savefig(folder / name, dpi=DPI, metadata={"Software": None})
+            pyplot.close(figure)
+            written.append(folder / name)
+    return written
+
+
+def _styles(summary: Summary) -> dict[str, Style]:
+    """Of the policies drawn in colour."""
+    return {policy: style(i) for i, policy in enumerate(summary.prominent(MOST))}
+
+
+def _policies(summary: Summary) -> list[str]:
+    return list(dict.fromkeys(p for p, _ in summary.results.series if p != FULL))
+
+
+def _legend(figure: Figure, summary: Summary, styles: dict[str, Style], full: dict | None) -> None:
+    """Below the panels; `full` is the look of full KV."""
+    handles = [
+        pyplot.Line2D([], [], color=s.colour, marker=MARKS[s.marker], linestyle=_dash(s),
+                      label=policy, markersize=5, linewidth=1.5)
+        for policy, s in styles.items()
+    ]  # fmt: skip
+    others = len(_policies(summary)) - len(styles)
+    if others > 0:
+        label = f"{others} others" if others > 1 else "another policy"
+        handles.append(pyplot.Line2D([], [], color=OTHERS, linewidth=0.9, marker=".", label=label))
+    if full:
+        handles.append(pyplot.Line2D([], [], **full, label="full KV"))
+    if handles:
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 5),
+                      fontsize=8, frameon=False)  # fmt: skip
+
+
+def _dash(s: Style) -> str | tuple:
+    return (0, s.dash) if s.dash else "-"
+
+
+def _grid(count: int, width: float, height: float, across: int, share: str = "all"):
+    """A figure with `count` panels; sizes of one in inches."""
+    columns = min(across, count)
+    rows = -(-count // columns)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(max(4.5, width * columns), height * rows + 0.8), squeeze=False,
+        sharex=share, sharey=share, layout="constrained",
+    )  # fmt: skip
+    panels = list(axes.flat)
+    for axis in panels[count:]:
+        axis.set_visible(False)
+    # The lowest panel of a column has the numbers, also above a place that is empty.
+    for axis in panels[max(0, count - columns) : count]:
+        axis.tick_params(labelbottom=True)
+    return figure, panels[:count]
+
+
+def accuracy(summary: Summary) -> Figure | None:
+    """Score against the share kept: a panel per task, a curve per policy."""
+    tasks = list(summary.results.tasks)
+    across = [None, *tasks] if len(tasks) > 1 else tasks
+    styles = _styles(summary)
+    figure, panels = _grid(len(across), 3.2, 2.6, 4)
+    for axis, task in zip(panels, across, strict=True):
+        for policy in _policies(summary):
+            aside = list(styles).index(policy) - (len(styles) - 1) / 2 if policy in styles else 0
+            _curve(axis, summary, policy, task, styles.get(policy), aside * ASIDE)
+        full = [summary.row(s, task).score for s in summary.results.series if s[0] == FULL]
+        if full and full[0]:
+            axis.axhline(100 * full[0].mean, **FULL_LINE, zorder=1)
+        axis.set_title("All tasks" if task is None else summary_text.short(task), fontsize=9)
+        axis.set_ylim(-3, 103)
+        axis.grid(alpha=0.25)
+        axis.tick_params(labelsize=8)
+    _share_axis(panels, summary)
+    samples = summary.results.plan["samples"]
+    figure.suptitle(f"Score against what is kept; bars: 95 % intervals of {samples} samples "
+                    "per task and length", fontsize=10)  # fmt: skip
+    full = any(series[0] == FULL for series in summary.results.series)
+    _legend(figure, summary, styles, FULL_LINE if full else None)
+    return figure
+
+
+def _curve(
+    axis: Axes, summary: Summary, policy: str, task: str | None, s: Style | None, aside: float
+) -> None:
+    """One policy, moved `aside` by points, so that bars at one share do not cover each other."""
+    rows = [summary.row(series, task) for series in summary.results.series if series[0] == policy]
+    rows = sorted((r for r in rows if r.score and r.kept), key=lambda row: row.kept)
+    if not rows:
+        return
+    x = [100 * row.kept for row in rows]
+    mean, low, high = 100 * np.array([row.score for row in rows]).T
+    if s is None:
+        axis.plot(x, mean, color=OTHERS, linewidth=0.8, marker=".", markersize=3, zorder=1.5)
+        return
+    moved = ScaledTranslation(aside / 72, 0, axis.figure.dpi_scale_trans)
+    axis.errorbar(x, mean, yerr=[mean - low, high - mean], color=s.colour, marker=MARKS[s.marker],
+                  linestyle=_dash(s), markersize=4, linewidth=1.4, elinewidth=0.8, capsize=2,
+                  zorder=3, transform=axis.transData + moved)  # fmt: skip
+
+
+def _share_axis(panels: Sequence[Axes], summary: Summary) -> None:
+    """Logarithmic, with the shares that were asked for as ticks."""
+    asked = {100 * budget for _, budget in summary.results.series if budget}
+    # Full KV is a line: its share is no point.
+    kept = [100 * row.kept for row in summary.rows.values() if row.kept and row.policy != FULL]
+    ticks = sorted(asked | ({100} if max(kept, default=100) > 90 else set()))
+    panels[0].set_xscale("log")
+    low, high = min([*kept, *ticks]), max([*kept, *ticks])
+    room = (high / low) ** 0.06 * 1.05
+    panels[0].set_xlim(low / room, high * room)
+    for axis in panels:
+        if axis.xaxis.get_tick_params()["labelbottom"]:
+            axis.set_xlabel("entries of the prompt kept, %", fontsize=8)
+        if axis.get_subplotspec().is_first_col():
+            axis.set_ylabel("score, %", fontsize=8)
+        axis.xaxis.set_major_locator(FixedLocator(ticks))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+
+
+def pareto(summary: Summary) -> Figure | None:
+    """Mean score over all tasks against memory and times; the points that no other beats."""
+    rows = [summary.row(series) for series in summary.results.series]
+    costs = [c for c in COSTS if any(r.score and COSTS[c](r) is not None for r in rows)]
+    if not costs:
+        return None
+    styles = _styles(summary)
+    figure, panels = _grid(len(costs), 5, 4.4, 3, share="none")
+    for axis, cost in zip(panels, costs, strict=True):
+        known = [row for row in rows if row.score and COSTS[cost](row) is not None]
+        _points(axis, known, cost, styles)
+        axis.set_xlabel(AXES[cost], fontsize=9)
+        axis.set_ylabel("mean score over all tasks, %", fontsize=9)
+        axis.grid(alpha=0.25)
+        axis.tick_params(labelsize=8)
+    figure.suptitle("Score against memory and time; joined: what nothing beats in both; named: "
+                    "the best of each cost", fontsize=10)  # fmt: skip
+    _legend(figure, summary, styles, STAR if any(row.policy == FULL for row in rows) else None)
+    figure.canvas.draw()  # the layout must stand before labels are placed
+    figure.set_layout_engine("none")
+    for axis, cost in zip(panels, costs, strict=True):
+        known = [row for row in rows if row.score and COSTS[cost](row) is not None]
+        _name_front(axis, known, cost)
+    return figure
+
+
+def _place(row: Row, cost: str) -> tuple[float, float]:
+    return (SCALES[cost] * COSTS[cost](row), 100 * row.score.mean)
+
+
+def _points(axis: Axes, rows: Sequence[Row], cost: str, styles: dict[str, Style]) -> None:
+    for row in rows:
+        s = styles.get(row.policy)
+        x, y = _place(row, cost)
+        if row.policy == FULL:
+            look = STAR | {"zorder": 4}
+        elif s:
+            look = {"color": s.colour, "marker": MARKS[s.marker], "markersize": 6, "zorder": 3}
+        else:
+            look = {"color": OTHERS, "marker": ".", "markersize": 6, "zorder": 2}
+        axis.plot([x], [y], **look)
+    best = sorted(_place(rows[i], cost) for i in front([_place(row, cost) for row in rows]))
+    axis.plot(*zip(*best, strict=True), color="black", linewidth=0.8, drawstyle="steps-post",
+              zorder=1.8)  # fmt: skip
+    axis.margins(0.09)
+
+
+def _name_front(axis: Axes, rows: Sequence[Row], cost: str) -> None:
+    points = [_place(row, cost) for row in rows]
+    best = named(points)
+    names = [summary_text.name(rows[i].series) for i in best]
+    line = sorted(points[i] for i in front(points))
+    plot_labels.annotate(axis, [points[i] for i in best], names, points, line)
+
+
+def needle(summary: Summary) -> Figure | None:
+    """Score by depth and length, a panel per policy and budget of the first task with needles."""
+    found = needles(summary.results)
+    if not found:
+        return None
+    task, heat = next(iter(found.items()))
+    shown = [series for series in summary.results.series if series in heat.score]
+    budget, across = None, max(Counter(policy for policy, _ in shown).values())
+    if len(shown) > PANELS:
+        budget = telling_budget(summary)
+        shown = [series for series in shown if series[1] in (budget, None)]
+    if budget is not None or across == 1:
+        across = int(np.ceil(np.sqrt(1.8 * len(shown))))
+    rows = _rows(shown, across)
+    width = 0.75 + 0.42 * max(2, len(summary.results.lengths))
+    figure, panels = pyplot.subplots(
+        len(rows), across, figsize=(max(4.5, width * across + 1), 2 * len(rows) + 1), squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for line, row in zip(panels, rows, strict=True):
+        for axis, series in zip(line, [*row, *[None] * (across - len(row))], strict=True):
+            axis.set_visible(series is not None)
+            if series:
+                shades = _heat(axis, heat.score[series], series, summary.results.lengths)
+    bar = figure.colorbar(shades, ax=panels, shrink=0.8, pad=0.02)
+    bar.set_label("score, %", fontsize=9)
+    bar.ax.tick_params(labelsize=8)
+    figure.supxlabel("prompt tokens (grey: nothing was asked there)", fontsize=9)
+    figure.supylabel("depth of the answer in the prompt, %", fontsize=9)
+    title = f"Where the needle is found: {summary_text.short(task)}"
+    figure.suptitle(title + (f", {summary_text.percent(budget)} asked for" if budget else ""),
+                    fontsize=10)  # fmt: skip
+    return figure
+
+
+def _rows(shown: Sequence[Series], across: int) -> list[list[Series]]:
+    """Panels in rows: a policy's budgets side by side where there are several."""
+    policies = list(dict.fromkeys(policy for policy, _ in shown))
+    if len(policies) < len(shown):
+        return [[series for series in shown if series[0] == policy] for policy in policies]
+    return [list(shown[i : i + across]) for i in range(0, len(shown), across)]
+
+
+def _heat(axis: Axes, score: np.ndarray, series: Series, lengths: Sequence[int]) -> AxesImage:
+    shades = axis.imshow(100 * score, cmap="cividis", vmin=0, vmax=100, aspect="auto",
+                         origin="upper")  # fmt: skip
+    axis.set_facecolor("#dddddd")
+    policy, budget = summary_text.name((series[0], None)), series[1]
+    title = policy if budget is None else f"{policy}\n{summary_text.percent(budget)}"
+    axis.set_title(title, fontsize=7.5)
+    axis.set_xticks(range(len(lengths)), lengths, fontsize=7, rotation=90 * (len(lengths) > 3))
+    axis.set_yticks((-0.5, len(score) / 2 - 0.5, len(score) - 0.5), ("0", "50", "100"), fontsize=7)
+    return shades
+
+
+def telling_budget(summary: Summary) -> float | None:
+    """The budget at which the policies' scores lie furthest apart."""
+    scores: dict[float, list[float]] = {}
+    for series in summary.results.series:
+        score = summary.row(series).score
+        if series[1] is not None and score is not None:
+            scores.setdefault(series[1], []).append(score.mean)
+    return max(scores, key=lambda b: (float(np.std(scores[b])), b), default=None)

@@ -1,0 +1,56 @@
+"""The report of a run: tables, pictures and one HTML page, from what `kvpolicy eval` wrote."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from kvpolicy.dsl.diagnostics import refused
+from kvpolicy.evaluation.reporting import page, plots, results, summary_text
+from kvpolicy.evaluation.reporting.summary import Summary, csv_text
+
+
+def write(folder: Path) -> list[Path]:
+    """Writes summary.md, summary.csv, report.html and the pictures; returns what was written.
+
+    Equal inputs give equal files.
+
+    Raises:
+        PolicyError: the folder is none of `kvpolicy eval`'s, holds no answer yet, or cannot be
+            written.
+    """
+    folder = Path(folder)
+    return _write(Summary(results.load(folder)), folder)
+
+
+def _write(summary: Summary, folder: Path) -> list[Path]:
+    try:
+        written = _tables(summary, folder)
+        return [*written, *plots.write(summary, folder)]
+    except OSError as error:
+        message = f"the report cannot be written: {(error.strerror or str(error)).lower()}"
+        raise refused(str(folder), "file", message) from None
+
+
+def _tables(summary: Summary, folder: Path) -> list[Path]:
+    written = []
+    for name, text in (
+        ("summary.md", summary_text.markdown(summary)),
+        ("summary.csv", csv_text(summary)),
+        ("report.html", page.text(summary)),
+    ):
+        path = folder / name
+        path.write_text(text, encoding="utf-8")
+        written.append(path)
+    return written
+
+
+def main(args: argparse.Namespace) -> int:
+    """`kvpolicy report`: prints the main table and what was written."""
+    folder = Path(args.folder)
+    summary = Summary(results.load(folder))
+    written = _write(summary, folder)
+    print(summary_text.scores(summary))
+    for path in written:
+        print(path)
+    return 0

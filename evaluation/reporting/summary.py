@@ -1,0 +1,251 @@
+"""The figures of a run: a row per policy, budget, task and length, with totals over both."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from kvpolicy.evaluation.records import FULL, Record
+from kvpolicy.evaluation.reporting.cells import FIGURES, Cell, both, cell, figure, reasons
+from kvpolicy.evaluation.reporting.results import Results, Series
+from kvpolicy.evaluation.reporting.statistics import (
+    Estimate,
+    Spread,
+    mean_score,
+    paired_difference,
+    quartiles,
+)
+
+
+class Turns(StrEnum):
+    """Which questions of the samples a row is of."""
+
+    ALL = "all"
+    FIRST = "first"
+    LATER = "later"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row; None where nothing is known.
+
+    Attributes:
+        task, length: None: over all of them, each task and length with the same weight.
+        asked, answered: questions that the plan has, and those with an answer.
+        score: mean score; `difference` to full KV, over the `paired` questions that both answered.
+        kept, held, kv_bytes, output_tokens: means over the questions, as in `Record`.
+        ttft, tpot: seconds.
+        in_full: how many were served in full although a policy was asked for, by reason.
+    """
+
+    policy: str
+    budget: float | None
+    task: str | None
+    length: int | None
+    turns: Turns
+    asked: int
+    answered: int
+    score: Estimate | None
+    difference: Estimate | None
+    paired: int
+    kept: float | None
+    held: float | None
+    kv_bytes: float | None
+    ttft: Spread | None
+    tpot: Spread | None
+    output_tokens: float | None
+    in_full: dict[str, int]
+
+    @property
+    def series(self) -> Series:
+        return (self.policy, self.budget)
+
+    @property
+    def complete(self) -> bool:
+        return self.answered >= self.asked
+
+
+class Summary:
+    """All rows of a run, found by what they are of."""
+
+    def __init__(self, results: Results) -> None:
+        self.results = results
+        found: dict[tuple, list[Record]] = {}
+        for record in results.records:
+            place = (record.policy, record.budget, record.task, record.length)
+            found.setdefault(place, []).append(record)
+        self._full = next((s for s in results.series if s[0] == FULL), None)
+        self._cells = {
+            (*place, turns): part
+            for place, records in found.items()
+            for turns, part in _parts(cell(records))
+        }
+        self.rows = {self._key(row): row for row in self._rows()}
+
+    @staticmethod
+    def _key(row: Row) -> tuple:
+        return (row.series, row.task, row.length, row.turns)
+
+    def row(
+        self, series: Series, task: str | None = None, length: int | None = None,
+        turns: Turns = Turns.ALL,
+    ) -> Row:  # fmt: skip
+        """The row; with one length in the plan that of all lengths is that of the length."""
+        if length is not None and len(self.results.lengths) == 1:
+            length = None
+        return self.rows[series, task, length, turns]
+
+    def prominent(self, most: int) -> list[str]:
+        """The policies with the best scores over everything, best first; without full KV.
+
+        Those that no share can be asked of come last: most of them keep nearly everything.
+        """
+        scores: dict[str, list[float]] = {}
+        for series in self.results.series:
+            score = self.row(series).score
+            if series[0] != FULL and score is not None:
+                scores.setdefault(series[0], []).append(score.mean)
+        asked = {policy for policy, budget in self.results.series if budget is not None}
+        return sorted(scores, key=lambda p: (p not in asked, -float(np.mean(scores[p]))))[:most]
+
+    def _rows(self) -> Iterable[Row]:
+        tasks: list[str | None] = [*self.results.tasks]
+        lengths: list[int | None] = self.results.lengths
+        for series in self.results.series:
+            for task in [None, *tasks] if len(tasks) != 1 else [None, tasks[0]]:
+                for length in [None, *lengths] if len(lengths) > 1 else [None]:
+                    yield self._row(series, task, length, Turns.ALL)
+            for task in self.results.conversations():
+                for turns in (Turns.FIRST, Turns.LATER):
+                    for length in [None, *lengths] if len(lengths) > 1 else [None]:
+                        yield self._row(series, task, length, turns)
+
+    def _row(self, series: Series, task: str | None, length: int | None, turns: Turns) -> Row:
+        places = [
+            (t, n)
+            for t in ([task] if task else self.results.tasks)
+            for n in ([length] if length else self.results.lengths)
+        ]
+        keys = [(*series, *place, turns) for place in places]
+        own = [self._cells[key] for key in keys if key in self._cells]
+        score = mean_score([each.units for each in own]) if own else None
+        difference, paired = self._difference(series, places, turns)
+        mean = {name: _mean(figure(own, name)) for name in FIGURES}
+        times = {name: figure(own, name) for name in ("ttft", "tpot")}
+        return Row(
+            *series, task, length, turns,
+            asked=sum(self._asked(series, place, turns) for place in places),
+            answered=sum(map(len, own)),
+            score=score, difference=difference, paired=paired,
+            kept=mean["kept"], held=mean["held"], kv_bytes=mean["kv_bytes"],
+            ttft=quartiles(times["ttft"]) if len(times["ttft"]) else None,
+            tpot=quartiles(times["tpot"]) if len(times["tpot"]) else None,
+            output_tokens=mean["output_tokens"], in_full=reasons(own),
+        )  # fmt: skip
+
+    def _asked(self, series: Series, place: tuple[str, int], turns: Turns) -> int:
+        samples, questions = self.results.asked(series, *place)
+        return {Turns.ALL: questions, Turns.FIRST: samples, Turns.LATER: questions - samples}[turns]
+
+    def _difference(
+        self, series: Series, places: Sequence[tuple[str, int]], turns: Turns
+    ) -> tuple[Estimate | None, int]:
+        """To full KV, and over how many questions."""
+        if self._full is None or series[0] == FULL:
+            return None, 0
+        policy, full, paired = [], [], 0
+        for place in places:
+            keys = (*series, *place, turns), (*self._full, *place, turns)
+            if not all(key in self._cells for key in keys):
+                continue
+            mine, theirs = both(*(self._cells[key] for key in keys))
+            if len(mine):
+                paired += len(mine)
+                policy.append(mine.units)
+                full.append(theirs.units)
+        return (paired_difference(policy, full) if policy else None), paired
+
+
+def _parts(whole: Cell) -> Iterator[tuple[Turns, Cell]]:
+    """All answers; and where there are later questions, those of the first and of the later."""
+    yield Turns.ALL, whole
+    if whole.turn.any():
+        for turns in (Turns.FIRST, Turns.LATER):
+            part = whole.where((whole.turn == 0) == (turns is Turns.FIRST))
+            if len(part):
+                yield turns, part
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+COSTS: dict[str, Callable[[Row], float | None]] = {
+    "kv_bytes": lambda row: row.kv_bytes,
+    "ttft": lambda row: row.ttft and row.ttft.median,
+    "tpot": lambda row: row.tpot and row.tpot.median,
+}
+"""What a score is set against: bytes, seconds, seconds."""
+
+
+def front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Which points (cost, score) no other beats: none costs less and scores as much, or more."""
+    best: list[int] = []
+    for i in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
+        if not best or points[i][1] > points[best[-1]][1] or points[i] == points[best[-1]]:
+            best.append(i)
+    return sorted(best)
+
+
+ALIKE = 1.03  # costs this close are one for a reader
+
+
+def named(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Which points of the front to name: of those that cost nearly the same the best, by cost."""
+    best = sorted(front(points), key=lambda i: points[i])
+    nexts = [*best[1:], None]
+    return [
+        i
+        for i, after in zip(best, nexts, strict=True)
+        if after is None or points[after][0] > ALIKE * points[i][0] or points[after] == points[i]
+    ]
+
+
+COLUMNS = (
+    "policy", "budget", "task", "length", "turns", "asked", "answered",
+    "score", "score_low", "score_high", "difference", "difference_low", "difference_high", "paired",
+    "kept", "held", "kv_bytes", "ttft", "ttft_q1", "ttft_q3", "tpot", "tpot_q1", "tpot_q3",
+    "output_tokens", "in_full", "reasons",
+)  # fmt: skip
+"""Of summary.csv; scores and shares 0 to 1, times in seconds, empty where nothing is known."""
+
+
+def values(row: Row) -> dict[str, object]:
+    """A row by the names of COLUMNS."""
+
+    def three(estimate: tuple | None) -> tuple:
+        return tuple(estimate) if estimate is not None else (None,) * 3
+
+    reasons = "; ".join(f"{reason} {count}" for reason, count in row.in_full.items())
+    found = (
+        row.policy, row.budget, row.task or "all", row.length or "all", str(row.turns),
+        row.asked, row.answered, *three(row.score), *three(row.difference), row.paired,
+        row.kept, row.held, row.kv_bytes, *three(row.ttft), *three(row.tpot),
+        row.output_tokens, sum(row.in_full.values()), reasons,
+    )  # fmt: skip
+    return dict(zip(COLUMNS, found, strict=True))
+
+
+def csv_text(summary: Summary) -> str:
+    """All rows, in the order of policies, tasks and lengths."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for row in summary.rows.values():
+        cells = values(row)
+        writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in cells.items()})
+    return out.getvalue()

@@ -1,0 +1,209 @@
+"""The summary as tables in Markdown, which a terminal shows as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvpolicy.evaluation.records import FULL
+from kvpolicy.evaluation.reporting.results import Series
+from kvpolicy.evaluation.reporting.statistics import FEW, Estimate, Spread
+from kvpolicy.evaluation.reporting.summary import Row, Summary, Turns
+
+UNKNOWN = "-"
+EXPLAINED = (
+    "Scores in percent with their 95 % intervals; `n = a/b`: only a of b questions have an answer, "
+    "and the score is of those. All tasks: each task and length has the same weight."
+)
+
+
+def short(task: str) -> str:
+    """A task's name; of a user's own data the file's alone."""
+    kind, _, path = task.partition(":")
+    return path.replace("\\", "/").rpartition("/")[2] if kind == "data" and path else task
+
+
+def percent(share: float | None) -> str:
+    """0.125 -> 12.5 %"""
+    return UNKNOWN if share is None else f"{digits(100 * share)} %"
+
+
+def name(series: Series) -> str:
+    """What a person calls a policy with its budget."""
+    policy, budget = series
+    called = "full KV" if policy == FULL else policy
+    return called if budget is None else f"{called} {percent(budget)}"
+
+
+def size(count: float | None) -> str:
+    """Bytes in a unit that leaves few digits."""
+    if count is None:
+        return UNKNOWN
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{digits(count)} {unit}"
+        count /= 1024
+    return f"{digits(count)} GiB"
+
+
+def digits(value: float) -> str:
+    """Three of them that count: 0.0123, 12.3, 1230."""
+    return f"{float(f'{value:.3g}'):.12g}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table whose columns are aligned in plain text too; `left` of them to the left."""
+    widths = [max(3, *(len(row[i]) for row in [head, *rows])) for i in range(len(head))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "| " + " | ".join(padded) + " |"
+
+    rule = ("-" * width if i < left else "-" * (width - 1) + ":" for i, width in enumerate(widths))
+    return "\n".join([line(head), "| " + " | ".join(rule) + " |", *map(line, rows)])
+
+
+def scored(row: Row) -> str:
+    """The score with its interval, and how many questions lack an answer."""
+    missing = "" if row.complete else f"n = {row.answered}/{row.asked}"
+    if row.score is None:
+        return missing or UNKNOWN
+    mean, low, high = (100 * value for value in row.score)
+    return f"{mean:.0f} ({low:.0f} to {high:.0f})" + (f" {missing}" if missing else "")
+
+
+def signed(estimate: Estimate | None) -> str:
+    """A difference in points with its interval; in bold where the interval leaves zero out."""
+    if estimate is None:
+        return UNKNOWN
+    mean, low, high = (100 * value for value in estimate)
+    text = f"{_points(mean)} ({_points(low)} to {_points(high)})"
+    return f"**{text}**" if low > 0 or high < 0 else text
+
+
+def _points(value: float) -> str:
+    """Whole points; tenths near zero, which an interval beside it must not seem to touch."""
+    if round(value):
+        return f"{value:+.0f}"
+    return f"{value:+.1f}" if abs(value) >= 0.05 else "0"
+
+
+def milliseconds(spread: Spread | None) -> str:
+    """Median and quartiles."""
+    if spread is None:
+        return UNKNOWN
+    return "{} ({} to {})".format(*(digits(1000 * value) for value in spread))
+
+
+def scores(summary: Summary, length: int | None = None) -> str:
+    """The main table: policies and budgets down, tasks across, what was kept."""
+    tasks = list(summary.results.tasks)
+    across = [None, *tasks] if len(tasks) > 1 else tasks
+    head = ["policy", "asked", "kept", *(short(task) if task else "all tasks" for task in across)]
+    rows = []
+    for series in summary.results.series:
+        total = summary.row(series, None, length)
+        cells = [scored(summary.row(series, task, length)) for task in across]
+        policy = name((series[0], None))
+        rows.append([policy, percent(series[1]), percent(total.kept), *cells])
+    return table(head, rows)
+
+
+def differences(summary: Summary) -> str:
+    """Against full KV, paired by question."""
+    tasks = list(summary.results.tasks)
+    across = [None, *tasks] if len(tasks) > 1 else tasks
+    rows = [
+        [name(series), *(signed(summary.row(series, task).difference) for task in across)]
+        for series in summary.results.series
+        if series[0] != FULL
+    ]
+    return table(["policy", *(short(task) if task else "all tasks" for task in across)], rows)
+
+
+def costs(summary: Summary) -> str:
+    """Entries, memory and times over all tasks and lengths."""
+    head = ["policy", "kept", "held at the end", "KV of the prompt", "TTFT, ms", "TPOT, ms",
+            "output tokens", "served in full"]  # fmt: skip
+    rows = []
+    for series in summary.results.series:
+        row = summary.row(series)
+        why = ", ".join(f"{reason} {count}" for reason, count in row.in_full.items())
+        rows.append([
+            name(series), percent(row.kept), percent(row.held), size(row.kv_bytes),
+            milliseconds(row.ttft), milliseconds(row.tpot),
+            UNKNOWN if row.output_tokens is None else f"{row.output_tokens:.1f}", why or UNKNOWN,
+        ])  # fmt: skip
+    return table(head, rows)
+
+
+def conversations(summary: Summary) -> str:
+    """First and later questions of the tasks that ask several of one context."""
+    kinds = [(task, turns) for task in summary.results.conversations()
+             for turns in (Turns.FIRST, Turns.LATER)]  # fmt: skip
+    head = ["policy", *(f"{short(task)}: {turns}" for task, turns in kinds)]
+    rows = [
+        [name(series), *(scored(summary.row(series, task, turns=turns)) for task, turns in kinds)]
+        for series in summary.results.series
+    ]
+    return table(head, rows)
+
+
+def markdown(summary: Summary) -> str:
+    """All of summary.md."""
+    plan = summary.results.plan
+    tasks = "\n".join(
+        f"* `{short(task)}`: {title}" for task, title in summary.results.tasks.items()
+    )
+    parts = [
+        "# What the policies cost",
+        f"    {plan['command']}" if plan.get("command") else "",
+        EXPLAINED + _few(plan["samples"]),
+        scores(summary),
+        tasks,
+        *_each_length(summary),
+        *_section(summary, "Difference to full KV", differences, _DIFFERENCE, _has_full),
+        *_section(summary, "First and later questions", conversations, "", _has_conversations),
+        *_section(summary, "Costs", costs, _COSTS),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+_DIFFERENCE = (
+    "In points, of the questions that both answered, with 95 % intervals; bold where the interval "
+    "leaves zero out. Of many cells one in twenty does so by chance."
+)
+_COSTS = (
+    "Means over all questions; times as median (quartiles), as the client saw them, waiting for "
+    "other requests of the run included."
+)
+
+
+def _few(samples: int) -> str:
+    if samples >= FEW:
+        return ""
+    return f" With {samples} samples per task and length the intervals are wide: ask more."
+
+
+def _has_full(summary: Summary) -> bool:
+    return any(row.difference is not None for row in summary.rows.values())
+
+
+def _has_conversations(summary: Summary) -> bool:
+    return bool(summary.results.conversations())
+
+
+def _section(
+    summary: Summary, title: str, text: Callable[[Summary], str], about: str,
+    wanted: Callable[[Summary], bool] = lambda summary: True,
+) -> list[str]:  # fmt: skip
+    return [f"## {title}", about, text(summary)] if wanted(summary) else []
+
+
+def _each_length(summary: Summary) -> list[str]:
+    lengths = summary.results.lengths
+    if len(lengths) == 1:
+        return []
+    return [part for n in lengths for part in (f"## Prompts of {n} tokens", scores(summary, n))]
