@@ -2,15 +2,18 @@
 
     python examples/train/measure.py                            # task x length, model-small
     python examples/train/measure.py --looks 512                # also the attention per layer
+    python examples/train/measure.py --left-out 256             # also without layers' attention
 
 Answers are generated greedily until <end> and judged by `more_tasks.right`. The intervals are
-Wilson's, 95 %.
+Wilson's, 95 %. For lists in any order, the mean of `more_tasks.share` follows.
 
 Letters: L layers, H query heads, G KV heads, N cached tokens, D head size.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
 from pathlib import Path
 
 import evaluate
@@ -26,7 +29,8 @@ from torch import Tensor
 
 MODEL = Path(__file__).parents[1] / "model-small"
 LENGTHS = (128, 256, 512, 1024, 2048)
-LOOKED_AT = ("niah", "mk", "mq", "mv", "vt", "hop", "kv")
+LOOKED_AT = ("niah", "mk", "mq", "mv", "vt", "kv")
+LEFT_OUT_OF = ("mk", "vt", "kv", "mv", "cwe")
 
 
 def questions(task: str, length: int, count: int, seed: int) -> list[tasks.Sample]:
@@ -84,16 +88,46 @@ def right_count(model: Llama, samples: list[tasks.Sample]) -> int:
     return sum(more_tasks.right(s, a) for s, a in zip(samples, said, strict=True))
 
 
+def cell(model: Llama, samples: list[tasks.Sample]) -> str:
+    """Right answers in percent, their interval, and for lists the share of items named."""
+    said = answers(model, samples)
+    right = sum(more_tasks.right(s, a) for s, a in zip(samples, said, strict=True))
+    low, high = interval(right, len(samples))
+    text = f"{100 * right / len(samples):.0f} ({100 * low:.0f}-{100 * high:.0f})"
+    if samples[0].task not in more_tasks.ANY_ORDER:
+        return text
+    named = np.mean([more_tasks.share(s, a) for s, a in zip(samples, said, strict=True)])
+    return f"{text}; {100 * named:.0f}"
+
+
 def report(model: Llama, lengths: tuple[int, ...], count: int, seed: int = 0) -> str:
     """A Markdown table: right answers in percent, and their interval, by task and length."""
     lines = ["| task | " + " | ".join(map(str, lengths)) + " |", "|---|" + "---:|" * len(lengths)]
     for name, title in more_tasks.TITLES.items():
-        cells = []
-        for length in lengths:
-            right = right_count(model, questions(name, length, count, seed))
-            low, high = interval(right, count)
-            cells.append(f"{100 * right / count:.0f} ({100 * low:.0f}-{100 * high:.0f})")
+        cells = [cell(model, questions(name, length, count, seed)) for length in lengths]
         lines.append(f"| {title} (`{name}`) | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def without(model: Llama, layers: Iterable[int]) -> Llama:
+    """A copy in which the attention of `layers` adds nothing."""
+    changed = copy.deepcopy(model)
+    for index in layers:
+        torch.nn.init.zeros_(changed.model.layers[index].self_attn.o_proj.weight)
+    return changed
+
+
+def left_out_report(model: Llama, length: int, count: int, seed: int = 0) -> str:
+    """A Markdown table: right answers in percent without the attention of some layers."""
+    last = model.config.num_hidden_layers - 1
+    sets = [(), *((i,) for i in range(1, last + 1)), (1, 2), (1, 2, 3), (last - 1, last)]
+    lines = ["| left out | " + " | ".join(f"`{name}`" for name in LEFT_OUT_OF) + " |"]
+    lines.append("|---|" + "---:|" * len(LEFT_OUT_OF))
+    for layers in sets:
+        changed = without(model, layers)
+        rights = [right_count(changed, questions(n, length, count, seed)) for n in LEFT_OUT_OF]
+        cells = " | ".join(f"{100 * right / count:.0f}" for right in rights)
+        lines.append(f"| {', '.join(map(str, layers)) or 'none'} | {cells} |")
     return "\n".join(lines)
 
 
@@ -110,7 +144,7 @@ def looks(model: Llama, samples: list[tasks.Sample]) -> Tensor:
         inside = [at for start, stop in sample.needles for at in range(start, stop)]
         for step, word in enumerate(sample.answer_ids):
             places = [at for at in inside if ids[at] == word]
-            if places and not (sample.task in ("vt", "hop") and step == 0):
+            if places and not (sample.task == "vt" and step == 0):
                 row = len(sample.prompt_ids) - 1 + step
                 masses.append(attention[:, :, row, places].sum(-1))
     return torch.stack(masses).mean(0)
@@ -130,6 +164,7 @@ def looks_report(model: Llama, length: int, count: int, seed: int = 0) -> str:
 def main() -> None:
     parser = evaluate.arguments(__doc__, MODEL, LENGTHS)
     parser.add_argument("--looks", type=int, help="prompt length of the table of attentions")
+    parser.add_argument("--left-out", type=int, help="prompt length of the table without layers")
     options = parser.parse_args()
     torch.set_num_threads(1)
     model = export.read(options.model)
@@ -138,6 +173,9 @@ def main() -> None:
     if options.looks:
         print(f"\nAttention on the word to say next, {options.looks} tokens\n")
         print(looks_report(model, options.looks, 20, options.seed))
+    if options.left_out:
+        print(f"\nRight answers in percent without layers' attention, {options.left_out} tokens\n")
+        print(left_out_report(model, options.left_out, 40, options.seed))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Letters: L layers, B sequences, T tokens, H query heads, G KV heads, D head size
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -151,6 +151,11 @@ class Llama(nn.Module):
             if read is not None:
                 unread = unread + (1 - read[index, :, None, None]) * (x - before)
         return self.model.norm(x - unread)
+
+    def insert(self, index: int, layer: Layer) -> None:
+        """Put `layer` before layer `index`."""
+        self.model.layers.insert(index, layer)
+        self.config = replace(self.config, num_hidden_layers=len(self.model.layers))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., vocabulary] of hidden states [..., hidden]."""

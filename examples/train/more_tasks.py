@@ -8,29 +8,28 @@ They follow RULER (Hsieh et al. 2024, arXiv:2404.06654) and InfiniteBench's key-
            -> amber seven is oak river stone , amber seven is rice lake drum <end>
     vt   variables that point to each other: `let amber dog .  let dog red .`
          follow amber answer     -> amber dog red <end>
-    hop  the same, but the word in between is not said
-         beyond amber answer     -> amber red <end>
     kv   nothing but pairs `amber seven fox is oak river stone lake drum ,`
          ask amber seven fox answer -> oak river stone lake drum <end>
     cwe  a list of words, of which five are common
-         list often answer       -> the five, in any order <end>
+         list often answer       -> oak , river , stone , lake , drum <end>, in any order
     fwe  a list of words whose counts fall steeply
-         ask often answer        -> the three most frequent, in any order <end>
+         ask often answer        -> oak , river , stone <end>: the three most frequent, in any order
 
-`sample` gives a question of these and of `tasks.TASKS`, `right` says whether an answer is right.
+`sample` gives a question of these and of `tasks.TASKS`, `right` says whether an answer is right,
+`share` how much of it is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import tasks
 import words
-from tasks import ANSWER, ASK, BOS, COMMA, DOT, IS, KEYS, LIST, VALUES, Lesson, Sample
+from tasks import ANSWER, ASK, BOS, COMMA, DOT, IS, KEYS, LIST, VALUES, Sample
 
 LET, FOLLOW, BEYOND, OFTEN = (
     words.VOCABULARY.index(word) for word in ("let", "follow", "beyond", "often")
@@ -82,7 +81,10 @@ def chains(count: int, rng: np.random.Generator, hops: int = HOPS) -> World:
 
 
 def two_hops(count: int, rng: np.random.Generator, hops: int = HOPS) -> World:
-    """As `chains`, asked for the word two steps on."""
+    """As `chains`, asked for the word two steps on: `beyond amber answer` -> `amber red`.
+
+    Only a lesson: the model does not learn it.
+    """
     statements, places, drawn = draw_chains(count, rng, hops)
     questions = [
         ([BEYOND, chain[i], ANSWER], [chain[i], chain[i + 2]], place[i : i + 2])
@@ -198,7 +200,6 @@ TASKS: dict[str, Task | CountTask] = {
         VALUES_PER_KEY,
     ),
     "vt": Task("variable tracking: a chain of 4 hops among 6", chains, 4, 3, 24, HOPS),
-    "hop": Task("two hops at once, in 6 chains", two_hops, 4, 3, 24, HOPS),
     "kv": Task("key-value: the context is all pairs", pairs, PAIR_KEY + PAIR_VALUE + 2, 5, None),
     "cwe": CountTask("common words: 5 of 45", common_words, LIST, 50),
     "fwe": CountTask("frequent words: 3 by Zipf's law", frequent_words, ASK, 50),
@@ -235,120 +236,33 @@ def count_sample(task: str, kind: CountTask, length: int, rng: np.random.Generat
         least = 1 + len(question) + kind.least
         raise ValueError(f"a prompt of task {task!r} needs at least {least} tokens, got {length}")
     listed, answer = kind.draw(room, rng)
-    return Sample(task, [BOS, *listed, *question], answer, [])
+    return Sample(task, [BOS, *listed, *question], with_commas(answer), [])
+
+
+def with_commas(listed: Sequence[int]) -> list[int]:
+    return [token for word in listed for token in (word, COMMA)][:-1]
 
 
 def right(sample: Sample, answer: Sequence[int]) -> bool:
     """Whether `answer`, without <end>, is right; tasks in ANY_ORDER may list in any order."""
     if sample.task in ANY_ORDER:
-        return items(sample.task, answer) == items(sample.task, sample.answer_ids)
+        return items(answer) == items(sample.answer_ids)
     return list(answer) == sample.answer_ids
 
 
-def items(task: str, answer: Sequence[int]) -> list[str]:
-    """The things that an answer lists, sorted: words, or what stands between commas."""
-    listed = " ".join(map(str, answer))
-    return sorted(listed.split(f" {COMMA} " if task == "mv" else " "))
+def items(answer: Sequence[int]) -> list[str]:
+    """The things that an answer lists, sorted: what stands between commas."""
+    return sorted(" ".join(map(str, answer)).split(f" {COMMA} "))
 
 
-# Training sequences.
+def share(sample: Sample, answer: Sequence[int]) -> float:
+    """Share of the expected things that `answer` names, as RULER scores.
 
-MIX = {
-    "some facts": 0.14,
-    "all facts": 0.12,
-    "one fact": 0.04,
-    "several asked": 0.10,
-    "copy": 0.04,
-    "mv": 0.12,
-    "vt": 0.12,
-    "hop": 0.10,
-    "kv": 0.10,
-    "cwe": 0.06,
-    "fwe": 0.06,
-}
-# What looks up one thing is learned first; counting and hops take longer.
-LATER_MIX = {
-    "some facts": 0.10,
-    "all facts": 0.08,
-    "one fact": 0.04,
-    "several asked": 0.10,
-    "copy": 0.02,
-    "mv": 0.12,
-    "vt": 0.14,
-    "hop": 0.12,
-    "kv": 0.08,
-    "cwe": 0.10,
-    "fwe": 0.10,
-}
-COUNTING_MIX = {
-    "some facts": 0.05,
-    "all facts": 0.05,
-    "several asked": 0.06,
-    "mv": 0.08,
-    "vt": 0.06,
-    "hop": 0.15,
-    "kv": 0.05,
-    "cwe": 0.25,
-    "fwe": 0.25,
-}
-
-LONG_MIX = {
-    "some facts": 0.18,
-    "all facts": 0.16,
-    "one fact": 0.04,
-    "several asked": 0.20,
-    "mv": 0.08,
-    "vt": 0.16,
-    "kv": 0.18,
-}
-
-
-def lesson(kind: str, length: int, rng: np.random.Generator) -> Lesson:
-    """A sequence of at most `length` tokens; `kind` is a key of MIX."""
-    if kind in tasks.MIX:
-        return tasks.lesson(kind, length, rng)
-    task = TASKS[kind]
-    if isinstance(task, CountTask):
-        return count_lesson(kind, length, rng)
-    room = int((length - 1) * rng.uniform(0.45, 0.8))
-    fits = max(1, room // task.statement)
-    count = fits if kind == "kv" or rng.random() < 0.3 else max(1, int(fits * rng.random()))
-    world = draw_for_lesson(kind, count, rng)
-    body, _ = tasks.spread(world.statements, max(room, task.statement * len(world.statements)), rng)
-    result = Lesson([BOS, *body])
-    for at in rng.permutation(len(world.questions)):
-        question, answer, _ = world.questions[at]
-        if len(result.ids) + len(question) + len(answer) + 1 <= length:
-            result.ask(question, answer)
-    return result
-
-
-def draw_for_lesson(kind: str, count: int, rng: np.random.Generator) -> World:
-    """A world of about `count` statements, with lists and chains of other lengths too."""
-    if kind == "mv":
-        repeats = int(rng.integers(2, 5))
-        return many_values(max(count, repeats), rng, repeats)
-    if kind in ("vt", "hop"):
-        hops = int(rng.integers(2, 6))
-        return TASKS[kind].draw(max(count, hops), rng, hops)
-    return pairs(count, rng)
-
-
-def count_lesson(kind: str, length: int, rng: np.random.Generator) -> Lesson:
-    """One question per sequence: an earlier answer could be copied."""
-    room = length - 1 - 3 - COMMON - 1
-    if kind == "cwe":
-        listed, answer = common_words(room, rng, rng.uniform(3, 12), int(rng.integers(10, 80)))
-        answer = rng.permutation(answer).tolist()
-    else:
-        listed, answer = frequent_words(room, rng, rng.uniform(1.2, 2.2))
-    result = Lesson([BOS, *listed])
-    result.ask([TASKS[kind].asks, OFTEN, ANSWER], answer)
-    return result
-
-
-def batch(
-    count: int, length: int, rng: np.random.Generator, mix: Mapping[str, float] = MIX
-) -> tuple[np.ndarray, np.ndarray]:
-    """`count` lessons of the kinds in `mix`, as `tasks.batch`."""
-    return tasks.batch(count, length, rng, mix, lesson)
+    Things are what stands between commas in `mv`, `cwe`, `fwe` and `mq`, in any order; elsewhere
+    they are words, each in its place.
+    """
+    if sample.task in (*ANY_ORDER, "mq"):
+        expected, said = items(sample.answer_ids), set(items(answer))
+        return sum(item in said for item in expected) / len(expected)
+    named = sum(word == said for word, said in zip(sample.answer_ids, answer, strict=False))
+    return named / len(sample.answer_ids)

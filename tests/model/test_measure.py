@@ -53,6 +53,35 @@ def test_looks_counts_the_word_in_the_statement_asked_for(model, samples):
     torch.testing.assert_close(looks[1], mean)
 
 
+def test_a_layer_left_out_adds_nothing(model, samples):
+    ids = torch.tensor([samples[0].prompt_ids])
+    with torch.no_grad():
+        changed = measure.without(model, [1, 3])
+        skipped = model.hidden(ids, attended=torch.tensor([[1.0], [0.0], [1.0], [0.0]]))
+        torch.testing.assert_close(changed.hidden(ids), skipped)
+        assert not torch.allclose(changed.hidden(ids), model.hidden(ids), atol=1e-2)
+
+
+def test_left_out_report(model):
+    table = measure.left_out_report(model, 64, 2).splitlines()
+    assert [row.split("|")[1].strip() for row in table[2:]] == [
+        "none",
+        "1",
+        "2",
+        "3",
+        "1, 2",
+        "1, 2, 3",
+        "2, 3",
+    ]
+
+
+def test_lists_are_reported_with_the_share_that_was_named(model):
+    """model-tiny names no list; an answer with one item of three counts a third."""
+    samples = measure.questions("fwe", 64, 2, seed=0)
+    assert measure.cell(model, samples).startswith("0 (0-66); ")
+    assert ";" not in measure.cell(model, measure.questions("mk", 64, 2, seed=0))
+
+
 def test_report_has_a_row_per_task(model):
     table = measure.report(model, (64,), 2).splitlines()
     assert len(table) == 2 + len(more_tasks.TITLES)

@@ -2,13 +2,16 @@
 
 from collections import Counter
 
+import lessons
 import more_tasks
 import numpy as np
 import pytest
 import tasks
 
 LENGTHS = (64, 100, 512, 2048)
-LISTED = ("mv", "vt", "hop", "kv")
+MIXES = [value for name, value in vars(lessons).items() if name.endswith("MIX")]
+LISTED = ("mv", "vt", "kv")
+KINDS = sorted({*lessons.MIX, *lessons.LISTING_MIX} - {"copy"})
 
 
 def draw(task, length, seed=0):
@@ -57,7 +60,7 @@ def test_the_first_tasks_are_unchanged(task):
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("task", LISTED)
 def test_prompts_have_their_length_and_the_needles_are_statements(task, length):
-    heads = {"mv": tasks.FACT, "vt": more_tasks.LET, "hop": more_tasks.LET}
+    heads = {"mv": tasks.FACT, "vt": more_tasks.LET}
     for seed in range(10):
         sample = draw(task, length, seed)
         ids = sample.prompt_ids
@@ -98,16 +101,6 @@ def test_variables_are_tracked_to_the_end(length):
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_two_hops(length):
-    for seed in range(10):
-        sample = draw("hop", length, seed)
-        context, question = split(sample.prompt_ids, 3)
-        links = links_in(context)
-        assert question[0] == more_tasks.BEYOND
-        assert sample.answer_ids == [question[1], links[links[question[1]]]]
-
-
-@pytest.mark.parametrize("length", LENGTHS)
 def test_pairs(length):
     for seed in range(10):
         sample = draw("kv", length, seed)
@@ -133,7 +126,9 @@ def test_counted_words_are_clearly_ahead(task, count, lead, length):
         context, _ = split(sample.prompt_ids, 3)
         ranked = Counter(context).most_common()
         assert len(sample.prompt_ids) == length
-        assert {word for word, _ in ranked[:count]} == set(sample.answer_ids)
+        assert {word for word, _ in ranked[:count]} == set(sample.answer_ids[::2])
+        assert set(sample.answer_ids[1::2]) == {tasks.COMMA}
+        assert tasks.COMMA not in context
         assert ranked[count - 1][1] >= lead * ranked[count][1]
 
 
@@ -151,7 +146,7 @@ def test_right_lets_lists_have_any_order_and_chains_none():
 
 
 @pytest.mark.parametrize(
-    ("task", "least"), [("mv", 35), ("vt", 20), ("hop", 20), ("kv", 16), ("cwe", 54), ("niah", 13)]
+    ("task", "least"), [("mv", 35), ("vt", 20), ("kv", 16), ("cwe", 54), ("niah", 13)]
 )
 def test_too_short_a_prompt_is_refused_with_the_least_length(task, least):
     assert len(draw(task, least).prompt_ids) == least
@@ -164,12 +159,27 @@ def test_unknown_task_is_refused():
         draw("needle", 512)
 
 
+def test_share_is_that_of_the_items_named():
+    sample = draw("cwe", 256)
+    listed = sample.answer_ids
+    assert more_tasks.share(sample, listed[::-1]) == 1
+    assert more_tasks.share(sample, listed[:5]) == pytest.approx(3 / 5)
+    twice = [*listed[:3], tasks.COMMA, listed[0]]
+    assert more_tasks.share(sample, twice) == pytest.approx(2 / 5)
+    assert more_tasks.share(sample, []) == 0
+    sample = draw("mv", 256)
+    assert more_tasks.share(sample, sample.answer_ids[7:]) == pytest.approx(2 / 3)
+    sample = draw("kv", 256)
+    assert more_tasks.share(sample, [*sample.answer_ids[:2], tasks.DOT]) == pytest.approx(2 / 5)
+    assert more_tasks.share(sample, sample.answer_ids) == 1
+
+
 @pytest.mark.parametrize("length", [64, 300])
-@pytest.mark.parametrize("kind", [kind for kind in more_tasks.MIX if kind != "copy"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_lessons_fit_and_mark_whole_answers(kind, length):
     marked = 0
     for seed in range(20):
-        lesson = more_tasks.lesson(kind, length, np.random.default_rng(seed))
+        lesson = lessons.lesson(kind, length, np.random.default_rng(seed))
         assert len(lesson.ids) <= length
         for start, stop in lesson.answers:
             assert lesson.ids[start - 1] == tasks.ANSWER
@@ -179,11 +189,52 @@ def test_lessons_fit_and_mark_whole_answers(kind, length):
 
 
 def test_no_question_comes_twice_in_a_lesson():
-    for kind in LISTED:
-        lesson = more_tasks.lesson(kind, 512, np.random.default_rng(0))
-        heads = (tasks.ASK, tasks.LIST, more_tasks.FOLLOW, more_tasks.BEYOND)
+    heads = (tasks.ASK, tasks.LIST, more_tasks.FOLLOW, more_tasks.BEYOND)
+    for kind in (*LISTED, "two hops"):
+        lesson = lessons.lesson(kind, 512, np.random.default_rng(0))
         asked = []
         for start, _ in lesson.answers:
             at = max(i for i in range(start) if lesson.ids[i] in heads)
             asked.append(tuple(lesson.ids[at:start]))
         assert len(asked) == len(set(asked)) > 3
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_shares_of_a_mix(mix):
+    assert sum(mix.values()) == pytest.approx(1)
+
+
+def also_right_of(kind, seed=0):
+    """A lesson, and for each place the set of words that are as right."""
+    ids, is_answer = lessons.batch(1, 128, np.random.default_rng(seed), {kind: 1.0})
+    also = lessons.also_right(ids, is_answer)[0]
+    return ids[0].tolist(), is_answer[0], [{w for w in words if w >= 0} for words in also.tolist()]
+
+
+@pytest.mark.parametrize(("kind", "count"), [("cwe", 5), ("fwe", 3)])
+def test_words_yet_to_be_listed_are_as_right(kind, count):
+    ids, is_answer, also = also_right_of(kind)
+    places = np.flatnonzero(is_answer)[:-1:2]
+    assert len(places) == count
+    for turn, at in enumerate(places):
+        assert also[at] == {ids[later] for later in places[turn + 1 :]}
+    assert not any(words for at, words in enumerate(also) if at not in places)
+
+
+def test_values_yet_to_be_listed_are_as_right():
+    """In every answer on one key, the first words of the values after the one in turn."""
+    ids, is_answer, also = also_right_of("mv")
+    starts = [at for at in np.flatnonzero(is_answer) if not is_answer[at - 1]]
+    expected = [set() for _ in ids]
+    for start in starts:
+        firsts = range(start + 3, ids.index(tasks.END, start), 7)
+        for turn, at in enumerate(firsts):
+            expected[at] = {ids[later] for later in firsts[turn + 1 :]}
+    assert also == expected
+    assert any(expected)
+
+
+@pytest.mark.parametrize("kind", ["several asked", "all facts", "kv", "vt"])
+def test_nothing_else_is_right_where_the_order_counts(kind):
+    for seed in range(5):
+        assert not any(also_right_of(kind, seed)[2])

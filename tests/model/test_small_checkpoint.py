@@ -2,6 +2,7 @@
 
 import export
 import measure
+import more_tasks
 import pytest
 import torch
 
@@ -38,11 +39,29 @@ def test_transformers_gives_the_same_logits(folder, small):
 
 @pytest.mark.parametrize(
     ("task", "length", "least"),
-    [("niah", 512, 0.95), ("distractors", 512, 0.9), ("mk", 512, 0.9), ("vt", 512, 0.85)],
+    [
+        ("niah", 512, 0.95),
+        ("distractors", 512, 0.9),
+        ("mk", 512, 0.9),
+        ("mq", 512, 0.85),
+        ("vt", 512, 0.85),
+        ("kv", 512, 0.6),
+        ("mv", 512, 0.55),
+        ("cwe", 512, 0.6),
+        ("fwe", 512, 0.4),
+    ],
 )
 def test_accuracy(small, task, length, least):
     samples = measure.questions(task, length, 40, seed=1)
     assert measure.right_count(small, samples) >= least * len(samples)
+
+
+@pytest.mark.parametrize(("task", "least"), [("mv", 0.8), ("cwe", 0.85), ("fwe", 0.75)])
+def test_most_items_of_a_list_are_named(small, task, least):
+    samples = measure.questions(task, 256, 40, seed=1)
+    said = measure.answers(small, samples)
+    named = [more_tasks.share(s, a) for s, a in zip(samples, said, strict=True)]
+    assert sum(named) >= least * len(samples)
 
 
 @pytest.mark.parametrize("task", ["mk", "vt"])

@@ -1,5 +1,6 @@
 """Training: runs from nothing, and an interrupted run gives the same bits."""
 
+import copy
 import os
 import signal
 import subprocess
@@ -8,6 +9,9 @@ from pathlib import Path
 
 import evaluate
 import export
+import lessons
+import listing
+import measure
 import numpy as np
 import pytest
 import structured_start
@@ -19,6 +23,11 @@ from optimizer import orthogonalize
 
 STAGES = (train.Stage(32, 256, 3), train.Stage(64, 256, 3))
 SMALL_STAGES = (train.Stage(64, 128, 4, retrieving=1), train.Stage(96, 192, 2))
+LISTING_STAGES = (
+    train.Stage(64, 128, 1, lessons.MIX),
+    train.Stage(96, 192, 2, lessons.LISTING_MIX, listing=True, any_order=True),
+    train.Stage(96, 192, 3, lessons.LISTING_MIX, listing=True, any_order=True),
+)
 SCRIPT = Path(train.__file__)
 
 
@@ -44,9 +53,12 @@ def interrupt_after(run, steps):
 
 
 @pytest.mark.parametrize(
-    ("stages", "recipe"), [(STAGES, train.TINY), (SMALL_STAGES, train.SMALL)], ids=["tiny", "small"]
+    ("stages", "recipe"),
+    [(STAGES, train.TINY), (SMALL_STAGES, train.SMALL), (LISTING_STAGES, train.SMALL)],
+    ids=["tiny", "small", "listing"],
 )
-def test_a_resumed_run_gives_the_same_bits(tmp_path, stages, recipe):
+def test_a_resumed_run_gives_the_same_bits(tmp_path, monkeypatch, stages, recipe):
+    monkeypatch.setattr(listing, "SAMPLES", 1)
     whole = train.Run(stages, 3, recipe)
     assert train.train(whole, tmp_path / "whole.pt", every=100)
 
@@ -162,6 +174,62 @@ def test_each_retrieval_layer_of_the_small_start_matches_alone():
             value = sample.needles[0][0] + tasks.FACT_LENGTH - 1 - tasks.VALUE_WORDS
             attention.append(caches[1].attention[:, -1, value])
         assert torch.stack(attention).mean(0).max() > 10 / 128
+
+
+def test_the_listing_layer_stands_before_the_last_and_has_optimizers(monkeypatch):
+    monkeypatch.setattr(listing, "SAMPLES", 1)
+    run = train.Run(LISTING_STAGES, 3, train.SMALL)
+    run.advance()
+    before = list(run.model.model.layers)
+    run.advance()
+    after = list(run.model.model.layers)
+    assert (len(before), len(after)) == (6, 7)
+    assert after[:5] == before[:5]
+    assert after[6] is before[5]
+    assert run.model.config.num_hidden_layers == 7
+    name = "model.layers.5.self_attn.o_proj.weight"
+    weight = run.model.state_dict()[name].clone()
+    run.advance()
+    assert not torch.equal(run.model.state_dict()[name], weight)
+
+
+def test_lessons_without_commas_are_not_mixed_into_the_listing_stages(monkeypatch):
+    monkeypatch.setattr(listing, "SAMPLES", 1)
+    monkeypatch.setattr(train, "SHORTER_SHARE", 1.0)
+    run = train.Run(LISTING_STAGES, 3, train.SMALL)
+    drawn = []
+    monkeypatch.setattr(lessons, "lesson", lambda kind, *_: drawn.append(kind) or tasks.Lesson())
+    for run.step in range(1, 6):
+        run._batch()
+    assert set(drawn) <= set(lessons.LISTING_MIX)
+    assert drawn
+
+
+def test_any_word_yet_to_be_listed_costs_nothing(monkeypatch):
+    """The loss of a list does not depend on which of the words comes first."""
+    run = train.Run((train.Stage(64, 64, 9, {"cwe": 1.0}, any_order=True),), 3, train.SMALL)
+    ids, is_answer = lessons.batch(1, 64, np.random.default_rng(0), {"cwe": 1.0})
+    first = int(np.flatnonzero(is_answer)[0])
+    words = run._right_words(torch.from_numpy(ids), torch.from_numpy(is_answer))[0]
+    assert set(words[first].tolist()) == set(ids[0, first : first + 9 : 2].tolist())
+    assert set(words[first + 1].tolist()) == {tasks.COMMA, -1}
+
+
+def test_the_listing_layer_changes_little_and_looks_at_what_was_said(model, monkeypatch):
+    """Put into the trained model-tiny, before any training with it."""
+    monkeypatch.setattr(listing, "SAMPLES", 6)
+    grown = copy.deepcopy(model)
+    listing.put_in(grown, len(grown.model.layers) - 1, seed=0)
+    samples = measure.questions("mk", 128, 20, seed=1)
+    assert measure.right_count(grown, samples) >= measure.right_count(model, samples) - 1
+    looked = []
+    for sample in measure.questions("cwe", 128, 6, seed=1):
+        ids = sample.prompt_ids + sample.answer_ids
+        caches, _ = evaluate.prefill(grown, ids)
+        said = len(sample.prompt_ids)
+        # At the comma after the first word; heads 1 and 3 leave out.
+        looked.append(caches[-2].attention[1::2, said + 1, said].mean())
+    assert torch.stack(looked).mean() > 10 / len(ids)
 
 
 def test_orthogonalize():
