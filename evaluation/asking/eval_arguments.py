@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -66,8 +67,14 @@ def _where(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="DIR", help="folder of a checkpoint; a server is started"
     )
-    parser.add_argument("--server-args", default="", metavar="WORDS", help="more options for it")
-    parser.add_argument("--url", help="a server that runs already, instead of --model")
+    parser.add_argument(
+        "--server-args", type=words, default=[], metavar="WORDS", help="more options for it"
+    )
+    parser.add_argument(
+        "--url",
+        help="a server that runs already, instead of --model; its radix cache is emptied between "
+        "policies, so none that serves others",
+    )
     parser.add_argument("--api", choices=("sglang", "openai"), help="what --url is; default: asked")
     parser.add_argument("--model-name", metavar="NAME", help="the model's name at --url")
     parser.add_argument("--tokenizer", metavar="DIR", help="default: the model's folder")
@@ -102,6 +109,14 @@ def at_least_0(text: str) -> int:
 def lengths(text: str) -> list[int]:
     """Numbers of tokens, each once, the shortest first."""
     return sorted({whole(each.strip()) for each in text.split(",")})
+
+
+def words(text: str) -> list[str]:
+    """Words of a command line."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"`{text}`: {str(error).lower()}") from None
 
 
 def names(text: str) -> list[str]:

@@ -7,7 +7,6 @@ import contextlib
 import importlib.metadata
 import json
 import os
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,7 +221,7 @@ def _check_samples(
 
 def _context(args: argparse.Namespace, found: Endpoint | None) -> int | None:
     """Tokens of prompt and answer that the model takes; None if not known."""
-    words = shlex.split(args.server_args)
+    words = args.server_args
     if "--context-length" in words[:-1]:
         text = words[words.index("--context-length") + 1]
         return int(text) if text.isdigit() else None
@@ -327,7 +326,7 @@ def _started(args: argparse.Namespace, setup: Setup) -> Iterator[str]:
     if has_gpu():  # SGLang's own choice of kernels, precision and pool
         names = ("attention_backend", "dtype", "disable_cuda_graph")
         flags = dict.fromkeys(names)
-    words = shlex.split(args.server_args)
+    words = args.server_args
     with serve(
         args.model, policies, settings, progress=not args.quiet, arguments=words,
         start_timeout=_LOADING, **flags,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from pathlib import Path
+
+from kvpolicy.evaluation.asking.eval_arguments import whole, words
 
 
 def of_inspect(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +33,7 @@ def of_fidelity(parser: argparse.ArgumentParser) -> None:
     )
     split = parser.add_mutually_exclusive_group()
     split.add_argument(
-        "--prompt-tokens", type=_positive, metavar="N", help="tokens of a text that are the prompt"
+        "--prompt-tokens", type=whole, metavar="N", help="tokens of a text that are the prompt"
     )
     split.add_argument(
         "--prompt-share",
@@ -50,7 +51,7 @@ def of_fidelity(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--top",
-        type=_positive,
+        type=whole,
         default=256,
         metavar="K",
         help="tokens of each distribution that are compared, where the vocabulary has more than "
@@ -59,12 +60,6 @@ def of_fidelity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="write fidelity.csv, .jsonl, .png and .html"
     )
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 0 < int(text) <= 10**7:
-        raise argparse.ArgumentTypeError(f"`{text}` is not a whole number from 1 on")
-    return int(text)
 
 
 def _share(text: str) -> float:
@@ -107,7 +102,7 @@ def _add_server(parser: argparse.ArgumentParser, several: bool) -> None:
     parser.add_argument("--url", help="a server that runs already and has the policy")
     parser.add_argument(
         "--server-args",
-        type=shlex.split,
+        type=words,
         default=[],
         metavar="WORDS",
         help="more options for the server that is started",
