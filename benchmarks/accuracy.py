@@ -15,9 +15,9 @@ import report
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "train"))
-import evaluate
 import tasks
 from kvpolicy.evaluation.asking.facts import held, lists_of
+from kvpolicy.evaluation.reporting.statistics import wilson
 from kvpolicy.evaluation.serving import Server, serve
 from shipped import settings
 
@@ -44,8 +44,8 @@ def run(server: Server, samples: list, policy: str, options) -> dict:
 
 def interval(right: list[int]) -> str:
     """Accuracy in percent with its 95 % Wilson interval."""
-    low, high = evaluate.interval(sum(right), len(right))
-    return f"{100 * float(np.mean(right)):.0f} ({100 * low:.0f}-{100 * high:.0f})"
+    mean, low, high = wilson(sum(right) / len(right), len(right))
+    return f"{100 * mean:.0f} ({100 * low:.0f}-{100 * high:.0f})"
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The 512 words of the model, in the order of their ids; see `tasks` for what each range is for."""
+"""The 512 words of the models, in the order of their ids; `embedded` names the ranges."""
 
 MARKERS = "<pad> <s> <end> <unk> . , fact is ask list answer".split()
 

@@ -14,7 +14,6 @@ Letters: L layers, H query heads, G KV heads, N cached tokens, T new tokens, D h
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ import numpy as np
 import tasks
 import torch
 import torch.nn.functional as F
+from kvpolicy.evaluation.questions import embedded
 from model import Llama, rotary_tables
 from torch import Tensor
 from tqdm import tqdm
@@ -42,7 +42,7 @@ def questions(task: str, length: int, count: int, seed: int) -> list[tasks.Sampl
 
 
 def expected(sample: tasks.Sample) -> list[int]:
-    return [*sample.answer_ids, tasks.END]
+    return [*sample.answer_ids, embedded.END]
 
 
 @torch.no_grad()
@@ -184,14 +184,6 @@ def compressed_report(model: Llama, length: int, count: int, share: float, seed:
         cells = " | ".join(f"{100 * row[method]:.0f}" for method in METHODS)
         lines.append(f"| {task.title} (`{name}`) | {cells} |")
     return "\n".join(lines)
-
-
-def interval(right: int, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share."""
-    z, share = 1.96, right / count
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count**2)) / (1 + z * z / count)
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def arguments(about: str, model: Path, lengths: Sequence[int]) -> argparse.ArgumentParser:

@@ -10,8 +10,8 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
-import tasks
-import words
+from kvpolicy.evaluation.questions import embedded
+from kvpolicy.evaluation.questions.embedded_words import VOCABULARY
 from model import Config, Llama
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -65,31 +65,31 @@ def model_config(config: Config) -> dict:
         "tie_word_embeddings": True,
         "torch_dtype": "float32",
         "use_cache": True,
-        "bos_token_id": tasks.BOS,
-        "eos_token_id": tasks.END,
-        "pad_token_id": tasks.PAD,
+        "bos_token_id": embedded.BOS,
+        "eos_token_id": embedded.END,
+        "pad_token_id": embedded.PAD,
     }
 
 
 def generation_config() -> dict:
     return {
-        "bos_token_id": tasks.BOS,
-        "eos_token_id": tasks.END,
-        "pad_token_id": tasks.PAD,
+        "bos_token_id": embedded.BOS,
+        "eos_token_id": embedded.END,
+        "pad_token_id": embedded.PAD,
         "do_sample": False,
     }
 
 
 def tokenizer() -> Tokenizer:
     """Whole words, lower case, punctuation apart; `<s>` is put before a text."""
-    special = [words.VOCABULARY[i] for i in (tasks.PAD, tasks.BOS, tasks.END, tasks.UNK)]
-    vocabulary = {word: i for i, word in enumerate(words.VOCABULARY)}
-    result = Tokenizer(models.WordLevel(vocabulary, unk_token=words.VOCABULARY[tasks.UNK]))
+    special = [VOCABULARY[i] for i in (embedded.PAD, embedded.BOS, embedded.END, embedded.UNK)]
+    vocabulary = {word: i for i, word in enumerate(VOCABULARY)}
+    result = Tokenizer(models.WordLevel(vocabulary, unk_token=VOCABULARY[embedded.UNK]))
     result.normalizer = normalizers.Lowercase()
     result.pre_tokenizer = pre_tokenizers.Whitespace()
-    bos = words.VOCABULARY[tasks.BOS]
+    bos = VOCABULARY[embedded.BOS]
     result.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, tasks.BOS)]
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, embedded.BOS)]
     )
     result.add_special_tokens(special)
     return result
@@ -98,10 +98,10 @@ def tokenizer() -> Tokenizer:
 def tokenizer_config(config: Config) -> dict:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": words.VOCABULARY[tasks.BOS],
-        "eos_token": words.VOCABULARY[tasks.END],
-        "pad_token": words.VOCABULARY[tasks.PAD],
-        "unk_token": words.VOCABULARY[tasks.UNK],
+        "bos_token": VOCABULARY[embedded.BOS],
+        "eos_token": VOCABULARY[embedded.END],
+        "pad_token": VOCABULARY[embedded.PAD],
+        "unk_token": VOCABULARY[embedded.UNK],
         "clean_up_tokenization_spaces": False,
         "model_max_length": config.max_position_embeddings,
         "chat_template": CHAT_TEMPLATE,

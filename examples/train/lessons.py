@@ -7,8 +7,10 @@ from collections.abc import Mapping
 import more_tasks
 import numpy as np
 import tasks
-from more_tasks import COMMON, OFTEN, World
-from tasks import ANSWER, ASK, BOS, COMMA, LIST, Lesson
+from kvpolicy.evaluation.questions import embedded, embedded_worlds
+from kvpolicy.evaluation.questions.embedded import ANSWER, ASK, BOS, COMMA, LIST
+from kvpolicy.evaluation.questions.embedded_worlds import COMMON, OFTEN, World
+from tasks import Lesson
 
 # Two hops and lists without commas were taught before the layer that lists was put in.
 MIX = {
@@ -91,7 +93,7 @@ LAST_MIX = {
     "fwe": 0.10,
 }
 
-STATEMENT = {"mv": tasks.FACT_LENGTH, "vt": 4, "two hops": 4, "kv": 10}
+STATEMENT = {"mv": embedded.FACT_LENGTH, "vt": 4, "two hops": 4, "kv": 10}
 
 
 def lesson(kind: str, length: int, rng: np.random.Generator) -> Lesson:
@@ -105,7 +107,7 @@ def lesson(kind: str, length: int, rng: np.random.Generator) -> Lesson:
     fits = max(1, room // statement)
     count = fits if kind == "kv" or rng.random() < 0.3 else max(1, int(fits * rng.random()))
     world = draw_world(kind, count, rng)
-    body, _ = tasks.spread(world.statements, max(room, statement * len(world.statements)), rng)
+    body, _ = embedded.spread(world.statements, max(room, statement * len(world.statements)), rng)
     result = Lesson([BOS, *body])
     for at in rng.permutation(len(world.questions)):
         question, answer, _ = world.questions[at]
@@ -118,12 +120,12 @@ def draw_world(kind: str, count: int, rng: np.random.Generator) -> World:
     """A world of about `count` statements, with lists and chains of other lengths too."""
     if kind == "mv":
         repeats = int(rng.integers(2, 5))
-        return more_tasks.many_values(max(count, repeats), rng, repeats)
+        return embedded_worlds.many_values(max(count, repeats), rng, repeats)
     if kind in ("vt", "two hops"):
         hops = int(rng.integers(2, 6))
-        draw = more_tasks.chains if kind == "vt" else more_tasks.two_hops
+        draw = embedded_worlds.chains if kind == "vt" else more_tasks.two_hops
         return draw(max(count, hops), rng, hops)
-    return more_tasks.pairs(count, rng)
+    return embedded_worlds.pairs(count, rng)
 
 
 def count_lesson(kind: str, length: int, rng: np.random.Generator) -> Lesson:
@@ -135,15 +137,15 @@ def count_lesson(kind: str, length: int, rng: np.random.Generator) -> Lesson:
     room = length - 1 - 3 - (COMMON if bare else 2 * COMMON - 1) - 1
     if kind.endswith("cwe"):
         ratio, rare = ((3, 12), (10, 80)) if bare else ((6, 14), (10, 60))
-        listed, answer = more_tasks.common_words(
+        listed, answer = embedded_worlds.common_words(
             room, rng, rng.uniform(*ratio), int(rng.integers(*rare))
         )
         asks, answer = LIST, rng.permutation(answer).tolist()
     else:
         exponent = rng.uniform(1.2, 2.2) if bare else rng.uniform(1.7, 2.5)
-        asks, (listed, answer) = ASK, more_tasks.frequent_words(room, rng, exponent)
+        asks, (listed, answer) = ASK, embedded_worlds.frequent_words(room, rng, exponent)
     result = Lesson([BOS, *listed])
-    result.ask([asks, OFTEN, ANSWER], answer if bare else more_tasks.with_commas(answer))
+    result.ask([asks, OFTEN, ANSWER], answer if bare else embedded_worlds.with_commas(answer))
     return result
 
 
@@ -167,7 +169,7 @@ def also_right(ids: np.ndarray, is_answer: np.ndarray) -> np.ndarray:
     for row, tokens in enumerate(ids):
         places = np.flatnonzero(is_answer[row])
         for part in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
-            if len(part) == 0 or tokens[part[-1]] != tasks.END:
+            if len(part) == 0 or tokens[part[-1]] != embedded.END:
                 continue
             begins = beginnings(tokens, part)
             for turn, at in enumerate(begins[:-1]):
@@ -182,7 +184,7 @@ def beginnings(tokens: np.ndarray, answer: np.ndarray) -> list[int]:
     starts = [int(answer[0]), *(at + 1 for at in commas)]
     if tokens[answer[0] - 2] == OFTEN:
         return starts
-    keys = {tuple(tokens[at : at + tasks.KEY_WORDS]) for at in starts}
+    keys = {tuple(tokens[at : at + embedded.KEY_WORDS]) for at in starts}
     if commas and len(keys) == 1:
-        return [at + tasks.KEY_WORDS + 1 for at in starts]
+        return [at + embedded.KEY_WORDS + 1 for at in starts]
     return []

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import more_tasks
 import numpy as np
 import torch
+from kvpolicy.evaluation.questions.embedded import ANSWER, BOS, COMMA, IS, VALUES
 from model import Layer, Llama, rotary_tables
-from tasks import ANSWER, BOS, COMMA, IS, VALUES, Sample
+from tasks import Sample
 from torch import Tensor
 
 PROBED = ("mv", "cwe", "fwe", "mq", "mk", "kv", "vt")

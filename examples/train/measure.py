@@ -23,7 +23,9 @@ import numpy as np
 import tasks
 import torch
 import torch.nn.functional as F
-from evaluate import BATCH_TOKENS, interval
+from evaluate import BATCH_TOKENS
+from kvpolicy.evaluation.questions import embedded
+from kvpolicy.evaluation.reporting.statistics import wilson
 from model import Llama, rotary_tables
 from torch import Tensor
 
@@ -66,7 +68,7 @@ def generate(model: Llama, prompts: Tensor, count: int) -> Tensor:
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         new = model.logits(model.model.norm(x[:, -1:])).argmax(-1)
         out.append(new)
-        ended |= new == tasks.END
+        ended |= new == embedded.END
     return torch.cat(out, 1)
 
 
@@ -78,7 +80,7 @@ def answers(model: Llama, samples: list[tasks.Sample]) -> list[list[int]]:
     for first in range(0, len(samples), size):
         prompts = torch.tensor([s.prompt_ids for s in samples[first : first + size]])
         for row in generate(model, prompts, longest).tolist():
-            said.append(row[: row.index(tasks.END)] if tasks.END in row else row)
+            said.append(row[: row.index(embedded.END)] if embedded.END in row else row)
     return said
 
 
@@ -92,8 +94,8 @@ def cell(model: Llama, samples: list[tasks.Sample]) -> str:
     """Right answers in percent, their interval, and for lists the share of items named."""
     said = answers(model, samples)
     right = sum(more_tasks.right(s, a) for s, a in zip(samples, said, strict=True))
-    low, high = interval(right, len(samples))
-    text = f"{100 * right / len(samples):.0f} ({100 * low:.0f}-{100 * high:.0f})"
+    mean, low, high = wilson(right / len(samples), len(samples))
+    text = f"{100 * mean:.0f} ({100 * low:.0f}-{100 * high:.0f})"
     if samples[0].task not in more_tasks.ANY_ORDER:
         return text
     named = np.mean([more_tasks.share(s, a) for s, a in zip(samples, said, strict=True)])

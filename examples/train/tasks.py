@@ -11,29 +11,34 @@ arXiv:2404.06654): a single needle, a needle among distractors, a context made o
     import numpy as np, tasks
     sample = tasks.sample("mk", 512, np.random.default_rng(0))
     sample.prompt_ids    # exactly 512 ids; the next token is the first of the answer
-    sample.answer_ids    # 3 ids; after them the model says <end> (tasks.END)
+    sample.answer_ids    # 3 ids; after them the model says <end>
     sample.text          # the prompt as words; the tokenizer puts <s> before it
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import words
-
-PAD, BOS, END, UNK, DOT, COMMA, FACT, IS, ASK, LIST, ANSWER = range(11)
-KEYS = range(11, 139)
-VALUES = range(139, 267)
-FILLER = range(267, 512)
-VOCABULARY_SIZE = 512
-
-KEY_WORDS = 2
-VALUE_WORDS = 3
-FACT_LENGTH = 1 + KEY_WORDS + 1 + VALUE_WORDS + 1
-QUESTION_LENGTH = 1 + KEY_WORDS + 1
+from kvpolicy.evaluation.questions.embedded import (
+    BOS,
+    COMMA,
+    END,
+    FACT_LENGTH,
+    KEY_WORDS,
+    KEYS,
+    PAD,
+    VALUE_WORDS,
+    Prompt,
+    ask,
+    draw_facts,
+    facts_prompt,
+    question_length,
+    scatter,
+    to_text,
+)
+from kvpolicy.evaluation.questions.embedded_words import VOCABULARY
 
 
 @dataclass(frozen=True)
@@ -76,23 +81,6 @@ class Sample:
         return to_text(self.answer_ids)
 
 
-@dataclass
-class Facts:
-    """Keys, values and where each fact starts in the context."""
-
-    keys: list[list[int]]
-    values: list[list[int]]
-    starts: list[int] = field(default_factory=list)
-
-    def statement(self, i: int) -> list[int]:
-        return [FACT, *self.keys[i], IS, *self.values[i], DOT]
-
-
-def to_text(ids: Sequence[int]) -> str:
-    """Ids as words separated by single spaces."""
-    return " ".join(words.VOCABULARY[i] for i in ids)
-
-
 def sample(task: str, length: int, rng: np.random.Generator) -> Sample:
     """A question of `task` whose prompt has exactly `length` tokens.
 
@@ -101,101 +89,16 @@ def sample(task: str, length: int, rng: np.random.Generator) -> Sample:
     """
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; the tasks are {', '.join(TASKS)}")
-    asked = TASKS[task].asked
-    context = length - 1 - question_length(asked)
-    fits = context // FACT_LENGTH
-    if fits < asked:
-        least = 1 + question_length(asked) + asked * FACT_LENGTH
-        raise ValueError(f"a prompt of task {task!r} needs at least {least} tokens, got {length}")
-    facts = draw_facts(min(TASKS[task].facts or fits, fits), rng)
-    body = scatter(facts, context, rng)
-    chosen = rng.choice(len(facts.keys), asked, replace=False).tolist()
-    question, answer = ask(facts, chosen)
-    spans = [(1 + facts.starts[i], 1 + facts.starts[i] + FACT_LENGTH) for i in chosen]
-    return Sample(task, [BOS, *body, *question], answer, spans)
+    kind = TASKS[task]
+    return sample_of(task, facts_prompt(task, length, rng, kind.facts, kind.asked))
 
 
-def question_length(asked: int) -> int:
-    """Tokens from `ask` or `list` up to and with `answer`."""
-    return 1 + asked * (KEY_WORDS + 1)
-
-
-def answer_length(asked: int) -> int:
-    """Tokens of the answer without the closing <end>."""
-    if asked == 1:
-        return VALUE_WORDS
-    return asked * (KEY_WORDS + 1 + VALUE_WORDS + 1) - 1
-
-
-def ask(facts: Facts, chosen: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The question for the chosen facts and its answer.
-
-    One key: `ask k k answer` -> `v v v`. Several: `list k k , k k answer` ->
-    `k k is v v v , k k is v v v`.
-    """
-    if len(chosen) == 1:
-        return [ASK, *facts.keys[chosen[0]], ANSWER], list(facts.values[chosen[0]])
-    question, answer = [], []
-    for i in chosen:
-        question += [*facts.keys[i], COMMA]
-        answer += [*facts.keys[i], IS, *facts.values[i], COMMA]
-    return [LIST, *question[:-1], ANSWER], answer[:-1]
-
-
-def draw_facts(count: int, rng: np.random.Generator) -> Facts:
-    """`count` facts with different keys.
-
-    Half of the time the keys come from a narrow grid of words, so that many facts share one word
-    of the key and only both words together tell them apart.
-    """
-    if rng.random() < 0.5:
-        side = min(len(KEYS), max(3, math.ceil(math.sqrt(1.5 * count))))
-    else:
-        side = len(KEYS)
-    first, second = (KEYS.start + rng.permutation(len(KEYS))[:side] for _ in range(2))
-    cells = rng.choice(side * side, count, replace=False)
-    keys = [[int(first[cell // side]), int(second[cell % side])] for cell in cells]
-    values = rng.integers(VALUES.start, VALUES.stop, (count, VALUE_WORDS)).tolist()
-    return Facts(keys, values)
-
-
-def scatter(facts: Facts, length: int, rng: np.random.Generator) -> list[int]:
-    """The facts in order, with filler between them, `length` tokens; fills `facts.starts`."""
-    context, facts.starts = spread(
-        [facts.statement(i) for i in range(len(facts.keys))], length, rng
-    )
-    return context
-
-
-def spread(
-    statements: Sequence[list[int]], length: int, rng: np.random.Generator
-) -> tuple[list[int], list[int]]:
-    """The statements in order, with filler between them, `length` tokens; where each starts."""
-    blank = length - sum(map(len, statements))
-    text = filler(blank, rng).tolist()
-    cuts = np.sort(rng.integers(0, blank + 1, len(statements))).tolist()
-    context: list[int] = []
-    starts: list[int] = []
-    done = 0
-    for statement, cut in zip(statements, cuts, strict=True):
-        context += text[done:cut]
-        starts.append(len(context))
-        context += statement
-        done = cut
-    return context + text[done:], starts
-
-
-def filler(length: int, rng: np.random.Generator) -> np.ndarray:
-    """`length` filler tokens: even draws, one sentence repeated, or draws by Zipf's law."""
-    kind = rng.random()
-    if kind < 0.5:
-        return rng.integers(FILLER.start, FILLER.stop, length)
-    if kind < 0.75:
-        sentence = rng.integers(FILLER.start, FILLER.stop, rng.integers(5, 25))
-        return np.resize(sentence, length)
-    rank = 1 / np.arange(1, len(FILLER) + 1)
-    drawn = rng.choice(len(FILLER), length, p=rank / rank.sum())
-    return FILLER.start + rng.permutation(len(FILLER))[drawn]
+def sample_of(task: str, prompt: Prompt) -> Sample:
+    """The prompt's first question as a sample."""
+    question = prompt.questions[0]
+    # <s> stands before the context.
+    needles = [(start + 1, stop + 1) for start, stop in question.needles]
+    return Sample(task, prompt.ids, question.answer, needles)
 
 
 # Training sequences: a context, then as many questions as fit.
@@ -243,6 +146,13 @@ def lesson(kind: str, length: int, rng: np.random.Generator) -> Lesson:
     return result
 
 
+def answer_length(asked: int) -> int:
+    """Tokens of the answer without the closing <end>."""
+    if asked == 1:
+        return VALUE_WORDS
+    return asked * (KEY_WORDS + 1 + VALUE_WORDS + 1) - 1
+
+
 def lesson_needs(asked: int) -> int:
     """The shortest lesson with one fact per key asked."""
     exchange = question_length(asked) + answer_length(asked) + 1
@@ -261,7 +171,7 @@ def lesson_facts(kind: str, fits: int, asked: int, rng: np.random.Generator) -> 
 def copy_lesson(length: int, rng: np.random.Generator) -> Lesson:
     """A random segment and repeats of parts of it: the densest signal for copying."""
     alphabet_size = int(np.exp(rng.uniform(np.log(8), np.log(160))))
-    alphabet = KEYS.start + rng.permutation(VOCABULARY_SIZE - KEYS.start)[:alphabet_size]
+    alphabet = KEYS.start + rng.permutation(len(VOCABULARY) - KEYS.start)[:alphabet_size]
     size = int(rng.integers(6, max(7, length // 2 - 2)))
     segment = alphabet[rng.integers(0, alphabet_size, size)].tolist()
     result = Lesson()

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tasks
 import torch
+from kvpolicy.evaluation.questions import embedded
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def test_generation_stops_after_the_answer(reference):
     sample = tasks.sample("niah", 256, np.random.default_rng(0))
     ids = torch.tensor([sample.prompt_ids])
     out = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10)
-    assert out[0, len(sample.prompt_ids) :].tolist() == [*sample.answer_ids, tasks.END]
+    assert out[0, len(sample.prompt_ids) :].tolist() == [*sample.answer_ids, embedded.END]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_one_pass_accuracy_is_greedy_decoding(model):
     for sample in samples:
         caches, token = evaluate.prefill(model, sample.prompt_ids)
         generated = [token]
-        while len(generated) < tasks.VALUE_WORDS:
+        while len(generated) < embedded.VALUE_WORDS:
             generated.append(evaluate.decode(model, generated, caches, kept)[-1])
         right, _ = evaluate.accuracy(model, [sample])
         assert (generated == sample.answer_ids) == bool(right)

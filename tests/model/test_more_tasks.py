@@ -7,6 +7,8 @@ import more_tasks
 import numpy as np
 import pytest
 import tasks
+from kvpolicy.evaluation.questions import embedded, embedded_worlds
+from kvpolicy.evaluation.questions.embedded import COMMA
 
 LENGTHS = (64, 100, 512, 2048)
 MIXES = [value for name, value in vars(lessons).items() if name.endswith("MIX")]
@@ -25,7 +27,7 @@ def split(ids, question):
 
 def facts_in(context):
     """(key, value) pairs in order, read from the words alone."""
-    starts = [at for at, token in enumerate(context) if token == tasks.FACT]
+    starts = [at for at, token in enumerate(context) if token == embedded.FACT]
     return [(tuple(context[at + 1 : at + 3]), context[at + 4 : at + 7]) for at in starts]
 
 
@@ -34,15 +36,15 @@ def links_in(context):
     found = {}
     for at in range(len(context) - 3):
         let, a, b, dot = context[at : at + 4]
-        if let == more_tasks.LET and a in tasks.KEYS and b in tasks.KEYS:
-            assert dot == tasks.DOT
+        if let == embedded_worlds.LET and a in embedded.KEYS and b in embedded.KEYS:
+            assert dot == embedded.DOT
             assert a not in found
             found[a] = b
     return found
 
 
 def pairs_in(context):
-    starts = [at - 3 for at, token in enumerate(context) if token == tasks.IS]
+    starts = [at - 3 for at, token in enumerate(context) if token == embedded.IS]
     return {tuple(context[at : at + 3]): context[at + 4 : at + 9] for at in starts}
 
 
@@ -60,16 +62,16 @@ def test_the_first_tasks_are_unchanged(task):
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("task", LISTED)
 def test_prompts_have_their_length_and_the_needles_are_statements(task, length):
-    heads = {"mv": tasks.FACT, "vt": more_tasks.LET}
+    heads = {"mv": embedded.FACT, "vt": embedded_worlds.LET}
     for seed in range(10):
         sample = draw(task, length, seed)
         ids = sample.prompt_ids
         assert len(ids) == length
-        assert (ids[0], ids[-1]) == (tasks.BOS, tasks.ANSWER)
+        assert (ids[0], ids[-1]) == (embedded.BOS, embedded.ANSWER)
         for start, stop in sample.needles:
             if task in heads:
                 assert ids[start] == heads[task]
-            assert ids[stop - 1] == (tasks.COMMA if task == "kv" else tasks.DOT)
+            assert ids[stop - 1] == (COMMA if task == "kv" else embedded.DOT)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -78,7 +80,8 @@ def test_many_values_asks_for_all_values_of_a_key(length):
         sample = draw("mv", length, seed)
         context, question = split(sample.prompt_ids, 10)
         key = tuple(question[1:3])
-        assert question == [tasks.LIST, *key, tasks.COMMA, *key, tasks.COMMA, *key, tasks.ANSWER]
+        listed = [*key, COMMA, *key, COMMA, *key]
+        assert question == [embedded.LIST, *listed, embedded.ANSWER]
         values = [value for other, value in facts_in(context) if other == key]
         assert len(values) == 3
         said = [sample.answer_ids[at + 3 : at + 6] for at in (0, 7, 14)]
@@ -94,7 +97,7 @@ def test_variables_are_tracked_to_the_end(length):
         chain = [question[1]]
         while chain[-1] in links:
             chain.append(links[chain[-1]])
-        assert question[0] == more_tasks.FOLLOW
+        assert question[0] == embedded_worlds.FOLLOW
         assert question[1] not in links.values()
         assert sample.answer_ids == chain
         assert len(chain) == 5
@@ -127,8 +130,8 @@ def test_counted_words_are_clearly_ahead(task, count, lead, length):
         ranked = Counter(context).most_common()
         assert len(sample.prompt_ids) == length
         assert {word for word, _ in ranked[:count]} == set(sample.answer_ids[::2])
-        assert set(sample.answer_ids[1::2]) == {tasks.COMMA}
-        assert tasks.COMMA not in context
+        assert set(sample.answer_ids[1::2]) == {COMMA}
+        assert COMMA not in context
         assert ranked[count - 1][1] >= lead * ranked[count][1]
 
 
@@ -140,7 +143,7 @@ def test_right_lets_lists_have_any_order_and_chains_none():
         assert not more_tasks.right(sample, sample.answer_ids[:-1])
     sample = draw("mv", 256)
     first, second, third = (sample.answer_ids[at : at + 6] for at in (0, 7, 14))
-    comma = [tasks.COMMA]
+    comma = [COMMA]
     assert more_tasks.right(sample, [*third, *comma, *first, *comma, *second])
     assert not more_tasks.right(sample, [*first, *comma, *first, *comma, *second])
 
@@ -164,13 +167,13 @@ def test_share_is_that_of_the_items_named():
     listed = sample.answer_ids
     assert more_tasks.share(sample, listed[::-1]) == 1
     assert more_tasks.share(sample, listed[:5]) == pytest.approx(3 / 5)
-    twice = [*listed[:3], tasks.COMMA, listed[0]]
+    twice = [*listed[:3], COMMA, listed[0]]
     assert more_tasks.share(sample, twice) == pytest.approx(2 / 5)
     assert more_tasks.share(sample, []) == 0
     sample = draw("mv", 256)
     assert more_tasks.share(sample, sample.answer_ids[7:]) == pytest.approx(2 / 3)
     sample = draw("kv", 256)
-    assert more_tasks.share(sample, [*sample.answer_ids[:2], tasks.DOT]) == pytest.approx(2 / 5)
+    assert more_tasks.share(sample, [*sample.answer_ids[:2], embedded.DOT]) == pytest.approx(2 / 5)
     assert more_tasks.share(sample, sample.answer_ids) == 1
 
 
@@ -182,14 +185,14 @@ def test_lessons_fit_and_mark_whole_answers(kind, length):
         lesson = lessons.lesson(kind, length, np.random.default_rng(seed))
         assert len(lesson.ids) <= length
         for start, stop in lesson.answers:
-            assert lesson.ids[start - 1] == tasks.ANSWER
-            assert lesson.ids[stop - 1] == tasks.END
+            assert lesson.ids[start - 1] == embedded.ANSWER
+            assert lesson.ids[stop - 1] == embedded.END
             marked += 1
     assert marked >= 3
 
 
 def test_no_question_comes_twice_in_a_lesson():
-    heads = (tasks.ASK, tasks.LIST, more_tasks.FOLLOW, more_tasks.BEYOND)
+    heads = (embedded.ASK, embedded.LIST, embedded_worlds.FOLLOW, more_tasks.BEYOND)
     for kind in (*LISTED, "two hops"):
         lesson = lessons.lesson(kind, 512, np.random.default_rng(0))
         asked = []
@@ -227,7 +230,7 @@ def test_values_yet_to_be_listed_are_as_right():
     starts = [at for at in np.flatnonzero(is_answer) if not is_answer[at - 1]]
     expected = [set() for _ in ids]
     for start in starts:
-        firsts = range(start + 3, ids.index(tasks.END, start), 7)
+        firsts = range(start + 3, ids.index(embedded.END, start), 7)
         for turn, at in enumerate(firsts):
             expected[at] = {ids[later] for later in firsts[turn + 1 :]}
     assert also == expected

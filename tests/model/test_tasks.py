@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tasks
-import words
+from kvpolicy.evaluation.questions import embedded, embedded_words
+from kvpolicy.evaluation.questions.embedded_words import VOCABULARY
 
 LENGTHS = (64, 100, 512, 1024)
 
@@ -20,10 +21,10 @@ def facts_in(ids):
     """Key -> value, read from the words alone."""
     found = {}
     for at, token in enumerate(ids):
-        if token == tasks.FACT:
-            fact = ids[at : at + tasks.FACT_LENGTH]
-            assert fact[3] == tasks.IS
-            assert fact[7] == tasks.DOT
+        if token == embedded.FACT:
+            fact = ids[at : at + embedded.FACT_LENGTH]
+            assert fact[3] == embedded.IS
+            assert fact[7] == embedded.DOT
             assert tuple(fact[1:3]) not in found, "a key is given twice"
             found[tuple(fact[1:3])] = fact[4:7]
     return found
@@ -31,12 +32,12 @@ def facts_in(ids):
 
 def answer_to(question, facts):
     """The answer to `ask ...` or `list ...`, from the facts."""
-    keys = " ".join(map(str, question[1:-1])).split(f" {tasks.COMMA} ")
+    keys = " ".join(map(str, question[1:-1])).split(f" {embedded.COMMA} ")
     keys = [tuple(map(int, key.split())) for key in keys]
-    if question[0] == tasks.ASK:
+    if question[0] == embedded.ASK:
         return facts[keys[0]]
-    parts = [[*key, tasks.IS, *facts[key]] for key in keys]
-    return [token for part in parts for token in [*part, tasks.COMMA]][:-1]
+    parts = [[*key, embedded.IS, *facts[key]] for key in keys]
+    return [token for part in parts for token in [*part, embedded.COMMA]][:-1]
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
@@ -52,16 +53,16 @@ def test_prompts_have_the_length_asked_for_and_the_answer_is_right(task, length)
         sample = draw(task, length, seed)
         ids = sample.prompt_ids
         assert len(ids) == length
-        assert ids[0] == tasks.BOS
-        assert ids[-1] == tasks.ANSWER
+        assert ids[0] == embedded.BOS
+        assert ids[-1] == embedded.ANSWER
         asked = tasks.TASKS[task].asked
-        at = length - tasks.question_length(asked)
+        at = length - embedded.question_length(asked)
         facts = facts_in(ids[:at])
         assert sample.answer_ids == answer_to(ids[at:], facts)
         assert len(sample.needles) == asked
         for start, stop in sample.needles:
-            assert ids[start] == tasks.FACT
-            assert ids[stop - 1] == tasks.DOT
+            assert ids[start] == embedded.FACT
+            assert ids[stop - 1] == embedded.DOT
 
 
 def test_number_of_facts():
@@ -97,16 +98,18 @@ def test_unknown_task_is_refused():
 
 def test_text_is_one_word_per_token():
     sample = draw("mk", 128)
-    assert [words.VOCABULARY.index(word) for word in sample.text.split()] == sample.prompt_ids[1:]
+    ids = [VOCABULARY.index(word) for word in sample.text.split()]
+    assert ids == sample.prompt_ids[1:]
 
 
 def test_vocabulary_fills_its_ranges():
-    assert len(set(words.VOCABULARY)) == len(words.VOCABULARY) == tasks.VOCABULARY_SIZE
-    for ids, listed in ((tasks.KEYS, words.KEYS), (tasks.VALUES, words.VALUES)):
-        assert [words.VOCABULARY[i] for i in ids] == listed
-    assert [words.VOCABULARY[i] for i in tasks.FILLER] == words.FILLER
-    assert words.VOCABULARY[tasks.END] == "<end>"
-    assert words.VOCABULARY[tasks.ANSWER] == "answer"
+    assert len(set(VOCABULARY)) == len(VOCABULARY) == 512
+    words = embedded_words
+    for ids, listed in ((embedded.KEYS, words.KEYS), (embedded.VALUES, words.VALUES)):
+        assert [VOCABULARY[i] for i in ids] == listed
+    assert [VOCABULARY[i] for i in embedded.FILLER] == words.FILLER
+    assert VOCABULARY[embedded.END] == "<end>"
+    assert VOCABULARY[embedded.ANSWER] == "answer"
 
 
 @pytest.mark.parametrize("length", [64, 300])
@@ -118,17 +121,17 @@ def test_lessons_ask_what_their_context_answers(kind, length):
         assert len(lesson.ids) <= length
         facts = facts_in(lesson.ids)
         for start, stop in lesson.answers:
-            heads = (tasks.ASK, tasks.LIST)
+            heads = (embedded.ASK, embedded.LIST)
             at = max(i for i in range(start) if lesson.ids[i] in heads)
             answer = answer_to(lesson.ids[at:start], facts)
-            assert lesson.ids[start:stop] == [*answer, tasks.END]
+            assert lesson.ids[start:stop] == [*answer, embedded.END]
             asked += 1
     assert asked >= 10
 
 
 def test_copy_lessons_repeat_the_segment():
     lesson = tasks.lesson("copy", 200, np.random.default_rng(0))
-    segment = lesson.ids[1 : lesson.ids.index(tasks.COMMA)]
+    segment = lesson.ids[1 : lesson.ids.index(embedded.COMMA)]
     for start, stop in lesson.answers:
         part = lesson.ids[start:stop]
         assert any(segment[i : i + len(part)] == part for i in range(len(segment)))
@@ -137,7 +140,7 @@ def test_copy_lessons_repeat_the_segment():
 def test_batches_mark_the_answers():
     ids, is_answer = tasks.batch(8, 128, np.random.default_rng(0))
     assert ids.shape == is_answer.shape == (8, 128)
-    assert (ids[is_answer] != tasks.PAD).all()
+    assert (ids[is_answer] != embedded.PAD).all()
     assert is_answer.any(1).all()
 
 

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import tasks
+from kvpolicy.evaluation.questions import embedded
+from kvpolicy.evaluation.questions.embedded_words import VOCABULARY
 
 
 def test_every_id_survives_text(tokenizer):
-    ids = list(range(tasks.VOCABULARY_SIZE))
+    ids = list(range(len(VOCABULARY)))
     assert tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"] == ids
 
 
@@ -20,17 +22,17 @@ def test_prompts_survive_text(tokenizer, task):
 
 def test_case_and_missing_spaces_do_not_matter(tokenizer):
     tidy = tokenizer("fact amber seven is oak river stone . ask amber seven answer")
-    assert tasks.UNK not in tidy["input_ids"]
+    assert embedded.UNK not in tidy["input_ids"]
     loose = tokenizer("Fact amber  seven is oak river stone. Ask amber seven answer")
     assert loose["input_ids"] == tidy["input_ids"]
 
 
 def test_unknown_words_become_unk(tokenizer):
     assert tokenizer("ask zyzzyva answer")["input_ids"] == [
-        tasks.BOS,
-        tasks.ASK,
-        tasks.UNK,
-        tasks.ANSWER,
+        embedded.BOS,
+        embedded.ASK,
+        embedded.UNK,
+        embedded.ANSWER,
     ]
 
 
@@ -42,10 +44,10 @@ def test_chat_template_renders_a_question_as_the_prompt(tokenizer):
     assert rendered["input_ids"] == sample.prompt_ids
     chat.append({"role": "assistant", "content": sample.answer_text})
     rendered = tokenizer.apply_chat_template(chat, return_dict=True)
-    assert rendered["input_ids"] == [*sample.prompt_ids, *sample.answer_ids, tasks.END]
+    assert rendered["input_ids"] == [*sample.prompt_ids, *sample.answer_ids, embedded.END]
 
 
 def test_special_tokens(tokenizer):
-    assert tokenizer.bos_token_id == tasks.BOS
-    assert tokenizer.eos_token_id == tasks.END
-    assert tokenizer.pad_token_id == tasks.PAD
+    assert tokenizer.bos_token_id == embedded.BOS
+    assert tokenizer.eos_token_id == embedded.END
+    assert tokenizer.pad_token_id == embedded.PAD

@@ -18,6 +18,7 @@ import structured_start
 import tasks
 import torch
 import train
+from kvpolicy.evaluation.questions import embedded
 from model import Config, Llama
 from optimizer import orthogonalize
 
@@ -152,7 +153,7 @@ def test_the_start_looks_back_and_matches():
     attention = []
     for sample in evaluate.questions("mk", 128, 8, seed=0):
         caches, _ = evaluate.prefill(model, sample.prompt_ids)
-        value = sample.needles[0][0] + tasks.FACT_LENGTH - 1 - tasks.VALUE_WORDS
+        value = sample.needles[0][0] + embedded.FACT_LENGTH - 1 - embedded.VALUE_WORDS
         attention.append([cache.attention[:, -1, value] for cache in caches])
     mean = torch.stack([torch.stack(layers) for layers in attention]).mean(0)
     even = 1 / 128
@@ -171,7 +172,7 @@ def test_each_retrieval_layer_of_the_small_start_matches_alone():
         attention = []
         for sample in samples:
             caches, _ = evaluate.prefill(model, sample.prompt_ids)
-            value = sample.needles[0][0] + tasks.FACT_LENGTH - 1 - tasks.VALUE_WORDS
+            value = sample.needles[0][0] + embedded.FACT_LENGTH - 1 - embedded.VALUE_WORDS
             attention.append(caches[1].attention[:, -1, value])
         assert torch.stack(attention).mean(0).max() > 10 / 128
 
@@ -212,7 +213,7 @@ def test_any_word_yet_to_be_listed_costs_nothing(monkeypatch):
     first = int(np.flatnonzero(is_answer)[0])
     words = run._right_words(torch.from_numpy(ids), torch.from_numpy(is_answer))[0]
     assert set(words[first].tolist()) == set(ids[0, first : first + 9 : 2].tolist())
-    assert set(words[first + 1].tolist()) == {tasks.COMMA, -1}
+    assert set(words[first + 1].tolist()) == {embedded.COMMA, -1}
 
 
 def test_the_listing_layer_changes_little_and_looks_at_what_was_said(model, monkeypatch):
