@@ -40,7 +40,7 @@ from quality_runs import (
 )
 
 TASKS = "niah,mk,mq,mv,vt,kv,cwe,fwe"
-PICTURES = ("accuracy", "pareto", "needle", "kept")
+PICTURES = ("accuracy", "pareto")
 Groups = dict[str, list[Run]]
 
 
@@ -206,7 +206,10 @@ def data(
     found: dict[str, Results], claims: list[Finding], stages: dict[str, float]
 ) -> dict[str, object]:
     """What quality.json holds."""
-    rows = {name: [values(r) for r in Summary(f).rows.values()] for name, f in found.items()}
+    rows = {
+        name: [{k: rounded(v) for k, v in values(row).items()} for row in Summary(f).rows.values()]
+        for name, f in found.items()
+    }
     pairs = [
         {
             "claim": f.ordering.claim,
@@ -222,6 +225,11 @@ def data(
     ]
     policies = [p for f in found.values() for p in f.plan["policies"]]
     return {"stages": stages, "policies": policies, "rows": rows, "orderings": pairs}
+
+
+def rounded(value: object) -> object:
+    """Six digits of a number are more than it tells."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def pictures(folder: Path) -> None:

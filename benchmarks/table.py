@@ -1,7 +1,7 @@
 """The README's table of methods, from the committed results: prints it, or with --write puts it in.
 
 What a method decides and what its policy was compared with stand here; lines are counted, figures
-come from docs/results/methods.json and accuracy.json.
+come from docs/results/methods.json and quality.json.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ HEADER = (
     "held, %",
     "prefill",
     "decode step",
-    "answers, %",
+    "score, %",
 )
+SHARE = 0.125  # of the prompt kept, in the last column
 
 
 class Method(NamedTuple):
@@ -92,11 +93,19 @@ METHODS = (
 )
 
 
-def line(method: Method, measured: dict, answers: dict) -> list[str]:
+def scores() -> dict[str, float]:
+    """Mean score over the tasks at SHARE, by policy; of one that no share is asked of, its own."""
+    text = (report.RESULTS / "quality.json").read_text(encoding="utf-8")
+    whole = {"task": "all", "length": "all", "turns": "all"}
+    rows = [r for r in json.loads(text)["rows"]["table"] if whole.items() <= r.items()]
+    return {r["policy"]: r["score"] for r in rows if r["budget"] in (None, SHARE)}
+
+
+def line(method: Method, measured: dict, score: float) -> list[str]:
     """A row of the table."""
     path = f"policies/{method.name}.yaml"
     lines = len((report.ROOT / path).read_text(encoding="utf-8").splitlines())
-    mine, right = measured[method.name], answers[method.name]
+    mine = measured[method.name]
     return [
         f"[{method.name}]({path})",
         method.source,
@@ -106,15 +115,15 @@ def line(method: Method, measured: dict, answers: dict) -> list[str]:
         f"{100 * sum(mine['held']) / len(mine['held']):.0f}",
         f"{median(mine['prefill']):.2f}",
         f"{median(mine['decode']):.2f}",
-        " / ".join(f"{100 * sum(x['right']) / len(x['right']):.0f}" for x in right.values()),
+        f"{100 * score:.0f}",
     ]
 
 
 def table() -> str:
     """The table in Markdown."""
-    files = (report.RESULTS / f"{name}.json" for name in ("methods", "accuracy"))
-    measured, answers = (json.loads(path.read_text(encoding="utf-8")) for path in files)
-    return report.table(HEADER, [line(method, measured, answers) for method in METHODS])
+    measured = json.loads((report.RESULTS / "methods.json").read_text(encoding="utf-8"))
+    found = scores()
+    return report.table(HEADER, [line(m, measured, found[m.name]) for m in METHODS])
 
 
 def written(readme: str) -> str:
