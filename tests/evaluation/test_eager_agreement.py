@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 from kvpolicy.evaluation import records
+from kvpolicy.evaluation.questions.embedded_words import VOCABULARY
 
 pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
 pytestmark = pytest.mark.server
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "model-small"
-sys.path[:0] = [str(ROOT / "tests" / "reference"), str(ROOT / "examples" / "train")]
+sys.path.insert(0, str(ROOT / "tests" / "reference"))
 
 TASKS, LENGTH, SAMPLES, SEED = ("mk", "kv"), 256, 20, 0
 # A quarter of 256 tokens. `eval` finds the settings from the budget; here they are written down.
@@ -75,10 +76,9 @@ def served(tmp_path_factory) -> dict[str, Answers]:
 @pytest.fixture(scope="module")
 def questions() -> dict[tuple[str, int], tuple[list[int], list[str], int]]:
     """Ids of the prompt, the items expected and the most tokens, of the same seeds."""
-    import words
     from kvpolicy.evaluation.questions import catalog
 
-    ids = {word: i for i, word in enumerate(words.VOCABULARY)}
+    ids = {word: i for i, word in enumerate(VOCABULARY)}
     found = {}
     for task in TASKS:
         for index in range(SAMPLES):
@@ -99,15 +99,14 @@ def questions() -> dict[tuple[str, int], tuple[list[int], list[str], int]]:
 
 def eager(questions: dict, policy: str | None, settings: dict[str, str] | None) -> Answers:
     """The plain model's answers."""
-    import words
     from eager import generate
 
-    end = words.VOCABULARY.index("<end>")
+    end = VOCABULARY.index("<end>")
     answers: Answers = {}
     for key, (prompt, expected, most) in questions.items():
         said = generate(str(MODEL), prompt, policy, settings, new_tokens=min(most, 8))
         length = said.tokens.index(end) if end in said.tokens else len(said.tokens)
-        text = " ".join(words.VOCABULARY[i] for i in said.tokens[:length])
+        text = " ".join(VOCABULARY[i] for i in said.tokens[:length])
         gap = min(said.gap(i) for i in range(min(length + 1, len(said.tokens))))
         answers[key] = judged(text, expected, gap)
     return answers
