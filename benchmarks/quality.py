@@ -223,7 +223,12 @@ def data(
         }
         for f in claims
     ]
-    policies = [p for f in found.values() for p in f.plan["policies"]]
+    # Where the files lay on this machine says nothing to others.
+    policies = [
+        {k: v for k, v in p.items() if k != "path"}
+        for f in found.values()
+        for p in f.plan["policies"]
+    ]
     return {"stages": stages, "policies": policies, "rows": rows, "orderings": pairs}
 
 
