@@ -22,11 +22,11 @@ from kvpolicy.evaluation.asking.machine import machine
 from kvpolicy.evaluation.asking.plan import Plan, fingerprint
 from kvpolicy.evaluation.asking.tokens import Tokens
 from kvpolicy.evaluation.asking.turns import requests
-from kvpolicy.evaluation.asking.variants import Variant, full_kv, on_server, variants
+from kvpolicy.evaluation.asking.variants import Variant, full_kv, on_server, options, variants
 from kvpolicy.evaluation.questions import catalog, own_data
 from kvpolicy.evaluation.questions.sample import History, Sample
 from kvpolicy.evaluation.records import FULL
-from kvpolicy.evaluation.serving import has_gpu, serve
+from kvpolicy.evaluation.serving import GPU_FLAGS, has_gpu, serve
 
 _BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 # Slots of a server's pool on a CPU, at least; SGLang sizes that of a GPU by its memory.
@@ -320,12 +320,10 @@ def opened(args: argparse.Namespace, setup: Setup) -> Iterator[tuple[Client, Mem
 def _started(args: argparse.Namespace, setup: Setup) -> Iterator[str]:
     """A server of one's own with all variants."""
     served = [each for each in setup.plan.variants if each.path is not None]
-    policies = [f"{each.alias}={each.path}" for each in served]
-    settings = [f"{e.alias}.{name}={value}" for e in served for name, value in e.setting.items()]
+    policies, settings = options(served)
     flags: dict[str, Any] = {"max_total_tokens": _slots(args)}
     if has_gpu():  # SGLang's own choice of kernels, precision and pool
-        names = ("attention_backend", "dtype", "disable_cuda_graph")
-        flags = dict.fromkeys(names)
+        flags = dict.fromkeys(GPU_FLAGS)
     words = args.server_args
     with serve(
         args.model, policies, settings, progress=not args.quiet, arguments=words,

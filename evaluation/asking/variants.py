@@ -51,6 +51,13 @@ class Variant:
         return self.policy if self.budget is None else f"{self.policy} {100 * self.budget:g} %"
 
 
+def options(served: Sequence[Variant]) -> tuple[list[str], list[str]]:
+    """Values of --kv-policy and --kv-policy-set with which a server has these variants."""
+    policies = [f"{each.alias}={each.path}" for each in served]
+    settings = [f"{e.alias}.{name}={value}" for e in served for name, value in e.setting.items()]
+    return policies, settings
+
+
 def full_kv(lengths: Sequence[int]) -> Variant:
     """The baseline."""
     return Variant(FULL, FULL, None, {}, tuple(lengths), about="full KV")

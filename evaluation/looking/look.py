@@ -22,7 +22,7 @@ from kvpolicy.dsl.model_config import read_config
 from kvpolicy.evaluation.asking import endpoint
 from kvpolicy.evaluation.asking.eval_setup import api_key
 from kvpolicy.evaluation.asking.tokens import Tokens
-from kvpolicy.evaluation.asking.variants import Variant, on_server, variants
+from kvpolicy.evaluation.asking.variants import Variant, on_server, options, variants
 from kvpolicy.evaluation.serving import GPU_FLAGS, ServerFailed, has_gpu, serve
 
 _PATIENCE = 600  # seconds for one answer
@@ -97,8 +97,7 @@ def opened(args: argparse.Namespace) -> Iterator[Look]:
         raise refused("--model", "arguments", "name a model to serve, or a server with --url")
     policies, _ = variants(args.policies, args.set, (), (), read_config(args.model).shape)
     _not_nothing(policies)
-    paths = [each.path for each in policies]
-    settings = [f"{p.alias}.{name}={value}" for p in policies for name, value in p.setting.items()]
+    paths, settings = options(policies)
     tokens = Tokens(args.model)
     with contextlib.ExitStack() as stack:
         # On a GPU SGLang chooses kernels and precision itself.
