@@ -1,19 +1,8 @@
 """More questions over the same 512 words, for the larger model: many values, chains, pairs, counts.
 
 They follow RULER (Hsieh et al. 2024, arXiv:2404.06654) and InfiniteBench's key-value retrieval
-(Zhang et al. 2024, arXiv:2402.13718), in words that this model can learn:
-
-    mv   several facts have one key; the key is asked for as often as it has values
-         list amber seven , amber seven answer
-           -> amber seven is oak river stone , amber seven is rice lake drum <end>
-    vt   variables that point to each other: `let amber dog .  let dog red .`
-         follow amber answer     -> amber dog red <end>
-    kv   nothing but pairs `amber seven fox is oak river stone lake drum ,`
-         ask amber seven fox answer -> oak river stone lake drum <end>
-    cwe  a list of words, of which five are common
-         list often answer       -> oak , river , stone , lake , drum <end>, in any order
-    fwe  a list of words whose counts fall steeply
-         ask often answer        -> oak , river , stone <end>: the three most frequent, in any order
+(Zhang et al. 2024, arXiv:2402.13718); their forms stand in
+`kvpolicy.evaluation.questions.embedded_worlds`.
 
 `sample` gives a question of these and of `tasks.TASKS`, `right` says whether an answer is right,
 `share` how much of it is.
