@@ -207,7 +207,7 @@ def test_a_server_is_started_with_the_policy_and_its_settings(server, tmp_path, 
     words += ["--prompt", tmp_path / "prompt.txt", "--model", MODEL]
     assert run("inspect", "--policy", "snapkv", *words) == 0
     settings = ["snapkv.capacity=40", "snapkv.window=8"]
-    file = str(ROOT / "policies" / "snapkv.yaml")
+    file = f"snapkv={ROOT / 'policies' / 'snapkv.yaml'}"
     assert started == [(str(MODEL), [file], settings, ["--page-size", "1"])]
 
 
