@@ -43,7 +43,8 @@ split(total, weights, limit, *, cascade=False) -> float64 [L]
     which it rounds to float32; no layer takes more than the int `limit`, None for no limit. The
     host divides where data decide the total or a maximum, where maxima differ or a total is larger.
 
-Dimensions: G KV heads, n tokens of a layer, D head size, S slots, P dropped entries, K links.
+Dimensions: G KV heads, n tokens of a layer, D head size, S slots, E rows of a pool, M cached
+positions of a layer, P dropped entries, K links.
 """
 
 from __future__ import annotations
@@ -95,6 +96,45 @@ class Slots:
         return self.pool[self.slots].transpose(0, 1)
 
 
-def dense(x: torch.Tensor | Slots) -> torch.Tensor:
+@dataclass(frozen=True)
+class Entries:
+    """Keys or values of a request that decodes: entry j of KV head g is row pool[ids[g, j]].
+
+    Attributes:
+        pool: [E, D].
+        ids: int64 [G, M]; of entries that a KV head does not hold any row of the pool, which is
+            not looked at.
+    """
+
+    pool: torch.Tensor
+    ids: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pool.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.ids.device
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(G, M, D), as of the dense tensor."""
+        return self.ids.shape[0], self.ids.shape[1], self.pool.shape[1]
+
+    def dense(self) -> torch.Tensor:
+        """[G, M, D], a copy, made once; what a KV head does not hold means nothing."""
+        return self._dense
+
+    @cached_property
+    def _dense(self) -> torch.Tensor:
+        return self.pool[self.ids]
+
+
+# Keys or values [G, n, D]: a tensor, or rows of a server's pool.
+Keys = torch.Tensor | Slots | Entries
+
+
+def dense(x: Keys) -> torch.Tensor:
     """Keys or values [G, n, D] wherever they lie."""
-    return x.dense() if isinstance(x, Slots) else x
+    return x if isinstance(x, torch.Tensor) else x.dense()
