@@ -1,0 +1,251 @@
+"""Folds in place: the reference against moving one by one, Triton against both, bit by bit."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from kvpolicy.kernels import settle as reference
+from kvpolicy.kernels.tables import Tables
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+WHOLE = {2: torch.int16, 4: torch.int32}
+
+
+def bits(x):
+    """The stored bits: NaN equals NaN, and -0 is not 0."""
+    return x.view(WHOLE[x.element_size()])
+
+
+@dataclass
+class Case:
+    """One request in a pool of random bits, NaN and infinity among them, all different rows.
+
+    Attributes:
+        there: per layer [G, M] bool, or None.
+        kept: per layer [G, M] bool.
+    """
+
+    storage: torch.Tensor
+    tables: Tables
+    row: int
+    length: int
+    req_to_token: torch.Tensor
+    kept: list
+    there: list | None
+    proceed: bool = True
+
+    def run(self, settle, **options):
+        """The pool and the counts afterwards; the tables and masks are as before."""
+        before = [t.clone() for t in vars(self.tables).values()]
+        tables = Tables(*(t.to(DEVICE) for t in vars(self.tables).values()))
+        starts = [0]
+        for own in self.kept:
+            starts.append(starts[-1] + own.shape[1])
+        masks = [
+            None if each is None else torch.cat([m.flatten() for m in each]).to(DEVICE)
+            for each in (self.kept, self.there)
+        ]
+        storage = self.storage.to(DEVICE, copy=True)
+        counts = settle(
+            storage,
+            tables,
+            self.row,
+            self.length,
+            self.req_to_token.to(DEVICE),
+            *masks,
+            starts,
+            torch.tensor(self.proceed, device=DEVICE),
+            **options,
+        )
+        assert all(
+            torch.equal(x.cpu(), y) for x, y in zip(vars(tables).values(), before, strict=True)
+        )
+        assert counts.dtype == torch.int32
+        return storage.cpu(), counts.cpu()
+
+    def entry(self, layer, head, place):
+        """Where an entry of a private list lies: its layer's rows, slot and place."""
+        layers, group = self.tables.counts.shape[1:]
+        page = int(self.tables.first_page[self.row, layer, head]) + place // group
+        slot = int(self.tables.slots[int(self.tables.slots_start[self.row]) + page // layers])
+        return page % layers, slot, place % group
+
+    def entries(self, layer, head):
+        """Where all entries of a list lie, the tail's included."""
+        private = int(self.tables.counts[self.row, layer, head])
+        tail = self.req_to_token[self.row, int(self.tables.tail_start[self.row]) : self.length]
+        paged = [self.entry(layer, head, place) for place in range(private)]
+        return paged + [(layer, slot, head) for slot in tail.tolist()]
+
+    def one_by_one(self):
+        """The result by definition."""
+        storage, counts = self.storage.clone(), self.tables.counts[self.row].clone()
+        if not self.proceed:
+            return storage, counts
+        for layer, kept in enumerate(self.kept):
+            for head, own in enumerate(kept):
+                listed = self.entries(layer, head)
+                stays = own if self.there is None else own[self.there[layer][head]]
+                assert len(stays) == len(listed)
+                chosen = [at for at, stay in zip(listed, stays.tolist(), strict=True) if stay]
+                counts[layer, head] = len(chosen)
+                for place, (rows, slot, at) in enumerate(chosen):
+                    to_rows, to_slot, to_at = self.entry(layer, head, place)
+                    new = self.storage[rows, :, slot, at]
+                    storage[to_rows, :, to_slot, to_at] = new
+        return storage, counts
+
+
+def case(
+    private,
+    tail,
+    kept,
+    *,
+    size=8,
+    dtype=F32,
+    room=None,
+    ragged=True,
+    seed=0,
+):
+    """A request.
+
+    Args:
+        private: [L][G] entries in private pages.
+        tail: tokens since.
+        kept: share of the entries that stay, or from (layer, head, entries) to a bool list.
+        room: [L][G] entries for which there are pages; default as many as stay or were there.
+        ragged: whether heads hold different positions; otherwise `there` is None.
+    """
+    generator = torch.Generator().manual_seed(seed + 7 * tail + size)
+    private = torch.tensor(private)
+    layers, group = private.shape
+    lengths = private + tail
+    choices = [
+        [
+            torch.tensor(kept(layer, g, int(n)), dtype=torch.bool)
+            if callable(kept)
+            else torch.rand(int(n), generator=generator) < kept
+            for g, n in enumerate(row)
+        ]
+        for layer, row in enumerate(lengths)
+    ]
+    stay = torch.tensor([[int(c.sum()) for c in row] for row in choices])
+    room = torch.maximum(private, stay) if room is None else torch.tensor(room)
+    pages = (room + group - 1) // group
+    # A page between two lists belongs to nobody.
+    used = pages + torch.randint(2, pages.shape, generator=generator)
+    first = 1 + (used.flatten().cumsum(0) - used.flatten()).view(used.shape)
+    slots = -(-(1 + int(used.sum())) // layers)
+    padded = slots + tail + 7
+    order = torch.randperm(padded, generator=generator)
+    count = layers * 2 * padded * group * size
+    high = {2: 1 << 15, 4: 1 << 31}[dtype.itemsize]
+    whole = torch.randint(-high, high, (count,), generator=generator).to(WHOLE[dtype.itemsize])
+    storage = whole.view(dtype).view(layers, 2, padded, group, size)
+    tables = Tables.empty(5, layers, group, slots + 6, "cpu")
+    for tensor in vars(tables).values():
+        tensor.fill_(3)  # what others hold
+    start = 11 if int(private.sum()) else 0
+    tables.counts[2], tables.first_page[2] = private, first
+    tables.tail_start[2], tables.slots_start[2] = start, 4
+    tables.slots[4 : 4 + slots] = order[:slots]
+    req_to_token = torch.full((6, start + tail + 5), 1, dtype=torch.int32)
+    req_to_token[2, start : start + tail] = order[slots : slots + tail].int()
+    masks, held = [], []
+    for row, chosen in zip(lengths, choices, strict=True):
+        spare = 5 if ragged and int(row.max()) else 0
+        width = int(row.max()) + spare
+        there = torch.zeros(group, width, dtype=torch.bool)
+        own = torch.rand(group, width, generator=generator) < 0.5  # what is not there may be kept
+        for g, n in enumerate(row.tolist()):
+            at = torch.randperm(width, generator=generator)[:n].sort().values
+            there[g, at] = True
+            own[g, at] = chosen[g]
+        masks.append(own)
+        held.append(there)
+    given = held if ragged else None
+    assert ragged or all(bool(t.all()) for t in held)
+    return Case(storage, tables, 2, start + tail, req_to_token, masks, given)
+
+
+def same(got, wanted):
+    assert torch.equal(got[1], wanted[1])
+    assert torch.equal(bits(got[0]), bits(wanted[0]))
+
+
+def front(number):
+    """Keeps the first ones."""
+    return lambda layer, head, n: [at < number for at in range(n)]
+
+
+def without(*places):
+    """Drops some places."""
+    return lambda layer, head, n: [at not in places for at in range(n)]
+
+
+SMALL = {
+    "usual": case([[9, 14], [3, 0], [20, 7]], 4, 0.6),
+    "all heads the same": case([[9, 9], [4, 4]], 3, 0.7, ragged=False),
+    "one head": case([[63]], 1, 0.9, ragged=False),
+    "three heads": case([[5, 6, 7], [0, 1, 2]], 5, 0.5),
+    "no tail": case([[9, 14], [3, 0]], 0, 0.5),
+    "only a tail": case([[0, 0], [0, 0]], 9, 0.4, ragged=False),
+    "nothing cached": case([[0, 0], [0, 0]], 0, 0.5),
+    "everything dropped": case([[9, 14], [3, 0]], 4, 0.0),
+    "nothing dropped": case([[9, 14], [3, 0]], 4, 1.0),
+    "only the tail is dropped": case([[8, 8], [8, 8]], 4, front(8), ragged=False),
+    "only the first is dropped": case([[8, 8], [8, 8]], 4, without(0), ragged=False),
+    "the last private one is dropped": case([[8, 8], [8, 8]], 4, without(7), ragged=False),
+    "the tail fills the last page": case([[7, 5]], 1, 1.0, room=[[8, 6]]),
+    "the tail begins a page": case([[8, 6]], 1, 1.0, room=[[9, 7]]),
+    "exactly the room": case([[16, 6]], 6, without(0, 3, 5, 9, 11, 1), room=[[16, 6]]),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_reference_equals_moving_one_by_one(name):
+    same(SMALL[name].run(reference.settle), SMALL[name].one_by_one())
+
+
+def test_cases_move_something():
+    """Of the cases above most change the pool, so that a test could fail."""
+    still = [
+        name
+        for name, each in SMALL.items()
+        if torch.equal(bits(each.run(reference.settle)[0]), bits(each.storage))
+    ]
+    assert still == ["nothing cached", "everything dropped", "only the tail is dropped"]
+
+
+def test_nothing_is_written_where_it_does_not_proceed():
+    each = replace(SMALL["usual"], proceed=False)
+    storage, counts = each.run(reference.settle)
+    assert torch.equal(bits(storage), bits(each.storage))
+    assert torch.equal(counts, each.tables.counts[each.row])
+
+
+def test_too_much_for_its_pages():
+    """Where a list would reach into the next one, or into slots of others, nothing is written."""
+    for layer, room in ((0, [[9, 14], [20, 20]]), (1, [[20, 20], [9, 14]])):
+        each = case([[8, 14], [8, 14]], 5, 1.0, room=room)
+        # No page between the lists.
+        used = (torch.tensor(room) + 1) // 2
+        first = (used.flatten().cumsum(0) - used.flatten()).view(2, 2).int()
+        each.tables.first_page[2] = first
+        before = each.storage.clone()
+        message = rf"kept: expected at most 10 entries at layer {layer}, KV head 0, .* got 13"
+        with pytest.raises(ValueError, match=message):
+            each.run(reference.settle)
+        assert torch.equal(bits(before), bits(each.storage))
+    each = case([[4, 4]], 2, 1.0)
+    each.tables = replace(each.tables, slots=each.tables.slots[:8])
+    with pytest.raises(ValueError, match=r"kept: expected at most .* at layer 0, KV head 1"):
+        each.run(reference.settle)
+
+
+def test_lists_that_are_not_as_long_as_said():
+    each = case([[4, 4], [4, 6]], 2, 1.0)
+    each.there[1][0, int(each.there[1][0].nonzero()[0])] = False
+    with pytest.raises(ValueError, match=r"there: expected \[6, 8\] True .* layer 1, got \[5, 8\]"):
+        each.run(reference.settle)
