@@ -1,24 +1,20 @@
 """`paged_attention` by FlashInfer's paged decode, where FlashInfer is installed and asked for.
 
-FlashInfer knows no lists per KV head, but a list of entries of one KV head is to it a sequence of
-pages of one token with a single KV head. It plans on the host, so this is not for CUDA graphs, and
-it is an alternative to measure against rather than a way to serve.
+Each list is a sequence of its own (see `paged_attention_packages`). FlashInfer plans on the host,
+so this is not for CUDA graphs; `decode_readers` takes it where it was measured to be faster.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from kvpolicy.kernels.paged_attention import check
+from kvpolicy.kernels.paged_attention_packages import Attend, check_lists, pages_of_one
 
 _SIZES = (64, 128, 256)  # head sizes of FlashInfer's decode kernels
 _WORKSPACE_BYTES = 128 * 2**20  # what its documentation recommends
 _TENSOR_CORES_FROM = 4  # query heads per KV head, as SGLang chooses for 16-bit entries
-
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def paged_attention(
@@ -42,12 +38,7 @@ def paged_attention(
         ImportError: FlashInfer is not installed.
     """
     own = {"value_indices": value_indices, "key_scale": key_scale, "value_scale": value_scale}
-    groups = check(q, keys, values, indptr, indices, own)
-    for name, tensor in own.items():
-        if tensor is not None:
-            raise ValueError(f"{name}: FlashInfer reads keys and values as they lie, in one list")
-    if q.shape[1] != 1:
-        raise ValueError(f"q: FlashInfer decodes 1 token per request, got {q.shape[1]}")
+    groups = check_lists("FlashInfer", q, keys, values, indptr, indices, own)
     if q.numel() == 0:
         return torch.zeros_like(q)
     attend = plan(
@@ -73,8 +64,7 @@ def plan(
         size: D.
 
     Returns:
-        From q [B, 1, H, D], keys and values [E, D] to [B, 1, H, D]. All share one workspace per
-        device: a plan is good until the next one is made.
+        All of these share one workspace per device: a plan is good until the next one is made.
 
     Raises:
         ValueError, ImportError: as `paged_attention`.
@@ -99,11 +89,7 @@ def plan(
     )
 
     def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        # Both must be equally long; entries whose value lies beyond the last one are in no list.
-        entries = min(keys.shape[0], values.shape[0])
-        if entries > 2**31:
-            raise ValueError(f"keys: FlashInfer numbers pages in int32, got {entries} entries")
-        pool = tuple(x[:entries].view(entries, 1, 1, size) for x in (keys, values))
+        pool = pages_of_one("FlashInfer", keys, values)
         out = wrapper.run(q.reshape(-1, heads, size), pool)
         return out.masked_fill(~used[:, None, None], 0.0).view(q.shape)
 
