@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvpolicy.dsl.check_expr import Context, Typer, unit_words
 from kvpolicy.dsl.diagnostics import did_you_mean, listed
-from kvpolicy.dsl.functions import HEAD, Function, Parameter
 from kvpolicy.dsl.ir import AXES, Node, When
+from kvpolicy.dsl.signatures import HEAD, Function, Parameter
 from kvpolicy.dsl.syntax import Argument, Axis, Call, Expr
 
 Nodes = dict[str, Node]

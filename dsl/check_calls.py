@@ -20,9 +20,10 @@ from kvpolicy.dsl.check_arguments import (
 from kvpolicy.dsl.check_expr import Expansion, Typer, unit_words
 from kvpolicy.dsl.diagnostics import did_you_mean
 from kvpolicy.dsl.expression import parse_expression
-from kvpolicy.dsl.functions import FUNCTIONS, Function
+from kvpolicy.dsl.functions import FUNCTIONS
 from kvpolicy.dsl.graph import in_order
 from kvpolicy.dsl.ir import Node
+from kvpolicy.dsl.signatures import Function
 from kvpolicy.dsl.syntax import Axis, Call, Expr, Name
 
 _ELEMENTWISE_PAIRS = {"max": "maximum", "min": "minimum"}

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvpolicy.dsl.functions import BUILTINS, Builtin
 from kvpolicy.dsl.graph import TooLarge, union
 from kvpolicy.dsl.ir import Node, When
+from kvpolicy.dsl.names import BUILTINS
+from kvpolicy.dsl.signatures import Builtin
 from kvpolicy.dsl.source import Span
 from kvpolicy.dsl.syntax import Axis, Call, Chain, Expr, Name, Number, Operation, Then, Where
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from kvpolicy.dsl.functions import BUILTINS, FUNCTIONS, Builtin, Function
+from kvpolicy.dsl.functions import FUNCTIONS
 from kvpolicy.dsl.ir import AXES, Type
+from kvpolicy.dsl.names import BUILTINS
 from kvpolicy.dsl.sections import FILE, Key
+from kvpolicy.dsl.signatures import Builtin, Function
 
 _INTRODUCTION = """\
 # Reference

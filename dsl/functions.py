@@ -1,4 +1,4 @@
-"""The table of the language's own names and functions.
+"""The table of the language's functions, and every name that a policy may not give.
 
 The checker types calls by this table, the function reference is generated from it, and derived
 functions are defined in it, in the language itself, so that they have no meaning of their own.
@@ -9,167 +9,12 @@ L layers; per layer and KV head unless said otherwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-HEAD = ("kv", "group")  # `head` is shorthand for this pair
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """An argument of a function. `kind`: number, truth, any, set, queries or width."""
-
-    name: str
-    kind: str = "number"
-    optional: bool = False
-    unit: str | None = None  # "tokens": a ratio or layers are refused
-
-
-@dataclass(frozen=True)
-class Function:
-    """A function of the language.
-
-    `rule` names how the checker types it; "derived" functions have a `body`. `axes` says whether
-    brackets are "none", "required", "optional" (default `token`) or "layer" (exactly `[layer]`).
-    `unit` is the result's: "same" (arguments agree), "first", "none", "tokens".
-    """
-
-    name: str
-    rule: str
-    parameters: tuple[Parameter, ...]
-    meaning: str
-    cost: str = "O(size)"
-    axes: str = "none"
-    unit: str = "none"
-    result: str = ""  # type as shown in the reference
-    body: str | None = None
-    group: str = ""
-
-    @property
-    def signature(self) -> str:
-        """As shown in messages and in the reference: `top[a](x, n)`."""
-        arguments = ", ".join(f"{p.name}?" if p.optional else p.name for p in self.parameters)
-        brackets = {"required": "[a]", "optional": "[a]", "layer": "[layer]"}.get(self.axes, "")
-        return f"{self.name}{brackets}({arguments})"
-
-
-@dataclass(frozen=True)
-class Builtin:
-    """A name of the language.
-
-    `where` says in which phases it exists: "always", "layer" (wherever a layer decides), "prompt"
-    (from the prompt's arrival), "tensors" (prefill and decode), "prefill", "decode", "merge" or
-    "share".
-    """
-
-    name: str
-    op: str
-    axes: tuple[str, ...]
-    unit: str | None
-    where: str
-    meaning: str
-    kind: str = "number"
-    unserved: bool = False  # the runtime does not serve it
+from kvpolicy.dsl.names import BUILTINS
+from kvpolicy.dsl.signatures import Function, Parameter
 
 
 def _numbers(*names: str) -> tuple[Parameter, ...]:
     return tuple(Parameter(name, unit="tokens" if name == "n" else None) for name in names)
-
-
-BUILTINS: dict[str, Builtin] = {
-    b.name: b
-    for b in (
-        Builtin("true", "truth", (), None, "always", "the condition that always holds", "truth"),
-        Builtin("false", "truth", (), None, "always", "the condition that never holds", "truth"),
-        Builtin("pi", "size", (), None, "always", "3.14159..., a float64"),
-        Builtin("layers", "size", (), "layers", "always", "number of layers"),
-        Builtin("layer", "size", (), "layers", "layer", "this layer, counted from 0"),
-        Builtin("heads", "size", (), None, "always", "query heads per layer"),
-        Builtin("kv_heads", "size", (), None, "always", "KV heads per layer"),
-        Builtin("prompt", "size", (), "tokens", "prompt", "tokens of the prompt"),
-        Builtin("length", "size", (), "tokens", "prefill", "tokens that reach this layer"),
-        Builtin("generated", "size", (), "tokens", "decode", "decode steps, this one included"),
-        Builtin(
-            "cached",
-            "size",
-            ("kv",),
-            "tokens",
-            "decode",
-            "entries of each KV head, the new one included",
-        ),
-        Builtin(
-            "position",
-            "position",
-            ("token",),
-            "tokens",
-            "tensors",
-            "original position, counted from 0",
-        ),
-        Builtin("all", "all", ("token",), None, "tensors", "every candidate", "truth"),
-        Builtin(
-            "new",
-            "new",
-            ("token",),
-            None,
-            "tensors",
-            "the tokens of this step: the whole prompt in prefill, one token in decode",
-            "truth",
-        ),
-        Builtin(
-            "key",
-            "key",
-            ("kv", "token", "dim"),
-            None,
-            "tensors",
-            "cached keys, after RoPE at their original positions",
-        ),
-        Builtin("value", "value", ("kv", "token", "dim"), None, "tensors", "cached values"),
-        Builtin(
-            "hidden_in",
-            "hidden_in",
-            ("token", "channel"),
-            None,
-            "prefill",
-            "residual stream that enters the layer",
-            unserved=True,
-        ),
-        Builtin(
-            "hidden_mid",
-            "hidden_mid",
-            ("token", "channel"),
-            None,
-            "prefill",
-            "residual stream after attention, before the MLP",
-            unserved=True,
-        ),
-        Builtin(
-            "mass",
-            "special",
-            ("kv", "token"),
-            None,
-            "merge",
-            "own weight plus the weights of the entries merged into a receiver",
-        ),
-        Builtin(
-            "members",
-            "special",
-            ("kv", "token"),
-            None,
-            "merge",
-            "1 plus the number of entries merged into a receiver",
-        ),
-        Builtin(
-            "own", "special", ("kv", "token", "dim"), None, "share", "key or value of this layer"
-        ),
-        Builtin(
-            "below",
-            "special",
-            ("kv", "token", "dim"),
-            None,
-            "share",
-            "key or value of the layer below",
-        ),
-    )
-}
 
 
 def _reduction(name: str, meaning: str, unit: str = "first", kind: str = "number") -> Function:

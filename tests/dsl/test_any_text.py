@@ -13,8 +13,9 @@ from kvpolicy.dsl.check import load
 from kvpolicy.dsl.diagnostics import render_all
 from kvpolicy.dsl.expression import ExpressionError, tokenize
 from kvpolicy.dsl.fmt import format_policy
-from kvpolicy.dsl.functions import BUILTINS, FUNCTIONS
+from kvpolicy.dsl.functions import FUNCTIONS
 from kvpolicy.dsl.library import shipped
+from kvpolicy.dsl.names import BUILTINS
 from kvpolicy.dsl.source import Source
 
 FILES = [*(Path(__file__).parent / "good").glob("*.yaml"), *shipped().values()]

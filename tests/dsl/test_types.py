@@ -2,8 +2,9 @@
 
 import pytest
 from kvpolicy.dsl.check import load
-from kvpolicy.dsl.functions import BUILTINS, FUNCTIONS, RESERVED
+from kvpolicy.dsl.functions import FUNCTIONS, RESERVED
 from kvpolicy.dsl.ir import AXES, OPERATIONS, When
+from kvpolicy.dsl.names import BUILTINS
 from kvpolicy.dsl.source import Source
 
 HEAD = "policy: x\nlanguage: 1\nparams: {rate: {default: 0.5, unit: ratio}, few: 4, flag: true}\n"
