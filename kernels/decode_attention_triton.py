@@ -14,18 +14,16 @@ import triton.language as tl
 from kvpolicy.kernels.decode_attention import check
 from kvpolicy.kernels.paged_attention_tiles_triton import (
     LOG2_E,
-    Cut,
     Tile,
     attend_tile,
     columns_of,
-    cut,
     merge,
     partial_elements,
     partials,
     put_split,
     share_of,
     skip_split,
-    tile_of,
+    way,
 )
 from kvpolicy.kernels.tables import Tables
 
@@ -43,19 +41,24 @@ def decode_attention(
     splits: int | None = None,
     workspace: torch.Tensor | None = None,
     tile: Tile | None = None,
+    programs: int | None = None,
 ) -> torch.Tensor:
     """As the reference; the host reads no tensor.
 
     Args:
         splits: cut every list into so many shares; a request's result then depends on nothing but
-            the request. None: shares of one length for the whole batch, as many as the GPU runs at
-            once, so that long lists do not end last; rounding then depends on the batch's total.
+            the request. None: as measured for the GPU (see `tuned`), else shares of one length for
+            the whole batch, as many as the GPU runs at once, so that long lists do not end last;
+            rounding then depends on the batch's total.
         workspace: float32 [>= `workspace_elements`], what the splits leave for the merge. Calls
             that may run at the same time need one each. None: allocated.
-        tile: how a program reads; None: `tile_of`.
+        tile: how a program reads; None: as measured, else `tile_of`.
+        programs: how many run at once on a processor, for shares of one length; None: as measured,
+            else as `cut` says.
 
     Raises:
         ValueError: as the reference, or workspace is too small.
+        TunedError: as `tuned.load`.
     """
     check(q, storage, tables, rows, lengths, req_to_token, layer)
     requests, heads, size = q.shape
@@ -63,15 +66,15 @@ def decode_attention(
     result = torch.empty_like(q, memory_format=torch.contiguous_format)
     if requests == 0:
         return result
-    parts = _cut(requests * groups, splits, q.device)
+    group = heads // groups
+    block = _query_rows(group)
+    tile, parts = way(
+        "decode_attention", q.device, q.dtype, size, block, requests * groups,
+        splits=splits, tile=tile, programs=programs,
+    )  # fmt: skip
     found = lse = result  # not looked at if there is one split
     if parts.splits > 1:
         found, lse = partials(requests * heads, size, parts.splits, workspace, q.device)
-    group = heads // groups
-    # One query row (group 1) is padded too: tensor cores wait for memory either way, and their 15
-    # empty rows cost less registers and shared memory than a product without them.
-    block = max(triton.next_power_of_2(group), 16)
-    tile = tile or tile_of(size, q.dtype, block)
     # KV heads change fastest: those of one ordinary slot lie side by side. Splits change slowest:
     # those with nothing to read, the last of each list, come when the others already run.
     _decode[(groups, requests, parts.splits)](
@@ -122,20 +125,33 @@ def workspace_elements(
     size: int,
     device: torch.device,
     splits: int | None = None,
+    programs: int | None = None,
 ) -> int:
     """float32 elements that suffice as `workspace` for any batch of 1 to so many requests.
 
     Args:
-        splits: as given to `decode_attention`.
+        splits, programs: as given to `decode_attention`.
+
+    Raises:
+        TunedError: as `tuned.load`.
     """
-    return max(
-        partial_elements(n * heads, size, _cut(n * kv_heads, splits, device).splits)
-        for n in range(1, requests + 1)
-    )
+    rows, elements = _query_rows(heads // kv_heads), []
+    for n in range(1, requests + 1):
+        # What was measured depends on the dtype, and this does not ask for it.
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            shape = (device, dtype, size, rows, n * kv_heads)
+            _, parts = way("decode_attention", *shape, splits=splits, programs=programs)
+            elements.append(partial_elements(n * heads, size, parts.splits))
+    return max(elements)
 
 
-def _cut(lists: int, splits: int | None, device: torch.device) -> Cut:
-    return cut(lists, device) if splits is None else Cut(splits=splits, shares=0)
+def _query_rows(group: int) -> int:
+    """Rows of a program's product for the query heads of a KV head.
+
+    One query row is padded too: tensor cores wait for memory either way, and their 15 empty rows
+    cost less registers and shared memory than a product without them.
+    """
+    return max(triton.next_power_of_2(group), 16)
 
 
 @triton.jit(do_not_specialize=["layer", "padded", "context", "requests", "shares", "splits"])

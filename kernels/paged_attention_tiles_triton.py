@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels import tuned
 
 LOG2_E = 1.4426950408889634
 
-# Not measured: three programs of some 72 KiB of shared memory fit a processor of Hopper (227 KiB).
+# Reasoned: three programs of some 72 KiB of shared memory fit a processor of Hopper (227 KiB).
 _PROGRAMS_PER_PROCESSOR = 3
 _MOST_SPLITS = 256
 
@@ -57,8 +58,42 @@ def columns_of(size: int) -> int:
     return max(triton.next_power_of_2(size), 16)
 
 
+def way(
+    kernel: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    size: int,
+    rows: int,
+    lists: int,
+    *,
+    splits: int | None = None,
+    tile: Tile | None = None,
+    programs: int | None = None,
+) -> tuple[Tile, Cut]:
+    """How a kernel reads lists and cuts them: as given, else as measured, else as reasoned.
+
+    Args:
+        kernel: its name in `tuned.KERNELS`.
+        size: D.
+        rows: R, query rows of a program.
+        lists: as of `cut`.
+        splits, tile, programs: as of `decode_attention`.
+
+    Raises:
+        TunedError: as `tuned.load`.
+    """
+    measured = tuned.choice(kernel, device, dtype, size, rows, lists)
+    if tile is None:
+        reasoned = tile_of(size, dtype, rows)
+        knobs = ("entries", "warps", "stages")
+        tile = Tile(*(measured.get(knob, getattr(reasoned, knob)) for knob in knobs))
+    if splits is None and programs is None:
+        splits, programs = measured.get("splits"), measured.get("programs")
+    return tile, cut(lists, device, programs) if splits is None else Cut(splits, shares=0)
+
+
 def tile_of(size: int, dtype: torch.dtype, rows: int) -> Tile:
-    """Tile for heads of D columns and R query rows; reasoned from the sm_90 code, not measured.
+    """Tile for heads of D columns and R query rows; reasoned from the sm_90 code.
 
     Keys of a tile are 16 KiB, its values as much. Triton reads the ids one step ahead of what they
     point to; with five stages either has two buffers, so that a tile is under way while another is
@@ -77,17 +112,21 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def cut(lists: int, device: torch.device) -> Cut:
-    """Splits for so many lists; not measured: the one place that a measurement has to change.
+def cut(lists: int, device: torch.device, programs: int | None = None) -> Cut:
+    """Splits for so many lists, if there is no measurement.
 
     Few lists: as many shares as programs run at once, so that these end together; one per list is
     set aside, because rounding up adds at most so many. More lists than that: two shares of an
     average one, small enough to fill the gaps at the end. Very many: whole lists do that. The
     longest list may have twice the average number of splits, its shares are longer beyond that.
+
+    Args:
+        programs: that run at once on a processor of the GPU; None: reasoned. Without a GPU every
+            list has two shares.
     """
     if device.type != "cuda":
         return Cut(splits=2, shares=2 * lists)
-    programs = _PROGRAMS_PER_PROCESSOR * _processors(device)
+    programs = (programs or _PROGRAMS_PER_PROCESSOR) * _processors(device)
     if 2 * lists <= programs:
         return Cut(min(-(-2 * programs // max(lists, 1)), _MOST_SPLITS), programs - lists)
     if lists <= 4 * programs:

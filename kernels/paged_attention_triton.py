@@ -12,17 +12,15 @@ import triton.language as tl
 from kvpolicy.kernels.paged_attention import check
 from kvpolicy.kernels.paged_attention_tiles_triton import (
     LOG2_E,
-    Cut,
     Tile,
     attend_tile,
     columns_of,
-    cut,
     merge,
     partials,
     put_split,
     share_of,
     skip_split,
-    tile_of,
+    way,
 )
 
 
@@ -40,16 +38,18 @@ def paged_attention(
     splits: int | None = None,
     workspace: torch.Tensor | None = None,
     tile: Tile | None = None,
+    programs: int | None = None,
 ) -> torch.Tensor:
     """As the reference; the host reads no tensor.
 
     Args:
         value_scale: besides, in float16 at most 65,504: it is multiplied into the weights.
-        splits, workspace, tile: as of `decode_attention`; a workspace holds at least B * T * H *
-            splits * (D + 1) elements.
+        splits, workspace, tile, programs: as of `decode_attention`; a workspace holds at least B *
+            T * H * splits * (D + 1) elements.
 
     Raises:
         ValueError: as the reference; keys or values are not contiguous; workspace is too small.
+        TunedError: as `tuned.load`.
     """
     own = {"value_indices": value_indices, "key_scale": key_scale, "value_scale": value_scale}
     groups = check(q, keys, values, indptr, indices, own)
@@ -65,11 +65,13 @@ def paged_attention(
     most = 32 if q.dtype == torch.float32 else 64
     rows = min(max(triton.next_power_of_2(tokens * group), 16), most)
     blocks = triton.cdiv(tokens * group, rows)
-    parts = cut(requests * groups * blocks, q.device) if splits is None else Cut(splits, shares=0)
+    tile, parts = way(
+        "paged_attention", q.device, q.dtype, size, rows, requests * groups * blocks,
+        splits=splits, tile=tile, programs=programs,
+    )  # fmt: skip
     found = lse = result  # not looked at if there is one split
     if parts.splits > 1:
         found, lse = partials(q.numel() // size, size, parts.splits, workspace, q.device)
-    tile = tile or tile_of(size, q.dtype, rows)
     _paged[(requests * groups, blocks, parts.splits)](
         q.contiguous(),
         keys,

@@ -255,7 +255,7 @@ def test_long_lists_get_more_shares(monkeypatch):
     requests = [([1500, 100], 0), (None, 1), ([400, 0], 0)]
     given = case(requests, heads=2, groups=2, size=16)
     found = Cut(splits=16, shares=12)
-    monkeypatch.setattr(decode_attention_triton, "cut", lambda *_: found)
+    monkeypatch.setattr(paged_attention_tiles_triton, "cut", lambda *_: found)
     workspace = torch.full((6 * 16 * 17,), float("nan"), device=DEVICE)
     tile = Tile(entries=32, warps=4, stages=2)
     assert_exact(given.run(decode_triton, workspace=workspace, tile=tile), given)
