@@ -9,145 +9,54 @@ Dimensions: L layers, H query heads, G KV heads, M cached positions of a layer, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from kvpolicy.dsl.bind import Bound
-from kvpolicy.dsl.torch_across import known_before
 from kvpolicy.dsl.torch_evaluate import Evaluation
+from kvpolicy.dsl.torch_follow import Given, Landed, Landing, Walk, without_absent
+from kvpolicy.dsl.torch_kernels import Keys
+from kvpolicy.dsl.torch_layout import Choice, Held, Layout, Remembered
 from kvpolicy.dsl.torch_merge import Merging, merged_rows
 from kvpolicy.dsl.torch_steps import Steps
-from kvpolicy.dsl.torch_values import Frame, Value
+from kvpolicy.dsl.torch_values import Value, sent
 
 if TYPE_CHECKING:
     from kvpolicy.dsl.torch_run import Run
 
-
-def shift_of(kept: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
-    """How many entries after each kept one are dropped.
-
-    Args:
-        kept, there: bool [G, n], in order of position.
-
-    Returns:
-        int64 [G, n]; 0 where nothing is kept.
-    """
-    dropped = (there & ~kept).long()
-    after = dropped.flip(-1).cumsum(-1).flip(-1)
-    return after * kept
-
-
-@dataclass(frozen=True)
-class Held:
-    """What the host knows of a layer's kept entries.
-
-    Attributes:
-        positions: M, how many positions some KV head keeps.
-        alike: whether all KV heads keep the same.
-    """
-
-    positions: int
-    alike: bool
-
-    @staticmethod
-    def of(kept: torch.Tensor) -> torch.Tensor:
-        """int64 [..., 2], positions and alike, on the device of kept: bool [..., G, N]."""
-        some = kept.any(-2)
-        alike = (kept == some.unsqueeze(-2)).all(-1).all(-1)
-        return torch.stack([some.sum(-1), alike.long()], -1)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The cached entries of a layer.
-
-    Entry j of KV head g is at the j-th position that `there[g]` holds.
-
-    Attributes:
-        positions: int64 [M], ascending: positions that some KV head holds.
-        there: bool [G, M], or None where all KV heads hold all.
-    """
-
-    positions: torch.Tensor
-    there: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What stays at a layer after a step.
-
-    Attributes:
-        kept: bool [G, M], of the layout before the step's entries left.
-        k, v: float64 [G, M, D] rows after a merge; None where no row changes.
-        shift: int64 [G, M]: by how many positions each kept key moves forward, for `positions:
-            slots`; None otherwise.
-    """
-
-    kept: torch.Tensor
-    k: torch.Tensor | None = None
-    v: torch.Tensor | None = None
-    shift: torch.Tensor | None = None
-
-
-@dataclass
-class _Layer:
-    """What one layer remembers.
-
-    Attributes:
-        positions, there: as of `Layout`, without the tokens that came since.
-        since: positions of these.
-        states, merge_states: values after the last step.
-        queries: [H, n, D] last queries, at `query_positions`; None where no step reads them.
-        budget: the prefill's whole numbers.
-    """
-
-    positions: torch.Tensor
-    there: torch.Tensor | None
-    since: list[int] = field(default_factory=list)
-    states: dict[str, Value] = field(default_factory=dict)
-    merge_states: dict[str, Value] = field(default_factory=dict)
-    queries: torch.Tensor | None = None
-    query_positions: torch.Tensor | None = None
-    budget: Value | None = None
-
-    def clone(self) -> _Layer:
-        """A copy; tensors are never changed in place."""
-        return replace(
-            self,
-            since=list(self.since),
-            states=dict(self.states),
-            merge_states=dict(self.merge_states),
-        )
-
-    def settle(self) -> None:
-        """Takes up the tokens that came since."""
-        if not self.since:
-            return
-        device = self.positions.device
-        new = torch.tensor(self.since, dtype=torch.int64, device=device)
-        self.positions = torch.cat([self.positions, new])
-        if self.there is not None:
-            held = self.there.new_ones(self.there.shape[0], len(self.since))
-            self.there = torch.cat([self.there, held], 1)
-        self.since.clear()
-
-    def leave(self, kept: torch.Tensor, held: Held) -> None:
-        """Forgets the entries that are not kept."""
-        # In order, the positions that some KV head keeps; `nonzero` would wait for the device.
-        some = (~kept.any(0)).to(torch.uint8).argsort(stable=True)[: held.positions]
-        self.positions = self.positions[some]
-        self.there = None if held.alike else kept[:, some]
-        for name, x in self.states.items():
-            if "token" in x.axes:
-                data = x.data.index_select(x.axes.index("token"), some)
-                self.states[name] = replace(x, data=data, mask=None, mask_axes=())
+# From a layer and `there` [G, M] or None to its keys and values [G, M, D].
+Read = Callable[[int, torch.Tensor | None], tuple[Keys, Keys]]
 
 
 def _held(kept: torch.Tensor) -> Held:
     positions, alike = Held.of(kept).tolist()
     return Held(positions, bool(alike))
+
+
+@dataclass
+class _Decision:
+    """What stays at a layer, before entries are merged.
+
+    Attributes:
+        own: what the layer remembers.
+        kept, there: as of `Choice`.
+        evaluation: of the step, where a merge goes on from it.
+    """
+
+    own: Remembered
+    kept: torch.Tensor
+    there: torch.Tensor | None
+    evaluation: Evaluation | None = None
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A `follow` whose numbers have not been read."""
+
+    decisions: list[_Decision]
+    landing: Landing
 
 
 class Memory:
@@ -159,16 +68,18 @@ class Memory:
             known when entries may leave next.
     """
 
-    def __init__(self, bound: Bound, prompt: int, layers: list[_Layer], steps: Steps) -> None:
+    def __init__(self, bound: Bound, prompt: int, layers: list[Remembered], steps: Steps) -> None:
         self.bound, self.prompt = bound, prompt
         self.generated = 0
         self.not_finite = False
         self._reported: dict[str, dict[int, Value]] = {name: {} for name in steps.report}
         self._layers = layers
         self._steps = steps
+        self._walk = Walk(bound, steps, prompt)
         self._leaves = False
-        self._window = bound.step_queries(prompt)
-        self._finite: torch.Tensor | None = None  # of the steps since entries left last
+        self._finite: torch.Tensor | None = None  # of the steps so far; None: nothing was read
+        self._open: _Open | None = None
+        self._landed: Landed | None = None
 
     @classmethod
     def after(cls, run: Run, held: Sequence[Held] | None = None) -> Memory:
@@ -184,7 +95,7 @@ class Memory:
         layers = []
         for number, own in enumerate(kept):
             places = run.there(number)
-            layer = _Layer(places, None)
+            layer = Remembered(places, None)
             layer.states = {
                 name: replace(x, mask=None, mask_axes=())
                 for name, x in run.states(number).items()
@@ -204,6 +115,7 @@ class Memory:
 
     def clone(self) -> Memory:
         """A copy that goes on by itself."""
+        self.land()
         made = Memory(self.bound, self.prompt, [x.clone() for x in self._layers], self._steps)
         made.generated, made.not_finite = self.generated, self.not_finite
         made._leaves, made._finite = self._leaves, self._finite
@@ -211,6 +123,7 @@ class Memory:
 
     def layout(self, layer: int) -> Layout:
         """The entries of a layer, those of the current step included."""
+        self.land()
         own = self._layers[layer]
         own.settle()
         return Layout(own.positions, own.there)
@@ -222,12 +135,18 @@ class Memory:
             position: of the token.
             leaves: False: nothing leaves at this step, even if it may.
         """
-        self.generated += 1
+        self._begin(1, leaves)
+        for layer in self._layers:
+            layer.since.append(position)
+
+    def _begin(self, steps: int, leaves: bool) -> None:
+        """Begins decode steps; entries may leave at the last."""
+        self.land()
+        self._landed = None
+        self.generated += steps
         self._leaves = leaves and self.bound.leaves_at(self.generated, self.prompt)
         for values in self._reported.values():
             values.clear()
-        for layer in self._layers:
-            layer.since.append(position)
 
     @property
     def wants(self) -> str:
@@ -235,12 +154,13 @@ class Memory:
 
         `nothing`: it need not be called. `queries`: without keys and values. `entries`: with them.
         """
+        self.land()
         if self.not_finite:
             return "nothing"
         steps = self._steps
         if steps.advancing_reads or (self._leaves and steps.leaving_reads):
             return "entries"
-        return "queries" if self._leaves or steps.advances or self._window > 1 else "nothing"
+        return "queries" if self._leaves or steps.advances or self._walk.window > 1 else "nothing"
 
     def observe(
         self,
@@ -264,51 +184,84 @@ class Memory:
             return None
         own = self._layers[layer]
         own.settle()
-        self._remember_query(own, q)
-        evaluation = self._evaluation(layer, q, k, v)
-        own.states = evaluation.advance(self._steps.rules)
-        if not self._leaves:
-            self._note(evaluation.frame.checks)
+        checks: list[torch.Tensor] = []
+        decision = self._decide(own, self._given(layer, q, k, v, checks))
+        self._note(checks)
+        if decision is None:
             return None
-        return self._leave(own, evaluation, self._kept(evaluation))
+        landed = Landing([decision.kept], [decision.there], self.finite).read()
+        self.not_finite |= not landed.finite
+        (dropped,) = landed.dropped
+        if not dropped:
+            return None
+        choice = self._choice(decision, dropped)
+        own.leave(decision.kept, landed.held[0])
+        return choice
 
-    def _note(self, checks: list[torch.Tensor]) -> None:
-        """Adds to what is known about NaN and infinity, without waiting for the device."""
-        if self._finite is not None:
-            checks = [*checks, self._finite]
-        if checks:
-            self._finite = torch.stack(checks).all()
+    def follow(
+        self,
+        positions: Sequence[int],
+        queries: Callable[[int], torch.Tensor],
+        read: Read,
+        *,
+        leaves: bool,
+    ) -> list[Choice]:
+        """Takes the policy through T decode steps at once; entries may leave at the last only.
 
-    def _remember_query(self, own: _Layer, q: torch.Tensor) -> None:
-        number = self._window
-        if number <= 1:
-            return
-        newest = own.positions[-1:]
-        earlier = own.queries
-        if earlier is not None:
-            earlier = earlier[:, max(0, earlier.shape[1] - number + 1) :]
-            newest = torch.cat([own.query_positions[-earlier.shape[1] :], newest])
-            q = torch.cat([earlier, q.to(earlier.dtype)], 1)
-        own.queries, own.query_positions = q, newest
+        The result is that of T times `step` and `observe`, except that nothing leaves at any layer
+        if numbers of one are not finite. The host does not wait for the device, unless entries are
+        merged: once, then.
 
-    def _evaluation(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None
-    ) -> Evaluation:
-        own, steps = self._layers[layer], self._steps
-        if own.queries is not None:
-            q = own.queries
-        if own.there is not None:
-            k, v = (None if x is None else x.masked_fill(~own.there[..., None], 0) for x in (k, v))
-        frame = Frame(
-            self.bound, len(own.positions), own.positions.device, self.bound.shape.kv_heads,
-            prompt=self.prompt, layer=layer, q=q, k=k, v=v, positions=own.positions,
-            there=own.there, generated=self.generated,
-            kernels=steps.kernels,
-            query_positions=own.query_positions if own.queries is not None else own.positions[-1:],
-        )  # fmt: skip
-        return Evaluation(
-            frame, steps.updates, before=own.states, others=known_before, budget=own.budget
-        )
+        Args:
+            positions: [T] of the tokens, which are all cached.
+            queries: from a layer to [H, T, D], as `observe` takes them.
+            read: the layer's keys and values, of the layout with all T tokens; asked for at most
+                once per layer, and only where something reads them.
+            leaves: whether entries may leave at the last step, if `bound.leaves_at` allows it.
+
+        Returns:
+            What stays at every layer, good if the numbers are finite: `land`. Empty if nothing may
+            leave.
+        """
+        self._begin(len(positions), leaves)
+        wants = self.wants
+        if wants == "nothing":
+            for own in self._layers:
+                own.since.extend(positions)
+            return []
+        new = sent(torch.tensor(positions, dtype=torch.int64), self._layers[0].positions.device)
+        checks: list[torch.Tensor] = []
+        decisions = []
+        for layer, own in enumerate(self._layers):
+            own.settle()
+            own.extend(new)
+            k, v = read(layer, own.there) if wants == "entries" else (None, None)
+            decision = self._decide(own, self._given(layer, queries(layer), k, v, checks))
+            if decision is not None:
+                decisions.append(decision)
+        self._note(checks)
+        return self._choices(decisions) if decisions else []
+
+    def _given(
+        self, layer: int, q: torch.Tensor, k: Keys | None, v: Keys | None, checks: list
+    ) -> Given:
+        there = self._layers[layer].there
+        k, v = (without_absent(x, there) for x in (k, v))
+        return Given(layer, self.generated, q, k, v, there, checks)
+
+    def _decide(self, own: Remembered, given: Given) -> _Decision | None:
+        """Takes a layer through the steps; what it decides, if entries may leave at the last."""
+        evaluation = self._walk.through(own, given, leaves=self._leaves)
+        if not self._leaves:
+            return None
+        kept = self._kept(evaluation)
+        decision = _Decision(own, kept, evaluation.frame.there)
+        if self._steps.rules.merge is not None:
+            # A merge reads keys and values, whatever else does.
+            frame = evaluation.frame
+            given.checks.extend(x.double().sum().isfinite() for x in (frame.keys, frame.values))
+            decision.evaluation = evaluation
+        return decision
 
     def _kept(self, evaluation: Evaluation) -> torch.Tensor:
         kept = evaluation.tensor(self._steps.rules.keep, ("kv", "token"))
@@ -317,32 +270,70 @@ class Memory:
         there = evaluation.frame.there
         return kept if there is None else kept & there
 
-    def _leave(self, own: _Layer, evaluation: Evaluation, kept: torch.Tensor) -> Choice | None:
-        frame, steps = evaluation.frame, self._steps
-        there = torch.ones_like(kept) if frame.there is None else frame.there
-        self._note([*frame.checks, *self._merged_checks(frame)])
-        most = (there & ~kept).sum(-1).amax()  # dropped by one KV head
-        finite = torch.ones_like(most) if self._finite is None else self._finite.long()
-        numbers = torch.cat([Held.of(kept), torch.stack([most, finite])]).tolist()
-        positions, alike, most, is_finite = numbers
-        self.not_finite |= not is_finite
-        if self.not_finite or not most:
-            return None
+    def _note(self, checks: list[torch.Tensor]) -> None:
+        """Adds to what is known about NaN and infinity, without waiting for the device."""
+        if self._finite is not None:
+            checks = [*checks, self._finite]
+        if checks:
+            self._finite = torch.stack(checks).all()
+
+    def _choices(self, decisions: list[_Decision]) -> list[Choice]:
+        """What stays at every layer; it is forgotten what leaves when the numbers have landed."""
+        kept, there = [x.kept for x in decisions], [x.there for x in decisions]
+        self._open = _Open(decisions, Landing(kept, there, self.finite))
+        if self._steps.rules.merge is None:
+            return [self._choice(each) for each in decisions]
+        choices = []
+        for each, dropped in zip(decisions, self._open.landing.read().dropped, strict=True):
+            k, v = each.evaluation.frame.k, each.evaluation.frame.v
+            choice = self._choice(each, dropped)
+            choices.append(choice.stored(k.dtype, v.dtype))
+        return choices
+
+    def _choice(self, decision: _Decision, dropped: int = 0) -> Choice:
+        """What stays at a layer, merged where the KV head that drops most drops so many."""
+        rules, evaluation = self._steps.rules, decision.evaluation
         keys = values = None
-        if steps.rules.merge is not None:
+        if dropped and evaluation is not None:
+            frame = evaluation.frame
+            frame = replace(frame, k=frame.keys, v=frame.values)
+            evaluation, own = replace(evaluation, frame=frame), decision.own
             merging = Merging.of(
-                steps.rules.merge, evaluation, kept, steps.merge_updates, own.merge_states, most
-            )
+                rules.merge, evaluation, decision.kept, self._steps.merge_updates,
+                own.merge_states, dropped,
+            )  # fmt: skip
             own.merge_states = merging.states
             keys, values = merged_rows(merging, frame)
-        shift = shift_of(kept, there) if self.bound.positions == "slots" else None
-        own.leave(kept, Held(positions, bool(alike)))
-        return Choice(kept, keys, values, shift)
+        slots = self.bound.positions == "slots"
+        return Choice.of(decision.kept, decision.there, slots, keys, values)
 
-    def _merged_checks(self, frame: Frame) -> list[torch.Tensor]:
-        """A merge reads keys and values, whatever else does."""
-        read = (frame.k, frame.v) if self._steps.rules.merge is not None else ()
-        return [x.double().sum().isfinite() for x in read]
+    @property
+    def finite(self) -> torch.Tensor:
+        """0-d bool on the device: whether the steps so far read neither NaN nor infinity."""
+        if self._finite is None:
+            device = self._layers[0].positions.device
+            return torch.ones((), dtype=torch.bool, device=device)
+        return self._finite
+
+    def landed(self) -> bool:
+        """Whether `land` would not wait for the device."""
+        return self._open is None or self._open.landing.arrived()
+
+    def land(self) -> Landed | None:
+        """Forgets what leaves after the last `follow`; the host waits for the numbers.
+
+        Returns:
+            The numbers of the last `follow`; None where nothing could leave at it.
+        """
+        if self._open is not None:
+            opened, self._open = self._open, None
+            self._landed = landed = opened.landing.read()
+            self.not_finite |= not landed.finite
+            numbers = zip(opened.decisions, landed.held, landed.dropped, strict=True)
+            for decision, held, dropped in numbers:
+                if dropped:
+                    decision.own.leave(decision.kept, held)
+        return self._landed
 
     def reported(self) -> dict[str, dict[int, Value]]:
         """Per reported let its value at the layers where this step computed it."""

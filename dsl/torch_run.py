@@ -15,8 +15,9 @@ from kvpolicy.dsl import counts
 from kvpolicy.dsl.ir import Node
 from kvpolicy.dsl.lower import Phase
 from kvpolicy.dsl.torch_blocks import block_bytes, concatenated, cut_heads
-from kvpolicy.dsl.torch_decode import Held, Memory, shift_of
+from kvpolicy.dsl.torch_decode import Held, Memory
 from kvpolicy.dsl.torch_kernels import Slots
+from kvpolicy.dsl.torch_layout import shift_of
 from kvpolicy.dsl.torch_plan import Plan, call, of_layer, stacked
 from kvpolicy.dsl.torch_share import Shared, shared
 from kvpolicy.dsl.torch_values import Frame, Value, aligned, snapped

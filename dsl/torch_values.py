@@ -16,7 +16,7 @@ import torch
 from kvpolicy.dsl import counts
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.ir import AXES, Node
-from kvpolicy.dsl.torch_kernels import NONE, Kernels, Slots, dense
+from kvpolicy.dsl.torch_kernels import NONE, Kernels, Keys, dense
 
 ORDER = ("layer", *AXES)
 
@@ -79,8 +79,8 @@ class Frame:
     prompt: int | None = None
     layer: int | None = None
     q: torch.Tensor | None = None
-    k: torch.Tensor | Slots | None = None
-    v: torch.Tensor | Slots | None = None
+    k: Keys | None = None
+    v: Keys | None = None
     positions: torch.Tensor | None = None
     there: torch.Tensor | None = None
     query_positions: torch.Tensor | None = None
@@ -96,12 +96,19 @@ class Frame:
     @property
     def keys(self) -> torch.Tensor:
         """[G, n, D] keys; gathered from the pool where that has not been done."""
-        return dense(self.k)
+        return self._gathered(self.k)
 
     @property
     def values(self) -> torch.Tensor:
         """[G, n, D] values, the same."""
-        return dense(self.v)
+        return self._gathered(self.v)
+
+    def _gathered(self, x: Keys) -> torch.Tensor:
+        """What a KV head does not hold is 0: rows of the pool that mean nothing may hold NaN."""
+        made = dense(x)
+        if x is made or self.there is None:
+            return made
+        return made.masked_fill(~self.there[..., None], 0)
 
     @property
     def places(self) -> torch.Tensor:

@@ -1,0 +1,172 @@
+"""What is cached of a request at a layer while it decodes, and what stays after a step.
+
+Dimensions: L layers, H query heads, G KV heads, M cached positions of a layer, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from kvpolicy.dsl.torch_values import Value, sent
+
+
+def shift_of(kept: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+    """How many entries after each kept one are dropped.
+
+    Args:
+        kept, there: bool [G, n], in order of position.
+
+    Returns:
+        int64 [G, n]; 0 where nothing is kept.
+    """
+    dropped = (there & ~kept).long()
+    after = dropped.flip(-1).cumsum(-1).flip(-1)
+    return after * kept
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the host knows of a layer's kept entries.
+
+    Attributes:
+        positions: M, how many positions some KV head keeps.
+        alike: whether all KV heads keep the same.
+    """
+
+    positions: int
+    alike: bool
+
+    @staticmethod
+    def of(kept: torch.Tensor) -> torch.Tensor:
+        """int64 [..., 2], positions and alike, on the device of kept: bool [..., G, N]."""
+        some = kept.any(-2)
+        alike = (kept == some.unsqueeze(-2)).all(-1).all(-1)
+        return torch.stack([some.sum(-1), alike.long()], -1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The cached entries of a layer.
+
+    Entry j of KV head g is at the j-th position that `there[g]` holds.
+
+    Attributes:
+        positions: int64 [M], ascending: positions that some KV head holds.
+        there: bool [G, M], or None where all KV heads hold all.
+    """
+
+    positions: torch.Tensor
+    there: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What stays at a layer after a step.
+
+    Attributes:
+        kept: bool [G, M], of the layout before the step's entries left.
+        k, v: [G, M, D] rows after a merge; None where no row changes. Of `observe` float64, of
+            `follow` in the dtype of the rows that were read.
+        shift: int64 [G, M]: by how many positions each kept key moves forward, for `positions:
+            slots`; None otherwise.
+        there: bool [G, M], which entries there were; None where all KV heads held all.
+    """
+
+    kept: torch.Tensor
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
+    there: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        kept: torch.Tensor,
+        there: torch.Tensor | None,
+        slots: bool,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+    ) -> Choice:
+        """The choice, with shifts where positions are those of slots."""
+        shift = None
+        if slots:
+            shift = shift_of(kept, torch.ones_like(kept) if there is None else there)
+        return cls(kept, k, v, shift, there)
+
+    def stored(self, keys: torch.dtype, values: torch.dtype) -> Choice:
+        """The choice with its rows rounded to the dtypes in which they are stored."""
+        k = None if self.k is None else self.k.to(keys)
+        return replace(self, k=k, v=None if self.v is None else self.v.to(values))
+
+
+@dataclass
+class Remembered:
+    """What one layer remembers.
+
+    Attributes:
+        positions, there: as of `Layout`, without the tokens that came since.
+        since: positions of these.
+        states, merge_states: values after the last step.
+        queries: [H, n, D] last queries, at `query_positions`; None where no step reads them.
+        budget: the prefill's whole numbers.
+    """
+
+    positions: torch.Tensor
+    there: torch.Tensor | None
+    since: list[int] = field(default_factory=list)
+    states: dict[str, Value] = field(default_factory=dict)
+    merge_states: dict[str, Value] = field(default_factory=dict)
+    queries: torch.Tensor | None = None
+    query_positions: torch.Tensor | None = None
+    budget: Value | None = None
+
+    def clone(self) -> Remembered:
+        """A copy; tensors are never changed in place."""
+        return replace(
+            self,
+            since=list(self.since),
+            states=dict(self.states),
+            merge_states=dict(self.merge_states),
+        )
+
+    def settle(self) -> None:
+        """Takes up the tokens that came since; the host does not wait."""
+        if self.since:
+            self.extend(sent(torch.tensor(self.since, dtype=torch.int64), self.positions.device))
+            self.since.clear()
+
+    def extend(self, new: torch.Tensor) -> None:
+        """Appends tokens that all KV heads hold: their positions, int64 [T]."""
+        self.positions = torch.cat([self.positions, new])
+        if self.there is not None:
+            held = self.there.new_ones(self.there.shape[0], len(new))
+            self.there = torch.cat([self.there, held], 1)
+
+    def remember(self, queries: torch.Tensor, places: torch.Tensor, window: int) -> None:
+        """Adds to the last queries, of which `window` are kept; a window of one is the step's own.
+
+        Args:
+            queries: [H, T, D].
+            places: int64 [T], their positions.
+            window: how many a step reads.
+        """
+        if window <= 1:
+            return
+        if self.queries is None:
+            queries = queries.clone()
+        else:
+            queries = torch.cat([self.queries, queries.to(self.queries.dtype)], 1)
+            places = torch.cat([self.query_positions, places])
+        self.queries, self.query_positions = queries[:, -window:], places[-window:]
+
+    def leave(self, kept: torch.Tensor, held: Held) -> None:
+        """Forgets the entries that are not kept."""
+        # In order, the positions that some KV head keeps; `nonzero` would wait for the device.
+        some = (~kept.any(0)).to(torch.uint8).argsort(stable=True)[: held.positions]
+        self.positions = self.positions[some]
+        self.there = None if held.alike else kept[:, some]
+        for name, x in self.states.items():
+            if "token" in x.axes:
+                data = x.data.index_select(x.axes.index("token"), some)
+                self.states[name] = replace(x, data=data, mask=None, mask_axes=())
