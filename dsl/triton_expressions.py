@@ -7,16 +7,14 @@ beside the data, as in the torch program, and are applied where a reduction or a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.ir import Node
 from kvpolicy.dsl.kernel_values import exponent, finite, is_end
 from kvpolicy.dsl.lower import REDUCTIONS
-from kvpolicy.dsl.triton_tiles import SEEN, TILE, Arguments, Condition, Tile, conjunction, together
-from kvpolicy.dsl.written import written
+from kvpolicy.dsl.triton_leaves import Leaves
+from kvpolicy.dsl.triton_tiles import SEEN, TILE, Condition, Tile, conjunction, together
 
 _BINARY = {
     "add": "+", "subtract": "-", "multiply": "*", "less": "<", "less_equal": "<=",
@@ -32,51 +30,14 @@ FOLDS = {"sum": "tl.sum", "max": "tl.max", "min": "tl.min", "any": "tl.max", "co
 
 
 @dataclass
-class Writer:
+class Writer(Leaves):
     """Writes the lines of one kernel's body.
 
     Attributes:
-        token: name of the tile of tokens; `held`: condition that a token exists.
-        sizes: texts of the sizes of the tile, by axis; 1 where the kernel has none of them.
-        given: values at hand, by id of node.
-        stored: names of pointers to values of reductions made by an earlier kernel.
-        used: names of arguments that this kernel needs; `reads`: of `stored`.
-        made: names that its lines gave to values.
+        leaf: what a kernel has at hand: the tile of a node, or None.
     """
 
-    bound: Bound
-    arguments: Arguments
-    indent: str
-    sizes: dict[str, str]
-    token: str = "token"
-    held: str = "held"
-    lines: list[str] = field(default_factory=list)
-    given: dict[int, Tile] = field(default_factory=dict)
-    stored: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
-    used: dict[str, None] = field(default_factory=dict)
-    reads: dict[str, None] = field(default_factory=dict)
-    made: set[str] = field(default_factory=set)
     leaf: Callable[[Writer, Node], Tile | None] = lambda writer, node: None
-
-    def line(self, text: str) -> None:
-        """One line at the present indentation."""
-        self.lines.append(f"{self.indent}{text}")
-
-    def comment(self, node: Node) -> None:
-        """The expression of a node, for the reader."""
-        name = f"{node.name}: " if node.name else ""
-        self.line(f"# {name}{written(node)}")
-
-    def named(self, wish: str, text: str) -> str:
-        """A new name for a text."""
-        name = self.arguments.fresh(wish)
-        self.line(f"{name} = {text}")
-        self.made.add(name)
-        return name
-
-    def is_outside(self, text: str) -> bool:
-        """Whether a text uses nothing that this kernel's lines have made."""
-        return not self.made & set(re.findall(r"\w+", text))
 
     def value(self, node: Node) -> Tile:
         """The tile of a node."""
@@ -106,85 +67,6 @@ class Writer:
         if node.op in ("mask", "choose", "and", "or", "not"):
             return getattr(self, f"_{node.op}")(node)
         return self._arithmetic(node)
-
-    # Leaves.
-
-    def _number(self, node: Node, exact: bool) -> Tile:
-        truth = node.type.kind == "truth"
-        if exact:
-            x = self.bound.number(node, 1)
-            if truth:
-                return Tile("(tokens > 0)" if x else "(tokens < 0)")
-            x = float(x)
-            if x in (float("inf"), float("-inf")):
-                return Tile(f'float("{x}")')
-            return Tile(f"({x!r})" if x < 0 else repr(x))
-        name = self.arguments.number(node, "truth" if truth else "value")
-        self.used[name] = None
-        return Tile(f"({name} != 0)" if truth else name)
-
-    def _count(self, node: Node) -> str:
-        """A whole number of tokens."""
-        if self.bound.static.needs(node) == frozenset():
-            number = self.bound.number(node, 1)
-            if number == int(number):
-                return str(max(0, int(number)))
-        name = self.arguments.number(node, "count")
-        self.used[name] = None
-        return name
-
-    def _place(self, node: Node) -> Tile | None:
-        """What follows from a token's place."""
-        axes = frozenset(("token",))
-        if node.op in ("all", "new"):
-            return Tile(f"({self.token} >= 0)", axes)
-        if node.op == "index" and node.axes == ("token",):
-            return Tile(self.named("index", f"{self.token}.to(tl.float32)"), axes)
-        if node.op == "position":
-            name = self.named("position", f"{self.token}.to(tl.float32)")
-            self.line("if POSITIONS:")
-            load = f"tl.load(positions + {self.token}, mask={self.held}, other=0)"
-            self.line(f"    {name} = {load}.to(tl.float32)")
-            return Tile(name, axes)
-        if is_end(node, self.bound):
-            count = self._count(node.args[1])
-            if node.origin == "sinks":
-                return Tile(f"({self.token} < {count})", axes)
-            return Tile(f"({self.token} >= tokens - {count})", axes)
-        return None
-
-    def load(self, node: Node) -> Tile:
-        """An input, with where it is present if it may be absent."""
-        axes, wish = node.type.axes, node.name or node.op
-        name = self.arguments.tensor(node, False)
-        self.used[name] = None
-        made = self._load(wish, name, axes, node)
-        if not node.type.absent:
-            return made
-        there = self.arguments.tensor(node, True)
-        self.used[there] = None
-        text = self._load(f"{wish}_there", there, axes, None).text
-        return replace(made, present=(Condition(f"({text} != 0)", made.axes),))
-
-    def _load(self, wish: str, pointer: str, axes: tuple[str, ...], node: Node | None) -> Tile:
-        place, masks = "0", []
-        steps = {
-            "kv": ("head", None, None),
-            "group": ("group", "GROUP", "group < GROUP"),
-            "query": ("row", "queries", "(row < queries)"),
-            "token": (self.token, "tokens", self.held),
-        }
-        for axis in axes:
-            name, size, mask = steps[axis]
-            inner = f"({place})" if " " in place else place
-            place = name if place == "0" else f"{inner} * {size} + {name}"
-            if mask is not None:
-                masks.append(f"({mask})" if " " in mask and mask[0] != "(" else mask)
-        guard = f", mask={' & '.join(masks)}, other=0" if masks else ""
-        text = f"tl.load({pointer} + {place}{guard})"
-        if node is not None and node.type.kind == "truth":
-            text = f"{text} != 0"
-        return Tile(self.named(wish, text), frozenset(axes) - {"kv"})
 
     # Elementwise.
 
@@ -241,10 +123,7 @@ class Writer:
     def _not(self, node: Node) -> Tile:
         inner = node.args[0]
         if is_end(inner, self.bound):
-            count = self._count(inner.args[1])
-            sinks = inner.origin == "sinks"
-            text = f">= {count}" if sinks else f"< tokens - {count}"
-            return Tile(f"({self.token} {text})", frozenset(("token",)))
+            return self.end(inner, outside=True)
         x = self.truth(inner)
         return Tile(f"({x.text} == 0)", x.axes)
 
@@ -319,6 +198,8 @@ class Writer:
     def known_number(self, x: Tile, over: tuple[str, ...]) -> Tile | None:
         """The same where it need not be counted: each query sees the tokens up to its own."""
         inner = [each for each in x.present if each.axes & set(over)]
+        if inner and self.form.steps:
+            return None
         if any(each.text != SEEN.text for each in inner) or "token" in over:
             return None
         sizes = ["GROUP"] if "group" in over else []
@@ -358,8 +239,7 @@ class Writer:
         inner = replace(
             self, indent=self.indent + "    ", token=near, held=f"{near}_held", given={}
         )  # fmt: skip
-        inner.line(f"{near} = {self.token} + step")
-        inner.line(f"{near}_held = ({near} >= 0) & ({near} < tokens)")
+        self._neighbour(inner, near)
         x = inner.value(node.args[0])
         there = conjunction((Condition(f"{near}_held", frozenset()), *x.present))
         kept = f"tl.where({there}, {x.text}, {empty})"
@@ -367,6 +247,20 @@ class Writer:
         if not largest:
             self.line(f"{name} = {name} / {width}")
         return Tile(name, axes, self._presence(node.args[0]))
+
+    def _neighbour(self, inner: Writer, near: str) -> None:
+        """A token `step` places further; at decode steps among the entries that the head holds."""
+        if not self.form.steps:
+            inner.line(f"{near} = {self.token} + step")
+            inner.line(f"{near}_held = ({near} >= 0) & ({near} < tokens)")
+            return
+        rank = f"{near}_rank"
+        inner.line(f"{rank} = {self.token}_rank + step")
+        inner.line(f"{near}_held = {self.held} & ({rank} >= 1) & ({rank} <= own_entries)")
+        inner.line(f"{near} = {rank} - 1")
+        inner.line("if RAGGED:")
+        load = f"tl.load(order + head * tokens + {near}, mask={near}_held, other=0)"
+        inner.line(f"    {near} = {load}")
 
     def _presence(self, node: Node) -> tuple[Condition, ...]:
         """Where a value is present."""

@@ -167,10 +167,11 @@ class VectorWriter:
     @classmethod
     def of(cls, generator: Generator, outer: Writer) -> VectorWriter:
         outer.line("entry_column = entry[:, None]")
-        outer.line("entry_held = entry_column < tokens")
+        held = "owned[:, None]" if generator.form.steps else "entry_column < tokens"
+        outer.line(f"entry_held = {held}")
         inner = Writer(
-            generator.bound, generator.arguments, " " * 8, {}, token="entry_column",
-            held="entry_held", lines=outer.lines, used=outer.used,
+            generator.bound, generator.arguments, " " * 8, {}, generator.form,
+            token="entry_column", held="entry_held", lines=outer.lines, used=outer.used,
         )  # fmt: skip
         made = cls(inner, generator)
         inner.leaf = made._leaf

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvpolicy.dsl.triton_source import Generator, Result
 
-_DOCUMENT = '''def run(
+_PREFILL = '''def run(
     q, k, key_slots, v, value_slots, positions, tokens, inputs, numbers, *, block=None
 ):
     """Launches the kernels; nothing waits for the device.
@@ -21,6 +21,25 @@ _DOCUMENT = '''def run(
         key_slots: int [n] or None; v, value_slots: the same of values, or None.
         positions: int64 [n] original positions; None: 0 to n - 1.
         tokens: n, above 0.
+{rest}'''
+
+_STEPS = '''def run(
+    q, query_positions, k, key_ids, v, value_ids, positions, holds, ranks, order, inputs, numbers,
+    *, block=None
+):
+    """Launches the kernels; nothing waits for the device.
+
+    Args:
+        q: [H, W, D] queries at query_positions, int64 [W], or None where the kernels read none.
+        k: [G, n, D] keys, or [E, D] where entry j of KV head g is row key_ids[g, j].
+        key_ids: int64 [G, n] or None; v, value_ids: the same of values, or None.
+        positions: int64 [n] of the entries, ascending; n is above 0.
+        holds: int8 [G, n], which entries a KV head holds; None: all hold all.
+        ranks: int32 [G, n], how many entries up to each one the head holds; None without holds.
+        order: int32 [G, n], the entries that a head holds, in order, then the others; the same.
+{rest}'''
+
+_REST = '''\
         inputs: tensors, numbers: of the host, in the order in which they are unpacked below.
         block: tokens of a tile, a power of two; None: by device.
 
@@ -32,7 +51,8 @@ _DOCUMENT = '''def run(
 
 def run_text(made: Generator) -> str:
     """The text of `run`."""
-    lines = [_DOCUMENT, *_sizes(made)]
+    document = (_STEPS if made.form.steps else _PREFILL).format(rest=_REST)
+    lines = [document, *_sizes(made)]
     results = {each.name: each for each in made.results}
     tensors, numbers = made.arguments.tensors, made.arguments.numbers
     if tensors:
@@ -43,7 +63,7 @@ def run_text(made: Generator) -> str:
     if made.columns or made.rows:
         lines += _row_splits()
     if made.softmax:
-        lines += _softmax()
+        lines += _softmax(made)
     for each in results.values():
         lines.append(f"    {each.name} = {_empty(each, made.bound.shape.group)}")
     if made.columns or made.vectors:
@@ -55,9 +75,9 @@ def run_text(made: Generator) -> str:
         lines += [
             "    span = block or (256 if gpu else 1024)",
             "    tail[(triton.cdiv(tokens, span), kv)](",
-            f"        positions, {', '.join(names)}, tokens,",
+            f"        {', '.join([*made.form.tail_marks, *names])}, tokens,",
             '        GROUP=sizes["GROUP"], GROUP_P=sizes["GROUP_P"], BLOCK_N=span,',
-            "        POSITIONS=positions is not None,",
+            f"        {made.form.flag}={_flag(made)},",
             "    )",
         ]
     out = ", ".join(each.name for each in made.results if not each.stage)
@@ -65,11 +85,29 @@ def run_text(made: Generator) -> str:
     return "\n\n" + "\n".join(lines) + "\n"
 
 
+def _flag(made: Generator) -> str:
+    return f"{'holds' if made.form.steps else 'positions'} is not None"
+
+
+def _strides(made: Generator, name: str) -> str:
+    """Of keys or values: from row to row, and from head to head."""
+    if not made.form.steps:
+        return f"{name}.stride(0), {name}.stride(1)"
+    ids = f"{'key' if name == 'k' else 'value'}_ids"
+    return f"{name}.stride(-2), {name}.stride(0) if {ids} is None else 0"
+
+
 def _sizes(made: Generator) -> list[str]:
-    shape, tiles = made.bound.shape, made.tiles
+    shape, tiles, rows = made.bound.shape, made.tiles, made.form.rows
     queries = "0" if made.bundle.window is None else "q.shape[1]"
+    first = [f"    kv, gpu, queries = k.shape[1], k.is_cuda, {queries}"]
+    if made.form.steps:
+        first = [
+            f"    tokens, gpu, queries = positions.shape[0], k.is_cuda, {queries}",
+            "    kv = (k if key_ids is None else key_ids).shape[0]",
+        ]
     return [
-        f"    kv, gpu, queries = k.shape[1], k.is_cuda, {queries}",
+        *first,
         "    sizes = {",
         f'        "GROUP": {shape.group}, "GROUP_P": {tiles.group}, "BLOCK_W": {tiles.width},',
         f'        "HEAD_DIM": {shape.head_dim}, "HEAD_DIM_P": {tiles.dim},',
@@ -79,9 +117,9 @@ def _sizes(made: Generator) -> list[str]:
         "        # in three products of tensor cores, as exact as its own rounding.",
         '        "UPCAST": not gpu or (q is not None and q.dtype != k.dtype),',
         '        "PRECISION": "tf32x3" if gpu else "ieee",',
-        '        "KEYS_GATHERED": key_slots is not None,',
-        '        "VALUES_GATHERED": value_slots is not None,',
-        '        "POSITIONS": positions is not None,',
+        f'        "KEYS_GATHERED": key_{rows} is not None,',
+        f'        "VALUES_GATHERED": value_{rows} is not None,',
+        f'        "{made.form.flag}": {_flag(made)},',
         "    }",
         f'    launch = {{"num_warps": {tiles.warps}, "num_stages": {tiles.stages}}}',
         '    total = triton.cdiv(tokens, sizes["BLOCK_N"])',
@@ -101,15 +139,19 @@ def _row_splits() -> list[str]:
     ]
 
 
-def _softmax() -> list[str]:
+def _softmax(made: Generator) -> list[str]:
+    form = made.form
+    pointers = ", ".join([*form.window, "k", f"key_{form.rows}", *form.pass_marks])
+    # At decode steps a query may see nothing.
+    finite = '(row_lse < float("inf"))' if form.steps else "row_lse.isfinite()"
     return [
         '    rows_of_all = kv * sizes["GROUP"] * queries',
         "    partial = torch.empty(splits, rows_of_all, dtype=torch.float32, device=k.device)",
         "    row_lse = partial",
         "    if queries:",
         "        row_partials[(splits, kv, tiles)](",
-        "            q, k, key_slots, partial, tokens, queries, q.stride(0), q.stride(1),",
-        "            k.stride(0), k.stride(1), blocks, KV=kv,",
+        f"            {pointers}, partial, tokens, queries, q.stride(0), q.stride(1),",
+        f"            {_strides(made, 'k')}, blocks, KV=kv,",
         "            **sizes, **launch,",
         "        )",
         "    if queries and splits > 1:",
@@ -119,7 +161,7 @@ def _softmax() -> list[str]:
         "            # The most that there are for any prompt, so that it is compiled once.",
         "            SPLITS_P=triton.next_power_of_2(max(1, wanted // kv)), BLOCK=16,",
         "        )",
-        "    checks.append(row_lse.isfinite().all())",
+        f"    checks.append({finite}.all())",
     ]
 
 
@@ -145,18 +187,20 @@ def _columns(made: Generator) -> list[str]:
         lines.append("    step = blocks")
     else:
         lines.append("    step = triton.cdiv(total, max(1, triton.cdiv(2 * wanted, kv)))")
-    q = "q" if windowed else "None"
+    form = made.form
+    q = ", ".join(name if windowed else "None" for name in form.window)
     stride = "q.stride(0), q.stride(1)" if windowed else "0, 0"
-    v = "v, value_slots" if made.reads_values else "None, None"
-    v_stride = "v.stride(0), v.stride(1)" if made.reads_values else "0, 0"
+    v = f"v, value_{form.rows}" if made.reads_values else "None, None"
+    v_stride = _strides(made, "v") if made.reads_values else "0, 0"
     lse = "row_lse" if made.softmax and windowed else "None"
     names = "".join(f"{name}, " for name in made.column_arguments)
     return [
         *lines,
         "    columns[(triton.cdiv(total, step), kv)](",
-        f"        {q}, k, key_slots, {v}, {lse}, positions, {'flags' if made.flags else 'None'},",
+        f"        {q}, k, key_{form.rows}, {v}, {lse}, {', '.join(form.marks)}, "
+        f"{'flags' if made.flags else 'None'},",
         f"        {names}tokens, queries,",
-        f"        {stride}, k.stride(0), k.stride(1), {v_stride},",
+        f"        {stride}, {_strides(made, 'k')}, {v_stride},",
         "        step, **sizes, **launch,",
         "    )",
         *(["    checks.append(flags.sum() == 0)"] if made.flags else []),
@@ -165,11 +209,13 @@ def _columns(made: Generator) -> list[str]:
 
 def _rows(made: Generator) -> list[str]:
     names = "".join(f"{name}, " for name in made.row_arguments)
+    form, lse = made.form, "row_lse" if made.softmax else "None"
+    pointers = ", ".join([*form.window, "k", f"key_{form.rows}", lse, *form.marks])
     return [
         "    if queries:",
         "        rows[(splits, kv, tiles)](",
-        f"            q, k, key_slots, {'row_lse' if made.softmax else 'None'}, positions, {names}",
-        "            tokens, queries, q.stride(0), q.stride(1), k.stride(0), k.stride(1), blocks,",
+        f"            {pointers}, {names}",
+        f"            tokens, queries, q.stride(0), q.stride(1), {_strides(made, 'k')}, blocks,",
         "            KV=kv, **sizes, **launch,",
         "        )",
     ]

@@ -18,22 +18,12 @@ from kvpolicy.dsl.causal import skips
 from kvpolicy.dsl.ir import Node
 from kvpolicy.dsl.regions import Bundle, Reduction
 from kvpolicy.dsl.triton_expressions import Writer
+from kvpolicy.dsl.triton_forms import PREFILL, STEPS, Form
 from kvpolicy.dsl.triton_reductions import Statistic, VectorWriter, fold, shape
 from kvpolicy.dsl.triton_run import run_text
 from kvpolicy.dsl.triton_shapes import TileShape
 from kvpolicy.dsl.triton_stores import places, store, store_row
-from kvpolicy.dsl.triton_text import (
-    BLOCK,
-    COLUMNS,
-    HEADER,
-    KEYS,
-    QUERIES,
-    ROW,
-    ROW_PASS,
-    ROWS,
-    TAIL,
-    VALUES,
-)
+from kvpolicy.dsl.triton_text import HEADER, QUERIES, ROW, columns, indented, row_pass, rows, tail
 from kvpolicy.dsl.triton_tiles import SEEN, TILE, Arguments, Tile, conjunction
 from kvpolicy.dsl.written import written
 
@@ -80,9 +70,14 @@ class Source:
     numbers: tuple[tuple[str, Node], ...]
 
 
-def generate(bundle: Bundle, bound: Bound, *, single: bool = False) -> Source:
-    """The source of a bundle, for queries and keys of two bytes or, with `single`, of float32."""
-    return Generator(bundle, bound, single).source()
+def generate(bundle: Bundle, bound: Bound, *, single: bool = False, steps: bool = False) -> Source:
+    """The source of a bundle.
+
+    Args:
+        single: queries and keys are float32, else of two bytes.
+        steps: for decode steps, else for a prefill.
+    """
+    return Generator(bundle, bound, single, STEPS if steps else PREFILL).source()
 
 
 class Generator:
@@ -93,9 +88,9 @@ class Generator:
         tail_reads, tail_used, tail_results: of `tail`: values of reductions, inputs, results.
     """
 
-    def __init__(self, bundle: Bundle, bound: Bound, single: bool) -> None:
-        self.bundle, self.bound = bundle, bound
-        self.arguments = Arguments()
+    def __init__(self, bundle: Bundle, bound: Bound, single: bool, form: Form) -> None:
+        self.bundle, self.bound, self.form = bundle, bound, form
+        self.arguments = Arguments(form.steps, form.reserved)
         self.results: list[Result] = []
         self.inputs = {id(node) for node in bundle.inputs}
         self.outputs = {id(node) for node in bundle.outputs}
@@ -110,7 +105,8 @@ class Generator:
         self.reads_keys = bool(self.columns) or "key" in tensors
         self.window = self._window()
         simple = len(self.columns) < 2 and all(each.node.op != "var" for each in self.columns)
-        self.tiles = TileShape.of(bound.shape, self.window, single, simple)
+        few = form.steps and self.window is None
+        self.tiles = TileShape.of(bound.shape, self.window, single, simple, few)
         # Otherwise a program goes over its keys' queries block by block.
         self.whole = self.tiles.whole
         self.flags = bool(self.vectors) or (bool(self.columns) and not self.softmax)
@@ -128,7 +124,7 @@ class Generator:
         """All of the file."""
         parts = []
         if self.softmax:
-            parts.append(ROW_PASS)
+            parts.append(row_pass(self.form))
         if self.columns or self.vectors:
             parts.append(self._columns())
         if self.rows:
@@ -139,10 +135,11 @@ class Generator:
         outputs = "\n".join(
             f"    {each}" for each in dict.fromkeys(map(_described, bundle.outputs))
         )
+        heads = f"{sizes.group} query heads per KV head of size {sizes.head_dim}"
         header = HEADER.format(
             policy=self.bound.program.name,
             outputs=outputs,
-            sizes=f"{sizes.group} query heads per KV head of size {sizes.head_dim}",
+            sizes=f"decode steps, {heads}" if self.form.steps else heads,
         )
         parts = [each.strip("\n") for each in (header, *parts, run_text(self))]
         text = "\n\n\n".join(parts) + "\n"
@@ -154,7 +151,7 @@ class Generator:
         """A writer for one of the kernels."""
         sizes = {"group": "GROUP_P", "query": "BLOCK_W" if rows else "1", "token": "BLOCK_N"}
         leaf = self._leaf if rows else self.input
-        return Writer(self.bound, self.arguments, indent, sizes, leaf=leaf)
+        return Writer(self.bound, self.arguments, indent, sizes, self.form, leaf=leaf)
 
     # Leaves.
 
@@ -178,15 +175,18 @@ class Generator:
             return self._distance(writer)
         return self.input(writer, node)
 
-    @staticmethod
-    def _distance(writer: Writer) -> Tile:
+    def _distance(self, writer: Writer) -> Tile:
+        axes = frozenset(("query", "token"))
+        if self.form.steps:
+            far = "(asked_at - at[None, None, :]).to(tl.float32)"
+            return Tile(writer.named("distance", far), axes, (SEEN,))
         asked = "tokens - queries + row"
         name = writer.named("distance", f"({asked} - token).to(tl.float32)")
         writer.line("if POSITIONS:")
         own = f"tl.load(positions + {asked}, mask=row < queries, other=0)"
         writer.line(f"    far = {own} - tl.load(positions + token, mask=held, other=0)")
         writer.line(f"    {name} = far.to(tl.float32)")
-        return Tile(name, frozenset(("query", "token")), (SEEN,))
+        return Tile(name, axes, (SEEN,))
 
     # The second pass: values per token.
 
@@ -215,11 +215,8 @@ class Generator:
             self._finish(after)
         body = self._assembled(before.lines, writer.lines, after.lines)
         self.column_arguments = [*writer.used, *(each.name for each in self.results)]
-        return COLUMNS.format(
-            arguments="".join(f"    {name},\n" for name in self.column_arguments),
-            body=body,
-            do=self._numbers("tokens", "queries", "blocks", *writer.used),
-        )
+        numbers = self._numbers("tokens", "queries", "blocks", *writer.used)
+        return columns(self.form, self.column_arguments, body, numbers)
 
     def _numbers(self, *names: str) -> str:
         """Arguments that change from prompt to prompt, for which nothing is compiled anew."""
@@ -231,20 +228,22 @@ class Generator:
         lines: list[str] = []
         hoisted = self.columns and self.whole
         if hoisted:
-            lines += _indented(self._queries(""), "    ")
-        lines += _indented(BLOCK.rstrip(), "    ")
-        lines += places(after, _BODY)
+            lines += indented(self._queries(""), "    ")
+        lines += indented(self.form.block(), "    ")
+        ranks = self.form.ranks([*before, *inner, *after])
+        lines += [f"{_BODY}{line}" for line in ranks]
+        lines += places(after, _BODY, self.form)
         if self.reads_keys:
-            lines += _indented(KEYS.rstrip(), _BODY)
+            lines += indented(self.form.tile("k"), _BODY)
         if self.columns and not hoisted:
             lines += before
             lines += self._loop()
         if self.columns:
             deep = _BODY if hoisted else _BODY + "    "
-            lines += _indented(
+            lines += indented(
                 "scores = tl.dot(asked, tl.trans(k_tile), input_precision=PRECISION)\n"
                 "logits = tl.reshape(scores * SCALE, (GROUP_P, BLOCK_W, BLOCK_N))\n"
-                "seen = (row < queries) & (token <= tokens - queries + row)",
+                f"seen = {self.form.seen}",
                 deep,
             )
         lines += inner
@@ -253,6 +252,7 @@ class Generator:
     def _loop(self) -> list[str]:
         causal = all(skips(each) for each in self.columns)
         lines = []
+        causal = causal and not self.form.steps
         if causal and not (self.flags and not self.softmax):
             lines.append(f"{_BODY}# Earlier queries do not see these tokens.")
             first = "tl.maximum(block * BLOCK_N - (tokens - queries), 0) // BLOCK_W * BLOCK_W"
@@ -260,7 +260,7 @@ class Generator:
         else:
             lines.append(f"{_BODY}first = 0")
         lines.append(f"{_BODY}for start in range(first, queries, BLOCK_W):")
-        return [*lines, *_indented(self._queries("start + "), _BODY + "    ")]
+        return [*lines, *indented(self._queries("start + "), _BODY + "    ")]
 
     def _queries(self, start: str) -> str:
         """Loads of a tile of queries, and of the log-sum-exp of their rows."""
@@ -270,7 +270,8 @@ class Generator:
             there = "there = (group < GROUP) & (row < queries)"
             load = "lse = tl.load(row_lse + place, mask=there, other=0.0)"
             lse = f"{place}\n{there}\n{load}"
-        return (QUERIES.format(start=start) + ROW.format(start=start, lse=lse)).rstrip()
+        row = ROW.format(start=start, at=self.form.row_at, lse=lse)
+        return (QUERIES.format(start=start) + row).rstrip()
 
     def _hand_out(self, writer: Writer, each: Reduction, parts: dict[str, Tile]) -> None:
         """Stores what a reduction gives, or leaves it to the tail of the same kernel."""
@@ -289,7 +290,7 @@ class Generator:
     def _vectors(self, writer: Writer, flagged: bool) -> None:
         """Reductions over `dim` of the same block of keys and values."""
         if self.reads_values:
-            writer.lines += _indented(VALUES.rstrip(), _BODY)
+            writer.lines += indented(self.form.tile("v"), _BODY)
         if not self.vectors and not flagged:
             return
         inner = VectorWriter.of(self, writer)
@@ -339,15 +340,9 @@ class Generator:
                 store_row(after, out, each.axes, name, kind)
         self.results += own
         self.row_arguments = [*writer.used, *(each.name for each in own)]
-        return ROWS.format(
-            arguments="".join(f"    {name},\n" for name in self.row_arguments),
-            queries="\n".join(_indented(self._queries("start + "), "    ")),
-            before="\n".join(before.lines),
-            keys="\n".join(_indented(KEYS.rstrip(), _BODY)),
-            body="\n".join(writer.lines),
-            after="\n".join(after.lines),
-            do=self._numbers("tokens", "queries", "blocks", *writer.used),
-        )
+        lines = {"before": before.lines, "body": writer.lines, "after": after.lines}
+        numbers = self._numbers("tokens", "queries", "blocks", *writer.used)
+        return rows(self.form, self.row_arguments, lines, self._queries("start + "), numbers)
 
     # Values per token that need their neighbours.
 
@@ -360,15 +355,8 @@ class Generator:
         self.tail_reads, self.tail_used = list(writer.reads), list(writer.used)
         self.tail_results = [each.name for each in self.results[known:]]
         names = [*self.tail_reads, *self.tail_used, *self.tail_results]
-        return TAIL.format(
-            arguments="".join(f"    {name},\n" for name in names),
-            body="\n".join([*places(writer.lines, "    "), *writer.lines]),
-            do=self._numbers("tokens", *writer.used),
-        )
-
-
-def _indented(text: str, indent: str) -> list[str]:
-    return [f"{indent}{line}" if line else "" for line in text.rstrip("\n").split("\n")]
+        body = [*places(writer.lines, "    ", self.form), *writer.lines]
+        return tail(self.form, names, body, self._numbers("tokens", *writer.used))
 
 
 def _unmasked(node: Node) -> Node:

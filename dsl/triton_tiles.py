@@ -56,15 +56,21 @@ class Arguments:
     """What the kernels of one source are given besides the tensors of the model.
 
     Attributes:
+        steps: at decode steps every KV head may have values of its own.
         numbers: by name: how the host makes it (`value`, `count`, `before`, `after`, `truth`) and
             of which node.
         tensors: by name: the input, and whether the tensor is where it is present.
+        taken: names that have a meaning.
     """
 
+    steps: bool = False
+    reserved: frozenset[str] = frozenset()
     numbers: dict[str, tuple[str, Node]] = field(default_factory=dict)
     tensors: dict[str, tuple[Node, bool]] = field(default_factory=dict)
-    taken: set[str] = field(default_factory=lambda: set(_RESERVED))
     _names: dict[tuple, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.taken = set(_RESERVED | self.reserved)
 
     def fresh(self, wish: str) -> str:
         """A name that nothing else has."""
@@ -85,6 +91,11 @@ class Arguments:
             self._names[key] = name
             self.numbers[name] = (how, node)
         return self._names[key]
+
+    def axes(self, node: Node) -> tuple[str, ...]:
+        """Axes of the tensor of an input."""
+        own = node.type.axes
+        return ("kv", *own) if self.steps and "kv" not in own else own
 
     def tensor(self, node: Node, present: bool) -> str:
         """The pointer to an input, or to where it is present."""
