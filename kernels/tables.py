@@ -31,6 +31,11 @@ class Tables:
     slots_start: torch.Tensor
     slots: torch.Tensor
 
+    @property
+    def bytes(self) -> int:
+        """Memory of all of them."""
+        return sum(t.numel() * t.element_size() for t in vars(self).values())
+
     @classmethod
     def empty(
         cls, rows: int, layers: int, kv_heads: int, slots: int, device: torch.device | str

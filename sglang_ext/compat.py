@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 CHECKED_VERSIONS = ("0.5.22", "0.5.23")
 
+_RUNNER = "sglang.srt.model_executor.runner"
+
 # Hook targets. The launcher needs the first two; `PUBLISH` and `META_INFO` also the tokenizer.
 ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
@@ -24,6 +26,7 @@ PUBLISH = "sglang.srt.runtime_context.publish"
 META_INFO = "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info"
 
 # The scheduler's.
+SIZE_POOL = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget"
 CREATE_BUFFERS = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal"
 ALLOC_MEMORY_POOL = "sglang.srt.model_executor.model_runner.ModelRunner.alloc_memory_pool"
 INIT_MODEL_WORKER = "sglang.srt.managers.scheduler.Scheduler.init_model_worker"
@@ -44,13 +47,8 @@ LOGPROBS = "sglang.srt.layers.logprob_processor.OutputLogprobProcessor.compute_l
 END_OUTPUT = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 POSITIONS = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
-CAN_RUN_GRAPH = (
-    "sglang.srt.model_executor.runner.prefill_cuda_graph_runner."
-    "PrefillCudaGraphRunner.can_run_graph"
-)
-CAN_RUN_DECODE_GRAPH = (
-    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph"
-)
+CAN_RUN_GRAPH = f"{_RUNNER}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph"
+CAN_RUN_DECODE_GRAPH = f"{_RUNNER}.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph"
 GRAPH_VARIANTS = "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants"
 CREATE_ROWS = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.__init__"
 CHECKPOINT = "sglang.srt.mem_cache.common.checkpoint_kv_cache"
@@ -166,6 +164,15 @@ def captures_whole_prefills(options: Any) -> bool:
     from sglang.srt.model_executor.cuda_graph_config import Backend
 
     return options.cuda_graph_config.prefill.backend == Backend.FULL
+
+
+def captured_requests(options: Any) -> int:
+    """Requests of the largest decode batch that is captured if the pool has room for so many."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+
+    decode = options.cuda_graph_config.decode
+    off = decode.backend == Backend.DISABLED or options.device == "cpu"
+    return 0 if off else max(decode.bs)
 
 
 def captured_attention() -> str | None:
@@ -389,8 +396,3 @@ def metric_labels(scheduler: Any) -> dict[str, str] | None:
     """Labels that SGLang gives this scheduler's metrics; None when metrics are off."""
     collector = scheduler.metrics_collector
     return None if collector is None else dict(collector.labels)
-
-
-def names(targets: Sequence[str]) -> str:
-    """Hook targets as a short list for a message."""
-    return ", ".join(target.removeprefix("sglang.srt.") for target in targets)

@@ -9,7 +9,17 @@ from typing import Any
 
 import torch
 from kvpolicy.sglang_ext import backend as backends
-from kvpolicy.sglang_ext import compat, force, graphs, host, layers, options, propagate, refusals
+from kvpolicy.sglang_ext import (
+    compat,
+    force,
+    graphs,
+    host,
+    layers,
+    options,
+    propagate,
+    refusals,
+    reserved,
+)
 from kvpolicy.sglang_ext.arena import Arena, create_arena
 from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.metrics import Metrics
@@ -20,8 +30,6 @@ from kvpolicy.sglang_ext.store import Store
 from kvpolicy.sglang_ext.tables import DeviceTables
 
 logger = logging.getLogger(__name__)
-
-_SCRATCH = 32  # propagating prompts in one forward
 
 
 def stop(error: Refused) -> SystemExit:
@@ -49,6 +57,7 @@ def install(runtime: Runtime) -> None:
 
 def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Callable]]:
     return [
+        (compat.SIZE_POOL, "around", _around_size_pool(runtime)),
         (compat.CREATE_BUFFERS, "around", lambda original, pool: _create_buffers(runtime, pool)),
         (compat.ALLOC_MEMORY_POOL, "after", _after_pool(runtime)),
         (compat.INIT_MODEL_WORKER, "after", lambda _, scheduler: _start(runtime, scheduler)),
@@ -78,6 +87,19 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Callable]]:
     ]
 
 
+def _around_size_pool(runtime: Runtime) -> Callable:
+    def around(original: Callable, configurator: Any, budget: int, **options: Any) -> Any:
+        """Around KVCacheConfigurator.config_from_budget: from bytes to tokens of the pool."""
+        try:
+            return reserved.size_pool(
+                runtime, lambda left: original(configurator, left, **options), configurator, budget
+            )
+        except Refused as error:
+            raise stop(error) from None
+
+    return around
+
+
 def _create_buffers(runtime: Runtime, pool: Any) -> None:
     """Instead of MHATokenToKVPool._create_buffers_normal: all layers in one tensor."""
     if not compat.is_plain_pool(pool):
@@ -105,9 +127,6 @@ def _after_pool(runtime: Runtime) -> Callable:
             runtime.tables,
             runtime.streams,
         )
-        # Not in what SGLang reckons when it sizes the pool, but in what it leaves free beside it.
-        size = runtime.tables.bytes / 2**20
-        logger.info("KV-cache policy tables on the device: %.1f MiB beside the pool.", size)
         runner.req_to_token_pool.attach_aux_cache(runtime.store)
 
     return after
@@ -118,8 +137,9 @@ def _after_rows(runtime: Runtime) -> Callable:
         """After ReqToTokenPool.__init__: rows of its table for the views of propagating prompts."""
         if runtime.propagates:
             table = pool.req_to_token
-            pool.req_to_token = torch.cat([table, table.new_zeros((_SCRATCH, table.shape[1]))])
-            runtime.scratch_rows = range(table.shape[0], table.shape[0] + _SCRATCH)
+            scratch = table.new_zeros((reserved.SCRATCH, table.shape[1]))
+            pool.req_to_token = torch.cat([table, scratch])
+            runtime.scratch_rows = range(table.shape[0], pool.req_to_token.shape[0])
 
     return after
 
@@ -215,7 +235,7 @@ def verify(runtime: Runtime, scheduler: Any) -> None:
     targets = [target for target, _, _ in _scheduler_hooks(runtime)]
     missing = [target for target in targets if not compat.is_applied(target)]
     if missing:
-        raise Refused(f"--kv-policy: SGLang did not apply the hooks on {compat.names(missing)}.")
+        raise Refused(f"--kv-policy: SGLang did not apply the hooks on {', '.join(missing)}.")
     runner = scheduler.tp_worker.model_runner
     _verify_arena(runtime.arena, runner.token_to_kv_pool)
     used = compat.backends_in_use(runner)

@@ -38,17 +38,19 @@ class DeviceTables:
             slots: of the pool.
         """
         device = arena.storage.device
-        self.tables = Tables.empty(rows, arena.layers, arena.kv_heads, 2 * slots, device)
+        self.tables = self.empty(rows, arena.layers, arena.kv_heads, slots, device)
         self._streams = streams or Streams()
         self._changed: dict[int, Private | None] = {}
         self._written: dict[int, Private] = {}
         self._places: dict[int, range] = {}
         self._end = 0
 
-    @property
-    def bytes(self) -> int:
-        """Memory of all tables."""
-        return sum(t.numel() * t.element_size() for t in vars(self.tables).values())
+    @staticmethod
+    def empty(
+        rows: int, layers: int, kv_heads: int, slots: int, device: torch.device | str
+    ) -> Tables:
+        """The tables of a pool of so many slots, of which no row has private pages."""
+        return Tables.empty(rows, layers, kv_heads, 2 * slots, device)
 
     def note(self, private: Private) -> None:
         """A request's private pages are laid out anew; read when the tables are written."""

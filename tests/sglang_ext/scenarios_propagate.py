@@ -24,9 +24,9 @@ def start(model: str, policies: dict[str, list[str]], flags: dict[str, Any]) -> 
 
     `scratch` limits the propagating prompts of one forward.
     """
-    import kvpolicy.sglang_ext.hooks as hooks
+    from kvpolicy.sglang_ext import reserved
 
-    hooks._SCRATCH = flags.pop("scratch", hooks._SCRATCH)
+    reserved.SCRATCH = flags.pop("scratch", reserved.SCRATCH)
     paths = [p if "/" in p else str(ROOT / "policies" / f"{p}.yaml") for p in policies]
     settings = [f"{Path(p).stem}.{value}" for p, values in policies.items() for value in values]
     driver = Driver(model, paths, settings, **flags)

@@ -153,7 +153,7 @@ def test_all_slots_of_the_pool_fit_however_they_came():
         tables.write()
         for private in privates[: turn % 3]:
             store.release(private)
-    assert tables.bytes == 4 * (2 * ROWS * LAYERS * KV_HEADS + 2 * ROWS + 2 * SLOTS)
+    assert tables.tables.bytes == 4 * (2 * ROWS * LAYERS * KV_HEADS + 2 * ROWS + 2 * SLOTS)
 
 
 def test_tables_are_written_before_the_forward():
