@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels import tuned
 from kvpolicy.kernels.compact_layers import check
 from kvpolicy.kernels.tiles import rows_of
 
@@ -23,7 +24,7 @@ def compact_layers(
     private_slots: torch.Tensor,
     first_page: torch.Tensor,
     *,
-    part: int = 4096,
+    part: int | None = None,
     tile: int | None = None,
 ) -> None:
     """Copy kept keys and values of all layers into private pages, in position order.
@@ -37,17 +38,22 @@ def compact_layers(
         kept: [L, G, N] bool.
         private_slots: [S] int32 or int64, S * L pages; none of them is a slot of the prompt.
         first_page: [L, G] int32 or int64; the lists do not overlap.
-        part: positions that a program walks at a time; a power of two. Not measured.
-        tile: places that a program fills; a power of two.
+        part: positions that a program walks at a time; a power of two. None: as measured for the
+            GPU (see `tuned`), else 4096.
+        tile: places that a program fills; a power of two. None: as measured, else `rows_of`.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
+        TunedError: as `tuned.load`.
     """
     check(storage, prompt_slots, kept, private_slots, first_page)
     layers, _, padded, group, size = storage.shape
     length, places = prompt_slots.shape[0], private_slots.shape[0] * layers * group
     if not length or not places:
         return
+    row_bytes = size * storage.element_size()
+    measured = tuned.choice("compact_layers", kept.device, row_bytes, length)
+    part = part or measured.get("part", 4096)
     mask = kept.contiguous().view(torch.uint8)
     parts = triton.cdiv(length, part)
     counts = torch.empty((layers * group, parts), dtype=torch.int32, device=kept.device)
@@ -59,7 +65,7 @@ def compact_layers(
         GROUP=group, PART=part, PARTS=triton.next_power_of_2(parts), num_warps=8,
     )  # fmt: skip
     width = triton.next_power_of_2(size)
-    tile = tile or rows_of(width, storage.element_size())
+    tile = tile or measured.get("tile") or rows_of(width, storage.element_size())
     _copy[(triton.cdiv(places, tile),)](
         storage, storage[0, 1], sources, private_slots, places, padded,
         LAYERS=layers, GROUP=group, SIZE=size,

@@ -48,13 +48,13 @@ def decode_attention(
     check(q, storage, tables, rows, lengths, req_to_token, layer)
     if q.shape[0] == 0:
         return torch.zeros_like(q)
-    indptr, entries = _lists(storage, tables, rows.long(), lengths.long(), req_to_token, layer)
+    indptr, entries = lists_of(storage, tables, rows.long(), lengths.long(), req_to_token, layer)
     pool = storage.view(-1, storage.shape[4])
     values = pool[storage.shape[2] * storage.shape[3] :]
     return paged_attention(q.unsqueeze(1), pool, values, indptr, entries, scale=scale)[:, 0]
 
 
-def _lists(
+def lists_of(
     storage: torch.Tensor,
     tables: Tables,
     rows: torch.Tensor,

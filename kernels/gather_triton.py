@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels import tuned
 from kvpolicy.kernels.tiles import rows_of
 
 
@@ -31,13 +32,15 @@ def gather(
             are equally long, and nothing lies between.
         width: M where `there` is None; default nnz // G, right unless `indptr` is a part of a
             longer one.
-        tile: rows that a program reads; a power of two.
+        tile: rows that a program reads; a power of two. None: as measured for the GPU (see
+            `tuned`), else `rows_of`.
 
     Returns:
         k, v: [G, M, D], dtype of entries and of values; zero where not there.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
+        TunedError: as `tuned.load`.
     """
     heads, size = indptr.shape[0] - 1, entries.shape[1]
     if heads < 1 or indptr.dim() != 1:
@@ -60,7 +63,9 @@ def gather(
     order = None if there is None else there.cumsum(1, dtype=torch.int32)
     mask = None if there is None else there.contiguous().view(torch.uint8)
     padded = triton.next_power_of_2(size)
-    tile = tile or rows_of(padded, max(entries.element_size(), values.element_size()))
+    element = max(entries.element_size(), values.element_size())
+    measured = tuned.choice("gather", entries.device, size * element, width)
+    tile = tile or measured.get("tile") or rows_of(padded, element)
     _gather[(triton.cdiv(width, tile), heads)](
         entries, values, indptr.contiguous(), indices.contiguous(), mask, order, k, v, width,
         SIZE=size, PADDED_SIZE=padded, TILE=tile,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels import tuned
 from kvpolicy.kernels.merge_rows import check_mass, check_rows
 
 
@@ -20,8 +21,8 @@ def merge_rows(
     own: torch.Tensor,
     divide: torch.Tensor,
     *,
-    receivers: int = 8,
-    links: int = 16,
+    receivers: int | None = None,
+    links: int | None = None,
 ) -> torch.Tensor:
     """Keys or values of a layer after a merge.
 
@@ -31,14 +32,15 @@ def merge_rows(
     Args:
         x: [G, n, D] any float dtype; the last axis contiguous, or it is copied.
         sources, weights, offsets, own, divide: as there.
-        receivers: of a program. Not measured.
-        links: of a tile, a power of two. Not measured.
+        receivers: of a program. None: as measured for the GPU (see `tuned`), else 8.
+        links: of a tile, a power of two. None: as measured, else 16.
 
     Returns:
         [G, n, D] float64.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
+        TunedError: as `tuned.load`.
     """
     check_rows(x, sources, weights, offsets, own, divide)
     heads, tokens, size = x.shape
@@ -47,6 +49,9 @@ def merge_rows(
         return result
     if x.stride(2) != 1:
         x = x.contiguous()
+    measured = tuned.choice("merge_rows", x.device, x.dtype, size, tokens)
+    receivers = receivers or measured.get("receivers", 8)
+    links = links or measured.get("links", 16)
     _rows[(triton.cdiv(tokens, receivers), heads)](
         x, sources.contiguous(), weights.contiguous(), offsets.contiguous(), own.contiguous(),
         divide.contiguous(), result, x.stride(0), x.stride(1), tokens, sources.shape[1],

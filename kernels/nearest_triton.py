@@ -26,6 +26,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels import tuned
 from kvpolicy.kernels.nearest import check
 
 _NOTHING = tl.constexpr(2**31 - 1)
@@ -51,15 +52,16 @@ def nearest(
     Args:
         x: [G, n, D] any float dtype; the last axis contiguous, or it is copied.
         dropped, dropped_count, kept, kept_count: as there.
-        rows: dropped entries of a program, a power of two from 16; None: by P and the size of a
-            vector, as registers allow. Not measured.
-        columns: kept entries of a tile, a power of two from 16; None: as above. Not measured.
+        rows: dropped entries of a program, a power of two from 16; None: as measured for the GPU
+            (see `tuned`), else by P and the size of a vector, as registers allow.
+        columns: kept entries of a tile, a power of two from 16; None: as measured, else as above.
 
     Returns:
         [G, P] int64.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
+        TunedError: as `tuned.load`.
     """
     check(x, dropped, dropped_count, kept, kept_count)
     (heads, width), others, size = dropped.shape, kept.shape[1], x.shape[2]
@@ -73,8 +75,9 @@ def nearest(
     # What registers hold of rows of 256 bytes, 512, and more.
     size_of_row = block * x.element_size()
     most = 128 if size_of_row <= 256 and halves else 64 if size_of_row <= 512 else 16
-    rows = rows or min(max(triton.next_power_of_2(width), 16), most)
-    columns = columns or min(64, max(32, most))
+    measured = tuned.choice("nearest", x.device, x.dtype, size, width)
+    rows = rows or measured.get("rows") or min(max(triton.next_power_of_2(width), 16), most)
+    columns = columns or measured.get("columns") or min(64, max(32, most))
     dropped, kept = dropped.contiguous(), kept.contiguous()
     # Lengths of kept vectors, whether a head has such as float32 cannot serve, how many rows are
     # undecided; which rows, and from which cosine on they are computed exactly.

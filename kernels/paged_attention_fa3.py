@@ -77,7 +77,7 @@ def plan(
             f"q: FlashAttention 3 decodes head sizes up to {_LARGEST} that are multiples of "
             f"{_MULTIPLE}, got {size}"
         )
-    decode = _function()
+    decode = package()
     table, lengths = page_table(indptr, indices)
 
     def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -115,7 +115,12 @@ def page_table(indptr: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tenso
 
 
 @functools.lru_cache
-def _function() -> Callable[..., torch.Tensor]:
+def package() -> Callable[..., torch.Tensor]:
+    """Its function for a paged cache.
+
+    Raises:
+        ImportError: says what to install.
+    """
     for name in _PACKAGES:
         try:
             return importlib.import_module(name).flash_attn_with_kvcache

@@ -7,6 +7,7 @@ so this is not for CUDA graphs; `decode_readers` takes it where it was measured 
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -96,14 +97,24 @@ def plan(
     return attend
 
 
-@functools.lru_cache
-def _wrapper(device: torch.device, tensor_cores: bool) -> Any:
+def package() -> ModuleType:
+    """FlashInfer.
+
+    Raises:
+        ImportError: says what to install.
+    """
     try:
         import flashinfer
     except ImportError as error:
         raise ImportError(
             "paged attention by FlashInfer needs the package flashinfer-python"
         ) from error
+    return flashinfer
+
+
+@functools.lru_cache
+def _wrapper(device: torch.device, tensor_cores: bool) -> Any:
+    flashinfer = package()
     workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
         workspace, "NHD", use_tensor_cores=tensor_cores

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels import tuned
 from kvpolicy.kernels.place import check
 from kvpolicy.kernels.rounding_triton import rounded
 from kvpolicy.kernels.tiles import rows_of
@@ -33,13 +34,15 @@ def place(
         kept: [G, M] bool.
         pages: [P] int64 page numbers to fill, at least the sum over heads of ceil(kept / G).
         value_offset: from a key entry to its value.
-        tile: rows that a program writes; a power of two.
+        tile: rows that a program writes; a power of two. None: as measured for the GPU (see
+            `tuned`), else `rows_of`.
 
     Returns:
         [G] int64, how many entries each KV head now has.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
+        TunedError: as `tuned.load`.
     """
     check(entries, k, v, kept, pages)
     if not entries.is_contiguous():
@@ -52,7 +55,9 @@ def place(
     order = kept.cumsum(1, dtype=torch.int32)
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     width = triton.next_power_of_2(size)
-    tile = tile or rows_of(width, max(k.element_size(), v.element_size()))
+    element = max(k.element_size(), v.element_size())
+    measured = tuned.choice("place", k.device, size * element, length)
+    tile = tile or measured.get("tile") or rows_of(width, element)
     _place[(triton.cdiv(length, tile), group)](
         entries, k, v, kept.contiguous().view(torch.uint8), order, pages.contiguous(),
         length, pages.shape[0], value_offset, *k.stride()[:2], *v.stride()[:2],

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels import tuned
 from kvpolicy.kernels.rows import check
 
 # Tensors of one launch; of more, several launches.
@@ -15,7 +16,7 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 def take_rows(
-    tensors: Sequence[torch.Tensor], rows: torch.Tensor, *, block: int = 2048
+    tensors: Sequence[torch.Tensor], rows: torch.Tensor, *, block: int | None = None
 ) -> list[torch.Tensor]:
     """The same rows of each tensor.
 
@@ -24,13 +25,15 @@ def take_rows(
     Args:
         tensors: each [T, ...], any dtype; T is the same for all.
         rows: [m] int64 in 0 .. T - 1, in any order.
-        block: elements that a program copies; a power of two. Not measured.
+        block: elements that a program copies; a power of two. None: as measured for the GPU (see
+            `tuned`), else 2048.
 
     Returns:
         Of each tensor [m, ...], contiguous, of its dtype.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
+        TunedError: as `tuned.load`.
     """
     check(tensors, rows)
     taken = [
@@ -46,7 +49,7 @@ def put_rows(
     rows: torch.Tensor,
     sources: Sequence[torch.Tensor],
     *,
-    block: int = 2048,
+    block: int | None = None,
 ) -> None:
     """Write rows of each tensor, in place; the other rows keep what they hold.
 
@@ -56,10 +59,12 @@ def put_rows(
         tensors: each [T, ...], any dtype, contiguous; T is the same for all.
         rows: [m] int64 in 0 .. T - 1, no one twice.
         sources: for each tensor [m, ...] of its dtype, not memory of it.
-        block: elements that a program copies; a power of two. Not measured.
+        block: elements that a program copies; a power of two. None: as measured for the GPU (see
+            `tuned`), else 2048.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
+        TunedError: as `tuned.load`.
     """
     check(tensors, rows, sources)
     for place, tensor in enumerate(tensors):
@@ -79,7 +84,7 @@ def _launch(
     sources: list[torch.Tensor],
     targets: list[torch.Tensor],
     rows: torch.Tensor,
-    block: int,
+    block: int | None,
     *,
     put: bool,
 ) -> None:
@@ -87,13 +92,16 @@ def _launch(
     for start in range(0, len(pairs), _MOST):
         some = pairs[start : start + _MOST]
         widths = [source.shape[1] for source, _ in some]
-        blocks = [triton.cdiv(width, block) for width in widths]
+        row_bytes = max(source.shape[1] * source.element_size() for source, _ in some)
+        measured = tuned.choice("rows", rows.device, row_bytes)
+        elements = block or measured.get("block", 2048)
+        blocks = [triton.cdiv(width, elements) for width in widths]
         spare = _MOST - len(some)
         some = some + [(None, None)] * spare
         widths, blocks = widths + [0] * spare, blocks + [0] * spare
         _copy[(rows.shape[0], sum(blocks))](
             *(source for source, _ in some), *(target for _, target in some), rows.contiguous(),
-            *widths, *blocks[:-1], PUT=put, BLOCK=block,
+            *widths, *blocks[:-1], PUT=put, BLOCK=elements,
         )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels import tuned
 from kvpolicy.kernels.select import ABSENT, check
 
 _DIGITS = tl.constexpr(4)
@@ -25,7 +26,11 @@ _SHORT = 8192
 
 
 def top(
-    keys: torch.Tensor, number: int | torch.Tensor, *, block: int = 2048, programs: int = 528
+    keys: torch.Tensor,
+    number: int | torch.Tensor,
+    *,
+    block: int | None = None,
+    programs: int | None = None,
 ) -> torch.Tensor:
     """The `number` highest keys of each row; of equal ones the first.
 
@@ -34,15 +39,17 @@ def top(
     Args:
         keys: [R, n] int32; the lowest int32 is absent.
         number: int or int64 [R, 1].
-        block: keys that a program holds at a time where rows are cut; a power of two.
-        programs: that a launch should have at least, where rows are long enough; by default four
-            for each multiprocessor of an H200. Not measured.
+        block: keys that a program holds at a time where rows are cut; a power of two. None: as
+            measured for the GPU (see `tuned`), else 2048.
+        programs: that a launch should have at least, where rows are long enough. None: as measured,
+            else 528, four for each multiprocessor of an H200.
 
     Returns:
         [R, n] bool.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
+        TunedError: as `tuned.load`.
     """
     check(keys, number)
     rows, size = keys.shape
@@ -51,6 +58,9 @@ def top(
         return torch.zeros_like(keys, dtype=torch.bool)
     if known and number >= size:
         return keys > ABSENT
+    measured = tuned.choice("top", keys.device, rows, size)
+    block = block or measured.get("block", 2048)
+    programs = programs or measured.get("programs", 528)
     keys = keys.contiguous()
     given = number if known else number.contiguous()
     chosen = torch.empty(keys.shape, dtype=torch.bool, device=keys.device)

@@ -1,0 +1,120 @@
+"""Decode attention by whichever reader was measured to be the fastest for such a batch.
+
+Triton's kernel reads the tables on the device, so that a CUDA graph may hold it. FlashInfer and
+FlashAttention 3 plan on the host and need the lists written out: they serve only batches that run
+without a graph, and only where the file of measured choices (see `tuned`) says so for the GPU. What
+was measured there includes writing out the lists and planning, for every layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from kvpolicy.kernels import paged_attention_fa3, paged_attention_flashinfer, tuned
+from kvpolicy.kernels.decode_attention import check, lists_of
+from kvpolicy.kernels.decode_attention_triton import decode_attention as by_triton
+from kvpolicy.kernels.tables import Tables
+
+logger = logging.getLogger(__name__)
+
+TRITON = "triton"
+_OTHERS = {"flashinfer": paged_attention_flashinfer, "fa3": paged_attention_fa3}
+
+
+def decode_attention(
+    q: torch.Tensor,
+    storage: torch.Tensor,
+    tables: Tables,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    req_to_token: torch.Tensor,
+    *,
+    layer: int,
+    scale: float,
+    workspace: torch.Tensor | None = None,
+    entries: int | None = None,
+) -> torch.Tensor:
+    """As the reference.
+
+    Args:
+        workspace: as of Triton's `decode_attention`, for when that reads.
+        entries: of all lists of the batch in this layer, as the host knows them; None: it does
+            not, or a CUDA graph is to hold the call. Then Triton's kernel reads.
+
+    Raises:
+        ValueError: as the reference, or workspace is too small.
+        TunedError: as `tuned.load`.
+    """
+    given = (q, storage, tables, rows, lengths, req_to_token)
+    reader = reader_of(q, storage, entries)
+    if reader == TRITON:
+        return by_triton(*given, layer=layer, scale=scale, workspace=workspace)
+    return by_lists(reader, *given, layer=layer, scale=scale)
+
+
+def reader_of(q: torch.Tensor, storage: torch.Tensor, entries: int | None) -> str:
+    """One of `tuned.READERS`; arguments as of `decode_attention`."""
+    if entries is None or not q.numel() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return TRITON
+    requests, heads, size = q.shape
+    groups = storage.shape[3]
+    lists = requests * groups
+    shape = (q.dtype, size, heads // groups, lists, -(-entries // lists))
+    reader = tuned.choice("decode_reader", q.device, *shape).get("reader", TRITON)
+    # The others number entries in int32.
+    numbered = storage.numel() // size <= 2**31
+    return reader if reader == TRITON or (numbered and _is_there(reader)) else TRITON
+
+
+def others_may_read(device: torch.device) -> bool:
+    """Whether any batch may be read by another reader: else the host need not count entries.
+
+    Raises:
+        TunedError: as `tuned.load`.
+    """
+    choices = tuned.load(device).choices.get("decode_reader", ())
+    return any(choice.get("reader", TRITON) != TRITON for _, choice in choices)
+
+
+def by_lists(
+    reader: str,
+    q: torch.Tensor,
+    storage: torch.Tensor,
+    tables: Tables,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    req_to_token: torch.Tensor,
+    *,
+    layer: int,
+    scale: float,
+) -> torch.Tensor:
+    """As the reference: the lists are written out, and a package reads them.
+
+    Args:
+        reader: `flashinfer` or `fa3`.
+
+    Raises:
+        ValueError: as the reference, or the reader cannot do it.
+        ImportError: its package is not installed.
+    """
+    check(q, storage, tables, rows, lengths, req_to_token, layer)
+    if not q.numel():
+        return torch.zeros_like(q)
+    indptr, indices = lists_of(storage, tables, rows.long(), lengths.long(), req_to_token, layer)
+    pool = storage.view(-1, storage.shape[4])
+    values = pool[storage.shape[2] * storage.shape[3] :]
+    attend = _OTHERS[reader].paged_attention
+    return attend(q.unsqueeze(1), pool, values, indptr, indices, scale=scale)[:, 0]
+
+
+@functools.lru_cache
+def _is_there(reader: str) -> bool:
+    """Whether a reader's package is installed; says once that it is not."""
+    try:
+        _OTHERS[reader].package()
+    except ImportError as error:
+        logger.warning("Decode attention: measured to be fastest by %s, but %s.", reader, error)
+        return False
+    return True

@@ -1,0 +1,405 @@
+"""Measured choices: which of a file is taken, what is refused, that the wrappers ask for them."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kvpolicy.kernels import decode_attention_triton, decode_readers, tuned
+from kvpolicy.kernels.compact_layers import compact_layers
+from kvpolicy.kernels.compact_layers_triton import compact_layers as compact_layers_triton
+from kvpolicy.kernels.gather import gather
+from kvpolicy.kernels.gather_triton import gather as gather_triton
+from kvpolicy.kernels.merge_rows import merge_mass, merge_rows
+from kvpolicy.kernels.merge_rows_triton import merge_rows as merge_rows_triton
+from kvpolicy.kernels.nearest import nearest
+from kvpolicy.kernels.nearest_triton import nearest as nearest_triton
+from kvpolicy.kernels.place import place
+from kvpolicy.kernels.place_triton import place as place_triton
+from kvpolicy.kernels.rows_triton import put_rows, take_rows
+from kvpolicy.kernels.select import top
+from kvpolicy.kernels.select_triton import top as top_triton
+
+sys.path.insert(0, str(Path(__file__).parent))
+import test_decode_attention as decode_tests
+import test_paged_attention_packages as package_tests
+from test_paged_attention_packages import packages  # noqa: F401
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NAME = tuned.device_name(DEVICE)
+DECODE = {"dtype": "float32", "head_dim": 64, "rows": 16}
+READER = {"dtype": "float16", "head_dim": 64, "group": 2, "lists": 12, "entries": 40}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder in which measured choices are looked for."""
+    monkeypatch.setenv(tuned.FOLDER_VARIABLE, str(tmp_path))
+    tuned.load.cache_clear()
+    decode_readers._is_there.cache_clear()
+    yield tmp_path
+    tuned.load.cache_clear()
+    decode_readers._is_there.cache_clear()
+
+
+def write(folder, *choices, **facts):
+    runs = [
+        {"choices": [dict(zip(("kernel", "where", "choice"), c, strict=True))]} for c in choices
+    ]
+    path = tuned.path_of(NAME, folder)
+    path.write_text(json.dumps({"device": NAME, "runs": runs} | facts))
+    tuned.load.cache_clear()
+    return path
+
+
+def test_without_a_file_nothing_is_chosen_and_the_log_says_so(folder):
+    assert tuned.choice("compact_layers", DEVICE, 128, 1000) == {}
+    assert tuned.load(DEVICE).said == (
+        f"not tuned for {NAME}; run `python benchmarks/kernels.py --topics tuning --write`"
+    )
+    path = write(folder)
+    assert tuned.load(DEVICE).said == f"tuned for {NAME} by {path}"
+
+
+def test_no_file_of_a_gpu_is_shipped_that_cannot_be_read():
+    """None today: nothing has been measured."""
+    for path in Path(tuned.__file__).with_name("tuned").glob("*.json"):
+        tuned.read(path, json.loads(path.read_text())["device"])
+
+
+def test_the_name_of_a_gpu_is_the_name_of_the_file():
+    path = tuned.path_of("NVIDIA H100 80GB HBM3", Path("there"))
+    assert path == Path("there/NVIDIA_H100_80GB_HBM3.json")
+
+
+def test_the_nearest_size_is_taken_and_others_must_be_equal(folder):
+    write(
+        folder,
+        ("decode_attention", {**DECODE, "lists": 8}, {"splits": 8}),
+        ("decode_attention", {**DECODE, "lists": 128}, {"splits": 4}),
+        ("decode_attention", {**DECODE, "rows": 32, "lists": 64}, {"splits": 9}),
+        ("decode_reader", {**READER, "lists": 8, "entries": 4000}, {"reader": "fa3"}),
+        ("decode_reader", {**READER, "lists": 512, "entries": 500}, {}),
+    )
+
+    def splits(lists, dtype=torch.float32, size=64, rows=16):
+        found = tuned.choice("decode_attention", DEVICE, dtype, size, rows, lists)
+        return found.get("splits")
+
+    # On a scale of factors: 32 lies in the middle, and the first is taken.
+    assert [splits(n) for n in (1, 8, 31, 32, 33, 5000)] == [8, 8, 8, 8, 4, 4]
+    assert splits(64, rows=32) == 9
+    assert splits(64, dtype=torch.float16) is None
+    assert splits(64, size=128) is None
+    assert tuned.choice("place", DEVICE, 64, 64) == {}
+
+    def reader(lists, entries):
+        shape = (torch.float16, 64, 2, lists, entries)
+        return tuned.choice("decode_reader", DEVICE, *shape).get("reader")
+
+    assert reader(8, 4000) == reader(16, 4000) == "fa3"
+    assert reader(512, 4000) is None
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (("deocde", {}, {}), r"runs\[0\].choices\[0\].kernel: expected one of .*, got deocde"),
+        (("rows", {}, {}), r"choices\[0\].where: expected row_bytes, got "),
+        (("rows", {"row_bytes": "8"}, {}), "row_bytes: expected a whole number from 1, got '8'"),
+        (("rows", {"row_bytes": True}, {}), "row_bytes: expected a whole number from 1, got True"),
+        (("rows", {"row_bytes": 8}, {"blocks": 8}), "choice: expected block, got blocks"),
+        (("rows", {"row_bytes": 8}, {"block": 9}), "choice.block: 9 is not possible"),
+        (("rows", {"row_bytes": 8}, {"block": 8.0}), "choice.block: 8.0 is not possible"),
+        (("rows", {"row_bytes": 8}, [8]), "not as `--write` writes it"),
+        (("decode_reader", READER, {"reader": "fa4"}), "choice.reader: 'fa4' is not possible"),
+        (("nearest", {"dtype": "half2", "head_dim": 1, "dropped": 1}, {}), "no dtype 'half2'"),
+        (
+            ("decode_attention", {**DECODE, "lists": 8}, {"splits": 257}),
+            "choice.splits: 257 is not possible",
+        ),
+    ],
+)
+def test_a_choice_that_cannot_be_is_one_sentence(folder, choice, message):
+    path = write(folder, choice)
+    with pytest.raises(tuned.TunedError, match=message) as caught:
+        tuned.choice("rows", DEVICE, 8)
+    sentence = str(caught.value)
+    assert sentence.startswith(f"{path}: ")
+    assert "correct or remove the file, or measure anew: `python benchmarks/kernels.py" in sentence
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "not as `--write` writes it"),
+        ('{"device": "another GPU", "runs": []}', f"device: expected {NAME}, got another GPU"),
+        (f'{{"device": "{NAME}"}}', "not as `--write` writes it .KeyError: 'runs'"),
+        (b"\xff\xfe", "decode"),
+    ],
+)
+def test_a_broken_file_is_one_sentence(folder, text, message):
+    path = write(folder)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(tuned.TunedError, match=message) as caught:
+        tuned.load(DEVICE)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_one_choice_for_the_same_sizes(folder):
+    one = ("rows", {"row_bytes": 8}, {})
+    write(folder, one, one)
+    with pytest.raises(tuned.TunedError, match=r"runs\[1\].choices\[0\]: .* stands before"):
+        tuned.load(DEVICE)
+
+
+def test_a_folder_that_is_not_there(folder, monkeypatch):
+    monkeypatch.setenv(tuned.FOLDER_VARIABLE, str(folder / "gone"))
+    tuned.load.cache_clear()
+    with pytest.raises(tuned.TunedError, match=r"_TUNED_KERNELS: there is no folder .*gone"):
+        tuned.load(DEVICE)
+
+
+# The wrappers: what is measured is what their kernels are launched with, and results stay.
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Constants of every launch of the kernels of a module, by name."""
+    made = []
+
+    def watch(module, *names):
+        for name in names:
+            kernel = getattr(module, name)
+
+            class Watched:
+                def __init__(self, kernel):
+                    self.kernel = kernel
+
+                def __getitem__(self, grid):
+                    def launch(*arguments, **options):
+                        made.append(options)
+                        return self.kernel[grid](*arguments, **options)
+
+                    return launch
+
+            monkeypatch.setattr(module, name, Watched(kernel))
+        return made
+
+    return watch
+
+
+@pytest.mark.parametrize(
+    ("choice", "splits"),
+    [
+        ({"entries": 32, "warps": 8, "stages": 2, "splits": 5}, 5),
+        ({"stages": 3, "programs": 2}, None),
+    ],
+)
+def test_decode_attention_reads_as_measured(folder, launched, choice, splits):
+    given = decode_tests.case(decode_tests.MIXED, heads=4, groups=2)
+    before = given.run(decode_tests.decode_triton)
+    needed = (len(given.rows), 4, 2, 64, DEVICE)
+    elements = decode_attention_triton.workspace_elements(*needed)
+    write(folder, ("decode_attention", {**DECODE, "lists": 8}, choice))
+    made = launched(decode_attention_triton, "_decode")
+    decode_tests.assert_exact(given.run(decode_tests.decode_triton), given)
+    [options] = made
+    assert options["STAGES"] == choice["stages"]
+    assert options["num_warps"] == choice.get("warps", 8)
+    assert options["N"] == choice.get("entries", 64)
+    assert options["BALANCE"] == (splits is None)
+    if splits is not None:
+        # A captured graph's workspace knows of the splits.
+        assert decode_attention_triton.workspace_elements(*needed) == 24 * splits * 65 > elements
+        same = given.run(decode_tests.decode_triton, splits=splits)
+        assert torch.equal(given.run(decode_tests.decode_triton), same)
+    else:
+        torch.testing.assert_close(given.run(decode_tests.decode_triton), before)
+    # What a caller gives comes before what was measured.
+    given.run(decode_tests.decode_triton, splits=1)
+    assert not made[-1]["SPLIT"]
+
+
+def test_paged_attention_reads_as_measured(folder, launched):
+    from kvpolicy.kernels import paged_attention_triton
+    from kvpolicy.kernels.paged_attention import paged_attention
+
+    given = [x.to(DEVICE) for x in package_tests.inputs(8, dtype=torch.float32)]
+    where = {"dtype": "float32", "head_dim": 64, "rows": 16, "lists": 6}
+    write(folder, ("paged_attention", where, {"entries": 16, "warps": 2, "splits": 3}))
+    made = launched(paged_attention_triton, "_paged")
+    got = paged_attention_triton.paged_attention(*given, scale=0.2)
+    assert (made[0]["N"], made[0]["num_warps"], made[0]["BALANCE"]) == (16, 2, False)
+    torch.testing.assert_close(got, paged_attention(*given, scale=0.2))
+
+
+def test_compaction_selection_and_rows_as_measured(folder, launched):
+    from kvpolicy.kernels import compact_layers_triton as compacting
+    from kvpolicy.kernels import rows_triton, select_triton
+
+    write(
+        folder,
+        ("compact_layers", {"row_bytes": 64, "positions": 50}, {"part": 16, "tile": 4}),
+        ("top", {"rows": 4, "keys": 1000}, {"block": 64, "programs": 12}),
+        ("rows", {"row_bytes": 80}, {"block": 16}),
+    )
+    generator = torch.Generator().manual_seed(0)
+    storage = torch.randn(3, 2, 100, 2, 16, generator=generator).to(DEVICE)
+    kept = (torch.rand(3, 2, 50, generator=generator) < 0.3).to(DEVICE)
+    slots = torch.randperm(100, generator=generator).to(DEVICE)
+    pages = (kept.sum(-1).flatten() + 1) // 2
+    first = (pages.cumsum(0) - pages).view(3, 2)
+    inputs = (slots[:50], kept, slots[50 : 50 + -(-int(pages.sum()) // 3)], first)
+    wanted = storage.clone()
+    compact_layers(wanted, *inputs)
+    made = launched(compacting, "_number", "_copy")
+    compact_layers_triton(storage, *inputs)
+    assert torch.equal(storage, wanted)
+    assert [x.get("PART", x.get("TILE")) for x in made] == [16, 4]
+
+    keys = torch.randint(-5, 5, (4, 1000), generator=generator, dtype=torch.int32).to(DEVICE)
+    made = launched(select_triton, "_choose")
+    assert torch.equal(top_triton(keys, 300), top(keys, 300))
+    assert made[-1]["BLOCK"] == 64
+    assert made[-1]["PARTS"] == 4  # of 12 programs 3 for each of 4 rows, up to a power of two
+
+    tensors = [torch.randn(9, 20, generator=generator).to(DEVICE), torch.arange(9, device=DEVICE)]
+    rows = torch.tensor([1, 4, 8], device=DEVICE)
+    made = launched(rows_triton, "_copy")
+    taken = take_rows(tensors, rows)
+    assert all(torch.equal(x, t[rows]) for x, t in zip(taken, tensors, strict=True))
+    put_rows(tensors, rows, [-x for x in taken])
+    assert torch.equal(tensors[0][rows], -taken[0])
+    assert [x["BLOCK"] for x in made[-2:]] == [16, 16]
+
+
+def test_gather_and_place_as_measured(folder, launched):
+    from kvpolicy.kernels import gather_triton as gathering
+    from kvpolicy.kernels import place_triton as placing
+
+    write(
+        folder,
+        ("gather", {"row_bytes": 64, "candidates": 9}, {"tile": 2}),
+        ("place", {"row_bytes": 64, "candidates": 9}, {"tile": 8}),
+    )
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 2, 37, 16, generator=generator).to(DEVICE)
+    kept = (torch.rand(2, 37, generator=generator) < 0.5).to(DEVICE)
+    pages = torch.randperm(50, generator=generator).to(DEVICE)
+    pools = torch.zeros(2, 200, 16, device=DEVICE)
+    made = launched(placing, "_place")
+    counts = place(pools[0], k, v, kept, pages, value_offset=100)
+    assert torch.equal(place_triton(pools[1], k, v, kept, pages, value_offset=100), counts)
+    assert torch.equal(pools[0], pools[1])
+    assert made[0]["TILE"] == 8
+
+    indptr = torch.tensor([0, int(counts[0]), int(counts.sum())], device=DEVICE)
+    indices = torch.randperm(200, generator=generator)[: int(counts.sum())].to(DEVICE)
+    entries = torch.randn(200, 16, generator=generator).to(DEVICE)
+    made = launched(gathering, "_gather")
+    got = gather_triton(entries, entries, indptr, indices, kept)
+    for mine, wanted in zip(got, gather(entries, entries, indptr, indices, kept), strict=True):
+        assert torch.equal(mine, wanted)
+    assert made[-1]["TILE"] == 2
+
+
+def test_merges_as_measured(folder, launched):
+    from kvpolicy.kernels import merge_rows_triton as merging
+    from kvpolicy.kernels import nearest_triton as finding
+
+    shape = {"dtype": "float32", "head_dim": 64}
+    write(
+        folder,
+        ("nearest", {**shape, "dropped": 40}, {"rows": 16, "columns": 32}),
+        ("merge_rows", {**shape, "tokens": 60}, {"receivers": 3, "links": 4}),
+    )
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 60, 64, generator=generator)
+    order = torch.stack([torch.randperm(60, generator=generator) for _ in range(2)])
+    lists = (order[:, :40], torch.tensor([40, 33]), order[:, 40:], torch.tensor([20, 20]))
+    given = [each.to(DEVICE) for each in (x, *lists)]
+    made = launched(finding, "_highest")
+    assert torch.equal(nearest_triton(*given), nearest(*given))
+    assert (made[-1]["BLOCK_M"], made[-1]["BLOCK_N"]) == (16, 32)
+    receivers, sources = torch.randint(60, (2, 30), generator=generator).sort(-1)
+    offsets = torch.stack([torch.searchsorted(row, torch.arange(61)) for row in receivers]).int()
+    weights = torch.rand(2, 30, generator=generator, dtype=torch.float64)
+    own = torch.ones(2, 60, dtype=torch.float64)
+    inputs = (x, sources, weights, offsets, own, merge_mass(weights, offsets, own))
+    inputs = [each.to(DEVICE) for each in inputs]
+    made = launched(merging, "_rows")
+    torch.testing.assert_close(merge_rows_triton(*inputs), merge_rows(*inputs))
+    assert (made[-1]["RECEIVERS"], made[-1]["LINKS"]) == (3, 4)
+
+
+# Which reader serves a batch.
+
+
+def half():
+    return decode_tests.case(decode_tests.MIXED, heads=4, groups=2, dtype=torch.float16)
+
+
+def entries_of(given):
+    return sum(len(kv[0]) for lists in given.lists for kv in lists)
+
+
+@pytest.mark.parametrize("reader", ["flashinfer", "fa3"])
+def test_the_measured_reader_serves_eager_batches(folder, packages, reader):  # noqa: F811
+    given = half()
+    by_triton = given.run(decode_tests.decode_triton)
+    assert not decode_readers.others_may_read(DEVICE)
+    write(folder, ("decode_reader", READER, {"reader": reader}))
+    assert decode_readers.others_may_read(DEVICE)
+    read = decode_readers.decode_attention
+    assert decode_readers.reader_of(given.q, given.storage, entries_of(given)) == reader
+    out = given.run(read, entries=entries_of(given))
+    decode_tests.assert_exact(out, given)
+    assert torch.equal(out, given.run(decode_tests.decode_attention))  # what the stand-ins answer
+    # The host does not know how many entries there are: perhaps a graph is being captured.
+    assert torch.equal(given.run(read), by_triton)
+    assert given.run(read, order=[], entries=0).shape == (0, 4, 64)
+
+
+def test_a_capture_takes_triton(folder, packages, monkeypatch):  # noqa: F811
+    given = half()
+    write(folder, ("decode_reader", READER, {"reader": "fa3"}))
+
+    class OnGpu:
+        is_cuda, shape, dtype, device = True, given.q.shape, given.q.dtype, given.q.device
+
+        def numel(self):
+            return given.q.numel()
+
+    for capturing, reader in ((True, "triton"), (False, "fa3")):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
+        assert decode_readers.reader_of(OnGpu(), given.storage, 480) == reader
+
+
+def test_too_many_entries_for_the_others(folder, packages):  # noqa: F811
+    given = half()
+    write(folder, ("decode_reader", READER, {"reader": "fa3"}))
+    large = torch.empty(2, 2, 2**28, 2, 64, dtype=torch.float16, device="meta")
+    assert decode_readers.reader_of(given.q, large, 480) == "fa3"
+    larger = torch.empty(2, 2, 2**28 + 1, 2, 64, dtype=torch.float16, device="meta")
+    assert decode_readers.reader_of(given.q, larger, 480) == "triton"
+
+
+def test_a_reader_that_is_not_installed_is_said_once(folder, monkeypatch, caplog):
+    package_tests.forget()
+    for name in ("sgl_kernel.flash_attn", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, None)
+    given = half()
+    write(folder, ("decode_reader", READER, {"reader": "fa3"}))
+    with caplog.at_level(logging.WARNING):
+        outs = [given.run(decode_readers.decode_attention, entries=480) for _ in range(2)]
+    assert torch.equal(outs[0], given.run(decode_tests.decode_triton))
+    [record] = caplog.records
+    assert "measured to be fastest by fa3, but paged attention by FlashAttention 3 needs the" in (
+        record.getMessage()
+    )
