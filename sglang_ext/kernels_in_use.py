@@ -29,13 +29,14 @@ class KernelsInUse:
     Attributes:
         name: `torch` or `triton`.
         table: of the policies' programs, see `dsl.torch_kernels`.
-        compact_layers, place, gather, rotate, take_rows, put_rows: as in `kernels`.
+        compact_layers, place, settle, gather, rotate, take_rows, put_rows: as in `kernels`.
     """
 
     name: str
     table: Kernels
     compact_layers: Callable[..., None]
     place: Callable[..., Any]
+    settle: Callable[..., torch.Tensor]
     gather: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rotate: Callable[..., torch.Tensor]
     take_rows: Callable[..., list[torch.Tensor]]
@@ -90,8 +91,11 @@ def _torch() -> KernelsInUse:
     from kvpolicy.kernels.place import place
     from kvpolicy.kernels.rotate import rotate
     from kvpolicy.kernels.rows import put_rows, take_rows
+    from kvpolicy.kernels.settle import settle
 
-    return KernelsInUse("torch", NONE, compact_layers, place, gather, rotate, take_rows, put_rows)
+    return KernelsInUse(
+        "torch", NONE, compact_layers, place, settle, gather, rotate, take_rows, put_rows
+    )
 
 
 def _triton() -> KernelsInUse:
@@ -102,8 +106,9 @@ def _triton() -> KernelsInUse:
     from kvpolicy.kernels.place_triton import place
     from kvpolicy.kernels.rotate_triton import rotate
     from kvpolicy.kernels.rows_triton import put_rows, take_rows
+    from kvpolicy.kernels.settle_triton import settle
     from kvpolicy.kernels.table import TRITON
 
     return KernelsInUse(
-        "triton", TRITON, compact_layers, place, gather, rotate, take_rows, put_rows
+        "triton", TRITON, compact_layers, place, settle, gather, rotate, take_rows, put_rows
     )

@@ -24,6 +24,7 @@ from kvpolicy.kernels.place_triton import place
 from kvpolicy.kernels.rotate_triton import rotate
 from kvpolicy.kernels.rows_triton import put_rows, take_rows
 from kvpolicy.kernels.select_triton import top
+from kvpolicy.kernels.settle_triton import settle
 from kvpolicy.kernels.table import TRITON
 from kvpolicy.kernels.tables import Tables
 from sm90 import compiled
@@ -77,6 +78,16 @@ def folding() -> None:
     place(pool, k, v, there, ids(4096), value_offset=SLOTS)
 
 
+def settling(dtype: torch.dtype = torch.bfloat16, size: int = D, ragged: bool = True) -> None:
+    tables = Tables.empty(4097, L, G, SLOTS, "cuda")
+    slots = ids(4097, 131076, dtype=torch.int32)
+    kept, there = (empty(L * G * 2064, dtype=torch.bool) for _ in range(2))
+    settle(
+        empty(L, 2, SLOTS, G, size, dtype=dtype), tables, 1, 9000, slots, kept,
+        there if ragged else None, range(0, L * 2064 + 1, 2064), empty(dtype=torch.bool),
+    )  # fmt: skip
+
+
 def rows() -> None:
     whole = [empty(N, 4096), empty(N, 4096), ids(N)]
     put_rows(whole, ids(5000), take_rows(whole, ids(5000)))
@@ -118,6 +129,9 @@ CASES: dict[str, Callable[[], object]] = {
     "decode attention, D 256": lambda: decode(size=256, group=2),
     "attention over lists with lengths": lists,
     "gathering, rotation, placing": folding,
+    "fold in place": settling,
+    "fold in place, fp32, D 80, all heads alike": lambda: settling(torch.float32, 80, False),
+    "fold in place, fp16, D 256": lambda: settling(torch.float16, 256),
     "rows of hidden states": rows,
     "merging": merging,
     "sharing": sharing,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from kvpolicy.kernels import settle as reference
+from kvpolicy.kernels import settle_triton
 from kvpolicy.kernels.tables import Tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -218,9 +219,68 @@ def test_cases_move_something():
     assert still == ["nothing cached", "everything dropped", "only the tail is dropped"]
 
 
-def test_nothing_is_written_where_it_does_not_proceed():
+@pytest.mark.parametrize("tile", [4, None])
+@pytest.mark.parametrize("name", SMALL)
+def test_triton_equals_moving_one_by_one(name, tile):
+    same(SMALL[name].run(settle_triton.settle, tile=tile), SMALL[name].one_by_one())
+
+
+CASES = {
+    # private entries [L][G], tail, share or choice, head size, dtype
+    "D 64, fp32": ([[63, 0, 1], [64, 5, 130]], 4, 0.9, 64, F32),
+    "D 64, fp16, 1000 entries": ([[1000, 63]], 16, 0.97, 64, F16),
+    "D 80, bf16": ([[63, 1], [0, 17]], 16, 0.8, 80, BF16),
+    "D 80, fp32, one head": ([[63], [40]], 1, without(0), 80, F32),
+    "D 96, bf16, eight heads": ([[40, 0, 1, 63, 7, 8, 9, 16]], 3, 0.5, 96, BF16),
+    "D 128, bf16, no tail": ([[63, 33], [0, 100]], 0, 0.9, 128, BF16),
+    "D 128, fp16, only a tail": ([[0, 0], [0, 0]], 63, 0.3, 128, F16),
+    "D 128, bf16, a prompt of 1000": ([[0, 0]], 1000, 0.05, 128, BF16),
+    "D 128, bf16, one leaves of 1000": ([[1000, 1000]], 1, without(500), 128, BF16),
+    "D 256, bf16": ([[30, 63]], 9, 0.6, 256, BF16),
+    "D 256, fp32, everything leaves": ([[30, 63]], 9, 0.0, 256, F32),
+    "D 256, fp16, nothing leaves": ([[30, 63]], 9, 1.0, 256, F16),
+}
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_triton_equals_reference(name, ragged):
+    private, tail, kept, size, dtype = CASES[name]
+    if not ragged:
+        private = [[row[0]] * len(row) for row in private]
+    each = case(private, tail, kept, size=size, dtype=dtype, ragged=ragged)
+    # Large tiles where lists are long: the interpreter is slow by the tile, not by the row.
+    tile = 256 if max(map(max, private)) + tail > 200 else None
+    same(each.run(settle_triton.settle, tile=tile), each.run(reference.settle))
+
+
+def test_pieces_of_rows():
+    """Rows cut into more pieces than their length is a multiple of, or not at all."""
+    each = case([[20, 9], [0, 13]], 5, 0.7, size=80, dtype=F16)
+    for piece in (16, 64, 128):
+        same(each.run(settle_triton.settle, piece=piece, tile=16), each.one_by_one())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_lists(seed):
+    """Random numbers of layers, heads and entries, any share of them kept, any tile."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(least, end):
+        return int(torch.randint(least, end, (), generator=generator))
+
+    group = (1, 2, 3, 8)[random(0, 4)]
+    private = [[random(0, 30) for _ in range(group)] for _ in range(random(1, 3))]
+    each = case(private, random(0, 20), random(0, 11) / 10, size=random(1, 9), seed=seed)
+    wanted = each.one_by_one()
+    same(each.run(reference.settle), wanted)
+    same(each.run(settle_triton.settle, tile=1 << random(3, 6)), wanted)
+
+
+@pytest.mark.parametrize("settle", [reference.settle, settle_triton.settle])
+def test_nothing_is_written_where_it_does_not_proceed(settle):
     each = replace(SMALL["usual"], proceed=False)
-    storage, counts = each.run(reference.settle)
+    storage, counts = each.run(settle)
     assert torch.equal(bits(storage), bits(each.storage))
     assert torch.equal(counts, each.tables.counts[each.row])
 
@@ -249,3 +309,40 @@ def test_lists_that_are_not_as_long_as_said():
     each.there[1][0, int(each.there[1][0].nonzero()[0])] = False
     with pytest.raises(ValueError, match=r"there: expected \[6, 8\] True .* layer 1, got \[5, 8\]"):
         each.run(reference.settle)
+
+
+WRONG = {
+    "storage": (torch.zeros(2, 1, 9, 2, 4), r"storage: expected contiguous \[L, 2, padded, G, D\]"),
+    "row": (5, r"row: expected 0 to 3, got 5"),
+    "req_to_token": (
+        torch.zeros(4, 9),
+        r"req_to_token: expected int32 .* got torch.float32 \[4, 9",
+    ),
+    "kept": (torch.ones(12), r"kept: expected bool \[12\], got torch.float32 \[12\]"),
+    "there": (torch.ones(3, 4).bool(), r"there: expected bool \[12\], got torch.bool \[3, 4\]"),
+    "starts": ([0, 4, 3], r"starts: expected 3 ascending numbers from 0, got \[0, 4, 3\]"),
+    "proceed": (torch.ones(1).bool(), r"proceed: expected bool \[\], got torch.bool \[1\]"),
+    "tables": (
+        Tables.empty(5, 2, 3, 9, "cpu"),
+        r"tables.counts: expected \[5, 2, 2\], got \[5, 2, 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("settle", [reference.settle, settle_triton.settle])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_named(settle, name):
+    value, message = WRONG[name]
+    arguments = {
+        "storage": torch.zeros(2, 2, 9, 2, 4),
+        "tables": Tables.empty(5, 2, 2, 9, "cpu"),
+        "row": 1,
+        "length": 3,
+        "req_to_token": torch.zeros(4, 9, dtype=torch.int32),
+        "kept": torch.ones(12, dtype=torch.bool),
+        "there": None,
+        "starts": [0, 3, 6],
+        "proceed": torch.tensor(True),
+    } | {name: value}
+    with pytest.raises(ValueError, match=message):
+        settle(**arguments)
