@@ -34,8 +34,9 @@ _CPU_BLOCK_BYTES = 4 << 20
 # reads only the tokens up to its last query.
 _CAUSAL_BLOCKS, _LEAST_ROWS = 8, 64
 _LONG = frozenset(("query", "dim"))
-_WINDOWS = frozenset(("attn", "logits", "distance"))
-_INSIDE = ELEMENTWISE | REDUCTIONS | _WINDOWS | {"key", "value", "index", "avgpool", "maxpool"}
+# Values per query and token; they say themselves which tokens come after the query.
+WINDOWS = frozenset(("attn", "logits", "distance"))
+_INSIDE = ELEMENTWISE | REDUCTIONS | WINDOWS | {"key", "value", "index", "avgpool", "maxpool"}
 
 
 def block_bytes(device: torch.device) -> int:
@@ -84,7 +85,7 @@ class Region:
         by_query = "query" in node.axes and not any(
             "query" in each.axes and each.op != "index" for each in nodes
         )
-        windows = tuple(each for each in nodes if each.op in _WINDOWS)
+        windows = tuple(each for each in nodes if each.op in WINDOWS)
         vectors = any("dim" in each.type.axes for each in nodes)
         causal = (
             node.op == "sum" and by_query and not any(window.args for window in windows)
@@ -101,7 +102,7 @@ def _by_token(node: Node) -> bool:
 
 def _nothing_after(node: Node) -> bool:
     """Whether a value is absent or 0 where the token comes after the query."""
-    if node.op in _WINDOWS:
+    if node.op in WINDOWS:
         return True
     if node.op == "multiply":
         return any(_nothing_after(each) for each in node.args)

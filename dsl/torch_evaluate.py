@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from kvpolicy.dsl.ir import Node, Rules, State
-from kvpolicy.dsl.torch_blocks import in_blocks
+from kvpolicy.dsl.torch_blocks import WINDOWS, in_blocks
 from kvpolicy.dsl.torch_elementwise import mask
 from kvpolicy.dsl.torch_generated import Generated
 from kvpolicy.dsl.torch_ops import OPERATIONS
@@ -85,11 +85,13 @@ class Evaluation:
     def value(self, node: Node) -> Value:
         """The value of a node."""
         if id(node) not in self.known:
-            self.known[id(node)] = self._held(self._find(node))
+            self.known[id(node)] = self._held(node, self._find(node))
         return self.known[id(node)]
 
-    def _held(self, x: Value) -> Value:
-        """Absent, or false, where a KV head does not hold the entry, or drops none."""
+    def _held(self, node: Node, x: Value) -> Value:
+        """Absent, or false, where there is no entry: another head's, not dropped, or later."""
+        if self.frame.steps is not None and node.op not in WINDOWS:
+            x = self.frame.asked(x) if {"query", "token"} <= set(x.axes) else x
         if self.dropped is not None and {"kv", "dropped"} <= set(x.axes):
             return self._of_dropped(x)
         if self.frame.there is None or not {"kv", "token"} <= set(x.axes):

@@ -10,7 +10,7 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +21,7 @@ from kvpolicy.dsl.torch_evaluate import Evaluation
 from kvpolicy.dsl.torch_kernels import Entries, Keys
 from kvpolicy.dsl.torch_layout import Held, Remembered
 from kvpolicy.dsl.torch_steps import Steps
-from kvpolicy.dsl.torch_values import Frame
+from kvpolicy.dsl.torch_values import Frame, Value
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,26 @@ class Walk:
         Returns:
             The evaluation of the last step; None if it did not have to be evaluated.
         """
-        number, made = given.q.shape[1], None
-        for step in range(number):
-            later = number - 1 - step
-            places = own.positions[len(own.positions) - 1 - later :][:1]
-            own.remember(given.q[:, step : step + 1], places, self.window)
-            if self.steps.advances or (leaves and not later):
-                made = self.evaluation(own, given, later)
-                own.states = made.advance(self.steps.rules)
+        number, steps = given.q.shape[1], self.steps
+        places = own.positions[len(own.positions) - number :]
+        if steps.advances and not steps.at_once:
+            for step in range(number):
+                own.remember(given.q[:, step : step + 1], places[step : step + 1], self.window)
+                made = self._step(own, given, later=number - 1 - step)
+                own.states = made.advance(steps.rules)
+            return made
+        after: Mapping[str, Value] = {}
+        if steps.advances and number > 1:
+            own.states = after = self._all_steps(own, given).advance(steps.rules)
+        own.remember(given.q, places, self.window)
+        if not leaves and (after or not steps.advances):
+            return None
+        made = self._step(own, given)
+        made.after.update(after)
+        own.states = made.advance(steps.rules)
         return made
 
-    def evaluation(self, own: Remembered, given: Given, later: int = 0) -> Evaluation:
+    def _step(self, own: Remembered, given: Given, later: int = 0) -> Evaluation:
         """The evaluation of a step after which `later` more tokens came."""
         steps, bound = self.steps, self.bound
         tokens, step = len(own.positions) - later, given.q.shape[1] - later
@@ -94,8 +103,23 @@ class Walk:
             generated=given.generated - later, kernels=steps.kernels,
             query_positions=query_positions, checks=given.checks,
         )  # fmt: skip
+        return self._evaluation(own, frame)
+
+    def _all_steps(self, own: Remembered, given: Given) -> Evaluation:
+        """The evaluation of all steps at once, of states that they only add to."""
+        bound, number = self.bound, given.q.shape[1]
+        frame = Frame(
+            bound, len(own.positions), own.positions.device, bound.shape.kv_heads,
+            prompt=self.prompt, layer=given.layer, q=given.q, k=given.k, v=given.v,
+            positions=own.positions, there=given.there, generated=given.generated,
+            steps=number, kernels=self.steps.kernels,
+            query_positions=own.positions[len(own.positions) - number :], checks=given.checks,
+        )  # fmt: skip
+        return self._evaluation(own, frame)
+
+    def _evaluation(self, own: Remembered, frame: Frame) -> Evaluation:
         return Evaluation(
-            frame, steps.updates, before=own.states, others=known_before, budget=own.budget
+            frame, self.steps.updates, before=own.states, others=known_before, budget=own.budget
         )
 
 

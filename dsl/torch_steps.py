@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvpolicy.dsl.additive import Additive
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.diagnostics import refused
 from kvpolicy.dsl.ir import Node, When
@@ -24,7 +25,8 @@ class Steps:
         inherited: states that go on from the prefill.
         merge_goes_on: whether the states of the merge do.
         report: lets whose values `kvpolicy run` shows.
-        advances: whether states advance at every step.
+        advances: whether states differ from step to step.
+        at_once: whether several steps are then one sum over their queries.
         advancing_reads, leaving_reads: whether keys or values are read for that, and where entries
             leave.
         kernels: that take the place of torch operations.
@@ -43,7 +45,10 @@ class Steps:
         roots = [rules.keep, *merge_roots(rules.merge), *self.report.values()]
         leaving = list(nodes_of(roots))
         self._check(bound, [*remembered, *leaving])
-        self.advances = bound.remembers
+        additive = Additive(bound.static)
+        states = self.updates.states.values()
+        self.advances = any(x.next or (x.start and not additive.constant(x.start)) for x in states)
+        self.at_once = all(map(additive.state, states))
         self.advancing_reads = any(node.op in _TENSORS for node in remembered)
         self.leaving_reads = rules.merge is not None or any(node.op in _TENSORS for node in leaving)
 

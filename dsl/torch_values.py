@@ -64,6 +64,9 @@ class Frame:
         rows: part of a window's queries that is computed at a time; None: all.
         last: how many queries `all` and `new` are just now; None: one per token.
         generated: decode steps, this one included; None: in the prefill.
+        steps: so many decode steps are evaluated at once, the last of which is `generated`: `new`
+            reads their queries, and every value per query and token is absent (false) where the
+            token comes after the query. None: one step.
         kernels: by name, see `torch_kernels`.
         held: candidates per KV head, where that is not `tokens`.
         fixed: tensors that live as long as the plan, by id; masks made of these are made once.
@@ -87,6 +90,7 @@ class Frame:
     rows: slice | None = None
     last: int | None = None
     generated: int | None = None
+    steps: int | None = None
     kernels: Kernels = field(default_factory=lambda: NONE)
     held: Value | None = None
     fixed: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -129,24 +133,29 @@ class Frame:
         """How many last queries one `attn`, `logits` or `distance` reads."""
         most = self.tokens if self.query_positions is None else len(self.query_positions)
         if node.value == "new" and self.generated is not None:
-            return 1
+            return self.steps or 1
         if not node.args:
             return most if self.last is None else self.last
         return counts.whole(self.number(node.args[0]), most)
 
     def present(self, x: Value) -> Value:
         """A value per token, absent (a set: false) where a KV head does not hold the token."""
-        if self.there is None:
-            return x
-        held = ("kv", "token")
-        axes = union(x.axes, held)
+        return x if self.there is None else self._within(x, self.there, ("kv", "token"))
+
+    def asked(self, x: Value) -> Value:
+        """A value per query and token, absent (a set: false) where the token comes later."""
+        positions = self.query_positions[self.rows or slice(None)]
+        return self._within(x, self.places <= positions[:, None], ("query", "token"))
+
+    def _within(self, x: Value, there: torch.Tensor, own: tuple[str, ...]) -> Value:
+        axes = union(x.axes, own)
         sizes = {**sizes_of(x), "kv": self.kv, "token": self.tokens}
         data = aligned(as_tensor(x.data, self), x.axes, axes).expand([sizes[axis] for axis in axes])
         if data.dtype == torch.bool:
-            return Value(data & aligned(self.there, held, axes), axes, finite=True)
-        mask, mask_axes = self.there, held
+            return Value(data & aligned(there, own, axes), axes, finite=True)
+        mask, mask_axes = there, own
         if x.mask is not None:
-            mask, mask_axes = self.conjunction(x.mask, x.mask_axes, mask, held)
+            mask, mask_axes = self.conjunction(x.mask, x.mask_axes, mask, own)
         return Value(data, axes, mask, mask_axes, finite=x.finite)
 
     def candidates(self) -> Value:
