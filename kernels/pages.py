@@ -1,7 +1,8 @@
 """How lists of entries lie in pages; the one place that says so for all kernels that write them.
 
 A page is G consecutive entries of the pool: page `r` is the entries `r * G .. r * G + G - 1`. The
-list of each KV head starts on a page of its own.
+list of each KV head starts on a page of its own: the one behind the last of the head before it, or
+one that is given, as for a list that has pages for more than it holds.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import torch
 
 
 def lay_out(
-    kept: torch.Tensor, pages: torch.Tensor
+    kept: torch.Tensor, pages: torch.Tensor, first_page: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Entries of the pool for the kept candidates, in order, each KV head from a new page on.
 
     Args:
         kept: [G, M] bool.
         pages: [P] int64 page numbers to fill, at least the sum over heads of ceil(kept / G).
+        first_page: [G] int32 or int64, where in `pages` each list begins; they do not overlap.
+            None: one behind the other.
 
     Returns:
         head [nnz], candidate [nnz] of the kept ones, entry [nnz] of each, counts [G]; all int64.
@@ -29,13 +32,14 @@ def lay_out(
     size = kept.shape[0]
     counts = kept.sum(dim=1)
     used = (counts + size - 1) // size
-    total = int(used.sum())
+    if first_page is None:
+        first_page = used.cumsum(0) - used
+    total = int(torch.where(used > 0, first_page + used, 0).max()) if size else 0
     if pages.dim() != 1 or pages.shape[0] < total:
         raise ValueError(f"pages: expected [>= {total}], got {list(pages.shape)}")
 
     head, candidate = kept.nonzero(as_tuple=True)
     first_entry = counts.cumsum(0) - counts
-    first_page = used.cumsum(0) - used
     place = torch.arange(head.shape[0], device=kept.device) - first_entry[head]
-    entry = pages[first_page[head] + place // size] * size + place % size
+    entry = pages[first_page.long()[head] + place // size] * size + place % size
     return head, candidate, entry, counts

@@ -19,9 +19,10 @@ def place(
     pages: torch.Tensor,
     *,
     value_offset: int,
+    first_page: torch.Tensor | None = None,
     tile: int | None = None,
 ) -> torch.Tensor:
-    """Write kept rows into pages, in order, each KV head from a new page on.
+    """Write kept rows into pages, in order, each KV head from a page of its own on.
 
     As `place.place`, without reading a number on the host: too few pages are not refused, and what
     has no page is not written.
@@ -34,6 +35,8 @@ def place(
         kept: [G, M] bool.
         pages: [P] int64 page numbers to fill, at least the sum over heads of ceil(kept / G).
         value_offset: from a key entry to its value.
+        first_page: [G] int32 or int64, where in `pages` each KV head begins; the lists do not
+            overlap. None: each on the page behind the last of the one before it.
         tile: rows that a program writes; a power of two. None: as measured for the GPU (see
             `tuned`), else `rows_of`.
 
@@ -44,7 +47,7 @@ def place(
         ValueError: names the argument, the expected and the actual shape.
         TunedError: as `tuned.load`.
     """
-    check(entries, k, v, kept, pages)
+    check(entries, k, v, kept, pages, first_page)
     if not entries.is_contiguous():
         raise ValueError("entries: expected contiguous [E, D]")
     group, length = kept.shape
@@ -60,6 +63,7 @@ def place(
     tile = tile or measured.get("tile") or rows_of(width, element)
     _place[(triton.cdiv(length, tile), group)](
         entries, k, v, kept.contiguous().view(torch.uint8), order, pages.contiguous(),
+        None if first_page is None else first_page.contiguous(),
         length, pages.shape[0], value_offset, *k.stride()[:2], *v.stride()[:2],
         GROUP=group, HEADS=triton.next_power_of_2(group), SIZE=size,
         PADDED_SIZE=width, TILE=tile,
@@ -69,7 +73,7 @@ def place(
 
 @triton.jit
 def _place(
-    entries, k, v, kept, order, pages,
+    entries, k, v, kept, order, pages, first_pages,
     length, pages_there, value_offset, k_head, k_row, v_head, v_row,
     GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
@@ -78,10 +82,13 @@ def _place(
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     chosen = tl.load(kept + head * length + row, mask=row < length, other=0) > 0
-    heads = tl.arange(0, HEADS).to(tl.int64)
-    before = heads < head
-    counts = tl.load(order + heads * length + length - 1, mask=before, other=0)
-    first_page = tl.sum((counts + GROUP - 1) // GROUP)
+    if first_pages is None:
+        heads = tl.arange(0, HEADS).to(tl.int64)
+        before = heads < head
+        counts = tl.load(order + heads * length + length - 1, mask=before, other=0)
+        first_page = tl.sum((counts + GROUP - 1) // GROUP)
+    else:
+        first_page = tl.load(first_pages + head).to(tl.int32)
     at = tl.load(order + head * length + row, mask=chosen, other=1) - 1
     page = first_page + at // GROUP
     chosen = chosen & (page < pages_there)

@@ -11,12 +11,13 @@ from kvpolicy.kernels.rounding import rounded
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def written(entries, k, v, kept, pages, value_offset):
+def written(entries, k, v, kept, pages, value_offset, first_page=None):
     """The same by definition."""
     entries = entries.clone()
     group, length = kept.shape
     page = 0
     for head in range(group):
+        page = page if first_page is None else int(first_page[head])
         at = 0
         for row in range(length):
             if not kept[head, row]:
@@ -65,6 +66,25 @@ def test_full_pages_end_where_the_next_head_begins():
     )
     assert entries[:8, 0].tolist() == [3, 4, 5, 6, 7, 8, 1, 2]
     assert entries[8:, 0].tolist() == [-3, -4, -5, -6, -7, -8, -1, -2]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_lists_may_have_pages_of_their_own(dtype, share):
+    """More of them than they need, in any order, the last one up to the end of all pages."""
+    entries = torch.full((240, 3), float("nan"))
+    k, v = torch.randn(2, 3, 10, 3)
+    kept = torch.rand(3, 10, generator=torch.Generator().manual_seed(1)) < share
+    first_page = torch.tensor([8, 2, 16], dtype=dtype)
+    pages = torch.randperm(40)[:20]
+    wanted = written(entries, k, v, kept, pages, 120, first_page)
+    counts = place(entries, k, v, kept, pages, value_offset=120, first_page=first_page)
+    torch.testing.assert_close(entries, wanted, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(counts, kept.sum(1))
+    if share == 1.0:
+        message = r"pages: expected \[>= 20\], got \[19\]"
+        with pytest.raises(ValueError, match=message):
+            place(entries, k, v, kept, pages[:-1], value_offset=120, first_page=first_page)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3])
@@ -149,6 +169,7 @@ def test_rounding_keeps_what_is_not_finite(dtype):
         ({"k": torch.zeros(2, 4, 2)}, r"k: expected \[2, 3, 2\], got \[2, 4, 2\]"),
         ({"v": torch.zeros(2, 3, 3)}, r"v: expected \[2, 3, 2\], got \[2, 3, 3\]"),
         ({"pages": torch.arange(3)}, r"pages: expected \[>= 4\], got \[3\]"),
+        ({"first_page": torch.zeros(3).long()}, r"first_page: expected \[2\], got \[3\]"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):

@@ -33,11 +33,12 @@ def made(group, size, length, dtype, own, share, spare=2):
     return [each.to(DEVICE) for each in tensors], value_offset
 
 
-def both(arguments, value_offset, **knobs):
+def both(arguments, value_offset, first_page=None, **knobs):
     entries, *others = arguments
     expected, got = entries.clone(), entries.clone()
-    counts = reference.place(expected, *others, value_offset=value_offset)
-    own = place_triton.place(got, *others, value_offset=value_offset, **knobs)
+    further = {"value_offset": value_offset, "first_page": first_page}
+    counts = reference.place(expected, *others, **further)
+    own = place_triton.place(got, *others, **further, **knobs)
     assert own.dtype == torch.int64
     assert torch.equal(own, counts)
     assert same_bits(got, expected)
@@ -76,6 +77,16 @@ def test_rows_that_do_not_lie_together():
     assert not arguments[1].is_contiguous()
     assert arguments[2].stride(2) != 1
     both(arguments, value_offset)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_lists_may_have_pages_of_their_own(dtype, share):
+    (entries, k, v, kept, _), value_offset = made(3, 80, 63, BF16, F32, share)
+    first_page = torch.tensor([30, 1, 60], dtype=dtype, device=DEVICE)
+    pages = torch.randperm(value_offset // 3, device=DEVICE)[:81]
+    arguments = [entries, k, v, kept, pages]
+    both(arguments, value_offset, first_page=first_page)
 
 
 def test_what_has_no_page_is_not_written():

@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from kvpolicy.kernels import place as place_reference
+from kvpolicy.kernels import place_triton, settle_triton
 from kvpolicy.kernels import settle as reference
-from kvpolicy.kernels import settle_triton
 from kvpolicy.kernels.tables import Tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -283,6 +284,30 @@ def test_nothing_is_written_where_it_does_not_proceed(settle):
     storage, counts = each.run(settle)
     assert torch.equal(bits(storage), bits(each.storage))
     assert torch.equal(counts, each.tables.counts[each.row])
+
+
+@pytest.mark.parametrize("place", [place_reference.place, place_triton.place])
+def test_rows_that_changed_go_to_the_same_pages(place):
+    """What a merge or a rotation makes of a layer, written by `place`, lies as after `settle`."""
+    each = SMALL["usual"]
+    wanted, _ = each.one_by_one()
+    storage = each.storage.to(DEVICE, copy=True)
+    layers, _, padded, group, size = storage.shape
+    start = int(each.tables.slots_start[each.row])
+    slots = each.tables.slots[start : start + padded].long()
+    pages = (slots[:, None] + torch.arange(layers) * 2 * padded).flatten()
+    for layer, (kept, there) in enumerate(zip(each.kept, each.there, strict=True)):
+        dense = torch.full((2, *kept.shape, size), float("nan"))
+        for head in range(group):
+            at = each.entries(layer, head)
+            rows = [each.storage[rows, :, slot, place] for rows, slot, place in at]
+            dense[:, head, there[head]] = torch.stack(rows, 1)
+        arguments = [x.to(DEVICE) for x in (*dense, kept & there, pages)]
+        first_page = each.tables.first_page[each.row, layer].to(DEVICE)
+        place(
+            storage.view(-1, size), *arguments, value_offset=padded * group, first_page=first_page
+        )
+    assert torch.equal(bits(storage.cpu()), bits(wanted))
 
 
 def test_too_much_for_its_pages():
