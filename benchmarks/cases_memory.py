@@ -1,21 +1,29 @@
-"""Compaction of all layers, the selection before it, and the rows that propagation moves."""
+"""Compaction of all layers, the selection before it, folds, and rows that propagation moves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from cases import Bench, Case, Model, Planned, Target
 from kvpolicy.kernels import compact_layers as reference
+from kvpolicy.kernels import settle as settle_reference
 from kvpolicy.kernels.compact_layers_triton import compact_layers
+from kvpolicy.kernels.gather_triton import gather
+from kvpolicy.kernels.place_triton import place
 from kvpolicy.kernels.rows_triton import put_rows, take_rows
 from kvpolicy.kernels.select import ABSENT
 from kvpolicy.kernels.select import top as torch_top
+from kvpolicy.kernels.settle_triton import settle
 from kvpolicy.kernels.table import TRITON
+from kvpolicy.kernels.tables import Tables
 
 OURS, TORCH = "ours", "torch, the reference"
 # Entries per layer and KV head, of how many; the size of the target.
 KEPT, NAMED = 2048, 32768
+# Tokens since the last fold; as many entries leave.
+TAIL = 16
 
 
 def some(model: Model, tokens: int, number: int) -> torch.Tensor:
@@ -80,6 +88,131 @@ def _compaction(bench: Bench, tokens: int, number: int) -> Case:
         "compaction", f"{number} per list, {shape.layers} layers", tokens, 1, calls, check,
         counted=counted, layers=shape.layers, prefill=True, targets=targets,
         waits=(TORCH,),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A request of which every list has grown by TAIL tokens and loses as many entries, anywhere.
+
+    Attributes:
+        storage: [L, 2, padded, G, D].
+        tables, req_to_token, length: it is row 1.
+        kept, there: bool [L, G, M]; heads hold different ones of the M positions.
+        lists: int64 [L, G, n] key entries of the pool, tail included.
+        pages: int64 [P], its private pages.
+    """
+
+    storage: torch.Tensor
+    tables: Tables
+    req_to_token: torch.Tensor
+    length: int
+    kept: torch.Tensor
+    there: torch.Tensor
+    lists: torch.Tensor
+    pages: torch.Tensor
+
+    @classmethod
+    def of(cls, model: Model, tokens: int, number: int) -> Fold:
+        """So many entries per list are in private pages."""
+        shape, device = model.shape, model.device
+        layers, group = shape.layers, shape.kv_heads
+        per_list = -(-number // group)
+        slots = group * per_list  # L pages each, L * G lists of `per_list` pages
+        padded = slots + TAIL + 1
+        storage = model.random(layers, 2, padded, group, shape.head_dim, seed=1)
+        order = 1 + model.permutation(padded - 1, seed=2)
+        tables = Tables.empty(2, layers, group, slots, device)
+        first = per_list * torch.arange(layers * group, device=device).view(layers, group)
+        tables.counts[1], tables.first_page[1], tables.tail_start[1] = number, first, tokens
+        tables.slots.copy_(order[:slots])
+        req_to_token = torch.zeros(2, tokens + TAIL, dtype=torch.int32, device=device)
+        req_to_token[1, tokens:] = order[slots:]
+
+        rows = 2 * padded * torch.arange(layers, device=device)
+        pages = (order[:slots, None] + rows).flatten()
+        place_ = torch.arange(number, device=device)
+        private = pages[first[:, :, None] + place_ // group] * group + place_ % group
+        heads = torch.arange(group, device=device)[:, None]
+        tail = (rows[:, None, None] + order[slots:]) * group + heads
+        lists = torch.cat([private, tail], 2)
+        there = some(model, number + number // 4 + TAIL, number + TAIL)
+        leaves = some(model, number + TAIL, TAIL)
+        kept = there & ~leaves.gather(2, (there.cumsum(2) - 1).clamp(min=0))
+        return cls(storage, tables, req_to_token, tokens + TAIL, kept, there, lists, pages)
+
+    def settle(self, implementation: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """In place, by one of the implementations."""
+        layers, width = self.kept.shape[0], self.kept.shape[2]
+        return implementation(
+            self.storage, self.tables, 1, self.length, self.req_to_token, self.kept.flatten(),
+            self.there.flatten(), range(0, layers * width + 1, width), self.kept.new_ones(()),
+        )  # fmt: skip
+
+    def through_copies(self) -> None:
+        """All layers are read into dense tensors, then written, each by a kernel of its own."""
+        entries, offset = self.entries, self.offset
+        indptr = self.lists.shape[2] * torch.arange(self.lists.shape[1] + 1, device=entries.device)
+        layers = list(zip(self.lists, self.there, strict=True))
+        rows = [
+            gather(entries, entries[offset:], indptr, x.flatten(), there) for x, there in layers
+        ]
+        for (k, v), kept, first in zip(rows, self.kept, self.tables.first_page[1], strict=True):
+            place(entries, k, v, kept, self.pages, value_offset=offset, first_page=first)
+
+    def moves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [m] key entries of the pool that go elsewhere, and where to."""
+        stays = self.kept[self.there].view(self.lists.shape)
+        target = self.lists[:, :, :-TAIL].flatten()
+        source = self.lists[stays]
+        return source[source != target], target[source != target]
+
+    @property
+    def entries(self) -> torch.Tensor:
+        """[E, D] of the pool."""
+        return self.storage.view(-1, self.storage.shape[4])
+
+    @property
+    def offset(self) -> int:
+        """From a key entry to its value."""
+        return self.storage.shape[2] * self.storage.shape[3]
+
+
+def _fold(bench: Bench, tokens: int, number: int) -> Case:
+    model, shape = bench.model, bench.model.shape
+    fold = Fold.of(model, tokens, number)
+    source, target = fold.moves()
+
+    def by_index() -> None:
+        for offset in (0, fold.offset):
+            rows = fold.entries.index_select(0, source + offset)
+            fold.entries.index_copy_(0, target + offset, rows)
+
+    calls = {
+        OURS: lambda: fold.settle(settle),
+        "gather and place, layer by layer": fold.through_copies,
+        "torch.index_select and index_copy, moves known": by_index,
+        TORCH: lambda: fold.settle(settle_reference.settle),
+    }
+
+    def check() -> str:
+        before = fold.storage.clone()
+        calls[TORCH]()
+        wanted = fold.storage.clone()
+        assert not torch.equal(bits(wanted), bits(before)), "nothing was to be moved"
+        for name, call in calls.items():
+            fold.storage.copy_(before)
+            call()
+            assert torch.equal(bits(fold.storage), bits(wanted)), name
+        return "every bit of the pool as after the reference"
+
+    # Each key and value that moves is read once and written once.
+    return Case(
+        "fold in place",
+        f"{TAIL} of {number + TAIL} entries of each list leave, {shape.layers} layers",
+        tokens, 1, calls, check, counted=len(source) * 4 * model.entry_bytes,
+        layers=shape.layers, waits=(TORCH,),
+        note="the others are given which entries are meant, ours finds them in the tables",
     )  # fmt: skip
 
 
@@ -172,6 +305,11 @@ def planned(lengths: Sequence[int], kept: int) -> list[Planned]:
             return _compaction(bench, tokens, number)
 
         made.append(Planned(f"compaction {tokens}", compaction, 0 if tokens == NAMED else 1))
+
+        def fold(bench: Bench, tokens=tokens) -> Case:
+            return _fold(bench, tokens, tokens // 8)
+
+        made.append(Planned(f"fold in place {tokens}", fold))
 
         def rows(bench: Bench, tokens=tokens) -> Case:
             return _rows(bench, tokens)

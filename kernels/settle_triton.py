@@ -28,6 +28,7 @@ Choices, none of them measured on a GPU:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -84,7 +85,7 @@ def settle(
         storage, tables.counts, tables.first_page, tables.tail_start, tables.slots_start,
         tables.slots, req_to_token, _bytes(kept), None if there is None else _bytes(there),
         _on_device(starts, storage.device), proceed.view(torch.uint8), counts,
-        row, length, padded, req_to_token.stride(0),
+        row, length, padded, req_to_token.stride(0), starts[1],
         LAYERS=layers, GROUP=group, SIZE=size, PIECE=piece, PIECES=pieces,
         TILE=tile or rows_of(piece, element), maxnreg=_REGISTERS,
     )  # fmt: skip
@@ -95,20 +96,22 @@ def _bytes(mask: torch.Tensor) -> torch.Tensor:
     return mask.contiguous().view(torch.uint8)
 
 
-def _on_device(starts: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 [L + 1]; the host does not wait for the copy."""
+def _on_device(starts: Sequence[int], device: torch.device) -> torch.Tensor | None:
+    """int64 [L + 1]; the host does not wait for the copy. None where all layers are as wide."""
+    if len({end - start for start, end in itertools.pairwise(starts)}) == 1:
+        return None
     made = torch.tensor(starts, dtype=torch.int64)
     if device.type == "cuda":
         made = made.pin_memory()
     return made.to(device, non_blocking=True)
 
 
-@triton.jit(do_not_specialize=["row", "length", "padded", "context"])
+@triton.jit(do_not_specialize=["row", "length", "padded", "context", "width"])
 def _settle(
     storage, counts, first_pages, tail_starts, slots_starts,
     slots, req_to_token, kept, there,
     starts, proceed, result,
-    row, length, padded, context,
+    row, length, padded, context, width,
     LAYERS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PIECE: tl.constexpr,
     PIECES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -125,8 +128,11 @@ def _settle(
         cached = private + tl.maximum(length - tail_start, 0)
         own_slots = slots + tl.load(slots_starts + row)
         tail_slots = req_to_token + row * context + tail_start
-        start = tl.load(starts + layer)
-        width = (tl.load(starts + layer + 1) - start).to(tl.int32)
+        if starts is None:
+            start = layer.to(tl.int64) * width
+        else:
+            start = tl.load(starts + layer)
+            width = (tl.load(starts + layer + 1) - start).to(tl.int32)
         first = start * GROUP + head.to(tl.int64) * width
         kept += first
         if there is not None:

@@ -82,9 +82,11 @@ def settling(dtype: torch.dtype = torch.bfloat16, size: int = D, ragged: bool = 
     tables = Tables.empty(4097, L, G, SLOTS, "cuda")
     slots = ids(4097, 131076, dtype=torch.int32)
     kept, there = (empty(L * G * 2064, dtype=torch.bool) for _ in range(2))
+    starts = [*range(0, L * 2064, 2064), L * 2064]
+    starts[1] += 5 * ragged
     settle(
         empty(L, 2, SLOTS, G, size, dtype=dtype), tables, 1, 9000, slots, kept,
-        there if ragged else None, range(0, L * 2064 + 1, 2064), empty(dtype=torch.bool),
+        there if ragged else None, starts, empty(dtype=torch.bool),
     )  # fmt: skip
 
 
