@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 REFERENCE = "torch_native"
 
 
-def attach(backend: Any, name: str, runtime: Runtime, heads: int) -> Any:
+def attach(backend: Any, name: str, runtime: Runtime, heads: int, dtype: torch.dtype) -> Any:
     """Make a stock backend instance read compressed entries.
 
     Args:
         backend: instance of one of `refusals.SERVED_BACKENDS`.
         name: its name in SGLang's registry.
         heads: H, query heads of the model.
+        dtype: of its queries.
 
     Returns:
         The same instance.
@@ -47,7 +48,8 @@ def attach(backend: Any, name: str, runtime: Runtime, heads: int) -> Any:
         # does not need it.
         from kvpolicy.kernels.paged_attention_triton import paged_attention
 
-        members = _decode_by_tables(stock, runtime, paged_attention, TablesReader(runtime, heads))
+        reader = TablesReader(runtime, heads, dtype)
+        members = _decode_by_tables(stock, runtime, paged_attention, reader)
 
     def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, **options):
         out = stock.forward_extend(self, q, k, v, layer, batch, save_kv_cache, **options)
@@ -95,8 +97,8 @@ def _decode_by_lists(
                 out[step.plain] = compat.stock_decode_rows(self, layer, batch, heads, step.plain)
             step.overwrite(heads, out, partial(attend, runtime.arena, layer, read))
             out = out.view(q.shape)
-        if step is not None:
-            step.observe(layer, heads)
+        if graphs.notes_queries(runtime):
+            runtime.queries.write(layer, heads, runtime.arena.layers)
         return out
 
     return forward_decode
@@ -117,8 +119,8 @@ def _decode_by_tables(
             if step is not None:
                 step.overwrite_paired(heads, out, partial(attend, runtime.arena, layer, read))
             out = out.view(q.shape)
-        if step is not None:
-            step.observe(layer, heads)
+        if graphs.notes_queries(runtime):
+            runtime.queries.write(layer, heads, runtime.arena.layers)
         return out
 
     def init_cuda_graph_state(self, max_bs, *arguments, **options):
@@ -147,12 +149,14 @@ class TablesReader:
     """Decode attention over the device tables, for the heads of one model.
 
     Attributes:
+        dtype: of queries.
         requests: B for which `workspace` suffices.
         workspace: float32 that captured graphs write to; None before a capture.
     """
 
     runtime: Runtime
     heads: int
+    dtype: torch.dtype
     requests: int = 0
     workspace: torch.Tensor | None = None
 
@@ -165,6 +169,8 @@ class TablesReader:
         elements = workspace_elements(requests, *sizes, storage.device)
         self.workspace = torch.empty(elements, dtype=torch.float32, device=storage.device)
         self.requests = requests
+        noted = (storage.shape[0], requests, self.heads, storage.shape[4])
+        self.runtime.queries.reserve(noted, self.dtype, storage.device)
 
     def attend(
         self, heads: torch.Tensor, layer: Any, batch: Any, req_to_token: torch.Tensor

@@ -1,23 +1,27 @@
-"""Requests of a policy in one decode forward: what they read, what their policies see and drop.
+"""Requests of a policy in one decode forward: what they read, and what is noted and drops after it.
 
 A backend reads either the device tables, all requests at once, or lists of entries that are written
-out for each forward: where there is no kernel for the tables, for requests that store layers in
-pairs, and for policies that look at entries.
+out for each forward: where there is no kernel for the tables, and for requests that store layers in
+pairs.
+
+Nothing is shown to policies while the model computes. Queries are noted (notes.py), and after the
+forward a policy is taken through all noted steps at once: where entries may leave, or where so many
+have gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.sglang_ext.fold import Room
-from kvpolicy.sglang_ext.follow import Follower, Read, read_lists, read_slots
+from kvpolicy.sglang_ext.follow import Following, may_leave, no_queries, read_request
 from kvpolicy.sglang_ext.host import to_device
 from kvpolicy.sglang_ext.lists import Lists
-from kvpolicy.sglang_ext.prefill_step import scaled
-from kvpolicy.sglang_ext.request import state_of
+from kvpolicy.sglang_ext.request import State, state_of
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.runtime import Runtime
@@ -25,47 +29,38 @@ if TYPE_CHECKING:
 Attend = Callable[[Lists, torch.Tensor], torch.Tensor]
 
 
+@dataclass(frozen=True)
+class _Follower:
+    """A request whose policy goes on.
+
+    Attributes:
+        length: its tokens, that of this forward included.
+        noted: whether its policy will read the queries of this forward.
+    """
+
+    request: Any
+    state: State
+    length: int
+    noted: bool
+
+
 class DecodeStep:
     """The rows of one decode forward."""
 
     def __init__(self, runtime: Runtime, batch: Any) -> None:
-        self._arena = runtime.arena
+        self._runtime, self._arena = runtime, runtime.arena
         self._table = batch.req_to_token_pool.req_to_token
         self._lengths = batch.seq_lens_cpu.tolist()
         states = [state_of(request) for request in batch.reqs]
         self._private = {i: s.private for i, s in enumerate(states) if s is not None and s.private}
         self._lists: dict[tuple[int, ...], Lists] = {}
-        self._followers = self._follow(runtime, batch.reqs)
-
-    def _follow(self, runtime: Runtime, requests: Sequence[Any]) -> dict[int, Follower]:
-        """Requests whose policies go on, by row."""
-        room, found = Room(runtime), {}
-        for i, request in enumerate(requests):
-            state = state_of(request)
+        self._followers: dict[int, _Follower] = {}  # by row
+        for i, (request, state) in enumerate(zip(batch.reqs, states, strict=True)):
             if state is not None and state.memory is not None:
                 length = self._lengths[i]
-                read = self._reader(i, request.kv.req_pool_idx, state.served.kernels.gather)
-                found[i] = Follower(runtime, room, request, state, length, read)
-        return found
-
-    def _reader(self, row: int, pool_row: int, gather: Callable[..., Any]) -> Read:
-        """Reads a request's entries; nothing is done for it before it does."""
-
-        def read(layer: int, there: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-            if row in self._private:
-                lists, index = self._lists_with(row)
-                return read_lists(self._arena, lists, index, gather)(layer, there)
-            slots = self._table[pool_row, : self._lengths[row]].to(torch.int64)
-            return read_slots(self._arena, slots)(layer, there)
-
-        return read
-
-    def _lists_with(self, row: int) -> tuple[Lists, int]:
-        """Entry lists with those of a row, and which of theirs it is."""
-        for rows, lists in self._lists.items():
-            if row in rows:
-                return lists, rows.index(row)
-        return self._lists_of((row,)), 0
+                noted = state.reads_queries(length - state.prompt)
+                self._followers[i] = _Follower(request, state, length, noted)
+        self._noted = [i for i, each in self._followers.items() if each.noted]
 
     def _lists_of(self, rows: tuple[int, ...]) -> Lists:
         if rows not in self._lists:
@@ -80,9 +75,14 @@ class DecodeStep:
         return bool(self._private)
 
     @property
+    def notes(self) -> bool:
+        """Whether queries of this forward are to be noted."""
+        return bool(self._noted)
+
+    @property
     def needs_python(self) -> bool:
         """Whether something is done between the layers that no kernel does."""
-        return bool(self._paired) or any(f.watches for f in self._followers.values())
+        return bool(self._paired)
 
     @cached_property
     def _paired(self) -> tuple[int, ...]:
@@ -121,18 +121,36 @@ class DecodeStep:
         index = self._index[rows]
         out[index] = attend(self._lists_of(rows), heads[index].unsqueeze(1))[:, 0]
 
-    def observe(self, layer: Any, heads: torch.Tensor) -> None:
-        """Show a layer to the policies that go on, after its attention.
-
-        Args:
-            heads: [B, H, D] queries of the forward after RoPE.
-        """
-        for row, follower in self._followers.items():
-            if follower.watches:
-                queries = scaled(heads[row : row + 1], layer)
-                follower.observe(layer.layer_id, queries.transpose(0, 1))
-
     def finish(self) -> None:
-        """After the forward: write what stays of the requests of which entries leave."""
-        for follower in self._followers.values():
-            follower.finish()
+        """After the forward: note its step; take policies through theirs, and fold what stays."""
+        if not self._followers:
+            return
+        self._note()
+        room = Room(self._runtime)
+        leaving = {
+            row
+            for row, each in self._followers.items()
+            if may_leave(self._runtime, room, each.request, each.state, each.length)
+        }
+        most = self._runtime.queries.most_steps(len(self._noted))
+        for row, each in self._followers.items():
+            if row in leaving or each.state.notes.full(most):
+                self._follow(each, leaves=row in leaving)
+
+    def _note(self) -> None:
+        taken = None
+        if self._noted:
+            taken = self._runtime.queries.take(self._noted, len(self._lengths))
+        places = {row: place for place, row in enumerate(self._noted)}
+        for row, each in self._followers.items():
+            position = each.length - 1 - each.state.progress.shift
+            each.state.notes.add(position, (taken, places[row]) if each.noted else None)
+
+    def _follow(self, follower: _Follower, *, leaves: bool) -> None:
+        request, state, length = follower.request, follower.state, follower.length
+        _, read = read_request(self._arena, self._table, request, state, length)
+        nothing = no_queries(state, self._arena)
+        queries = state.notes.queries(self._runtime.queries, nothing)
+        following = Following(request, state, length, state.notes.positions, queries, read)
+        following.go(self._runtime, leaves=leaves)
+        state.notes.clear()

@@ -1,28 +1,43 @@
 """Folds: at a decode step entries leave, and what stays is written to private pages.
 
 A fold takes in everything that a request has cached: its private pages, its tail in ordinary slots
-and, the first time, a prompt that still lies in the radix cache, of which it makes a copy. All of
-it is read before anything is written; then the tail's slots are freed, and the private slots become
-as many as are needed.
+and, the first time, a prompt that still lies in the radix cache, of which it makes a copy. Then the
+tail's slots are freed, and the private slots become as many as are needed. The host waits for the
+device once, for how many entries stay (where the policy merges, the policy has waited already).
 
-The host waits for the device where the policy decides (dsl/torch_decode.py: once per layer), and
-once after the last layer, for how many entries stay.
+There are three ways to write what stays:
+
+* in place: no entry changes, and each list has pages for what it keeps. One kernel moves the
+  entries of all layers to the front of their pages; the layout stays.
+* layer by layer: each list has pages for what it keeps, or, laid out anew, each layer's pages end
+  before those of the next one began. What a layer keeps is read, changed as the policy says, and
+  written, before the next layer is read.
+* all at once: more slots are needed. Everything that stays is read before anything is written.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.kernels.rounding import rounded
 from kvpolicy.sglang_ext import compat
-from kvpolicy.sglang_ext.host import to_host
+from kvpolicy.sglang_ext.host import to_device
 from kvpolicy.sglang_ext.request import State
 
 if TYPE_CHECKING:
+    from kvpolicy.dsl.torch_decode import Choice
     from kvpolicy.sglang_ext.runtime import Runtime
+
+# From a layer and `there` [G, M] or None to k, v [G, M, D].
+Read = Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+
+# A layout is given up when it takes this many times the slots that the entries need.
+_WASTEFUL = 1.125
 
 
 class Room:
@@ -66,85 +81,150 @@ class Room:
 
 @dataclass(frozen=True)
 class _Rows:
-    """One layer's candidates.
+    """What stays of one layer.
 
     Attributes:
         k, v: [G, M, D] in the pool's dtype.
         kept: [G, M] bool.
-        counts: [2, G] int64, how many were there and how many are kept.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     kept: torch.Tensor
-    counts: torch.Tensor
 
 
 class Fold:
-    """What stays of one request, from its first layer to the end of the forward."""
+    """One request of which entries may have left, after the forward."""
 
-    def __init__(self, runtime: Runtime, request: Any, state: State, length: int) -> None:
+    def __init__(
+        self, runtime: Runtime, request: Any, state: State, length: int, read: Read
+    ) -> None:
         """
         Args:
             length: tokens of the request, the new one included.
+            read: of its entries, up to the new one.
         """
         self._runtime, self._request, self._state = runtime, request, state
-        self._length = length
-        self._layers: list[_Rows] = []
-        self._seconds = 0.0
+        self._length, self._read = length, read
 
-    def add(
-        self, choice: Any, there: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
-        """The next layer.
+    def finish(self, choices: list[Choice]) -> None:
+        """Write what stays; if nothing left, all stays where it is.
 
         Args:
-            choice: of the request's memory; None if nothing leaves at this layer.
-            there: [G, M] bool of the candidates; None: all heads hold all.
-            k, v: [G, M, D] as they are cached.
+            choices: of the policy, for every layer; emptied.
         """
         started = time.perf_counter()
-        if there is None:
-            there = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
-        kept = there
-        if choice is not None:
-            kept = choice.kept
-            k = k if choice.k is None else choice.k
-            v = v if choice.v is None else choice.v
+        runtime, state = self._runtime, self._state
+        finite = state.memory.finite
+        landed = state.memory.land()
+        dropped = int((landed.there - landed.kept).sum())
+        if dropped == 0:
+            return
+        if state.private is None:
+            row = self._request.kv.req_pool_idx
+            state.private = runtime.store.allocate(
+                row, state.served.name, 0, self._length, runtime.evict
+            )
+        fits = self._fits(landed.kept)
+        if fits and not any(_changes(each) for each in choices):
+            self._settle(choices, landed.kept, finite)
+        elif fits or self._fits_by_layer(landed.kept):
+            self._write_by_layer(choices, landed.kept)
+        else:
+            self._write_anew(choices, landed.kept)
+        state.folded += 1
+        state.dropped += dropped
+        runtime.reports.finished_fold(self._request, state, time.perf_counter() - started)
+
+    def _fits(self, counts: torch.Tensor) -> bool:
+        """Whether each list has pages for what it keeps, [L, G], and not many too many."""
+        private, store = self._state.private, self._runtime.store
+        if private.room is None or not bool((counts <= private.room).all()):
+            return False
+        return private.slots.numel() <= _WASTEFUL * store.slots_for(counts)
+
+    def _fits_by_layer(self, counts: torch.Tensor) -> bool:
+        """Whether the pages of each layer can be laid out anew before the next one is read."""
+        private = self._state.private
+        if private.layer_starts is None:
+            return False
+        first, pages = self._runtime.store.lay_out(counts)
+        ends = [*first[1:, 0].tolist(), pages]
+        most = [*private.layer_starts[1:], private.slots.numel() * len(ends)]
+        return all(end <= limit for end, limit in zip(ends, most, strict=True))
+
+    def _settle(self, choices: list[Choice], counts: torch.Tensor, finite: torch.Tensor) -> None:
+        runtime, private = self._runtime, self._state.private
+        there = None
+        if any(each.there is not None for each in choices):
+            there = torch.cat([
+                torch.ones_like(each.kept).flatten() if each.there is None else each.there.flatten()
+                for each in choices
+            ])  # fmt: skip
+        starts = itertools.accumulate((each.kept.shape[1] for each in choices), initial=0)
+        written = self._state.served.kernels.settle(
+            runtime.arena.storage,
+            runtime.tables.tables,
+            private.row,
+            self._length,
+            runtime.tree.req_to_token_pool.req_to_token,
+            torch.cat([each.kept.flatten() for each in choices]),
+            there,
+            list(starts),
+            finite,
+        )
+        runtime.store.settled(private, counts, written)
+        self._leave_tail()
+
+    def _write_by_layer(self, choices: list[Choice], counts: torch.Tensor) -> None:
+        runtime, private = self._runtime, self._state.private
+        stays, device = self._fits(counts), private.slots.device
+        first = private.first_page
+        if not stays:
+            first = to_device(runtime.store.lay_out(counts)[0], torch.int32, device)
+        self._place(self._rows(choices), first)
+        self._leave_tail()
+        if stays:
+            runtime.store.settled(private, counts, to_device(counts, torch.int32, device))
+        else:
+            runtime.store.fill(private, counts)
+
+    def _write_anew(self, choices: list[Choice], counts: torch.Tensor) -> None:
+        store, private = self._runtime.store, self._state.private
+        layers = list(self._rows(choices))
+        self._leave_tail()
+        if not store.grow(private, store.slots_for(counts), self._runtime.evict):
+            raise RuntimeError(f"request {self._request.rid}: the slots for its fold are gone")
+        store.fill(private, counts)
+        self._place(layers, private.first_page)
+
+    def _leave_tail(self) -> None:
+        self._state.private.tail_start = self._length
+        self._runtime.detach(self._request, self._state)
+
+    def _rows(self, choices: list[Choice]) -> Iterator[_Rows]:
+        """What stays of each layer in turn, read when it is asked for."""
+        dtype, number = self._runtime.arena.storage.dtype, len(choices)
+        for layer in range(number):
+            choice = choices.pop(0)
+            k, v = choice.k, choice.v
+            if k is None or v is None:
+                read_k, read_v = self._read(layer, choice.there)
+                k, v = read_k if k is None else k, read_v if v is None else v
             if choice.shift is not None:
                 rotate = self._state.served.kernels.rotate
                 k = self._runtime.rotary.move(k, choice.shift, rotate)
-        dtype = self._runtime.arena.storage.dtype
-        counts = torch.stack([there.sum(dim=1), kept.sum(dim=1)])
-        self._layers.append(_Rows(rounded(k, dtype), rounded(v, dtype), kept, counts))
-        self._seconds += time.perf_counter() - started
+            yield _Rows(rounded(k, dtype), rounded(v, dtype), choice.kept)
 
-    def finish(self) -> None:
-        """After the forward: write what stays; if nothing left, all stays where it is."""
-        started = time.perf_counter()
-        there, counts = to_host([torch.stack([x.counts for x in self._layers])])[0].unbind(1)
-        dropped = int((there - counts).sum())
-        if dropped == 0:
-            return
-        runtime, state = self._runtime, self._state
-        store = runtime.store
-        if state.private is None:
-            row = self._request.kv.req_pool_idx
-            state.private = store.allocate(row, state.served.name, 0, self._length, runtime.evict)
-        state.private.tail_start = self._length
-        runtime.detach(self._request, state)
-        if not store.grow(state.private, store.slots_for(counts), runtime.evict):
-            raise RuntimeError(f"request {self._request.rid}: the slots for its fold are gone")
-        store.fill(state.private, counts)
-        self._write()
-        state.folded += 1
-        state.dropped += dropped
-        seconds = self._seconds + time.perf_counter() - started
-        runtime.reports.finished_fold(self._request, state, seconds)
+    def _place(self, layers: Iterable[_Rows], first_page: torch.Tensor) -> None:
+        """Write the rows of each layer in turn; first_page [L, G] of their lists."""
+        arena, place = self._runtime.arena, self._state.served.kernels.place
+        pages = arena.pages(self._state.private.slots)
+        for rows, first in zip(layers, first_page, strict=True):
+            given = (rows.k, rows.v, rows.kept, pages)
+            place(arena.entries, *given, value_offset=arena.value_offset, first_page=first)
 
-    def _write(self) -> None:
-        private, arena = self._state.private, self._runtime.arena
-        place, offset = self._state.served.kernels.place, arena.value_offset
-        pages = arena.pages(private.slots)
-        for rows, start in zip(self._layers, private.layer_starts, strict=True):
-            place(arena.entries, rows.k, rows.v, rows.kept, pages[start:], value_offset=offset)
+
+def _changes(choice: Choice) -> bool:
+    """Whether entries that stay become others."""
+    return any(each is not None for each in (choice.k, choice.v, choice.shift))

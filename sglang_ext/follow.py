@@ -1,21 +1,19 @@
-"""A request's policy at one decode step: what it is shown, and what leaves."""
+"""A request's policy is taken through the decode steps since it was followed last."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.sglang_ext.arena import Arena
-from kvpolicy.sglang_ext.fold import Fold, Room
+from kvpolicy.sglang_ext.fold import Fold, Read, Room
 from kvpolicy.sglang_ext.lists import Lists
 from kvpolicy.sglang_ext.request import State
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.runtime import Runtime
-
-# From a layer and `there` [G, M] or None to k, v [G, M, D].
-Read = Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
 def read_lists(arena: Arena, lists: Lists, index: int, gather: Callable[..., Any]) -> Read:
@@ -43,48 +41,73 @@ def read_slots(arena: Arena, slots: torch.Tensor) -> Read:
     return read
 
 
-class Follower:
-    """One request in one decode step."""
+def read_request(
+    arena: Arena, table: torch.Tensor, request: Any, state: State, length: int
+) -> tuple[Lists | None, Read]:
+    """Reads all entries of a request, wherever they lie.
 
-    def __init__(
-        self, runtime: Runtime, room: Room, request: Any, state: State, length: int, read: Read
-    ) -> None:
-        """
+    Args:
+        table: [rows, context] SGLang's table of slots.
+        length: tokens of the request.
+
+    Returns:
+        Where its entries are, if some are in private pages; and what reads them.
+    """
+    if state.private is None:
+        slots = table[request.kv.req_pool_idx, :length].to(torch.int64)
+        return None, read_slots(arena, slots)
+    lists = Lists(arena, [state.private], [length], table)
+    return lists, read_lists(arena, lists, 0, state.served.kernels.gather)
+
+
+def no_queries(state: State, arena: Arena) -> torch.Tensor:
+    """[H, 1, D] zeros: what a policy is shown that reads no queries."""
+    shape = state.served.bound.shape
+    return arena.storage.new_zeros(shape.heads, 1, shape.head_dim)
+
+
+@dataclass(frozen=True)
+class Following:
+    """Decode steps that one request's policy is taken through at once; all tokens are cached.
+
+    Attributes:
+        length: tokens of the request, those of the steps included.
+        positions: [T] of the steps' tokens.
+        queries: from a layer to [H, T, D], as policies see them.
+        read: of its entries, up to the last step's.
+    """
+
+    request: Any
+    state: State
+    length: int
+    positions: Sequence[int]
+    queries: Callable[[int], torch.Tensor]
+    read: Read
+
+    def go(self, runtime: Runtime, *, leaves: bool) -> None:
+        """Take the policy through the steps, and fold what stays.
+
         Args:
-            room: of this forward.
-            length: tokens of the request, the new one included.
-            read: of its entries, up to the new one.
+            leaves: whether entries may leave at the last step.
         """
-        self._memory, self._read = state.memory, read
-        step = self._memory.generated + 1
-        leaves = state.leaves_at(step)
-        if leaves and not room.promise(request, state, length):
-            runtime.reports.skipped_fold(request, state, step)
-            leaves = False
-        self._memory.step(length - 1 - state.progress.shift, leaves=leaves)
-        self._fold = Fold(runtime, request, state, length) if leaves else None
+        choices = self.state.memory.follow(self.positions, self.queries, self.read, leaves=leaves)
+        if choices:
+            Fold(runtime, self.request, self.state, self.length, self.read).finish(choices)
 
-    @property
-    def watches(self) -> bool:
-        """Whether it is to observe the layers of this step."""
-        return self._fold is not None or self._memory.wants != "nothing"
 
-    def observe(self, layer: int, queries: torch.Tensor) -> None:
-        """Show a layer to the policy, after its attention.
+def may_leave(runtime: Runtime, room: Room, request: Any, state: State, length: int) -> bool:
+    """Whether entries leave at the decode step of a request's last token.
 
-        Args:
-            queries: [H, 1, D] of the new token, as a policy sees them.
-        """
-        k = v = None
-        there = self._memory.layout(layer).there
-        wanted = self._memory.wants == "entries"
-        if wanted or self._fold is not None:
-            k, v = self._read(layer, there)
-        choice = self._memory.observe(layer, queries, *((k, v) if wanted else (None, None)))
-        if self._fold is not None:
-            self._fold.add(choice, there, k, v)
+    If they should, and there is no room for what might stay, the step is noted as skipped.
 
-    def finish(self) -> None:
-        """After the forward."""
-        if self._fold is not None:
-            self._fold.finish()
+    Args:
+        room: of this forward.
+        length: tokens of the request, that one included.
+    """
+    step = length - state.prompt
+    if not state.leaves_at(step):
+        return False
+    if room.promise(request, state, length):
+        return True
+    runtime.reports.skipped_fold(request, state, step)
+    return False

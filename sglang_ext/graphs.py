@@ -1,10 +1,15 @@
 """Which decode steps replay CUDA graphs, and which of two graphs.
 
 SGLang captures a decode graph per batch size, and several where attention has variants. Here it has
-two: plain batches replay a graph with the stock attention, and batches in which a request reads
-compressed entries one whose attention reads the device tables (tables.py). A step runs without a
-graph if a policy looks at it or lets entries leave, or if a request stores layers in pairs: all of
-that is Python between the layers.
+two: plain batches replay a graph with the stock attention and nothing else, and batches in which a
+request reads compressed entries one whose attention reads the device tables (tables.py). That one
+notes queries as well (queries.py), if any served policy reads them while decoding, so a batch in
+which a policy will read this step's queries replays it even before anything has been compressed:
+its attention reads requests without private pages, too. A third and a fourth variant would only
+save other batches of compressed requests one small copy per layer, for twice the graphs.
+
+Policies do nothing between layers. A step runs without a graph only if a request stores layers in
+pairs, which no kernel for the tables reads.
 """
 
 from __future__ import annotations
@@ -45,7 +50,16 @@ def reads_tables(runtime: Runtime) -> bool:
     if capturing is not None:
         return capturing == COMPRESSED
     step = None if runtime.step is None else runtime.step.decode
-    return step is not None and step.reads
+    return step is not None and (step.reads or step.notes)
+
+
+def notes_queries(runtime: Runtime) -> bool:
+    """Whether a decode forward, or a capture, is to note its queries."""
+    capturing = compat.captured_attention()
+    if capturing is not None:
+        return capturing == COMPRESSED and runtime.queries.needed
+    step = None if runtime.step is None else runtime.step.decode
+    return step is not None and step.notes
 
 
 def verify(runner: Any) -> None:

@@ -47,7 +47,7 @@ def install(runtime: Runtime) -> None:
             backend = factory(runner)
             if name in refusals.SERVED_BACKENDS:
                 heads = refusals.model_shape(runner.model_config).heads
-                return backends.attach(backend, name, runtime, heads)
+                return backends.attach(backend, name, runtime, heads, runner.dtype)
             raise stop(Refused(f"--attention-backend {name} cannot read compressed entries."))
 
         return build

@@ -15,6 +15,7 @@ from kvpolicy.sglang_ext import propagation, share
 from kvpolicy.sglang_ext.arena import Arena
 from kvpolicy.sglang_ext.growth import Growth
 from kvpolicy.sglang_ext.kernels_in_use import in_use
+from kvpolicy.sglang_ext.notes import Notes, wanted
 from kvpolicy.sglang_ext.options import Policy
 from kvpolicy.sglang_ext.propagation import Plan, Progress
 from kvpolicy.sglang_ext.store import Private
@@ -117,6 +118,7 @@ class State:
         uncompressed: why its prompt is served in full, or None.
         folds: whether entries may leave while it decodes.
         memory: what its policy remembers while it decodes, from the end of its prompt on.
+        notes: decode steps that its policy has not been taken through.
         private: its compressed copy, from the forward that ends its prompt, or its first fold, on.
         published: whether SGLang has offered its prompt to the radix cache.
         detached: whether its prompt has been left to the radix cache.
@@ -141,6 +143,7 @@ class State:
     uncompressed: str | None = None
     folds: bool = False
     memory: Memory | None = None
+    notes: Notes = field(default_factory=Notes)
     private: Private | None = None
     published: bool = False
     detached: bool = False
@@ -189,6 +192,13 @@ class State:
         prompt = self.prompt if self.memory is None else self.memory.prompt
         return step not in self.skipped and self.served.bound.leaves_at(step, prompt)
 
+    def reads_queries(self, step: int) -> bool:
+        """Whether its policy will read the queries of a decode step, from 1."""
+        if self.memory.not_finite:
+            return False
+        later = self.notes.wanted
+        return later is None or any(self.leaves_at(step + i) for i in range(later))
+
     def next_end(self, prefix: int, end: int) -> int:
         """Where a pass of a resumed request must end: its prompt, or where entries leave.
 
@@ -208,6 +218,7 @@ class State:
         """
         if self.folds and not run.not_finite:
             self.memory = run.memory(held)
+            self.notes = Notes(wanted(self.served.bound, self.memory.prompt))
         else:
             self.forget()
 
@@ -215,6 +226,7 @@ class State:
         """Give up what its policy remembers: it goes on in full."""
         self.folds = False
         self.memory = None
+        self.notes = Notes()
 
 
 def state_of(request: Any) -> State | None:

@@ -2,7 +2,7 @@
 
 After a retraction the prompt is prefilled again and compressed as it was. The output follows in
 passes that end where entries left, so that every token sees the entries that it saw before; after
-each pass the policy goes through its tokens one by one.
+each pass the policy is taken through its tokens, as after decode steps.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.sglang_ext.backend import attend
-from kvpolicy.sglang_ext.fold import Room
-from kvpolicy.sglang_ext.follow import Follower, Read, read_lists, read_slots
+from kvpolicy.sglang_ext.fold import Read, Room
+from kvpolicy.sglang_ext.follow import Following, may_leave, no_queries, read_request
 from kvpolicy.sglang_ext.frame import Frame
 from kvpolicy.sglang_ext.lists import Lists
+from kvpolicy.sglang_ext.notes import LONGEST
 from kvpolicy.sglang_ext.prefill_step import scaled
 from kvpolicy.sglang_ext.request import State, iterate_rows
 
@@ -43,12 +44,30 @@ class _Resumed:
     read: Read
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def until(self, length: int) -> Read:
+    def following(self, first: int, end: int, nothing: torch.Tensor) -> Following:
+        """The steps of its tokens from `first` to before `end`.
+
+        Args:
+            nothing: [H, 1, D] zeros, for a policy that reads no queries.
+        """
+        shift = self.state.progress.shift
+
+        def queries(layer: int) -> torch.Tensor:
+            if layer not in self.queries:
+                return nothing.expand(-1, end - first, -1)
+            return self.queries[layer][:, first - self.first : end - self.first]
+
+        positions = range(first - shift, end - shift)
+        return Following(self.request, self.state, end, positions, queries, self._until(end))
+
+    def _until(self, length: int) -> Read:
         """Reads its entries up to its first `length` tokens."""
+        later = self.end - length
+        if not later:
+            return self.read
 
         def read(layer: int, there: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-            later = self.end - length
-            if there is not None and later:
+            if there is not None:
                 there = torch.cat([there, there.new_ones(there.shape[0], later)], dim=1)
             k, v = self.read(layer, there)
             return k[:, : k.shape[1] - later], v[:, : v.shape[1] - later]
@@ -66,13 +85,8 @@ class ResumeStep:
         for request, state, rows, prefix in iterate_rows(batch):
             if prefix < state.prompt:
                 continue
-            length, lists = prefix + rows.stop - rows.start, None
-            if state.private is not None:
-                lists = Lists(arena, [state.private], [length], table)
-                read = read_lists(arena, lists, 0, state.served.kernels.gather)
-            else:
-                slots = table[request.kv.req_pool_idx, :length].to(torch.int64)
-                read = read_slots(arena, slots)
+            length = prefix + rows.stop - rows.start
+            lists, read = read_request(arena, table, request, state, length)
             self._resumed.append(_Resumed(request, state, prefix, length, lists, read))
 
     def overwrite(
@@ -97,25 +111,25 @@ class ResumeStep:
         """
         for each in self._resumed:
             rows = self._frame.rows(each.request)
-            if rows is not None and each.state.memory is not None:
+            state = each.state
+            if rows is not None and state.memory is not None and state.notes.wanted != 0:
                 queries = scaled(heads[rows], layer).transpose(0, 1)
                 each.queries[layer.layer_id] = queries.clone()
 
     def finish(self) -> None:
-        """After the forward: take the policies through its tokens."""
+        """After the forward: take the policies through its tokens, and fold what stays.
+
+        Entries leave at a pass's last token only; before it come as many steps at once as are
+        noted at most while decoding.
+        """
         room = Room(self._runtime)
         for each in self._resumed:
             if each.state.memory is None:
                 continue
-            for length in range(each.first + 1, each.end + 1):
-                self._follow(each, room, length)
-
-    def _follow(self, resumed: _Resumed, room: Room, length: int) -> None:
-        read = resumed.until(length)
-        request, state = resumed.request, resumed.state
-        follower = Follower(self._runtime, room, request, state, length, read)
-        if follower.watches:
-            row = length - 1 - resumed.first
-            for layer, queries in resumed.queries.items():
-                follower.observe(layer, queries[:, row : row + 1])
-        follower.finish()
+            nothing = no_queries(each.state, self._runtime.arena)
+            for first in range(each.first, each.end, LONGEST):
+                end = min(first + LONGEST, each.end)
+                leaves = end == each.end and may_leave(
+                    self._runtime, room, each.request, each.state, end
+                )
+                each.following(first, end, nothing).go(self._runtime, leaves=leaves)

@@ -6,9 +6,10 @@ batched    `allocate` takes them when the forward ends the prompt
 forward    `step` observes every layer; afterwards the kept entries are copied to private pages
 published  `published` leaves the prompt to the radix cache, unlocked: others can hit it, and it is
            the first to be evicted when memory is short
-decoding   reads private pages and the tail; the tail grows as in stock SGLang. A policy that
-           goes on observes each step; where entries leave, what stays is folded into private
-           pages, and `detach` gives up the tail's slots (and the prompt, if it is still there)
+decoding   reads private pages and the tail; the tail grows as in stock SGLang. Of a request whose
+           policy goes on each step is noted; where entries may leave, the policy is taken through
+           the noted steps, what stays is folded into private pages, and `detach` gives up the
+           tail's slots (and the prompt, if it is still there)
 retracted  `retracted`; the prompt is prefilled again, the same entries are chosen, and the output
            so far is computed on them in further chunks, so that decoding goes on as it would have
 freed      SGLang frees the row, the store gives back the slots
@@ -23,8 +24,10 @@ from kvpolicy.sglang_ext import admission, compat, kept, request
 from kvpolicy.sglang_ext.arena import Arena
 from kvpolicy.sglang_ext.force import Forcing
 from kvpolicy.sglang_ext.metrics import Metrics
+from kvpolicy.sglang_ext.notes import Notes
 from kvpolicy.sglang_ext.options import Policy
 from kvpolicy.sglang_ext.propagation import Progress
+from kvpolicy.sglang_ext.queries import QueryBuffer
 from kvpolicy.sglang_ext.reports import Reports
 from kvpolicy.sglang_ext.request import Served, State, iterate_finishing, state_of
 from kvpolicy.sglang_ext.rotary import Rotary
@@ -44,6 +47,7 @@ class Runtime:
         self.reports = Reports(self)
         self.forcing = Forcing()
         self.streams = Streams()
+        self.queries = QueryBuffer([policy.program for policy in self.policies])
         self.step: Step | None = None
         self.tree: Any = None  # SGLang's radix cache, from the first batch on
         self._has_room = False
@@ -312,5 +316,6 @@ class Runtime:
         if state.memory is not None or (state.private is not None and state.private.ready):
             state.was_compressed = len(req.output_ids) > 0
         state.private = state.memory = None
+        state.notes = Notes()
         state.published = state.detached = False
         state.folded = state.dropped = 0

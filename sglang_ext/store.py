@@ -43,6 +43,7 @@ class Private:
         counts: [L, G] int32 entries of each (layer, KV head); None until they are written.
         first_page: [L, G] int32, index of the list's first page among the request's pages.
         laid_out: per layer and KV head, entries that the pages hold.
+        room: [L, G] entries for which each list has pages, on the host.
         layer_starts: per layer, `first_page` of its first list, for the host.
         tail_start: position from which entries lie in ordinary slots: what was there when the
             copy was last written. Of these slots the request may own some before that position:
@@ -57,6 +58,7 @@ class Private:
     counts: torch.Tensor | None = None
     first_page: torch.Tensor | None = None
     laid_out: list[list[int]] | None = None
+    room: torch.Tensor | None = None
     layer_starts: list[int] | None = None
     shared: Shared | None = None
 
@@ -162,9 +164,7 @@ class Store:
 
     def slots_for(self, counts: torch.Tensor) -> int:
         """Slots that so many entries [L, G] take."""
-        page = self.arena.kv_heads
-        pages = int(((counts + page - 1) // page).sum())
-        return self.whole_pages(self.arena.slots_for(pages))
+        return self.whole_pages(self.arena.slots_for(self.lay_out(counts)[1]))
 
     def saves(self, private: Private, counts: torch.Tensor) -> bool:
         """Whether so many entries [L, G] take fewer slots than the prompt does."""
@@ -193,15 +193,40 @@ class Store:
             counts: [L, G] entries that will be written, on the host.
         """
         page, device = self.arena.kv_heads, self.arena.storage.device
+        first_page, pages = self.lay_out(counts)
         private.laid_out = counts.tolist()
-        used = ((counts + page - 1) // page).flatten()
-        first_page = (used.cumsum(0) - used).view(counts.shape)
+        private.room = (counts + page - 1) // page * page
         private.layer_starts = first_page[:, 0].tolist()
         private.counts = to_device(counts, torch.int32, device)
         private.first_page = to_device(first_page, torch.int32, device)
-        slots = self.whole_pages(self.arena.slots_for(int(used.sum())))
+        slots = self.whole_pages(self.arena.slots_for(pages))
         if private.slots.numel() > slots:
             self._give_back(private, keep=slots)
+        if self._tables is not None:
+            self._tables.note(private)
+
+    def lay_out(self, counts: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Where the lists of a request begin if they follow each other.
+
+        Args:
+            counts: [L, G] entries, on the host.
+
+        Returns:
+            [L, G] first page of each list, and the pages that all take.
+        """
+        page = self.arena.kv_heads
+        used = ((counts + page - 1) // page).flatten()
+        return (used.cumsum(0) - used).view(counts.shape), int(used.sum())
+
+    def settled(self, private: Private, counts: torch.Tensor, written: torch.Tensor) -> None:
+        """The lists of a request have become shorter where they lie.
+
+        Args:
+            counts: [L, G] entries that they hold, on the host.
+            written: int32 [L, G], the same on the device.
+        """
+        private.laid_out = counts.tolist()
+        private.counts = written
         if self._tables is not None:
             self._tables.note(private)
 

@@ -23,7 +23,7 @@ POLICIES = {
     "snapkv": ["capacity=24", "window=8"],
     "adakv": ["capacity=20", "window=8"],
     "streamingllm": ["start=2", "window=18"],
-    "h2o": ["heavy=12", "window=10"],  # looks at every step
+    "h2o": ["heavy=12", "window=10"],  # reads the queries of every step
     "minicache": ["start=0"],
 }
 scenarios.POLICIES = POLICIES
@@ -104,6 +104,8 @@ def _note_steps(driver: Any) -> list[dict[str, Any]]:
     seen: list[dict[str, Any]] = []
     forward, runner = Runtime.forward, driver.scheduler.tp_worker.model_runner
     compute, graphs = runner.forward, _graph_runner(runner)
+    if graphs is not None:
+        runner.attn_backend.init_cuda_graph_state(8, 8)
     backend = type(compat.backends_in_use(runner)[-1])
     decode, runtimes = backend.forward_decode, []
 
@@ -196,6 +198,44 @@ def _note_streams(driver: Any) -> dict[str, int]:
     return seen
 
 
+def memory(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """What lies beside a pool of `budget` bytes, reckoned and held, as if graphs were captured.
+
+    `captured` requests are in the largest captured batch.
+    """
+    budget, captured = flags.pop("budget"), flags.pop("captured")
+    from kvpolicy.sglang_ext import compat, reserved
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+
+    KVCacheConfigurator._profile_available_bytes = lambda self, before: budget
+    compat.captured_requests = lambda options: captured
+    reckoned, reckon = [], reserved.reckon
+    reserved.reckon = lambda *given: reckoned.append((given[-1], reckon(*given))) or reckoned[-1][1]
+    driver = scenarios.start(model, flags)
+    runner = driver.scheduler.tp_worker.model_runner
+    backend, store = runner.attn_backend, driver.store
+    backend.init_cuda_graph_state(captured, captured)
+    reader = _closure(backend.init_cuda_graph_state, "tables")
+    held = {
+        "tables": reader.runtime.tables.tables.bytes,
+        "decode attention": reader.workspace.nbytes,
+        "queries": reader.runtime.queries._captured.nbytes,
+    }
+    return {
+        "reckoned": reckoned,
+        "held": held,
+        "pool": store.arena.storage.nbytes,
+        "slot": store.arena.slot_bytes,
+        "tokens": driver.scheduler.max_total_num_tokens,
+    }
+
+
+def _closure(function: Any, name: str) -> Any:
+    """A variable that a function has from around it."""
+    code = function.__func__.__code__
+    return function.__func__.__closure__[code.co_freevars.index(name)].cell_contents
+
+
 def _in_forward() -> bool:
     frame = sys._getframe(1)
     while frame is not None:
@@ -207,6 +247,6 @@ def _in_forward() -> bool:
 
 if __name__ == "__main__":
     name, out, model, flags = sys.argv[1:]
-    found = {"answers": answers, "steps": steps}[name](model, json.loads(flags))
+    found = {"answers": answers, "steps": steps, "memory": memory}[name](model, json.loads(flags))
     Path(out).write_text(json.dumps(found))
     os._exit(0)  # the scheduler's threads would keep the process alive

@@ -67,13 +67,15 @@ def watch(driver: Driver) -> dict[str, dict[int, Any]]:
             state = state_of(request)
             memory = None if state is None else state.memory
             if memory is not None:
-                seen.setdefault(request.rid, {})[memory.generated] = _cached(memory)
+                noted = state.notes.positions  # its policy will be taken through them later
+                step = memory.generated + len(noted)
+                seen.setdefault(request.rid, {})[step] = _cached(memory, noted)
 
     driver.each_step.append(note)
     return seen
 
 
-def _cached(memory: Any) -> list[list[list[int]]]:
+def _cached(memory: Any, noted: list[int]) -> list[list[list[int]]]:
     found = []
     for layer in range(memory.bound.shape.layers):
         layout = memory.layout(layer)
@@ -82,7 +84,7 @@ def _cached(memory: Any) -> list[list[list[int]]]:
             there = (
                 layout.positions.new_ones(memory.bound.shape.kv_heads, len(layout.positions)) > 0
             )
-        found.append([layout.positions[each].tolist() for each in there])
+        found.append([[*layout.positions[each].tolist(), *noted] for each in there])
     return found
 
 

@@ -1,5 +1,6 @@
 """Which attention a decode step takes, in a scheduled forward, in a capture and outside of both."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,10 +8,12 @@ import torch
 
 pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
 
+from kvpolicy.dsl.check import load
 from kvpolicy.sglang_ext import backend as backends
 from kvpolicy.sglang_ext import compat, graphs
 from kvpolicy.sglang_ext.arena import create_arena
 from kvpolicy.sglang_ext.errors import Refused
+from kvpolicy.sglang_ext.queries import QueryBuffer
 from kvpolicy.sglang_ext.runtime import Runtime
 from kvpolicy.sglang_ext.tables import DeviceTables
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
@@ -18,6 +21,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_executor.runner_utils import capture_mode
 
+POLICIES = Path(__file__).parents[2] / "policies"
 LAYERS, HEADS, KV_HEADS, SIZE, SLOTS, ROWS = 2, 4, 2, 16, 20, 4
 LAYER = SimpleNamespace(
     layer_id=1, tp_q_head_num=HEADS, tp_k_head_num=KV_HEADS, qk_head_dim=SIZE, scaling=0.25
@@ -42,13 +46,10 @@ class Stock(AttentionBackend):
 
 
 class Step:
-    """A decode step that notes what it observes."""
+    """A decode step."""
 
-    def __init__(self, reads, needs_python=False):
-        self.reads, self.needs_python, self.observed = reads, needs_python, []
-
-    def observe(self, layer, heads):
-        self.observed.append(layer.layer_id)
+    def __init__(self, reads, notes=False, needs_python=False):
+        self.reads, self.notes, self.needs_python = reads, notes, needs_python
 
     def overwrite_paired(self, heads, out, attend):
         pass
@@ -60,6 +61,7 @@ def runtime():
     made.arena = create_arena(LAYERS, SLOTS, KV_HEADS, SIZE, torch.float32, "cpu")
     made.arena.storage.normal_(generator=torch.Generator().manual_seed(0))
     made.tables = DeviceTables(made.arena, ROWS, SLOTS)
+    made.queries = QueryBuffer([load(str(POLICIES / "h2o.yaml")).require()])
     return made
 
 
@@ -86,31 +88,72 @@ def decode(backend, requests=2):
 
 
 def test_a_backend_stays_what_it_was(runtime):
-    backend = backends.attach(Stock(), "triton", runtime, HEADS)
+    backend = backends.attach(Stock(), "triton", runtime, HEADS, torch.float32)
     assert isinstance(backend, Stock)
     assert type(backend).__name__ == "KVPolicyStock"
     assert backend.calls == []
 
 
 def test_plain_batches_and_warm_ups_are_the_stock_backends(runtime):
-    backend = backends.attach(Stock(), "triton", runtime, HEADS)
+    backend = backends.attach(Stock(), "triton", runtime, HEADS, torch.float32)
     assert decode(backend).eq(1).all()  # SGLang's own batch, outside of any scheduled forward
-    step = going_on(runtime, reads=False)
+    going_on(runtime, reads=False)
     assert decode(backend).eq(1).all()
-    assert step.observed == [1]
     assert backend.calls == ["forward_decode"] * 2
+    assert runtime.queries._layers == {}  # nothing was noted
 
 
 def test_a_batch_that_reads_compressed_entries_takes_the_tables(runtime):
-    backend = backends.attach(Stock(), "triton", runtime, HEADS)
-    step = going_on(runtime, reads=True)
+    backend = backends.attach(Stock(), "triton", runtime, HEADS, torch.float32)
+    going_on(runtime, reads=True)
     assert not decode(backend).eq(1).any()
-    assert step.observed == [1]
     assert backend.calls == []
+    assert runtime.queries._layers == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "reads"), [("triton", False), ("triton", True), ("torch_native", False)]
+)
+def test_queries_are_noted_where_a_policy_will_read_them(runtime, name, reads):
+    backend = backends.attach(Stock(), name, runtime, HEADS, torch.float32)
+    going_on(runtime, reads=reads, notes=True)
+    out = decode(backend, requests=3)
+    assert out.eq(1).all() == (name == "torch_native")
+    q = torch.randn(3, HEADS, SIZE, generator=torch.Generator().manual_seed(1))
+    noted = runtime.queries.take([2, 0], 3)
+    assert noted.shape == (LAYERS, 2, HEADS, SIZE)
+    assert torch.equal(noted[1], q[[2, 0]])
+    assert noted[0].eq(0).all()  # layer 1 alone has been computed
+
+
+def test_a_capture_notes_queries_in_one_variant_and_where_replays_find_them(runtime, capturing):
+    backend = backends.attach(Stock(), "triton", runtime, HEADS, torch.float32)
+    backend.init_cuda_graph_state(4, 4)
+    held = runtime.queries._captured
+    capturing(graphs.PLAIN)
+    decode(backend)
+    assert held.eq(0).all()
+    capturing(graphs.COMPRESSED)
+    decode(backend, requests=4)
+    assert not held[1].eq(0).any()
+    capturing(None)
+    going_on(runtime, reads=False, notes=True)
+    decode(backend, requests=2)  # a step that runs without a graph
+    assert runtime.queries._captured is held
+    assert runtime.queries._larger is None
+
+
+def test_a_server_whose_policies_read_no_queries_notes_none(runtime, capturing):
+    runtime.queries = QueryBuffer([load(str(POLICIES / "streamingllm.yaml")).require()])
+    backend = backends.attach(Stock(), "triton", runtime, HEADS, torch.float32)
+    backend.init_cuda_graph_state(4, 4)
+    capturing(graphs.COMPRESSED)
+    decode(backend)
+    assert runtime.queries._captured is runtime.queries._larger is None
 
 
 def test_a_capture_decides_for_its_variant_alone(runtime, capturing):
-    backend = backends.attach(Stock(), "triton", runtime, HEADS)
+    backend = backends.attach(Stock(), "triton", runtime, HEADS, torch.float32)
     going_on(runtime, reads=True)
     wanted = decode(backend)
     runtime.step = None
@@ -134,7 +177,7 @@ def test_captured_batches_share_one_workspace(runtime, monkeypatch):
         return torch.zeros_like(q)
 
     monkeypatch.setattr(kernel, "decode_attention", noting)
-    backend = backends.attach(Stock(), "fa3", runtime, HEADS)
+    backend = backends.attach(Stock(), "fa3", runtime, HEADS, torch.float32)
     going_on(runtime, reads=True)
     decode(backend)
     backend.init_cuda_graph_state(3, 7)
@@ -150,7 +193,7 @@ def test_captured_batches_share_one_workspace(runtime, monkeypatch):
 
 
 def test_reads_of_the_table_of_slots_end_with_the_layers(runtime):
-    backend = backends.attach(Stock(), "flashinfer", runtime, HEADS)
+    backend = backends.attach(Stock(), "flashinfer", runtime, HEADS, torch.float32)
     assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.IN_REPLAY
     going_on(runtime, reads=False)
     assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.IN_REPLAY
@@ -197,6 +240,15 @@ def test_graphs_without_the_variant_are_refused(runtime):
     graphs.verify(runner([1, 2], graphs.GraphVariants(runtime)))
     with pytest.raises(Refused, match=r"without one that reads compressed entries; .*\.$"):
         graphs.verify(runner([1, 2], None))
+
+
+def test_a_batch_that_notes_queries_replays_the_graph_that_does(runtime):
+    variants = graphs.GraphVariants(runtime)
+    going_on(runtime, reads=False, notes=True)
+    assert graphs.can_replay(runtime)
+    assert variants.select(None) == graphs.COMPRESSED
+    going_on(runtime, reads=False)
+    assert variants.select(None) == graphs.PLAIN
 
 
 def test_steps_with_python_between_layers_run_without_a_graph(runtime):

@@ -1,0 +1,227 @@
+"""What stays of one request at a fold, however it is written: in place, by layer or anew."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_allocator import Allocator, no_cache
+from kvpolicy.dsl.torch_layout import Choice
+from kvpolicy.sglang_ext.arena import create_arena
+from kvpolicy.sglang_ext.fold import Fold
+from kvpolicy.sglang_ext.follow import read_request
+from kvpolicy.sglang_ext.kernels_in_use import in_use
+from kvpolicy.sglang_ext.lists import Lists
+from kvpolicy.sglang_ext.store import Store
+from kvpolicy.sglang_ext.tables import DeviceTables
+
+LAYERS, KV_HEADS, SIZE, SLOTS, ROW, CONTEXT = 3, 2, 8, 120, 2, 60
+WAYS = ("_settle", "_write_by_layer", "_write_anew")
+
+
+class World:
+    """One request with private pages, whose tail grows and whose entries leave."""
+
+    def __init__(self, monkeypatch, seed, page_size=1):
+        self.random = torch.Generator().manual_seed(seed)
+        arena = create_arena(LAYERS, SLOTS + page_size, KV_HEADS, SIZE, torch.float32, "cpu")
+        self.arena = arena
+        arena.storage.fill_(float("nan"))  # slots that nobody has written
+        self.tables = DeviceTables(arena, ROW + 1, SLOTS)
+        allocator = Allocator(SLOTS // page_size, page_size)
+        self.store = Store(arena, allocator, tables=self.tables)
+        self.table = torch.zeros(ROW + 1, CONTEXT, dtype=torch.int32)
+        self.length = self.freed = 0
+        self.ways, self.reported = [], []
+        served = SimpleNamespace(name="p", kernels=in_use(torch.device("cpu")))
+        self.state = SimpleNamespace(private=None, served=served, folded=0, dropped=0, memory=None)
+        self.request = SimpleNamespace(rid="r", kv=SimpleNamespace(req_pool_idx=ROW))
+        self.runtime = SimpleNamespace(
+            arena=arena, store=self.store, tables=self.tables, evict=no_cache,
+            detach=self.detach, reports=SimpleNamespace(finished_fold=self.report),
+            tree=SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=self.table)),
+        )  # fmt: skip
+        for way in WAYS:
+            monkeypatch.setattr(Fold, way, self.noting(way, getattr(Fold, way)))
+
+    def noting(self, way, original):
+        def run(fold, *given):
+            self.ways.append(way)
+            return original(fold, *given)
+
+        return run
+
+    def report(self, request, state, seconds):
+        self.reported.append((state.folded, state.dropped))
+
+    def detach(self, request, state):
+        """What has been copied, or is about to be overwritten, is free; a read would show."""
+        end = state.private.tail_start // self.store.allocator.page_size
+        end *= self.store.allocator.page_size
+        slots = self.table[ROW, self.freed : end].long()
+        self.store.allocator.free(slots)
+        self.arena.storage[:, :, slots] = float("nan")
+        self.table[ROW, self.freed : end] = 0
+        self.freed = end
+
+    def grow(self, tokens):
+        """So many tokens are cached in ordinary slots."""
+        page = self.store.allocator.page_size
+        for position in range(self.length, self.length + tokens):
+            if position % page == 0:
+                slots = self.store.allocator.alloc(page)
+                self.table[ROW, position : position + page] = slots
+        slots = self.table[ROW, self.length : self.length + tokens].long()
+        rows = (LAYERS, 2, tokens, KV_HEADS, SIZE)
+        self.arena.storage[:, :, slots] = torch.randn(rows, generator=self.random)
+        self.length += tokens
+        self.tables.write()
+
+    def entries(self):
+        """Per layer and KV head its keys and values [2, n, D]."""
+        private = self.state.private
+        if private is None:
+            slots = self.table[ROW, : self.length].long()
+            rows = self.arena.storage[:, :, slots]
+            return [[rows[i, :, :, g] for g in range(KV_HEADS)] for i in range(LAYERS)]
+        lists = Lists(self.arena, [private], [self.length], self.table)
+        found = []
+        for layer in range(LAYERS):
+            indptr, indices = lists.of(0, layer)
+            pools = (self.arena.entries, self.arena.values)
+            parts = [indices[start:end] for start, end in itertools.pairwise(indptr.tolist())]
+            found.append([torch.stack([pool[ids] for pool in pools]) for ids in parts])
+        return found
+
+    def choose(self, counts, changed=False):
+        """Choices that keep so many random entries of each list; what they keep, in order."""
+        before = self.entries()
+        choices, wanted = [], []
+        for layer, heads in enumerate(before):
+            lengths = [entries.shape[1] for entries in heads]
+            most = max(lengths)
+            there = torch.zeros(KV_HEADS, most, dtype=torch.bool)
+            kept = torch.zeros_like(there)
+            k, v = torch.full((2, KV_HEADS, most, SIZE), float("nan"))
+            own = []
+            for g, entries in enumerate(heads):
+                places = torch.randperm(most, generator=self.random)[: lengths[g]].sort().values
+                number = min(int(counts[layer][g]), lengths[g])
+                stay = torch.randperm(lengths[g], generator=self.random)[:number].sort().values
+                there[g, places] = True
+                kept[g, places[stay]] = True
+                k[g, places], v[g, places] = entries + 1 if changed else entries
+                own.append(entries[:, stay] + 1 if changed else entries[:, stay])
+            everywhere = bool(there.all())
+            rows = (k, v) if changed else (None, None)
+            choices.append(Choice(kept, *rows, None, None if everywhere else there))
+            wanted.append(own)
+        return choices, wanted
+
+    def fold(self, choices, finite=True):
+        """The fold of these choices, as `Memory.follow` and `land` would give them."""
+        there = torch.tensor([[entries.shape[1] for entries in heads] for heads in self.entries()])
+        kept = torch.stack([choice.kept.sum(1) for choice in choices])
+        landed = SimpleNamespace(there=there, kept=kept if finite else there, finite=finite)
+        self.state.memory = SimpleNamespace(finite=torch.tensor(finite), land=lambda: landed)
+        _, read = read_request(self.arena, self.table, self.request, self.state, self.length)
+        Fold(self.runtime, self.request, self.state, self.length, read).finish(choices)
+        self.store.check_integrity(self.store.allocator.free_slots)
+        self.grow(1)
+
+    def check(self, wanted):
+        """The entries before the token that came after a fold."""
+        for heads, others in zip(self.entries(), wanted, strict=True):
+            for own, other in zip(heads, others, strict=True):
+                assert torch.equal(own[:, :-1], other)
+
+
+def test_a_first_fold_copies_what_stays_and_leaves_the_rest(monkeypatch):
+    world = World(monkeypatch, 0)
+    world.grow(21)
+    choices, wanted = world.choose([[7, 7], [3, 21], [0, 1]])
+    world.fold(choices)
+    world.check(wanted)
+    assert world.ways == ["_write_anew"]
+    assert world.state.private.laid_out == [[7, 7], [3, 21], [0, 1]]
+    assert world.reported == [(1, 6 * 21 - 39)]
+    assert world.freed == 21
+
+
+def test_lists_that_stay_as_long_are_settled_in_place(monkeypatch):
+    world = World(monkeypatch, 1)
+    world.grow(30)
+    counts = [[7, 8], [3, 12], [1, 5]]
+    world.fold(world.choose(counts)[0])
+    layout = world.state.private.first_page.clone()
+    free = world.store.allocator.free_slots.numel()
+    for tokens in (1, 5, 4):
+        world.grow(tokens)
+        choices, wanted = world.choose(counts)
+        world.fold(choices)
+        world.check(wanted)
+        assert torch.equal(world.state.private.first_page, layout)
+        assert world.store.allocator.free_slots.numel() == free
+    assert world.ways == ["_write_anew", "_settle", "_settle", "_settle"]
+
+
+def test_changed_rows_are_written_layer_by_layer_where_there_is_room(monkeypatch):
+    world = World(monkeypatch, 2)
+    world.grow(30)
+    counts = [[7, 8], [3, 12], [4, 5]]
+    world.fold(world.choose(counts)[0])
+    for less in (0, 1, 2):
+        world.grow(3)
+        shorter = [[each - less for each in own] for own in counts]
+        choices, wanted = world.choose(shorter, changed=True)
+        world.fold(choices)
+        world.check(wanted)
+    assert world.ways == ["_write_anew"] + ["_write_by_layer"] * 3
+    slots = world.store.slots_for(torch.tensor(world.state.private.laid_out))
+    assert world.state.private.slots.numel() == slots
+
+
+def test_lists_that_became_much_shorter_give_their_slots_back(monkeypatch):
+    world = World(monkeypatch, 3)
+    world.grow(40)
+    world.fold(world.choose([[30, 30]] * LAYERS)[0])
+    choices, wanted = world.choose([[6, 6]] * LAYERS)
+    world.fold(choices)
+    world.check(wanted)
+    assert world.ways == ["_write_anew", "_write_by_layer"]
+    assert world.state.private.slots.numel() == 6
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_random_folds_keep_what_they_should(monkeypatch, page_size):
+    for seed in range(12):
+        world = World(monkeypatch, seed, page_size)
+        world.grow(20)
+        for _ in range(6):
+            more = int(torch.randint(0, 6, (), generator=world.random))
+            world.grow(more)
+            counts = torch.randint(0, 12, (LAYERS, KV_HEADS), generator=world.random).tolist()
+            changed = bool(torch.randint(0, 2, (), generator=world.random))
+            choices, wanted = world.choose(counts, changed)
+            if sum(map(sum, counts)) == 0:
+                continue
+            before = world.entries()
+            leaves = any(
+                own.shape[1] < entries.shape[1]
+                for heads, owns in zip(before, wanted, strict=True)
+                for entries, own in zip(heads, owns, strict=True)
+            )
+            world.fold(choices)
+            world.check(wanted if leaves else before)
+
+
+def test_nothing_is_touched_where_numbers_are_not_finite(monkeypatch):
+    world = World(monkeypatch, 4)
+    world.grow(20)
+    world.fold(world.choose([[5, 5]] * LAYERS)[0])
+    world.grow(4)
+    before, slots = world.entries(), world.state.private.slots
+    world.fold(world.choose([[5, 5]] * LAYERS)[0], finite=False)
+    world.check(before)
+    assert world.state.private.slots is slots
+    assert world.reported == [(1, 6 * 15)]
