@@ -7,6 +7,7 @@ The torch implementation is the reference: it writes the lists out and reads the
 from __future__ import annotations
 
 import torch
+from kvpolicy.kernels import pairs
 from kvpolicy.kernels.paged_attention import paged_attention
 from kvpolicy.kernels.tables import Tables
 
@@ -27,7 +28,8 @@ def decode_attention(
     KV head g of request b reads first the `tables.counts[rows[b], layer, g]` entries of its private
     pages, then the tokens `tables.tail_start[rows[b]] .. lengths[b] - 1` in ordinary slots. Entry j
     of the private list is place j % G of page p = first_page + j // G; page p lies in the request's
-    private slot number p // L, in the rows of layer p % L.
+    private slot number p // L, in the rows of layer p % L. Where the layer is stored in a pair, the
+    list is the pair's, and `pairs` says what stands in it.
 
     Args:
         q: [B, H, D] fp32, fp16 or bf16.
@@ -48,10 +50,12 @@ def decode_attention(
     check(q, storage, tables, rows, lengths, req_to_token, layer)
     if q.shape[0] == 0:
         return torch.zeros_like(q)
-    indptr, entries = lists_of(storage, tables, rows.long(), lengths.long(), req_to_token, layer)
+    given = (storage, tables, rows.long(), lengths.long(), req_to_token, layer)
+    indptr, entries, beside = lists_of(*given)
     pool = storage.view(-1, storage.shape[4])
     values = pool[storage.shape[2] * storage.shape[3] :]
-    return paged_attention(q.unsqueeze(1), pool, values, indptr, entries, scale=scale)[:, 0]
+    out = paged_attention(q.unsqueeze(1), pool, values, indptr, entries, scale=scale, **beside)
+    return out[:, 0]
 
 
 def lists_of(
@@ -61,9 +65,14 @@ def lists_of(
     lengths: torch.Tensor,
     req_to_token: torch.Tensor,
     layer: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The entries of each (request, KV head): indptr int64 [B * G + 1], indices int64 [nnz]."""
-    layers, _, padded, page, _ = storage.shape
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The entries of each (request, KV head).
+
+    Returns:
+        indptr int64 [B * G + 1], indices int64 [nnz], and what `paged_attention` takes besides
+        where layers may be stored in pairs: `value_indices`, `key_scale` and `value_scale`.
+    """
+    layers, _, padded, page, size = storage.shape
     request = torch.arange(rows.shape[0], device=rows.device).repeat_interleave(page)
     head = torch.arange(page, device=rows.device).repeat(rows.shape[0])
     row = rows[request]
@@ -75,16 +84,36 @@ def lists_of(
     owner = torch.repeat_interleave(length)
     place = torch.arange(owner.shape[0], device=rows.device) - indptr[owner]
     paged = place < private[owner]
-    first = tables.first_page[row, layer, head].long()
-    number = torch.where(paged, first[owner] + place // page, 0)
+    first, starts = tables.first_page[row, layer, head].long(), tables.slots_start[row].long()
     # A place of the tail looks at the first private slot of all, and a private place at token 0,
     # for want of one of its own; neither is used. There may be no private slot at all.
     slots = torch.nn.functional.pad(tables.slots, (0, 1)).long()
-    own = torch.where(paged, tables.slots_start[row].long()[owner] + number // layers, 0)
+
+    def entry(at: torch.Tensor) -> torch.Tensor:
+        """Of places [nnz] in the lists' own pages."""
+        number = torch.where(paged, first[owner] + at // page, 0)
+        own = torch.where(paged, starts[owner] + number // layers, 0)
+        return (number % layers * 2 * padded + slots[own]) * page + at % page
+
     token = torch.where(paged, 0, tail_start[owner] + place - private[owner])
-    private_entry = (number % layers * 2 * padded + slots[own]) * page + place % page
     ordinary = (layer * 2 * padded + req_to_token[row[owner], token].long()) * page + head[owner]
-    return indptr, torch.where(paged, private_entry, ordinary)
+    if not tables.paired.numel():
+        return indptr, torch.where(paged, entry(place), ordinary), {}
+
+    kind = tables.paired[row, layer].long()[owner]  # 0, or 1 and which layer of the pair
+    coded = paged & (kind > 0)
+    floats = pairs.floats_of_row(size, storage.dtype)
+    rows_of_codes = torch.where(coded, pairs.code_rows(private[owner], floats), 0)
+    code_entry = entry(torch.where(coded, (kind - 1) * rows_of_codes + place // floats, 0))
+    numbers = storage.view(-1).view(torch.float32).view(-1, floats)
+    indices, scales = [], []
+    for offset in (0, padded * page):
+        codes = numbers[code_entry + offset, place % floats].masked_fill(~coded, 1.0)
+        at, scale = pairs.decode(codes, place)
+        indices.append(torch.where(paged, entry(2 * rows_of_codes + at), ordinary))
+        scales.append(scale)
+    beside = {"value_indices": indices[1], "key_scale": scales[0], "value_scale": scales[1]}
+    return indptr, indices[0], beside
 
 
 def check(
@@ -115,6 +144,11 @@ def check(
     for name, tensor in (("counts", tables.counts), ("first_page", tables.first_page)):
         if list(tensor.shape) != lists:
             raise ValueError(f"tables.{name}: expected {lists}, got {list(tensor.shape)}")
+    paired, some = list(tables.paired.shape), lists[:2]
+    if paired not in ([0, shape[0]], some):
+        raise ValueError(f"tables.paired: expected {some} or [0, {shape[0]}], got {paired}")
+    if paired == some:
+        pairs.floats_of_row(size, storage.dtype)
     for name, tensor in (("rows", rows), ("lengths", lengths)):
         if tensor.shape != (requests,):
             raise ValueError(f"{name}: expected [{requests}], got {list(tensor.shape)}")

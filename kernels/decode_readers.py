@@ -20,7 +20,7 @@ from kvpolicy.kernels.tables import Tables
 logger = logging.getLogger(__name__)
 
 TRITON = "triton"
-_OTHERS = {"flashinfer": paged_attention_flashinfer, "fa3": paged_attention_fa3}
+OTHERS = {"flashinfer": paged_attention_flashinfer, "fa3": paged_attention_fa3}
 
 
 def decode_attention(
@@ -48,7 +48,8 @@ def decode_attention(
         TunedError: as `tuned.load`.
     """
     given = (q, storage, tables, rows, lengths, req_to_token)
-    reader = reader_of(q, storage, entries)
+    # Only Triton's kernel multiplies what it reads, as layers in pairs need.
+    reader = TRITON if tables.paired.numel() else reader_of(q, storage, entries)
     if reader == TRITON:
         return by_triton(*given, layer=layer, scale=scale, workspace=workspace)
     return by_lists(reader, *given, layer=layer, scale=scale)
@@ -102,18 +103,19 @@ def by_lists(
     check(q, storage, tables, rows, lengths, req_to_token, layer)
     if not q.numel():
         return torch.zeros_like(q)
-    indptr, indices = lists_of(storage, tables, rows.long(), lengths.long(), req_to_token, layer)
+    given = (storage, tables, rows.long(), lengths.long(), req_to_token, layer)
+    indptr, indices, beside = lists_of(*given)
     pool = storage.view(-1, storage.shape[4])
     values = pool[storage.shape[2] * storage.shape[3] :]
-    attend = _OTHERS[reader].paged_attention
-    return attend(q.unsqueeze(1), pool, values, indptr, indices, scale=scale)[:, 0]
+    attend = OTHERS[reader].paged_attention
+    return attend(q.unsqueeze(1), pool, values, indptr, indices, scale=scale, **beside)[:, 0]
 
 
 @functools.lru_cache
 def _is_there(reader: str) -> bool:
     """Whether a reader's package is installed; says once that it is not."""
     try:
-        _OTHERS[reader].package()
+        OTHERS[reader].package()
     except ImportError as error:
         logger.warning("Decode attention: measured to be fastest by %s, but %s.", reader, error)
         return False

@@ -23,6 +23,9 @@ class Tables:
             private pages.
         slots_start: int32 [R], where the row's private slots begin in `slots`.
         slots: int32 [C], the private slots of all requests.
+        paired: int32 [R, L]; 0: the layer's lists hold its entries. 1: they are those of a pair in
+            which it is the lower layer, 2: the upper one (see `pairs`); `counts` are then the N
+            tokens. [0, L] where no request may store layers in pairs.
     """
 
     counts: torch.Tensor
@@ -30,6 +33,7 @@ class Tables:
     tail_start: torch.Tensor
     slots_start: torch.Tensor
     slots: torch.Tensor
+    paired: torch.Tensor
 
     @property
     def bytes(self) -> int:
@@ -38,17 +42,25 @@ class Tables:
 
     @classmethod
     def empty(
-        cls, rows: int, layers: int, kv_heads: int, slots: int, device: torch.device | str
+        cls,
+        rows: int,
+        layers: int,
+        kv_heads: int,
+        slots: int,
+        device: torch.device | str,
+        *,
+        pairs: bool = False,
     ) -> Tables:
         """Tables that say of every row that it has no private pages.
 
         Args:
             rows: R, of SGLang's request pool with its padding row.
             slots: C, private slots that all requests together may hold.
+            pairs: whether any may store layers in pairs.
         """
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        lists = (rows, layers, kv_heads)
-        return cls(zeros(*lists), zeros(*lists), zeros(rows), zeros(rows), zeros(slots))
+        lists, paired = (rows, layers, kv_heads), zeros(rows if pairs else 0, layers)
+        return cls(zeros(*lists), zeros(*lists), zeros(rows), zeros(rows), zeros(slots), paired)
