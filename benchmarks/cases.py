@@ -72,6 +72,23 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Tuning:
+    """What a file of measured choices says of a case whose calls differ in the values of knobs.
+
+    Attributes:
+        kernel: its name in `kvpolicy.kernels.tuned.KERNELS`.
+        where: the sizes that are named there.
+        knobs: of each call but the first, which takes the wrapper's own values.
+        called: whether the times as called decide, not those of the kernels alone.
+    """
+
+    kernel: str
+    where: dict[str, int | str]
+    knobs: dict[str, dict[str, int | str]]
+    called: bool = False
+
+
+@dataclass(frozen=True)
 class Case:
     """Calls that do the same work.
 
@@ -86,6 +103,7 @@ class Case:
         prefill: whether it happens once per prefill, so that its share of that is stated.
         waits: calls that wait for the device, so that no CUDA graph can hold them.
         note: further words for the report.
+        tuning: if the fastest call is to be chosen.
     """
 
     topic: str
@@ -100,6 +118,7 @@ class Case:
     targets: tuple[Target, ...] = ()
     waits: tuple[str, ...] = ()
     note: str = ""
+    tuning: Tuning | None = None
 
     def aiming(self, *targets: Target) -> Case:
         """The case with targets whose figures need it."""

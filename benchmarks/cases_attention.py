@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 
 import numpy as np
 import torch
 from attention_pool import LAYERS, PAGE, TAIL, Cache
 from cases import Bench, Case, Planned, Target, within
+from kvpolicy.kernels import paged_attention_fa3, paged_attention_flashinfer
 from kvpolicy.kernels.decode_attention_triton import decode_attention
 from measure import Times
 
@@ -22,7 +24,10 @@ POOL_BYTES = 32 << 30
 # Tokens and requests of the target over the whole cache.
 NAMED = (65536, 16)
 OURS = "ours, ragged"
-RAGGED = "FlashInfer, ragged, a list per KV head"
+RAGGED = {
+    "FlashInfer, ragged, a list per KV head": paged_attention_flashinfer,
+    "FlashAttention 3, ragged, a list per KV head": paged_attention_fa3,
+}
 WHOLE = "FlashInfer, whole cache"
 PAGED = ((1, "FlashInfer, page 1"), (PAGE, f"FlashInfer, page {PAGE}"))
 
@@ -53,7 +58,7 @@ def checked(cache: Cache, calls: dict[str, Callable]) -> str:
         said_of_call = ""
         for layer, request, head in ((0, 0, 0), (LAYERS - 1, -1, -1)):
             request, head = request % cache.batch, head % cache.model.shape.kv_heads
-            if name.startswith("ours") or name == RAGGED:
+            if name.startswith("ours") or name in RAGGED:
                 k, v = cache.entries(request, layer, head)
             else:
                 length = cache.tokens + TAIL if name == WHOLE else cache.uniform
@@ -151,12 +156,11 @@ def _flashinfer(cache: Cache, length: int, page: int) -> Callable:
     return call
 
 
-def _flashinfer_ragged(cache: Cache) -> Callable:
-    """The same ragged lists: each is to FlashInfer a request of one KV head with pages of one."""
-    import flashinfer
-
+def _ragged(cache: Cache, module: ModuleType) -> Callable:
+    """The same ragged lists by a package that knows pages: each list a sequence of its own."""
     shape, device = cache.model.shape, cache.model.device
-    calls = []
+    own = {}
+    attends = []
     for layer in range(LAYERS):
         lists = [
             cache.numbers(request, layer, head)
@@ -164,28 +168,29 @@ def _flashinfer_ragged(cache: Cache) -> Callable:
             for head in range(shape.kv_heads)
         ]
         indptr = np.concatenate([[0], np.cumsum([len(each) for each in lists])])
-        indices = torch.from_numpy(np.concatenate(lists)).to(device, torch.int32)
-        work = torch.empty(256 << 20, dtype=torch.uint8, device=device)
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            work, "NHD", use_tensor_cores=True, backend="fa2"
+        if module is paged_attention_flashinfer:
+            own = {"workspace": module.new_workspace(device)}  # every layer keeps its plan
+        attends.append(
+            module.plan(
+                torch.from_numpy(indptr).to(device),
+                torch.from_numpy(np.concatenate(lists)).to(device),
+                heads=shape.group,
+                size=shape.head_dim,
+                dtype=cache.model.dtype,
+                scale=cache.scale,
+                **own,
+            )
         )
-        wrapper.plan(
-            torch.from_numpy(indptr).to(device, torch.int32),
-            indices,
-            torch.ones(len(lists), dtype=torch.int32, device=device),
-            shape.group,
-            1,
-            shape.head_dim,
-            1,
-            sm_scale=cache.scale,
-            q_data_type=cache.model.dtype,
-            kv_data_type=cache.model.dtype,
-        )
-        q = cache.q[layer].view(-1, shape.group, shape.head_dim)
-        calls.append((wrapper, q))
-    entries = cache.storage.view(-1, 1, 1, shape.head_dim)
-    pool = (entries[: -cache.value_offset], entries[cache.value_offset :])
-    return lambda: [wrapper.run(q, pool).view(cache.q[0].shape) for wrapper, q in calls]
+    keys = cache.storage.view(-1, shape.head_dim)
+    values = keys[cache.value_offset :]
+
+    def call():
+        return [
+            attend(q.unsqueeze(1), keys, values)[:, 0]
+            for attend, q in zip(attends, cache.q, strict=True)
+        ]
+
+    return call
 
 
 def _sglang(cache: Cache) -> Callable:
@@ -222,15 +227,14 @@ def _sglang(cache: Cache) -> Callable:
 
 def _flash_attention(cache: Cache) -> Callable:
     """FlashAttention 3, SGLang's default on Hopper, where its library is there."""
-    from sglang.kernels.ops.attention.flash_attention_v3 import flash_attn_with_kvcache
-
+    decode = paged_attention_fa3.package()
     pages = cache.slots_of_uniform(cache.uniform).contiguous()
     lengths = torch.full((cache.batch,), cache.uniform, dtype=torch.int32, device=pages.device)
     paged = cache.storage.unflatten(2, (-1, PAGE))
 
     def call():
         return [
-            flash_attn_with_kvcache(
+            decode(
                 cache.q[layer].unsqueeze(1), paged[layer, 0], paged[layer, 1],
                 page_table=pages, cache_seqlens=lengths, softmax_scale=cache.scale, causal=True,
             )[:, 0]
@@ -248,7 +252,7 @@ def _alternatives(cache: Cache) -> tuple[dict[str, Callable], list[str]]:
     offered = {name: partial(_flashinfer, cache, cache.uniform, page) for page, name in PAGED}
     if cache.whole:
         offered[WHOLE] = partial(_flashinfer, cache, cache.tokens + TAIL, 1)
-    offered[RAGGED] = partial(_flashinfer_ragged, cache)
+    offered |= {name: partial(_ragged, cache, module) for name, module in RAGGED.items()}
     offered["SGLang's Triton kernel"] = partial(_sglang, cache)
     offered["FlashAttention 3, page 16"] = partial(_flash_attention, cache)
     missing = []

@@ -1,46 +1,35 @@
-"""The knobs that the kernels' wrappers take, beside their defaults, which were not measured.
+"""The knobs that the kernels' wrappers take, beside the values that they take by themselves.
 
-Not among the default topics: `--topics tuning` on a GPU says which defaults to change.
+Not among the default topics: `--topics tuning` on a GPU says what is faster there, and with
+`--write` puts it into the file of measured choices (tuned_file.py). Every variant is checked
+against the reference before it is timed; where one is wrong the whole case fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
 
 import torch
-from attention_pool import LAYERS, Cache
-from cases import Bench, Case, Planned, within
-from cases_attention import checked, ours
-from cases_memory import bits, prompt_of, sort_keys
-from cases_merging import links_of, lists_of
+from attention_pool import LAYERS, TAIL, Cache
+from cases import Bench, Case, Planned, Tuning, within
+from cases_attention import checked, exact, ours
 from cases_scoring import OURS, Prompt, bound, observed, off, scores
+from cases_tuning_moves import ALL, TOPIC, Knobs, named
 from kvpolicy.dsl.torch_program import TorchProgram
-from kvpolicy.kernels.compact_layers_triton import compact_layers
-from kvpolicy.kernels.merge_rows_triton import merge_rows
-from kvpolicy.kernels.nearest_triton import nearest
+from kvpolicy.kernels import decode_attention_triton, decode_readers, paged_attention_triton
 from kvpolicy.kernels.paged_attention_tiles_triton import Tile
-from kvpolicy.kernels.rows_triton import put_rows, take_rows
-from kvpolicy.kernels.select_triton import top
 from kvpolicy.kernels.table import TRITON
+from kvpolicy.kernels.tuned import plain
 from triton.runtime.errors import OutOfResources
 
 # Tokens and requests of each decode case.
 DECODE = ((65536, 16), (32768, 1), (8192, 64))
 TOKENS = 32768
-TOPIC = "tuning"
-
-
-def _variants(call: Callable, **knobs: Sequence) -> dict[str, Callable]:
-    """The call with its defaults, then with every combination of the knobs' values."""
-    made = {OURS: call}
-    for values in product(*knobs.values()):
-        given = dict(zip(knobs, values, strict=True))
-        name = ", ".join(f"{knob} {value}" for knob, value in given.items())
-        made[f"{OURS}, {name}"] = partial(call, **given)
-    return made
+# Queries of a request in the case of paged attention.
+QUERIES = 16
 
 
 def _fitting(case: Case) -> Case:
@@ -53,31 +42,120 @@ def _fitting(case: Case) -> Case:
             left_out.append(name)
         else:
             fitting[name] = call
-    note = f"too large for a multiprocessor: {'; '.join(left_out)}" if left_out else ""
-    return replace(case, calls=fitting, check=partial(case.check, fitting), note=note)
+    notes = [case.note] if case.note else []
+    if left_out:
+        notes.append(f"too large for a multiprocessor: {'; '.join(left_out)}")
+    check = partial(case.check, fitting)
+    return replace(case, calls=fitting, check=check, note="; ".join(notes))
 
 
-def _equal(calls: dict[str, Callable]) -> str:
-    """That every variant gives what the default gives."""
-    wanted = calls[OURS]()
-    for name, call in calls.items():
-        found = call()
-        pairs = zip(found, wanted, strict=True) if isinstance(found, list) else [(found, wanted)]
-        assert all(torch.equal(x, y) for x, y in pairs), name
-    return "all alike"
+def _split_kv(call: Callable, toy: bool) -> tuple[dict[str, Callable], Knobs]:
+    """Variants of one of the attentions: tiles, and how lists are cut."""
+    tiles = [(16, 4, 2)] if toy else product((32, 64, 128), (4, 8), (3, 5, 7))
+    cuts = [{}, *({"programs": n} for n in (2, 4)), *({"splits": n} for n in (4, 16))]
+    made, given = {OURS: call}, {}
+    for tile, how in product(tiles, cuts):
+        chosen = dict(zip(("entries", "warps", "stages"), tile, strict=True)) | how
+        name = named(chosen)
+        made[name], given[name] = partial(call, tile=Tile(*tile), **how), chosen
+    return made, given
 
 
 def _decode(bench: Bench, tokens: int, batch: int, toy: bool) -> Case:
-    cache = Cache(bench.model, tokens, batch, tokens // 8, whole=False)
-    calls = {OURS: partial(ours, cache)}
-    for splits in (2,) if toy else (1, 2, 4, 8, 16, 32, 64):
-        calls[f"{OURS}, splits {splits}"] = partial(ours, cache, splits=splits)
-    for tile in [(16, 4, 2)] if toy else product((32, 64, 128), (4, 8), (3, 5, 7)):
-        name = "{}, tile of {}, warps {}, stages {}".format(OURS, *tile)
-        calls[name] = partial(ours, cache, tile=Tile(*tile))
+    model = bench.model
+    cache = Cache(model, tokens, batch, tokens // 8, whole=False)
+    calls, knobs = _split_kv(partial(ours, cache), toy)
+    where = {
+        "dtype": plain(model.dtype),
+        "head_dim": model.shape.head_dim,
+        "rows": decode_attention_triton.query_rows(model.shape.group),
+        "lists": batch * model.shape.kv_heads,
+    }
     return Case(
         TOPIC, "decode attention", tokens, batch, calls, partial(checked, cache),
-        counted=cache.ragged_bytes, layers=LAYERS,
+        counted=cache.ragged_bytes, layers=LAYERS, tuning=Tuning("decode_attention", where, knobs),
+    )  # fmt: skip
+
+
+def _readers(bench: Bench, tokens: int, batch: int, toy: bool) -> Case:
+    """What an eager batch costs by each reader, with the lists written out for those that need it.
+
+    What is not installed, or cannot read such heads, is named in the note.
+    """
+    model = bench.model
+    cache = Cache(model, tokens, batch, tokens // 8, whole=False)
+    tables = (cache.tables, cache.rows, cache.lengths, cache.req_to_token)
+    calls, knobs, missing = {OURS: partial(ours, cache)}, {}, []
+
+    def by_lists(reader: str) -> list[torch.Tensor]:
+        read = partial(decode_readers.by_lists, reader)
+        return [
+            read(cache.q[at], cache.storage, *tables, layer=at, scale=cache.scale)
+            for at in range(LAYERS)
+        ]
+
+    for reader in decode_readers.OTHERS:
+        call, name = partial(by_lists, reader), f"{OURS} ragged, read by {reader}"
+        try:
+            call()
+        except Exception as error:  # others' libraries: whatever they lack, the report says it
+            why = (str(error).splitlines() or [""])[0][:120]
+            missing.append(f"{reader} ({type(error).__name__}: {why})")
+        else:
+            calls[name], knobs[name] = call, {"reader": reader}
+    lists = batch * model.shape.kv_heads
+    where = {
+        "dtype": plain(model.dtype),
+        "head_dim": model.shape.head_dim,
+        "group": model.shape.group,
+        "lists": lists,
+        "entries": -(-int(cache.counts.sum()) // (lists * LAYERS)) + TAIL,
+    }
+    return Case(
+        TOPIC, "decode attention, readers of eager batches", tokens, batch, calls,
+        partial(checked, cache), counted=cache.ragged_bytes, layers=LAYERS,
+        waits=tuple(knobs), note=f"not here: {'; '.join(missing)}" if missing else "",
+        tuning=Tuning("decode_reader", where, knobs, called=True),
+    )  # fmt: skip
+
+
+def _paged(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
+    """Attention of several new tokens over one request's lists."""
+    model, shape = bench.model, bench.model.shape
+    queries = 4 if toy else QUERIES
+    q = model.random(1, queries, shape.heads, shape.head_dim, seed=1)
+    pool = model.random(2 * tokens * shape.kv_heads, shape.head_dim, seed=2)
+    lengths = torch.linspace(0.5, 1, shape.kv_heads, device=model.device).mul(tokens).long()
+    indptr = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    indices = model.permutation(tokens * shape.kv_heads, seed=3)[: int(indptr[-1])]
+    keys, values = pool.split(tokens * shape.kv_heads)
+    scale = shape.head_dim**-0.5
+    attend = paged_attention_triton.paged_attention
+    call = partial(attend, q, keys, values, indptr, indices, scale=scale)
+    calls, knobs = _split_kv(call, toy)
+    rows = paged_attention_triton.query_rows(queries * shape.group, model.dtype)
+    where = {
+        "dtype": plain(model.dtype),
+        "head_dim": shape.head_dim,
+        "rows": rows,
+        "lists": shape.kv_heads * -(-queries * shape.group // rows),
+    }
+
+    def check(calls: dict[str, Callable]) -> str:
+        said = ""
+        for name, each in calls.items():
+            out = each()
+            for head, token in ((0, 0), (shape.kv_heads - 1, queries - 1)):
+                end = int(indptr[head + 1]) - (queries - 1 - token)
+                own = indices[int(indptr[head]) : end]
+                heads = slice(head * shape.group, (head + 1) * shape.group)
+                wanted, bound = exact(q[0, token, heads], keys[own], values[own], scale)
+                said = within(out[0, token, heads], wanted, bound, name)
+        return f"{said} (float64, two lists of each)"
+
+    return Case(
+        TOPIC, f"attention of {queries} new tokens", tokens, 1, calls, check,
+        tuning=Tuning("paged_attention", where, knobs),
     )  # fmt: skip
 
 
@@ -112,93 +190,18 @@ def _scoring(bench: Bench, tokens: int, window: int, toy: bool) -> Case:
     return Case(TOPIC, "scoring of one layer", tokens, 1, calls, check, counted=counted)
 
 
-def _compaction(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
-    model = bench.model
-    storage, inputs = prompt_of(model, tokens, number)
-    call = partial(compact_layers, storage, *inputs)
-    parts, tiles = ((64,), (16,)) if toy else ((1024, 4096, 16384), (8, 16, 32, 64))
-    calls = _variants(call, part=parts, tile=tiles)
-
-    def check(calls: dict[str, Callable]) -> str:
-        storage[:, :, inputs[2]] = 0  # the private slots, filled when it was seen whether all fit
-        before = storage.clone()
-        call()
-        wanted = storage.clone()
-        assert not torch.equal(bits(wanted), bits(before)), "nothing was copied"
-        for name, each in calls.items():
-            storage.copy_(before)
-            each()
-            assert torch.equal(bits(storage), bits(wanted)), name
-        return "all alike"
-
-    counted = model.shape.layers * model.shape.kv_heads * number * 4 * model.entry_bytes
-    return Case(
-        TOPIC, "compaction, all layers", tokens, 1, calls, check,
-        counted=counted, layers=model.shape.layers,
-    )  # fmt: skip
-
-
-def _selection(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
-    keys = sort_keys(bench.model, tokens)
-    blocks, programs = ((64,), (4,)) if toy else ((1024, 2048, 4096), (132, 264, 528, 1056))
-    calls = _variants(partial(top, keys, number), block=blocks, programs=programs)
-    return Case(TOPIC, "selection", tokens, 1, calls, _equal, counted=5 * keys.numel())
-
-
-def _rows(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
-    model = bench.model
-    tensors = [model.random(tokens, model.hidden, seed=seed) for seed in (1, 2)]
-    rows = model.permutation(tokens, seed=3)[: tokens // 5].sort().values
-
-    def both(**options) -> list[torch.Tensor]:
-        taken = take_rows(tensors, rows, **options)
-        put_rows(tensors, rows, taken, **options)
-        return taken
-
-    calls = _variants(both, block=(128,) if toy else (512, 1024, 2048, 4096, 8192))
-    counted = 4 * len(rows) * 2 * model.hidden * tensors[0].element_size()
-    return Case(TOPIC, "rows", tokens, 1, calls, _equal, counted=counted)
-
-
-def _nearest(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
-    model = bench.model
-    x = model.random(model.shape.kv_heads, tokens, model.shape.head_dim, seed=1)
-    call = partial(nearest, x, *lists_of(model, tokens, number))
-    rows, columns = ((16,), (16,)) if toy else ((32, 64, 128), (32, 64, 128))
-    calls = _variants(call, rows=rows, columns=columns)
-    return Case(TOPIC, "nearest", tokens, 1, calls, _equal)
-
-
-def _merged(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
-    model = bench.model
-    x = model.random(model.shape.kv_heads, tokens, model.shape.head_dim, seed=1)
-    links = links_of(model, tokens, number)
-    call = partial(merge_rows, x, *links)
-    receivers, many = ((2,), (16,)) if toy else ((4, 8, 16), (16, 32, 64))
-    calls = _variants(call, receivers=receivers, links=many)
-
-    def check(calls: dict[str, Callable]) -> str:
-        # The order of sums may differ.
-        wanted, size = call(), merge_rows(x.double().abs(), *links)
-        bound = (tokens + 3) * torch.finfo(torch.float64).eps * size
-        for name, each in calls.items():
-            within(each(), wanted, bound, name)
-        return "all alike but for the order of sums"
-
-    return Case(TOPIC, "merged rows", tokens, 1, calls, check)
-
-
 def planned(kept: int, window: int, toy: bool) -> list[Planned]:
     """Each kernel at one size, decode attention at three."""
     tokens = 96 if toy else TOKENS
     made = []
-    for size in ((96, 2),) if toy else DECODE:
-        given = partial(_decode, tokens=size[0], batch=size[1], toy=toy)
-        made.append(_planned("decode attention {} x {}".format(*size), given))
+    for build, label in ((_decode, "decode attention"), (_readers, "readers")):
+        for size in ((96, 2),) if toy else DECODE:
+            given = partial(build, tokens=size[0], batch=size[1], toy=toy)
+            made.append(_planned("{} {} x {}".format(label, *size), given))
     made.append(_planned("scoring", partial(_scoring, tokens=tokens, window=window, toy=toy)))
-    for build in (_compaction, _selection, _rows, _nearest, _merged):
+    for build in (_paged, *ALL):
         given = partial(build, tokens=tokens, number=min(kept, tokens // 2), toy=toy)
-        made.append(_planned(build.__name__.strip("_"), given))
+        made.append(_planned(build.__name__.strip("_").replace("_", " "), given))
     return made
 
 

@@ -3,6 +3,7 @@
     python benchmarks/kernels.py                    every figure, within --seconds
     python benchmarks/kernels.py --topics scoring --lengths 32768
     python benchmarks/kernels.py --toy              small sizes in Triton's interpreter, on a CPU
+    python benchmarks/kernels.py --topics tuning --write    the fastest knobs, for this kind of GPU
     python benchmarks/kernels.py --list             what would run, in this order
     python benchmarks/kernels.py --draw FILE.json   the picture of an earlier run once more
 
@@ -18,6 +19,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import asdict
@@ -37,8 +39,10 @@ import cases_scoring
 import cases_tuning
 import pictures
 import report
+import tuned_file
 from cases import Bench, Case, Model, Planned
 from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.kernels import tuned
 from measure import Clock, Times
 from tqdm import tqdm
 
@@ -46,6 +50,12 @@ from tqdm import tqdm
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 
 TOPICS = ("scoring", "attention", "memory", "merging")
+# What makes a run one of a part of the cases, or of another model.
+PARTS = ("lengths", "batches", "heads", "dtype")
+DTYPES = ("bfloat16", "float16", "float32")
+PACKAGES = ("torch", "triton", "sglang", "flashinfer-python", "sglang-kernel", "flash-attn-3")
+# Where servers look for measured choices, unless the environment names another folder.
+SHIPPED = Path(tuned.__file__).with_name("tuned")
 HEADER = (
     "case",
     "tokens",
@@ -73,26 +83,48 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=32, help="of the model, not of the sizes")
     parser.add_argument("--seconds", type=float, default=480, help="limit for the whole run")
     parser.add_argument("--case-seconds", type=float, default=0.6, help="rounds of one case")
+    parser.add_argument("--heads", default="32,8,128", help="query heads, KV heads, head size")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of keys and values")
     parser.add_argument("--out", type=Path, help="folder for kernels.json, .md and .png")
+    parser.add_argument(
+        "--write", type=Path, nargs="?", const=SHIPPED, metavar="FOLDER",
+        help="with --topics tuning: write what is fastest where servers on such a GPU find it, or "
+        "into a folder",
+    )  # fmt: skip
     parser.add_argument("--draw", type=Path, metavar="JSON", help="only the picture, beside it")
     parser.add_argument("--list", action="store_true", help="the cases in their order, no more")
     options = parser.parse_args()
+    _checked(parser, options)
+    return options
+
+
+def _checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse what makes no sense together; say where results go."""
     gpu = torch.cuda.is_available()
     if not gpu and not (options.toy or options.draw or options.list):
         parser.error("there is no GPU; --toy runs small sizes without one")
     # A part of the cases must not replace the figures of all of them.
-    whole = options.lengths is None and options.batches is None
+    whole = all(getattr(options, x) == parser.get_default(x) for x in PARTS)
     whole &= set(options.topics.split(",")) in ({*TOPICS}, {"tuning"})
     if gpu and whole and options.out is None and not options.toy:
         options.out = report.PERFORMANCE
     options.name = "tuning" if options.topics == "tuning" else "kernels"
-    if (options.toy or not gpu) and options.out and options.out.resolve() == report.PERFORMANCE:
+    toy = options.toy or not gpu
+    if toy and options.out and options.out.resolve() == report.PERFORMANCE:
         parser.error("docs/performance/ holds figures of a GPU at full size, not of --toy")
+    if options.write and options.topics != "tuning":
+        parser.error("--write: only --topics tuning has anything to write there")
+    if toy and options.write and options.write.resolve() == SHIPPED.resolve():
+        parser.error(f"--write: {SHIPPED} is for GPUs; --toy needs a folder of its own")
+    sizes = options.heads.split(",")
+    if len(sizes) != 3 or not all(size.isdigit() and int(size) for size in sizes):
+        parser.error(f"--heads: expected three numbers such as 32,8,128, got {options.heads}")
+    if int(sizes[0]) % int(sizes[1]):
+        parser.error(f"--heads: {sizes[1]} KV heads do not divide {sizes[0]} query heads")
     known = (*TOPICS, "tuning")
     unknown = set(options.topics.split(",")) - set(known)
     if unknown:
         parser.error(f"--topics: there is {', '.join(known)}, not {', '.join(sorted(unknown))}")
-    return options
 
 
 def model_of(options: argparse.Namespace) -> Model:
@@ -101,7 +133,8 @@ def model_of(options: argparse.Namespace) -> Model:
     if options.toy:
         options.window, options.entries = min(options.window, 8), min(options.entries, 24)
         return Model(ModelShape(2, 4, 2, 32), device, torch.float32, 64, 128)
-    return Model(ModelShape(options.layers, 32, 8, 128), device, torch.bfloat16, 4096, 14336)
+    shape = ModelShape(options.layers, *(int(size) for size in options.heads.split(",")))
+    return Model(shape, device, getattr(torch, options.dtype), 4096, 14336)
 
 
 def plan(options: argparse.Namespace) -> list[Planned]:
@@ -136,6 +169,7 @@ def measured(case: Case, bench: Bench) -> dict:
         "note": case.note,
         "calls": {name: each.facts() for name, each in times.items()},
         "targets": [target.facts(times) for target in case.targets],
+        "tuning": asdict(case.tuning) if case.tuning else None,
     }
     for name, each in times.items():
         facts["calls"][name].update(_shares(case, each, bench))
@@ -167,7 +201,8 @@ def run(options: argparse.Namespace) -> dict:
     bench = Bench(model, clock, bandwidth)
     facts = {
         "command": report.command(),
-        "machine": report.machine("torch", "triton", "sglang", "flashinfer-python"),
+        "machine": report.machine(*PACKAGES),
+        "kernels": tuned.load(model.device).said,
         "model": {**asdict(model.shape), "dtype": str(model.dtype).removeprefix("torch.")},
         "copy": bandwidth,
         "cases": [],
@@ -253,7 +288,8 @@ def text(facts: dict) -> str:
     parts = [
         f"{model['layers']} layers, {model['heads']} query and {model['kv_heads']} KV heads of "
         f"{model['head_dim']}, {model['dtype']}. A copy of {facts['copy']['bytes'] / 2**30:.3g} "
-        f"GiB on this device moves {facts['copy']['median'] / 1e12:.3g} TB/s, read and written.",
+        f"GiB on this device moves {facts['copy']['median'] / 1e12:.3g} TB/s, read and written. "
+        f"The kernels are {facts['kernels']}.",
         "Times are of one call: median (10th-90th percentile; least). *Kernels alone*: the call "
         "captured as a CUDA graph and replayed; *as called*: with Python and launches. Between "
         "calls the L2 cache is flushed; alternatives take turns. Shares of copy are of the counted "
@@ -285,12 +321,41 @@ def main() -> None:
     if options.list:
         print("\n".join(planned.label for planned in plan(options)))
         return
-    facts = run(options)
+    try:
+        path = written_to(options)
+        facts = tune(options) if "tuning" in options.topics.split(",") else run(options)
+    except tuned.TunedError as error:
+        raise SystemExit(f"kernels: {error}") from None
     report.show(options.name, options.name.capitalize(), text(facts), facts, options.out)
     if options.out and options.name == "kernels":
         pictures.kernels(facts, options.out / "kernels.png")
+    if path:
+        choices = tuned_file.write(facts, tuned.device_name(model_of(options).device), path)
+        print(f"\n## Chosen\n\n{tuned_file.text(choices)}\n\nwritten to {path}")
     if facts["failed"]:
         raise SystemExit(f"kernels: {len(facts['failed'])} cases failed")
+
+
+def written_to(options: argparse.Namespace) -> Path | None:
+    """The file of measured choices that `--write` asks for.
+
+    Raises:
+        TunedError: it is there, and cannot be read: better said before the measurement than after.
+    """
+    if options.write is None:
+        return None
+    name = tuned.device_name(model_of(options).device)
+    path = tuned.path_of(name, options.write)
+    if path.exists():
+        tuned.read(path, name)
+    return path
+
+
+def tune(options: argparse.Namespace) -> dict:
+    """`run`, with the wrappers' reasoned values beside the variants, not an earlier run's."""
+    with tempfile.TemporaryDirectory() as empty:
+        os.environ[tuned.FOLDER_VARIABLE] = empty
+        return run(options)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ def plan(
     size: int,
     dtype: torch.dtype,
     scale: float,
+    workspace: torch.Tensor | None = None,
 ) -> Attend:
     """Plan for such lists; the result attends with any q, keys and values, without planning again.
 
@@ -63,9 +64,8 @@ def plan(
         indptr, indices: as of `paged_attention`.
         heads: query heads per KV head.
         size: D.
-
-    Returns:
-        All of these share one workspace per device: a plan is good until the next one is made.
+        workspace: bytes for this plan alone. None: one that all plans on a device share, so that
+            each is good until the next one is made.
 
     Raises:
         ValueError, ImportError: as `paged_attention`.
@@ -74,7 +74,11 @@ def plan(
         raise ValueError(f"q: FlashInfer decodes fp16 and bf16, got {dtype}")
     if size not in _SIZES:
         raise ValueError(f"q: FlashInfer decodes head sizes {_SIZES}, got {size}")
-    wrapper = _wrapper(indptr.device, heads >= _TENSOR_CORES_FROM)
+    tensor_cores = heads >= _TENSOR_CORES_FROM
+    if workspace is None:
+        wrapper = _shared_wrapper(indptr.device, tensor_cores)
+    else:
+        wrapper = _wrapper(workspace, tensor_cores)
     used = indptr.diff() > 0
     wrapper.plan(
         (indptr - indptr[0]).to(torch.int32),
@@ -112,10 +116,17 @@ def package() -> ModuleType:
     return flashinfer
 
 
+def new_workspace(device: torch.device) -> torch.Tensor:
+    """A workspace for one plan."""
+    return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
 @functools.lru_cache
-def _wrapper(device: torch.device, tensor_cores: bool) -> Any:
-    flashinfer = package()
-    workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+def _shared_wrapper(device: torch.device, tensor_cores: bool) -> Any:
+    return _wrapper(new_workspace(device), tensor_cores)
+
+
+def _wrapper(workspace: torch.Tensor, tensor_cores: bool) -> Any:
+    return package().BatchDecodeWithPagedKVCacheWrapper(
         workspace, "NHD", use_tensor_cores=tensor_cores
     )

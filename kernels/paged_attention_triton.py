@@ -61,9 +61,7 @@ def paged_attention(
     if q.numel() == 0:
         return result
     group = heads // groups
-    # At least the 16 rows of a tensor core, at most what fits the registers.
-    most = 32 if q.dtype == torch.float32 else 64
-    rows = min(max(triton.next_power_of_2(tokens * group), 16), most)
+    rows = query_rows(tokens * group, q.dtype)
     blocks = triton.cdiv(tokens * group, rows)
     tile, parts = way(
         "paged_attention", q.device, q.dtype, size, rows, requests * groups * blocks,
@@ -108,6 +106,15 @@ def paged_attention(
     if parts.splits > 1:
         merge(result, found, lse)
     return result
+
+
+def query_rows(queries: int, dtype: torch.dtype) -> int:
+    """Rows of a program's product for so many query rows of a list.
+
+    At least the 16 of a tensor core, at most what fits the registers.
+    """
+    most = 32 if dtype == torch.float32 else 64
+    return min(max(triton.next_power_of_2(queries), 16), most)
 
 
 @triton.jit(do_not_specialize=["lists", "tokens", "blocks", "shares", "splits"])

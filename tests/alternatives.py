@@ -7,7 +7,7 @@ SGLang's kernel is its own, in Triton's interpreter. Each must give what float64
 import os
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import torch
 
@@ -32,8 +32,9 @@ def attend(q, pools, pages, length, scale):
 class Wrapper:
     """FlashInfer's BatchDecodeWithPagedKVCacheWrapper."""
 
-    def __init__(self, workspace, layout, *, use_tensor_cores, backend):
-        assert (workspace.dtype, layout, backend) == (torch.uint8, "NHD", "fa2")
+    def __init__(self, workspace, layout, *, use_tensor_cores, backend="auto"):
+        assert (workspace.dtype, layout) == (torch.uint8, "NHD")
+        assert backend in ("auto", "fa2")
 
     def plan(self, indptr, indices, last, heads, kv, size, page, **options):
         assert {indptr.dtype, indices.dtype, last.dtype} == {torch.int32}
@@ -60,18 +61,18 @@ def flash_attn_with_kvcache(q, k, v, *, page_table, cache_seqlens, softmax_scale
 
 def main() -> None:
     sys.modules["flashinfer"] = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper)
-    name = "sglang.kernels.ops.attention.flash_attention_v3"
-    sys.modules[name] = ModuleType(name)
-    sys.modules[name].flash_attn_with_kvcache = flash_attn_with_kvcache
+    fa3 = SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache)
+    sys.modules |= {"sgl_kernel": SimpleNamespace(), "sgl_kernel.flash_attn": fa3}
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=4)
-    model = Model(ModelShape(2, 4, 2, 32), torch.device("cpu"), torch.float32, 64, 128)
+    model = Model(ModelShape(2, 4, 2, 64), torch.device("cpu"), torch.float16, 64, 128)
     cache = Cache(model, 90, 2, 11, whole=True)
     calls = {
         label: cases_attention._flashinfer(cache, cache.uniform, page)
         for page, label in cases_attention.PAGED
     }
     calls[cases_attention.WHOLE] = cases_attention._flashinfer(cache, cache.tokens + TAIL, 1)
-    calls[cases_attention.RAGGED] = cases_attention._flashinfer_ragged(cache)
+    for label, module in cases_attention.RAGGED.items():
+        calls[label] = cases_attention._ragged(cache, module)
     calls["SGLang"] = cases_attention._sglang(cache)
     calls["FlashAttention"] = cases_attention._flash_attention(cache)
     print(cases_attention.checked(cache, calls))

@@ -92,7 +92,7 @@ def flash_attn_with_kvcache(
 
 def forget():
     """What a process has found once is looked for again."""
-    paged_attention_flashinfer._wrapper.cache_clear()
+    paged_attention_flashinfer._shared_wrapper.cache_clear()
     paged_attention_fa3.package.cache_clear()
 
 
@@ -147,6 +147,24 @@ def test_a_plan_serves_other_queries_and_entries(packages, module):
         given = (q * factor, keys * factor, values * factor)
         wanted = paged_attention(*given, indptr, indices, scale=0.2)
         assert torch.equal(attend(*given), wanted)
+
+
+def test_a_plan_with_a_workspace_of_its_own_stays_good(packages):
+    q, keys, values, indptr, indices = inputs(4)
+    options = {"heads": 2, "size": 64, "dtype": q.dtype}
+    plans = [
+        paged_attention_flashinfer.plan(
+            indptr,
+            indices,
+            scale=scale,
+            workspace=paged_attention_flashinfer.new_workspace(q.device),
+            **options,
+        )
+        for scale in (0.1, 0.2)
+    ]
+    for scale, attend in zip((0.1, 0.2), plans, strict=True):
+        wanted = paged_attention(q, keys, values, indptr, indices, scale=scale)
+        assert torch.equal(attend(q, keys, values), wanted)
 
 
 @pytest.mark.parametrize("lengths", [[0] * 6, [0, 0, 0, 0, 0, 3], [3, 0, 0, 0, 0, 0]])

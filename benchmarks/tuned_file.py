@@ -1,0 +1,89 @@
+"""The file of measured choices for this kind of GPU, from the facts of tuning cases.
+
+Of every case the fastest variant is written: it has passed the case's check, and nine of ten of its
+times are below the median of what the wrapper does by itself. Where there is none, that the wrapper
+needs no other values is written too: a choice without knobs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import report
+from kvpolicy.kernels import tuned
+
+
+def chosen(case: dict) -> dict:
+    """The choice of one case.
+
+    Args:
+        case: facts of a case that has `tuning`.
+    """
+    tuning = case["tuning"]
+    times = {
+        name: call["called"] if tuning["called"] else call.get("graph", call["called"])
+        for name, call in case["calls"].items()
+    }
+    default, *variants = times
+    faster = [name for name in variants if times[name]["p90"] < times[default]["median"]]
+    name = min(faster, key=lambda name: times[name]["median"], default=default)
+    return {
+        "kernel": tuning["kernel"],
+        "where": tuning["where"],
+        "choice": tuning["knobs"].get(name, {}),
+        "call": name,
+        "seconds": times[name],
+        "default_seconds": times[default],
+        "variants": len(times),
+        "checked": case["checked"],
+    }
+
+
+def write(facts: dict, name: str, path: Path) -> list[dict]:
+    """Write a run's choices; those of earlier runs for other sizes stay.
+
+    Args:
+        facts: of `kernels.run`.
+        name: of the GPU.
+
+    Returns:
+        The choices of this run.
+
+    Raises:
+        TunedError: there is a file that cannot be read.
+    """
+    choices = [chosen(case) for case in facts["cases"] if case["tuning"]]
+    runs: list[dict] = []
+    if path.exists():
+        tuned.read(path, name)
+        runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    new = [_key(each) for each in choices]
+    for run in runs:
+        run["choices"] = [each for each in run["choices"] if _key(each) not in new]
+    mine = {"command": facts["command"], "machine": facts["machine"], "choices": choices}
+    made = {"device": name, "runs": [run for run in (*runs, mine) if run["choices"]]}
+    temporary = path.with_suffix(".tmp")
+    report.write_json(temporary, made)
+    tuned.read(temporary, name)  # what cannot be read is not left for a server to find
+    os.replace(temporary, path)
+    return choices
+
+
+def _key(choice: dict) -> tuple:
+    return choice["kernel"], choice["where"]
+
+
+def text(choices: Sequence[dict]) -> str:
+    """The choices as a Markdown table."""
+    rows = []
+    for each in choices:
+        where = ", ".join(f"{name} {value}" for name, value in each["where"].items())
+        knobs = ", ".join(f"{name} {value}" for name, value in each["choice"].items())
+        seconds, default = each["seconds"]["median"], each["default_seconds"]["median"]
+        row = (f"{1e6 * seconds:.1f}", f"{1e6 * default:.1f}", f"{default / seconds:.2f} x")
+        rows.append((each["kernel"], where, knobs or "as by default", *row))
+    header = ("kernel", "where", "choice", "us", "by default, us", "faster")
+    return report.table(header, rows)
