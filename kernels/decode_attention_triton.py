@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels import pairs
 from kvpolicy.kernels.decode_attention import check
 from kvpolicy.kernels.paged_attention_tiles_triton import (
     LOG2_E,
@@ -72,6 +73,7 @@ def decode_attention(
         "decode_attention", q.device, q.dtype, size, block, requests * groups,
         splits=splits, tile=tile, programs=programs,
     )  # fmt: skip
+    shares = tables.paired.numel() > 0
     found = lse = result  # not looked at if there is one split
     if parts.splits > 1:
         found, lse = partials(requests * heads, size, parts.splits, workspace, q.device)
@@ -85,6 +87,8 @@ def decode_attention(
         tables.tail_start,
         tables.slots_start,
         tables.slots,
+        tables.paired,
+        storage.view(torch.float32) if shares else storage,  # not looked at if not
         rows,
         lengths,
         req_to_token,
@@ -106,6 +110,8 @@ def decode_attention(
         ROWS=block,
         REQUESTS=triton.next_power_of_2(requests),
         LISTS=triton.next_power_of_2(groups),
+        PAIRS=shares,
+        FLOATS=pairs.floats_of_row(size, q.dtype) if shares else 1,
         BALANCE=parts.shares > 0,
         SPLIT=parts.splits > 1,
         N=tile.entries,
@@ -163,6 +169,8 @@ def _decode(
     tail_starts,
     slots_starts,
     slots,
+    paired,
+    numbers,
     rows,
     lengths,
     req_to_token,
@@ -184,6 +192,8 @@ def _decode(
     ROWS: tl.constexpr,
     REQUESTS: tl.constexpr,
     LISTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    FLOATS: tl.constexpr,
     BALANCE: tl.constexpr,
     SPLIT: tl.constexpr,
     N: tl.constexpr,
@@ -227,48 +237,96 @@ def _decode(
         tail_slots = req_to_token + row * context + tail_start
         rows_of_pair = padded.to(tl.int64) * 2  # slots of a layer's keys and values
         value_offset = padded.to(tl.int64) * GROUPS
+        if PAIRS:
+            pair = tl.load(paired + row * LAYERS + layer)
+            code_rows = tl.where(pair > 0, (count + FLOATS - 1) // FLOATS, 0)
+            first_code = (pair - 1) * code_rows
+            first_row = 2 * code_rows
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         out = tl.zeros([ROWS, COLUMNS], tl.float32)
         for first in tl.range(start, end, N, num_stages=STAGES):
             j = first + tl.arange(0, N)
             inside = j < end
-            paged = j < count
-            page = first_page + j // GROUPS
-            # One read finds the slot, in whichever of the two tables it stands.
-            slot = tl.load(
-                tl.where(paged, own_slots + page // LAYERS, tail_slots + (j - count)),
-                mask=inside,
-                other=0,
-            )
-            of_layer = tl.where(paged, page % LAYERS, layer)
-            place = tl.where(paged, j % GROUPS, group)
-            # More than 2^31 elements lie in a pool, and 2^31 entries may.
-            entry = (of_layer * rows_of_pair + slot) * GROUPS + place
+            key_at = j
+            value_at = j
+            of_key = 1.0
+            of_value = 1.0
+            if PAIRS:
+                # What is not paired has no rows of codes, and 1 for a code.
+                there = inside & (j < count) & (pair > 0)
+                code = _entry(
+                    first_code + j // FLOATS, j, count, there, own_slots, tail_slots, first_page,
+                    layer, group, rows_of_pair, LAYERS, GROUPS,
+                ) * FLOATS + j % FLOATS  # fmt: skip
+                of_key = tl.load(numbers + code, mask=there, other=1.0)
+                of_value = tl.load(numbers + code + value_offset * FLOATS, mask=there, other=1.0)
+                key_at = first_row + tl.where(of_key < 0.0, (-of_key).to(tl.int32), j)
+                value_at = first_row + tl.where(of_value < 0.0, (-of_value).to(tl.int32), j)
+                of_key = tl.where(of_key < 0.0, 1.0, of_key)
+                of_value = tl.where(of_value < 0.0, 1.0, of_value)
+            key_entry = _entry(
+                key_at, j, count, inside, own_slots, tail_slots, first_page,
+                layer, group, rows_of_pair, LAYERS, GROUPS,
+            )  # fmt: skip
+            value_entry = key_entry
+            if PAIRS:
+                value_entry = _entry(
+                    value_at, j, count, inside, own_slots, tail_slots, first_page,
+                    layer, group, rows_of_pair, LAYERS, GROUPS,
+                )  # fmt: skip
             top, total, out = attend_tile(
                 queries,
                 storage,
                 storage,
-                entry,
-                entry + value_offset,
+                key_entry,
+                value_entry + value_offset,
                 inside,
                 inside[None, :],
-                1.0,
-                1.0,
+                of_key,
+                of_value,
                 scale,
                 top,
                 total,
                 out,
                 SIZE,
                 COLUMNS,
-                False,
-                False,
+                PAIRS,
+                PAIRS,
                 UPCAST,
             )
         put_split(
             result, found, lse, query_row, exists, split, splits,
             top, total, out, SIZE, COLUMNS, SPLIT,
         )  # fmt: skip
+
+
+@triton.jit
+def _entry(
+    at,
+    j,
+    count,
+    inside,
+    own_slots,
+    tail_slots,
+    first_page,
+    layer,
+    group,
+    rows_of_pair,
+    LAYERS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """int64 entries: place `at` of the list's own pages where j < count, else of its tail."""
+    paged = j < count
+    page = first_page + at // GROUPS
+    # One read finds the slot, in whichever of the two tables it stands.
+    slot = tl.load(
+        tl.where(paged, own_slots + page // LAYERS, tail_slots + (j - count)), mask=inside, other=0
+    )
+    of_layer = tl.where(paged, page % LAYERS, layer)
+    place = tl.where(paged, at % GROUPS, group)
+    # More than 2^31 elements lie in a pool, and 2^31 entries may.
+    return (of_layer * rows_of_pair + slot) * GROUPS + place
 
 
 @triton.jit

@@ -48,7 +48,8 @@ def decode_attention(
         TunedError: as `tuned.load`.
     """
     given = (q, storage, tables, rows, lengths, req_to_token)
-    reader = reader_of(q, storage, entries)
+    # Only Triton's kernel multiplies what it reads, as layers in pairs need.
+    reader = TRITON if tables.paired.numel() else reader_of(q, storage, entries)
     if reader == TRITON:
         return by_triton(*given, layer=layer, scale=scale, workspace=workspace)
     return by_lists(reader, *given, layer=layer, scale=scale)
@@ -102,11 +103,12 @@ def by_lists(
     check(q, storage, tables, rows, lengths, req_to_token, layer)
     if not q.numel():
         return torch.zeros_like(q)
-    indptr, indices = lists_of(storage, tables, rows.long(), lengths.long(), req_to_token, layer)
+    given = (storage, tables, rows.long(), lengths.long(), req_to_token, layer)
+    indptr, indices, beside = lists_of(*given)
     pool = storage.view(-1, storage.shape[4])
     values = pool[storage.shape[2] * storage.shape[3] :]
     attend = OTHERS[reader].paged_attention
-    return attend(q.unsqueeze(1), pool, values, indptr, indices, scale=scale)[:, 0]
+    return attend(q.unsqueeze(1), pool, values, indptr, indices, scale=scale, **beside)[:, 0]
 
 
 @functools.lru_cache
