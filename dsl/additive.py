@@ -17,7 +17,8 @@ from kvpolicy.dsl.lower import ELEMENTWISE, REDUCTIONS, Static
 _WINDOWS = frozenset("attn logits distance".split())
 _POOLS = frozenset(("avgpool", "maxpool"))
 _SAME = frozenset("key value position all".split())
-_UNBOUNDED = frozenset("exp log floor_divide modulo".split())
+_UNBOUNDED = frozenset(("exp", "log"))
+_QUOTIENTS = frozenset("divide floor_divide modulo".split())
 
 
 class Additive:
@@ -107,7 +108,7 @@ def _stays_finite(node: Node) -> bool:
     """Whether an operation gives finite values of finite ones."""
     if node.op in _UNBOUNDED:
         return False
-    if node.op == "divide":
+    if node.op in _QUOTIENTS:
         return _not_zero(node.args[1])
     if node.op == "power":
         return node.args[1].op == "number" and node.args[1].value > 0

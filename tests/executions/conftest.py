@@ -4,3 +4,5 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+# How waits for a GPU are found on a CPU: host_waits.py.
+sys.path.append(str(Path(__file__).parents[1] / "sglang_ext"))

@@ -4,6 +4,7 @@ the memory says, poisoned where a KV head does not hold the entry.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.torch_apply import turned
 from kvpolicy.dsl.torch_decode import Choice, Memory
+from kvpolicy.dsl.torch_kernels import NONE, Kernels
 from kvpolicy.dsl.torch_program import TorchProgram
 
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -30,14 +32,17 @@ class Store:
 
     Args:
         bound: the policy.
+        kernels: of its program.
         prompt: q [L, H, N, D], k and v [L, G, N, D].
         steps: as `Recorded`.
         poison: what rows hold that a KV head does not.
     """
 
-    def __init__(self, bound: Bound, prompt, steps, poison: float = 1e30) -> None:
+    def __init__(
+        self, bound: Bound, prompt, steps, poison: float = math.nan, kernels: Kernels = NONE
+    ) -> None:
         q, k, v = (torch.tensor(x) for x in prompt)
-        run = TorchProgram(bound).start(k.shape[2])
+        run = TorchProgram(bound, kernels=kernels).start(k.shape[2])
         for layer in range(len(k)):
             run.observe(layer, q[layer], k[layer], v[layer])
         kept = run.finish()
@@ -99,17 +104,21 @@ class Store:
 
     def follow(self, number: int, *, leaves: bool = True) -> list[Choice]:
         """The same steps at once."""
-        first = self.done
-        for _ in range(number):
-            self.append()
-        choices = self.memory.follow(
-            [self.first + first + i for i in range(number)],
-            lambda layer: self.steps.q[first : first + number, layer].transpose(0, 1),
-            self.read,
-            leaves=leaves,
-        )
+        choices = self.begin(number, leaves=leaves)
         self.memory.land()
         if not self.memory.not_finite:
             for layer, choice in enumerate(choices):
                 self.leave(layer, choice)
         return choices
+
+    def begin(self, number: int, *, leaves: bool = True) -> list[Choice]:
+        """The steps at once, without what comes of them."""
+        first = self.done
+        for _ in range(number):
+            self.append()
+        return self.memory.follow(
+            [self.first + first + i for i in range(number)],
+            lambda layer: self.steps.q[first : first + number, layer].transpose(0, 1),
+            self.read,
+            leaves=leaves,
+        )

@@ -7,12 +7,14 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from host_waits import HostWaits
 from kvpolicy.dsl.bind import Bound, bind
 from kvpolicy.dsl.check import load
 from kvpolicy.dsl.diagnostics import PolicyError
 from kvpolicy.dsl.ir import ModelShape
 from kvpolicy.dsl.library import shipped
 from kvpolicy.dsl.source import Source
+from kvpolicy.kernels.table import TRITON
 from random_policies import policy
 from recordings import tensors
 from stores import Store
@@ -25,21 +27,21 @@ SETTINGS = {
 STRETCHES = ((1, 2, 1, 5), (16, 1, 17), (3, 2, 2, 4, 1))
 
 
-def bound_to(name: str, shape, **more: str) -> Bound | None:
+def bound_to(name: str, shape, every: int = 1, **more: str) -> Bound | None:
     """A shipped policy; None if nothing leaves while it decodes."""
     program = load(name).require()
     given = {key: x for key, x in {**SETTINGS, **more}.items() if key in program.params}
-    bound = bind(program, ModelShape(*shape), given)
+    bound = bind(program, ModelShape(*shape), given, fold_interval=every)
     return None if bound.decode is None else bound
 
 
 DECODING = [name for name in shipped() if bound_to(name, SHAPES[0]) is not None]
 
 
-def stores(bound: Bound, shape, tokens: int, seed: int, steps: int = 40) -> tuple[Store, Store]:
+def stores(bound: Bound, shape, tokens: int, seed: int, **more) -> tuple[Store, Store]:
     """Two of the same request."""
-    *prompt, later = tensors(np.random.default_rng(seed), shape, tokens, steps)
-    return Store(bound, prompt, later), Store(bound, prompt, later)
+    *prompt, later = tensors(np.random.default_rng(seed), shape, tokens, 40)
+    return Store(bound, prompt, later, **more), Store(bound, prompt, later, **more)
 
 
 def assert_same(one: Store, other: Store) -> None:
@@ -99,10 +101,115 @@ def test_random_policies(part):
             continue
         if bound.decode is None or bound.propagates:
             continue
-        one, other = stores(bound, shape, 11, seed, steps=20)
+        one, other = stores(bound, shape, 11, seed)
         for number in (1, 4, 2, 5):
             one.step_by_step(number)
             other.follow(number)
             assert_same(one, other)
         compared += 1
     assert compared >= 4
+
+
+@pytest.mark.parametrize("name", ["h2o", "roco", "d2o", "streamingllm", "tova"])
+def test_nothing_waits_before_the_numbers_land(name):
+    """A merge needs them at once: the host waits for all layers together."""
+    merging = {each: TRITON[each] for each in ("nearest", "gram", "merge_rows", "merge_mass")}
+    shape = SHAPES[0]
+    _, store = stores(bound_to(name, shape), shape, 14, 0, kernels=merging)
+    merges = store.memory.bound.rules.merge is not None
+    for number in (3, 16, 1):
+        with HostWaits() as waits:
+            choices = store.begin(number)
+        assert waits.found == (["torch_follow.py:read tolist"] if merges else [])
+        with HostWaits() as waits:
+            landed = store.memory.land()
+            store.memory.layout(0)
+            assert store.memory.land() is landed
+        assert waits.found == ["torch_follow.py:read tolist"]
+        for layer, choice in enumerate(choices):
+            assert landed.kept[layer].tolist() == choice.kept.sum(-1).tolist()
+            store.leave(layer, choice)
+
+
+def test_what_landed():
+    shape = SHAPES[0]
+    _, store = stores(bound_to("h2o", shape, rate="0"), shape, 14, 0)
+    assert store.memory.landed()
+    assert store.memory.land() is None
+    for number in (2, 3):
+        before = [store.memory.layout(layer) for layer in range(shape[0])]
+        choices = store.begin(number)
+        landed = store.memory.land()
+        assert landed.finite
+        assert store.memory.finite.item()
+        for layer, (own, choice) in enumerate(zip(before, choices, strict=True)):
+            own_there = torch.ones(shape[2], len(own.positions)) if own.there is None else own.there
+            there = (own_there.sum(-1) + number).tolist()
+            assert landed.there[layer].tolist() == there
+            assert landed.kept[layer].tolist() == choice.kept.sum(-1).tolist() == [9, 9]
+            assert (choice.there is None) == (own.there is None)
+            assert choice.kept.shape[1] == len(own.positions) + number
+            store.leave(layer, choice)
+    assert before[0].there is not None
+    store.begin(1, leaves=False)
+    assert store.memory.land() is None
+
+
+def test_every_layer_is_read_once():
+    shape = SHAPES[0]
+    for name, leaves, reads in (
+        ("h2o", True, 3), ("h2o", False, 3), ("tova", True, 3), ("tova", False, 0),
+        ("streamingllm", True, 0),
+    ):  # fmt: skip
+        _, store = stores(bound_to(name, shape), shape, 14, 0)
+        store.begin(4, leaves=leaves)
+        assert store.reads == reads, name
+
+
+@pytest.mark.parametrize("name", ["h2o", "d2o", "tova"])
+def test_numbers_that_are_not_finite(name):
+    """Of any step, layer and tensor: nothing leaves at any layer, then or later."""
+    shape = SHAPES[0]
+    for place, step, layer in (("q", 1, 2), ("k", 0, 1), ("q", 3, 0), ("k", 3, 2)):
+        _, store = stores(bound_to(name, shape), shape, 14, 0)
+        store.follow(2)
+        before = [store.memory.layout(i).positions.tolist() for i in range(shape[0])]
+        getattr(store.steps, place)[2 + step, layer, -1, 1] = float("nan")
+        store.begin(4)
+        if name == "tova" and place == "q" and step < 3:  # the last query alone decides
+            assert store.memory.land().finite
+            continue
+        landed = store.memory.land()
+        assert not landed.finite
+        assert not store.memory.finite
+        assert torch.equal(landed.kept, landed.there)
+        assert store.memory.not_finite
+        store.follow(3)
+        for i, own in enumerate(before):
+            assert store.memory.layout(i).positions.tolist() == [*own, *range(16, 23)]
+
+
+@pytest.mark.parametrize("name", ["h2o", "d2o", "roco"])
+def test_copies_go_on_alone(name):
+    shape = SHAPES[0]
+    one, other = stores(bound_to(name, shape), shape, 14, 3)
+    choices = other.begin(5)
+    copy = other.memory.clone()
+    for layer, choice in enumerate(choices):
+        other.leave(layer, choice)
+    one.step_by_step(5)
+    assert_same(one, other)
+    rows = list(other.rows)
+    other.follow(4)
+    other.memory, other.rows, other.done = copy, rows, 5
+    assert_same(one, other)
+
+
+def test_only_the_steps_that_say_so_let_entries_leave():
+    shape = SHAPES[1]
+    bound = bound_to("h2o", shape, every=4)
+    one, other = stores(bound, shape, 14, 1)
+    for number, leaving in ((4, True), (3, False), (5, True), (6, False), (2, True)):
+        one.step_by_step(number)
+        assert bool(other.follow(number)) == leaving
+        assert_same(one, other)
