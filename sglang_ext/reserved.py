@@ -2,12 +2,14 @@
 
 SGLang gives the pool what `--mem-fraction-static` leaves beside the weights. Tables and buffers of
 the plugin are allocated later and stay, so they are taken off the pool; otherwise they would come
-out of what is left for forwards. What comes and goes with requests is not reckoned here.
+out of what is left for forwards. What comes and goes with requests (states of policies, queries
+kept between folds) is not reckoned here.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +89,9 @@ def reckon(runtime: Runtime, configurator: Any, options: Any, tokens: int) -> di
         sizes = (shape.heads, shape.kv_heads, shape.head_dim)
         device = torch.device(configurator.device)
         parts["decode attention"] = 4 * workspace_elements(captured, *sizes, device)
+        if runtime.queries.needed:
+            noted = (shape.layers, captured, shape.heads, shape.head_dim)
+            parts["queries"] = math.prod(noted) * configurator.model_dtype.itemsize
     return parts
 
 

@@ -1,0 +1,179 @@
+"""Memory beside the KV pool is taken off the pool when SGLang sizes it."""
+
+import logging
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
+
+from kvpolicy.kernels.decode_attention_triton import workspace_elements
+from kvpolicy.sglang_ext import compat, reserved
+from kvpolicy.sglang_ext.errors import Refused
+from kvpolicy.sglang_ext.tables import DeviceTables
+
+LAYERS, HEADS, KV_HEADS, SIZE, CONTEXT = 3, 6, 2, 16, 100
+SLOT = LAYERS * 2 * KV_HEADS * SIZE * 2  # bytes of a bfloat16 token
+
+
+class Configurator:
+    """SGLang's, with a profile that is given."""
+
+    def __init__(self, page=1, requests=None, **options):
+        self.page, self.requests, self.device = page, requests, "cpu"
+        self.model_dtype = torch.bfloat16
+        self.model_config = SimpleNamespace(
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            get_total_num_kv_heads=lambda: KV_HEADS,
+            head_dim=SIZE,
+            context_len=CONTEXT,
+        )
+        self.server_args = SimpleNamespace(
+            **{
+                "max_total_tokens": None,
+                "page_size": page,
+                "mem_fraction_static": 0.8,
+                "captured": 0,
+                "decode": "triton",
+                **options,
+            }
+        )
+
+    def resolve_max_num_reqs(self, tokens):
+        return min(self.requests or 2048, tokens // 2)
+
+    def sizes(self, budget):
+        tokens = budget // SLOT // self.page * self.page
+        if self.server_args.max_total_tokens is not None:
+            tokens = min(tokens, self.server_args.max_total_tokens // self.page * self.page)
+        assert tokens > 0
+        return SimpleNamespace(max_total_num_tokens=tokens)
+
+
+@pytest.fixture(autouse=True)
+def plain_options(monkeypatch):
+    monkeypatch.setattr(compat, "resolved", lambda options: options)
+    monkeypatch.setattr(compat, "captured_requests", lambda options: options.captured)
+    monkeypatch.setattr(compat, "attention_backends", lambda options: ("triton", options.decode))
+
+
+def size(configurator, budget, propagates=False, noted=False):
+    runtime = SimpleNamespace(propagates=propagates, queries=SimpleNamespace(needed=noted))
+    sizes = reserved.size_pool(runtime, configurator.sizes, configurator, budget)
+    return sizes.max_total_num_tokens
+
+
+def held(configurator, tokens, propagates=False, noted=False):
+    """Bytes of the real allocations beside a pool of so many tokens."""
+    requests = configurator.resolve_max_num_reqs(tokens)
+    scratch = reserved.SCRATCH if propagates else 0
+    tables = DeviceTables.empty(requests + 1 + scratch, LAYERS, KV_HEADS, tokens, "cpu")
+    total = tables.bytes + scratch * (CONTEXT + 4) * 4
+    captured = min(configurator.server_args.captured, requests)
+    if captured and configurator.server_args.decode != "torch_native":
+        device = torch.device("cpu")
+        total += torch.empty(workspace_elements(captured, HEADS, KV_HEADS, SIZE, device)).nbytes
+        if noted:
+            queries = torch.empty(LAYERS, captured, HEADS, SIZE, dtype=torch.bfloat16)
+            total += queries.nbytes
+    return total
+
+
+@pytest.mark.parametrize("budget", [500_000, 1_234_567, 40_000_001])
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize(
+    ("options", "runtime"),
+    [
+        ({}, {}),
+        ({"requests": 7}, {"propagates": True}),
+        ({"captured": 64, "requests": 200}, {"noted": True}),
+        ({"captured": 64, "requests": 9}, {"noted": True, "propagates": True}),
+        ({"captured": 64, "decode": "torch_native"}, {"noted": True}),
+    ],
+)
+def test_pool_and_what_lies_beside_it_fit_in_the_budget(budget, page, options, runtime):
+    configurator = Configurator(page, **options)
+    tokens = size(configurator, budget, **runtime)
+    whole = budget // SLOT
+    assert tokens < whole
+    assert tokens * SLOT + held(configurator, tokens, **runtime) <= budget
+    # Nothing is wasted but what rows and places of the tokens that are gone would have held.
+    unused = budget - tokens * SLOT - held(configurator, tokens, **runtime)
+    most = held(configurator, whole, **runtime) - held(configurator, tokens, **runtime)
+    assert unused <= most + page * SLOT + 64 * 4 * reserved.SCRATCH
+
+
+@pytest.mark.parametrize("given", [1000, 1007])
+def test_the_operators_number_of_tokens_stays(given, caplog):
+    configurator = Configurator(page=8, max_total_tokens=given)
+    with caplog.at_level(logging.INFO):
+        assert size(configurator, 1000 * SLOT + 10) == 1000
+    assert "--max-total-tokens stays as given" in caplog.text
+
+
+def test_a_number_of_tokens_that_never_had_room_is_made_smaller():
+    configurator = Configurator(max_total_tokens=5000)
+    tokens = size(configurator, 1000 * SLOT)
+    assert tokens < 1000
+    assert tokens * SLOT + held(configurator, tokens) <= 1000 * SLOT
+
+
+def test_one_line_says_how_much_for_what(caplog):
+    configurator = Configurator(captured=32, requests=400)
+    with caplog.at_level(logging.INFO):
+        tokens = size(configurator, 40_000_000, noted=True)
+    (record,) = caplog.records
+    parts = reserved.reckon(
+        SimpleNamespace(propagates=False, queries=SimpleNamespace(needed=True)),
+        configurator,
+        configurator.server_args,
+        40_000_000 // SLOT,
+    )
+    mib = {what: f"{part / 2**20:.1f}" for what, part in parts.items()}
+    assert parts["queries"] == LAYERS * 32 * HEADS * SIZE * 2
+    assert record.getMessage() == (
+        f"KV-cache policies take {sum(parts.values()) / 2**20:.1f} MiB of the device beside the KV "
+        f"pool (tables {mib['tables']}, decode attention {mib['decode attention']}, queries "
+        f"{mib['queries']}); the pool has {tokens} tokens, {40_000_000 // SLOT - tokens} fewer for "
+        "it."
+    )
+
+
+def test_a_budget_without_room_is_refused_in_one_sentence():
+    configurator = Configurator(requests=2000, mem_fraction_static=0.31)
+    with pytest.raises(
+        Refused,
+        match=r"^--mem-fraction-static 0\.31 leaves 0\.0 MiB beside the weights, and KV-cache "
+        r"policies need \d\.\d MiB of it; raise it, or lower --max-running-requests\.$",
+    ):
+        size(configurator, 40 * SLOT, propagates=True)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("page", [1, 8])
+def test_a_servers_pool_leaves_room_for_what_is_allocated(scenario, page):
+    run = partial(scenario, "scenarios_backends.py", env={"TRITON_INTERPRET": "1"})
+    budget = 5_000_000
+    found = run(
+        "memory",
+        budget=budget,
+        captured=24,
+        max_total_tokens=None,
+        page_size=page,
+        attention_backend="triton",
+        max_running_requests=100,
+    )
+    ((tokens, reckoned),) = found["reckoned"]
+    assert tokens == budget // found["slot"] // page * page
+    beside = found["held"]
+    for part in ("decode attention", "queries"):
+        assert beside[part] == reckoned[part]
+    # Reckoned for the tokens that the pool would have had without it.
+    assert 0 <= reckoned["tables"] - beside["tables"] <= 8 * (tokens - found["tokens"])
+    assert found["tokens"] < tokens
+    assert found["tokens"] * found["slot"] + sum(beside.values()) <= budget
+    # SGLang's pool has a page more than it has tokens, for padding.
+    assert found["pool"] == (found["tokens"] + page) * found["slot"]
