@@ -24,10 +24,10 @@ def written_window(node: Node) -> str:
     return text[text.index("(") + 1 : -1]
 
 
-def window_key(node: Node, bound: Bound) -> tuple:
-    """Equal for windows that always have the same queries."""
+def window_key(node: Node, bound: Bound, steps: bool) -> tuple:
+    """Equal for windows that always have the same queries, in a prefill or at decode `steps`."""
     if not node.args:
-        return ("all",)  # in the prefill all tokens are new
+        return (node.value,) if steps else ("all",)  # in a prefill all tokens are new
     count = node.args[0]
     if bound.static.needs(count) == frozenset():
         return ("recent", bound.number(count, 1))

@@ -84,12 +84,13 @@ class Bundle:
 
 
 class Regions:
-    """The bundles of a policy's prefill.
+    """The bundles of a policy's prefill, or of its decode steps.
 
     Args:
         bound: the policy.
-        roots: all that the prefill computes at a layer or later, as it is evaluated.
-        states: as evaluated, by name.
+        roots: all that is computed at a layer or later, as it is evaluated.
+        states: as evaluated, by name; those that are known before are left out.
+        steps: whether it is computed at decode steps.
 
     Attributes:
         bundles: such that each needs only those before it.
@@ -99,9 +100,15 @@ class Regions:
     """
 
     def __init__(
-        self, bound: Bound, roots: Iterable[Node | None], states: Mapping[str, State] | None = None
+        self,
+        bound: Bound,
+        roots: Iterable[Node | None],
+        states: Mapping[str, State] | None = None,
+        *,
+        steps: bool = False,
     ) -> None:
-        self.bound = bound
+        self.bound, self.steps = bound, steps
+        self._latest = When.STEP if steps else When.LAYER
         self._states = states or {}
         self.roots = [root for root in roots if root is not None]
         nodes = list(nodes_of(self.roots))
@@ -138,7 +145,7 @@ class Regions:
 
     def _supported(self, node: Node, role: str) -> Reduction:
         x = node.args[0]
-        if node.when > When.LAYER:
+        if node.when > self._latest:
             raise Unsupported("it looks at other layers")
         seen: dict[int, Node] = {}
         inputs: dict[int, Node] = {}
@@ -162,7 +169,7 @@ class Regions:
             raise Unsupported("no attention in it")
         if role == "rows" and all(w.op != "attn" for w in windows.values()):
             raise Unsupported("logits reduced over tokens")
-        if len({window_key(w, self.bound) for w in windows.values()}) > 1:
+        if len({window_key(w, self.bound, self.steps) for w in windows.values()}) > 1:
             raise Unsupported("windows of different sizes in one expression")
         kept = {"columns": ("kv", "token"), "vectors": ("kv", "token"), "rows": ("kv", "group")}
         rest = tuple(axis for axis in node.axes if axis in kept[role])
@@ -247,17 +254,19 @@ class Regions:
             if each.window is None:
                 alone.setdefault(level, []).append(each)
             else:
-                groups.setdefault((level, *window_key(each.window, self.bound)), []).append(each)
+                key = window_key(each.window, self.bound, self.steps)
+                groups.setdefault((level, *key), []).append(each)
+        # What a prefill computes of all queries also runs chunk by chunk, where no values are at
+        # hand; it shares its pass with nothing else.
+        shared = ("recent", "new", "all") if self.steps else ("recent",)
         for level, vectors in alone.items():
-            # They share the pass of a window, but not that of all queries, which also runs where
-            # no values are at hand.
-            keys = [key for key in groups if key[0] == level and key[1] == "recent"]
+            keys = [key for key in groups if key[0] == level and key[1] in shared]
             groups.setdefault(keys[0] if keys else (level, "none"), []).extend(vectors)
         made = []
         for key in sorted(groups, key=lambda key: key[0]):
             reductions = tuple(groups[key])
             window = next((each.window for each in reductions if each.window is not None), None)
-            tail = self._tail(nodes, reductions, key[0]) if key[1] in ("recent", "none") else ()
+            tail = self._tail(nodes, reductions, key[0]) if key[1] in (*shared, "none") else ()
             made.append(Bundle(window, reductions, tail, (), ()))
         return made
 
@@ -285,7 +294,7 @@ class Regions:
     def _follows(self, node: Node, own: set[int], level: int) -> bool:
         """Whether a value per token can be computed with the bundle's other values."""
         axes, static = set(node.type.axes), self.bound.static
-        if not {"kv", "token"} <= axes <= _PER_TOKEN or node.when > When.LAYER:
+        if not {"kv", "token"} <= axes <= _PER_TOKEN or node.when > self._latest:
             return False
         if not any(id(x) in own for x in node.args):
             return False
@@ -304,7 +313,7 @@ class Regions:
     def _readable(self, node: Node, level: int) -> bool:
         if inlined(node, self.bound):
             return True
-        if not set(node.type.axes) <= _PER_TOKEN or node.when > When.LAYER:
+        if not set(node.type.axes) <= _PER_TOKEN or node.when > self._latest:
             return False
         if self._level(node) >= level:
             return False
@@ -369,6 +378,8 @@ def _role(node: Node) -> str | None:
     if node.op not in REDUCTIONS or not node.args or {"layer", "past", "dropped"} & set(node.axes):
         return None
     axes = set(node.args[0].type.axes)
+    if "dropped" in axes:
+        return None
     if "dim" in axes:
         return "vectors" if "dim" in node.axes else None
     if not {"query", "token"} <= axes:

@@ -75,7 +75,7 @@ class Walk:
                 own.remember(given.q[:, step : step + 1], places[step : step + 1], self.window)
                 made = self._step(own, given, later=number - 1 - step)
                 own.states = made.advance(steps.rules)
-            return made
+            return self._decides(made)
         after: Mapping[str, Value] = {}
         if steps.advances and number > 1:
             own.states = after = self._all_steps(own, given).advance(steps.rules)
@@ -85,6 +85,11 @@ class Walk:
         made = self._step(own, given)
         made.after.update(after)
         own.states = made.advance(steps.rules)
+        return self._decides(made)
+
+    def _decides(self, made: Evaluation) -> Evaluation:
+        """The evaluation of a step whose states are known."""
+        made.generated = self.steps.leaving
         return made
 
     def _step(self, own: Remembered, given: Given, later: int = 0) -> Evaluation:
@@ -118,9 +123,11 @@ class Walk:
         return self._evaluation(own, frame)
 
     def _evaluation(self, own: Remembered, frame: Frame) -> Evaluation:
+        steps = self.steps
         return Evaluation(
-            frame, self.steps.updates, before=own.states, others=known_before, budget=own.budget
-        )
+            frame, steps.updates, before=own.states, others=known_before, budget=own.budget,
+            generated=steps.advancing,
+        )  # fmt: skip
 
 
 def _first(x: Keys, tokens: int) -> Keys:

@@ -1,9 +1,10 @@
 """Generated kernels in the torch program: what a bundle needs, and its values.
 
-Kernels compute in float32; what they give goes on as float64. They serve the prefill; decode steps,
-whose KV heads may hold different entries, stay with torch.
+Kernels compute in float32; what they give goes on as float64. Those of a prefill serve whole
+layers, those of decode steps entries of which every KV head may hold others.
 
-Dimensions: G KV heads, H query heads, n tokens of a layer, W queries of a window, D head size.
+Dimensions: G KV heads, H query heads, n tokens or entries of a layer, W queries of a window, D head
+size.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvpolicy.dsl.ir import Node, State
 from kvpolicy.dsl.kernel_values import finite
 from kvpolicy.dsl.regions import Bundle, Regions
 from kvpolicy.dsl.torch_elementwise import reduce
-from kvpolicy.dsl.torch_kernels import Kernels, Slots
+from kvpolicy.dsl.torch_kernels import Entries, Kernels, Slots
 from kvpolicy.dsl.torch_values import Frame, Value, aligned, as_tensor, sizes_of
 from kvpolicy.dsl.triton_source import Result, Source, generate
 
@@ -47,11 +48,17 @@ class Generated:
         roots: Iterable[Node | None],
         kernels: Kernels,
         states: Mapping[str, State] | None = None,
+        *,
+        steps: bool = False,
     ) -> Generated | None:
-        """Those of a policy; None if it has none, or the table of kernels cannot compile."""
+        """Those of a policy; None if it has none, or the table of kernels cannot compile.
+
+        Args:
+            bound, roots, states, steps: as of `Regions`.
+        """
         if "generated" not in kernels:
             return None
-        regions = Regions(bound, roots, states)
+        regions = Regions(bound, roots, states, steps=steps)
         return cls(bound, regions, kernels["generated"]) if regions.bundles else None
 
     def bundle(self, node: Node, frame: Frame) -> Bundle | None:
@@ -59,13 +66,11 @@ class Generated:
         found = self.regions.of.get(id(node))
         return found if found is not None and self.serves(found, frame) else None
 
-    @staticmethod
-    def serves(bundle: Bundle, frame: Frame) -> bool:
-        """Whether a frame is a whole layer of a prefill, in a type that kernels read."""
-        if frame.there is not None or frame.generated is not None or frame.rows is not None:
+    def serves(self, bundle: Bundle, frame: Frame) -> bool:
+        """Whether a frame is a whole layer at its time, in a type that kernels read."""
+        if (frame.generated is not None) != self.regions.steps or frame.rows is not None:
             return False
-        ops = {node.op for each in bundle.reductions for node in each.node.walk()}
-        needed = [frame.k] + ([frame.v] if "value" in ops else [])
+        needed = [frame.k] + ([frame.v] if _reads_values(bundle) else [])
         if bundle.window is not None:
             needed.append(frame.q)
         if not frame.tokens or any(each is None for each in needed):
@@ -83,18 +88,10 @@ class Generated:
         """
         single = torch.float32 in {x.dtype for x in (frame.q, frame.k) if x is not None}
         source, run = self._source(bundle, single)
-        inputs = [_tensor(value(node), node, frame, there) for node, there in source.tensors]
+        inputs = [_tensor(value(node), axes, frame, there) for node, axes, there in source.tensors]
         numbers = [_number(how, node, frame) for how, node in source.numbers]
-        q = None
-        if bundle.window is not None:
-            window = frame.window(bundle.window)
-            q = _unit(frame.q[:, frame.q.shape[1] - window :])
-        keys, key_slots = _rows(frame.k)
-        ops = {node.op for each in bundle.reductions for node in each.node.walk()}
-        values, value_slots = _rows(frame.v) if "value" in ops else (None, None)
-        made, checks = run(
-            q, keys, key_slots, values, value_slots, frame.positions, frame.tokens, inputs, numbers
-        )
+        arguments = _at_steps if self.regions.steps else _in_prefill
+        made, checks = run(*arguments(bundle, frame), inputs, numbers)
         frame.checks.extend(checks)
         return _completed(bundle, source.results, made, frame)
 
@@ -121,7 +118,7 @@ class Generated:
     def _source(self, bundle: Bundle, single: bool) -> tuple[Source, Callable]:
         key = (id(bundle), single)
         if key not in self._sources:
-            source = generate(bundle, self.bound, single=single)
+            source = generate(bundle, self.bound, single=single, steps=self.regions.steps)
             run = self.compiled(self.bound.program.name, source.text)
             self._sources[key] = (source, run)
         return self._sources[key]
@@ -142,24 +139,60 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _rows(x: torch.Tensor | Slots) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _in_prefill(bundle: Bundle, frame: Frame) -> tuple:
+    """Queries, keys, values and tokens, as the sources of a prefill take them."""
+    q = None
+    if bundle.window is not None:
+        q = _unit(frame.q[:, frame.q.shape[1] - frame.window(bundle.window) :])
+    values = _in_slots(frame.v) if _reads_values(bundle) else (None, None)
+    return (q, *_in_slots(frame.k), *values, frame.positions, frame.tokens)
+
+
+def _at_steps(bundle: Bundle, frame: Frame) -> tuple:
+    """Queries, keys, values and entries, as the sources of decode steps take them."""
+    q = asked = None
+    if bundle.window is not None:
+        window = frame.window(bundle.window)
+        asked = frame.query_positions[len(frame.query_positions) - window :]
+        q = _unit(frame.q[:, frame.q.shape[1] - window :])
+    values = _by_id(frame.v) if _reads_values(bundle) else (None, None)
+    there, held = frame.there, (None, None, None)
+    if there is not None:
+        ranks = there.cumsum(-1, dtype=torch.int32)
+        order = there.logical_not().to(torch.uint8).argsort(dim=-1, stable=True).int()
+        held = (there.contiguous().view(torch.int8), ranks, order)
+    return (q, asked, *_by_id(frame.k), *values, frame.positions, *held)
+
+
+def _reads_values(bundle: Bundle) -> bool:
+    return any(node.op == "value" for each in bundle.reductions for node in each.node.walk())
+
+
+def _in_slots(x: torch.Tensor | Slots) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Keys or values with tokens first, and in which row each token lies."""
     if isinstance(x, Slots):
         return _unit(x.pool), x.slots
     return _unit(x.transpose(0, 1)), None
 
 
-def _tensor(x: Value, node: Node, frame: Frame, there: bool) -> torch.Tensor:
-    """An input with all axes of its node: float32 or int8 data, or int8 where it is present."""
+def _by_id(x: torch.Tensor | Entries) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Keys or values, and in which row each entry lies if they are not dense."""
+    if isinstance(x, Entries):
+        return _unit(x.pool), x.ids.contiguous()
+    return _unit(x), None
+
+
+def _tensor(x: Value, to: tuple[str, ...], frame: Frame, there: bool) -> torch.Tensor:
+    """An input with all axes of `to`: float32 or int8 data, or int8 where it is present."""
     sizes = {
         "kv": frame.kv, "group": frame.bound.shape.group, "token": frame.tokens, **sizes_of(x),
     }  # fmt: skip
-    shape = [sizes[axis] for axis in node.type.axes]
+    shape = [sizes[axis] for axis in to]
     if there:
         own, axes = (True if x.mask is None else x.mask), x.mask_axes
     else:
         own, axes = x.data, x.axes
-    data = aligned(as_tensor(own, frame), axes, node.type.axes).expand(shape)
+    data = aligned(as_tensor(own, frame), axes, to).expand(shape)
     return data.to(torch.int8 if data.dtype == torch.bool else torch.float32).contiguous()
 
 
@@ -203,7 +236,7 @@ def _completed(
         x = _value(node, own, axes[id(node)])
         if each is not None and (each.rest or "count" in own):
             x = _rest(node, each.rest, own, axes[id(node)], frame)
-        values[id(node)] = x
+        values[id(node)] = frame.present(x) if {"kv", "token"} <= set(x.axes) else x
     return values
 
 
@@ -225,6 +258,7 @@ def _rest(
     dims = [axes.index(axis) for axis in over]
     left = tuple(axis for axis in axes if axis not in over)
     if node.op in ("mean", "count"):
+        # What a KV head does not hold was stored as 0.
         totals = {
             name: part.double().sum(dims) if dims else part.double()
             for name, part in parts.items()
@@ -235,4 +269,4 @@ def _rest(
         data = torch.nan_to_num(data, nan=0.0, posinf=math.inf, neginf=-math.inf)
         return Value(data, left, finite=finite(node))
     x = Value(parts["value"], axes, finite=finite(node))
-    return reduce(replace(node, axes=over), frame, x)
+    return reduce(replace(node, axes=over), frame, frame.present(x) if "token" in axes else x)

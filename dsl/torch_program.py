@@ -116,16 +116,18 @@ class TorchProgram:
         self.plan_used = {
             id(x) for n in by_phase[Phase.LAYER] + by_phase[Phase.END] for x in operands(n)
         } | {id(root) for root in self.roots}
-        ends = by_phase[Phase.END]
+        ends = self._ordered(by_phase[Phase.END], {}, self.roots)
         # What a layer hands over to the end: its part of `keep`, or what the end needs.
         used_at_end = {id(x) for node in ends for x in operands(node)}
         used_at_end |= {id(root) for root in self.roots}
         self.handed_over = [n for n in by_phase[Phase.LAYER] if id(n) in used_at_end]
-        self._plain = self._layer(by_phase[Phase.LAYER], {})
+        layer = self._ordered(by_phase[Phase.LAYER], {}, self.handed_over)
+        self._plain = self._layer(layer, {})
         self._fused = None
         if self.generated is not None:
             bundles = self.generated.regions.of
-            self._fused = self._layer(self._ordered(by_phase[Phase.LAYER], bundles), bundles)
+            fused = self._ordered(by_phase[Phase.LAYER], bundles, self.handed_over)
+            self._fused = self._layer(fused, bundles)
         self.end_steps = _steps(ends, self.roots)
         self._plans: OrderedDict[tuple[int, torch.device], Plan] = OrderedDict()
 
@@ -134,8 +136,8 @@ class TorchProgram:
         fused = self._fused
         if fused is None:
             return self._plain
-        bundles = self.generated.regions.bundles
-        return fused if all(Generated.serves(x, frame) for x in bundles) else self._plain
+        made = self.generated
+        return fused if all(made.serves(x, frame) for x in made.regions.bundles) else self._plain
 
     def warm(self, keys: Slots, values: Slots) -> None:
         """Compiles the generated kernels before a request waits for them.
@@ -159,8 +161,10 @@ class TorchProgram:
             _steps(inside, joined, {}), joined, _steps(outside, self.handed_over, bundles)
         )
 
-    def _ordered(self, nodes: list[Node], bundles: Mapping[int, Bundle]) -> list[Node]:
-        """The nodes that are computed beside a layer's bundles, and one node of each bundle."""
+    def _ordered(
+        self, nodes: list[Node], bundles: Mapping[int, Bundle], wanted: list[Node]
+    ) -> list[Node]:
+        """Those of the nodes that `wanted` needs beside bundles, and one node of each bundle."""
         own = {id(node) for node in nodes}
         ordered: list[Node] = []
         done: set[int] = set()
@@ -175,7 +179,7 @@ class TorchProgram:
                 visit(each)
             ordered.append(node)
 
-        for node in self.handed_over:
+        for node in wanted:
             visit(node)
         return ordered
 

@@ -8,6 +8,7 @@ from kvpolicy.dsl.diagnostics import refused
 from kvpolicy.dsl.ir import Node, When
 from kvpolicy.dsl.torch_direct import OF_MERGE, STATES, reads_budget
 from kvpolicy.dsl.torch_evaluate import Updates
+from kvpolicy.dsl.torch_generated import Generated
 from kvpolicy.dsl.torch_kernels import NONE, Kernels
 from kvpolicy.dsl.torch_ops import OPERATIONS
 from kvpolicy.dsl.torch_plan import across
@@ -29,7 +30,9 @@ class Steps:
         at_once: whether several steps are then one sum over their queries.
         advancing_reads, leaving_reads: whether keys or values are read for that, and where entries
             leave.
-        kernels: that take the place of torch operations.
+        kernels: that take the place of torch operations; those generated for the policy:
+            `advancing` for its states, `leaving` for what is read where entries leave.
+        advancing_roots, leaving_roots: what these compute.
     """
 
     def __init__(self, bound: Bound, report: bool, kernels: Kernels = NONE) -> None:
@@ -42,8 +45,9 @@ class Steps:
         self.report = dict(rules.lets) if report else {}
         self.reads_budget = reads_budget(bound)
         remembered = list(nodes_of(state_roots(rules.states)))
-        roots = [rules.keep, *merge_roots(rules.merge), *self.report.values()]
-        leaving = list(nodes_of(roots))
+        self.advancing_roots = state_roots(self.updates.states)
+        self.leaving_roots = [rules.keep, *merge_roots(rules.merge), *self.report.values()]
+        leaving = list(nodes_of(self.leaving_roots))
         self._check(bound, [*remembered, *leaving])
         additive = Additive(bound.static)
         states = self.updates.states.values()
@@ -51,6 +55,11 @@ class Steps:
         self.at_once = all(map(additive.state, states))
         self.advancing_reads = any(node.op in _TENSORS for node in remembered)
         self.leaving_reads = rules.merge is not None or any(node.op in _TENSORS for node in leaving)
+        self.advancing = Generated.of(
+            bound, self.advancing_roots, kernels, self.updates.states, steps=True
+        )
+        # States are known by then.
+        self.leaving = Generated.of(bound, self.leaving_roots, kernels, steps=True)
 
     @staticmethod
     def _check(bound: Bound, nodes: list[Node]) -> None:

@@ -198,7 +198,7 @@ class Writer(Leaves):
     def known_number(self, x: Tile, over: tuple[str, ...]) -> Tile | None:
         """The same where it need not be counted: each query sees the tokens up to its own."""
         inner = [each for each in x.present if each.axes & set(over)]
-        if inner and self.form.steps:
+        if self.form.steps and (inner or (self.causal and "query" in over)):
             return None
         if any(each.text != SEEN.text for each in inner) or "token" in over:
             return None
@@ -216,6 +216,8 @@ class Writer(Leaves):
         if "group" in over and group & (group - 1):
             found.append(Condition("(group < GROUP)", frozenset(("group",))))
         if SEEN not in x.present:  # which says so too
+            if self.causal and {"query", "token"} & set(over):
+                return (*found, SEEN)
             if "query" in over:
                 found.append(Condition("(row < queries)", frozenset(("query",))))
             if "token" in over:

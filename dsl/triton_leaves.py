@@ -30,6 +30,7 @@ class Leaves:
         stored: names of pointers to values of reductions made by an earlier kernel.
         used: names of arguments that this kernel needs; `reads`: of `stored`.
         made: names that its lines gave to values.
+        causal: every value per query and token is absent where the token comes after the query.
     """
 
     bound: Bound
@@ -45,6 +46,7 @@ class Leaves:
     used: dict[str, None] = field(default_factory=dict)
     reads: dict[str, None] = field(default_factory=dict)
     made: set[str] = field(default_factory=set)
+    causal: bool = False
 
     def line(self, text: str) -> None:
         """One line at the present indentation."""

@@ -60,13 +60,14 @@ class Source:
     Attributes:
         text: Python.
         results: what `run` returns, in order.
-        tensors: its `inputs`, each the data of a node or where these are present.
+        tensors: its `inputs`: a node, the axes of the tensor, and whether that is where the node's
+            value is present instead of its data.
         numbers: its `numbers`: how each is made of a node.
     """
 
     text: str
     results: tuple[Result, ...]
-    tensors: tuple[tuple[Node, bool], ...]
+    tensors: tuple[tuple[Node, tuple[str, ...], bool], ...]
     numbers: tuple[tuple[str, Node], ...]
 
 
@@ -145,13 +146,19 @@ class Generator:
         text = "\n\n\n".join(parts) + "\n"
         results = tuple(each for each in self.results if not each.stage)
         numbers, tensors = self.arguments.numbers.values(), self.arguments.tensors.values()
-        return Source(text, results, tuple(tensors), tuple(numbers))
+        tensors = tuple((node, self.arguments.axes(node), there) for node, there in tensors)
+        return Source(text, results, tensors, tuple(numbers))
 
     def writer(self, indent: str, rows: bool) -> Writer:
         """A writer for one of the kernels."""
         sizes = {"group": "GROUP_P", "query": "BLOCK_W" if rows else "1", "token": "BLOCK_N"}
         leaf = self._leaf if rows else self.input
-        return Writer(self.bound, self.arguments, indent, sizes, self.form, leaf=leaf)
+        # The queries of several decode steps are evaluated as if each step were by itself.
+        window = self.bundle.window
+        causal = self.form.steps and window is not None and window.value == "new"
+        return Writer(
+            self.bound, self.arguments, indent, sizes, self.form, causal=causal, leaf=leaf
+        )
 
     # Leaves.
 
