@@ -182,10 +182,13 @@ class TablesReader:
             batch: SGLang's forward batch, or the one of a capture.
             req_to_token: [rows, context] SGLang's table of slots.
         """
-        from kvpolicy.kernels.decode_attention_triton import decode_attention
+        from kvpolicy.kernels import decode_readers
 
         runtime = self.runtime
-        return decode_attention(
+        # None while a graph is captured, which only Triton's kernel may be in.
+        step = _step(runtime)
+        counts = step is not None and decode_readers.others_may_read(heads.device)
+        return decode_readers.decode_attention(
             heads,
             runtime.arena.storage,
             runtime.tables.tables,
@@ -195,4 +198,5 @@ class TablesReader:
             layer=layer.layer_id,
             scale=layer.scaling,
             workspace=self.workspace if heads.shape[0] <= self.requests else None,
+            entries=step.entries(layer.layer_id) if counts else None,
         )

@@ -74,6 +74,15 @@ class DecodeStep:
         """Whether any row reads compressed entries."""
         return bool(self._private)
 
+    def entries(self, layer: int) -> int:
+        """How many entries all rows read at a layer, of all KV heads; the host knows."""
+        heads, made = self._arena.kv_heads, 0
+        for row, length in enumerate(self._lengths):
+            private = self._private.get(row)
+            tail = length if private is None else length - private.tail_start
+            made += heads * tail + (sum(private.entries(layer)) if private else 0)
+        return made
+
     @property
     def notes(self) -> bool:
         """Whether queries of this forward are to be noted."""

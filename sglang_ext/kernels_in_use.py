@@ -10,14 +10,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from kvpolicy.dsl.torch_kernels import NONE, Kernels
+from kvpolicy.kernels import tuned
 from kvpolicy.sglang_ext import options
 from kvpolicy.sglang_ext.errors import Refused
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +62,21 @@ def _in_use(asked: str, device: str) -> KernelsInUse:
     name = asked
     if asked == "auto":
         name = "triton" if device == "cuda" else "torch"
-    logger.info("KV-cache policy kernels: %s.", name)
+    said = _tuned(device)
+    logger.info("KV-cache policy kernels: %s.", f"{name}, {said}" if name == "triton" else name)
     return _triton() if name == "triton" else _torch()
+
+
+def _tuned(device: str) -> str:
+    """Whether there are measured choices for this GPU, for the log; attention asks for them, too.
+
+    Raises:
+        Refused: there are, and they cannot be used.
+    """
+    try:
+        return tuned.load(torch.device(device)).said
+    except tuned.TunedError as error:
+        raise Refused(f"--kv-policy: {error}") from None
 
 
 def check(asked: str, device: str) -> None:

@@ -1,5 +1,7 @@
 """Which attention a decode step takes, in a scheduled forward, in a capture and outside of both."""
 
+import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ from kvpolicy.dsl.check import load
 from kvpolicy.sglang_ext import backend as backends
 from kvpolicy.sglang_ext import compat, graphs
 from kvpolicy.sglang_ext.arena import create_arena
+from kvpolicy.sglang_ext.decode_step import DecodeStep
 from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.queries import QueryBuffer
 from kvpolicy.sglang_ext.runtime import Runtime
@@ -169,6 +172,7 @@ def test_a_capture_decides_for_its_variant_alone(runtime, capturing):
 
 def test_captured_batches_share_one_workspace(runtime, monkeypatch):
     from kvpolicy.kernels import decode_attention_triton as kernel
+    from kvpolicy.kernels import decode_readers
 
     given = []
 
@@ -176,7 +180,7 @@ def test_captured_batches_share_one_workspace(runtime, monkeypatch):
         given.append(workspace)
         return torch.zeros_like(q)
 
-    monkeypatch.setattr(kernel, "decode_attention", noting)
+    monkeypatch.setattr(decode_readers, "decode_attention", noting)
     backend = backends.attach(Stock(), "fa3", runtime, HEADS, torch.float32)
     going_on(runtime, reads=True)
     decode(backend)
@@ -190,6 +194,41 @@ def test_captured_batches_share_one_workspace(runtime, monkeypatch):
     sizes = (HEADS, KV_HEADS, SIZE, torch.device("cpu"))
     assert first.numel() == kernel.workspace_elements(3, *sizes)
     assert larger is None  # more requests than were captured: a step without a graph
+
+
+def test_entries_are_counted_where_another_reader_was_measured(
+    runtime, monkeypatch, capturing, tmp_path
+):
+    from kvpolicy.kernels import decode_readers, tuned
+
+    given = []
+
+    def noting(q, *arguments, entries, **options):
+        given.append(entries)
+        return torch.zeros_like(q)
+
+    monkeypatch.setattr(decode_readers, "decode_attention", noting)
+    monkeypatch.setenv(tuned.FOLDER_VARIABLE, str(tmp_path))
+    backend = backends.attach(Stock(), "fa3", runtime, HEADS, torch.float32)
+    step = going_on(runtime, reads=True)
+    # Row 0 holds 3 and 5 entries of the layer in pages and a tail of 2, row 1 is plain.
+    private = SimpleNamespace(tail_start=9, entries=lambda layer: [[1, 1], [3, 5]][layer])
+    holds = SimpleNamespace(_arena=runtime.arena, _lengths=[11, 4], _private={0: private})
+    step.entries = partial(DecodeStep.entries, holds)
+    choice = {"kernel": "decode_reader", "choice": {"reader": "fa3"}}
+    choice["where"] = {"dtype": "float16", "head_dim": 64, "group": 2, "lists": 8, "entries": 9}
+    try:
+        for runs in ([], [{"choices": [choice]}]):
+            tuned.load.cache_clear()
+            text = json.dumps({"device": "cpu", "runs": runs})
+            (tmp_path / "cpu.json").write_text(text)
+            decode(backend)
+        runtime.step = None
+        capturing(graphs.COMPRESSED)
+        decode(backend)
+    finally:
+        tuned.load.cache_clear()
+    assert given == [None, (3 + 5 + 2 * 2) + 2 * 4, None]
 
 
 def test_reads_of_the_table_of_slots_end_with_the_layers(runtime):

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.kernels import tuned
 from kvpolicy.sglang_ext import kernels_in_use, options
 from kvpolicy.sglang_ext.errors import Refused
 
@@ -257,11 +258,28 @@ def test_the_kernels_in_use_are_said_once(files, monkeypatch, caplog):
         auto = [kernels_in_use.in_use(torch.device("cpu")) for _ in range(2)]
     assert [record.getMessage() for record in caplog.records] == ["KV-cache policy kernels: torch."]
     assert (auto[0].name, dict(auto[0].table)) == ("torch", {})
-    assert kernels_in_use.in_use(torch.device("cuda")).name == "triton"
+    with caplog.at_level(logging.INFO):
+        assert kernels_in_use.in_use(torch.device("cuda")).name == "triton"
+    said = caplog.records[-1].getMessage()
+    assert said.startswith("KV-cache policy kernels: triton, not tuned for ")
+    assert said.endswith("; run `python benchmarks/kernels.py --topics tuning --write`.")
     monkeypatch.setenv(options.KERNELS_VARIABLE, "triton")
     assert "top" in kernels_in_use.in_use(torch.device("cpu")).table
     monkeypatch.setenv(options.KERNELS_VARIABLE, "torch")
     assert kernels_in_use.in_use(torch.device("cuda")).name == "torch"
+
+
+def test_measured_choices_that_cannot_be_read_stop_the_server(files, monkeypatch, tmp_path):
+    monkeypatch.setenv(tuned.FOLDER_VARIABLE, str(tmp_path))
+    path = tmp_path / "cpu.json"
+    path.write_text("{}")
+    kernels_in_use._in_use.cache_clear()
+    tuned.load.cache_clear()
+    try:
+        with pytest.raises(Refused, match=f"--kv-policy: {re.escape(str(path))}: not as `--write`"):
+            kernels_in_use.in_use(torch.device("cpu"))
+    finally:
+        tuned.load.cache_clear()
 
 
 def test_separators_in_values_are_refused(files):
