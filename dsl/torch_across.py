@@ -83,17 +83,17 @@ class History:
 
 
 def look_back(node: Node, evaluation: Evaluation, history: History) -> Value:
-    """`past` or `at` over the layers done so far."""
+    """`past`, a reduction of it, or `at` over the layers done so far."""
     frame, layer = evaluation.frame, evaluation.frame.layer
-    if node.op == "past":
-        x, number = node.args
+    if node.op != "at":
+        x, number = (node if node.op == "past" else node.args[0]).args
         size = counts.whole(evaluation.number(number), frame.bound.shape.layers)
         own = evaluation.value(x)
         values = [
             own if each == layer else history.read(x, each, frame)
             for each in (max(0, layer - i) for i in reversed(range(size)))
         ]
-        return _past(values, layer, frame)
+        return _past(node, values, frame)
     wanted, x = node.args
     at = counts.snap(evaluation.number(wanted))
     if not _is_layer(at, layer):
@@ -105,11 +105,20 @@ def _is_layer(x: counts.Number, last: int) -> bool:
     return 0 <= x <= last and x == int(x)
 
 
-def _past(values: list[Value], layer: int, frame: Frame) -> Value:
-    """Values of this layer and those before it along the axis `past`."""
+def _past(node: Node, values: list[Value], frame: Frame) -> Value:
+    """Values of this layer and those before it along the axis `past`, or what they reduce to."""
+    if node.op != "past":
+        made = torch_layers.of_layers(node, frame, values, frame.layer)
+        if made is not None:
+            return made
+        return OPERATIONS[node.op](node, frame, _stacked(values, frame))
+    return _stacked(values, frame)
+
+
+def _stacked(values: list[Value], frame: Frame) -> Value:
     x = stacked(values, frame.device)
     size = len(values)
-    there = torch.arange(size, device=frame.device) >= size - 1 - layer
+    there = torch.arange(size, device=frame.device) >= size - 1 - frame.layer
     axes = ("past", *x.axes[1:])
     if x.mask is None:
         return Value(x.data, axes, there, ("past",), finite=x.finite)
@@ -151,7 +160,7 @@ class Layers:
     def value(self, node: Node, evaluation: Evaluation) -> Value:
         """The part of one layer in a node that looks at other layers."""
         layer = evaluation.frame.layer
-        if node.op in ("past", "at"):
+        if node.op in ("past", "at") or torch_layers.over_past(node, self.frame):
             return self._look(node, evaluation)
         arguments = operands(node)
         count: Value | None = None
@@ -207,13 +216,13 @@ class Layers:
         return stacked(values, self.frame.device)
 
     def _look(self, node: Node, evaluation: Evaluation) -> Value:
-        """`past` and `at` where every layer is there."""
+        """`past`, a reduction of it, and `at` where every layer is there."""
         frame, layers = evaluation.frame, len(self.evaluations)
-        if node.op == "past":
-            x, number = node.args
+        if node.op != "at":
+            x, number = (node if node.op == "past" else node.args[0]).args
             size = counts.whole(evaluation.number(number), layers)
             wanted = [max(0, frame.layer - i) for i in reversed(range(size))]
-            return _past([self._at(x, each, frame) for each in wanted], frame.layer, frame)
+            return _past(node, [self._at(x, each, frame) for each in wanted], frame)
         wanted, x = node.args
         at = counts.snap(evaluation.number(wanted))
         reached = frame.layer if node.when <= When.LAYER else layers - 1

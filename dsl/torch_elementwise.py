@@ -149,6 +149,10 @@ def reduce(node: Node, frame: Frame, x: Value) -> Value:
     """A reduction over `node.axes` that skips absent values."""
     dims = [x.axes.index(axis) for axis in node.axes]
     axes = tuple(axis for axis in x.axes if axis not in node.axes)
+    found = kernel_for(node.op, frame, x) if node.op in ("mean", "var") else None
+    if found is not None:
+        kernel, there = found
+        return Value(kernel(x.data, there, dims), axes, finite=x.finite)
     if (node.op == "count" and x.data.dtype != torch.bool) or node.op in ("mean", "var"):
         number = _present(x, node.axes, dims, axes, frame)
     if node.op == "count":
@@ -172,6 +176,18 @@ def reduce(node: Node, frame: Frame, x: Value) -> Value:
     if not x.finite or node.op != "sum":
         data = torch.nan_to_num(data, nan=0.0, posinf=math.inf, neginf=-math.inf)
     return Value(data, axes, finite=x.finite)
+
+
+def kernel_for(
+    name: str, frame: Frame, x: Value
+) -> tuple[Callable[..., torch.Tensor], torch.Tensor | None] | None:
+    """A kernel for numbers of any shape and what of these is there; None: torch computes."""
+    kernel = frame.kernels.get(name)
+    if kernel is None or not isinstance(x.data, torch.Tensor) or x.data.dtype != torch.float64:
+        return None
+    if x.mask is None:
+        return kernel, None
+    return kernel, aligned(x.mask, x.mask_axes, x.axes).expand(x.data.shape)
 
 
 def _extreme(op: str, x: Value, dims: list[int]) -> torch.Tensor:

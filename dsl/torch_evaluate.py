@@ -16,8 +16,8 @@ from kvpolicy.dsl.ir import Node, Rules, State
 from kvpolicy.dsl.torch_blocks import WINDOWS, in_blocks
 from kvpolicy.dsl.torch_elementwise import mask
 from kvpolicy.dsl.torch_generated import Generated
-from kvpolicy.dsl.torch_ops import OPERATIONS
-from kvpolicy.dsl.torch_plan import across, operands, scalar
+from kvpolicy.dsl.torch_layers import over_past
+from kvpolicy.dsl.torch_plan import across, operands, operation, scalar
 from kvpolicy.dsl.torch_values import Frame, Value, aligned, as_tensor, sizes_of, union
 
 
@@ -145,7 +145,7 @@ class Evaluation:
             return self.value(node.args[0 if self.frame.number(node.args[1]) else 2])
         if node.op == "mask" and node.value == "rest" and self.frame.there is not None:
             return self._rest(node)
-        if across(node):
+        if across(node) or over_past(node, self.frame):
             return self.others(node, self)
         if self.whole and self.generated is not None:
             bundle = self.generated.bundle(node, self.frame)
@@ -156,7 +156,7 @@ class Evaluation:
             done = in_blocks(node, self)
             if done is not None:
                 return done
-        return OPERATIONS[node.op](node, self.frame, *(self.value(x) for x in operands(node)))
+        return operation(node)(node, self.frame, *(self.value(x) for x in operands(node)))
 
     def _rest(self, node: Node) -> Value:
         """`x where not taken`: each KV head chooses among the entries that it holds."""

@@ -3,6 +3,23 @@
 A program is given a table of kernels by name; what is not in the table is computed by torch. A
 kernel keeps exactly what torch keeps, ties included, from the same values.
 
+keys(x, there) -> int32
+    float64 scores as integers that sort as their float32 do, -0 being 0, and the lowest int32 where
+    bool `there`, which broadcasts to x, is false (None: nowhere). The shape of x, contiguous.
+
+rank(keys) -> float64 [R, n]
+    1 for the highest of int32 keys [R, n] per row, of equal ones for the first.
+
+mean(x, there, over), var(x, there, over), entropy(x, there, over) -> float64
+    Of what is present of float64 x along the dimensions `over` (`there` as above): mean, variance
+    divided by the number of values, and -sum(p log p) with p = x / sum(x), where what is NaN counts
+    as 0 (a share, its logarithm, their product, a result). 0 of no values. The sums are float64 and
+    the same for the same arguments.
+
+var_of_layers(values, there, first) -> float64, any_of_layers(values, there, first) -> bool
+    The same place by place over a list of layers' values of one shape (float64, bool), the first
+    `first` of which do not count. `there` lists where each is present, or is None.
+
 top(keys, number) -> bool [R, n]
     The `number` (int, or int64 [R, 1]) highest of int32 keys [R, n] per row, of equal ones the
     first; the lowest int32 is absent and never chosen.

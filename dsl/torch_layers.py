@@ -8,7 +8,58 @@ import torch
 from kvpolicy.dsl import counts
 from kvpolicy.dsl.ir import Node, When
 from kvpolicy.dsl.torch_kernels import LARGEST_SPLIT
-from kvpolicy.dsl.torch_values import HOST, Frame, Value, as_tensor, sent, snapped, union
+from kvpolicy.dsl.torch_values import (
+    HOST,
+    Frame,
+    Value,
+    aligned,
+    as_tensor,
+    sent,
+    snapped,
+    union,
+)
+
+# Reductions over `past` that a kernel makes of the layers' values where they lie.
+_OF_LAYERS = {"var": "var_of_layers", "any": "any_of_layers"}
+# More layers than these are stacked: each is compiled into the kernel, whose registers are few.
+_MOST_LAYERS = 16
+
+
+def over_past(node: Node, frame: Frame) -> bool:
+    """Whether a node reduces `past(...)` by an operation that a kernel knows."""
+    if node.axes != ("past",) or node.args[0].op != "past":
+        return False
+    return _OF_LAYERS.get(node.op) in frame.kernels
+
+
+def of_layers(node: Node, frame: Frame, values: Sequence[Value], layer: int) -> Value | None:
+    """A reduction of the values of this layer and those before it by a kernel; None: by torch.
+
+    Args:
+        node: as `over_past` wants it.
+        values: this layer's last; those below layer 0 stand for nothing.
+    """
+    kernel, own = frame.kernels[_OF_LAYERS[node.op]], values[-1]
+    kind = torch.bool if node.op == "any" else torch.float64
+    if len(values) > _MOST_LAYERS or any(
+        not isinstance(x.data, torch.Tensor)
+        or (x.data.dtype, x.data.shape, x.axes) != (kind, own.data.shape, own.axes)
+        for x in values
+    ):
+        return None
+    there = None
+    if any(x.mask is not None for x in values):
+        there = [_present(x) for x in values]
+    made = kernel([x.data for x in values], there, max(0, len(values) - 1 - layer))
+    return Value(made, own.axes, finite=all(x.finite for x in values))
+
+
+def _present(x: Value) -> torch.Tensor:
+    """Where a value is present, in its own shape."""
+    if x.mask is None:
+        return torch.ones_like(x.data, dtype=torch.bool)
+    return aligned(x.mask, x.mask_axes, x.axes).expand(x.data.shape)
+
 
 # Across layers: `x` holds all layers, its first axis being `layer`.
 

@@ -5,11 +5,13 @@ Dimensions: L layers, G KV heads, N cached tokens, W window.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.ir import Node
+from kvpolicy.dsl.torch_entropy import distribution, entropy
 from kvpolicy.dsl.torch_kernels import NONE, Kernels
 from kvpolicy.dsl.torch_ops import OPERATIONS
 from kvpolicy.dsl.torch_values import HOST, Frame, Value, aligned, constant, sent, union
@@ -143,8 +145,16 @@ def _number(x: Value) -> Value:
 
 
 def operands(node: Node) -> tuple[Node, ...]:
-    """The arguments that a step reads; a window is a number that `bind` already knows."""
-    return () if node.op in ("attn", "logits", "distance") else node.args
+    """What a step reads; a window is a number that `bind` already knows, an entropy one step."""
+    if node.op in ("attn", "logits", "distance"):
+        return ()
+    x = distribution(node)
+    return node.args if x is None else (x,)
+
+
+def operation(node: Node) -> Callable[..., Value]:
+    """What computes a node of its operands."""
+    return OPERATIONS[node.op] if distribution(node) is None else entropy
 
 
 def across(node: Node) -> bool:
@@ -166,7 +176,7 @@ def call(node: Node, frame: Frame, arguments: list[Value]) -> Value:
         place = 1 if node.op == "at" else 0
         arguments = list(arguments)
         arguments[place] = _over_layers(arguments[place], frame)
-    return OPERATIONS[node.op](node, frame, *arguments)
+    return operation(node)(node, frame, *arguments)
 
 
 def _over_layers(x: Value, frame: Frame) -> Value:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from kvpolicy.dsl import counts
 from kvpolicy.dsl.ir import Node
-from kvpolicy.dsl.torch_elementwise import mask
+from kvpolicy.dsl.torch_elementwise import kernel_for, mask
 from kvpolicy.dsl.torch_values import (
     Frame,
     Value,
@@ -25,23 +25,34 @@ _ABSENT = -(2**31)
 # Order and selection.
 
 
-def _competing(x: Value, axes: tuple[str, ...]) -> tuple[torch.Tensor, list[int], list[int]]:
+def _competing(
+    x: Value, axes: tuple[str, ...], frame: Frame
+) -> tuple[torch.Tensor, list[int], list[int]]:
     """Sort keys [..., M] of the values that compete, last and in the order of `axes` as written.
 
     Returns:
         int32 keys in the order of float32 (absent lowest), the permutation of the dimensions that
         was applied, and the shape before the competing dimensions became one.
     """
+    rest = [i for i, axis in enumerate(x.axes) if axis not in axes]
+    turn = rest + [x.axes.index(axis) for axis in axes]
+    found = kernel_for("keys", frame, x)
+    if found is not None:
+        kernel, there = found
+        keys = kernel(x.data.permute(turn), None if there is None else there.permute(turn))
+    else:
+        keys = _keys(x).permute(turn)
+    shape = list(keys.shape)
+    return keys.reshape(*shape[: len(rest)], -1), turn, shape
+
+
+def _keys(x: Value) -> torch.Tensor:
     keys = x.data.float() + 0.0  # -0 becomes 0
     keys = keys.view(torch.int32)
     keys = keys ^ ((keys >> 31) & 0x7FFFFFFF)
-    if x.mask is not None:
-        keys = torch.where(aligned(x.mask, x.mask_axes, x.axes), keys, _ABSENT)
-    rest = [i for i, axis in enumerate(x.axes) if axis not in axes]
-    turn = rest + [x.axes.index(axis) for axis in axes]
-    keys = keys.permute(turn)
-    shape = list(keys.shape)
-    return keys.reshape(*shape[: len(rest)], -1), turn, shape
+    if x.mask is None:
+        return keys
+    return torch.where(aligned(x.mask, x.mask_axes, x.axes), keys, _ABSENT)
 
 
 def _back(data: torch.Tensor, turn: list[int], shape: list[int]) -> torch.Tensor:
@@ -102,7 +113,7 @@ def _top(frame: Frame, x: Value, count: Value, axes: tuple[str, ...]) -> Value:
         number = number.reshape(*(number.shape or [1] * len(rest)), 1)
     else:
         number = counts.whole(number, 2**31)
-    keys, turn, shape = _competing(x, axes)
+    keys, turn, shape = _competing(x, axes, frame)
     kernel = frame.kernels.get("top")
     chosen = _select(keys, number) if kernel is None else _by_rows(kernel, keys, number)
     return Value(_back(chosen, turn, shape), x.axes)
@@ -118,12 +129,17 @@ def _by_rows(kernel: Callable, keys: torch.Tensor, number: torch.Tensor | int) -
 
 def rank(node: Node, frame: Frame, x: Value) -> Value:
     """1 for the highest along `node.axes`."""
-    keys, turn, shape = _competing(x, node.axes)
-    first = keys.long().neg().argsort(dim=-1, stable=True)
-    places = torch.empty_like(first)
-    order = torch.arange(1, keys.shape[-1] + 1, device=keys.device).expand_as(first)
-    places.scatter_(-1, first, order)
-    return Value(_back(places, turn, shape).double(), x.axes, x.mask, x.mask_axes, finite=True)
+    keys, turn, shape = _competing(x, node.axes, frame)
+    kernel = frame.kernels.get("rank")
+    if kernel is not None:
+        places = kernel(keys.reshape(keys.shape[:-1].numel(), keys.shape[-1]))
+    else:
+        # Stable: of equal keys the first stays first, also where the highest come first.
+        first = keys.sort(dim=-1, descending=True, stable=True).indices
+        order = torch.arange(1, keys.shape[-1] + 1, dtype=torch.float64, device=keys.device)
+        places = torch.empty(keys.shape, dtype=torch.float64, device=keys.device)
+        places.scatter_(-1, first, order.expand_as(first))
+    return Value(_back(places, turn, shape), x.axes, x.mask, x.mask_axes, finite=True)
 
 
 def index(node: Node, frame: Frame, x: Value) -> Value:

@@ -144,6 +144,8 @@ def compiled(call: Callable[[], Any]) -> list[Compiled]:
 
 
 def _without_data(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(map(_without_data, x))
     return MockTensor(x.dtype, list(x.shape)) if isinstance(x, torch.Tensor) else x
 
 

@@ -45,6 +45,23 @@ def selection(rows: int, size: int) -> None:
     top(ids(rows, size, dtype=torch.int32), ids(rows, 1))
 
 
+def reductions(*shape: int, over: tuple[int, ...]) -> None:
+    x, there = empty(*shape, dtype=torch.float64), empty(shape[-1], dtype=torch.bool)
+    for name in ("mean", "var", "entropy"):
+        for mask in (None, there):
+            TRITON[name](x, mask, over)
+
+
+def ranks() -> None:
+    scores = empty(1, N, dtype=torch.float64)
+    TRITON["rank"](TRITON["keys"](scores, empty(1, N, dtype=torch.bool)))
+    TRITON["keys"](scores, None)
+    for name, dtype in (("var_of_layers", torch.float64), ("any_of_layers", torch.bool)):
+        values = [empty(N, dtype=dtype) for _ in range(9)]
+        for there in (None, [empty(N, dtype=torch.bool) for _ in values]):
+            TRITON[name](values, there, 2)
+
+
 def compaction() -> None:
     kept = empty(L, G, N, dtype=torch.bool)
     first = ids(L, G, dtype=torch.int32)
@@ -123,6 +140,9 @@ def decided(policy: str, tokens: int = N, **settings: str) -> None:
 CASES: dict[str, Callable[[], object]] = {
     "selection per head": lambda: selection(G, N),
     "selection in a short row": lambda: selection(L * G, 4096),
+    "reductions over tokens": lambda: reductions(G, N, over=(0, 1)),
+    "reductions over heads": lambda: reductions(G, 4, N, over=(0, 1)),
+    "ranks and their variance over layers": ranks,
     "compaction": compaction,
     "decode attention": decode,
     "decode attention, fp16, D 64, no groups": lambda: decode(torch.float16, 64, 1),
@@ -140,6 +160,7 @@ CASES: dict[str, Callable[[], object]] = {
     "snapkv": lambda: decided("snapkv"),
     "lava": lambda: decided("lava"),
     "cake": lambda: decided("cake"),
+    "d2o-code": lambda: decided("d2o-code"),
     "simlayerkv-prefill": lambda: decided("simlayerkv-prefill"),
     "h2o": lambda: decided("h2o"),
     "d2o": lambda: decided("d2o"),

@@ -1,0 +1,70 @@
+"""What the same place of several layers' values says: their variance, and whether any is true."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def var_of_layers(
+    values: Sequence[torch.Tensor], there: Sequence[torch.Tensor] | None, first: int
+) -> torch.Tensor:
+    """At every place the variance of the present values, divided by their number; 0 of none.
+
+    Args:
+        values: of each layer float64 [...], all of one shape; what they hold where nothing is there
+            means nothing.
+        there: of each layer bool of that shape; None: everything is there.
+        first: how many of the first layers do not count.
+
+    Returns:
+        float64 of that shape; 0 where it is NaN.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual value.
+    """
+    check(values, there, first, torch.float64)
+    counted = torch.stack(list(values[first:]))
+    known = torch.ones_like(counted, dtype=torch.bool)
+    if there is not None:
+        known = torch.stack(list(there[first:]))
+    number = known.sum(0)
+    middle = torch.where(known, counted, 0.0).sum(0) / number
+    made = torch.where(known, (counted - middle) ** 2, 0.0).sum(0) / number
+    return torch.where(made.isnan(), 0.0, made)
+
+
+def any_of_layers(
+    values: Sequence[torch.Tensor], there: Sequence[torch.Tensor] | None, first: int
+) -> torch.Tensor:
+    """At every place whether a present value is true. bool; arguments as of `var_of_layers`."""
+    check(values, there, first, torch.bool)
+    counted = torch.stack(list(values[first:]))
+    if there is not None:
+        counted = counted & torch.stack(list(there[first:]))
+    return counted.any(0)
+
+
+def check(
+    values: Sequence[torch.Tensor],
+    there: Sequence[torch.Tensor] | None,
+    first: int,
+    dtype: torch.dtype,
+) -> None:
+    """Refuses wrong shapes and dtypes; reads no values.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual value.
+    """
+    if not 0 <= first < len(values):
+        raise ValueError(f"first: expected 0 .. {len(values) - 1}, got {first}")
+    shape = list(values[0].shape)
+    parts = [("values", dtype, values)]
+    parts += [] if there is None else [("there", torch.bool, there)]
+    for name, kind, each in parts:
+        if len(each) != len(values):
+            raise ValueError(f"{name}: expected {len(values)} tensors, got {len(each)}")
+        for x in each:
+            if x.dtype != kind or list(x.shape) != shape:
+                raise ValueError(f"{name}: expected {kind} {shape}, got {x.dtype} {list(x.shape)}")
