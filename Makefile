@@ -5,7 +5,7 @@ VENV := $(if $(filter 0.5.23,$(SGLANG)),.venv,.venv-$(SGLANG))
 PYTHON := $(VENV)/bin/python -P
 PYTEST_ARGS ?=
 
-.PHONY: setup test demo lint docs train bench-kernels clean
+.PHONY: setup test demo lint docs train bench-kernels tune-kernels clean
 
 setup:
 	@SGLANG=$(SGLANG) VENV=$(VENV) bash tests/environment/setup.sh
@@ -31,6 +31,10 @@ train: setup
 # PYTHON=python3 takes them instead of an environment of its own.
 bench-kernels: $(if $(filter command,$(firstword $(origin PYTHON))),,setup)
 	$(firstword $(PYTHON)) benchmarks/kernels.py $(ARGS)
+
+# The fastest tiles, splits and readers on this kind of GPU, into kernels/tuned/.
+tune-kernels: $(if $(filter command,$(firstword $(origin PYTHON))),,setup)
+	$(firstword $(PYTHON)) benchmarks/kernels.py --topics tuning --write $(ARGS)
 
 clean:
 	rm -rf .venv .venv-* .cache build *.egg-info
