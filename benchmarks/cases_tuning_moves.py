@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 from cases import Bench, Case, Tuning, within
-from cases_memory import bits, prompt_of, sort_keys
+from cases_memory import TAIL, Fold, bits, prompt_of, sort_keys
 from cases_merging import links_of, lists_of
 from cases_scoring import OURS
 from kvpolicy.kernels import compact_layers as reference_compaction
@@ -16,6 +16,7 @@ from kvpolicy.kernels import gather as reference_gather
 from kvpolicy.kernels import merge_rows as reference_rows
 from kvpolicy.kernels import nearest as reference_nearest
 from kvpolicy.kernels import place as reference_place
+from kvpolicy.kernels import settle as reference_settle
 from kvpolicy.kernels.compact_layers_triton import compact_layers
 from kvpolicy.kernels.gather_triton import gather
 from kvpolicy.kernels.merge_rows_triton import merge_rows
@@ -24,6 +25,7 @@ from kvpolicy.kernels.place_triton import place
 from kvpolicy.kernels.rows_triton import put_rows, take_rows
 from kvpolicy.kernels.select import top as reference_top
 from kvpolicy.kernels.select_triton import top
+from kvpolicy.kernels.settle_triton import settle
 from kvpolicy.kernels.tuned import plain
 
 TOPIC = "tuning"
@@ -125,6 +127,39 @@ def placed(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
     )  # fmt: skip
 
 
+def fold(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
+    model, shape = bench.model, bench.model.shape
+    request = Fold.of(model, tokens, number)
+
+    def call(**options: int) -> torch.Tensor:
+        return request.settle(partial(settle, **options))
+
+    pieces, tiles = ((16,), (16,)) if toy else ((32, 64, 128), (16, 32, 64, 128))
+    calls, knobs = variants(call, piece=pieces, tile=tiles)
+
+    def check(calls: dict[str, Callable]) -> str:
+        before = request.storage.clone()
+        request.settle(reference_settle.settle)
+        wanted = request.storage.clone()
+        assert not torch.equal(bits(wanted), bits(before)), "nothing was moved"
+        for name, each in calls.items():
+            request.storage.copy_(before)
+            each()
+            assert torch.equal(bits(request.storage), bits(wanted)), name
+        return "every bit of the pool as after the reference"
+
+    where = {
+        "row_bytes": model.entry_bytes,
+        "lists": shape.layers * shape.kv_heads,
+        "candidates": request.kept.shape[2],
+    }
+    return Case(
+        TOPIC, f"fold of {TAIL} tokens in place, all layers", tokens, 1, calls, check,
+        counted=4 * len(request.moves()[0]) * model.entry_bytes, layers=shape.layers,
+        tuning=Tuning("settle", where, knobs),
+    )  # fmt: skip
+
+
 def selection(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
     keys = sort_keys(bench.model, tokens)
     blocks, programs = ((64,), (4,)) if toy else ((1024, 2048, 4096), (132, 264, 528, 1056))
@@ -220,4 +255,4 @@ def merged(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
     )
 
 
-ALL = (compaction, gathered, placed, selection, rows, nearest_kept, merged)
+ALL = (compaction, gathered, placed, fold, selection, rows, nearest_kept, merged)

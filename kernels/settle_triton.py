@@ -34,13 +34,14 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels import tuned
 from kvpolicy.kernels.settle import check
 from kvpolicy.kernels.tables import Tables
 from kvpolicy.kernels.tiles import rows_of
 
 # Bytes that the memory moves at once.
 _LINE = 128
-# Per thread; eight programs then fill the registers of a multiprocessor.
+# Per thread, of tiles that leave them; eight programs then fill those of a multiprocessor.
 _REGISTERS = 64
 
 
@@ -64,20 +65,26 @@ def settle(
     as the lists are long is checked, nor that what stays has pages of its own.
 
     Args:
-        piece: elements of a row that a program moves; a power of two. None: a cache line of them.
-        tile: candidates of which a program holds the rows at a time; a power of two, below 32768.
-            None: as many as fit its registers.
+        piece: elements of a row that a program moves; a power of two. None: as measured for the
+            GPU (see `tuned`), else a cache line of them.
+        tile: candidates of which a program holds the rows at a time; a power of two up to 16384.
+            None: as measured, else `rows_of`.
 
     Returns:
         int32 [L, G], entries in the private pages of each list afterwards.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
+        TunedError: as `tuned.load`.
     """
     check(storage, tables, row, req_to_token, kept, there, starts, proceed)
     layers, _, padded, group, size = storage.shape
     element = storage.element_size()
-    piece = piece or min(triton.next_power_of_2(size), _LINE // element)
+    where = (size * element, layers * group, starts[-1] // layers)
+    measured = tuned.choice("settle", storage.device, *where)
+    line = min(triton.next_power_of_2(size), _LINE // element)
+    piece = piece or measured.get("piece") or line
+    tile = tile or measured.get("tile") or rows_of(piece, element)
     pieces = triton.cdiv(size, piece)
     counts = torch.empty((layers, group), dtype=torch.int32, device=storage.device)
     # Pieces and heads change fastest: those of one ordinary slot lie side by side.
@@ -87,7 +94,7 @@ def settle(
         _on_device(starts, storage.device), proceed.view(torch.uint8), counts,
         row, length, padded, req_to_token.stride(0), starts[1],
         LAYERS=layers, GROUP=group, SIZE=size, PIECE=piece, PIECES=pieces,
-        TILE=tile or rows_of(piece, element), maxnreg=_REGISTERS,
+        TILE=tile, maxnreg=_REGISTERS if tile <= rows_of(piece, element) else None,
     )  # fmt: skip
     return counts
 

@@ -64,6 +64,11 @@ KERNELS = {
     "compact_layers": Kernel(("row_bytes",), ("positions",), {"part": _POWERS, "tile": _POWERS}),
     "gather": Kernel(("row_bytes",), ("candidates",), {"tile": _POWERS}),
     "place": Kernel(("row_bytes",), ("candidates",), {"tile": _POWERS}),
+    "settle": Kernel(
+        ("row_bytes",),
+        ("lists", "candidates"),
+        {"piece": _POWERS, "tile": _POWERS - {2**15, 2**16}},
+    ),
     "top": Kernel((), ("rows", "keys"), {"block": _POWERS, "programs": range(1, 1 << 16)}),
     "rows": Kernel((), ("row_bytes",), {"block": _POWERS}),
     "nearest": Kernel(("dtype", "head_dim"), ("dropped",), {"rows": _TILE, "columns": _TILE}),

@@ -39,6 +39,7 @@ def test_knobs_of_kernels(tmp_path):
         "compaction, all layers",
         "gathered lists",
         "placed rows",
+        "fold of 16 tokens in place, all layers",
         "selection",
         "rows",
         "nearest",

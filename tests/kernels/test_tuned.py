@@ -25,6 +25,7 @@ from kvpolicy.kernels.select_triton import top as top_triton
 sys.path.insert(0, str(Path(__file__).parent))
 import test_decode_attention as decode_tests
 import test_paged_attention_packages as package_tests
+import test_settle as settle_tests
 from test_paged_attention_packages import packages  # noqa: F401
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -307,6 +308,22 @@ def test_gather_and_place_as_measured(folder, launched):
     for mine, wanted in zip(got, gather(entries, entries, indptr, indices, kept), strict=True):
         assert torch.equal(mine, wanted)
     assert made[-1]["TILE"] == 2
+
+
+def test_folds_in_place_as_measured(folder, launched):
+    from kvpolicy.kernels import settle_triton
+
+    where = {"row_bytes": 32, "lists": 6, "candidates": 20}
+    write(folder, ("settle", where, {"piece": 4, "tile": 16}))
+    made = launched(settle_triton, "_settle")
+    given = settle_tests.SMALL["usual"]
+    settle_tests.same(given.run(settle_triton.settle), given.one_by_one())
+    assert (made[0]["PIECE"], made[0]["PIECES"], made[0]["TILE"]) == (4, 2, 16)
+    given.run(settle_triton.settle, tile=8)
+    assert (made[1]["PIECE"], made[1]["TILE"]) == (4, 8)
+    # A tile that needs more registers may have them.
+    given.run(settle_triton.settle, piece=8, tile=1024)
+    assert [x["maxnreg"] for x in made] == [64, 64, None]
 
 
 def test_merges_as_measured(folder, launched):
