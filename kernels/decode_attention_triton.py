@@ -255,7 +255,7 @@ def _decode(
             if PAIRS:
                 # What is not paired has no rows of codes, and 1 for a code.
                 there = inside & (j < count) & (pair > 0)
-                code = _entry(
+                code = entry_at(
                     first_code + j // FLOATS, j, count, there, own_slots, tail_slots, first_page,
                     layer, group, rows_of_pair, LAYERS, GROUPS,
                 ) * FLOATS + j % FLOATS  # fmt: skip
@@ -265,13 +265,13 @@ def _decode(
                 value_at = first_row + tl.where(of_value < 0.0, (-of_value).to(tl.int32), j)
                 of_key = tl.where(of_key < 0.0, 1.0, of_key)
                 of_value = tl.where(of_value < 0.0, 1.0, of_value)
-            key_entry = _entry(
+            key_entry = entry_at(
                 key_at, j, count, inside, own_slots, tail_slots, first_page,
                 layer, group, rows_of_pair, LAYERS, GROUPS,
             )  # fmt: skip
             value_entry = key_entry
             if PAIRS:
-                value_entry = _entry(
+                value_entry = entry_at(
                     value_at, j, count, inside, own_slots, tail_slots, first_page,
                     layer, group, rows_of_pair, LAYERS, GROUPS,
                 )  # fmt: skip
@@ -302,7 +302,7 @@ def _decode(
 
 
 @triton.jit
-def _entry(
+def entry_at(
     at,
     j,
     count,

@@ -13,8 +13,9 @@ import logging
 
 import torch
 from kvpolicy.kernels import paged_attention_fa3, paged_attention_flashinfer, tuned
-from kvpolicy.kernels.decode_attention import check, lists_of
+from kvpolicy.kernels.decode_attention import check
 from kvpolicy.kernels.decode_attention_triton import decode_attention as by_triton
+from kvpolicy.kernels.entry_table_triton import entry_table
 from kvpolicy.kernels.tables import Tables
 
 logger = logging.getLogger(__name__)
@@ -93,22 +94,33 @@ def by_lists(
 ) -> torch.Tensor:
     """As the reference: the lists are written out, and a package reads them.
 
+    The host waits for the longest list's length, and for what FlashInfer plans with.
+
     Args:
         reader: `flashinfer` or `fa3`.
 
     Raises:
-        ValueError: as the reference, or the reader cannot do it.
+        ValueError: as the reference, layers may be stored in pairs, or the reader cannot do it.
         ImportError: its package is not installed.
     """
     check(q, storage, tables, rows, lengths, req_to_token, layer)
     if not q.numel():
         return torch.zeros_like(q)
-    given = (storage, tables, rows.long(), lengths.long(), req_to_token, layer)
-    indptr, indices, beside = lists_of(*given)
-    pool = storage.view(-1, storage.shape[4])
-    values = pool[storage.shape[2] * storage.shape[3] :]
-    attend = OTHERS[reader].paged_attention
-    return attend(q.unsqueeze(1), pool, values, indptr, indices, scale=scale, **beside)[:, 0]
+    row = rows.long()
+    tail = (lengths - tables.tail_start[row]).clamp(min=0)
+    longest = int((tables.counts[row, layer] + tail[:, None]).max())
+    given = (q, storage, tables, rows, lengths, req_to_token)
+    table, entries = entry_table(*given, layer=layer, longest=longest)
+    heads, size = q.shape[1] // storage.shape[3], q.shape[2]
+    shape = {"heads": heads, "size": size, "dtype": q.dtype, "scale": scale}
+    if reader == "fa3":
+        attend = paged_attention_fa3.plan_table(table, entries, **shape)
+    else:
+        indptr = torch.nn.functional.pad(entries.cumsum(0), (1, 0))
+        inside = torch.arange(longest, device=table.device) < entries[:, None]
+        attend = paged_attention_flashinfer.plan(indptr, table[inside], **shape)
+    pool = storage.view(-1, size)
+    return attend(q.unsqueeze(1), pool, pool[storage.shape[2] * storage.shape[3] :])[:, 0]
 
 
 @functools.lru_cache

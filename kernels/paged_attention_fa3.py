@@ -70,6 +70,24 @@ def plan(
     Raises:
         ValueError, ImportError, NotImplementedError: as `paged_attention`.
     """
+    table, lengths = page_table(indptr, indices)
+    return plan_table(table, lengths, heads=heads, size=size, dtype=dtype, scale=scale)
+
+
+def plan_table(
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    heads: int,
+    size: int,
+    dtype: torch.dtype,
+    scale: float,
+) -> Attend:
+    """As `plan`, with the lists as `page_table` writes them.
+
+    Raises:
+        ValueError, ImportError, NotImplementedError: as `paged_attention`.
+    """
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"q: FlashAttention 3 decodes fp16 and bf16, got {dtype}")
     if size > _LARGEST or size % _MULTIPLE:
@@ -78,7 +96,6 @@ def plan(
             f"{_MULTIPLE}, got {size}"
         )
     decode = package()
-    table, lengths = page_table(indptr, indices)
 
     def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         pool = pages_of_one("FlashAttention 3", keys, values)
