@@ -18,7 +18,8 @@ mean(x, there, over), var(x, there, over), entropy(x, there, over) -> float64
 
 var_of_layers(values, there, first) -> float64, any_of_layers(values, there, first) -> bool
     The same place by place over a list of layers' values of one shape (float64, bool), the first
-    `first` of which do not count. `there` lists where each is present, or is None.
+    `first` of which do not count, at most MOST_LAYERS in all. `there` lists where each is present,
+    or is None.
 
 top(keys, number) -> bool [R, n]
     The `number` (int, or int64 [R, 1]) highest of int32 keys [R, n] per row, of equal ones the
@@ -76,6 +77,7 @@ import torch
 Kernels = Mapping[str, Callable]
 NONE: Kernels = MappingProxyType({})
 
+MOST_LAYERS = 16  # that "var_of_layers" and "any_of_layers" reduce
 LARGEST_SPLIT = 2**28 - 1  # entries in all layers that the kernel "split" divides
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from kvpolicy.dsl import counts
 from kvpolicy.dsl.ir import Node, When
-from kvpolicy.dsl.torch_kernels import LARGEST_SPLIT
+from kvpolicy.dsl.torch_kernels import LARGEST_SPLIT, MOST_LAYERS
 from kvpolicy.dsl.torch_values import (
     HOST,
     Frame,
@@ -21,15 +21,16 @@ from kvpolicy.dsl.torch_values import (
 
 # Reductions over `past` that a kernel makes of the layers' values where they lie.
 _OF_LAYERS = {"var": "var_of_layers", "any": "any_of_layers"}
-# More layers than these are stacked: each is compiled into the kernel, whose registers are few.
-_MOST_LAYERS = 16
+
+
+def reduces_past(node: Node) -> bool:
+    """Whether a node reduces `past(...)` by an operation that there is a kernel for."""
+    return node.op in _OF_LAYERS and node.axes == ("past",) and node.args[0].op == "past"
 
 
 def over_past(node: Node, frame: Frame) -> bool:
-    """Whether a node reduces `past(...)` by an operation that a kernel knows."""
-    if node.axes != ("past",) or node.args[0].op != "past":
-        return False
-    return _OF_LAYERS.get(node.op) in frame.kernels
+    """Whether a node reduces `past(...)` by a kernel that is at hand."""
+    return reduces_past(node) and _OF_LAYERS[node.op] in frame.kernels
 
 
 def of_layers(node: Node, frame: Frame, values: Sequence[Value], layer: int) -> Value | None:
@@ -41,7 +42,7 @@ def of_layers(node: Node, frame: Frame, values: Sequence[Value], layer: int) -> 
     """
     kernel, own = frame.kernels[_OF_LAYERS[node.op]], values[-1]
     kind = torch.bool if node.op == "any" else torch.float64
-    if len(values) > _MOST_LAYERS or any(
+    if len(values) > MOST_LAYERS or any(
         not isinstance(x.data, torch.Tensor)
         or (x.data.dtype, x.data.shape, x.axes) != (kind, own.data.shape, own.axes)
         for x in values

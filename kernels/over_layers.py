@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+MOST = 16  # each is compiled into the kernel; twice as many spill
+
 
 def var_of_layers(
     values: Sequence[torch.Tensor], there: Sequence[torch.Tensor] | None, first: int
@@ -13,8 +15,8 @@ def var_of_layers(
     """At every place the variance of the present values, divided by their number; 0 of none.
 
     Args:
-        values: of each layer float64 [...], all of one shape; what they hold where nothing is there
-            means nothing.
+        values: of each of up to MOST layers float64 [...], all of one shape; what they hold where
+            nothing is there means nothing.
         there: of each layer bool of that shape; None: everything is there.
         first: how many of the first layers do not count.
 
@@ -57,6 +59,8 @@ def check(
     Raises:
         ValueError: names the argument, the expected and the actual value.
     """
+    if not 0 < len(values) <= MOST:
+        raise ValueError(f"values: expected 1 .. {MOST} tensors, got {len(values)}")
     if not 0 <= first < len(values):
         raise ValueError(f"first: expected 0 .. {len(values) - 1}, got {first}")
     shape = list(values[0].shape)

@@ -18,6 +18,7 @@ from kvpolicy.dsl.torch_kernels import Slots
 from kvpolicy.dsl.torch_program import TorchProgram
 from kvpolicy.kernels.compact_layers_triton import compact_layers
 from kvpolicy.kernels.decode_attention_triton import decode_attention
+from kvpolicy.kernels.entry_table_triton import entry_table
 from kvpolicy.kernels.gather_triton import gather
 from kvpolicy.kernels.paged_attention_triton import paged_attention
 from kvpolicy.kernels.place_triton import place
@@ -57,7 +58,7 @@ def ranks() -> None:
     TRITON["rank"](TRITON["keys"](scores, empty(1, N, dtype=torch.bool)))
     TRITON["keys"](scores, None)
     for name, dtype in (("var_of_layers", torch.float64), ("any_of_layers", torch.bool)):
-        values = [empty(N, dtype=dtype) for _ in range(9)]
+        values = [empty(N, dtype=dtype) for _ in range(16)]
         for there in (None, [empty(N, dtype=torch.bool) for _ in values]):
             TRITON[name](values, there, 2)
 
@@ -75,6 +76,14 @@ def decode(dtype: torch.dtype = torch.bfloat16, size: int = D, group: int = 4) -
     q = empty(B, G * group, size, dtype=dtype)
     table = ids(4097, 131076, dtype=torch.int32)
     decode_attention(q, storage, tables, rows, lengths, table, layer=3, scale=0.1)
+
+
+def written_out() -> None:
+    tables = Tables.empty(4097, L, G, SLOTS, "cuda")
+    rows, lengths = ids(B, dtype=torch.int32), ids(B, dtype=torch.int32)
+    q, storage = empty(B, H, D), empty(L, 2, SLOTS, G, D)
+    slots = ids(4097, 131076, dtype=torch.int32)
+    entry_table(q, storage, tables, rows, lengths, slots, layer=3, longest=9000)
 
 
 def lists() -> None:
@@ -149,6 +158,7 @@ CASES: dict[str, Callable[[], object]] = {
     "decode attention, bf16, D 80, groups of 8": lambda: decode(size=80, group=8),
     "decode attention, fp32, D 80, groups of 8": lambda: decode(torch.float32, 80, 8),
     "decode attention, D 256": lambda: decode(size=256, group=2),
+    "lists written out": written_out,
     "attention over lists with lengths": lists,
     "gathering, rotation, placing": folding,
     "fold in place": settling,

@@ -73,6 +73,8 @@ def test_values_of_any_strides():
 @pytest.mark.parametrize("module", [over_layers, over_layers_triton])
 def test_wrong_arguments(module):
     values = ranks(2, (3,))
+    with pytest.raises(ValueError, match=r"values: expected 1 \.\. 16 tensors, got 17"):
+        module.var_of_layers(ranks(17, (3,)), None, 0)
     with pytest.raises(ValueError, match=r"first: expected 0 \.\. 1, got 2"):
         module.var_of_layers(values, None, 2)
     with pytest.raises(ValueError, match=r"values: expected torch.bool \[3\], got torch.float64"):
