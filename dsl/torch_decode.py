@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.torch_evaluate import Evaluation
 from kvpolicy.dsl.torch_follow import Given, Landed, Landing, Walk, without_absent
-from kvpolicy.dsl.torch_kernels import Keys
-from kvpolicy.dsl.torch_layout import Choice, Held, Layout, Remembered
+from kvpolicy.dsl.torch_kernels import Entries, Keys
+from kvpolicy.dsl.torch_layout import Choice, Held, Layout, Remembered, Rows, shift_of
 from kvpolicy.dsl.torch_merge import Merging, merged_rows
 from kvpolicy.dsl.torch_steps import Steps
-from kvpolicy.dsl.torch_values import Value, sent
+from kvpolicy.dsl.torch_values import Frame, Value, sent
 
 if TYPE_CHECKING:
     from kvpolicy.dsl.torch_run import Run
@@ -33,6 +34,23 @@ Read = Callable[[int, torch.Tensor | None], tuple[Keys, Keys]]
 def _held(kept: torch.Tensor) -> Held:
     positions, alike = Held.of(kept).tolist()
     return Held(positions, bool(alike))
+
+
+def _afresh(x: Keys) -> Keys:
+    """The same keys or values, without a copy that was made of them."""
+    return replace(x) if isinstance(x, Entries) else x
+
+
+def _light(evaluation: Evaluation) -> Evaluation:
+    """An evaluation to go on with when those of all layers are there: nothing large is held."""
+    frame = evaluation.frame
+    known = {name: x for name, x in evaluation.known.items() if not {"query", "dim"} & set(x.axes)}
+    frame = replace(frame, k=_afresh(frame.k), v=_afresh(frame.v))
+    return replace(evaluation, frame=frame, known=known)
+
+
+def _rows(merging: Merging, frame: Frame) -> Rows:
+    return merged_rows(merging, replace(frame, k=frame.keys, v=frame.values))
 
 
 @dataclass
@@ -195,6 +213,7 @@ class Memory:
         if not dropped:
             return None
         choice = self._choice(decision, dropped)
+        _ = choice.k  # made while the tensors are there
         own.leave(decision.kept, landed.held[0])
         return choice
 
@@ -221,8 +240,11 @@ class Memory:
 
         Returns:
             What stays at every layer, good if the numbers are finite: `land`. Empty if nothing may
-            leave.
+            leave. Merged rows are made when they are asked for, of the entries as they are then:
+            what `read` gave has to be there until that.
         """
+        if not positions:
+            return []
         self._begin(len(positions), leaves)
         wants = self.wants
         if wants == "nothing":
@@ -260,7 +282,7 @@ class Memory:
             # A merge reads keys and values, whatever else does.
             frame = evaluation.frame
             given.checks.extend(x.double().sum().isfinite() for x in (frame.keys, frame.values))
-            decision.evaluation = evaluation
+            decision.evaluation = _light(evaluation)
         return decision
 
     def _kept(self, evaluation: Evaluation) -> torch.Tensor:
@@ -283,29 +305,33 @@ class Memory:
         self._open = _Open(decisions, Landing(kept, there, self.finite))
         if self._steps.rules.merge is None:
             return [self._choice(each) for each in decisions]
-        choices = []
-        for each, dropped in zip(decisions, self._open.landing.read().dropped, strict=True):
-            k, v = each.evaluation.frame.k, each.evaluation.frame.v
-            choice = self._choice(each, dropped)
-            choices.append(choice.stored(k.dtype, v.dtype))
-        return choices
+        dropped = self._open.landing.read().dropped
+        return [self._choice(*each) for each in zip(decisions, dropped, strict=True)]
 
     def _choice(self, decision: _Decision, dropped: int = 0) -> Choice:
         """What stays at a layer, merged where the KV head that drops most drops so many."""
-        rules, evaluation = self._steps.rules, decision.evaluation
-        keys = values = None
-        if dropped and evaluation is not None:
-            frame = evaluation.frame
-            frame = replace(frame, k=frame.keys, v=frame.values)
-            evaluation, own = replace(evaluation, frame=frame), decision.own
-            merging = Merging.of(
-                rules.merge, evaluation, decision.kept, self._steps.merge_updates,
-                own.merge_states, dropped,
-            )  # fmt: skip
-            own.merge_states = merging.states
-            keys, values = merged_rows(merging, frame)
-        slots = self.bound.positions == "slots"
-        return Choice.of(decision.kept, decision.there, slots, keys, values)
+        kept, there = decision.kept, decision.there
+        shift = None
+        if self.bound.positions == "slots":
+            shift = shift_of(kept, torch.ones_like(kept) if there is None else there)
+        merged = self._merged(decision, dropped) if dropped and decision.evaluation else None
+        return Choice(kept, shift=shift, there=there, merged=merged)
+
+    def _merged(self, decision: _Decision, dropped: int) -> Callable[[], Rows]:
+        """Merges a layer's entries; what makes the rows."""
+        steps, own, frame = self._steps, decision.own, decision.evaluation.frame
+        merging = Merging.of(
+            steps.rules.merge,
+            replace(decision.evaluation, frame=replace(frame, k=frame.keys, v=frame.values)),
+            decision.kept,
+            steps.merge_updates,
+            own.merge_states,
+            dropped,
+        )
+        own.merge_states, decision.evaluation = merging.states, None
+        merging.keep_links()
+        frame = replace(frame, k=_afresh(frame.k), v=_afresh(frame.v))
+        return partial(_rows, merging, frame)
 
     @property
     def finite(self) -> torch.Tensor:

@@ -5,6 +5,7 @@ Dimensions: L layers, H query heads, G KV heads, M cached positions of a layer, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -60,44 +61,51 @@ class Layout:
     there: torch.Tensor | None
 
 
-@dataclass(frozen=True)
+# Keys and values [G, M, D] after a merge; None for those that it leaves alone.
+Rows = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
 class Choice:
     """What stays at a layer after a step.
 
     Attributes:
         kept: bool [G, M], of the layout before the step's entries left.
-        k, v: [G, M, D] rows after a merge; None where no row changes. Of `observe` float64, of
-            `follow` in the dtype of the rows that were read.
         shift: int64 [G, M]: by how many positions each kept key moves forward, for `positions:
             slots`; None otherwise.
         there: bool [G, M], which entries there were; None where all KV heads held all.
     """
 
-    kept: torch.Tensor
-    k: torch.Tensor | None = None
-    v: torch.Tensor | None = None
-    shift: torch.Tensor | None = None
-    there: torch.Tensor | None = None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         kept: torch.Tensor,
-        there: torch.Tensor | None,
-        slots: bool,
         k: torch.Tensor | None = None,
         v: torch.Tensor | None = None,
-    ) -> Choice:
-        """The choice, with shifts where positions are those of slots."""
-        shift = None
-        if slots:
-            shift = shift_of(kept, torch.ones_like(kept) if there is None else there)
-        return cls(kept, k, v, shift, there)
+        shift: torch.Tensor | None = None,
+        there: torch.Tensor | None = None,
+        merged: Callable[[], Rows] | None = None,
+    ) -> None:
+        """
+        Args:
+            merged: makes `k` and `v` when one of them is asked for first.
+        """
+        self.kept, self.shift, self.there = kept, shift, there
+        self._rows, self._merged = (k, v), merged
 
-    def stored(self, keys: torch.dtype, values: torch.dtype) -> Choice:
-        """The choice with its rows rounded to the dtypes in which they are stored."""
-        k = None if self.k is None else self.k.to(keys)
-        return replace(self, k=k, v=None if self.v is None else self.v.to(values))
+    @property
+    def k(self) -> torch.Tensor | None:
+        """float64 [G, M, D] keys after a merge, made of what is cached then; None: as cached."""
+        return self._made[0]
+
+    @property
+    def v(self) -> torch.Tensor | None:
+        """float64 [G, M, D] values, the same."""
+        return self._made[1]
+
+    @property
+    def _made(self) -> Rows:
+        if self._merged is not None:
+            self._rows, self._merged = self._merged(), None
+        return self._rows
 
 
 @dataclass

@@ -159,6 +159,10 @@ class Merging:
             result[head] = torch.where(changed, made / divide, result[head])
         return result
 
+    def keep_links(self) -> None:
+        """Lets go of everything but the states and what `rows` needs."""
+        self.evaluation = Evaluation(replace(self.evaluation.frame, q=None, k=None, v=None))
+
     def release(self) -> None:
         """Lets go of everything but the states."""
         self.evaluation = None
