@@ -19,6 +19,7 @@ from kvpolicy.dsl.torch_program import TorchProgram
 from kvpolicy.kernels.compact_layers_triton import compact_layers
 from kvpolicy.kernels.decode_attention_triton import decode_attention
 from kvpolicy.kernels.entry_table_triton import entry_table
+from kvpolicy.kernels.entry_table_triton import entry_table
 from kvpolicy.kernels.gather_triton import gather
 from kvpolicy.kernels.paged_attention_triton import paged_attention
 from kvpolicy.kernels.place_triton import place
@@ -76,6 +77,14 @@ def decode(dtype: torch.dtype = torch.bfloat16, size: int = D, group: int = 4) -
     q = empty(B, G * group, size, dtype=dtype)
     table = ids(4097, 131076, dtype=torch.int32)
     decode_attention(q, storage, tables, rows, lengths, table, layer=3, scale=0.1)
+
+
+def written_out() -> None:
+    tables = Tables.empty(4097, L, G, SLOTS, "cuda")
+    rows, lengths = ids(B, dtype=torch.int32), ids(B, dtype=torch.int32)
+    q, storage = empty(B, H, D), empty(L, 2, SLOTS, G, D)
+    slots = ids(4097, 131076, dtype=torch.int32)
+    entry_table(q, storage, tables, rows, lengths, slots, layer=3, longest=9000)
 
 
 def written_out() -> None:
@@ -158,6 +167,7 @@ CASES: dict[str, Callable[[], object]] = {
     "decode attention, bf16, D 80, groups of 8": lambda: decode(size=80, group=8),
     "decode attention, fp32, D 80, groups of 8": lambda: decode(torch.float32, 80, 8),
     "decode attention, D 256": lambda: decode(size=256, group=2),
+    "lists written out": written_out,
     "lists written out": written_out,
     "attention over lists with lengths": lists,
     "gathering, rotation, placing": folding,
