@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.ir import Node, When
@@ -10,14 +10,18 @@ from kvpolicy.dsl.kernel_values import written_window
 from kvpolicy.dsl.lower import ELEMENTWISE, REDUCTIONS
 from kvpolicy.dsl.regions import Bundle, Regions
 from kvpolicy.dsl.torch_combination import is_combination
-from kvpolicy.dsl.torch_direct import Direct
+from kvpolicy.dsl.torch_direct import OF_MERGE, STATES, Direct
+from kvpolicy.dsl.torch_entropy import distribution
+from kvpolicy.dsl.torch_layers import reduces_past
 from kvpolicy.dsl.torch_share import side_of_share
+from kvpolicy.dsl.torch_steps import Steps
 from kvpolicy.dsl.traverse import nodes_of
 from kvpolicy.dsl.written import written
 
 _TENSORS = frozenset(("attn", "logits", "key", "value"))
 # What `torch_kernels` names; merges and shares besides.
-_BY_HAND = frozenset(("top", "fill", "split", "cascade"))
+_BY_HAND = frozenset("top fill rank split cascade mean var entropy any[past] var[past]".split())
+_LARGE = frozenset(("query", "dim"))  # axes of what is not small
 _LONGEST = 88
 
 
@@ -27,32 +31,82 @@ def regions(bound: Bound) -> Regions:
     return Regions(bound, direct.everything, direct.updates.states)
 
 
+def step_regions(bound: Bound) -> list[Regions]:
+    """What is generated for decode steps: for states, and for what is read where entries leave."""
+    if bound.decode is None:
+        return []
+    steps = Steps(bound, False)
+    return [
+        Regions(bound, steps.advancing_roots, steps.updates.states, steps=True),
+        Regions(bound, steps.leaving_roots, steps=True),
+    ]
+
+
 def kernels(bound: Bound) -> Iterator[str]:
     """The lines of the explanation."""
     found = regions(bound)
+    yield from (f"  {line}" for line in (*_passes(found), *reasons([found])))
+    if bound.rules.merge is not None:
+        yield f"  {_MERGE}"
+    if bound.share is not None:
+        yield f"  {_share(bound)}"
+    if bound.decode is None:
+        return
+    of_steps = step_regions(bound)
+    yield f"  {_while_decoding(bound)}"
+    for each in of_steps:
+        yield from (f"    {line}" for line in _passes(each))
+    yield from (f"    {line}" for line in reasons(of_steps))
+    if bound.decode.merge is not None:
+        yield f"    {_MERGE}"
+
+
+_MERGE = "kernel  hand-written: merge, of the rows that are dropped into those that stay"
+
+
+def _while_decoding(bound: Bound) -> str:
+    steps = Steps(bound, False)
+    if not steps.advances:
+        return "while decoding"
+    how = "of several steps at once" if steps.at_once else "step by step"
+    return f"while decoding, states {how}"
+
+
+def _passes(found: Regions) -> Iterator[str]:
     for bundle in found.bundles:
-        yield f"  {_pass(bundle)}"
+        yield _pass(bundle)
         for node in _named(bundle):
-            yield f"    kernel  {_short(node)}"
-    yield from (f"  {line}" for line in reasons(found, bound))
+            yield f"  kernel  {_short(node)}"
 
 
-def reasons(found: Regions, bound: Bound) -> Iterator[str]:
+def reasons(found: Sequence[Regions]) -> Iterator[str]:
     """What stays with torch, and why."""
-    known = {id(node): node for node in nodes_of(found.roots)}
-    for name, reason in found.reasons.items():
-        yield f"torch   {_short(known[name])}: {reason}"
-    rest = {node.op for node in found.left() if node.when >= When.LAYER}
-    names = rest - ELEMENTWISE - REDUCTIONS - _TENSORS - {"state", "before"}
+    for each in found:
+        known = {id(node): node for node in nodes_of(each.roots)}
+        for name, reason in each.reasons.items():
+            yield f"torch   {_short(known[name])}: {reason}"
+    names = {name for each in found for name in _small(each)}
+    names -= ELEMENTWISE | _TENSORS | OF_MERGE | STATES | REDUCTIONS - _BY_HAND
     for by, chosen in (("kernel  hand-written,", names & _BY_HAND), ("torch  ", names - _BY_HAND)):
         if chosen:
             yield f"{by} on small tensors: {', '.join(sorted(chosen))}"
-    if bound.rules.merge is not None:
-        yield "kernel  hand-written: merge, of the rows that are dropped into those that stay"
-    if bound.share is not None:
-        yield _share(bound)
-    if any(node.op in _TENSORS for node in bound.decode_nodes()):
-        yield "torch   decode steps, whose KV heads may hold different entries"
+
+
+def _small(found: Regions) -> set[str]:
+    """Operations beside the generated kernels; what a kernel knows as one is one."""
+    left = [node for node in found.left() if node.when >= When.LAYER]
+    read = {id(x) for node in left if not reduces_past(node) for x in node.args}
+    names = set()
+    for node in left:
+        if distribution(node) is not None:
+            names.add("entropy")
+        elif reduces_past(node):
+            names.add(f"{node.op}[past]")
+        elif node.op in REDUCTIONS and _LARGE & set(node.args[0].type.axes):
+            continue  # its reason is given
+        elif node.op != "past" or id(node) in read:
+            names.add(node.op)
+    return names
 
 
 def _share(bound: Bound) -> str:

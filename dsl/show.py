@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.commands import bound_policy, guarded
 from kvpolicy.dsl.explain import roots
-from kvpolicy.dsl.explain_kernels import reasons, regions
+from kvpolicy.dsl.explain_kernels import reasons, regions, step_regions
 from kvpolicy.dsl.model_config import read_config
 from kvpolicy.dsl.print_ir import print_nodes
 from kvpolicy.dsl.triton_source import generate
@@ -37,11 +37,12 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def sources(bound: Bound) -> Iterator[str]:
-    """The generated files of a policy; a comment that says why where there is none."""
-    found = regions(bound)
-    for bundle in found.bundles:
-        yield generate(bundle, bound).text
-    if not found.bundles:
-        lines = [f"# {line}" for line in reasons(found, bound)]
-        first = "# The prefill of this policy reduces no attention and no vectors in a kernel."
+    """The generated files of a policy, those of a prefill first; a comment why there is none."""
+    found = [regions(bound), *step_regions(bound)]
+    for each in found:
+        for bundle in each.bundles:
+            yield generate(bundle, bound, steps=each.steps).text
+    if not any(each.bundles for each in found):
+        lines = [f"# {line}" for line in dict.fromkeys(reasons(found))]
+        first = "# This policy reduces no attention and no vectors in a kernel."
         yield "\n".join([first, *lines]) + "\n"

@@ -41,7 +41,17 @@ def test_every_shipped_policy_is_shown(model, capsys, name):
     assert main(["show", name, "--triton", "--model", model]) == 0
     text = capsys.readouterr().out
     compile(text, name, "exec")
-    assert ("@triton.jit" in text) != text.startswith("# The prefill of this policy reduces no")
+    assert ("@triton.jit" in text) != text.startswith("# This policy reduces no")
+
+
+def test_decode_steps_have_files_of_their_own(model, capsys):
+    for name, files in (("snapkv", 1), ("cake", 2), ("vatp", 4), ("roco", 1)):
+        assert main(["show", name, "--triton", "--model", model]) == 0
+        headers = re.findall('^"""Kernels of.*?"""', capsys.readouterr().out, re.S | re.M)
+        assert len(headers) == files
+        of_steps = ["For decode steps, 4 query heads" in each for each in headers]
+        assert of_steps == sorted(of_steps)
+        assert any(of_steps) == (name != "snapkv")
 
 
 def test_parameters_reach_the_source(model, capsys):
@@ -75,7 +85,13 @@ def test_explain_says_what_becomes_a_kernel(model, capsys):
     assert "torch   on small tensors: missing, position, remaining" in text
     text = explained(capsys, model, "h2o")
     assert "kernel  sum[group, query](attn(new))" in text
-    assert "torch   decode steps, whose KV heads may hold different entries" in text
+    prefill, steps = text.split("  while decoding, states of several steps at once\n")
+    assert "  two passes over the keys for new\n    kernel  sum[group, query]" in prefill
+    assert "    two passes over the keys for new\n      kernel  sum[group, query]" in steps
+    assert "    kernel  hand-written, on small tensors: fill, top" in steps
+    text = explained(capsys, model, "cam")
+    assert text.count("hand-written: merge") == 1
+    assert text.endswith("into those that stay\n")
     assert "kernel  hand-written: share, of directions" in explained(capsys, model, "minicache")
     assert "kernel  hand-written: merge, of the rows" in explained(capsys, model, "d2o")
 
@@ -90,6 +106,18 @@ def test_explain_says_why_not(model, capsys, tmp_path):
     expected = "torch   score: sum[group, query](floor(9 * attn(recent(5)))): `floor` has no kernel"
     assert expected in text
     assert re.search("kernel  (?!hand)", text) is None
+
+
+def test_explain_says_how_states_are_kept_while_decoding(model, capsys, tmp_path):
+    path = tmp_path / "a-test.yaml"
+    path.write_text(
+        "policy: a-test\nlanguage: 1\nabout: a test\n"
+        "state: {heat: '0.9 * heat + sum[group, query](floor(9 * attn(new)))'}\n"
+        "score: heat\nbudget: 9\nkeep: top(score)\ndecode: same\n"
+    )
+    text = explained(capsys, model, str(path))
+    steps = text[text.index("  while decoding, states step by step\n") :]
+    assert "    torch   sum[group, query](floor(9 * attn(new))): `floor` has no kernel" in steps
 
 
 def test_explain_says_why_directions_are_not_shared_by_kernels(model, capsys, tmp_path):

@@ -77,6 +77,7 @@ def test_writers_at_once(tmp_path):
 
 
 def texts(name: str, shape: ModelShape = LLAMA, **given: str) -> list[str]:
+    """Those of the prefill, then those of decode steps."""
     return list(sources(bind(load(name).require(), shape, given)))
 
 
@@ -86,25 +87,27 @@ def test_one_text_serves_all_lengths_and_layers():
     assert texts("snapkv") != texts("snapkv", window="16")
     assert texts("snapkv") == texts("snapkv", ModelShape(4, 16, 4, 128))
     assert texts("snapkv") != texts("snapkv", ModelShape(32, 32, 8, 64))
-    (text,) = texts("pyramidinfer")
+    text, *_ = texts("pyramidinfer")
     assert "token < tokens - count" in text
 
 
 def test_the_text_is_for_readers():
     """Names of the policy's lets, and its expressions as comments."""
-    (text,) = texts("cake")
+    text, steps = texts("cake")
     assert "# mean[query](seen)" in text
     assert "# shift" in text or "shift_out" in text
     assert "(seen * log(seen))" in text
     assert "score = " in text
-    assert max(map(len, text.splitlines())) < 170
+    assert "# score: mean[group](avgpool(sum[query](attn(new)) where not recent(32), 5))" in steps
+    assert "token_rank <= own_entries - 32" in steps
+    assert max(map(len, f"{text}{steps}".splitlines())) < 170
 
 
 def test_reductions_of_one_window_share_a_pass():
     bound = bind(load("cake").require(), LLAMA, {})
     (bundle,) = regions(bound).bundles
     assert len(bundle.reductions) == 3
-    (text,) = texts("cake")
+    text, _ = texts("cake")
     # Once for the log-sum-exp of the rows, once for everything else.
     assert text.count("tl.dot(") == 2
     assert text.count("tl.exp(logits - lse)") == 1
