@@ -4,6 +4,7 @@ Kernels beside their references: tests/kernels and tests/executions, which a GPU
 server on a GPU: test_gpu_server.py.
 """
 
+import json
 from dataclasses import fields
 
 import pytest
@@ -13,6 +14,7 @@ from kvpolicy.dsl.check import load
 from kvpolicy.dsl.ir import ModelShape
 from kvpolicy.dsl.library import shipped
 from kvpolicy.dsl.torch_program import TorchProgram
+from kvpolicy.kernels import decode_readers, tuned
 from kvpolicy.kernels.compact_layers import compact_layers
 from kvpolicy.kernels.decode_attention import decode_attention
 from kvpolicy.kernels.gather import gather
@@ -188,23 +190,63 @@ def test_compaction_of_all_layers():
     assert torch.equal(*results)
 
 
-def test_decode_attention():
+def _decode_batch(device: str, dtype: torch.dtype = torch.float32) -> tuple:
+    """What `decode_attention` takes: a compressed request and a plain one, 19 + 60 entries."""
     generator = torch.Generator().manual_seed(0)
-    storage = torch.randn(2, 2, 64, 2, 64, generator=generator)
-    q = torch.randn(2, 8, 64, generator=generator)
+    storage = torch.randn(2, 2, 64, 2, 64, generator=generator).to(dtype)
+    q = torch.randn(2, 8, 64, generator=generator).to(dtype)
     tables = Tables.empty(3, 2, 2, 8, "cpu")
     tables.counts[1] = torch.tensor([[5, 2], [0, 4]])
     tables.first_page[1] = torch.tensor([[0, 3], [4, 4]])
     tables.tail_start[1] = 20
     tables.slots[:3] = torch.tensor([60, 50, 40])
     places = torch.randint(1, 39, (3, 30), generator=generator, dtype=torch.int32)
-    results = []
-    for device in ("cpu", "cuda"):
-        on_device = Tables(*(getattr(tables, each.name).to(device) for each in fields(tables)))
-        rows, lengths = torch.tensor([1, 2], device=device), torch.tensor([23, 30], device=device)
-        inputs = (q.to(device), storage.to(device), on_device, rows, lengths, places.to(device))
-        results.append(decode_attention(*inputs, layer=1, scale=0.125).cpu())
+    on_device = Tables(*(getattr(tables, each.name).to(device) for each in fields(tables)))
+    rows, lengths = torch.tensor([1, 2], device=device), torch.tensor([23, 30], device=device)
+    return q.to(device), storage.to(device), on_device, rows, lengths, places.to(device)
+
+
+def test_decode_attention():
+    results = [
+        decode_attention(*_decode_batch(device), layer=1, scale=0.125).cpu()
+        for device in ("cpu", "cuda")
+    ]
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reader", ["flashinfer", "fa3"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_measured_reader_serves_eager_batches_and_triton_graphs(
+    reader, dtype, tmp_path, monkeypatch
+):
+    where = {"dtype": tuned.plain(dtype), "head_dim": 64, "group": 4, "lists": 4, "entries": 20}
+    choice = {"kernel": "decode_reader", "where": where, "choice": {"reader": reader}}
+    name = tuned.device_name(torch.device("cuda"))
+    facts = {"device": name, "runs": [{"choices": [choice]}]}
+    tuned.path_of(name, tmp_path).write_text(json.dumps(facts))
+    monkeypatch.setenv(tuned.FOLDER_VARIABLE, str(tmp_path))
+    tuned.load.cache_clear()
+    try:
+        given, options = _decode_batch("cuda", dtype), {"layer": 1, "scale": 0.125}
+        wanted = decode_attention(*given, **options)
+        try:
+            got = decode_readers.by_lists(reader, *given, **options)
+        except (ImportError, NotImplementedError) as error:
+            pytest.skip(str(error))
+        # As of the packages' own tests: both round weights and result to the dtype.
+        atol = 4 * torch.finfo(dtype).eps * float(given[1].abs().max())
+        torch.testing.assert_close(got, wanted, atol=atol, rtol=0)
+        assert decode_readers.reader_of(given[0], given[1], 70) == reader
+        assert torch.equal(decode_readers.decode_attention(*given, entries=70, **options), got)
+        by_triton = decode_readers.decode_attention(*given, **options)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            captured = decode_readers.decode_attention(*given, entries=70, **options)
+        graph.replay()
+        assert torch.equal(captured, by_triton)
+    finally:
+        tuned.load.cache_clear()
 
 
 def test_merges():
