@@ -102,13 +102,16 @@ class Generated:
             keys, values: rows of a pool as a server hands them over, whatever they hold.
         """
         bound, (heads, tokens, size) = self.bound, keys.shape
-        q = torch.zeros(heads * bound.shape.group, tokens, size, dtype=keys.dtype).to(keys.device)
+        number = 1 if self.regions.steps else tokens
+        q = torch.zeros(heads * bound.shape.group, number, size, dtype=keys.dtype).to(keys.device)
         frame = Frame(
             bound, tokens, keys.device, heads, prompt=tokens, layer=0, q=q, k=keys, v=values
         )  # fmt: skip
         frames = [frame]
-        if bound.propagates:
-            places = torch.arange(tokens, device=keys.device)
+        places = torch.arange(tokens, device=keys.device)
+        if self.regions.steps:
+            frames = _of_steps(frame, places)
+        elif bound.propagates:
             frames.append(replace(frame, positions=places))
         for frame in frames:
             for bundle in self.regions.bundles:
@@ -122,6 +125,17 @@ class Generated:
             run = self.compiled(self.bound.program.name, source.text)
             self._sources[key] = (source, run)
         return self._sources[key]
+
+
+def _of_steps(frame: Frame, places: torch.Tensor) -> list[Frame]:
+    """Decode steps in the place of a prefill; in one of them KV heads hold different entries."""
+    k, v = (
+        Entries(x.pool.view(-1, x.shape[2]), (x.slots * frame.kv)[None].expand(frame.kv, -1))
+        for x in (frame.k, frame.v)
+    )
+    made = replace(frame, k=k, v=v, positions=places, query_positions=places[-1:], generated=1)
+    there = torch.ones(frame.kv, frame.tokens, dtype=torch.bool, device=frame.device)
+    return [made, replace(made, there=there)]
 
 
 def _nothing(bundle: Bundle, frame: Frame, node: Node) -> Value:

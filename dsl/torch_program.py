@@ -146,8 +146,10 @@ class TorchProgram:
             keys, values: rows of a pool as a server hands them over, whatever they hold; they stay
                 as they are.
         """
-        if self.generated is not None:
-            self.generated.warm(keys, values)
+        decode = () if self.steps is None else (self.steps.advancing, self.steps.leaving)
+        for generated in (self.generated, *decode):
+            if generated is not None:
+                generated.warm(keys, values)
 
     def _layer(self, nodes: list[Node], bundles: Mapping[int, Bundle]) -> LayerSteps:
         """The steps of a layer's nodes; of a bundle's nodes only the first is given."""
