@@ -81,8 +81,11 @@ def test_explain_says_what_becomes_a_kernel(model, capsys):
     text = explained(capsys, model, "lava")
     assert "two passes over the keys, values read once, for recent(32)" in text
     assert "kernel  sum[dim](abs(value))" in text
-    assert "kernel  hand-written, on small tensors: fill, top" in text
+    assert "kernel  hand-written, on small tensors: entropy, fill, top" in text
     assert "torch   on small tensors: missing, position, remaining" in text
+    text = explained(capsys, model, "asl")
+    assert "hand-written, on small tensors: any[past], fill, mean, rank, top, var[past]\n" in text
+    assert "torch   on small tensors: at, missing, position, remaining\n" in text
     text = explained(capsys, model, "h2o")
     assert "kernel  sum[group, query](attn(new))" in text
     prefill, steps = text.split("  while decoding, states of several steps at once\n")
