@@ -134,7 +134,7 @@ def fold(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
     def call(**options: int) -> torch.Tensor:
         return request.settle(partial(settle, **options))
 
-    pieces, tiles = ((16,), (16,)) if toy else ((32, 64, 128), (16, 32, 64, 128))
+    pieces, tiles = ((64,), (16,)) if toy else ((64, 128, 256), (16, 32, 64, 128))
     calls, knobs = variants(call, piece=pieces, tile=tiles)
 
     def check(calls: dict[str, Callable]) -> str:

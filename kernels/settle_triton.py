@@ -5,7 +5,8 @@ through its candidates in order, a tile at a time; how many were there and how m
 places that a tile's entries come from and go to. A target never lies behind its source, so that
 what a tile overwrites nobody reads any more, except rows of the same tile: all of it is read, the
 threads meet, it is written. The next tile is read before this one is written, which is safe because
-its sources lie behind this one's targets; the masks of the one after that are under way as well.
+its sources lie behind this one's targets; the masks of the one after that are under way as well
+(compiled for sm_90, no read is waited for before the writes of the tile before it).
 What stays where it is, such as all entries before the first one that leaves, is neither read nor
 written. Programs write nothing that another one reads: lists share no page, ordinary slots are only
 read, keys, values and pieces are different bytes.
@@ -39,7 +40,7 @@ from kvpolicy.kernels.settle import check
 from kvpolicy.kernels.tables import Tables
 from kvpolicy.kernels.tiles import rows_of
 
-# Bytes that the memory moves at once.
+# Bytes of a piece: what the memory moves at once.
 _LINE = 128
 # Per thread, of tiles that leave them; eight programs then fill those of a multiprocessor.
 _REGISTERS = 64
@@ -65,8 +66,8 @@ def settle(
     as the lists are long is checked, nor that what stays has pages of its own.
 
     Args:
-        piece: elements of a row that a program moves; a power of two. None: as measured for the
-            GPU (see `tuned`), else a cache line of them.
+        piece: bytes of a row that a program moves; a power of two. None: as measured for the GPU
+            (see `tuned`), else a cache line.
         tile: candidates of which a program holds the rows at a time; a power of two up to 16384.
             None: as measured, else `rows_of`.
 
@@ -78,25 +79,32 @@ def settle(
         TunedError: as `tuned.load`.
     """
     check(storage, tables, row, req_to_token, kept, there, starts, proceed)
-    layers, _, padded, group, size = storage.shape
-    element = storage.element_size()
-    where = (size * element, layers * group, starts[-1] // layers)
+    layers, _, padded, group, _ = storage.shape
+    words = _words(storage)
+    size, word = words.shape[4], words.element_size()
+    where = (size * word, layers * group, starts[-1] // layers)
     measured = tuned.choice("settle", storage.device, *where)
-    line = min(triton.next_power_of_2(size), _LINE // element)
-    piece = piece or measured.get("piece") or line
-    tile = tile or measured.get("tile") or rows_of(piece, element)
-    pieces = triton.cdiv(size, piece)
+    piece = piece or measured.get("piece", _LINE)
+    part = min(triton.next_power_of_2(size), max(piece // word, 1))
+    tile = tile or measured.get("tile") or rows_of(part, word)
+    pieces = triton.cdiv(size, part)
     counts = torch.empty((layers, group), dtype=torch.int32, device=storage.device)
     # Pieces and heads change fastest: those of one ordinary slot lie side by side.
     _settle[(pieces * group, 2, layers)](
-        storage, tables.counts, tables.first_page, tables.tail_start, tables.slots_start,
+        words, tables.counts, tables.first_page, tables.tail_start, tables.slots_start,
         tables.slots, req_to_token, _bytes(kept), None if there is None else _bytes(there),
         _on_device(starts, storage.device), proceed.view(torch.uint8), counts,
         row, length, padded, req_to_token.stride(0), starts[1],
-        LAYERS=layers, GROUP=group, SIZE=size, PIECE=piece, PIECES=pieces,
-        TILE=tile, maxnreg=_REGISTERS if tile <= rows_of(piece, element) else None,
+        LAYERS=layers, GROUP=group, SIZE=size, PIECE=part, PIECES=pieces,
+        TILE=tile, maxnreg=_REGISTERS if tile <= rows_of(part, word) else None,
     )  # fmt: skip
     return counts
+
+
+def _words(storage: torch.Tensor) -> torch.Tensor:
+    """The same memory in words of four bytes if rows are whole ones: a thread holds no halves."""
+    whole = storage.shape[4] * storage.element_size() % 4 == 0
+    return storage.view(torch.int32) if whole else storage
 
 
 def _bytes(mask: torch.Tensor) -> torch.Tensor:
@@ -159,17 +167,27 @@ def _settle(
         )  # fmt: skip
         x = tl.load(base + from_[:, None] * SIZE, mask=(from_ >= 0)[:, None] & own)
         held, stays = _masks(kept, there, TILE, width, TILE)
-        for next_ in range(TILE, width + TILE, TILE):
+        # Two tiles a turn: what was read for the one is not copied to other registers for the
+        # next turn, which would wait for it.
+        for first in range(0, width, 2 * TILE):
             from_, next_into, seen, number = _places(
                 held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
                 rows_of_pair, layer, head, LAYERS, GROUP,
             )  # fmt: skip
-            held, stays = _masks(kept, there, next_ + TILE, width, TILE)
+            held, stays = _masks(kept, there, first + 2 * TILE, width, TILE)
             # Every thread has read its part of this tile before one writes.
             tl.debug_barrier()
             next_x = tl.load(base + from_[:, None] * SIZE, mask=(from_ >= 0)[:, None] & own)
             tl.store(base + into[:, None] * SIZE, x, mask=(into >= 0)[:, None] & own)
-            into, x = next_into, next_x
+
+            from_, into, seen, number = _places(
+                held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
+                rows_of_pair, layer, head, LAYERS, GROUP,
+            )  # fmt: skip
+            held, stays = _masks(kept, there, first + 3 * TILE, width, TILE)
+            tl.debug_barrier()
+            x = tl.load(base + from_[:, None] * SIZE, mask=(from_ >= 0)[:, None] & own)
+            tl.store(base + next_into[:, None] * SIZE, next_x, mask=(next_into >= 0)[:, None] & own)
     if (which == 0) & (piece == 0):
         tl.store(result + list_, number)
 

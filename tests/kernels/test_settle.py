@@ -142,7 +142,7 @@ def case(
     padded = slots + tail + 7
     order = torch.randperm(padded, generator=generator)
     count = layers * 2 * padded * group * size
-    high = {2: 1 << 15, 4: 1 << 31}[dtype.itemsize]
+    high = 1 << (8 * dtype.itemsize - 1)
     whole = torch.randint(-high, high, (count,), generator=generator).to(WHOLE[dtype.itemsize])
     storage = whole.view(dtype).view(layers, 2, padded, group, size)
     tables = Tables.empty(5, layers, group, slots + 6, "cpu")
@@ -258,8 +258,16 @@ def test_triton_equals_reference(name, ragged):
 def test_pieces_of_rows():
     """Rows cut into more pieces than their length is a multiple of, or not at all."""
     each = case([[20, 9], [0, 13]], 5, 0.7, size=80, dtype=F16)
-    for piece in (16, 64, 128):
-        same(each.run(settle_triton.settle, piece=piece, tile=16), each.one_by_one())
+    for piece in (2, 32, 128, 512):
+        same(each.run(settle_triton.settle, piece=piece, tile=32), each.one_by_one())
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(5, BF16), (6, F16), (3, F32)])
+def test_rows_that_are_no_power_of_two(size, dtype):
+    """They are moved in words of four bytes, or as they are where they end in half of one."""
+    each = case([[20, 9], [0, 13]], 5, 0.7, size=size, dtype=dtype)
+    same(each.run(settle_triton.settle), each.one_by_one())
+    same(each.run(reference.settle), each.one_by_one())
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -314,7 +314,7 @@ def test_folds_in_place_as_measured(folder, launched):
     from kvpolicy.kernels import settle_triton
 
     where = {"row_bytes": 32, "lists": 6, "candidates": 20}
-    write(folder, ("settle", where, {"piece": 4, "tile": 16}))
+    write(folder, ("settle", where, {"piece": 16, "tile": 16}))
     made = launched(settle_triton, "_settle")
     given = settle_tests.SMALL["usual"]
     settle_tests.same(given.run(settle_triton.settle), given.one_by_one())
@@ -322,7 +322,7 @@ def test_folds_in_place_as_measured(folder, launched):
     given.run(settle_triton.settle, tile=8)
     assert (made[1]["PIECE"], made[1]["TILE"]) == (4, 8)
     # A tile that needs more registers may have them.
-    given.run(settle_triton.settle, piece=8, tile=1024)
+    given.run(settle_triton.settle, piece=32, tile=1024)
     assert [x["maxnreg"] for x in made] == [64, 64, None]
 
 
