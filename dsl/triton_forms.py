@@ -31,6 +31,7 @@ class Form:
         pass_marks, marks, tail_marks: pointers about tokens that the row pass, kernels over queries
             and the tail take.
         window: how the window's queries are passed.
+        parts: pointers into the middle of tensors, for which nothing is compiled anew.
         reserved: names that no value may have.
     """
 
@@ -52,6 +53,7 @@ class Form:
     marks: tuple[str, ...]
     tail_marks: tuple[str, ...]
     window: tuple[str, ...]
+    parts: frozenset[str] = frozenset()
     reserved: frozenset[str] = frozenset()
 
     def tile(self, name: str) -> str:
@@ -169,6 +171,7 @@ lse = tl.where(none, empty, top + tl.log(tl.where(none, 1.0, total)))
     marks=("positions", "holds", "ranks"),
     tail_marks=("positions", "holds", "ranks", "order"),
     window=("q", "query_positions"),
+    parts=frozenset("query_positions key_ids value_ids positions holds".split()),
     reserved=frozenset(
         "query_positions key_ids value_ids holds ranks order owned inside at asked_at line_at some "
         "empty entry_rank own_entries token_rank entry_column_rank".split()

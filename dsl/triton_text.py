@@ -63,11 +63,24 @@ def _arguments(*names: str) -> str:
     return "".join(f"    {name},\n" for name in names)
 
 
+def _compiled(form: Form, pointers: tuple[str, ...], numbers: str) -> str:
+    """How Triton is told what does not make a new kernel."""
+    parts = [f'"{name}"' for name in pointers if name in form.parts]
+    if not parts:
+        return f"@triton.jit(do_not_specialize=[{numbers}])"
+    return (
+        f"@triton.jit(\n    do_not_specialize=[{numbers}],\n"
+        f"    do_not_specialize_on_alignment=[{', '.join(parts)}],\n)"
+    )
+
+
 def row_pass(form: Form) -> str:
     """The kernels that make the log-sum-exp of each query's row."""
     before, inside = form.some
+    pointers = (*form.window, "k", f"key_{form.rows}", *form.pass_marks)
     return _ROW_PASS.format(
-        pointers=_arguments(*form.window, "k", f"key_{form.rows}", *form.pass_marks),
+        compiled=_compiled(form, pointers, '"tokens", "queries", "blocks"'),
+        pointers=_arguments(*pointers),
         sizes=_SIZES.format(flag=form.flag),
         queries=_shifted(QUERIES.format(start="start + ") + form.line_at, "    "),
         before=_shifted(before, "    "),
@@ -86,10 +99,10 @@ def columns(form: Form, arguments: list[str], body: str, numbers: str) -> str:
         "flags", *arguments,
     )  # fmt: skip
     return _COLUMNS.format(
+        compiled=_compiled(form, pointers, numbers),
         pointers=_arguments(*pointers),
         sizes=_SIZES.format(flag=form.flag),
         body=body,
-        numbers=numbers,
     )
 
 
@@ -102,12 +115,12 @@ def rows(
     tokens = ["token = entry[None, None, :]", form.entries.rstrip("\n"), form.held.rstrip("\n")]
     loads = "\n".join([*filter(None, tokens), *ranks, form.tile("k")])
     return _ROWS.format(
+        compiled=_compiled(form, pointers, numbers),
         pointers=_arguments(*pointers),
         sizes=_SIZES.format(flag=form.flag),
         queries=_shifted(queries, "    "),
         keys=_shifted(loads, "        "),
         seen=form.seen,
-        numbers=numbers,
         **{name: "\n".join(each) for name, each in lines.items()},
     )
 
@@ -120,17 +133,18 @@ def tail(form: Form, arguments: list[str], body: list[str], numbers: str) -> str
         lines = [f"entry = {start}", "token = entry[None, None, :]"]
         lines += [*form.entries.rstrip("\n").split("\n"), form.held.rstrip("\n")]
         lines += form.ranks(body)
+    pointers = (*form.tail_marks, *arguments)
     return _TAIL.format(
-        pointers=_arguments(*form.tail_marks, *arguments),
+        compiled=_compiled(form, pointers, numbers),
+        pointers=_arguments(*pointers),
         flag=form.flag,
         tokens=_shifted("\n".join(lines), "    "),
         body="\n".join(body),
-        numbers=numbers,
     )
 
 
 _ROW_PASS = '''
-@triton.jit(do_not_specialize=["tokens", "queries", "blocks"])
+{compiled}
 def row_partials(
 {pointers}    partial,
     tokens,
@@ -177,7 +191,7 @@ def row_combine(partial, row_lse, rows, splits, SPLITS_P: tl.constexpr, BLOCK: t
 '''
 
 _COLUMNS = '''
-@triton.jit(do_not_specialize=[{numbers}])
+{compiled}
 def columns(
 {pointers}    tokens,
     queries,
@@ -196,7 +210,7 @@ def columns(
 {body}'''
 
 _ROWS = '''
-@triton.jit(do_not_specialize=[{numbers}])
+{compiled}
 def rows(
 {pointers}    tokens,
     queries,
@@ -222,7 +236,7 @@ def rows(
 '''
 
 _TAIL = '''
-@triton.jit(do_not_specialize=[{numbers}])
+{compiled}
 def tail(
 {pointers}    tokens,
     GROUP: tl.constexpr,

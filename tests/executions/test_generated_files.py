@@ -120,21 +120,36 @@ from sm90 import compiled
 from kvpolicy.dsl.bind import bind
 from kvpolicy.dsl.check import load
 from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.torch_kernels import Slots
+from kvpolicy.dsl.torch_kernels import Entries, Slots
 from kvpolicy.dsl.torch_program import TorchProgram
 from kvpolicy.dsl.torch_values import Frame
 from kvpolicy.kernels.generated import generated
 
+def tensor(*shape, dtype=torch.int64):
+    return torch.empty(shape, device="cuda", dtype=dtype)
+
 def launch(name, n=32768):
     bound = bind(load(name).require(), ModelShape(32, 32, 8, 128))
-    made = TorchProgram(bound, kernels={"generated": generated}).generated
-    cuda = {"device": "cuda", "dtype": torch.bfloat16}
-    pool = torch.empty(1 << 19, 8, 128, **cuda)
-    slots = torch.empty(n, dtype=torch.int64, device="cuda")
-    q = torch.empty(32, bound.queries(n), 128, **cuda)
+    program = TorchProgram(bound, kernels={"generated": generated})
+    q = tensor(32, bound.queries(n), 128, dtype=torch.bfloat16)
     frame = Frame(bound, n, q.device, 8, prompt=n, layer=3, q=q)
-    frame.k = frame.v = Slots(pool, slots)
-    for bundle in made.regions.bundles:
+    frame.k = frame.v = Slots(tensor(1 << 19, 8, 128, dtype=torch.bfloat16), tensor(n))
+    compute(program.generated, frame)
+    if program.steps is not None:
+        for made in (program.steps.advancing, program.steps.leaving):
+            for there in (None, tensor(8, 2048, dtype=torch.bool)):
+                compute(made, decoding(bound, there))
+
+def decoding(bound, there, n=2048, steps=16):
+    q = tensor(32, steps, 128, dtype=torch.bfloat16)
+    pool = Entries(tensor(1 << 22, 128, dtype=torch.bfloat16), tensor(8, n))
+    return Frame(
+        bound, n, q.device, 8, prompt=n, layer=3, q=q, k=pool, v=pool, positions=tensor(n),
+        there=there, query_positions=tensor(steps), generated=steps, steps=steps,
+    )
+
+def compute(made, frame):
+    for bundle in () if made is None else made.regions.bundles:
         assert made.serves(bundle, frame)
         made.values(bundle, frame, None)
 
@@ -163,13 +178,16 @@ keep: top(score)
 def test_compiles_for_an_h200(tmp_path):
     """Without a GPU at hand: fits, spills nothing, multiplies on tensor cores, and never waits."""
     (tmp_path / "hard.yaml").write_text(HARD)
-    names = ["snapkv", "h2o", "simlayerkv-prefill", str(tmp_path / "hard.yaml")]
+    names = ["snapkv", "h2o", "cake", "simlayerkv-prefill", str(tmp_path / "hard.yaml")]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(HARNESS), "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-P", "-c", _COMPILE, *names]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
-    for name, kernels in json.loads(run.stdout).items():
+    made = json.loads(run.stdout)
+    # Of a prefill, of decode steps, and of those where KV heads hold different entries.
+    assert [kernel for kernel, *_ in made["h2o"]].count("columns") == 3
+    for name, kernels in made.items():
         assert kernels, name
         for kernel, shared, spilled, tensor_cores in kernels:
             assert shared <= SHARED, (name, kernel, shared)
