@@ -105,7 +105,7 @@ def lists_of(
     floats = pairs.floats_of_row(size, storage.dtype)
     rows_of_codes = torch.where(coded, pairs.code_rows(private[owner], floats), 0)
     code_entry = entry(torch.where(coded, (kind - 1) * rows_of_codes + place // floats, 0))
-    numbers = storage.view(-1).view(torch.float32).view(-1, floats)
+    numbers = pairs.numbers(storage)
     indices, scales = [], []
     for offset in (0, padded * page):
         codes = numbers[code_entry + offset, place % floats].masked_fill(~coded, 1.0)

@@ -40,6 +40,12 @@ def code_rows(tokens: torch.Tensor | int, floats: int) -> torch.Tensor | int:
     return -(-tokens // floats)
 
 
+def numbers(storage: torch.Tensor) -> torch.Tensor:
+    """float32 [E, F], the rows of a pool [L, 2, slots, G, D] read as codes."""
+    floats = floats_of_row(storage.shape[4], storage.dtype)
+    return storage.view(-1).view(torch.float32).view(-1, floats)
+
+
 def encode(scales: torch.Tensor, excepted: torch.Tensor) -> torch.Tensor:
     """Codes of both layers.
 
@@ -54,6 +60,14 @@ def encode(scales: torch.Tensor, excepted: torch.Tensor) -> torch.Tensor:
     lower = (1 - tokens - excepted.cumsum(dim=1)).to(scales.dtype)
     codes = scales.masked_fill(excepted, 1.0)
     return torch.stack([torch.where(excepted, lower, codes[BELOW]), codes[OWN]])
+
+
+def rows_of(codes: torch.Tensor, floats: int) -> torch.Tensor:
+    """float32 [G, 2K, F], the rows in which codes [2, G, N] stand; what is left over is 0."""
+    both, heads, tokens = codes.shape
+    rows = code_rows(tokens, floats)
+    padded = torch.nn.functional.pad(codes, (0, rows * floats - tokens))
+    return padded.view(both, heads, rows, floats).transpose(0, 1).reshape(heads, -1, floats)
 
 
 def decode(codes: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -49,7 +49,7 @@ def attach(backend: Any, name: str, runtime: Runtime, heads: int, dtype: torch.d
         from kvpolicy.kernels.paged_attention_triton import paged_attention
 
         reader = TablesReader(runtime, heads, dtype)
-        members = _decode_by_tables(stock, runtime, paged_attention, reader)
+        members = _decode_by_tables(stock, runtime, reader)
 
     def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, **options):
         out = stock.forward_extend(self, q, k, v, layer, batch, save_kv_cache, **options)
@@ -105,10 +105,9 @@ def _decode_by_lists(
 
 
 def _decode_by_tables(
-    stock: type, runtime: Runtime, read: Callable[..., torch.Tensor], tables: TablesReader
+    stock: type, runtime: Runtime, tables: TablesReader
 ) -> dict[str, Callable[..., Any]]:
     def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True, **options):
-        step = _step(runtime)  # None while a graph is captured
         heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if not graphs.reads_tables(runtime):
             out = stock.forward_decode(self, q, k, v, layer, batch, save_kv_cache, **options)
@@ -116,8 +115,6 @@ def _decode_by_tables(
             if save_kv_cache and k is not None:
                 compat.save_kv(self, layer, batch, k, v)
             out = tables.attend(heads, layer, batch, self.req_to_token_pool.req_to_token)
-            if step is not None:
-                step.overwrite_paired(heads, out, partial(attend, runtime.arena, layer, read))
             out = out.view(q.shape)
         if graphs.notes_queries(runtime):
             runtime.queries.write(layer, heads, runtime.arena.layers)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 CHECKED_VERSIONS = ("0.5.22", "0.5.23")
 
-_RUNNER = "sglang.srt.model_executor.runner"
-
 # Hook targets. The launcher needs the first two; `PUBLISH` and `META_INFO` also the tokenizer.
 ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
@@ -47,8 +45,10 @@ LOGPROBS = "sglang.srt.layers.logprob_processor.OutputLogprobProcessor.compute_l
 END_OUTPUT = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 POSITIONS = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
-CAN_RUN_GRAPH = f"{_RUNNER}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph"
-CAN_RUN_DECODE_GRAPH = f"{_RUNNER}.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph"
+CAN_RUN_GRAPH = (
+    "sglang.srt.model_executor.runner.prefill_cuda_graph_runner."
+    "PrefillCudaGraphRunner.can_run_graph"
+)
 GRAPH_VARIANTS = "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants"
 CREATE_ROWS = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.__init__"
 CHECKPOINT = "sglang.srt.mem_cache.common.checkpoint_kv_cache"

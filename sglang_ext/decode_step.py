@@ -1,8 +1,7 @@
 """Requests of a policy in one decode forward: what they read, and what is noted and drops after it.
 
-A backend reads either the device tables, all requests at once, or lists of entries that are written
-out for each forward: where there is no kernel for the tables, and for requests that store layers in
-pairs.
+A backend reads either the device tables, all requests at once, or, where there is no kernel for
+them, lists of entries that are written out for each forward.
 
 Nothing is shown to policies while the model computes. Queries are noted (notes.py), and after the
 forward a policy is taken through all noted steps at once: where entries may leave, or where so many
@@ -53,7 +52,6 @@ class DecodeStep:
         self._lengths = batch.seq_lens_cpu.tolist()
         states = [state_of(request) for request in batch.reqs]
         self._private = {i: s.private for i, s in enumerate(states) if s is not None and s.private}
-        self._lists: dict[tuple[int, ...], Lists] = {}
         self._followers: dict[int, _Follower] = {}  # by row
         for i, (request, state) in enumerate(zip(batch.reqs, states, strict=True)):
             if state is not None and state.memory is not None:
@@ -62,12 +60,10 @@ class DecodeStep:
                 self._followers[i] = _Follower(request, state, length, noted)
         self._noted = [i for i, each in self._followers.items() if each.noted]
 
-    def _lists_of(self, rows: tuple[int, ...]) -> Lists:
-        if rows not in self._lists:
-            requests = [self._private[i] for i in rows]
-            lengths = [self._lengths[i] for i in rows]
-            self._lists[rows] = Lists(self._arena, requests, lengths, self._table)
-        return self._lists[rows]
+    @cached_property
+    def _lists(self) -> Lists:
+        lengths = [self._lengths[i] for i in self._private]
+        return Lists(self._arena, list(self._private.values()), lengths, self._table)
 
     @property
     def reads(self) -> bool:
@@ -88,15 +84,6 @@ class DecodeStep:
         """Whether queries of this forward are to be noted."""
         return bool(self._noted)
 
-    @property
-    def needs_python(self) -> bool:
-        """Whether something is done between the layers that no kernel does."""
-        return bool(self._paired)
-
-    @cached_property
-    def _paired(self) -> tuple[int, ...]:
-        return tuple(i for i, private in self._private.items() if private.shared is not None)
-
     @cached_property
     def plain(self) -> torch.Tensor:
         """[B''] int64 rows that read no compressed entries."""
@@ -105,9 +92,8 @@ class DecodeStep:
         return to_device(others, torch.int64, self._table.device)
 
     @cached_property
-    def _index(self) -> dict[tuple[int, ...], torch.Tensor]:
-        rows = {tuple(self._private), self._paired}
-        return {each: to_device(each, torch.int64, self._table.device) for each in rows if each}
+    def _index(self) -> torch.Tensor:
+        return to_device(list(self._private), torch.int64, self._table.device)
 
     def overwrite(self, heads: torch.Tensor, out: torch.Tensor, attend: Attend) -> None:
         """Write the attention of all rows that read compressed entries.
@@ -117,18 +103,7 @@ class DecodeStep:
             out: [B, H, D], written in place.
             attend: from lists of B' requests and queries [B', 1, H, D] to as much attention.
         """
-        self._overwrite(tuple(self._private), heads, out, attend)
-
-    def overwrite_paired(self, heads: torch.Tensor, out: torch.Tensor, attend: Attend) -> None:
-        """The same of the rows that the device tables do not describe: layers stored in pairs."""
-        if self._paired:
-            self._overwrite(self._paired, heads, out, attend)
-
-    def _overwrite(
-        self, rows: tuple[int, ...], heads: torch.Tensor, out: torch.Tensor, attend: Attend
-    ) -> None:
-        index = self._index[rows]
-        out[index] = attend(self._lists_of(rows), heads[index].unsqueeze(1))[:, 0]
+        out[self._index] = attend(self._lists, heads[self._index].unsqueeze(1))[:, 0]
 
     def finish(self) -> None:
         """After the forward: note its step; take policies through theirs, and fold what stays."""

@@ -1,4 +1,4 @@
-"""Which decode steps replay CUDA graphs, and which of two graphs.
+"""Which of two CUDA graphs a decode step replays.
 
 SGLang captures a decode graph per batch size, and several where attention has variants. Here it has
 two: plain batches replay a graph with the stock attention and nothing else, and batches in which a
@@ -8,8 +8,7 @@ which a policy will read this step's queries replays it even before anything has
 its attention reads requests without private pages, too. A third and a fourth variant would only
 save other batches of compressed requests one small copy per layer, for twice the graphs.
 
-Policies do nothing between layers. A step runs without a graph only if a request stores layers in
-pairs, which no kernel for the tables reads.
+Policies do nothing between layers, so no step runs without a graph on their account.
 """
 
 from __future__ import annotations
@@ -79,9 +78,3 @@ def verify(runner: Any) -> None:
             "--kv-policy: SGLang captured its decode graphs without one that reads compressed "
             "entries; start it with --disable-cuda-graph."
         )
-
-
-def can_replay(runtime: Runtime) -> bool:
-    """Whether the decode forward that is going on does nothing in Python between layers."""
-    step = None if runtime.step is None else runtime.step.decode
-    return step is None or not step.needs_python

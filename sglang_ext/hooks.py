@@ -80,7 +80,6 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Callable]]:
         (compat.OWNED, "after", lambda length, req: runtime.owned(req, length)),
         (compat.POSITIONS, "after", _after_positions),
         (compat.CAN_RUN_GRAPH, "around", _around_can_run_graph(runtime)),
-        (compat.CAN_RUN_DECODE_GRAPH, "around", _around_can_run_decode_graph(runtime)),
         (compat.GRAPH_VARIANTS, "after", _after_graph_variants(runtime)),
         (compat.CREATE_ROWS, "after", _after_rows(runtime)),
         (compat.UNCACHED_SIZES, "after", lambda r, _: (r[0] + runtime.store.held, *r[1:])),
@@ -119,7 +118,9 @@ def _after_pool(runtime: Runtime) -> Callable:
         """After ModelRunner.alloc_memory_pool."""
         allocator = runner.token_to_kv_pool_allocator
         rows = compat.slot_table(runner).shape[0]
-        runtime.tables = DeviceTables(runtime.arena, rows, allocator.size, runtime.streams)
+        runtime.tables = DeviceTables(
+            runtime.arena, rows, allocator.size, runtime.streams, pairs=runtime.shares
+        )
         runtime.store = Store(
             runtime.arena,
             allocator,
@@ -161,14 +162,6 @@ def _around_can_run_graph(runtime: Runtime) -> Callable:
         if step is not None and step.propagate is not None:
             return False
         return original(runner, forward_batch)
-
-    return around
-
-
-def _around_can_run_decode_graph(runtime: Runtime) -> Callable:
-    def around(original: Callable, runner: Any, forward_batch: Any) -> bool:
-        """Around DecodeCudaGraphRunner.can_run_graph: policies look on from Python."""
-        return graphs.can_replay(runtime) and original(runner, forward_batch)
 
     return around
 

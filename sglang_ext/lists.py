@@ -89,7 +89,8 @@ class Lists:
 
         # On the host, which alone is asked where lists begin.
         starts = torch.tensor([0, *itertools.accumulate(self._sizes(layer))])
-        return indptr, *share.separate(self._shared, layer, starts, indices, entry_at)
+        apart = share.separate(self._shared, layer, self._arena, starts, indices, entry_at)
+        return indptr, *apart
 
     def _together(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         arena = self._arena

@@ -61,15 +61,14 @@ class Reports:
 
     def _of_compressed(self, state: State, entries: int) -> dict[str, Any]:
         arena, name = self._runtime.arena, state.served.name
-        after, shared = state.private.slots.numel(), state.private.shared
-        outside = 0 if shared is None else shared.bytes
+        after = state.private.slots.numel()
         facts = {
             "policy": name,
             "prompt_tokens": state.prompt,
             "entries_before": arena.layers * arena.kv_heads * state.prompt,
             "entries_kept": entries,
             "kv_bytes_before": arena.slot_bytes * state.prompt,
-            "kv_bytes_after": arena.slot_bytes * after + outside,
+            "kv_bytes_after": arena.slot_bytes * after,
             "slots_freed": state.prompt - after,
             "compression_seconds": round(state.seconds, 6),
         }

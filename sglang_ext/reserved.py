@@ -79,7 +79,8 @@ def reckon(runtime: Runtime, configurator: Any, options: Any, tokens: int) -> di
     requests = configurator.resolve_max_num_reqs(tokens)
     scratch = SCRATCH if runtime.propagates else 0
     rows = requests + 1 + scratch
-    tables = DeviceTables.empty(rows, shape.layers, shape.kv_heads, tokens, "meta")
+    sizes = (rows, shape.layers, shape.kv_heads, tokens)
+    tables = DeviceTables.empty(*sizes, "meta", pairs=runtime.shares)
     row = config.context_len + 64  # SGLang's rows are a few tokens longer than the context
     parts = {"tables": tables.bytes, "rows of propagating prompts": scratch * row * 4}
     captured = min(compat.captured_requests(options), requests)

@@ -67,6 +67,11 @@ class Runtime:
         return any(policy.program.propagate is not None for policy in self.policies)
 
     @property
+    def shares(self) -> bool:
+        """Whether any policy stores layers in pairs."""
+        return any(policy.program.share is not None for policy in self.policies)
+
+    @property
     def default(self) -> str:
         """Name of the policy of requests that name none."""
         return self.policies[0].name

@@ -1,78 +1,59 @@
 """Requests of which some layers are stored in pairs: section `share` of a policy (MiniCache).
 
-An upper layer and the one below it store one direction per token, KV head and tensor (key, value)
-in the pool, and a length for each layer beside it. Tokens of `except` keep both originals. The
-pair and a KV head share one list of pages, of N + E entries:
-
-entry t, t < N   the direction of token t, or the upper layer's original where t is excepted
-entry N + r      the lower layer's original of the r-th excepted token
-
-Keys and values are excepted independently, so in one entry the key may be a direction and the value
-an original; E is the larger of both numbers. Layers without a pair are copied whole. What is
-decoded later lies in ordinary slots, whole.
+An upper layer and the one below it store one direction per token, KV head and tensor (key, value),
+and a length for each layer, all in one list of private pages per KV head; `kernels/pairs.py` says
+how. Tokens of `except` keep both originals. Keys and values are excepted independently, so in one
+entry the key may be a direction and the value an original; the list has as many more entries as
+the larger of both numbers. Layers without a pair are copied whole. What is decoded later lies in
+ordinary slots, whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.dsl.bind import Bound
-from kvpolicy.sglang_ext.host import to_host
+from kvpolicy.kernels import pairs
+from kvpolicy.kernels.pairs import BELOW, OWN
+from kvpolicy.sglang_ext.arena import Arena
+from kvpolicy.sglang_ext.host import to_device, to_host
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.request import State
     from kvpolicy.sglang_ext.runtime import Runtime
 
-BELOW, OWN = 0, 1
-KEY, VALUE = 0, 1
-
 
 @dataclass(frozen=True)
-class Pair:
-    """What one list of a pair does not hold.
+class Shared:
+    """Which layers of a request are stored in pairs.
 
     Attributes:
-        lengths: [2, 2, G, N] float32 of (below, own) and (key, value), by which an entry is
-            multiplied when it is read; 1 where it is an original.
-        excepted: [2, G, N] bool of (key, value).
+        uppers: upper layers.
+        tokens: N of the prompt.
+        paired: int32 [L] on the device, as in the device tables.
     """
 
-    lengths: torch.Tensor
-    excepted: torch.Tensor
+    uppers: frozenset[int]
+    tokens: int
+    paired: torch.Tensor
 
-    @property
-    def entries(self) -> torch.Tensor:
-        """[G] int64 entries of each KV head's list."""
-        return self.excepted.shape[2] + self.excepted.sum(dim=2).amax(dim=0)
+    @classmethod
+    def of(cls, uppers: Sequence[int], tokens: int, arena: Arena) -> Shared:
+        """Of a prompt of so many tokens."""
+        paired = torch.zeros(arena.layers, dtype=torch.int32)
+        paired[list(uppers)] = 1 + OWN
+        paired[[upper - 1 for upper in uppers]] = 1 + BELOW
+        on_device = to_device(paired, torch.int32, arena.storage.device)
+        return cls(frozenset(uppers), tokens, on_device)
 
-    def places(self, tensor: int) -> torch.Tensor:
-        """[G, N] int64, where the lower layer's tokens stand in the list."""
-        tokens = self.excepted.shape[2]
-        excepted = self.excepted[tensor]
-        own = torch.arange(tokens, device=excepted.device)
-        return torch.where(excepted, tokens - 1 + excepted.cumsum(dim=1), own)
-
-
-@dataclass
-class Shared:
-    """The pairs of one request, by upper layer."""
-
-    pairs: dict[int, Pair] = field(default_factory=dict)
-
-    @property
-    def bytes(self) -> int:
-        """Memory outside the pool."""
-        tensors = (t for p in self.pairs.values() for t in (p.lengths, p.excepted))
-        return sum(t.numel() * t.element_size() for t in tensors)
-
-    def at(self, layer: int) -> tuple[Pair, int] | None:
-        """The pair that a layer belongs to and which of the two it is; None if it is whole."""
-        if layer in self.pairs:
-            return self.pairs[layer], OWN
-        return (self.pairs[layer + 1], BELOW) if layer + 1 in self.pairs else None
+    def at(self, layer: int) -> int | None:
+        """Which of a pair a layer is; None if it is whole."""
+        if layer in self.uppers:
+            return OWN
+        return BELOW if layer + 1 in self.uppers else None
 
 
 def upper_layers(bound: Bound) -> list[int]:
@@ -111,18 +92,21 @@ def compress(runtime: Runtime, state: State, slots: torch.Tensor, run: Any) -> N
     whole = [n for n in range(arena.layers) if n not in uppers and n + 1 not in uppers]
     lists = torch.zeros((arena.layers, arena.kv_heads), dtype=torch.int64)
     lists[whole] = state.prompt
-    shared, pages = Shared(), arena.pages(private.slots)
+    pages = arena.pages(private.slots)
     # The pairs one by one, so that only one of them is held twice.
     for layer in uppers:
-        rows = None if run.not_finite else _paired(arena.storage, slots, layer, run)
+        rows = None if run.not_finite else _paired(arena, slots, layer, run)
         if rows is not None:
-            shared.pairs[layer], lists[layer] = rows.pair, rows.entries
+            lists[layer] = rows.entries
         if rows is None or not store.saves(private, lists):
             store.release(private)
             state.private = None
             return
-        first = int((-(-lists[:layer] // arena.kv_heads)).sum())
-        kernels.place(arena.entries, *rows.dense, pages[first:], value_offset=arena.value_offset)
+        first_page, _ = store.lay_out(lists)
+        own = pages[int(first_page[layer, 0]) :]
+        kernels.place(arena.entries, *rows.dense, own, value_offset=arena.value_offset)
+        _put_codes(arena, pages, first_page[layer], rows.codes)
+    private.shared = Shared.of(uppers, state.prompt, arena)
     store.fill(private, lists)
     kept = torch.zeros((*lists.shape, state.prompt), dtype=torch.bool, device=slots.device)
     for layer in whole:
@@ -131,7 +115,6 @@ def compress(runtime: Runtime, state: State, slots: torch.Tensor, run: Any) -> N
     for upper in uppers:
         private.first_page[upper - 1] = private.first_page[upper]
     private.counts = torch.full_like(private.counts, state.prompt)
-    private.shared = shared
 
 
 @dataclass(frozen=True)
@@ -140,31 +123,55 @@ class _Rows:
 
     Attributes:
         entries: [G] int64 on the host, M of each KV head.
-        dense: k, v [G, M, D] and which rows there are [G, M].
+        dense: k, v [G, M, D] and which rows there are [G, M]; those of codes are zeros.
+        codes: float32 [2, G, 2K, F] of (key, value).
     """
 
-    pair: Pair
     entries: torch.Tensor
     dense: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    codes: torch.Tensor
 
 
-def _paired(storage: torch.Tensor, slots: torch.Tensor, layer: int, run: Any) -> _Rows:
+def _paired(arena: Arena, slots: torch.Tensor, layer: int, run: Any) -> _Rows:
     """The list of an upper layer and the one below it; the host waits for its length."""
+    storage, tokens = arena.storage, slots.numel()
     own = storage[layer][:, slots].transpose(1, 2)  # [2, G, N, D]
     below = storage[layer - 1][:, slots].transpose(1, 2)
     found = run.shared(layer, *below, *own)
     excepted = torch.stack([found.except_k, found.except_v])
-    lengths = torch.stack([below, own]).double().norm(dim=-1).float()
-    pair = Pair(lengths.masked_fill(excepted, 1.0), excepted)
-    entries = pair.entries
+    lengths = torch.stack([below, own]).double().norm(dim=-1).float()  # [2, 2, G, N]
+    floats = pairs.floats_of_row(storage.shape[4], storage.dtype)
+    codes = [pairs.encode(lengths[:, i], excepted[i]) for i in range(2)]
+    codes = torch.stack([pairs.rows_of(each, floats) for each in codes])
+    entries = codes.shape[2] + tokens + excepted.sum(dim=2).amax(dim=0)
     (on_host,) = to_host([entries])
-    place_of_row = torch.arange(int(on_host.max()), device=slots.device)
+    there = torch.arange(int(on_host.max()), device=slots.device) < entries[:, None]
+    before, more = codes.shape[2], there.shape[1] - codes.shape[2] - tokens
     dense = [
-        _list(direction, own[i], below[i], excepted[i], place_of_row.numel())
+        torch.nn.functional.pad(
+            _list(direction, own[i], below[i], excepted[i], more), (0, 0, before, 0)
+        )
         for i, direction in enumerate((found.direction_k, found.direction_v))
     ]
-    there = place_of_row < entries[:, None]
-    return _Rows(pair, on_host, (dense[KEY], dense[VALUE], there))
+    return _Rows(on_host, (*dense, there), codes)
+
+
+def _put_codes(
+    arena: Arena, pages: torch.Tensor, first_page: torch.Tensor, codes: torch.Tensor
+) -> None:
+    """Write codes to the front of a pair's lists, bit by bit.
+
+    Args:
+        pages: of the request.
+        first_page: [G] of the lists, on the host.
+        codes: float32 [2, G, 2K, F].
+    """
+    first = to_device(first_page, torch.int64, pages.device)
+    place = torch.arange(codes.shape[2], device=pages.device)
+    number = first[:, None] + place // arena.kv_heads
+    entries = pages[number] * arena.kv_heads + place % arena.kv_heads
+    numbers = pairs.numbers(arena.storage)
+    numbers[entries], numbers[entries + arena.value_offset] = codes
 
 
 def _list(
@@ -172,12 +179,11 @@ def _list(
     own: torch.Tensor,
     below: torch.Tensor,
     excepted: torch.Tensor,
-    entries: int,
+    more: int,
 ) -> torch.Tensor:
-    """[G, entries, D] rows of one tensor: the tokens', then the lower layer's excepted ones."""
-    tokens = excepted.shape[1]
+    """[G, N + more, D] rows of one tensor: the tokens', then the lower layer's excepted ones."""
     rows = torch.where(excepted[:, :, None], own.to(direction.dtype), direction)
-    first = (~excepted).to(torch.uint8).argsort(dim=1, stable=True)[:, : entries - tokens]
+    first = (~excepted).to(torch.uint8).argsort(dim=1, stable=True)[:, :more]
     lower = below.gather(1, first[:, :, None].expand(-1, -1, below.shape[2]))
     return torch.cat([rows, lower.to(rows.dtype)], dim=1)
 
@@ -185,6 +191,7 @@ def _list(
 def separate(
     shared: Mapping[int, Shared],
     layer: int,
+    arena: Arena,
     indptr: torch.Tensor,
     indices: torch.Tensor,
     entry_at: Callable[[int, torch.Tensor], torch.Tensor],
@@ -195,24 +202,29 @@ def separate(
         shared: such requests among the B, by their index; all their lists at this layer are equally
             long and begin with the N tokens of the prompt.
         indptr: [B * G + 1] int64, on the host.
-        indices: [nnz] int64, in which these lists begin with the first N entries of the pair's.
-        entry_at: from (index of a request, places [G, N] in its lists' pages) to entries.
+        indices: [nnz] int64; what stands there for these tokens is not used.
+        entry_at: from (index of a request, places [G, n] or [n] in its lists' pages) to entries
+            [G, n].
 
     Returns:
         indices [nnz], and what `paged_attention` takes besides: `value_indices`, `key_scale` and
         `value_scale`.
     """
-    pairs = {i: found for i, s in shared.items() if (found := s.at(layer)) is not None}
-    if not pairs:
+    found = {i: (s.at(layer), s.tokens) for i, s in shared.items() if s.at(layer) is not None}
+    if not found:
         return indices, {}
+    numbers, heads = pairs.numbers(arena.storage), arena.kv_heads
     by_tensor = [indices.clone(), indices.clone()]
     scale = torch.ones((2, indices.numel()), device=indices.device)
-    for i, (pair, which) in pairs.items():
-        heads, tokens = pair.excepted.shape[1:]
+    for i, (which, tokens) in found.items():
         block = slice(int(indptr[i * heads]), int(indptr[(i + 1) * heads]))
+        rows = pairs.code_rows(tokens, numbers.shape[1])
+        token = torch.arange(tokens, device=indices.device)
+        codes_at = entry_at(i, torch.arange(which * rows, (which + 1) * rows, device=token.device))
         for tensor, entries in enumerate(by_tensor):
-            scale[tensor, block].view(heads, -1)[:, :tokens] = pair.lengths[which, tensor]
-            if which == BELOW:
-                entries[block].view(heads, -1)[:, :tokens] = entry_at(i, pair.places(tensor))
-    options = {"value_indices": by_tensor[VALUE], "key_scale": scale[KEY]}
-    return by_tensor[KEY], options | {"value_scale": scale[VALUE]}
+            codes = numbers[codes_at + tensor * arena.value_offset].flatten(1)[:, :tokens]
+            place, by = pairs.decode(codes, token)
+            entries[block].view(heads, -1)[:, :tokens] = entry_at(i, 2 * rows + place)
+            scale[tensor, block].view(heads, -1)[:, :tokens] = by
+    options = {"value_indices": by_tensor[1], "key_scale": scale[0], "value_scale": scale[1]}
+    return by_tensor[0], options

@@ -31,14 +31,23 @@ class DeviceTables:
         tables: what kernels read.
     """
 
-    def __init__(self, arena: Arena, rows: int, slots: int, streams: Streams | None = None) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        rows: int,
+        slots: int,
+        streams: Streams | None = None,
+        *,
+        pairs: bool = False,
+    ) -> None:
         """
         Args:
             rows: R of SGLang's table of slots, the padding row included.
             slots: of the pool.
+            pairs: whether a request may store layers in pairs.
         """
-        device = arena.storage.device
-        self.tables = self.empty(rows, arena.layers, arena.kv_heads, slots, device)
+        sizes, device = (rows, arena.layers, arena.kv_heads, slots), arena.storage.device
+        self.tables = self.empty(*sizes, device, pairs=pairs)
         self._streams = streams or Streams()
         self._changed: dict[int, Private | None] = {}
         self._written: dict[int, Private] = {}
@@ -47,10 +56,16 @@ class DeviceTables:
 
     @staticmethod
     def empty(
-        rows: int, layers: int, kv_heads: int, slots: int, device: torch.device | str
+        rows: int,
+        layers: int,
+        kv_heads: int,
+        slots: int,
+        device: torch.device | str,
+        *,
+        pairs: bool,
     ) -> Tables:
         """The tables of a pool of so many slots, of which no row has private pages."""
-        return Tables.empty(rows, layers, kv_heads, 2 * slots, device)
+        return Tables.empty(rows, layers, kv_heads, 2 * slots, device, pairs=pairs)
 
     def note(self, private: Private) -> None:
         """A request's private pages are laid out anew; read when the tables are written."""
@@ -105,11 +120,11 @@ class DeviceTables:
 
     def _write_lists(self, private: Private) -> None:
         row, tables = private.row, self.tables
-        if private.shared is None:
-            tables.counts[row].copy_(private.counts)
-        else:
-            # Layers in pairs are read through lists; the batch's own pass takes only its tail.
-            tables.counts[row].zero_()
+        tables.counts[row].copy_(private.counts)
+        if private.shared is not None:
+            tables.paired[row].copy_(private.shared.paired)
+        elif tables.paired.numel():
+            tables.paired[row].zero_()
         tables.first_page[row].copy_(private.first_page)
         tables.tail_start[row].fill_(private.tail_start)
 
@@ -136,10 +151,10 @@ class DeviceTables:
             rows.add(row)
             start = int(tables.slots_start[row])
             slots = tables.slots[start : start + private.slots.numel()]
-            counts = private.counts if private.shared is None else 0 * private.counts
             same = (
                 torch.equal(slots, private.slots)
-                and torch.equal(tables.counts[row], counts)
+                and torch.equal(tables.counts[row], private.counts)
+                and self._says_pairs(private)
                 and torch.equal(tables.first_page[row], private.first_page)
                 and int(tables.tail_start[row]) == private.tail_start
             )
@@ -148,3 +163,9 @@ class DeviceTables:
         others = [row for row in range(tables.tail_start.shape[0]) if row not in rows]
         if tables.counts[others].any() or tables.tail_start[others].any():
             raise RuntimeError("the device tables list private pages of a row that has none")
+
+    def _says_pairs(self, private: Private) -> bool:
+        paired, row = self.tables.paired, private.row
+        if private.shared is not None:
+            return torch.equal(paired[row], private.shared.paired)
+        return not paired.numel() or not bool(paired[row].any())

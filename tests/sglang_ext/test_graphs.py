@@ -51,11 +51,8 @@ class Stock(AttentionBackend):
 class Step:
     """A decode step."""
 
-    def __init__(self, reads, notes=False, needs_python=False):
-        self.reads, self.notes, self.needs_python = reads, notes, needs_python
-
-    def overwrite_paired(self, heads, out, attend):
-        pass
+    def __init__(self, reads, notes=False):
+        self.reads, self.notes = reads, notes
 
 
 @pytest.fixture
@@ -284,18 +281,9 @@ def test_graphs_without_the_variant_are_refused(runtime):
 def test_a_batch_that_notes_queries_replays_the_graph_that_does(runtime):
     variants = graphs.GraphVariants(runtime)
     going_on(runtime, reads=False, notes=True)
-    assert graphs.can_replay(runtime)
     assert variants.select(None) == graphs.COMPRESSED
     going_on(runtime, reads=False)
     assert variants.select(None) == graphs.PLAIN
-
-
-def test_steps_with_python_between_layers_run_without_a_graph(runtime):
-    assert graphs.can_replay(runtime)
-    going_on(runtime, reads=True)
-    assert graphs.can_replay(runtime)
-    going_on(runtime, reads=True, needs_python=True)
-    assert not graphs.can_replay(runtime)
 
 
 def test_the_backends_of_both_phases_are_verified():

@@ -60,17 +60,23 @@ def plain_options(monkeypatch):
     monkeypatch.setattr(compat, "attention_backends", lambda options: ("triton", options.decode))
 
 
-def size(configurator, budget, propagates=False, noted=False):
-    runtime = SimpleNamespace(propagates=propagates, queries=SimpleNamespace(needed=noted))
+def serving(propagates=False, noted=False, shares=False):
+    queries = SimpleNamespace(needed=noted)
+    return SimpleNamespace(propagates=propagates, queries=queries, shares=shares)
+
+
+def size(configurator, budget, **runtime):
+    runtime = serving(**runtime)
     sizes = reserved.size_pool(runtime, configurator.sizes, configurator, budget)
     return sizes.max_total_num_tokens
 
 
-def held(configurator, tokens, propagates=False, noted=False):
+def held(configurator, tokens, propagates=False, noted=False, shares=False):
     """Bytes of the real allocations beside a pool of so many tokens."""
     requests = configurator.resolve_max_num_reqs(tokens)
     scratch = reserved.SCRATCH if propagates else 0
-    tables = DeviceTables.empty(requests + 1 + scratch, LAYERS, KV_HEADS, tokens, "cpu")
+    rows = requests + 1 + scratch
+    tables = DeviceTables.empty(rows, LAYERS, KV_HEADS, tokens, "cpu", pairs=shares)
     total = tables.bytes + scratch * (CONTEXT + 4) * 4
     captured = min(configurator.server_args.captured, requests)
     if captured and configurator.server_args.decode != "torch_native":
@@ -88,7 +94,7 @@ def held(configurator, tokens, propagates=False, noted=False):
     ("options", "runtime"),
     [
         ({}, {}),
-        ({"requests": 7}, {"propagates": True}),
+        ({"requests": 7}, {"propagates": True, "shares": True}),
         ({"captured": 64, "requests": 200}, {"noted": True}),
         ({"captured": 64, "requests": 9}, {"noted": True, "propagates": True}),
         ({"captured": 64, "decode": "torch_native"}, {"noted": True}),
@@ -127,7 +133,7 @@ def test_one_line_says_how_much_for_what(caplog):
         tokens = size(configurator, 40_000_000, noted=True)
     (record,) = caplog.records
     parts = reserved.reckon(
-        SimpleNamespace(propagates=False, queries=SimpleNamespace(needed=True)),
+        serving(noted=True),
         configurator,
         configurator.server_args,
         40_000_000 // SLOT,

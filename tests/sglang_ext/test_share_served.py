@@ -36,14 +36,15 @@ def test_a_prefix_hit_gives_the_same_answer(seen):
 
 
 def test_less_memory_is_held(seen):
-    """Two pairs of two layers, 2 KV heads: half of the entries, and 18 bytes beside each."""
+    """Two pairs of two layers: half of the entries, and codes of 32 tokens in a row of a head."""
     for rid in LONG:
         prompt, facts = int(rid), seen[rid]["facts"]
         slots = seen[rid]["held"]
-        assert prompt / 2 <= slots <= prompt / 2 + seen[rid]["excepted"] + 2, rid
+        codes = 2 * -(-prompt // 32)
+        least = prompt / 2 + codes / 2
+        assert least <= slots <= least + seen[rid]["excepted"] + 3, rid
         assert facts["slots_freed"] == prompt - slots > 0.4 * prompt, rid
-        beside = 2 * 2 * prompt * 18
-        assert facts["kv_bytes_after"] == slots * seen[rid]["slot_bytes"] + beside, rid
+        assert facts["kv_bytes_after"] == slots * seen[rid]["slot_bytes"], rid
         assert facts["entries_kept"] == facts["entries_before"] == 4 * 2 * prompt, rid
 
 

@@ -17,11 +17,11 @@ from kvpolicy.sglang_ext.tables import DeviceTables
 LAYERS, HEADS, KV_HEADS, SIZE, SLOTS, ROWS, CONTEXT = 3, 4, 2, 8, 60, 6, 40
 
 
-def make(page_size=1):
+def make(page_size=1, pairs=False):
     padded = SLOTS + page_size
     arena = create_arena(LAYERS, padded, KV_HEADS, SIZE, torch.float32, "cpu")
     arena.storage.normal_(generator=torch.Generator().manual_seed(0))
-    tables = DeviceTables(arena, ROWS, SLOTS)
+    tables = DeviceTables(arena, ROWS, SLOTS, pairs=pairs)
     return Store(arena, Allocator(SLOTS // page_size, page_size), tables=tables), tables
 
 
@@ -114,13 +114,23 @@ def test_a_flush_forgets_every_row():
     assert not tables.tables.tail_start.any()
 
 
-def test_layers_in_pairs_are_left_to_lists():
-    store, tables = make()
+def test_which_layers_are_stored_in_pairs_is_written_and_forgotten():
+    store, tables = make(pairs=True)
     private = fill(store, 1, counts_of(1))
-    private.shared = Shared()
+    private.shared = Shared.of([2], 10, store.arena)
+    fill(store, 2, counts_of(2))
     tables.write()
-    assert not tables.tables.counts.any()
-    assert tables.tables.tail_start.tolist() == [0, 10, 0, 0, 0, 0]
+    assert tables.tables.paired[:3].tolist() == [[0, 0, 0], [0, 1, 2], [0, 0, 0]]
+    store.check_integrity(store.allocator.free_slots)
+    tables.tables.paired[2, 0] = 1
+    with pytest.raises(RuntimeError, match="row 2: the device tables are not what it holds"):
+        store.check_integrity(store.allocator.free_slots)
+    tables.tables.paired[2, 0] = 0
+    # Another request in the same row.
+    store.release(private)
+    fill(store, 1, counts_of(3))
+    tables.write()
+    assert not tables.tables.paired.any()
     store.check_integrity(store.allocator.free_slots)
 
 
