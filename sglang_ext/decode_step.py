@@ -16,8 +16,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvpolicy.sglang_ext.fold import Room
-from kvpolicy.sglang_ext.follow import Following, may_leave, no_queries, read_request
+from kvpolicy.sglang_ext.fold import Fold, Room
+from kvpolicy.sglang_ext.follow import Following, Reader, may_leave, no_queries
 from kvpolicy.sglang_ext.host import to_device
 from kvpolicy.sglang_ext.lists import Lists
 from kvpolicy.sglang_ext.request import State, state_of
@@ -116,10 +116,17 @@ class DecodeStep:
             for row, each in self._followers.items()
             if may_leave(self._runtime, room, each.request, each.state, each.length)
         }
-        most = self._runtime.queries.most_steps(len(self._noted))
+        most, folds = self._runtime.queries.most_steps(len(self._noted)), []
         for row, each in self._followers.items():
             if row in leaving or each.state.notes.full(most):
-                self._follow(each, leaves=row in leaving)
+                fold = self._follow(each, leaves=row in leaving)
+                if fold is not None and each.state.served.bound.decode.merge is not None:
+                    fold.finish()  # the rows that it has merged are not held longer than needed
+                elif fold is not None:
+                    folds.append(fold)
+        # All policies have been asked before the host waits for the first one's numbers.
+        for fold in folds:
+            fold.finish()
 
     def _note(self) -> None:
         taken = None
@@ -130,11 +137,12 @@ class DecodeStep:
             position = each.length - 1 - each.state.progress.shift
             each.state.notes.add(position, (taken, places[row]) if each.noted else None)
 
-    def _follow(self, follower: _Follower, *, leaves: bool) -> None:
+    def _follow(self, follower: _Follower, *, leaves: bool) -> Fold | None:
         request, state, length = follower.request, follower.state, follower.length
-        _, read = read_request(self._arena, self._table, request, state, length)
+        reader = Reader.of(self._arena, self._table, request, state, length)
         nothing = no_queries(state, self._arena)
         queries = state.notes.queries(self._runtime.queries, nothing)
-        following = Following(request, state, length, state.notes.positions, queries, read)
-        following.go(self._runtime, leaves=leaves)
+        following = Following(request, state, length, state.notes.positions, queries, reader)
+        fold = following.go(self._runtime, leaves=leaves)
         state.notes.clear()
+        return fold

@@ -97,22 +97,25 @@ class Fold:
     """One request of which entries may have left, after the forward."""
 
     def __init__(
-        self, runtime: Runtime, request: Any, state: State, length: int, read: Read
+        self,
+        runtime: Runtime,
+        request: Any,
+        state: State,
+        length: int,
+        read: Read,
+        choices: list[Choice],
     ) -> None:
         """
         Args:
             length: tokens of the request, the new one included.
             read: of its entries, up to the new one.
+            choices: of the policy, for every layer.
         """
         self._runtime, self._request, self._state = runtime, request, state
-        self._length, self._read = length, read
+        self._length, self._read, self._choices = length, read, choices
 
-    def finish(self, choices: list[Choice]) -> None:
-        """Write what stays; if nothing left, all stays where it is.
-
-        Args:
-            choices: of the policy, for every layer; emptied.
-        """
+    def finish(self) -> None:
+        """Write what stays; if nothing left, all stays where it is. The host waits once."""
         started = time.perf_counter()
         runtime, state = self._runtime, self._state
         finite = state.memory.finite
@@ -126,12 +129,12 @@ class Fold:
                 row, state.served.name, 0, self._length, runtime.evict
             )
         fits = self._fits(landed.kept)
-        if fits and not any(_changes(each) for each in choices):
-            self._settle(choices, landed.kept, finite)
+        if fits and not any(_changes(each) for each in self._choices):
+            self._settle(landed.kept, finite)
         elif fits or self._fits_by_layer(landed.kept):
-            self._write_by_layer(choices, landed.kept)
+            self._write_by_layer(landed.kept)
         else:
-            self._write_anew(choices, landed.kept)
+            self._write_anew(landed.kept)
         state.folded += 1
         state.dropped += dropped
         runtime.reports.finished_fold(self._request, state, time.perf_counter() - started)
@@ -153,8 +156,8 @@ class Fold:
         most = [*private.layer_starts[1:], private.slots.numel() * len(ends)]
         return all(end <= limit for end, limit in zip(ends, most, strict=True))
 
-    def _settle(self, choices: list[Choice], counts: torch.Tensor, finite: torch.Tensor) -> None:
-        runtime, private = self._runtime, self._state.private
+    def _settle(self, counts: torch.Tensor, finite: torch.Tensor) -> None:
+        runtime, private, choices = self._runtime, self._state.private, self._choices
         there = None
         if any(each.there is not None for each in choices):
             there = torch.cat([
@@ -176,22 +179,22 @@ class Fold:
         runtime.store.settled(private, counts, written)
         self._leave_tail()
 
-    def _write_by_layer(self, choices: list[Choice], counts: torch.Tensor) -> None:
+    def _write_by_layer(self, counts: torch.Tensor) -> None:
         runtime, private = self._runtime, self._state.private
         stays, device = self._fits(counts), private.slots.device
         first = private.first_page
         if not stays:
             first = to_device(runtime.store.lay_out(counts)[0], torch.int32, device)
-        self._place(self._rows(choices), first)
+        self._place(self._rows(), first)
         self._leave_tail()
         if stays:
             runtime.store.settled(private, counts, to_device(counts, torch.int32, device))
         else:
             runtime.store.fill(private, counts)
 
-    def _write_anew(self, choices: list[Choice], counts: torch.Tensor) -> None:
+    def _write_anew(self, counts: torch.Tensor) -> None:
         store, private = self._runtime.store, self._state.private
-        layers = list(self._rows(choices))
+        layers = list(self._rows())
         self._leave_tail()
         if not store.grow(private, store.slots_for(counts), self._runtime.evict):
             raise RuntimeError(f"request {self._request.rid}: the slots for its fold are gone")
@@ -202,11 +205,11 @@ class Fold:
         self._state.private.tail_start = self._length
         self._runtime.detach(self._request, self._state)
 
-    def _rows(self, choices: list[Choice]) -> Iterator[_Rows]:
+    def _rows(self) -> Iterator[_Rows]:
         """What stays of each layer in turn, read when it is asked for."""
-        dtype, number = self._runtime.arena.storage.dtype, len(choices)
-        for layer in range(number):
-            choice = choices.pop(0)
+        dtype, choices = self._runtime.arena.storage.dtype, self._choices
+        for layer in range(len(choices)):
+            choice = choices.pop(0)  # with merged rows, if any
             k, v = choice.k, choice.v
             if k is None or v is None:
                 read_k, read_v = self._read(layer, choice.there)

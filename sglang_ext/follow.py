@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from kvpolicy.dsl.torch_decode import Read
+from kvpolicy.dsl.torch_kernels import Entries, Keys
 from kvpolicy.sglang_ext.arena import Arena
-from kvpolicy.sglang_ext.fold import Fold, Read, Room
+from kvpolicy.sglang_ext.fold import Fold, Room
+from kvpolicy.sglang_ext.kernels_in_use import KernelsInUse
 from kvpolicy.sglang_ext.lists import Lists
 from kvpolicy.sglang_ext.request import State
 
@@ -16,48 +19,73 @@ if TYPE_CHECKING:
     from kvpolicy.sglang_ext.runtime import Runtime
 
 
-def read_lists(arena: Arena, lists: Lists, index: int, gather: Callable[..., Any]) -> Read:
-    """Reads the entries of one of the requests of entry lists.
+@dataclass(frozen=True)
+class Reader:
+    """Reads all entries of one request, wherever they lie.
 
-    Args:
-        gather: as in `kernels.gather`.
+    Attributes:
+        lists: where its entries are, if some are in private pages.
+        slots: int64 [N] of its tokens, if none are.
     """
 
-    def read(layer: int, there: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        return gather(arena.entries, arena.values, *lists.of(index, layer), there)
+    arena: Arena
+    kernels: KernelsInUse
+    lists: Lists | None
+    slots: torch.Tensor | None
 
-    return read
+    @classmethod
+    def of(
+        cls, arena: Arena, table: torch.Tensor, request: Any, state: State, length: int
+    ) -> Reader:
+        """
+        Args:
+            table: [rows, context] SGLang's table of slots.
+            length: tokens of the request.
+        """
+        lists = slots = None
+        if state.private is None:
+            slots = table[request.kv.req_pool_idx, :length].to(torch.int64)
+        else:
+            lists = Lists(arena, [state.private], [length], table)
+        return cls(arena, state.served.kernels, lists, slots)
 
+    def given(self, layer: int, there: torch.Tensor | None) -> tuple[Keys, Keys]:
+        """Keys and values of a layer as policies' programs take them.
 
-def read_slots(arena: Arena, slots: torch.Tensor) -> Read:
-    """Reads the entries of a request that has no private pages: slots [N] int64."""
+        Args:
+            there: bool [G, M], or None: all heads hold all.
+        """
+        if not self.kernels.read_the_pool:
+            return self.gathered(layer, there)
+        ids = self._ids(layer, there)
+        return Entries(self.arena.entries, ids), Entries(self.arena.values, ids)
 
-    def read(layer: int, there: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if there is not None and not bool(there.all()):
-            raise RuntimeError("entries have left a request that has no private pages")
-        k, v = arena.storage[layer][:, slots].transpose(1, 2)
+    def gathered(self, layer: int, there: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the keys and values of a layer, [G, M, D]; arguments as of `given`."""
+        arena = self.arena
+        if self.lists is not None:
+            lists = self.lists.of(0, layer)
+            return self.kernels.gather(arena.entries, arena.values, *lists, there)
+        self._check_whole(there)
+        k, v = arena.storage[layer][:, self.slots].transpose(1, 2)
         return k, v
 
-    return read
+    def _ids(self, layer: int, there: torch.Tensor | None) -> torch.Tensor:
+        """int64 [G, M] entries of the pool; where a head holds nothing, any."""
+        arena = self.arena
+        if self.lists is None:
+            self._check_whole(there)
+            heads = torch.arange(arena.kv_heads, device=self.slots.device)
+            return arena.key_base(layer) + self.slots * arena.kv_heads + heads[:, None]
+        indptr, indices = self.lists.of(0, layer)
+        if there is None:
+            return indices.view(arena.kv_heads, -1)
+        return indices[(indptr[:-1, None] + there.cumsum(1) - 1).clamp(min=0)]
 
-
-def read_request(
-    arena: Arena, table: torch.Tensor, request: Any, state: State, length: int
-) -> tuple[Lists | None, Read]:
-    """Reads all entries of a request, wherever they lie.
-
-    Args:
-        table: [rows, context] SGLang's table of slots.
-        length: tokens of the request.
-
-    Returns:
-        Where its entries are, if some are in private pages; and what reads them.
-    """
-    if state.private is None:
-        slots = table[request.kv.req_pool_idx, :length].to(torch.int64)
-        return None, read_slots(arena, slots)
-    lists = Lists(arena, [state.private], [length], table)
-    return lists, read_lists(arena, lists, 0, state.served.kernels.gather)
+    @staticmethod
+    def _check_whole(there: torch.Tensor | None) -> None:
+        if there is not None:
+            raise RuntimeError("entries have left a request that has no private pages")
 
 
 def no_queries(state: State, arena: Arena) -> torch.Tensor:
@@ -74,7 +102,8 @@ class Following:
         length: tokens of the request, those of the steps included.
         positions: [T] of the steps' tokens.
         queries: from a layer to [H, T, D], as policies see them.
-        read: of its entries, up to the last step's.
+        reader: of all its entries.
+        read: of those up to the last step's; None: these are all.
     """
 
     request: Any
@@ -82,17 +111,26 @@ class Following:
     length: int
     positions: Sequence[int]
     queries: Callable[[int], torch.Tensor]
-    read: Read
+    reader: Reader
+    read: Read | None = None
 
-    def go(self, runtime: Runtime, *, leaves: bool) -> None:
-        """Take the policy through the steps, and fold what stays.
+    def go(self, runtime: Runtime, *, leaves: bool) -> Fold | None:
+        """Take the policy through the steps.
+
+        The host does not wait for the device unless entries are merged.
 
         Args:
             leaves: whether entries may leave at the last step.
+
+        Returns:
+            What is to be written if some do; None if none may.
         """
-        choices = self.state.memory.follow(self.positions, self.queries, self.read, leaves=leaves)
-        if choices:
-            Fold(runtime, self.request, self.state, self.length, self.read).finish(choices)
+        read = self.read or self.reader.given
+        choices = self.state.memory.follow(self.positions, self.queries, read, leaves=leaves)
+        if not choices:
+            return None
+        rows = self.reader.gathered
+        return Fold(runtime, self.request, self.state, self.length, rows, choices)
 
 
 def may_leave(runtime: Runtime, room: Room, request: Any, state: State, length: int) -> bool:

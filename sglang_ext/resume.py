@@ -8,15 +8,16 @@ each pass the policy is taken through its tokens, as after decode steps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from kvpolicy.dsl.torch_decode import Read
+from kvpolicy.dsl.torch_kernels import Entries, Keys
 from kvpolicy.sglang_ext.backend import attend
-from kvpolicy.sglang_ext.fold import Read, Room
-from kvpolicy.sglang_ext.follow import Following, may_leave, no_queries, read_request
+from kvpolicy.sglang_ext.fold import Room
+from kvpolicy.sglang_ext.follow import Following, Reader, may_leave, no_queries
 from kvpolicy.sglang_ext.frame import Frame
-from kvpolicy.sglang_ext.lists import Lists
 from kvpolicy.sglang_ext.notes import LONGEST
 from kvpolicy.sglang_ext.prefill_step import scaled
 from kvpolicy.sglang_ext.request import State, iterate_rows
@@ -31,8 +32,7 @@ class _Resumed:
 
     Attributes:
         first, end: tokens before the forward and after it.
-        lists: where its entries are, if some are in private pages.
-        read: of its entries, up to `end`.
+        reader: of its entries, up to `end`.
         queries: per layer, [H, T, D] of its rows.
     """
 
@@ -40,8 +40,7 @@ class _Resumed:
     state: State
     first: int
     end: int
-    lists: Lists | None
-    read: Read
+    reader: Reader
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def following(self, first: int, end: int, nothing: torch.Tensor) -> Following:
@@ -58,21 +57,26 @@ class _Resumed:
             return self.queries[layer][:, first - self.first : end - self.first]
 
         positions = range(first - shift, end - shift)
-        return Following(self.request, self.state, end, positions, queries, self._until(end))
+        read = None if end == self.end else self._until(end)
+        return Following(self.request, self.state, end, positions, queries, self.reader, read)
 
     def _until(self, length: int) -> Read:
         """Reads its entries up to its first `length` tokens."""
         later = self.end - length
-        if not later:
-            return self.read
 
-        def read(layer: int, there: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        def read(layer: int, there: torch.Tensor | None) -> tuple[Keys, Keys]:
             if there is not None:
                 there = torch.cat([there, there.new_ones(there.shape[0], later)], dim=1)
-            k, v = self.read(layer, there)
-            return k[:, : k.shape[1] - later], v[:, : v.shape[1] - later]
+            return tuple(_without_last(x, later) for x in self.reader.given(layer, there))
 
         return read
+
+
+def _without_last(x: torch.Tensor | Entries, later: int) -> Keys:
+    """Keys or values [G, M, D] without those of the last tokens."""
+    if isinstance(x, Entries):
+        return replace(x, ids=x.ids[:, : x.ids.shape[1] - later])
+    return x[:, : x.shape[1] - later]
 
 
 class ResumeStep:
@@ -86,8 +90,8 @@ class ResumeStep:
             if prefix < state.prompt:
                 continue
             length = prefix + rows.stop - rows.start
-            lists, read = read_request(arena, table, request, state, length)
-            self._resumed.append(_Resumed(request, state, prefix, length, lists, read))
+            reader = Reader.of(arena, table, request, state, length)
+            self._resumed.append(_Resumed(request, state, prefix, length, reader))
 
     def overwrite(
         self, layer: Any, heads: torch.Tensor, out: torch.Tensor, read: Callable[..., torch.Tensor]
@@ -99,9 +103,9 @@ class ResumeStep:
         """
         for each in self._resumed:
             rows = self._frame.rows(each.request)
-            if rows is not None and each.lists is not None:
+            if rows is not None and each.reader.lists is not None:
                 queries = heads[rows].unsqueeze(0)
-                out[rows] = attend(self._runtime.arena, layer, read, each.lists, queries)[0]
+                out[rows] = attend(self._runtime.arena, layer, read, each.reader.lists, queries)[0]
 
     def observe(self, layer: Any, heads: torch.Tensor) -> None:
         """Note the queries of a layer for the policies that go on.
@@ -132,4 +136,6 @@ class ResumeStep:
                 leaves = end == each.end and may_leave(
                     self._runtime, room, each.request, each.state, end
                 )
-                each.following(first, end, nothing).go(self._runtime, leaves=leaves)
+                fold = each.following(first, end, nothing).go(self._runtime, leaves=leaves)
+                if fold is not None:
+                    fold.finish()

@@ -9,7 +9,7 @@ from fake_allocator import Allocator, no_cache
 from kvpolicy.dsl.torch_layout import Choice
 from kvpolicy.sglang_ext.arena import create_arena
 from kvpolicy.sglang_ext.fold import Fold
-from kvpolicy.sglang_ext.follow import read_request
+from kvpolicy.sglang_ext.follow import Reader
 from kvpolicy.sglang_ext.kernels_in_use import in_use
 from kvpolicy.sglang_ext.lists import Lists
 from kvpolicy.sglang_ext.store import Store
@@ -124,8 +124,8 @@ class World:
         kept = torch.stack([choice.kept.sum(1) for choice in choices])
         landed = SimpleNamespace(there=there, kept=kept if finite else there, finite=finite)
         self.state.memory = SimpleNamespace(finite=torch.tensor(finite), land=lambda: landed)
-        _, read = read_request(self.arena, self.table, self.request, self.state, self.length)
-        Fold(self.runtime, self.request, self.state, self.length, read).finish(choices)
+        reader = Reader.of(self.arena, self.table, self.request, self.state, self.length)
+        Fold(self.runtime, self.request, self.state, self.length, reader.gathered, choices).finish()
         self.store.check_integrity(self.store.allocator.free_slots)
         self.grow(1)
 
