@@ -131,11 +131,13 @@ class Planned:
 
     Attributes:
         rank: cases with named targets (0) come before others.
+        as_chosen: whether its calls take what cases before it have chosen (see `Tuning`).
     """
 
     label: str
     build: Callable[[Bench], Case]
     rank: int = 1
+    as_chosen: bool = False
 
 
 @dataclass

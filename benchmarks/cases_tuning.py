@@ -8,6 +8,7 @@ against the reference before it is timed; where one is wrong the whole case fail
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -34,14 +35,8 @@ QUERIES = 16
 
 def _fitting(case: Case) -> Case:
     """The case without the variants that need more of a multiprocessor than it has."""
-    fitting, left_out = {}, []
-    for name, call in case.calls.items():
-        try:
-            call()
-        except OutOfResources:
-            left_out.append(name)
-        else:
-            fitting[name] = call
+    fitting = {name: call for name, call in case.calls.items() if _fits(call)}
+    left_out = [name for name in case.calls if name not in fitting]
     notes = [case.note] if case.note else []
     if left_out:
         notes.append(f"too large for a multiprocessor: {'; '.join(left_out)}")
@@ -49,22 +44,44 @@ def _fitting(case: Case) -> Case:
     return replace(case, calls=fitting, check=check, note="; ".join(notes))
 
 
-def _split_kv(call: Callable, toy: bool) -> tuple[dict[str, Callable], Knobs]:
-    """Variants of one of the attentions: tiles, and how lists are cut."""
-    tiles = [(16, 4, 2)] if toy else product((32, 64, 128), (4, 8), (3, 5, 7))
+def _split_kv(
+    call: Callable, largest: Callable, toy: bool
+) -> tuple[dict[str, Callable], Knobs, str]:
+    """Variants of one of the attentions, tiles and how lists are cut, and a note.
+
+    Args:
+        largest: a call that needs the most of a multiprocessor of all calls for which the choice
+            is made: where its tile does not fit, it must not be chosen.
+    """
+    tiles = [(16, 4, 2)] if toy else list(product((32, 64, 128), (4, 8), (3, 5, 7)))
     cuts = [{}, *({"programs": n} for n in (2, 4)), *({"splits": n} for n in (4, 16))]
     made, given = {OURS: call}, {}
-    for tile, how in product(tiles, cuts):
+    fitting = [tile for tile in tiles if _fits(partial(largest, tile=Tile(*tile)))]
+    for tile, how in product(fitting, cuts):
         chosen = dict(zip(("entries", "warps", "stages"), tile, strict=True)) | how
         name = named(chosen)
         made[name], given[name] = partial(call, tile=Tile(*tile), **how), chosen
-    return made, given
+    large = [str(tile) for tile in tiles if tile not in fitting]
+    note = f"entries, warps, stages that do not always fit: {', '.join(large)}" if large else ""
+    return made, given, note
+
+
+def _fits(call: Callable) -> bool:
+    try:
+        call()
+    except OutOfResources:
+        return False
+    return True
 
 
 def _decode(bench: Bench, tokens: int, batch: int, toy: bool) -> Case:
     model = bench.model
     cache = Cache(model, tokens, batch, tokens // 8, whole=False)
-    calls, knobs = _split_kv(partial(ours, cache), toy)
+    rows = cache.tables.counts.shape[0]
+    paired = torch.zeros(rows, LAYERS, dtype=torch.int32, device=model.device)
+    with_pairs = copy(cache)
+    with_pairs.tables = replace(cache.tables, paired=paired)
+    calls, knobs, note = _split_kv(partial(ours, cache), partial(ours, with_pairs), toy)
     where = {
         "dtype": plain(model.dtype),
         "head_dim": model.shape.head_dim,
@@ -73,14 +90,16 @@ def _decode(bench: Bench, tokens: int, batch: int, toy: bool) -> Case:
     }
     return Case(
         TOPIC, "decode attention", tokens, batch, calls, partial(checked, cache),
-        counted=cache.ragged_bytes, layers=LAYERS, tuning=Tuning("decode_attention", where, knobs),
+        counted=cache.ragged_bytes, layers=LAYERS, note=note,
+        tuning=Tuning("decode_attention", where, knobs),
     )  # fmt: skip
 
 
 def _readers(bench: Bench, tokens: int, batch: int, toy: bool) -> Case:
     """What an eager batch costs by each reader, with the lists written out for those that need it.
 
-    What is not installed, or cannot read such heads, is named in the note.
+    Triton's reads as the cases before have chosen. What is not installed, or cannot read such
+    heads, is named in the note.
     """
     model = bench.model
     cache = Cache(model, tokens, batch, tokens // 8, whole=False)
@@ -132,7 +151,9 @@ def _paged(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
     scale = shape.head_dim**-0.5
     attend = paged_attention_triton.paged_attention
     call = partial(attend, q, keys, values, indptr, indices, scale=scale)
-    calls, knobs = _split_kv(call, toy)
+    of_pairs = {"key_scale": torch.ones_like(indices, dtype=torch.float32)}
+    of_pairs |= {"value_scale": of_pairs["key_scale"], "value_indices": indices}
+    calls, knobs, note = _split_kv(call, partial(call, **of_pairs), toy)
     rows = paged_attention_triton.query_rows(queries * shape.group, model.dtype)
     where = {
         "dtype": plain(model.dtype),
@@ -154,7 +175,7 @@ def _paged(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
         return f"{said} (float64, two lists of each)"
 
     return Case(
-        TOPIC, f"attention of {queries} new tokens", tokens, 1, calls, check,
+        TOPIC, f"attention of {queries} new tokens", tokens, 1, calls, check, note=note,
         tuning=Tuning("paged_attention", where, knobs),
     )  # fmt: skip
 
@@ -194,10 +215,12 @@ def planned(kept: int, window: int, toy: bool) -> list[Planned]:
     """Each kernel at one size, decode attention at three."""
     tokens = 96 if toy else TOKENS
     made = []
-    for build, label in ((_decode, "decode attention"), (_readers, "readers")):
-        for size in ((96, 2),) if toy else DECODE:
-            given = partial(build, tokens=size[0], batch=size[1], toy=toy)
-            made.append(_planned("{} {} x {}".format(label, *size), given))
+    for size in ((96, 2),) if toy else DECODE:
+        given = {"tokens": size[0], "batch": size[1], "toy": toy}
+        name = "{} x {}".format(*size)
+        made.append(_planned(f"decode attention {name}", partial(_decode, **given)))
+        readers = _planned(f"readers {name}", partial(_readers, **given))
+        made.append(replace(readers, rank=2, as_chosen=True))
     made.append(_planned("scoring", partial(_scoring, tokens=tokens, window=window, toy=toy)))
     for build in (_paged, *ALL):
         given = partial(build, tokens=tokens, number=min(kept, tokens // 2), toy=toy)

@@ -216,6 +216,8 @@ def run(options: argparse.Namespace) -> dict:
             facts["left_out"].append(planned.label)
             continue
         try:
+            if planned.as_chosen:
+                tuned_file.use(facts, model.device)
             facts["cases"].append(measured(planned.build(bench), bench))
         except Exception as error:  # one kernel that fails must not hide the others' figures
             traceback.print_exc()
@@ -352,7 +354,10 @@ def written_to(options: argparse.Namespace) -> Path | None:
 
 
 def tune(options: argparse.Namespace) -> dict:
-    """`run`, with the wrappers' reasoned values beside the variants, not an earlier run's."""
+    """`run`, with the wrappers' reasoned values beside the variants, not an earlier run's.
+
+    Choices that later cases are to take lie in a folder for this run alone.
+    """
     with tempfile.TemporaryDirectory() as empty:
         os.environ[tuned.FOLDER_VARIABLE] = empty
         return run(options)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import report
+import torch
 from kvpolicy.kernels import tuned
 
 
@@ -70,6 +71,13 @@ def write(facts: dict, name: str, path: Path) -> list[dict]:
     tuned.read(temporary, name)  # what cannot be read is not left for a server to find
     os.replace(temporary, path)
     return choices
+
+
+def use(facts: dict, device: torch.device) -> None:
+    """From now on the wrappers take what was chosen so far, from the environment's folder."""
+    name = tuned.device_name(device)
+    write(facts, name, tuned.path_of(name))
+    tuned.load.cache_clear()
 
 
 def _key(choice: dict) -> tuple:

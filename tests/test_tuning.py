@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from kvpolicy.kernels import tuned
+from triton.runtime.errors import OutOfResources
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import cases_tuning  # noqa: E402
 import tuned_file  # noqa: E402
 
 NAME = tuned.device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -33,7 +35,6 @@ def test_knobs_of_kernels(tmp_path):
     cases = [cells[1].strip() for cells in lines if len(cells) == 11]
     assert [case for case in cases if case not in ("", "case", "---")] == [
         "decode attention",
-        "decode attention, readers of eager batches",
         "scoring of one layer",
         "attention of 4 new tokens",
         "compaction, all layers",
@@ -44,6 +45,7 @@ def test_knobs_of_kernels(tmp_path):
         "rows",
         "nearest",
         "merged rows",
+        "decode attention, readers of eager batches",
     ]
     path = tuned.path_of(NAME, tmp_path)
     assert f"written to {path}" in output
@@ -124,3 +126,28 @@ def test_choices_of_other_sizes_stay(tmp_path):
     found = tuned.read(path, "a gpu")["rows"]
     assert found == [({"row_bytes": 64}, {"block": 16}), ({"row_bytes": 128}, {})]
     assert len(json.loads(path.read_text())["runs"]) == 2
+
+
+def test_what_was_chosen_serves_the_cases_after_it(tmp_path, monkeypatch):
+    monkeypatch.setenv(tuned.FOLDER_VARIABLE, str(tmp_path))
+    tuned.load.cache_clear()
+    device = torch.device("cpu")
+    try:
+        assert tuned.choice("rows", device, 64) == {}
+        tuned_file.use(facts_of_tuning(ours=10, b1=8), device)
+        assert tuned.choice("rows", device, 64) == {"block": 16}
+    finally:
+        tuned.load.cache_clear()
+
+
+def test_a_tile_that_does_not_fit_with_lengths_is_no_variant():
+    """Those of pairs need more than what is timed."""
+
+    def largest(tile):
+        if tile.entries * tile.stages > 400:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+
+    calls, knobs, note = cases_tuning._split_kv(lambda **options: None, largest, toy=False)
+    assert len(calls) == 1 + len(knobs) == 1 + 5 * 3 * 2 * 2
+    assert {each["entries"] * each["stages"] for each in knobs.values()} <= set(range(400))
+    assert note.startswith("entries, warps, stages that do not always fit: (64, 4, 7), (64, 8, 7)")
