@@ -37,6 +37,19 @@ def may_read(program: Program) -> bool:
     return any(node.op in READ_QUERIES for node in nodes_of(roots))
 
 
+def most_bytes(step: int) -> int:
+    """What queries may take, those of a step in the buffer and those noted for later.
+
+    Args:
+        step: bytes of one step's queries, of all requests that are followed at once.
+    """
+    return step * (1 + _fitting(step))
+
+
+def _fitting(step: int) -> int:
+    return min(LONGEST, max(LARGEST // step, 1))
+
+
 class QueryBuffer:
     """The queries of the decode forward that is going on, all layers.
 
@@ -95,8 +108,7 @@ class QueryBuffer:
         held = self._captured if self._larger is None else self._larger
         if held is None or not requests:
             return LONGEST
-        row = held[:, 0].numel() * held.element_size()
-        return min(LONGEST, max(LARGEST // (requests * row), 1))
+        return _fitting(requests * held[:, 0].numel() * held.element_size())
 
     def scaled(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
         """Queries of a layer as a policy sees them."""

@@ -2,8 +2,9 @@
 
 SGLang gives the pool what `--mem-fraction-static` leaves beside the weights. Tables and buffers of
 the plugin are allocated later and stay, so they are taken off the pool; otherwise they would come
-out of what is left for forwards. What comes and goes with requests (states of policies, queries
-kept between folds) is not reckoned here.
+out of what is left for forwards. So are the queries kept between folds, up to the limit that
+queries.py sets. What else comes and goes with requests, states of policies and what a fold computes
+with, is not.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvpolicy.sglang_ext import compat, refusals
 from kvpolicy.sglang_ext.errors import Refused
+from kvpolicy.sglang_ext.queries import most_bytes
 from kvpolicy.sglang_ext.tables import DeviceTables
 
 if TYPE_CHECKING:
@@ -91,8 +93,8 @@ def reckon(runtime: Runtime, configurator: Any, options: Any, tokens: int) -> di
         device = torch.device(configurator.device)
         parts["decode attention"] = 4 * workspace_elements(captured, *sizes, device)
         if runtime.queries.needed:
-            noted = (shape.layers, captured, shape.heads, shape.head_dim)
-            parts["queries"] = math.prod(noted) * configurator.model_dtype.itemsize
+            step = math.prod((shape.layers, captured, shape.heads, shape.head_dim))
+            parts["queries"] = most_bytes(step * configurator.model_dtype.itemsize)
     return parts
 
 

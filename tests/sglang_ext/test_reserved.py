@@ -12,6 +12,8 @@ pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies
 from kvpolicy.kernels.decode_attention_triton import workspace_elements
 from kvpolicy.sglang_ext import compat, reserved
 from kvpolicy.sglang_ext.errors import Refused
+from kvpolicy.sglang_ext.notes import LONGEST
+from kvpolicy.sglang_ext.queries import LARGEST, most_bytes
 from kvpolicy.sglang_ext.tables import DeviceTables
 
 LAYERS, HEADS, KV_HEADS, SIZE, CONTEXT = 3, 6, 2, 16, 100
@@ -84,11 +86,11 @@ def held(configurator, tokens, propagates=False, noted=False, shares=False):
         total += torch.empty(workspace_elements(captured, HEADS, KV_HEADS, SIZE, device)).nbytes
         if noted:
             queries = torch.empty(LAYERS, captured, HEADS, SIZE, dtype=torch.bfloat16)
-            total += queries.nbytes
+            total += queries.nbytes * (1 + LONGEST)
     return total
 
 
-@pytest.mark.parametrize("budget", [500_000, 1_234_567, 40_000_001])
+@pytest.mark.parametrize("budget", [5_000_000, 12_345_678, 40_000_001])
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize(
     ("options", "runtime"),
@@ -110,6 +112,12 @@ def test_pool_and_what_lies_beside_it_fit_in_the_budget(budget, page, options, r
     unused = budget - tokens * SLOT - held(configurator, tokens, **runtime)
     most = held(configurator, whole, **runtime) - held(configurator, tokens, **runtime)
     assert unused <= most + page * SLOT + 64 * 4 * reserved.SCRATCH
+
+
+def test_large_steps_are_noted_less_often():
+    assert most_bytes(LARGEST // LONGEST) == LARGEST // LONGEST + LARGEST
+    assert most_bytes(LARGEST // 3) == LARGEST // 3 * 4
+    assert most_bytes(3 * LARGEST) == 6 * LARGEST
 
 
 @pytest.mark.parametrize("given", [1000, 1007])
@@ -139,7 +147,7 @@ def test_one_line_says_how_much_for_what(caplog):
         40_000_000 // SLOT,
     )
     mib = {what: f"{part / 2**20:.1f}" for what, part in parts.items()}
-    assert parts["queries"] == LAYERS * 32 * HEADS * SIZE * 2
+    assert parts["queries"] == LAYERS * 32 * HEADS * SIZE * 2 * (1 + LONGEST)
     assert record.getMessage() == (
         f"KV-cache policies take {sum(parts.values()) / 2**20:.1f} MiB of the device beside the KV "
         f"pool (tables {mib['tables']}, decode attention {mib['decode attention']}, queries "
@@ -162,7 +170,7 @@ def test_a_budget_without_room_is_refused_in_one_sentence():
 @pytest.mark.parametrize("page", [1, 8])
 def test_a_servers_pool_leaves_room_for_what_is_allocated(scenario, page):
     run = partial(scenario, "scenarios_backends.py", env={"TRITON_INTERPRET": "1"})
-    budget = 5_000_000
+    budget = 12_000_000
     found = run(
         "memory",
         budget=budget,
@@ -175,8 +183,8 @@ def test_a_servers_pool_leaves_room_for_what_is_allocated(scenario, page):
     ((tokens, reckoned),) = found["reckoned"]
     assert tokens == budget // found["slot"] // page * page
     beside = found["held"]
-    for part in ("decode attention", "queries"):
-        assert beside[part] == reckoned[part]
+    assert beside["decode attention"] == reckoned["decode attention"]
+    assert beside["queries"] * (1 + LONGEST) == reckoned["queries"]
     # Reckoned for the tokens that the pool would have had without it.
     assert 0 <= reckoned["tables"] - beside["tables"] <= 8 * (tokens - found["tokens"])
     assert found["tokens"] < tokens
