@@ -55,6 +55,9 @@ def test_answers_and_facts_are_those_of_the_references(scenario):
     generated = {name for name in called if not name.split(".")[0].endswith("_triton")}
     assert generated
     assert generated <= set(at_start)
+    served = {name.split(".")[0] for name in generated if called[name] > at_start[name]}
+    for name in ("h2o", "d2o"):  # for their prefills, and for their decode steps
+        assert len([each for each in served if f"_{name}_" in each]) == 2
     assert by_triton == by_torch
     facts = {rid: answer["facts"] for rid, answer in by_torch["answers"].items()}
     assert [rid for rid, each in facts.items() if "uncompressed" in each] == []
