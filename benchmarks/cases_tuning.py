@@ -95,6 +95,16 @@ def _decode(bench: Bench, tokens: int, batch: int, toy: bool) -> Case:
     )  # fmt: skip
 
 
+def _by_lists(cache: Cache, reader: str) -> list[torch.Tensor]:
+    """As `ours`, by another reader."""
+    tables = (cache.tables, cache.rows, cache.lengths, cache.req_to_token)
+    read = partial(decode_readers.by_lists, reader)
+    return [
+        read(cache.q[at], cache.storage, *tables, layer=at, scale=cache.scale)
+        for at in range(LAYERS)
+    ]
+
+
 def _readers(bench: Bench, tokens: int, batch: int, toy: bool) -> Case:
     """What an eager batch costs by each reader, with the lists written out for those that need it.
 
@@ -103,18 +113,9 @@ def _readers(bench: Bench, tokens: int, batch: int, toy: bool) -> Case:
     """
     model = bench.model
     cache = Cache(model, tokens, batch, tokens // 8, whole=False)
-    tables = (cache.tables, cache.rows, cache.lengths, cache.req_to_token)
     calls, knobs, missing = {OURS: partial(ours, cache)}, {}, []
-
-    def by_lists(reader: str) -> list[torch.Tensor]:
-        read = partial(decode_readers.by_lists, reader)
-        return [
-            read(cache.q[at], cache.storage, *tables, layer=at, scale=cache.scale)
-            for at in range(LAYERS)
-        ]
-
     for reader in decode_readers.OTHERS:
-        call, name = partial(by_lists, reader), f"{OURS} ragged, read by {reader}"
+        call, name = partial(_by_lists, cache, reader), f"{OURS} ragged, read by {reader}"
         try:
             call()
         except Exception as error:  # others' libraries: whatever they lack, the report says it
@@ -151,9 +152,9 @@ def _paged(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
     scale = shape.head_dim**-0.5
     attend = paged_attention_triton.paged_attention
     call = partial(attend, q, keys, values, indptr, indices, scale=scale)
-    of_pairs = {"key_scale": torch.ones_like(indices, dtype=torch.float32)}
-    of_pairs |= {"value_scale": of_pairs["key_scale"], "value_indices": indices}
-    calls, knobs, note = _split_kv(call, partial(call, **of_pairs), toy)
+    ones = torch.ones_like(indices, dtype=torch.float32)
+    pairs = partial(call, value_indices=indices, key_scale=ones, value_scale=ones)
+    calls, knobs, note = _split_kv(call, pairs, toy)
     rows = paged_attention_triton.query_rows(queries * shape.group, model.dtype)
     where = {
         "dtype": plain(model.dtype),
@@ -163,12 +164,10 @@ def _paged(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
     }
 
     def check(calls: dict[str, Callable]) -> str:
-        said = ""
         for name, each in calls.items():
             out = each()
             for head, token in ((0, 0), (shape.kv_heads - 1, queries - 1)):
-                end = int(indptr[head + 1]) - (queries - 1 - token)
-                own = indices[int(indptr[head]) : end]
+                own = indices[int(indptr[head]) : int(indptr[head + 1]) - (queries - 1 - token)]
                 heads = slice(head * shape.group, (head + 1) * shape.group)
                 wanted, bound = exact(q[0, token, heads], keys[own], values[own], scale)
                 said = within(out[0, token, heads], wanted, bound, name)

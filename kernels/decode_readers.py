@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
 import torch
 from kvpolicy.kernels import paged_attention_fa3, paged_attention_flashinfer, tuned
 from kvpolicy.kernels.decode_attention import check
 from kvpolicy.kernels.decode_attention_triton import decode_attention as by_triton
 from kvpolicy.kernels.entry_table_triton import entry_table
+from kvpolicy.kernels.paged_attention_packages import Attend
 from kvpolicy.kernels.tables import Tables
 
 logger = logging.getLogger(__name__)
@@ -111,16 +113,20 @@ def by_lists(
     longest = int((tables.counts[row, layer] + tail[:, None]).max())
     given = (q, storage, tables, rows, lengths, req_to_token)
     table, entries = entry_table(*given, layer=layer, longest=longest)
-    heads, size = q.shape[1] // storage.shape[3], q.shape[2]
-    shape = {"heads": heads, "size": size, "dtype": q.dtype, "scale": scale}
-    if reader == "fa3":
-        attend = paged_attention_fa3.plan_table(table, entries, **shape)
-    else:
-        indptr = torch.nn.functional.pad(entries.cumsum(0), (1, 0))
-        inside = torch.arange(longest, device=table.device) < entries[:, None]
-        attend = paged_attention_flashinfer.plan(indptr, table[inside], **shape)
+    groups, size = storage.shape[3:]
+    shape = {"heads": q.shape[1] // groups, "size": size, "dtype": q.dtype, "scale": scale}
+    attend = _plan(reader, table, entries, **shape)
     pool = storage.view(-1, size)
-    return attend(q.unsqueeze(1), pool, pool[storage.shape[2] * storage.shape[3] :])[:, 0]
+    return attend(q.unsqueeze(1), pool, pool[storage.shape[2] * groups :])[:, 0]
+
+
+def _plan(reader: str, table: torch.Tensor, entries: torch.Tensor, **shape: Any) -> Attend:
+    """The plan of a reader for lists that `entry_table` has written."""
+    if reader == "fa3":
+        return paged_attention_fa3.plan_table(table, entries, **shape)
+    indptr = torch.nn.functional.pad(entries.cumsum(0), (1, 0))
+    inside = torch.arange(table.shape[1], device=table.device) < entries[:, None]
+    return paged_attention_flashinfer.plan(indptr, table[inside], **shape)
 
 
 @functools.lru_cache

@@ -15,9 +15,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import cases_attention
+import cases_tuning
 from attention_pool import TAIL, Cache
-from cases import Model
+from cases import Bench, Model
 from kvpolicy.dsl.ir import ModelShape
+from measure import Clock
 
 
 def attend(q, pools, pages, length, scale):
@@ -76,6 +78,12 @@ def main() -> None:
     calls["SGLang"] = cases_attention._sglang(cache)
     calls["FlashAttention"] = cases_attention._flash_attention(cache)
     print(cases_attention.checked(cache, calls))
+    # Both are readers that tuning may choose for a server's eager batches.
+    bench = Bench(model, Clock(model.device, 0), {})
+    readers = cases_tuning._readers(bench, 90, 2, toy=True)
+    assert not readers.note
+    assert [each["reader"] for each in readers.tuning.knobs.values()] == ["flashinfer", "fa3"]
+    print(readers.check(readers.calls))
 
 
 if __name__ == "__main__":
