@@ -70,8 +70,10 @@ def compaction() -> None:
     compact_layers(empty(L, 2, SLOTS, G, D), ids(N), kept, ids(2048, dtype=torch.int32), first)
 
 
-def decode(dtype: torch.dtype = torch.bfloat16, size: int = D, group: int = 4) -> None:
-    tables = Tables.empty(4097, L, G, SLOTS, "cuda")
+def decode(
+    dtype: torch.dtype = torch.bfloat16, size: int = D, group: int = 4, pairs: bool = False
+) -> None:
+    tables = Tables.empty(4097, L, G, SLOTS, "cuda", pairs=pairs)
     rows, lengths = ids(B, dtype=torch.int32), ids(B, dtype=torch.int32)
     storage = empty(L, 2, SLOTS, G, size, dtype=dtype)
     q = empty(B, G * group, size, dtype=dtype)
@@ -167,6 +169,8 @@ CASES: dict[str, Callable[[], object]] = {
     "decode attention, bf16, D 80, groups of 8": lambda: decode(size=80, group=8),
     "decode attention, fp32, D 80, groups of 8": lambda: decode(torch.float32, 80, 8),
     "decode attention, D 256": lambda: decode(size=256, group=2),
+    "decode attention, layers in pairs": lambda: decode(pairs=True),
+    "decode attention, layers in pairs, D 256": lambda: decode(size=256, group=2, pairs=True),
     "lists written out": written_out,
     "lists written out": written_out,
     "attention over lists with lengths": lists,
