@@ -7,6 +7,7 @@ import torch
 from fake_allocator import Allocator, no_cache
 from kvpolicy.dsl.ir import ModelShape
 from kvpolicy.kernels.compact_layers import compact_layers
+from kvpolicy.kernels.decode_attention import decode_attention
 from kvpolicy.kernels.paged_attention import paged_attention
 from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.arena import create_arena
@@ -15,6 +16,7 @@ from kvpolicy.sglang_ext.kernels_in_use import in_use
 from kvpolicy.sglang_ext.lists import Lists
 from kvpolicy.sglang_ext.options import load_policies
 from kvpolicy.sglang_ext.store import Store
+from kvpolicy.sglang_ext.tables import DeviceTables
 
 LAYERS, UPPERS, SIZE = 6, [2, 5], 8  # layers 0 and 3 are whole
 
@@ -72,7 +74,8 @@ class Pool:
     def __init__(self, kv_heads, dtype, rows=900):
         self.arena = create_arena(LAYERS, rows, kv_heads, SIZE, dtype, "cpu")
         self.arena.storage.fill_(float("nan"))
-        self.store = Store(self.arena, Allocator(rows - 1))
+        self.tables = DeviceTables(self.arena, 5, rows - 1, pairs=True)
+        self.store = Store(self.arena, Allocator(rows - 1), tables=self.tables)
         self.table = torch.zeros((5, 120), dtype=torch.int32)
 
     def prefill(self, row, kv, prompt):
@@ -107,7 +110,10 @@ def pages(lists, kv_heads):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (4, 2), (6, 3)])
 @pytest.mark.parametrize("share_of", [0.0, 0.1, 0.3])
 def test_attention_is_that_over_the_restored_tensors(heads, kv_heads, dtype, share_of):
-    """Requests in pairs beside one that is compressed otherwise; free memory holds NaN."""
+    """Requests in pairs beside one that is compressed otherwise; free memory holds NaN.
+
+    By lists, and by the device tables.
+    """
     generator = torch.Generator().manual_seed(heads)
     pool = Pool(kv_heads, dtype)
     scale = SIZE**-0.5
@@ -129,6 +135,7 @@ def test_attention_is_that_over_the_restored_tensors(heads, kv_heads, dtype, sha
         privates.append(private)
         lengths.append(prompt + tail)
         wanted.append(seen)
+    pool.tables.write()
     pool.store.check_integrity(pool.store.allocator.free_slots)
 
     q = torch.randn(3, LAYERS, heads, SIZE, generator=generator).to(dtype)
@@ -137,6 +144,17 @@ def test_attention_is_that_over_the_restored_tensors(heads, kv_heads, dtype, sha
         indptr, indices, options = lists.layer(layer)
         arena = (pool.arena.entries, pool.arena.values)
         got = paged_attention(q[:, layer, None], *arena, indptr, indices, scale=scale, **options)
+        by_tables = decode_attention(
+            q[:, layer].contiguous(),
+            pool.arena.storage,
+            pool.tables.tables,
+            torch.tensor([1, 2, 3]),
+            torch.tensor(lengths),
+            pool.table,
+            layer=layer,
+            scale=scale,
+        )
+        assert torch.equal(by_tables, got[:, 0])
         for row, seen in enumerate(wanted):
             k, v = seen[layer].repeat_interleave(heads // kv_heads, dim=2).transpose(1, 2)
             scores = torch.einsum("hd,hnd->hn", q[row, layer].float(), k) * scale
