@@ -21,7 +21,9 @@ from kvpolicy.kernels.strided_triton import at as place
 # Values of a row that one program reduces; a longer one is cut. Not measured.
 _LONG = 8192
 _TILE = 1024
-_PROGRAMS = 264  # that a launch over cut rows should have, two for each multiprocessor of an H200
+# Parts of a row at most, and programs that a launch over cut rows should have: about two for each
+# multiprocessor of an H200. One number, so that prompts of all lengths share a kernel.
+_PARTS = 256
 
 
 def mean(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
@@ -51,30 +53,36 @@ def _reduced(
     size = x.numel() // rows
     stay = [dim for dim in range(x.dim()) if dim not in over]
     x, there, where = laid_out(x, there, stay, over)
-    inner = where[12]  # stride of x along the last dimension that goes
-    wide = triton.next_power_of_2(size)
-    # Neighbours in memory are neighbours in a tile: values of a row, or else rows.
-    block_rows = min(triton.next_power_of_2(rows), _TILE // (min(wide, _TILE) if inner == 1 else 8))
-    block = min(wide, _TILE // block_rows)
+    # where[12]: stride of x along the last dimension that goes.
+    block_rows, block, blocks, parts = _cut(rows, size, where[12])
     groups = triton.cdiv(rows, block_rows)
-    parts = 1
-    if size > _LONG:
-        parts = min(triton.cdiv(size, 4 * block), triton.cdiv(_PROGRAMS, groups))
-    blocks = triton.cdiv(size, parts * block)
-    parts = triton.cdiv(size, blocks * block)
     part = made if parts == 1 else made.new_empty(4, rows, parts)
     arguments = (x, x if there is None else there, part, rows, size, blocks, *where)
-    options = {"MASKED": there is not None, "ROWS": block_rows, "BLOCK": block, "num_warps": 4}
+    options = {"MASKED": there is not None, "ROWS": block_rows, "BLOCK": block, "num_warps": 8}
     if what == 2 and parts > 1:
-        _spread[(groups, parts)](*arguments, WHAT=0, ALONE=False, PARTS=1, **options)
-    _spread[(groups, parts)](
-        *arguments, WHAT=what, ALONE=parts == 1, PARTS=triton.next_power_of_2(parts), **options
-    )
+        _spread[(groups, parts)](*arguments, WHAT=0, ALONE=False, PARTS=_PARTS, **options)
+    _spread[(groups, parts)](*arguments, WHAT=what, ALONE=parts == 1, PARTS=_PARTS, **options)
     if parts > 1:
-        _join[(rows,)](
-            part, made, rows, parts, WHAT=what, PARTS=triton.next_power_of_2(parts), num_warps=4
-        )
+        _join[(rows,)](part, made, rows, parts, WHAT=what, PARTS=_PARTS, num_warps=4)
     return made
+
+
+def _cut(rows: int, size: int, inner: int) -> tuple[int, int, int, int]:
+    """Rows and values of a tile, tiles of a part, and parts of a row.
+
+    Neighbours in memory are neighbours in a tile: values of a row, or else rows.
+    """
+    wide = triton.next_power_of_2(size)
+    block_rows = _TILE // (min(wide, _TILE) if inner == 1 else 8)
+    if size > _LONG:
+        block_rows = min(block_rows, 8)  # each with a number of every part, in registers
+    block_rows = min(block_rows, triton.next_power_of_2(rows))
+    block, parts = min(wide, _TILE // block_rows), 1
+    if size > _LONG:
+        groups = triton.cdiv(rows, block_rows)
+        parts = min(triton.cdiv(size, 4 * block), triton.cdiv(_PARTS, groups))
+    blocks = triton.cdiv(size, parts * block)
+    return block_rows, block, blocks, triton.cdiv(size, blocks * block)
 
 
 # Numbers of a prompt's length: none is worth a kernel of its own.

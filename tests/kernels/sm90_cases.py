@@ -19,7 +19,6 @@ from kvpolicy.dsl.torch_program import TorchProgram
 from kvpolicy.kernels.compact_layers_triton import compact_layers
 from kvpolicy.kernels.decode_attention_triton import decode_attention
 from kvpolicy.kernels.entry_table_triton import entry_table
-from kvpolicy.kernels.entry_table_triton import entry_table
 from kvpolicy.kernels.gather_triton import gather
 from kvpolicy.kernels.paged_attention_triton import paged_attention
 from kvpolicy.kernels.place_triton import place
@@ -79,14 +78,6 @@ def decode(
     q = empty(B, G * group, size, dtype=dtype)
     table = ids(4097, 131076, dtype=torch.int32)
     decode_attention(q, storage, tables, rows, lengths, table, layer=3, scale=0.1)
-
-
-def written_out() -> None:
-    tables = Tables.empty(4097, L, G, SLOTS, "cuda")
-    rows, lengths = ids(B, dtype=torch.int32), ids(B, dtype=torch.int32)
-    q, storage = empty(B, H, D), empty(L, 2, SLOTS, G, D)
-    slots = ids(4097, 131076, dtype=torch.int32)
-    entry_table(q, storage, tables, rows, lengths, slots, layer=3, longest=9000)
 
 
 def written_out() -> None:
@@ -162,6 +153,7 @@ CASES: dict[str, Callable[[], object]] = {
     "selection in a short row": lambda: selection(L * G, 4096),
     "reductions over tokens": lambda: reductions(G, N, over=(0, 1)),
     "reductions over heads": lambda: reductions(G, 4, N, over=(0, 1)),
+    "reductions over strided tokens": lambda: reductions(N, 128, over=(0,)),
     "ranks and their variance over layers": ranks,
     "compaction": compaction,
     "decode attention": decode,
@@ -171,7 +163,6 @@ CASES: dict[str, Callable[[], object]] = {
     "decode attention, D 256": lambda: decode(size=256, group=2),
     "decode attention, layers in pairs": lambda: decode(pairs=True),
     "decode attention, layers in pairs, D 256": lambda: decode(size=256, group=2, pairs=True),
-    "lists written out": written_out,
     "lists written out": written_out,
     "attention over lists with lengths": lists,
     "gathering, rotation, placing": folding,

@@ -28,6 +28,7 @@ SIZES = [
     ((4, 3, 1000), [0, 1]),
     ((4, 3, 63), [0, 2]),
     ((9, 63), [0]),
+    ((9000, 3), [0]),  # several parts of rows that lie beside each other
     ((2, 3, 4, 5, 6, 2, 3), [0, 2, 4, 6]),  # more than an address of three dimensions says
     ((5, 0), [1]),
     ((0, 5), [1]),
