@@ -36,6 +36,7 @@ import cases_attention
 import cases_memory
 import cases_merging
 import cases_scoring
+import cases_spread
 import cases_tuning
 import pictures
 import report
@@ -143,7 +144,10 @@ def plan(options: argparse.Namespace) -> list[Planned]:
     lengths = [int(n) for n in (options.lengths or default[0]).split(",")]
     batches = [int(n) for n in (options.batches or default[1]).split(",")]
     made = {
-        "scoring": lambda: cases_scoring.planned(lengths, options.window),
+        "scoring": lambda: [
+            *cases_scoring.planned(lengths, options.window),
+            *cases_spread.planned(lengths),
+        ],
         "attention": lambda: cases_attention.planned(lengths, batches, options.kept),
         "memory": lambda: cases_memory.planned(lengths, options.entries),
         "merging": lambda: cases_merging.planned(lengths, options.entries),
