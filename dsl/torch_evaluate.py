@@ -67,7 +67,7 @@ class Evaluation:
         whole: False inside a block of `torch_blocks`.
         dropped: in a merge, bool [G, P]: heads drop different numbers, and the rest of the axis
             `dropped` is no entry.
-        generated: kernels that take the place of torch, in a prefill.
+        generated: kernels that take the place of torch.
     """
 
     frame: Frame

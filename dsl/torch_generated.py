@@ -90,8 +90,11 @@ class Generated:
         source, run = self._source(bundle, single)
         inputs = [_tensor(value(node), axes, frame, there) for node, axes, there in source.tensors]
         numbers = [_number(how, node, frame) for how, node in source.numbers]
-        arguments = _at_steps if self.regions.steps else _in_prefill
-        made, checks = run(*arguments(bundle, frame), inputs, numbers)
+        if self.regions.steps:
+            given = _at_steps(bundle, frame, source.order)
+        else:
+            given = _in_prefill(bundle, frame)
+        made, checks = run(*given, inputs, numbers)
         frame.checks.extend(checks)
         return _completed(bundle, source.results, made, frame)
 
@@ -162,20 +165,26 @@ def _in_prefill(bundle: Bundle, frame: Frame) -> tuple:
     return (q, *_in_slots(frame.k), *values, frame.positions, frame.tokens)
 
 
-def _at_steps(bundle: Bundle, frame: Frame) -> tuple:
-    """Queries, keys, values and entries, as the sources of decode steps take them."""
+def _at_steps(bundle: Bundle, frame: Frame, ordered: bool) -> tuple:
+    """Queries, keys, values and entries, as the sources of decode steps take them.
+
+    Args:
+        ordered: whether the order of a KV head's own entries is needed.
+    """
     q = asked = None
     if bundle.window is not None:
         window = frame.window(bundle.window)
         asked = frame.query_positions[len(frame.query_positions) - window :]
         q = _unit(frame.q[:, frame.q.shape[1] - window :])
     values = _by_id(frame.v) if _reads_values(bundle) else (None, None)
-    there, held = frame.there, (None, None, None)
-    if there is not None:
-        ranks = there.cumsum(-1, dtype=torch.int32)
-        order = there.logical_not().to(torch.uint8).argsort(dim=-1, stable=True).int()
-        held = (there.contiguous().view(torch.int8), ranks, order)
-    return (q, asked, *_by_id(frame.k), *values, frame.positions, *held)
+    holds = ranks = order = None
+    if frame.there is not None:
+        holds = frame.there.contiguous().view(torch.int8)
+        if ordered:
+            ranks = frame.there.cumsum(-1, dtype=torch.int32)
+            last = frame.there.logical_not().to(torch.uint8)
+            order = last.argsort(dim=-1, stable=True).int()
+    return (q, asked, *_by_id(frame.k), *values, frame.positions, holds, ranks, order)
 
 
 def _reads_values(bundle: Bundle) -> bool:

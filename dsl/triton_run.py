@@ -35,8 +35,9 @@ _STEPS = '''def run(
         key_ids: int64 [G, n] or None; v, value_ids: the same of values, or None.
         positions: int64 [n] of the entries, ascending; n is above 0.
         holds: int8 [G, n], which entries a KV head holds; None: all hold all.
-        ranks: int32 [G, n], how many entries up to each one the head holds; None without holds.
-        order: int32 [G, n], the entries that a head holds, in order, then the others; the same.
+        ranks: int32 [G, n], how many entries up to each one the head holds.
+        order: int32 [G, n], the entries that a head holds, in order, then the others. Both are None
+            without holds, or where no kernel reads them.
 {rest}'''
 
 _REST = '''\

@@ -63,12 +63,14 @@ class Source:
         tensors: its `inputs`: a node, the axes of the tensor, and whether that is where the node's
             value is present instead of its data.
         numbers: its `numbers`: how each is made of a node.
+        order: at decode steps: whether it reads in which order a KV head's own entries come.
     """
 
     text: str
     results: tuple[Result, ...]
     tensors: tuple[tuple[Node, tuple[str, ...], bool], ...]
     numbers: tuple[tuple[str, Node], ...]
+    order: bool
 
 
 def generate(bundle: Bundle, bound: Bound, *, single: bool = False, steps: bool = False) -> Source:
@@ -147,7 +149,7 @@ class Generator:
         results = tuple(each for each in self.results if not each.stage)
         numbers, tensors = self.arguments.numbers.values(), self.arguments.tensors.values()
         tensors = tuple((node, self.arguments.axes(node), there) for node, there in tensors)
-        return Source(text, results, tensors, tuple(numbers))
+        return Source(text, results, tensors, tuple(numbers), "tl.load(ranks" in text)
 
     def writer(self, indent: str, rows: bool) -> Writer:
         """A writer for one of the kernels."""

@@ -270,3 +270,47 @@ def test_policies_that_decode_have_kernels():
     assert {name for name in DECODING if not has_kernels(name)} == {
         "streamingllm", "streamingllm-original",
     }  # fmt: skip
+
+
+# What kernels read, and what they find there.
+
+
+@pytest.mark.parametrize("wrong", [NAN, float("inf"), float("-inf")])
+@pytest.mark.parametrize("score", ["sum[group, query](attn(new))", "norm1[dim](value)"])
+def test_not_finite(score, wrong):
+    """In one entry that one KV head holds, by one query or by all."""
+    case = replace(CASES[1], queries=3)
+    bound, node = scored(score, case.shape)
+    made = Generated.of(bound, [node], TABLE, steps=True)
+    for row, column in ((5, 3), (129, 40)):
+        frame = case.frame(bound, 3)
+        frame.there[1, row] = True
+        x = frame.v if "value" in score else frame.k
+        for number, finite in ((0.5, True), (wrong, False)):
+            x.pool[x.ids[1, row]] = 0.5
+            x.pool[x.ids[1, row], column] = number
+            frame.checks.clear()
+            evaluated(frame, node, made)
+            assert all(bool(each) for each in frame.checks) == finite
+
+
+def test_entries_are_gathered_only_for_torch():
+    case = CASES[1]
+    bound, node = scored("sum[group, query](attn(new)) * norm1[dim](value)", case.shape)
+    made = Generated.of(bound, [node], TABLE, steps=True)
+    for given, gathers in ((made, False), (None, True)):
+        frame = case.frame(bound, 2)
+        evaluated(frame, node, given)
+        assert ("_dense" in vars(frame.k), "_dense" in vars(frame.v)) == (gathers, gathers)
+
+
+def test_what_kernels_do_not_serve():
+    """A prefill, a step without keys, and types that no kernel reads stay with torch."""
+    case = CASES[0]
+    bound, node = scored("sum[group, query](attn(new))", case.shape)
+    frame = case.frame(bound, 1)
+    made = Generated.of(bound, [node], TABLE, steps=True)
+    (bundle,) = made.regions.bundles
+    assert made.serves(bundle, frame)
+    for other in ({"generated": None}, {"k": None}, {"k": frame.keys.double()}):
+        assert not made.serves(bundle, replace(frame, **other))
