@@ -3,7 +3,8 @@ SGLANG ?= 0.5.23
 VENV := $(if $(filter 0.5.23,$(SGLANG)),.venv,.venv-$(SGLANG))
 # -P keeps the project's folder off sys.path: `kernels/` would shadow a package of that name.
 PYTHON := $(VENV)/bin/python -P
-PYTEST_ARGS ?=
+# Two processes, a file in one of them; PYTEST_ARGS= takes one, as for a debugger.
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup test demo lint docs train bench-kernels tune-kernels clean
 
