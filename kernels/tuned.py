@@ -23,6 +23,8 @@ COMMAND = "python benchmarks/kernels.py --topics tuning --write"
 FOLDER_VARIABLE = "KVPOLICY_TUNED_KERNELS"
 
 READERS = ("triton", "flashinfer", "fa3")
+_REMEMBERED = 4096  # calls whose choice is known without looking for it
+_NOTHING: Mapping[str, Any] = {}
 _POWERS = frozenset(2**n for n in range(17))
 _TILE = frozenset({16, 32, 64, 128, 256})
 _SPLIT_KV = {
@@ -95,8 +97,12 @@ class Tuned:
 
     def choice(self, kernel: str, where: tuple) -> Mapping[str, Any]:
         """As the function `choice`."""
+        if kernel not in self.choices:
+            return _NOTHING
         key = (kernel, where)
         if key not in self._found:
+            if len(self._found) == _REMEMBERED:  # prompts are of any length
+                self._found.clear()
             self._found[key] = self._nearest(kernel, where)
         return self._found[key]
 
@@ -109,10 +115,10 @@ class Tuned:
 
         fitting = [
             (distance(measured), choice)
-            for measured, choice in self.choices.get(kernel, ())
+            for measured, choice in self.choices[kernel]
             if all(measured[name] == asked[name] for name in exact)
         ]
-        return min(fitting, key=lambda each: each[0])[1] if fitting else {}
+        return min(fitting, key=lambda each: each[0])[1] if fitting else _NOTHING
 
     @property
     def said(self) -> str:

@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_decode_attention as decode_tests
+import test_paged_attention_packages as package_tests
+import test_settle as settle_tests
 import torch
 from kvpolicy.kernels import decode_attention_triton, decode_readers, tuned
 from kvpolicy.kernels.compact_layers import compact_layers
@@ -21,11 +24,6 @@ from kvpolicy.kernels.place_triton import place as place_triton
 from kvpolicy.kernels.rows_triton import put_rows, take_rows
 from kvpolicy.kernels.select import top
 from kvpolicy.kernels.select_triton import top as top_triton
-
-sys.path.insert(0, str(Path(__file__).parent))
-import test_decode_attention as decode_tests
-import test_paged_attention_packages as package_tests
-import test_settle as settle_tests
 from test_paged_attention_packages import packages  # noqa: F401
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -102,6 +100,16 @@ def test_the_nearest_size_is_taken_and_others_must_be_equal(folder):
 
     assert reader(8, 4000) == reader(16, 4000) == "fa3"
     assert reader(512, 4000) is None
+
+
+def test_sizes_without_end_are_not_remembered(folder, monkeypatch):
+    monkeypatch.setattr(tuned, "_REMEMBERED", 3)
+    write(folder, ("rows", {"row_bytes": 8}, {"block": 2}), ("rows", {"row_bytes": 64}, {}))
+    for size in (1, 8, 9, 200, 10, 300, 64, 8):
+        block = 2 if size <= 22 else None
+        assert tuned.choice("rows", DEVICE, size).get("block") == block
+        tuned.choice("place", DEVICE, 8, size)
+    assert len(tuned.load(DEVICE)._found) <= 3
 
 
 @pytest.mark.parametrize(
