@@ -17,8 +17,16 @@ from typing import TYPE_CHECKING
 import torch
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.torch_evaluate import Evaluation
-from kvpolicy.dsl.torch_follow import Given, Landed, Landing, Walk, without_absent
-from kvpolicy.dsl.torch_kernels import Entries, Keys
+from kvpolicy.dsl.torch_follow import (
+    Decided,
+    Given,
+    Landed,
+    Landing,
+    Walk,
+    afresh,
+    without_absent,
+)
+from kvpolicy.dsl.torch_kernels import Keys
 from kvpolicy.dsl.torch_layout import Choice, Held, Layout, Remembered, Rows, shift_of
 from kvpolicy.dsl.torch_merge import Merging, merged_rows
 from kvpolicy.dsl.torch_steps import Steps
@@ -36,16 +44,11 @@ def _held(kept: torch.Tensor) -> Held:
     return Held(positions, bool(alike))
 
 
-def _afresh(x: Keys) -> Keys:
-    """The same keys or values, without a copy that was made of them."""
-    return replace(x) if isinstance(x, Entries) else x
-
-
 def _light(evaluation: Evaluation) -> Evaluation:
     """An evaluation to go on with when those of all layers are there: nothing large is held."""
     frame = evaluation.frame
     known = {name: x for name, x in evaluation.known.items() if not {"query", "dim"} & set(x.axes)}
-    frame = replace(frame, k=_afresh(frame.k), v=_afresh(frame.v))
+    frame = replace(frame, k=afresh(frame.k), v=afresh(frame.v))
     return replace(evaluation, frame=frame, known=known)
 
 
@@ -203,7 +206,9 @@ class Memory:
         own = self._layers[layer]
         own.settle()
         checks: list[torch.Tensor] = []
-        decision = self._decide(own, self._given(layer, q, k, v, checks))
+        given = self._given(layer, q, k, v, checks)
+        evaluation = self._walk.through(own, given, leaves=self._leaves)
+        decision = self._decision(own, Decided(evaluation), checks) if self._leaves else None
         self._note(checks)
         if decision is None:
             return None
@@ -252,15 +257,21 @@ class Memory:
                 own.since.extend(positions)
             return []
         new = sent(torch.tensor(positions, dtype=torch.int64), self._layers[0].positions.device)
-        checks: list[torch.Tensor] = []
-        decisions = []
-        for layer, own in enumerate(self._layers):
+        for own in self._layers:
             own.settle()
             own.extend(new)
-            k, v = read(layer, own.there) if wants == "entries" else (None, None)
-            decision = self._decide(own, self._given(layer, queries(layer), k, v, checks))
-            if decision is not None:
-                decisions.append(decision)
+        checks: list[torch.Tensor] = []
+
+        def given(layer: int) -> Given:
+            there = self._layers[layer].there
+            k, v = read(layer, there) if wants == "entries" else (None, None)
+            return self._given(layer, queries(layer), k, v, checks)
+
+        made = self._walk.all_through(self._layers, given, leaves=self._leaves)
+        decisions: list[_Decision] = []
+        for decided in made:
+            own = self._layers[len(decisions)]
+            decisions.append(self._decision(own, decided, checks))
         self._note(checks)
         return self._choices(decisions) if decisions else []
 
@@ -271,17 +282,14 @@ class Memory:
         k, v = (without_absent(x, there) for x in (k, v))
         return Given(layer, self.generated, q, k, v, there, checks)
 
-    def _decide(self, own: Remembered, given: Given) -> _Decision | None:
-        """Takes a layer through the steps; what it decides, if entries may leave at the last."""
-        evaluation = self._walk.through(own, given, leaves=self._leaves)
-        if not self._leaves:
-            return None
-        kept = self._kept(evaluation)
-        decision = _Decision(own, kept, evaluation.frame.there)
+    def _decision(self, own: Remembered, decided: Decided, checks: list[torch.Tensor]) -> _Decision:
+        """What stays at a layer where entries may leave."""
+        evaluation, kept = decided.evaluation, decided.kept
+        decision = _Decision(own, self._kept(evaluation) if kept is None else kept, own.there)
         if self._steps.rules.merge is not None:
             # A merge reads keys and values, whatever else does.
             frame = evaluation.frame
-            given.checks.extend(x.double().sum().isfinite() for x in (frame.keys, frame.values))
+            checks.extend(x.double().sum().isfinite() for x in (frame.keys, frame.values))
             decision.evaluation = _light(evaluation)
         return decision
 
@@ -330,7 +338,7 @@ class Memory:
         )
         own.merge_states, decision.evaluation = merging.states, None
         merging.keep_links()
-        frame = replace(frame, k=_afresh(frame.k), v=_afresh(frame.v))
+        frame = replace(frame, k=afresh(frame.k), v=afresh(frame.v))
         return partial(_rows, merging, frame)
 
     @property

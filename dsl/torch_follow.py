@@ -10,17 +10,17 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.torch_across import known_before
 from kvpolicy.dsl.torch_evaluate import Evaluation
 from kvpolicy.dsl.torch_kernels import Entries, Keys
 from kvpolicy.dsl.torch_layout import Held, Remembered
 from kvpolicy.dsl.torch_steps import Steps
+from kvpolicy.dsl.torch_together import Together, side_by_side, whole
 from kvpolicy.dsl.torch_values import Frame, Value
 
 
@@ -44,6 +44,28 @@ class Given:
     v: Keys | None
     there: torch.Tensor | None
     checks: list[torch.Tensor]
+
+    def light(self) -> Given:
+        """The same, without copies that were made of a pool's rows."""
+        return replace(self, k=afresh(self.k), v=afresh(self.v))
+
+
+def afresh(x: Keys | None) -> Keys | None:
+    """The same keys or values, without a copy that was made of a pool's rows."""
+    return replace(x) if isinstance(x, Entries) else x
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What decides at a layer what stays.
+
+    Attributes:
+        evaluation: of the last step, its states advanced; None where nothing needs it.
+        kept: bool [G, M], if that is known already.
+    """
+
+    evaluation: Evaluation | None
+    kept: torch.Tensor | None = None
 
 
 class Walk:
@@ -69,8 +91,8 @@ class Walk:
             The evaluation of the last step; None if it did not have to be evaluated.
         """
         number, steps = given.q.shape[1], self.steps
-        places = own.positions[len(own.positions) - number :]
         if steps.advances and not steps.at_once:
+            places = own.positions[len(own.positions) - number :]
             for step in range(number):
                 own.remember(given.q[:, step : step + 1], places[step : step + 1], self.window)
                 made = self._step(own, given, later=number - 1 - step)
@@ -79,12 +101,102 @@ class Walk:
         after: Mapping[str, Value] = {}
         if steps.advances and number > 1:
             own.states = after = self._all_steps(own, given).advance(steps.rules)
-        own.remember(given.q, places, self.window)
+        self._remember(own, given)
         if not leaves and (after or not steps.advances):
             return None
         made = self._step(own, given)
         made.after.update(after)
         own.states = made.advance(steps.rules)
+        return self._decides(made)
+
+    def all_through(
+        self, layers: Sequence[Remembered], given: Callable[[int], Given], *, leaves: bool
+    ) -> Iterator[Decided]:
+        """Takes all layers through the steps, in as few operations as the policy allows.
+
+        Args:
+            layers: what each remembers, the tokens of the steps included.
+            given: what a layer is shown; asked for once per layer.
+            leaves: whether entries may leave at the last step.
+
+        Yields:
+            If `leaves`, what decides at every layer.
+        """
+        steps, numbers, done = self.steps, range(len(layers)), False
+        if steps.advances and steps.states_alike:
+            shown = [given(number) for number in numbers]
+            given = shown.__getitem__
+            done = self._advance_together(layers, shown)
+        if not leaves or steps.keep_alike:
+            shown = []
+            for own, number in zip(layers, numbers, strict=True):
+                each = given(number)
+                if done:
+                    self._remember(own, each)
+                else:
+                    self.through(own, each, leaves=False)
+                if leaves:
+                    shown.append(each.light())
+            if leaves:
+                yield from self._keep_together(layers, shown)
+            return
+        for own, number in zip(layers, numbers, strict=True):
+            if done:
+                self._remember(own, given(number))
+                yield Decided(self._last(own, given(number)))
+            else:
+                yield Decided(self.through(own, given(number), leaves=True))
+
+    def _advance_together(self, layers: Sequence[Remembered], shown: Sequence[Given]) -> bool:
+        """Advances the states of all layers at once, if their entries are in one pool."""
+        steps, first = self.steps, shown[0]
+        together = Together(layers, self.bound.shape.kv_heads)
+        k, v = (together.entries(x) for x in zip(*((x.k, x.v) for x in shown), strict=True))
+        if steps.advancing_reads and (k is None or v is None):
+            return False
+        # The order of the entries is enough to say which come after a query.
+        places = torch.arange(together.tokens, device=k.device)
+        number = first.q.shape[1]
+        frame = Frame(
+            self.bound, together.tokens, k.device, len(together.there), prompt=self.prompt,
+            q=torch.cat([x.q for x in shown]), k=k, v=v, positions=places, there=together.there,
+            generated=first.generated, steps=number, kernels=steps.kernels,
+            query_positions=places[together.tokens - number :], checks=first.checks,
+        )  # fmt: skip
+        evaluation = Evaluation(
+            frame, steps.updates, before=together.states(), generated=steps.advancing
+        )
+        together.put(evaluation.advance(steps.rules))
+        return True
+
+    def _keep_together(
+        self, layers: Sequence[Remembered], shown: Sequence[Given]
+    ) -> Iterator[Decided]:
+        """What stays at all layers, where `keep` reads neither attention nor keys and values."""
+        steps, first = self.steps, shown[0]
+        together = Together(layers, self.bound.shape.kv_heads)
+        frame = Frame(
+            self.bound, together.tokens, together.there.device, len(together.there),
+            prompt=self.prompt, there=together.there, generated=first.generated,
+            kernels=steps.kernels, checks=first.checks,
+        )  # fmt: skip
+        states = together.states()
+        evaluation = Evaluation(
+            frame, steps.updates, before=states, after=states if steps.advances else {},
+            extra={"position": together.position}, budget=together.budget(),
+        )  # fmt: skip
+        kept = evaluation.tensor(steps.rules.keep, ("kv", "token")) & together.there
+        together.put(evaluation.advance(steps.rules))
+        for own, each, part in zip(layers, shown, together.kept(kept), strict=True):
+            yield Decided(self._last(own, each) if steps.rules.merge is not None else None, part)
+
+    def _remember(self, own: Remembered, given: Given) -> None:
+        own.remember(given.q, own.positions[len(own.positions) - given.q.shape[1] :], self.window)
+
+    def _last(self, own: Remembered, given: Given) -> Evaluation:
+        """The evaluation of the last step, after its states have advanced."""
+        made = self._step(own, given)
+        made.after.update(own.states)
         return self._decides(made)
 
     def _decides(self, made: Evaluation) -> Evaluation:
@@ -181,10 +293,11 @@ class Landing:
         finite: torch.Tensor,
     ) -> None:
         self._shape = (len(kept), kept[0].shape[0])
-        most = max(x.shape[1] for x in kept)
-        pairs = zip(kept, there, strict=True)
-        present = [torch.ones_like(x) if own is None else own for x, own in pairs]
-        kept, present = (torch.stack([_wide(x, most) for x in all_]) for all_ in (kept, present))
+        pairs = zip(there, kept, strict=True)
+        present = [whole(x.shape, x.device) if own is None else own for own, x in pairs]
+        kept, present = (
+            side_by_side(each, 1, False).unflatten(0, self._shape) for each in (kept, present)
+        )
         counts = [Held.of(kept), present.sum(-1), kept.sum(-1), finite.long()]
         numbers = torch.cat([x.reshape(-1) for x in counts])
         self._event: torch.cuda.Event | None = None
@@ -210,8 +323,3 @@ class Landing:
         finite = bool(finite)
         own = [Held(number, bool(alike)) for number, alike in held.view(layers, 2).tolist()]
         return Landed(there, kept if finite else there, finite, own)
-
-
-def _wide(x: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Bool [G, M] with more columns, all false."""
-    return x if x.shape[1] == tokens else F.pad(x, (0, tokens - x.shape[1]))

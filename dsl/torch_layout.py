@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from kvpolicy.dsl.torch_values import Value, sent
 
 
@@ -148,8 +149,7 @@ class Remembered:
         """Appends tokens that all KV heads hold: their positions, int64 [T]."""
         self.positions = torch.cat([self.positions, new])
         if self.there is not None:
-            held = self.there.new_ones(self.there.shape[0], len(new))
-            self.there = torch.cat([self.there, held], 1)
+            self.there = F.pad(self.there, (0, len(new)), value=True)
 
     def remember(self, queries: torch.Tensor, places: torch.Tensor, window: int) -> None:
         """Adds to the last queries, of which `window` are kept; a window of one is the step's own.

@@ -12,9 +12,12 @@ from kvpolicy.dsl.torch_generated import Generated
 from kvpolicy.dsl.torch_kernels import NONE, Kernels
 from kvpolicy.dsl.torch_ops import OPERATIONS
 from kvpolicy.dsl.torch_plan import across
+from kvpolicy.dsl.torch_together import like_heads
 from kvpolicy.dsl.traverse import merge_roots, nodes_of, state_roots
 
 _TENSORS = frozenset("attn logits key value".split())
+# Of these the order of the entries is enough, not their positions.
+_OF_STATES = _TENSORS
 
 
 class Steps:
@@ -33,6 +36,8 @@ class Steps:
         kernels: that take the place of torch operations; those generated for the policy:
             `advancing` for its states, `leaving` for what is read where entries leave.
         advancing_roots, leaving_roots: what these compute.
+        states_alike, keep_alike: whether layers may be taken as more KV heads of one, see
+            `torch_together`: where several steps advance the states, and where `keep` decides.
     """
 
     def __init__(self, bound: Bound, report: bool, kernels: Kernels = NONE) -> None:
@@ -60,6 +65,20 @@ class Steps:
         )
         # States are known by then.
         self.leaving = Generated.of(bound, self.leaving_roots, kernels, steps=True)
+        self.states_alike = self.at_once and self._alike(bound, self.advancing_roots, _OF_STATES)
+        self.states_alike &= not self.advancing_reads or self._by_kernels
+        self.keep_alike = not report and self._alike(bound, [rules.keep], frozenset(("position",)))
+
+    @property
+    def _by_kernels(self) -> bool:
+        """Whether generated kernels read all that is read to advance the states."""
+        return self.advancing is not None and not self.advancing.regions.reasons
+
+    def _alike(self, bound: Bound, roots: list[Node], leaves: frozenset[str]) -> bool:
+        states = self.updates.states.values()
+        each_head = all(state.type.axes[:1] == ("kv",) for state in states)
+        alike = like_heads(list(nodes_of(roots)), bound.static, leaves)
+        return each_head and alike and not bound.propagates
 
     @staticmethod
     def _check(bound: Bound, nodes: list[Node]) -> None:

@@ -12,7 +12,7 @@ import torch
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.torch_apply import turned
 from kvpolicy.dsl.torch_decode import Choice, Memory
-from kvpolicy.dsl.torch_kernels import NONE, Kernels
+from kvpolicy.dsl.torch_kernels import NONE, Entries, Kernels
 from kvpolicy.dsl.torch_program import TorchProgram
 
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -25,6 +25,19 @@ class Recorded:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+
+
+def in_one_pool(rows: list[Rows], layer: int, there: torch.Tensor | None) -> tuple[Entries, ...]:
+    """A layer's entries in a pool of all layers; what a KV head does not hold is any row of it."""
+    heads, entries, size = rows[layer][0].shape
+    first = 1 + sum(k.shape[0] * k.shape[1] for k, _ in rows[:layer])
+    ids = torch.arange(first, first + heads * entries).view(heads, entries)
+    if there is not None:
+        ids = ids.masked_fill(~there, 0)
+    nothing = torch.full((1, size), math.nan)
+    return tuple(
+        Entries(torch.cat([nothing, *(x[i].reshape(-1, size) for x in rows)]), ids) for i in (0, 1)
+    )
 
 
 class Store:

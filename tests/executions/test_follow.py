@@ -14,10 +14,13 @@ from kvpolicy.dsl.diagnostics import PolicyError
 from kvpolicy.dsl.ir import ModelShape
 from kvpolicy.dsl.library import shipped
 from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.torch_follow import Walk
+from kvpolicy.dsl.torch_kernels import Entries
+from kvpolicy.dsl.torch_steps import Steps
 from kvpolicy.kernels.table import TRITON
 from random_policies import policy
 from recordings import tensors
-from stores import Store
+from stores import Store, in_one_pool
 
 SHAPES = [(3, 4, 2, 8), (2, 2, 2, 4), (2, 4, 1, 6), (3, 8, 2, 4), (2, 8, 4, 4)]
 SETTINGS = {
@@ -87,6 +90,115 @@ def test_shipped_policies(name):
                 one.step_by_step(number, leaves=leaves)
                 other.follow(number, leaves=leaves)
                 assert_same(one, other)
+
+
+class Pool(Store):
+    """All layers' entries lie in one pool, as a server has them."""
+
+    def begin(self, number: int, *, leaves: bool = True):
+        self.pool: dict[int, tuple] = {}
+        return super().begin(number, leaves=leaves)
+
+    def read(self, layer: int, there: torch.Tensor | None):
+        pool = self.pool.setdefault(0, in_one_pool(self.rows, 0, None))
+        own = in_one_pool(self.rows, layer, there)
+        return tuple(Entries(x.pool, y.ids) for x, y in zip(pool, own, strict=True))
+
+
+def together(monkeypatch, *, by_torch: bool = True) -> list[bool]:
+    """Whether layers were taken together, by follow; without generated kernels too."""
+    seen: list[bool] = []
+    advance = Walk._advance_together
+
+    def noted(self, layers, shown) -> bool:
+        seen.append(advance(self, layers, shown))
+        return seen[-1]
+
+    monkeypatch.setattr(Walk, "_advance_together", noted)
+    if by_torch:
+        monkeypatch.setattr(Steps, "_by_kernels", True)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["h2o", "roco", "vatp", "d2o", "cam"])
+def test_all_layers_together(name, monkeypatch):
+    """As one layer with more KV heads, where layers hold different numbers of entries."""
+    seen = together(monkeypatch)
+    for seed, stretches in enumerate(STRETCHES):
+        shape = SHAPES[(seed + len(name)) % len(SHAPES)]
+        *prompt, later = tensors(np.random.default_rng(seed), shape, (14, 1, 9)[seed], 40)
+        bound = bound_to(name, shape, **({"rate": "0"} if name == "h2o" else {}))
+        one, other = Store(bound, prompt, later), Pool(bound, prompt, later)
+        for i, number in enumerate(stretches):
+            leaves = (i + seed) % 4 != 3
+            one.step_by_step(number, leaves=leaves)
+            other.follow(number, leaves=leaves)
+            assert_same(one, other)
+    assert len(seen) == sum(map(len, STRETCHES))
+    assert all(seen)
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize("name", ["h2o", "roco", "cam"])
+def test_generated_kernels_take_all_layers_together(name, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    seen = together(monkeypatch, by_torch=False)
+    shape = (3, 4, 2, 16)
+    bound = bound_to(name, shape, **({"rate": "0"} if name == "h2o" else {}))
+    *prompt, later = tensors(np.random.default_rng(1), shape, 14, 40)
+    kernels = {"generated": TRITON["generated"]}
+    plain, fast = Store(bound, prompt, later), Pool(bound, prompt, later, kernels=kernels)
+    assert fast.memory._steps.states_alike
+    for number in (1, 5, 16):
+        chosen = plain.follow(number), fast.follow(number)
+        for layer, (a, b) in enumerate(zip(*chosen, strict=True)):
+            assert torch.equal(a.kept, b.kept), (number, layer)
+    assert not fast.memory.not_finite
+    assert seen == [True] * 3
+
+
+def test_layers_of_different_lengths_together(monkeypatch):
+    """Budgets that a prefill split over the layers, and what every layer's own heads hold."""
+    seen = together(monkeypatch)
+    text = (
+        "policy: a-test\nlanguage: 1\nabout: a test\n"
+        "state: {heat: 'heat + sum[group, query](attn(new))'}\n"
+        "score: heat\nbudget: 3 + split[layer](12, sum[kv, token](heat), max = 9)\n"
+        "keep: recent(2) then top(score)\ndecode:\n  score: |\n"
+        "    maxpool(heat, 3) where position % 3 < 2 or cached > 6 else heat / sum[token](heat)\n"
+    )
+    shape = (4, 4, 2, 8)
+    bound = bind(load(Source("a-test.yaml", text)).require(), ModelShape(*shape))
+    assert Steps(bound, False).keep_alike
+    *prompt, later = tensors(np.random.default_rng(2), shape, 21, 40)
+    one, other = Store(bound, prompt, later), Pool(bound, prompt, later)
+    for number in (1, 3, 5, 16, 2):
+        one.step_by_step(number)
+        other.follow(number)
+        assert_same(one, other)
+        assert len({len(other.memory.layout(layer).positions) for layer in range(4)}) > 1
+    assert all(seen)
+
+
+@pytest.mark.parametrize(
+    "score",
+    ["heat / sum[kv, token](heat)", "heat * layer", "heat * uniform(1)", "heat + norm1[dim](key)",
+     "heat + index[token](heat)", "heat + sum[group, query](attn(new))"],
+)  # fmt: skip
+def test_what_is_decided_layer_by_layer(score):
+    text = (
+        "policy: a-test\nlanguage: 1\nabout: a test\n"
+        "state: {heat: 'heat + sum[group, query](attn(new))'}\nscore: heat\nbudget: 8\n"
+        f"keep: recent(2) then top(score)\ndecode:\n  score: |\n    {score}\n"
+    )
+    shape = SHAPES[0]
+    bound = bind(load(Source("a-test.yaml", text)).require(), ModelShape(*shape))
+    assert not Steps(bound, False).keep_alike
+    one, other = stores(bound, shape, 14, 5)
+    for number in (3, 1, 16):
+        one.step_by_step(number)
+        other.follow(number)
+        assert_same(one, other)
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -1,0 +1,179 @@
+"""All layers of a request taken at once, as one layer with L x G KV heads.
+
+A decode step looks at one layer at a time, so that a policy whose numbers are the same in every
+layer, and which does not compare KV heads, decides for all layers in as many operations as for one.
+Layers with fewer positions begin with entries that no head holds: the newest entries of all layers
+stand in the same, last columns.
+
+Dimensions: L layers, G KV heads, H query heads, M cached positions of a layer, here the most of any
+layer, T steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from kvpolicy.dsl.ir import Node
+from kvpolicy.dsl.lower import ELEMENTWISE, REDUCTIONS, Static
+from kvpolicy.dsl.torch_evaluate import Evaluation
+from kvpolicy.dsl.torch_kernels import Entries, Keys
+from kvpolicy.dsl.torch_layout import Remembered
+from kvpolicy.dsl.torch_values import Value, aligned
+from torch.nn.utils.rnn import pad_sequence
+
+_LEAVES = frozenset("all new before state budget".split())
+_SELECTIONS = frozenset("top rank missing remaining fill avgpool maxpool".split())
+
+
+def like_heads(nodes: Sequence[Node], static: Static, leaves: frozenset[str]) -> bool:
+    """Whether layers may stand for more KV heads in the computation of nodes.
+
+    Args:
+        nodes: all of them.
+        static: of the policy.
+        leaves: operations that may be read besides those that always may.
+    """
+    for node in nodes:
+        needs = static.needs(node)
+        if needs is not None:
+            if "layer" in needs:
+                return False
+            continue
+        if {"kv", "layer"} & set(node.axes):
+            return False
+        known = node.op in ELEMENTWISE or node.op in REDUCTIONS or node.op in _SELECTIONS
+        counted = node.op == "size"  # `cached`, of each KV head
+        if not known and not counted and node.op not in _LEAVES and node.op not in leaves:
+            return False
+    return True
+
+
+def side_by_side(parts: Sequence[torch.Tensor], at: int, nothing: float) -> torch.Tensor:
+    """Tensors of different lengths, one after the other along the first dimension.
+
+    Args:
+        parts: of every layer, G long in the first dimension.
+        at: the dimension in which they differ, not the first.
+        nothing: what the shorter ones begin with.
+    """
+    if all(x.shape[at] == parts[0].shape[at] for x in parts):
+        return torch.cat(list(parts))
+    first = [x.movedim(at, 0) for x in parts]
+    made = pad_sequence(first, True, nothing, padding_side="left")
+    return made.movedim(1, at + 1).flatten(0, 1)
+
+
+def whole(shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Bool [G, M], all true; it takes no memory."""
+    return torch.ones((), dtype=torch.bool, device=device).expand(*shape)
+
+
+class Together:
+    """What the layers of a request remember, as of one layer.
+
+    Attributes:
+        layers: what each remembers, the tokens of the steps included.
+        lengths: cached positions of each.
+        there: bool [L * G, M].
+    """
+
+    def __init__(self, layers: Sequence[Remembered], kv: int) -> None:
+        self.layers, self.kv = layers, kv
+        self.lengths = [len(x.positions) for x in layers]
+        device = layers[0].positions.device
+        own = [
+            whole((kv, length), device) if x.there is None else x.there
+            for x, length in zip(layers, self.lengths, strict=True)
+        ]
+        self.there = side_by_side(own, 1, False)
+
+    @property
+    def tokens(self) -> int:
+        """M."""
+        return self.there.shape[1]
+
+    def position(self, node: Node, evaluation: Evaluation) -> Value:
+        """The operation `position`; entries that are not there have position -1."""
+        own = [x.positions.expand(self.kv, -1) for x in self.layers]
+        data = side_by_side(own, 1, -1).double()
+        return Value(data, ("kv", "token"), finite=True)
+
+    def states(self) -> dict[str, Value]:
+        """The states of all layers."""
+        first = self.layers[0].states
+        return {name: _joined([x.states[name] for x in self.layers]) for name in first}
+
+    def budget(self) -> Value | None:
+        """The prefill's numbers of all layers, for every KV head."""
+        own = [x.budget for x in self.layers]
+        if own[0] is None:
+            return None
+        device, known = self.there.device, [x.data for x in own]
+        if not any(isinstance(x, torch.Tensor) for x in known) and len(set(known)) == 1:
+            return own[0]
+        numbers = [
+            x.data.double() if isinstance(x.data, torch.Tensor)
+            else torch.full((), float(x.data), dtype=torch.float64, device=device)
+            for x in own
+        ]  # fmt: skip
+        return Value(torch.cat([x.expand(self.kv) for x in numbers]), ("kv",), finite=True)
+
+    def entries(self, parts: Sequence[Keys | None]) -> Entries | None:
+        """Keys or values of all layers, if they lie in one pool."""
+        pools = {x.pool.data_ptr() if isinstance(x, Entries) else None for x in parts}
+        if None in pools or len(pools) > 1:
+            return None
+        return Entries(parts[0].pool, side_by_side([x.ids for x in parts], 1, 0))
+
+    def of_layers(self, x: Value) -> list[Value]:
+        """The part of each layer of a value with the axis `kv`."""
+        data = self._apart(x.data, x.axes)
+        masks = [None] * len(data)
+        if x.mask is not None:
+            own = x.mask_axes if "kv" in x.mask_axes else ("kv", *x.mask_axes)
+            mask = aligned(x.mask, x.mask_axes, own)
+            masks = self._apart(mask.expand(x.data.shape[0], *mask.shape[1:]), own)
+            x = Value(x.data, x.axes, x.mask, own, finite=x.finite)
+        pairs = zip(data, masks, strict=True)
+        return [Value(part, x.axes, mask, x.mask_axes, finite=x.finite) for part, mask in pairs]
+
+    def _apart(self, data: torch.Tensor, axes: tuple[str, ...]) -> list[torch.Tensor]:
+        parts = data.unflatten(0, (len(self.layers), self.kv)).unbind(0)
+        if "token" not in axes:
+            return list(parts)
+        at = axes.index("token")
+        return [
+            part.narrow(at, self.tokens - length, length)
+            for part, length in zip(parts, self.lengths, strict=True)
+        ]
+
+    def put(self, states: Mapping[str, Value]) -> None:
+        """Every layer remembers its part of the states."""
+        parts = {name: self.of_layers(x) for name, x in states.items()}
+        for number, layer in enumerate(self.layers):
+            layer.states = {name: own[number] for name, own in parts.items()}
+
+    def kept(self, kept: torch.Tensor) -> list[torch.Tensor]:
+        """[G, M of the layer] of each layer, of bool [L * G, M]."""
+        return self._apart(kept, ("kv", "token"))
+
+
+def _joined(parts: list[Value]) -> Value:
+    """A state of all layers; it has the axis `kv` first."""
+    axes, finite = parts[0].axes, all(x.finite for x in parts)
+    data = _row([x.data for x in parts], axes, 0.0)
+    if all(x.mask is None for x in parts):
+        return Value(data, axes, finite=finite)
+    masks = [
+        torch.ones_like(x.data, dtype=torch.bool) if x.mask is None
+        else aligned(x.mask, x.mask_axes, axes).expand(x.data.shape)
+        for x in parts
+    ]  # fmt: skip
+    return Value(data, axes, _row(masks, axes, False), axes, finite=finite)
+
+
+def _row(parts: list[torch.Tensor], axes: tuple[str, ...], nothing: float) -> torch.Tensor:
+    if "token" not in axes:
+        return torch.cat(parts)
+    return side_by_side(parts, axes.index("token"), nothing)
