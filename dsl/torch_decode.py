@@ -30,6 +30,7 @@ from kvpolicy.dsl.torch_kernels import Keys
 from kvpolicy.dsl.torch_layout import Choice, Held, Layout, Remembered, Rows, shift_of
 from kvpolicy.dsl.torch_merge import Merging, merged_rows
 from kvpolicy.dsl.torch_steps import Steps
+from kvpolicy.dsl.torch_together import leave, present, shifts
 from kvpolicy.dsl.torch_values import Frame, Value, sent
 
 if TYPE_CHECKING:
@@ -312,16 +313,24 @@ class Memory:
         kept, there = [x.kept for x in decisions], [x.there for x in decisions]
         self._open = _Open(decisions, Landing(kept, there, self.finite))
         if self._steps.rules.merge is None:
-            return [self._choice(each) for each in decisions]
+            return self._unmerged(decisions)
         dropped = self._open.landing.read().dropped
         return [self._choice(*each) for each in zip(decisions, dropped, strict=True)]
 
-    def _choice(self, decision: _Decision, dropped: int = 0) -> Choice:
+    def _unmerged(self, decisions: list[_Decision]) -> list[Choice]:
+        moved: list[torch.Tensor | None] = [None] * len(decisions)
+        if self.bound.positions == "slots":
+            kept = [x.kept for x in decisions]
+            moved = shifts(kept, [present(x.kept, x.there) for x in decisions])
+        pairs = zip(decisions, moved, strict=True)
+        return [Choice(x.kept, shift=shift, there=x.there) for x, shift in pairs]
+
+    def _choice(self, decision: _Decision, dropped: int) -> Choice:
         """What stays at a layer, merged where the KV head that drops most drops so many."""
         kept, there = decision.kept, decision.there
         shift = None
         if self.bound.positions == "slots":
-            shift = shift_of(kept, torch.ones_like(kept) if there is None else there)
+            shift = shift_of(kept, present(kept, there))
         merged = self._merged(decision, dropped) if dropped and decision.evaluation else None
         return Choice(kept, shift=shift, there=there, merged=merged)
 
@@ -364,9 +373,9 @@ class Memory:
             self._landed = landed = opened.landing.read()
             self.not_finite |= not landed.finite
             numbers = zip(opened.decisions, landed.held, landed.dropped, strict=True)
-            for decision, held, dropped in numbers:
-                if dropped:
-                    decision.own.leave(decision.kept, held)
+            leaving = [(x.own, x.kept, held) for x, held, dropped in numbers if dropped]
+            if leaving:
+                leave(*zip(*leaving, strict=True))
         return self._landed
 
     def reported(self) -> dict[str, dict[int, Value]]:

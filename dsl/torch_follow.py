@@ -20,7 +20,7 @@ from kvpolicy.dsl.torch_evaluate import Evaluation
 from kvpolicy.dsl.torch_kernels import Entries, Keys
 from kvpolicy.dsl.torch_layout import Held, Remembered
 from kvpolicy.dsl.torch_steps import Steps
-from kvpolicy.dsl.torch_together import Together, side_by_side, whole
+from kvpolicy.dsl.torch_together import Together, present, side_by_side
 from kvpolicy.dsl.torch_values import Frame, Value
 
 
@@ -293,12 +293,11 @@ class Landing:
         finite: torch.Tensor,
     ) -> None:
         self._shape = (len(kept), kept[0].shape[0])
-        pairs = zip(there, kept, strict=True)
-        present = [whole(x.shape, x.device) if own is None else own for own, x in pairs]
-        kept, present = (
-            side_by_side(each, 1, False).unflatten(0, self._shape) for each in (kept, present)
+        there = list(map(present, kept, there))
+        kept, there = (
+            side_by_side(each, 1, False).unflatten(0, self._shape) for each in (kept, there)
         )
-        counts = [Held.of(kept), present.sum(-1), kept.sum(-1), finite.long()]
+        counts = [Held.of(kept), there.sum(-1), kept.sum(-1), finite.long()]
         numbers = torch.cat([x.reshape(-1) for x in counts])
         self._event: torch.cuda.Event | None = None
         if numbers.device.type == "cuda":

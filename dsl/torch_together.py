@@ -12,13 +12,14 @@ layer, T steps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from kvpolicy.dsl.ir import Node
 from kvpolicy.dsl.lower import ELEMENTWISE, REDUCTIONS, Static
 from kvpolicy.dsl.torch_evaluate import Evaluation
 from kvpolicy.dsl.torch_kernels import Entries, Keys
-from kvpolicy.dsl.torch_layout import Remembered
+from kvpolicy.dsl.torch_layout import Held, Remembered, shift_of
 from kvpolicy.dsl.torch_values import Value, aligned
 from torch.nn.utils.rnn import pad_sequence
 
@@ -82,10 +83,8 @@ class Together:
         self.layers, self.kv = layers, kv
         self.lengths = [len(x.positions) for x in layers]
         device = layers[0].positions.device
-        own = [
-            whole((kv, length), device) if x.there is None else x.there
-            for x, length in zip(layers, self.lengths, strict=True)
-        ]
+        pairs = zip(layers, self.lengths, strict=True)
+        own = [whole((kv, n), device) if x.there is None else x.there for x, n in pairs]
         self.there = side_by_side(own, 1, False)
 
     @property
@@ -157,6 +156,66 @@ class Together:
     def kept(self, kept: torch.Tensor) -> list[torch.Tensor]:
         """[G, M of the layer] of each layer, of bool [L * G, M]."""
         return self._apart(kept, ("kv", "token"))
+
+
+def present(kept: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
+    """Bool [G, M], which entries there are."""
+    return whole(kept.shape, kept.device) if there is None else there
+
+
+def shifts(kept: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`shift_of` for all layers; bool [G, M] of each."""
+    made = shift_of(side_by_side(kept, 1, False), side_by_side(there, 1, False))
+    parts = zip(made.unflatten(0, (len(kept), -1)), kept, strict=True)
+    return [part[:, part.shape[1] - own.shape[1] :] for part, own in parts]
+
+
+def leave(layers: Sequence[Remembered], kept: Sequence[torch.Tensor], held: Sequence[Held]) -> None:
+    """The layers forget the entries that are not kept.
+
+    Args:
+        kept: bool [G, M] of each.
+        held: what the host knows of it.
+    """
+    if any("token" in x.axes and x.axes[0] != "kv" for own in layers for x in own.states.values()):
+        for own, each, number in zip(layers, kept, held, strict=True):
+            own.leave(each, number)
+        return
+    number, kv = len(layers), kept[0].shape[0]
+    wide = side_by_side(kept, 1, False).unflatten(0, (number, kv))
+    # In order, the positions that some KV head keeps; `nonzero` would wait for the device.
+    some = (~wide.any(1)).to(torch.uint8).argsort(dim=-1, stable=True)
+    some = some[:, : max(x.positions for x in held)]
+    positions = side_by_side([x.positions[None] for x in layers], 1, -1).gather(1, some)
+    there = wide.gather(2, some[:, None].expand(-1, kv, -1))
+    states = {
+        name: _chosen(_joined([x.states[name] for x in layers]), some.repeat_interleave(kv, 0))
+        for name in layers[0].states
+    }
+    for i, (own, each) in enumerate(zip(layers, held, strict=True)):
+        own.positions = positions[i, : each.positions]
+        own.there = None if each.alike else there[i, :, : each.positions]
+        own.states = {name: _of(x, i, kv, each.positions) for name, x in states.items()}
+
+
+def _chosen(x: Value, some: torch.Tensor) -> Value:
+    """A state of all layers at some of its tokens, by index [L * G, m]."""
+    if "token" not in x.axes:
+        return x
+    at = x.axes.index("token")
+    index = aligned(some, ("kv", "token"), x.axes)
+    shape = list(x.data.shape)
+    shape[at] = some.shape[1]
+    return replace(x, data=x.data.gather(at, index.expand(shape)), mask=None, mask_axes=())
+
+
+def _of(x: Value, layer: int, kv: int, tokens: int) -> Value:
+    """The part of a layer, of its first tokens."""
+    data = x.data[layer * kv : (layer + 1) * kv]
+    mask = None if x.mask is None else x.mask[layer * kv : (layer + 1) * kv]
+    if "token" in x.axes:
+        data = data.narrow(x.axes.index("token"), 0, tokens)
+    return replace(x, data=data, mask=mask)
 
 
 def _joined(parts: list[Value]) -> Value:
