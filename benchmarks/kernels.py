@@ -33,6 +33,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # it is chosen before a kernel is made
 
 import cases_attention
+import cases_following
 import cases_memory
 import cases_merging
 import cases_scoring
@@ -147,6 +148,7 @@ def plan(options: argparse.Namespace) -> list[Planned]:
         "scoring": lambda: [
             *cases_scoring.planned(lengths, options.window),
             *cases_spread.planned(lengths),
+            *cases_following.planned(lengths),
         ],
         "attention": lambda: cases_attention.planned(lengths, batches, options.kept),
         "memory": lambda: cases_memory.planned(lengths, options.entries),

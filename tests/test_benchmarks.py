@@ -169,6 +169,7 @@ def test_kernels(tmp_path):
     assert topics == {
         "scoring",
         "layer budgets",
+        "decode steps",
         "decode attention",
         "compaction",
         "fold in place",
@@ -209,7 +210,7 @@ def test_kernels_of_named_sizes_have_their_targets():
         "scoring all layers 32768",
         "scoring one layer 32768",
     ]
-    assert len(lines) == len(set(lines)) == 6 * (5 + 4 + 5 + 3)
+    assert len(lines) == len(set(lines)) == 6 * (5 + 1 + 4 + 5 + 3)
 
 
 def test_figures_of_a_cpu_do_not_replace_those_of_a_gpu():

@@ -1,0 +1,108 @@
+"""States of a policy that goes on while decoding, brought up to date for several steps at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from cases import Bench, Case, Planned
+from cases_scoring import OURS, PROGRAM, Watched
+from kvpolicy.dsl.bind import bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.torch_across import known_before
+from kvpolicy.dsl.torch_evaluate import Evaluation
+from kvpolicy.dsl.torch_kernels import NONE, Entries, Kernels
+from kvpolicy.dsl.torch_steps import Steps
+from kvpolicy.dsl.torch_values import Frame, Value
+from kvpolicy.kernels.table import TRITON
+
+# Steps between two folds, and the share of the positions that a KV head holds.
+STEPS, HELD = 16, 0.75
+# Most entries for which torch is waited for.
+LONGEST = 32768
+
+
+def _frame(bench: Bench, entries: int) -> Frame:
+    """16 steps at a layer of h2o, whose KV heads hold different entries in no order."""
+    model, shape = bench.model, bench.model.shape
+    one = type(shape)(1, shape.heads, shape.kv_heads, shape.head_dim)
+    bound = bind(load("h2o").require(), one, {"heavy": "8", "window": "8"})
+    pool = model.random(shape.kv_heads * entries, shape.head_dim, seed=1)
+    ids = model.permutation(len(pool), seed=2).view(shape.kv_heads, entries)
+    there = model.random(shape.kv_heads, entries, seed=3).double().argsort().argsort()
+    there = there < HELD * entries
+    there[:, entries - STEPS :] = True
+    positions = 2 * torch.arange(entries, device=model.device)
+    return Frame(
+        bound, entries, model.device, shape.kv_heads, prompt=entries, layer=0,
+        q=model.random(shape.heads, STEPS, shape.head_dim, seed=4), k=Entries(pool, ids),
+        positions=positions, there=there, query_positions=positions[-STEPS:],
+        generated=STEPS, steps=STEPS,
+    )  # fmt: skip
+
+
+def _advanced(frame: Frame, kernels: Kernels) -> Callable[[], torch.Tensor]:
+    """A call that gives float64 [G, M]: the attention that each entry has received."""
+    steps = Steps(frame.bound, False, kernels)
+    shape = (frame.kv, frame.tokens)
+    before = torch.ones(shape, dtype=torch.float64, device=frame.device)
+    known = {"heat": Value(before, ("kv", "token"), finite=True)}
+
+    def call() -> torch.Tensor:
+        frame.checks.clear()
+        made = Evaluation(
+            frame, steps.updates, before=known, others=known_before, generated=steps.advancing
+        )
+        return made.advance(steps.rules)["heat"].data
+
+    return call
+
+
+def _plain(frame: Frame) -> torch.Tensor:
+    """The obvious way, in the dtype of the keys: float32 [G, M], what the steps add."""
+    keys = frame.k.pool[frame.k.ids]
+    heads, size = frame.q.shape[0], frame.q.shape[2]
+    q = frame.q.reshape(frame.kv, heads // frame.kv * STEPS, size)
+    logits = (q @ keys.transpose(1, 2) * size**-0.5).view(frame.kv, -1, STEPS, frame.tokens)
+    seen = frame.positions <= frame.query_positions[:, None]
+    seen = (seen & frame.there[:, None])[:, None]
+    return logits.float().masked_fill(~seen, float("-inf")).softmax(-1).sum((1, 2))
+
+
+def _states(bench: Bench, entries: int) -> Case:
+    frame = _frame(bench, entries)
+    shape = bench.model.shape
+    calls = {OURS: _advanced(frame, TRITON), "torch, softmax": lambda: _plain(frame)}
+    if entries <= LONGEST:
+        calls[PROGRAM] = _advanced(frame, NONE)
+
+    def check() -> str:
+        mine = _advanced(frame, watched := Watched())()[frame.there] - 1
+        assert watched.asked, "no kernel was generated for these states"
+        assert all(bool(each) for each in frame.checks), "tensors are said not to be finite"
+        exact = _advanced(frame, NONE)()[frame.there] - 1
+        longest = float(
+            frame.q.double().norm(dim=-1).max() * frame.k.pool.double().norm(dim=-1).max()
+        )
+        single, size = torch.finfo(torch.float32).eps, shape.head_dim
+        share = single * (2 * size * longest * size**-0.5 + 2 * (entries / 32 + 32) + STEPS)
+        # The state itself is float64, beside which the sum is rounded.
+        bound = share * exact + 4 * torch.finfo(torch.float64).eps
+        error = (mine - exact).abs()
+        assert bool((error <= bound).all()), "states are off"
+        return f"states at most {100 * float((error / bound).max()):.0f} % of the bound off float64"
+
+    return Case(
+        "decode steps", f"states of {STEPS} steps, one layer of h2o", entries, 1, calls, check,
+        counted=int(frame.there.sum()) * bench.model.entry_bytes,
+        note="KV heads hold three of four entries, in no order",
+    )  # fmt: skip
+
+
+def planned(lengths: Sequence[int]) -> list[Planned]:
+    """An eighth of each prompt; at least the entries of the steps and as many others."""
+    sizes = [max(2 * STEPS, length // 8) for length in lengths]
+    return [
+        Planned(f"states of decode steps {size}", lambda bench, size=size: _states(bench, size))
+        for size in sizes
+    ]
