@@ -79,6 +79,51 @@ def _watch(driver: Driver) -> list[dict[str, Any]]:
     return forwards
 
 
+def decode_waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """What makes the host wait in the plugin's part of every decode forward, by policy."""
+    from host_waits import HostWaits, on_host
+    from kvpolicy.sglang_ext.fold import Fold
+    from kvpolicy.sglang_ext.runtime import Runtime
+    from kvpolicy.sglang_ext.step import Step
+
+    policies, lengths = flags.pop("policies"), flags.pop("lengths")
+    output = flags.pop("output")
+    driver = start(model, policies, flags)
+    seen: list[dict[str, Any]] = []
+    forward, make, end, write = Runtime.forward, Step.__init__, Step.finish, Fold.finish
+
+    def watched(method, *args):
+        waits = HostWaits()
+        with waits:
+            method(*args)
+        seen[-1]["waits"] += waits.found
+
+    def noting_forward(self, run, batch):
+        on_host(batch.seq_lens_cpu)
+        seen.append({"decodes": batch.forward_mode.is_decode(), "waits": [], "folds": 0})
+        return forward(self, run, batch)
+
+    def noting_fold(self):
+        seen[-1]["folds"] += 1
+        write(self)
+
+    Runtime.forward, Fold.finish = noting_forward, noting_fold
+    Step.__init__ = lambda self, *args: watched(make, self, *args)
+    Step.finish = lambda self: watched(end, self)
+    found = {}
+    for policy in policies:
+        name, seen[:] = Path(policy).stem, []
+        for i, length in enumerate(lengths):
+            driver.send(f"{name} {i}", prompt(length, i), policy=name, max_new_tokens=output)
+        driver.finish()
+        found[name] = {
+            "forwards": [each for each in seen if each["decodes"]],
+            "folds": [driver.answers[f"{name} {i}"].facts["folds"] for i in range(len(lengths))],
+        }
+        driver.flush()
+    return found
+
+
 def same(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     """Answers and facts of prompts together, by kernels; and how often kernels were called."""
     policies, lengths = flags.pop("policies"), flags.pop("lengths")
@@ -118,6 +163,7 @@ def _count_calls() -> dict[str, int]:
 
 if __name__ == "__main__":
     name, out, model, flags = sys.argv[1:]
-    found = {"waits": waits, "same": same}[name](model, json.loads(flags))
+    scenarios = {"waits": waits, "decode_waits": decode_waits, "same": same}
+    found = scenarios[name](model, json.loads(flags))
     Path(out).write_text(json.dumps(found))
     os._exit(0)  # the scheduler's threads would keep the process alive

@@ -24,6 +24,7 @@ ONE_WAIT = {
     "d2o": ["rate=0.4"],
 }
 WAIT = "host.py:to_host cpu"
+LAND = "torch_follow.py:read tolist"
 
 
 @pytest.mark.server
@@ -99,6 +100,33 @@ def test_a_prefill_forward_waits_once(scenario, flags):
         for forward in each["forwards"]:
             assert forward["waits"] == ([WAIT] if forward["ended"] else []), name
         assert all("entries_kept" in facts for facts in each["facts"]), name
+
+
+@pytest.mark.server
+def test_a_decode_step_waits_where_entries_leave_for_how_many_stay(scenario):
+    policies = {
+        "h2o": ["heavy=20", "window=20"],
+        "tova": ["capacity=40"],
+        "streamingllm": ["start=2", "window=30"],
+        "roco": ["capacity=3", "newest=1"],
+        "cake": ["capacity=40", "window=8"],
+        "d2o": ["rate=0.4"],
+    }
+    seen = scenario(
+        "scenarios_kernels.py",
+        "decode_waits",
+        TRITON | {"SGLANG_KV_POLICY_FOLD_INTERVAL": "4"},
+        policies=policies,
+        lengths=[60, 45],
+        output=14,
+    )
+    assert list(seen) == list(policies)
+    for name, each in seen.items():
+        assert [forward["folds"] for forward in each["forwards"]] == [0, 0, 0, 2] * 3 + [0], name
+        assert each["folds"] == [3, 3], name
+        reads = 2 if name == "d2o" else 1  # a merge reads the same numbers before they are applied
+        for forward in each["forwards"]:
+            assert forward["waits"] == [LAND] * reads * forward["folds"], name
 
 
 @pytest.mark.server
