@@ -20,7 +20,8 @@ class Form:
     Attributes:
         steps: whether it is that of decode steps.
         rows: ends the name of the pointer that says where rows lie.
-        flag: a constant of all kernels.
+        flag: a constant of all kernels; `heads`: how many KV heads there are, which at decode
+            steps may be those of one layer or of all together.
         entries: which tokens of a block there are; `held` the same in a tile.
         last: where the keys end that the row pass reads.
         places: where a block's rows lie, and the mask that reads them.
@@ -38,6 +39,7 @@ class Form:
     steps: bool
     rows: str
     flag: str
+    heads: str
     entries: str
     held: str
     last: str
@@ -117,6 +119,7 @@ PREFILL = Form(
     steps=False,
     rows="slots",
     flag="POSITIONS",
+    heads="KV: tl.constexpr",
     entries="",
     held="held = token < tokens\n",
     last="""\
@@ -142,6 +145,7 @@ STEPS = Form(
     steps=True,
     rows="ids",
     flag="RAGGED",
+    heads="KV",
     entries="""\
 owned = entry < tokens
 if RAGGED:

@@ -145,6 +145,8 @@ def _softmax(made: Generator) -> list[str]:
     pointers = ", ".join([*form.window, "k", f"key_{form.rows}", *form.pass_marks])
     # At decode steps a query may see nothing.
     finite = '(row_lse < float("inf"))' if form.steps else "row_lse.isfinite()"
+    # Of one layer's KV heads or of all layers': that is compiled once, too.
+    most = "wanted" if form.steps else "max(1, wanted // kv)"
     return [
         '    rows_of_all = kv * sizes["GROUP"] * queries',
         "    partial = torch.empty(splits, rows_of_all, dtype=torch.float32, device=k.device)",
@@ -160,7 +162,7 @@ def _softmax(made: Generator) -> list[str]:
         "        row_combine[(triton.cdiv(rows_of_all, 16),)](",
         "            partial, row_lse, rows_of_all, splits,",
         "            # The most that there are for any prompt, so that it is compiled once.",
-        "            SPLITS_P=triton.next_power_of_2(max(1, wanted // kv)), BLOCK=16,",
+        f"            SPLITS_P=triton.next_power_of_2({most}), BLOCK=16,",
         "        )",
         f"    checks.append({finite}.all())",
     ]

@@ -74,13 +74,19 @@ def _compiled(form: Form, pointers: tuple[str, ...], numbers: str) -> str:
     )
 
 
+def _by_heads(form: Form, numbers: str) -> str:
+    """The same of a kernel that is told how many KV heads there are."""
+    return f'{numbers}, "{form.heads}"' if form.steps else numbers
+
+
 def row_pass(form: Form) -> str:
     """The kernels that make the log-sum-exp of each query's row."""
     before, inside = form.some
     pointers = (*form.window, "k", f"key_{form.rows}", *form.pass_marks)
     return _ROW_PASS.format(
-        compiled=_compiled(form, pointers, '"tokens", "queries", "blocks"'),
+        compiled=_compiled(form, pointers, _by_heads(form, '"tokens", "queries", "blocks"')),
         pointers=_arguments(*pointers),
+        heads=form.heads,
         sizes=_SIZES.format(flag=form.flag),
         queries=_shifted(QUERIES.format(start="start + ") + form.line_at, "    "),
         before=_shifted(before, "    "),
@@ -115,12 +121,13 @@ def rows(
     tokens = ["token = entry[None, None, :]", form.entries.rstrip("\n"), form.held.rstrip("\n")]
     loads = "\n".join([*filter(None, tokens), *ranks, form.tile("k")])
     return _ROWS.format(
-        compiled=_compiled(form, pointers, numbers),
+        compiled=_compiled(form, pointers, _by_heads(form, numbers)),
         pointers=_arguments(*pointers),
         sizes=_SIZES.format(flag=form.flag),
         queries=_shifted(queries, "    "),
         keys=_shifted(loads, "        "),
         seen=form.seen,
+        heads=form.heads,
         **{name: "\n".join(each) for name, each in lines.items()},
     )
 
@@ -154,7 +161,7 @@ def row_partials(
     k_row,
     k_head,
     blocks,
-    KV: tl.constexpr,
+    {heads},
 {sizes}):
     """Log-sum-exp of the rows of one KV head over some blocks of keys."""
     part, head = tl.program_id(0), tl.program_id(1)
@@ -219,7 +226,7 @@ def rows(
     k_row,
     k_head,
     blocks,
-    KV: tl.constexpr,
+    {heads},
 {sizes}):
     """Values per query of one KV head, over some blocks of tokens."""
     part, head, start = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_W
