@@ -137,14 +137,16 @@ def launch(name, n=32768):
     compute(program.generated, frame)
     if program.steps is not None:
         for made in (program.steps.advancing, program.steps.leaving):
-            for there in (None, tensor(8, 2048, dtype=torch.bool)):
-                compute(made, decoding(bound, there))
+            # A layer whose KV heads hold the same, another one, all layers together.
+            for heads, steps, ragged in ((8, 16, False), (8, 1, True), (256, 16, True)):
+                compute(made, decoding(bound, heads, 1000 + heads, steps, ragged))
 
-def decoding(bound, there, n=2048, steps=16):
-    q = tensor(32, steps, 128, dtype=torch.bfloat16)
-    pool = Entries(tensor(1 << 22, 128, dtype=torch.bfloat16), tensor(8, n))
+def decoding(bound, heads, n, steps, ragged):
+    q = tensor(4 * heads, steps, 128, dtype=torch.bfloat16)
+    pool = Entries(tensor(1 << 22, 128, dtype=torch.bfloat16), tensor(heads, n))
+    there = tensor(heads, n, dtype=torch.bool) if ragged else None
     return Frame(
-        bound, n, q.device, 8, prompt=n, layer=3, q=q, k=pool, v=pool, positions=tensor(n),
+        bound, n, q.device, heads, prompt=n, layer=3, q=q, k=pool, v=pool, positions=tensor(n),
         there=there, query_positions=tensor(steps), generated=steps, steps=steps,
     )
 
@@ -185,8 +187,11 @@ def test_compiles_for_an_h200(tmp_path):
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     made = json.loads(run.stdout)
-    # Of a prefill, of decode steps, and of those where KV heads hold different entries.
-    assert [kernel for kernel, *_ in made["h2o"]].count("columns") == 3
+    names = [kernel for kernel, *_ in made["h2o"]]
+    # Of a prefill, of decode steps, and of those where KV heads hold different entries; that one
+    # is the same for any number of steps, of entries and of layers.
+    assert [names.count(each) for each in ("row_partials", "columns")] == [3, 3]
+    assert names.count("row_combine") == 1  # a long prefill has rows enough to fill the card
     for name, kernels in made.items():
         assert kernels, name
         for kernel, shared, spilled, tensor_cores in kernels:
