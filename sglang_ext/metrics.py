@@ -70,7 +70,7 @@ class Metrics:
         )
         self._fold_seconds = Histogram(
             prefix + "fold_seconds",
-            "Time spent on one fold of one request: waiting for how many entries stay, and writing.",
+            "Time spent on one fold of one request: waiting for how many stay, and writing.",
             names,
             buckets=_BUCKETS,
         )
