@@ -6,6 +6,8 @@ The torch implementation is the reference: it writes the lists out and reads the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from kvpolicy.kernels import pairs
 from kvpolicy.kernels.paged_attention import paged_attention
@@ -72,7 +74,7 @@ def lists_of(
         indptr int64 [B * G + 1], indices int64 [nnz], and what `paged_attention` takes besides
         where layers may be stored in pairs: `value_indices`, `key_scale` and `value_scale`.
     """
-    layers, _, padded, page, size = storage.shape
+    layers, _, padded, page, _ = storage.shape
     request = torch.arange(rows.shape[0], device=rows.device).repeat_interleave(page)
     head = torch.arange(page, device=rows.device).repeat(rows.shape[0])
     row = rows[request]
@@ -100,20 +102,41 @@ def lists_of(
     if not tables.paired.numel():
         return indptr, torch.where(paged, entry(place), ordinary), {}
 
-    kind = tables.paired[row, layer].long()[owner]  # 0, or 1 and which layer of the pair
-    coded = paged & (kind > 0)
-    floats = pairs.floats_of_row(size, storage.dtype)
-    rows_of_codes = torch.where(coded, pairs.code_rows(private[owner], floats), 0)
-    code_entry = entry(torch.where(coded, (kind - 1) * rows_of_codes + place // floats, 0))
-    numbers = pairs.numbers(storage)
-    indices, scales = [], []
-    for offset in (0, padded * page):
+    kind = tables.paired[row, layer].long()[owner]
+    keys, values = _apart(storage, torch.where(paged, kind, 0), place, private[owner], entry)
+    keys, values = [(torch.where(paged, at, ordinary), by) for at, by in (keys, values)]
+    return (
+        indptr,
+        keys[0],
+        {"value_indices": values[0], "key_scale": keys[1], "value_scale": values[1]},
+    )
+
+
+def _apart(
+    storage: torch.Tensor,
+    kind: torch.Tensor,
+    place: torch.Tensor,
+    tokens: torch.Tensor,
+    entry: Callable[[torch.Tensor], torch.Tensor],
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of keys and of values: entries [nnz] in private pages, and by what they are multiplied.
+
+    Args:
+        kind: [nnz] 0, or 1 and which layer of a pair.
+        place: [nnz] of the list's tokens.
+        tokens: [nnz] how many tokens the list has in private pages.
+        entry: from places [nnz] in the lists' own pages to entries.
+    """
+    coded, numbers = kind > 0, pairs.numbers(storage)
+    floats = numbers.shape[1]
+    rows = torch.where(coded, pairs.code_rows(tokens, floats), 0)
+    code_entry = entry(torch.where(coded, (kind - 1) * rows + place // floats, 0))
+    found = []
+    for offset in (0, storage.shape[2] * storage.shape[3]):
         codes = numbers[code_entry + offset, place % floats].masked_fill(~coded, 1.0)
         at, scale = pairs.decode(codes, place)
-        indices.append(torch.where(paged, entry(2 * rows_of_codes + at), ordinary))
-        scales.append(scale)
-    beside = {"value_indices": indices[1], "key_scale": scales[0], "value_scale": scales[1]}
-    return indptr, indices[0], beside
+        found.append((entry(2 * rows + at), scale))
+    return found
 
 
 def check(
@@ -144,11 +167,7 @@ def check(
     for name, tensor in (("counts", tables.counts), ("first_page", tables.first_page)):
         if list(tensor.shape) != lists:
             raise ValueError(f"tables.{name}: expected {lists}, got {list(tensor.shape)}")
-    paired, some = list(tables.paired.shape), lists[:2]
-    if paired not in ([0, shape[0]], some):
-        raise ValueError(f"tables.paired: expected {some} or [0, {shape[0]}], got {paired}")
-    if paired == some:
-        pairs.floats_of_row(size, storage.dtype)
+    _check_pairs(tables.paired, lists[:2], storage)
     for name, tensor in (("rows", rows), ("lengths", lengths)):
         if tensor.shape != (requests,):
             raise ValueError(f"{name}: expected [{requests}], got {list(tensor.shape)}")
@@ -157,3 +176,11 @@ def check(
             f"req_to_token: expected int32 [rows, context], "
             f"got {req_to_token.dtype} {list(req_to_token.shape)}"
         )
+
+
+def _check_pairs(paired: torch.Tensor, every: list[int], storage: torch.Tensor) -> None:
+    shape, none = list(paired.shape), [0, every[1]]
+    if shape not in (none, every):
+        raise ValueError(f"tables.paired: expected {every} or {none}, got {shape}")
+    if shape == every:
+        pairs.floats_of_row(storage.shape[4], storage.dtype)

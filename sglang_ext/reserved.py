@@ -61,12 +61,8 @@ def size_pool(
         now = sizes.max_total_num_tokens
         effect = f"the pool has {now} tokens, {before - now} fewer for it"
     listed = ", ".join(f"{what} {_mib(size)}" for what, size in parts.items() if size)
-    logger.info(
-        "KV-cache policies take %s MiB of the device beside the KV pool (%s); %s.",
-        _mib(held),
-        listed,
-        effect,
-    )
+    line = "KV-cache policies take %s MiB of the device beside the KV pool (%s); %s."
+    logger.info(line, _mib(held), listed, effect)
     return sizes
 
 

@@ -203,8 +203,7 @@ def separate(
             long and begin with the N tokens of the prompt.
         indptr: [B * G + 1] int64, on the host.
         indices: [nnz] int64; what stands there for these tokens is not used.
-        entry_at: from (index of a request, places [G, n] or [n] in its lists' pages) to entries
-            [G, n].
+        entry_at: from (a request's index, places [G, n] or [n] in its pages) to entries [G, n].
 
     Returns:
         indices [nnz], and what `paged_attention` takes besides: `value_indices`, `key_scale` and
@@ -226,5 +225,5 @@ def separate(
             place, by = pairs.decode(codes, token)
             entries[block].view(heads, -1)[:, :tokens] = entry_at(i, 2 * rows + place)
             scale[tensor, block].view(heads, -1)[:, :tokens] = by
-    options = {"value_indices": by_tensor[1], "key_scale": scale[0], "value_scale": scale[1]}
-    return by_tensor[0], options
+    beside = {"value_indices": by_tensor[1], "key_scale": scale[0], "value_scale": scale[1]}
+    return by_tensor[0], beside
