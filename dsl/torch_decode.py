@@ -358,6 +358,14 @@ class Memory:
             return torch.ones((), dtype=torch.bool, device=device)
         return self._finite
 
+    def lasts(self, counts: Sequence[Sequence[int]]) -> bool:
+        """As of `Lasting`, for numbers that a step kept."""
+        return self._steps.lasting.lasts(self.prompt, counts)
+
+    def stays(self, counts: torch.Tensor) -> torch.Tensor:
+        """0-d bool, before `land`: whether all is finite and lists keep int [L, G] entries."""
+        return self.finite & (self._open.landing.kept == counts).all()
+
     def landed(self) -> bool:
         """Whether `land` would not wait for the device."""
         return self._open is None or self._open.landing.arrived()

@@ -284,6 +284,9 @@ class Landing:
         kept: of every layer bool [G, M].
         there: of every layer bool [G, M], or None where all KV heads held all.
         finite: 0-d bool, whether the numbers by which this was chosen are finite.
+
+    Attributes:
+        kept: int64 [L, G], how many stay, on the device.
     """
 
     def __init__(
@@ -297,7 +300,8 @@ class Landing:
         kept, there = (
             side_by_side(each, 1, False).unflatten(0, self._shape) for each in (kept, there)
         )
-        counts = [Held.of(kept), there.sum(-1), kept.sum(-1), finite.long()]
+        self.kept = kept.sum(-1)
+        counts = [Held.of(kept), there.sum(-1), self.kept, finite.long()]
         numbers = torch.cat([x.reshape(-1) for x in counts])
         self._event: torch.cuda.Event | None = None
         if numbers.device.type == "cuda":

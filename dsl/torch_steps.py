@@ -6,6 +6,7 @@ from kvpolicy.dsl.additive import Additive
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.diagnostics import refused
 from kvpolicy.dsl.ir import Node, When
+from kvpolicy.dsl.lasting import Lasting
 from kvpolicy.dsl.torch_direct import OF_MERGE, STATES, reads_budget
 from kvpolicy.dsl.torch_evaluate import Updates
 from kvpolicy.dsl.torch_generated import Generated
@@ -36,6 +37,7 @@ class Steps:
         kernels: that take the place of torch operations; those generated for the policy:
             `advancing` for its states, `leaving` for what is read where entries leave.
         advancing_roots, leaving_roots: what these compute.
+        lasting: how many entries a list takes before it is filled up to its budget.
         states_alike, keep_alike: whether layers may be taken as more KV heads of one, see
             `torch_together`: where several steps advance the states, and where `keep` decides.
     """
@@ -58,6 +60,7 @@ class Steps:
         states = self.updates.states.values()
         self.advances = any(x.next or (x.start and not additive.constant(x.start)) for x in states)
         self.at_once = all(map(additive.state, states))
+        self.lasting = Lasting(bound, states_present=self.at_once)
         self.advancing_reads = any(node.op in _TENSORS for node in remembered)
         self.leaving_reads = rules.merge is not None or any(node.op in _TENSORS for node in leaving)
         self.advancing = Generated.of(

@@ -2,8 +2,11 @@
 
 A fold takes in everything that a request has cached: its private pages, its tail in ordinary slots
 and, the first time, a prompt that still lies in the radix cache, of which it makes a copy. Then the
-tail's slots are freed, and the private slots become as many as are needed. The host waits for the
-device once, for how many entries stay (where the policy merges, the policy has waited already).
+tail's slots are freed, and the private slots become as many as are needed.
+
+The host waits for the device once, for how many entries stay (where the policy merges, the policy
+has waited already). It does not where that is known: each list lost entries at the last fold, and
+no data decide its size (dsl/lasting.py). Then the numbers are only read at the next fold.
 
 There are three ways to write what stays:
 
@@ -115,13 +118,21 @@ class Fold:
         self._length, self._read, self._choices = length, read, choices
 
     def finish(self) -> None:
-        """Write what stays; if nothing left, all stays where it is. The host waits once."""
+        """Write what stays; if nothing left, all stays where it is. The host waits once at most."""
         started = time.perf_counter()
         runtime, state = self._runtime, self._state
+        if self._lasts():
+            private = state.private
+            came = self._length - private.tail_start
+            self._settle(torch.tensor(private.laid_out), state.memory.stays(private.counts))
+            self._report(came * private.counts.numel(), started)
+            return
         finite = state.memory.finite
         landed = state.memory.land()
         dropped = int((landed.there - landed.kept).sum())
         if dropped == 0:
+            if state.private is not None:
+                state.private.full = False
             return
         if state.private is None:
             row = self._request.kv.req_pool_idx
@@ -135,9 +146,22 @@ class Fold:
             self._write_by_layer(landed.kept)
         else:
             self._write_anew(landed.kept)
-        state.folded += 1
-        state.dropped += dropped
-        runtime.reports.finished_fold(self._request, state, time.perf_counter() - started)
+        state.private.full = bool((landed.there > landed.kept).all())
+        self._report(dropped, started)
+
+    def _report(self, dropped: int, started: float) -> None:
+        self._state.folded += 1
+        self._state.dropped += dropped
+        seconds = time.perf_counter() - started
+        self._runtime.reports.finished_fold(self._request, self._state, seconds)
+
+    def _lasts(self) -> bool:
+        """Whether it is known, without waiting, that what stays takes the place of what was."""
+        private, memory = self._state.private, self._state.memory
+        if private is None or not private.full or memory.landed():
+            return False
+        same = memory.lasts(private.laid_out) and not any(map(_changes, self._choices))
+        return same and self._fits(torch.tensor(private.laid_out))
 
     def _fits(self, counts: torch.Tensor) -> bool:
         """Whether each list has pages for what it keeps, [L, G], and not many too many."""

@@ -49,6 +49,7 @@ class Private:
             copy was last written. Of these slots the request may own some before that position:
             the boundary of ownership is a multiple of SGLang's page size.
         shared: layers that are stored in pairs, if any.
+        full: whether every list lost entries when it was written last.
     """
 
     row: int
@@ -61,6 +62,7 @@ class Private:
     room: torch.Tensor | None = None
     layer_starts: list[int] | None = None
     shared: Shared | None = None
+    full: bool = False
 
     @property
     def ready(self) -> bool:

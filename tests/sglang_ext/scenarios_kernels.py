@@ -80,14 +80,20 @@ def _watch(driver: Driver) -> list[dict[str, Any]]:
 
 
 def decode_waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """What makes the host wait in the plugin's part of every decode forward, by policy."""
+    """What makes the host wait in the plugin's part of every decode forward, by policy.
+
+    `lagging`: numbers never come before they are asked for, as on a device that is behind.
+    """
     from host_waits import HostWaits, on_host
+    from kvpolicy.dsl.torch_follow import Landing
     from kvpolicy.sglang_ext.fold import Fold
     from kvpolicy.sglang_ext.runtime import Runtime
     from kvpolicy.sglang_ext.step import Step
 
     policies, lengths = flags.pop("policies"), flags.pop("lengths")
     output = flags.pop("output")
+    if flags.pop("lagging", False):
+        Landing.arrived = lambda self: False
     driver = start(model, policies, flags)
     seen: list[dict[str, Any]] = []
     forward, make, end, write = Runtime.forward, Step.__init__, Step.finish, Fold.finish
@@ -119,9 +125,10 @@ def decode_waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
         found[name] = {
             "forwards": [each for each in seen if each["decodes"]],
             "folds": [driver.answers[f"{name} {i}"].facts["folds"] for i in range(len(lengths))],
+            "tokens": [driver.answers[f"{name} {i}"].tokens for i in range(len(lengths))],
         }
         driver.flush()
-    return found
+    return found | {"left": driver.left_over()}
 
 
 def same(model: str, flags: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class World:
         self.store = Store(arena, allocator, tables=self.tables)
         self.table = torch.zeros(ROW + 1, CONTEXT, dtype=torch.int32)
         self.length = self.freed = 0
-        self.ways, self.reported = [], []
+        self.ways, self.reported, self.waits = [], [], []
         served = SimpleNamespace(name="p", kernels=in_use(torch.device("cpu")))
         self.state = SimpleNamespace(private=None, served=served, folded=0, dropped=0, memory=None)
         self.request = SimpleNamespace(rid="r", kv=SimpleNamespace(req_pool_idx=ROW))
@@ -118,12 +118,23 @@ class World:
             wanted.append(own)
         return choices, wanted
 
-    def fold(self, choices, finite=True):
-        """The fold of these choices, as `Memory.follow` and `land` would give them."""
+    def fold(self, choices, finite=True, arrived=True, lasts=True):
+        """The fold of these choices, as `Memory.follow` and `land` would give them.
+
+        Args:
+            arrived: whether the numbers are on the host; if not, nobody may ask for them.
+            lasts: whether no data decide them.
+        """
         there = torch.tensor([[entries.shape[1] for entries in heads] for heads in self.entries()])
         kept = torch.stack([choice.kept.sum(1) for choice in choices])
         landed = SimpleNamespace(there=there, kept=kept if finite else there, finite=finite)
-        self.state.memory = SimpleNamespace(finite=torch.tensor(finite), land=lambda: landed)
+        self.state.memory = SimpleNamespace(
+            finite=torch.tensor(finite),
+            land=lambda: self.waits.append(arrived) or landed,
+            landed=lambda: arrived,
+            lasts=lambda counts: lasts,
+            stays=lambda counts: torch.tensor(finite) & (counts == kept).all(),
+        )
         reader = Reader.of(self.arena, self.table, self.request, self.state, self.length)
         Fold(self.runtime, self.request, self.state, self.length, reader.gathered, choices).finish()
         self.store.check_integrity(self.store.allocator.free_slots)
@@ -163,6 +174,66 @@ def test_lists_that_stay_as_long_are_settled_in_place(monkeypatch):
         assert torch.equal(world.state.private.first_page, layout)
         assert world.store.allocator.free_slots.numel() == free
     assert world.ways == ["_write_anew", "_settle", "_settle", "_settle"]
+
+
+def test_lists_that_were_full_are_settled_before_the_numbers_have_arrived(monkeypatch):
+    world = World(monkeypatch, 6)
+    world.grow(30)
+    counts = [[7, 8], [3, 12], [1, 5]]
+    world.fold(world.choose(counts)[0], arrived=False)
+    assert len(world.waits) == 1  # a first fold's numbers are nobody's knowledge
+    for tokens in (1, 5, 4):
+        world.grow(tokens)
+        choices, wanted = world.choose(counts)
+        world.fold(choices, arrived=False)
+        world.check(wanted)
+        assert world.state.private.laid_out == counts
+        assert world.state.private.counts.tolist() == counts
+    assert len(world.waits) == 1
+    assert world.ways == ["_write_anew", "_settle", "_settle", "_settle"]
+    # Every list loses what came, one token after each fold included.
+    assert [dropped for _, dropped in world.reported] == [144, 156, 192, 222]
+
+
+@pytest.mark.parametrize(
+    ("first", "options"),
+    [
+        ([[7, 8], [3, 30], [1, 5]], {}),  # a list that lost nothing
+        ([[7, 8], [3, 12], [1, 5]], {"lasts": False}),
+        ([[7, 8], [3, 12], [1, 5]], {"arrived": True}),
+    ],
+)
+def test_other_folds_wait_for_their_numbers(monkeypatch, first, options):
+    world = World(monkeypatch, 7)
+    world.grow(30)
+    world.fold(world.choose(first)[0])
+    choices, wanted = world.choose([[7, 8], [3, 12], [1, 5]])
+    world.fold(choices, **{"arrived": False, **options})
+    world.check(wanted)
+    assert len(world.waits) == 2
+
+
+def test_changed_rows_wait_for_their_numbers(monkeypatch):
+    world = World(monkeypatch, 8)
+    world.grow(30)
+    world.fold(world.choose([[7, 8]] * LAYERS)[0])
+    choices, wanted = world.choose([[7, 8]] * LAYERS, changed=True)
+    world.fold(choices, arrived=False)
+    world.check(wanted)
+    assert len(world.waits) == 2
+
+
+def test_what_is_not_finite_is_not_moved_before_the_numbers_have_arrived(monkeypatch):
+    world = World(monkeypatch, 9)
+    world.grow(30)
+    world.fold(world.choose([[7, 8]] * LAYERS)[0])
+    private = world.state.private
+    pages = world.arena.storage[:, :, private.slots.long()].clone()
+    world.fold(world.choose([[7, 8]] * LAYERS)[0], finite=False, arrived=False)
+    held = world.arena.storage[:, :, private.slots.long()]
+    assert torch.equal(held.nan_to_num(7.0), pages.nan_to_num(7.0))
+    assert private.counts.tolist() == [[7, 8]] * LAYERS
+    assert len(world.waits) == 1
 
 
 def test_changed_rows_are_written_layer_by_layer_where_there_is_room(monkeypatch):

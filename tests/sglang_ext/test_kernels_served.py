@@ -120,13 +120,42 @@ def test_a_decode_step_waits_where_entries_leave_for_how_many_stay(scenario):
         lengths=[60, 45],
         output=14,
     )
-    assert list(seen) == list(policies)
-    for name, each in seen.items():
+    assert list(seen) == [*policies, "left"]
+    for name in policies:
+        each = seen[name]
         assert [forward["folds"] for forward in each["forwards"]] == [0, 0, 0, 2] * 3 + [0], name
         assert each["folds"] == [3, 3], name
         reads = 2 if name == "d2o" else 1  # a merge reads the same numbers before they are applied
         for forward in each["forwards"]:
             assert forward["waits"] == [LAND] * reads * forward["folds"], name
+
+
+@pytest.mark.server
+def test_folds_of_lists_that_last_do_not_wait(scenario):
+    """Numbers of a fold are read at the next one, where the first fold has shown what they are."""
+    flags = {
+        "policies": {
+            "h2o": ["heavy=20", "window=19"],
+            "tova": ["capacity=40"],
+            "cake": ["capacity=40", "window=8"],
+            "roco": ["capacity=3", "newest=1"],  # numbers of its lists are not known
+        },
+        "lengths": [60, 45],
+        "output": 18,
+    }
+    environment = TRITON | {"SGLANG_KV_POLICY_FOLD_INTERVAL": "4"}
+    at_once = scenario("scenarios_kernels.py", "decode_waits", environment, **flags)
+    seen = scenario("scenarios_kernels.py", "decode_waits", environment, lagging=True, **flags)
+    assert seen["left"] == at_once["left"]
+    for name in flags["policies"]:
+        assert seen[name]["tokens"] == at_once[name]["tokens"], name
+        assert seen[name]["folds"] == [4, 4], name
+        waits = [forward["waits"] for forward in seen[name]["forwards"] if forward["folds"]]
+        known = name != "roco"
+        # The third fold reads the numbers of the second, which were there long before.
+        assert waits == [[LAND] * 2, [] if known else [LAND] * 2, [LAND] * 2, [LAND] * 2], name
+        others = [forward["waits"] for forward in seen[name]["forwards"] if not forward["folds"]]
+        assert not any(others), name
 
 
 @pytest.mark.server
