@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from kvpolicy.dsl.ir import ModelShape
-from measure import Clock, Times
+from timing import Clock, Times
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from attention_pool import LAYERS, PAGE, TAIL, Cache
 from cases import Bench, Case, Planned, Target, within
 from kvpolicy.kernels import paged_attention_fa3, paged_attention_flashinfer
 from kvpolicy.kernels.decode_attention_triton import decode_attention
-from measure import Times
+from timing import Times
 
 # A pool that holds the whole cache is built up to this size.
 POOL_BYTES = 32 << 30

@@ -20,7 +20,7 @@ from kvpolicy.dsl.torch_kernels import NONE, Kernels, Slots
 from kvpolicy.dsl.torch_program import TorchProgram
 from kvpolicy.dsl.torch_run import Run
 from kvpolicy.kernels.table import TRITON
-from measure import Times
+from timing import Times
 
 OURS = "ours"
 PROGRAM = "torch program"

@@ -45,7 +45,7 @@ import tuned_file
 from cases import Bench, Case, Model, Planned
 from kvpolicy.dsl.ir import ModelShape
 from kvpolicy.kernels import tuned
-from measure import Clock, Times
+from timing import Clock, Times
 from tqdm import tqdm
 
 # A real dependency of SGLang is called `kernels`, as this file is.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 import report
-from measure import summary
+from timing import summary
 
 STOCK = "stock SGLang"
 # In a cell, in words, and whether more is worse.

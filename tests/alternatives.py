@@ -19,7 +19,7 @@ import cases_tuning
 from attention_pool import TAIL, Cache
 from cases import Bench, Model
 from kvpolicy.dsl.ir import ModelShape
-from measure import Clock
+from timing import Clock
 
 
 def attend(q, pools, pages, length, scale):

@@ -12,7 +12,8 @@ from kvpolicy.kernels import tuned
 from triton.runtime.errors import OutOfResources
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+# Last: other tests have modules of the same names.
+sys.path.append(str(ROOT / "benchmarks"))
 import cases_tuning  # noqa: E402
 import tuned_file  # noqa: E402
 
