@@ -21,6 +21,7 @@ demo: setup
 lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy | $(VENV)/bin/mypy-baseline filter
 
 docs: setup
 	$(VENV)/bin/kvpolicy docs --out docs/reference.md

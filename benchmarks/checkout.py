@@ -2,7 +2,7 @@
 
 A GPU machine may have torch and SGLang and no way to install anything; an installed wheel may be an
 older one. Importing this puts a folder first on the path, of this process and of servers it starts,
-in which the package is made of links to the checkout's folders and says where its plugin is.
+in which the package is a link to the checkout's and says where its plugin is.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ def _link() -> None:
     name, version = project["project"]["name"], project["project"]["version"]
     folder = Path(tempfile.mkdtemp(prefix="kvpolicy-checkout-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for package, path in project["tool"]["setuptools"]["package-dir"].items():
-        link = folder.joinpath(*package.split("."))
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(ROOT / path)
+    (folder / name).symlink_to(ROOT / "src" / name)
     facts = folder / f"{name}-{version}.dist-info"
     facts.mkdir()
     text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"

@@ -3,7 +3,6 @@
 import importlib.metadata
 import subprocess
 import sys
-import tomllib
 import zipfile
 from pathlib import Path
 
@@ -26,8 +25,9 @@ def wheel(tmp_path_factory):
 def test_wheel_holds_every_module_and_policy(wheel):
     names = set(wheel.namelist())
     for folder in ("dsl", "evaluation", "kernels", "sglang_ext"):
-        for path in (ROOT / folder).glob("*.py"):
-            assert f"kvpolicy/{folder}/{path.name}" in names
+        for path in [*(ROOT / folder).rglob("*.py"), ROOT / folder / "py.typed"]:
+            assert f"kvpolicy/{path.relative_to(ROOT)}" in names
+    assert not any("__pycache__" in name for name in names)
     for path in (ROOT / "policies").glob("*.yaml"):
         assert f"kvpolicy/policies/{path.name}" in names
     assert "kvpolicy/dsl/expr.lark" in names
@@ -46,9 +46,9 @@ def test_entry_points():
     ]
 
 
-def test_subpackages_are_listed():
-    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    for folder in ("dsl", "evaluation", "kernels", "sglang_ext"):
-        for path in (ROOT / folder).rglob("*.py"):
-            package = "kvpolicy." + ".".join(path.parent.relative_to(ROOT).parts)
-            assert package in config["packages"], f"add {package} to pyproject.toml"
+def test_every_folder_of_code_is_linked_and_typed():
+    links = {path.name: path for path in (ROOT / "src" / "kvpolicy").iterdir()}
+    assert set(links) == {"dsl", "evaluation", "kernels", "policies", "sglang_ext"}
+    for name, link in links.items():
+        assert link.resolve() == ROOT / name
+        assert name == "policies" or (link / "py.typed").exists()
