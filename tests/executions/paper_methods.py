@@ -90,14 +90,15 @@ def _pyramid(layers: int, inner: int, rest: int, beta: int) -> list[int]:
     return [most - layer * step for layer in range(layers)]
 
 
-def pyramidkv(q, k, v, *, capacity, window, kernel, average, beta):
-    """The group's mean before pooling; a budget per layer."""
+def pyramidkv(q, k, v, *, capacity, window, kernel, average, beta, strongest=False):
+    """The group's mean, or maximum, before pooling; a budget per layer."""
     layers, kv, tokens, _ = k.shape
     budgets = pyramid_budgets(layers, tokens, capacity=capacity, window=window, beta=beta)
     result = []
     for layer in range(layers):
         votes = _prefix(q[layer], k[layer], window).sum(1)
-        votes = votes.reshape(kv, q.shape[1] // kv, -1).mean(1)
+        votes = votes.reshape(kv, q.shape[1] // kv, -1)
+        votes = votes.max(1) if strongest else votes.mean(1)
         scores = [pooled(row, kernel, average) for row in votes]
         number = tokens if budgets[layer] is None else budgets[layer]
         result.append([_with_window(best(row, number), tokens, window) for row in scores])

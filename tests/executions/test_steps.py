@@ -30,7 +30,10 @@ OWN = {
     "minicache": {"start": "0"},
     "pyramidinfer": {"least": "3"},
 }
-VARIANTS = [{}, {"two_pass": "true"}, {"tau": "0.5"}, {"rate": "0.2"}, {"threshold": "0.45"}]
+VARIANTS = [
+    {}, {"two_pass": "true", "strongest": "true"}, {"tau": "0.5", "constant": "true"},
+    {"rate": "0.2", "certain": "true", "alpha": "0.3"}, {"threshold": "0.45", "deeper": "6"},
+]  # fmt: skip
 
 
 def settings(name: str, params, seed: int) -> dict[str, str]:

@@ -160,10 +160,10 @@ def test_d2o_layer_stat(tmp_path, execution):
 def merging(policy: str, block: str) -> str:
     """The section `merge` of a shipped policy, with a selection that is known beforehand."""
     merge = re.search(rf"^{block}merge:\n((?:{block}  .*\n)+)", find(policy).read_text(), re.M)[0]
-    beta = re.search(r"^  beta: .*$", find(policy).read_text(), re.M)[0]
+    weights = re.findall(r"^  (?:alpha|beta): .*\n", find(policy).read_text(), re.M)
     merge = re.sub(rf"^{block}", "", merge, flags=re.M)
     return (
-        f"policy: a-merge\nlanguage: 1\nabout: a test\nparams:\n{beta}\n"
+        f"policy: a-merge\nlanguage: 1\nabout: a test\nparams:\n{''.join(weights)}"
         "score: 1 where position == 5 else 0\nkeep: sinks(4) then recent(2) then top(score, 1)\n"
         f"{merge}decode: same\n"
     )
