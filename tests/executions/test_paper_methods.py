@@ -14,6 +14,7 @@ BASE = {"capacity": 9, "window": 3, "kernel": 3, "average": False}
 METHODS = {
     "snapkv": (paper_methods.snapkv, BASE),
     "snapkv-average": (paper_methods.snapkv, {**BASE, "average": True}),
+    "vatp-snapkv": (paper_methods.vatp_snapkv, BASE),
     "pyramidkv": (paper_methods.pyramidkv, {**BASE, "beta": 3}),
     "pyramidkv-strongest": (paper_methods.pyramidkv, {**BASE, "beta": 3, "strongest": True}),
     "adakv": (paper_methods.adakv, {**BASE, "alpha": 0.2, "strongest": False}),

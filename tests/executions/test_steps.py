@@ -27,6 +27,7 @@ SMALL = {
 OWN = {
     "asl": {"start": "1"},
     "asl-lava-d2o": {"start": "1"},
+    "cam-original": {"recent_rate": "0.3"},
     "minicache": {"start": "0"},
     "pyramidinfer": {"least": "3"},
 }
