@@ -1,188 +1,272 @@
-"""What a bound policy costs: operations, bytes read and memory, by the torch program's plan.
+"""What a bound policy costs a prefill: by expression, beside the model's own work, and in memory.
 
-Counts are of the work that the definition asks for: a multiplication and an addition are 2, any
-other elementwise step is 1 per value, a selection of the best of M values is M * log2(M).
+Dimensions: L layers, G KV heads, N tokens of the prompt.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.ir import Node
+from kvpolicy.dsl.lengths import lengths
 from kvpolicy.dsl.lower import Phase, Phases
-from kvpolicy.dsl.traverse import merge_roots, nodes_of, propagate_roots, state_roots
+from kvpolicy.dsl.model_config import ModelConfig
+from kvpolicy.dsl.source import Span
+from kvpolicy.dsl.work import WINDOWS, Sizes, Work
 
 _VALUE = 8  # bytes of float64
-_SELECTIONS = ("top", "fill", "rank")
-_SOFTMAX = 5  # scale, subtract, exponential, sum, divide
+# What one attention map may take before KV heads are done in blocks.
+_BLOCK = 64 << 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one expression costs, in all layers.
+
+    Attributes:
+        name: of the let, state or section whose value it is.
+        work: operations and bytes.
+        time: how long it takes, in operations of matrix products; see `Work.time`.
+        span: the part of it that takes longest; None: it stands nowhere.
+        squared: why it grows with the square of the prompt, as a sentence; empty: it does not.
+    """
+
+    name: str
+    work: Work
+    time: float
+    span: Span | None
+    squared: str
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one prompt.
+    """What scoring and choosing for one prompt cost.
 
     Attributes:
-        operations: per layer, number of operations by what causes them.
-        at_end: operations after the last layer.
-        bytes_read: per layer, bytes of queries, keys and values.
-        peak: bytes of values that exist at once within a layer, in blocks of KV heads.
+        parts: by expression, the dearest first.
+        prefill: the model's own work for the prompt, of all layers and tokens.
+        bytes_read: bytes of queries, keys and values that the values of one layer need.
+        peak: bytes of values that exist at once within a layer, in blocks of KV heads; without
+            those of merging and sharing.
         held: bytes kept from layer to layer until the end.
     """
 
-    operations: Mapping[str, float]
-    at_end: float
+    parts: tuple[Part, ...]
+    prefill: Work
     bytes_read: int
     peak: int
     held: int
 
-    def total(self, layers: int) -> float:
-        """Operations of the whole prefill."""
-        return layers * sum(self.operations.values()) + self.at_end
+    @property
+    def operations(self) -> float:
+        """Operations of all layers."""
+        return sum(part.work.operations for part in self.parts)
+
+    @property
+    def share(self) -> float:
+        """How long all of it takes, as a share of the prefill's time."""
+        return sum(map(self.share_of, self.parts))
+
+    def share_of(self, part: Part) -> float:
+        """How long an expression takes, as a share of the prefill's time."""
+        return part.time / self.prefill.time
 
 
-class Sizes:
-    """How many numbers a node has for a prompt of N tokens."""
+def cost(bound: Bound, config: ModelConfig, prompt: int) -> Cost:
+    """The cost of scoring and choosing for one prompt of N tokens, at least 1.
 
-    def __init__(self, bound: Bound, prompt: int) -> None:
-        shape = bound.shape
-        self.axes = {
-            "kv": shape.kv_heads,
-            "group": shape.group,
-            "query": bound.queries(prompt),
-            "token": prompt,
-            "dim": shape.head_dim,
-            "past": shape.layers,
-            "dropped": prompt,
-        }
-
-    def of(self, node: Node) -> int:
-        """Values of one layer."""
-        return math.prod(self.axes.get(axis, 1) for axis in node.type.axes)
-
-
-def cost(bound: Bound, prompt: int, element: int, block_bytes: int = 64 << 20) -> Cost:
-    """The cost of scoring and choosing for one prompt.
-
-    Args:
-        bound: the policy.
-        prompt: N tokens.
-        element: bytes of one number of the model's queries, keys and values.
-        block_bytes: what one attention map may take before KV heads are done in blocks.
+    It is reckoned for a GPU with generated kernels, from operations and bytes alone. What launching
+    kernels takes is left out: for short prompts and small models that is most of the time. Where
+    data decide how many tokens go deeper or how many entries stay, the most is reckoned with.
     """
-    shape, sizes, phases = bound.shape, Sizes(bound, prompt), Phases(bound.propagates)
-    rules = bound.lowered
-    early = propagate_roots(bound.propagate_lowered)
-    nodes = list(nodes_of([rules.keep, *state_roots(rules.states), *early]))
-    layer = [node for node in nodes if phases.of(node) == Phase.LAYER]
-    ends = [node for node in nodes if phases.of(node) == Phase.END]
-    operations: dict[str, float] = {}
-    for node in layer:
-        name = _name(node)
-        operations[name] = operations.get(name, 0.0) + _operations(node, sizes, bound)
-    held = {id(x) for node in ends for x in node.args}
-    handed = sum(sizes.of(node) * _VALUE for node in layer if id(node) in held)
-    reads = {node.op for node in layer}
-    numbers = prompt * shape.kv_heads * shape.head_dim
-    read = numbers * (bool(reads & {"attn", "logits", "key"}) + ("value" in reads))
-    if bound.lowered.merge is not None:
-        operations["merging"] = _merge_operations(bound, prompt)
-    read += bound.queries(prompt) * shape.heads * shape.head_dim * bool(reads & {"attn", "logits"})
+    nodes = _Nodes(bound, config, prompt)
+    sizes, chosen = nodes.sizes(0, prompt), nodes.of("keep", "propagate")
+    layer = [node for node in chosen if nodes.phases.of(node) == Phase.LAYER]
+    ends = [node for node in chosen if nodes.phases.of(node) == Phase.END]
+    late = {id(x) for node in ends for x in node.args}
+    held = sum(sizes.of(node) * _VALUE for node in layer if id(node) in late)
     return Cost(
-        operations,
-        shape.layers * sum(_operations(node, sizes, bound) for node in ends),
-        read * element,
-        _peak(layer, sizes, bound, block_bytes),
-        handed * shape.layers,
+        tuple(sorted(nodes.parts(), key=lambda part: -part.time)),
+        config.prefill_work(prompt),
+        _read(layer, sizes),
+        _peak(layer, sizes),
+        int(held) * bound.shape.layers,
     )
 
 
-def _merge_operations(bound: Bound, entries: int) -> float:
-    """Finding the receivers of one layer's dropped entries among its kept ones, by cosines."""
-    shape = bound.shape
-    kept = min(entries, bound.max_entries(entries) // (shape.layers * shape.kv_heads))
-    return 2.0 * shape.kv_heads * kept * (entries - kept) * shape.head_dim
+@dataclass
+class _Sum:
+    """The cost of one expression so far."""
+
+    root: Node
+    work: Work = field(default_factory=Work)
+    times: dict[int, float] = field(default_factory=dict)  # by node
+
+    def add(self, node: Node, work: Work) -> None:
+        self.work += work
+        self.times[id(node)] = self.times.get(id(node), 0.0) + work.time
 
 
-def memory_of_decode(bound: Bound, prompt: int, element: int) -> tuple[int, int]:
-    """Bytes that one request remembers for its decode steps: of states, and of queries.
+class _Nodes:
+    """The values that a prefill computes, by the expression that they belong to.
 
     Args:
-        bound: the policy.
         prompt: N tokens.
-        element: bytes of one number of a query.
     """
-    shape = bound.shape
-    entries = max(1, bound.max_entries(prompt) // (shape.layers * shape.kv_heads))
-    axes = {"kv": shape.kv_heads, "group": shape.group, "token": entries, "dim": shape.head_dim}
-    states = bound.decode.states.values() if bound.decode is not None else ()
-    values = sum(math.prod(axes.get(axis, 1) for axis in x.type.axes) for x in states)
-    # The newest query is at hand; only older ones are kept.
-    queries = bound.step_queries(prompt)
-    remembered = queries * shape.heads * shape.head_dim if queries > 1 else 0
-    return shape.layers * values * _VALUE, shape.layers * remembered * element
+
+    def __init__(self, bound: Bound, config: ModelConfig, prompt: int) -> None:
+        self.bound, self.prompt, self.element = bound, prompt, config.kv_bytes
+        self.phases = Phases(bound.propagates)
+        self._lengths = [high for _, high in lengths(bound, prompt)]
+        lists = bound.shape.layers * bound.shape.kv_heads
+        mean = bound.max_entries(prompt) // lists
+        # Where data decide, half of the entries leave most pairs of a dropped and a kept one.
+        self._kept = mean if mean < prompt else prompt // 2
+        self._acts = bound.propagation_layer(prompt)
+        self._known: dict[tuple, Sizes] = {}
+        self._owners: dict[int, tuple[str, Node]] = {}
+        # Of nodes that several sections read the first one counts.
+        self._sections: dict[str, list[Node]] = {
+            section: list(self._section(roots)) for section, roots in _sections(bound).items()
+        }
+
+    def _section(self, roots: list[tuple[str, Node]]) -> Iterator[Node]:
+        for name, root in roots:
+            yield from self._own(root, name, root)
+
+    def _own(self, node: Node, name: str, root: Node) -> Iterator[Node]:
+        """The nodes below one that belong to nothing yet, each owned by the name next above it."""
+        if id(node) in self._owners:
+            return
+        if node.name is not None:
+            name, root = node.name, node
+        self._owners[id(node)] = name, root
+        for argument in node.args:
+            yield from self._own(argument, name, root)
+        if self.bound.static.needs(node) is None and self.phases.of(node) != Phase.PLAN:
+            yield node
+
+    def of(self, *sections: str) -> list[Node]:
+        """Values of sections that tensors decide, arguments before users."""
+        return [node for name in sections for node in self._sections.get(name, ())]
+
+    def all(self) -> list[Node]:
+        """Those of all sections."""
+        return self.of(*self._sections)
+
+    def sizes(self, layer: int, length: int) -> Sizes:
+        """Sizes of a layer that so many tokens reach."""
+        windows = [node for node in self.all() if node.op in WINDOWS]
+        counts = (self.bound.window(node, self.prompt, layer, length) for node in windows)
+        key = (length, *counts)
+        if key not in self._known:
+            bound, prompt = self.bound, self.prompt
+            self._known[key] = Sizes(bound, prompt, layer, length, self._kept, self.element)
+        return self._known[key]
+
+    def parts(self) -> Iterator[Part]:
+        """What every expression costs in all layers."""
+        sums: dict[str, _Sum] = {}
+        nodes = {id(node): node for node in self.all()}
+        for section, own in self._sections.items():
+            for layer in range(self.bound.shape.layers):
+                length = self._reached(section, layer)
+                if length is None:
+                    continue
+                sizes = self.sizes(layer, length)
+                for node in own:
+                    name, root = self._owners[id(node)]
+                    sums.setdefault(name, _Sum(root)).add(node, sizes.work(node))
+        for name, each in sums.items():
+            dearest = nodes[max(each.times, key=each.times.__getitem__)]
+            time = sum(each.times.values())
+            yield Part(
+                name, each.work, time, dearest.span or each.root.span, self._squared(dearest)
+            )
+
+    def _reached(self, section: str, layer: int) -> int | None:
+        """Tokens of a layer at which a section is computed; None: it is not."""
+        if section == "propagate":
+            if self._acts is not None and layer != self._acts:
+                return None
+            return self.prompt if self.bound.restarts else self._lengths[layer]
+        share = self.bound.share
+        if section == "share" and share is not None:
+            shares = self.bound.number(share.when, self.prompt, layer)
+            return self._lengths[layer] if shares else None
+        return self._lengths[layer]
+
+    def _squared(self, node: Node) -> str:
+        """Why computing a value grows with the square of the prompt."""
+        if node.op == "nearest":
+            return "it compares every dropped entry with every kept one"
+        if "query" not in node.type.axes and not any("query" in x.type.axes for x in node.args):
+            return ""
+        windows = [each for each in node.walk() if each.op in WINDOWS]
+        if any(not each.args for each in windows):
+            return "it looks at every pair of tokens"
+        needs = (self.bound.static.needs(each.args[0]) or frozenset() for each in windows)
+        if any({"prompt", "length"} & each for each in needs):
+            return "its window grows with the prompt, so that it looks at a share of all pairs"
+        return ""
 
 
-def decode_cost(bound: Bound, prompt: int) -> dict[str, float]:
-    """Operations per layer of a decode step: at every step, and where entries leave."""
-    shape = bound.shape
-    entries = max(1, bound.max_entries(prompt) // (shape.layers * shape.kv_heads)) + 1
-    sizes = Sizes(bound, prompt)
-    sizes.axes.update(token=entries, query=bound.step_queries(prompt), dropped=1)
-    rules = bound.decode_lowered
-    always = list(nodes_of(state_roots(rules.states)))
-    known = {id(node) for node in always}
-    leaving = [
-        node for node in nodes_of([rules.keep, *merge_roots(rules.merge)]) if id(node) not in known
-    ]
-    every = sum(_operations(node, sizes, bound) for node in always)
-    costs = {"at every step": every} if every else {}
-    costs["where entries leave"] = sum(_operations(node, sizes, bound) for node in leaving)
-    return costs
+def _sections(bound: Bound) -> dict[str, list[tuple[str, Node]]]:
+    """The roots of what a prefill computes, by section and with the names of their expressions."""
+    rules, share = bound.lowered, bound.share
+    found: dict[str, list[tuple[str, Node | None]]] = {"keep": [("keep", rules.keep)]}
+    found["keep"] += [(name, x) for name, s in rules.states.items() for x in (s.start, s.next)]
+    if rules.merge is not None:
+        merge = rules.merge
+        found["merge"] = [
+            *(("merge.into", merge.into), ("merge.accept", merge.accept)),
+            *(("merge.weight", merge.weight), ("merge.own", merge.own)),
+            ("merge.divide", merge.divide),
+            *((f"merge.{n}", x) for n, s in merge.states.items() for x in (s.start, s.next)),
+        ]
+    if share is not None:
+        found["share"] = [("share.direction", share.direction), ("share.except", share.exceptions)]
+    propagate = bound.propagate_lowered
+    if propagate is not None:
+        found["propagate"] = [
+            *(("propagate.first", propagate.first), ("propagate.every", propagate.every)),
+            *(("propagate.budget", propagate.budget), ("propagate.tokens", propagate.tokens)),
+        ]
+    return {
+        section: [(name, node) for name, node in roots if node is not None]
+        for section, roots in found.items()
+    }
 
 
-def _name(node: Node) -> str:
-    if node.op in ("attn", "logits"):
-        return "attention of the window"
-    if node.op in ("key", "value"):
-        return "keys and values"
-    if node.op in _SELECTIONS:
-        return "selection"
-    return "pooling" if node.op.endswith("pool") else "other arithmetic"
+def _read(nodes: list[Node], sizes: Sizes) -> int:
+    """Bytes of a layer's keys, values and queries, each read once."""
+    reads = {node.op for node in nodes}
+    keys = sizes.axes["kv"] * sizes.tokens * sizes.axes["dim"]
+    numbers = keys * (bool(reads & {*WINDOWS, "key"}) + ("value" in reads))
+    asked = max((sizes.queries(node) for node in nodes if node.op in WINDOWS), default=0)
+    numbers += asked * sizes.axes["kv"] * sizes.axes["group"] * sizes.axes["dim"]
+    return numbers * sizes.element
 
 
-def _operations(node: Node, sizes: Sizes, bound: Bound) -> float:
-    own = sizes.of(node)
-    inner = sizes.of(node.args[0]) if node.args else own
-    if node.op in ("attn", "logits"):
-        return own * (2 * bound.shape.head_dim + (_SOFTMAX if node.op == "attn" else 0))
-    if node.op in _SELECTIONS:
-        return inner * max(1.0, math.log2(max(2, inner)))
-    return float(max(own, inner))
-
-
-def _peak(nodes: list[Node], sizes: Sizes, bound: Bound, block_bytes: int) -> int:
+def _peak(nodes: list[Node], sizes: Sizes) -> int:
     """The most bytes alive at once, computing nodes in order and freeing at the last use."""
     last = {id(x): place for place, node in enumerate(nodes) for x in node.args}
     maps = [sizes.of(node) * _VALUE for node in nodes if "query" in node.type.axes]
-    blocks = 1
-    if maps:
-        blocks = min(bound.shape.kv_heads, math.ceil(max(maps) / block_bytes))
-    keys = sizes.axes["kv"] * sizes.axes["token"] * sizes.axes["dim"] * _VALUE
-    alive: dict[int, int] = {}
-    peak = 0
+    blocks = min(sizes.axes["kv"], math.ceil(max(maps) / _BLOCK)) if maps else 1
+    keys = sizes.axes["kv"] * sizes.tokens * sizes.axes["dim"] * _VALUE
+    alive: dict[int, float] = {}
+    peak = 0.0
     for place, node in enumerate(nodes):
         large = {"query", "dim"} & set(node.type.axes)
         size = sizes.of(node) * (1 if node.type.kind == "truth" else _VALUE)
         # A map that is too large for one KV head is made for some queries at a time.
-        alive[id(node)] = min(size // blocks, block_bytes) if large else size
+        alive[id(node)] = min(size // blocks, _BLOCK) if large else size
         # While a map is made, the float64 copy of the keys or the map before its softmax exists.
-        scratch = 0
-        if node.op in ("attn", "logits"):
-            scratch = max(alive[id(node)], keys // blocks)
+        scratch = max(alive[id(node)], keys // blocks) if node.op in WINDOWS else 0
         peak = max(peak, sum(alive.values()) + scratch)
         for name in [name for name in alive if last.get(name, math.inf) <= place]:
             del alive[name]
-    return peak
+    return int(peak)

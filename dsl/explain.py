@@ -10,7 +10,7 @@ from kvpolicy.dsl.bind import Bound, bind
 from kvpolicy.dsl.bounds import Bounds, Size
 from kvpolicy.dsl.check import Checked, load
 from kvpolicy.dsl.commands import guarded, overrides
-from kvpolicy.dsl.cost import Cost, cost
+from kvpolicy.dsl.cost import cost
 from kvpolicy.dsl.diagnostics import PolicyError
 from kvpolicy.dsl.explain_sections import layers_text, runs
 from kvpolicy.dsl.ir import Node, When
@@ -27,6 +27,7 @@ _WHEN = {
     Phase.END: "after the last layer",
 }
 _BAR = 24
+_NOTED = 0.001  # share of a policy's cost from which an expression has a line of its own
 
 
 def main(args: argparse.Namespace) -> int:
@@ -98,7 +99,7 @@ def explanation(checked: Checked, bound: Bound, config: ModelConfig, length: int
     yield from _entries(bound, length)
     yield from ("", "Memory")
     yield from _memory(bound, config, length)
-    yield from ("", "Cost of deciding (torch program, float64)")
+    yield from ("", "Cost of deciding, for all layers (generated kernels; see docs/operators.md)")
     yield from _cost(bound, config, length)
 
 
@@ -220,18 +221,25 @@ def _memory(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
 
 
 def _cost(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
-    found: Cost = cost(bound, length, config.kv_bytes)
-    total, prefill = found.total(bound.shape.layers), config.prefill_flops(length)
-    for name, operations in sorted(found.operations.items(), key=lambda item: -item[1]):
-        yield f"  {name:<26} {flops_text(operations):>12} per layer"
-    if found.at_end:
-        yield f"  {_WHEN[Phase.END]:<26} {flops_text(found.at_end):>12}"
-    yield f"  {'in all':<26} {flops_text(total):>12}  {total / prefill:.3%} of the prefill's"
-    yield f"  {'reads':<26} {size_text(found.bytes_read):>12} per layer"
-    yield f"  {'memory at once':<26} {size_text(found.peak):>12} within a layer, then freed"
+    found = cost(bound, config, length)
+    noted = [part for part in found.parts if found.share_of(part) >= _NOTED * found.share]
+    for part in noted:
+        yield _costs(part.name, part.work.operations, found.share_of(part), part.squared)
+    if len(noted) < len(found.parts):
+        rest = found.parts[len(noted) :]
+        operations = sum(part.work.operations for part in rest)
+        yield _costs("other expressions", operations, sum(map(found.share_of, rest)))
+    yield _costs("in all", found.operations, found.share)
+    yield f"  {'reads':<26} {size_text(found.bytes_read):>12}  per layer"
+    yield f"  {'memory at once':<26} {size_text(found.peak):>12}  within a layer, then freed"
     if found.held:
-        yield f"  {'held until the end':<26} {size_text(found.held):>12} for all layers"
+        yield f"  {'held until the end':<26} {size_text(found.held):>12}  for all layers"
     queries = bound.queries(length)
     if queries:
         noun = "query" if queries == 1 else "queries"
-        yield f"  {'observation window':<26} {queries:>12,} last {noun}"
+        yield f"  {'observation window':<26} {queries:>12,}  last {noun}"
+
+
+def _costs(name: str, operations: float, share: float, squared: str = "") -> str:
+    note = f"; {squared}" if squared else ""
+    return f"  {name:<26} {flops_text(operations):>12}  {share:.3%} of the prefill's time{note}"

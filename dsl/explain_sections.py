@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from kvpolicy.dsl.bind import Bound
-from kvpolicy.dsl.cost import decode_cost, memory_of_decode
+from kvpolicy.dsl.decode_cost import decode_cost, memory_of_decode
 from kvpolicy.dsl.ir import Merge, Node
 from kvpolicy.dsl.lengths import lengths
 from kvpolicy.dsl.model_config import ModelConfig

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvpolicy.dsl.diagnostics import did_you_mean, refused
 from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.work import SOFTMAX, Work
 
 # Llama 3.1 8B, for what needs a model and is given none.
 USUAL = ModelShape(layers=32, heads=32, kv_heads=8, head_dim=128)
@@ -34,12 +35,17 @@ class ModelConfig:
     dtype: str
     kv_bytes: int
 
-    def prefill_flops(self, tokens: int) -> float:
-        """Multiplications and additions of a prefill: the layers' matrices and causal attention."""
+    def prefill_work(self, tokens: int) -> Work:
+        """A prefill: the layers' matrices and causal attention, and the weights read once."""
         shape = self.shape
         heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         weights = self.hidden * (2 * heads + 2 * kv) + 3 * self.hidden * self.intermediate
-        return shape.layers * (2.0 * tokens * weights + 2.0 * heads * tokens * (tokens + 1))
+        pairs = shape.heads * tokens * (tokens + 1) / 2
+        return Work(
+            matrix=shape.layers * (2.0 * tokens * weights + 4.0 * shape.head_dim * pairs),
+            vector=shape.layers * SOFTMAX * pairs,
+            moved=float(shape.layers * weights * self.kv_bytes),
+        )
 
     def kv_size(self, entries: int) -> int:
         """Bytes of that many entries: a key and a value of one layer and KV head each."""
@@ -67,40 +73,50 @@ def read_config(path: str | Path) -> ModelConfig:
         raise refused(str(file), "file", "this is not JSON") from None
     if not isinstance(config, dict):
         raise refused(str(file), "file", "a model's config is a JSON object")
-    text = config.get("text_config", config)
-    return _from_values(file, text if isinstance(text, dict) else config)
+    name = file.parent.name if file.name == "config.json" else file.stem
+    return replace(config_of(str(file), config), name=name or "model")
 
 
-def _from_values(file: Path, config: Mapping[str, Any]) -> ModelConfig:
-    heads = _size(file, config, "num_attention_heads")
-    hidden = _size(file, config, "hidden_size")
+def config_of(name: str, values: Mapping[str, Any]) -> ModelConfig:
+    """A model's sizes, from the values of its `config.json`.
+
+    Args:
+        name: of the model, for messages.
+        values: by key, as transformers' `PretrainedConfig.to_dict()` gives them too.
+
+    Raises:
+        PolicyError: a size is missing or none.
+    """
+    text = values.get("text_config")
+    config = text if isinstance(text, Mapping) else values
+    heads = _size(name, config, "num_attention_heads")
+    hidden = _size(name, config, "hidden_size")
     shape = ModelShape(
-        layers=_size(file, config, "num_hidden_layers"),
+        layers=_size(name, config, "num_hidden_layers"),
         heads=heads,
-        kv_heads=_size(file, config, "num_key_value_heads", heads),
-        head_dim=_size(file, config, "head_dim", max(1, hidden // heads)),
+        kv_heads=_size(name, config, "num_key_value_heads", heads),
+        head_dim=_size(name, config, "head_dim", max(1, hidden // heads)),
     )
     if shape.heads % shape.kv_heads:
         message = f"{shape.heads} heads cannot share {shape.kv_heads} KV heads"
-        raise refused(str(file), "file", message)
-    experts = _size(file, config, "num_experts_per_tok", 1)
-    intermediate = _size(file, config, "intermediate_size", 4 * hidden)
-    if "moe_intermediate_size" in config:
-        intermediate = _size(file, config, "moe_intermediate_size")
+        raise refused(name, "file", message)
+    experts = _size(name, config, "num_experts_per_tok", 1)
+    intermediate = _size(name, config, "intermediate_size", 4 * hidden)
+    if config.get("moe_intermediate_size") is not None:
+        intermediate = _size(name, config, "moe_intermediate_size")
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
-    name = file.parent.name if file.name == "config.json" else file.stem
-    return ModelConfig(
-        name or "model", shape, hidden, intermediate * experts, dtype, _BYTES.get(dtype, 2)
-    )
+    dtype = dtype.removeprefix("torch.")
+    kv_bytes = _BYTES.get(dtype, 2)
+    return ModelConfig(name, shape, hidden, intermediate * experts, dtype, kv_bytes)
 
 
-def _size(file: Path, config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _size(name: str, config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = config.get(key)
     if value is None:
         value = default
     if value is None:
         help_ = did_you_mean(key, config) or "is this the config.json of a language model?"
-        raise refused(str(file), "file", f"the key `{key}` is missing", help_)
+        raise refused(name, "file", f"the key `{key}` is missing", help_)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 10**7:
-        raise refused(str(file), "file", f"`{key}` is {value!r}; it is a positive whole number")
+        raise refused(name, "file", f"`{key}` is {value!r}; it is a positive whole number")
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from kvpolicy.dsl.cli import main
@@ -53,13 +54,31 @@ def test_budgets_that_depend_on_data_are_bounded(model, capsys):
     assert "everything may stay" in capsys.readouterr().out
 
 
-def test_cost_of_attention(model, capsys):
-    assert explain(model, "snapkv", "--set", "capacity=100") == 0
+def test_cost_by_expression(model, capsys):
+    assert explain(model, "tova", "--set", "capacity=100") == 0
+    lines = section(
+        capsys.readouterr().out,
+        "Cost of deciding, for all layers (generated kernels; see docs/operators.md)",
+    )
+    # In 4 layers, for 8 heads and 1000 tokens, 2 passes of 2 x 32 multiply-adds and 5 of the
+    # softmax; then a mean over the query and one over the heads together.
+    assert lines[0].startswith(f"score{flops_text(4 * 8 * 1000 * (2 * 2 * 32 + 5 + 1)):>34}  ")
+    assert lines[0].endswith("% of the prefill's time")
+    assert lines[1].startswith("keep ")
+    assert lines[2].startswith("in all ")
+    # keys 1000 x 2 x 32 and queries 8 x 32, 2 bytes each
+    assert lines[3] == f"reads{size_text(2 * (64_000 + 256)):>34}  per layer"
+
+
+def test_cost_of_every_pair_of_tokens(model, capsys):
+    assert explain(model, "h2o") == 0
     text = capsys.readouterr().out
-    # 8 heads x 32 queries x 1000 tokens x (2 x 32 multiply-adds + 5 of the softmax)
-    assert f"  attention of the window{flops_text(8 * 32 * 1000 * 69):>16} per layer" in text
-    # keys 1000 x 2 x 32 and queries 32 x 8 x 32, 2 bytes each
-    assert f"  reads{size_text(2 * (64_000 + 8_192)):>34} per layer" in text
+    assert re.search(
+        r"^  heat +[\d.]+ Gflop  .*'s time; it looks at every pair of tokens$", text, re.M
+    )
+    assert explain(model, "roco") == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^  in all +0 flop  0.000% of the prefill's time$", text, re.M)
 
 
 def section(text: str, title: str) -> list[str]:

@@ -1,0 +1,215 @@
+"""What a policy costs beside a prefill, and the limit on it."""
+
+from __future__ import annotations
+
+import pytest
+from kvpolicy.dsl.bind import Bound, bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.cost import Cost, Part, cost
+from kvpolicy.dsl.cost_limit import check_cost
+from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.library import shipped
+from kvpolicy.dsl.model_config import ModelConfig, config_of
+from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.work import MATRIX_PER_VECTOR, OPERATIONS_PER_BYTE, Work
+
+# Llama 3.1 8B.
+LLAMA = config_of(
+    "llama",
+    {
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "hidden_size": 4096, "intermediate_size": 14336, "torch_dtype": "bfloat16",
+    },
+)  # fmt: skip
+SMALL = ModelConfig("small", ModelShape(4, 4, 2, 8), 32, 64, "float32", 4)
+HEADER = "policy: p\nlanguage: 1\nabout: a policy\n"
+
+
+def policy(text: str, config: ModelConfig = LLAMA, **settings: str) -> Bound:
+    """A policy written in the test, or a shipped one."""
+    source = Source("p.yaml", HEADER + text) if "\n" in text else text
+    return bind(load(source).require(), config.shape, settings)
+
+
+def part(found: Cost, name: str) -> Part:
+    return next(part for part in found.parts if part.name == name)
+
+
+def test_work_takes_as_long_as_what_it_has_most_of():
+    assert Work(matrix=100, vector=3).time == 100 + 3 * MATRIX_PER_VECTOR
+    assert Work(matrix=100, vector=3, moved=7).time == 7 * OPERATIONS_PER_BYTE
+    assert Work(1, 2, 3) + Work(10, 20, 30) == Work(11, 22, 33)
+
+
+def test_a_prefill():
+    # Per layer: queries, outputs 2 x 32, keys and values 2 x 16, an MLP of 3 x 64, for 32 channels.
+    weights = 4 * 32 * (2 * 32 + 2 * 16 + 3 * 64)
+    pairs = 4 * 4 * (10 * 11 // 2)  # layers, heads
+    assert SMALL.prefill_work(10) == Work(2 * 10 * weights + 4 * 8 * pairs, 5 * pairs, 4 * weights)
+
+
+def test_a_window():
+    """A layer: passes over the keys, the softmax, the sum; no pair with a later token."""
+    bound = policy("score: sum[head, query](attn(recent(3)))\nbudget: 5\nkeep: top(score)\n", SMALL)
+    found = part(cost(bound, SMALL, 10), "score")
+    pairs = 4 * (3 * 10 - 3)
+    keys, queries = 4 * 2 * 10 * 8, 4 * 4 * 3 * 8
+    # What the sum leaves is written, and read and written no more within the kernel.
+    assert found.work == Work(
+        matrix=4 * 2 * 2 * 8 * pairs,
+        vector=4 * (5 + 1) * pairs,
+        moved=4 * (2 * keys + queries + 8 * 10),
+    )
+    assert found.squared == ""
+
+
+def test_logits_keys_and_values():
+    text = "score: max[head, query](logits(recent(1))) + sum[kv](norm1[dim](value))\n"
+    found = cost(policy(text + "budget: 5\nkeep: top(score)\n", SMALL), SMALL, 10)
+    work = part(found, "score").work
+    assert work.matrix == 4 * 2 * 8 * 4 * 10  # one pass
+    assert found.bytes_read == 4 * (2 * 2 * 10 * 8 + 4 * 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "expression", "reason"),
+    [
+        ("snapkv", "votes", ""),
+        ("h2o", "heat", "it looks at every pair of tokens"),
+        (
+            "pyramidinfer",
+            "seen",
+            "its window grows with the prompt, so that it looks at a share of",
+        ),
+        ("asl-lava-d2o", "merge.into", "it compares every dropped entry with every kept one"),
+    ],
+)
+def test_what_grows_with_the_square_of_the_prompt_is_named(name, expression, reason):
+    bound = policy(name)
+    long, twice = (cost(bound, LLAMA, tokens) for tokens in (32768, 65536))
+    found = part(long, expression)
+    assert found.squared.startswith(reason)
+    assert bool(found.squared) == bool(reason)
+    growth = part(twice, expression).time / found.time
+    # What is merged are few entries: those beyond the kept ones, of which there are 1,024.
+    assert growth == pytest.approx(4 if reason and name != "asl-lava-d2o" else 2, rel=0.05)
+    assert {each.squared for each in long.parts if each.squared} == (
+        {found.squared} if reason else set()
+    )
+
+
+def test_the_place_of_what_takes_longest():
+    text = "state:\n  heat: heat + sum[group, query](attn(new) * (1 + layer))\nscore: heat\n"
+    bound = policy(text + "budget: 512\nkeep: top(score)\n")
+    found = cost(bound, LLAMA, 1000).parts[0]
+    span = found.span
+    assert found.name == "heat"
+    assert bound.program.file.text[span.start : span.end] == "attn(new)"
+
+
+def test_windows_of_their_own():
+    """A policy that looks at all pairs once pays for it once."""
+    text = "score: sum[head, query](attn(all)) + sum[head, query](attn(recent(2)))\nbudget: 9\n"
+    one, both = (
+        cost(policy(each + "keep: top(score)\n", SMALL), SMALL, 1000).parts[0].work.matrix
+        for each in ("score: sum[head, query](attn(all))\nbudget: 9\n", text)
+    )
+    assert both - one == 4 * 2 * 2 * 8 * 4 * (2 * 1000 - 1)
+
+
+def test_pooling_costs_its_width():
+    one, wide, endless = (
+        cost(policy("snapkv", SMALL, kernel=str(width)), SMALL, 1000).operations
+        for width in (1, 101, 9999)
+    )
+    assert wide - one == 4 * 4 * 1000 * 100
+    assert endless - one == 4 * 4 * 1000 * (2000 - 1)
+
+
+def test_layers_that_fewer_tokens_reach():
+    first, deeper, all_ = (
+        part(cost(policy("fastkv", SMALL, **given), SMALL, 1000), "votes").work.matrix
+        for given in ({"tsp_layer": "0"}, {"tsp_layer": "2"}, {"tsp_rate": "1"})
+    )
+    assert first < deeper < all_
+    # Three layers of 1,000 tokens and one of 200, or of 1,000, and 8 queries.
+    assert (all_ - deeper) == 2 * 2 * 8 * 4 * 8 * 800
+
+
+def test_a_second_prefill_and_what_comes_before_it():
+    found = cost(policy("gemfilter", SMALL, filter="2", capacity="10"), SMALL, 1000)
+    assert part(found, "match").work.matrix == 2 * 8 * 4 * 1000  # at one layer, of all tokens
+
+
+def test_layers_that_share():
+    two, one = (
+        cost(policy("minicache", SMALL, start=start), SMALL, 100).operations for start in ("0", "2")
+    )
+    assert two == 2 * one > 0
+
+
+def test_nothing_that_tensors_decide_costs_nothing():
+    found = cost(policy("streamingllm"), LLAMA, 131072)
+    assert (found.parts, found.share, found.operations) == ((), 0, 0)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_policies_on_a_usual_model(name):
+    """None takes as long as the prefill itself, at any length."""
+    bound = policy(name)
+    shares = [cost(bound, LLAMA, tokens).share for tokens in (1, 100, 8192, 131072)]
+    print(f"{name}: " + ", ".join(f"{share:.3%}" for share in shares))
+    assert all(0 <= share < 1 for share in shares)
+
+
+# The limit.
+
+
+def test_a_policy_that_costs_too_much():
+    bound = policy("h2o")
+    share = cost(bound, LLAMA, 131072).share
+    check_cost(bound, LLAMA, 131072, share, "--max")
+    with pytest.raises(PolicyError) as caught:
+        check_cost(bound, LLAMA, 131072, 0.5, "--max")
+    assert str(caught.value).splitlines() == [
+        "policies/h2o.yaml:17:34: error[cost]: `h2o` takes 76 % of the time of a prefill of 131,072 "
+        "tokens, more than the 50 % that are allowed; `heat` takes 76 %: it looks at every pair of "
+        "tokens",
+        "   |",
+        "17 |   heat: heat + sum[group, query](attn(new))  # [kv, token]",
+        "   |                                  ^^^^^^^^^",
+        "   = help: allow it with `--max 77`, or compute less here, for example the attention of "
+        "`recent(64)` alone",
+    ]
+    check_cost(bound, LLAMA, 131072, 0.77, "--max")
+
+
+def test_a_policy_that_only_costs_much():
+    bound = policy("snapkv")
+    with pytest.raises(PolicyError) as caught:
+        check_cost(bound, LLAMA, 131072, 0.0005, "--max")
+    message = str(caught.value)
+    assert "`snapkv` takes 0.071 % of the time" in message
+    assert "more than the 0.05 % that are allowed; `votes` takes 0.058 %\n" in message
+    assert message.endswith("= help: allow it with `--max 1`, or compute less here")
+
+
+def test_a_limit_of_nothing_allows_what_costs_nothing():
+    check_cost(policy("streamingllm"), LLAMA, 131072, 0.0, "--max")
+
+
+def test_sizes_as_a_server_knows_them():
+    """transformers' values: a model of text and pictures, a dtype that torch prints."""
+    values = {
+        "text_config": {
+            "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 10, "intermediate_size": 999,
+            "torch_dtype": "torch.float32",
+        },
+        "vision_config": {"hidden_size": 1},
+    }  # fmt: skip
+    found = config_of("a model", values)
+    assert found == ModelConfig("a model", ModelShape(2, 4, 4, 16), 64, 30, "float32", 4)
+    with pytest.raises(PolicyError, match="a model: error\\[file\\]: the key `num_hidden_layers`"):
+        config_of("a model", {"num_attention_heads": 4, "hidden_size": 8})
