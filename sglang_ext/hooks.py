@@ -330,6 +330,7 @@ def _after_internal_state(runtime: Runtime) -> Callable:
     def after(answer: Any, *args: Any) -> Any:
         """After Scheduler.get_internal_state, which GET /server_info shows."""
         answer.internal_state["kv_policy"] = runtime.describe()
+        answer.internal_state["kv_policy_inspection"] = runtime.inspection
         return answer
 
     return after
