@@ -7,8 +7,10 @@ import random
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
+import forked
 import pytest
 import requests
 
@@ -38,7 +40,10 @@ def server(model):
     flags = {"enable_metrics": True, "sleep_on_idle": True, "kv_policy_fold_interval": 5}
     flags |= {"kv_policy_allow_inspection": True}
     policies = [SNAPKV, SINKS, H2O, f"snap@0.5={SNAPKV}"]
-    with serve(model, policies, settings, **flags, env=STRICT) as server:
+    with ExitStack() as until_the_end:
+        with forked.new_interpreters():  # as users start it
+            served = serve(model, policies, settings, **flags, env=STRICT)
+            server = until_the_end.enter_context(served)
         yield server
 
 
