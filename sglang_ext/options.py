@@ -10,8 +10,10 @@ stand in the file of `--config`. Environment variables carry them to SGLang's ch
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import time
 from argparse import ArgumentParser, Namespace, _StoreAction
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ from kvpolicy.dsl.diagnostics import PolicyError, render_all
 from kvpolicy.dsl.ir import ModelShape, Program
 from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.errors import Refused
+
+logger = logging.getLogger(__name__)
 
 PATHS_VARIABLE = "SGLANG_KV_POLICY"  # [name=]path, separated as in PATH
 SETTINGS_VARIABLE = "SGLANG_KV_POLICY_SET"  # name=value, separated by commas
@@ -79,6 +83,28 @@ class Policy:
         if sentence:
             raise Refused(f"{self.option}: {sentence}")
         return bound
+
+
+def check_policies(policies: Sequence[Policy], shape: ModelShape) -> None:
+    """Bind policies to a model and try each out, before anything is loaded.
+
+    Raises:
+        Refused: one does not fit the model, or its trial fails.
+    """
+    from kvpolicy.dsl.trial import trial  # it needs torch, which the command line does not
+
+    started, tried = time.perf_counter(), set()
+    for policy in policies:
+        bound = policy.bind(shape)
+        if bound.digest in tried:
+            continue
+        tried.add(bound.digest)
+        try:
+            trial(bound)
+        except PolicyError as error:
+            raise Refused(f"{policy.option}: {error}") from None
+    seconds = time.perf_counter() - started
+    logger.info("KV-cache policies: %d tried in %.1f s.", len(tried), seconds)
 
 
 class _Extend(_StoreAction):

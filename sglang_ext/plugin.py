@@ -115,8 +115,8 @@ def _after_publish(result: Any, server_args: Any, *, role: str, **kwargs: Any) -
         refusals.check_options(resolved)
         config = compat.model_config(server_args)
         refusals.check_model(config)
-        for policy in options.load_policies(*options.requested()):
-            policy.bind(refusals.model_shape(config))
+        policies = options.load_policies(*options.requested())
+        options.check_policies(policies, refusals.model_shape(config))
         if resolved.tokenizer_worker_num > 1 and not compat.use_worker_app(WORKER_APP):
             raise Refused(
                 f"--tokenizer-worker-num {resolved.tokenizer_worker_num} cannot be combined with "
