@@ -166,10 +166,44 @@ def is_static(typer: Typer, node: Node, expr: Expr, what: str, code: str = "phas
     return False
 
 
+def _names_layer(node: Node) -> bool:
+    return any(each.op == "size" and each.value == "layer" for each in node.walk())
+
+
+def is_alike(typer: Typer, node: Node, expr: Expr, what: str) -> bool:
+    """Whether a number known before the prefill is that of all layers; otherwise reports."""
+    if not _names_layer(node):
+        return True
+    message = f"{what} must be the same at every layer; `{typer.shown(expr)}` is not"
+    typer.error("phase", message, expr.span)
+    return False
+
+
+def has_queries_in_common(typer: Typer, node: Node, call: Call) -> bool:
+    """Whether a value looked at across layers has the same queries in all; otherwise reports."""
+    window = node.type.window
+    if window is None:
+        return True
+    reason = None
+    if window.count is not None and _names_layer(window.count):
+        reason = f"`{window.text}` is of another size at each layer"
+    elif typer.scope.propagates:
+        reason = "where tokens are propagated, not every query reaches every layer"
+    if reason is None:
+        return True
+    message = f"`{typer.shown(call)}` looks at `query` across layers, but {reason}"
+    typer.error("axis", message, call.span, "reduce `query` first")
+    return False
+
+
+def is_of_model(node: Node) -> bool:
+    """Whether a number follows from parameters and model sizes, for all layers alike."""
+    return node.when == When.LOAD and not _names_layer(node)
+
+
 def _is_constant(typer: Typer, node: Node, expr: Expr, what: str) -> bool:
     """Whether a node is one number for the whole model, known at load; otherwise reports."""
-    layer = any(n.op == "size" and n.value == "layer" for n in node.walk())
-    if not layer and node.when == When.LOAD and node.type.exact:
+    if is_of_model(node) and node.type.exact:
         return True
     message = f"{what} must follow from parameters alone; `{typer.shown(expr)}` does not"
     typer.error("phase", message, expr.span)

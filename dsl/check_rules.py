@@ -142,9 +142,21 @@ class RulesChecker:
         into = self._into(block)
         parts = {name: self._part(block, name, section) for name in _MERGE_PARTS}
         states = dict(self._states((section,)))
+        for name, node in parts.items():
+            if name != "divide":
+                self._knows_no_mass([node], block.items.get(name))
+        for name, state in states.items():
+            self._knows_no_mass([state.start, state.next], block.get("state").items[name])
         if into is None:
             return None
         return Merge(into, **parts, apply=_applied(block), states=states)
+
+    def _knows_no_mass(self, nodes: list[Node | None], item: Item | None) -> None:
+        """Reports what is known only when it is known what is merged."""
+        for node in nodes_of(nodes):
+            if node.op == "special" and item is not None:
+                message = f"`{node.value}` is known only in `merge.divide`"
+                self.scope.error("merge", message, item.span, "it follows from the other parts")
 
     def _into(self, block: Block) -> Node | None:
         item = block.items.get("into")

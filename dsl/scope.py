@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from kvpolicy.dsl.check_expr import COMPARISONS, LOGIC, Context, Typer, is_whole_map
 from kvpolicy.dsl.check_states import States
@@ -45,6 +46,14 @@ class Uses:
     minimum: Fraction | None = None
 
 
+class Counted(NamedTuple):
+    """A number of queries or layers, of which at least one is needed."""
+
+    node: Node
+    span: Span
+    message: str
+
+
 class Scope:
     """Names and their nodes, for one pass of the checker over a file."""
 
@@ -60,6 +69,7 @@ class Scope:
         self.used: set[tuple[str, str]] = set()
         self.whole_maps: set[int] = set()
         self.widths: list[tuple[Node, Span]] = []
+        self.counts: list[Counted] = []
         self.definitions: dict[str, dict[str, Definition]] = {s: {} for s in _SECTIONS}
         self._nodes: dict[tuple, Node | None] = {}
         self._open: list[tuple] = []
@@ -388,3 +398,7 @@ class Scope:
     def width(self, node: Node, expr: Expr, typer: Typer) -> None:
         """Notes a pooling width, which must be odd."""
         self.widths.append((node, typer.span(expr)))
+
+    def at_least_one(self, node: Node, span: Span, message: str) -> None:
+        """Notes a number of queries or layers that is at least one; what to say where it is not."""
+        self.counts.append(Counted(node, span, message))
