@@ -25,6 +25,8 @@ from kvpolicy.dsl.torch_values import Value, aligned
 
 _MOST = 2.0**62
 
+Vectors = list[tuple[torch.Tensor, torch.Tensor]]
+
 
 def apply(
     bound: Bound,
@@ -36,30 +38,57 @@ def apply(
 ) -> Result:
     """What `interpret` does, by the torch program on the CPU; the same arguments and result."""
     tokens = k.shape[2]
-    program = TorchProgram(bound, report=True)
+    made = prefilled(TorchProgram(bound, report=True), q, k, v, inv_freq)
+    run, chosen = made.run, made.chosen
+    if made.first.not_finite or run.not_finite:
+        raise refused(bound.program.name, "data", "the tensors hold NaN or infinity")
+    result = Result([x.numpy() for x in run.finish()], None, None)
+    if tokens:
+        result = _result(run, chosen, made.vectors, tokens)
+        result = _propagated(result, made.first, len(chosen))
+    if steps is not None:
+        if not all(np.isfinite(x).all() for x in steps):
+            raise refused(bound.program.name, "data", "a decode step holds NaN or infinity")
+        cache = _Cache(run, made.vectors, torch.tensor(k[:0]).dtype)
+        names = torch.cat([chosen, torch.arange(tokens, tokens + len(steps[0]))])
+        result = replace(result, steps=_decode(cache, steps, inv_freq, names))
+    return result
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A finished prefill of recorded tensors.
+
+    Attributes:
+        run: whose entries are cached; `first`: the same, or the one that a restart replaced.
+        chosen: int64 [n], positions of the recording that `run` is over.
+        vectors: per layer float64 keys and values [G, n, D], as they are cached.
+    """
+
+    run: Run
+    first: Run
+    chosen: torch.Tensor
+    vectors: Vectors
+
+
+def prefilled(
+    program: TorchProgram,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    inv_freq: np.ndarray | None = None,
+) -> Prefilled:
+    """Takes a program through the prefill, restarted where the policy says so; as `interpret`."""
     recording = _Recording(*(torch.tensor(x) for x in (q, k, v)))
-    first = run = program.start(tokens)
-    chosen = torch.arange(tokens)
+    first = run = program.start(k.shape[2])
+    chosen = torch.arange(k.shape[2])
     again = _prefill(run, recording)
     if again is not None:
         chosen, recording = again, recording.of(again)
         run = run.again(len(chosen))
         _prefill(run, recording)
-    kept = run.finish()
-    if first.not_finite or run.not_finite:
-        raise refused(bound.program.name, "data", "the tensors hold NaN or infinity")
-    vectors = _stored(run, recording, inv_freq)
-    result = Result([x.numpy() for x in kept], None, None)
-    if tokens:
-        result = _result(run, chosen, vectors, tokens)
-        result = _propagated(result, first, len(chosen))
-    if steps is not None:
-        if not all(np.isfinite(x).all() for x in steps):
-            raise refused(bound.program.name, "data", "a decode step holds NaN or infinity")
-        cache = _Cache(run, vectors, recording.k.dtype)
-        names = torch.cat([chosen, torch.arange(tokens, tokens + len(steps[0]))])
-        result = replace(result, steps=_decode(cache, steps, inv_freq, names))
-    return result
+    run.finish()
+    return Prefilled(run, first, chosen, _stored(run, recording, inv_freq))
 
 
 @dataclass(frozen=True)
@@ -101,9 +130,6 @@ def turned(keys: torch.Tensor, shift: torch.Tensor, inv_freq: np.ndarray) -> tor
 
 
 # After the prefill.
-
-
-Vectors = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _stored(run: Run, recording: _Recording, inv_freq: np.ndarray | None) -> Vectors:
@@ -151,7 +177,7 @@ def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Re
     budgets = scores = None
     if rules.budget is not None:
         budgets = [
-            _spread(x, ("kv",), (kv,)).clamp(max=_MOST).numpy().astype(np.int64)
+            _spread(x, ("kv",), (kv,)).clamp(-_MOST, _MOST).numpy().astype(np.int64)
             for x in run.budgets()
         ]
     if rules.score is not None:
