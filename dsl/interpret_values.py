@@ -135,8 +135,11 @@ class Evaluator:
         return float(self.value(node, layer).data)
 
     def candidates(self, layer: int) -> int:
-        """M, entries that some KV head holds."""
-        return len(self.layers[layer].positions)
+        """M, entries that some KV head holds; at a layer that is not there yet those of the prompt.
+
+        Only what needs no data is asked of such a layer.
+        """
+        return len(self.layers[layer].positions) if layer in self.layers else self.prompt
 
     def forget_maps(self, layer: int) -> None:
         """Drops the attention maps of a layer, which nothing across layers needs."""
@@ -144,9 +147,11 @@ class Evaluator:
             del self.known[key]
 
     def _held(self, x: Array, layer: int) -> Array:
-        there = self.layers[layer].there
-        if not self.layers[layer].ragged or not {"kv", "token"} <= set(x.axes):
+        if layer not in self.layers or not self.layers[layer].ragged:
             return x
+        if not {"kv", "token"} <= set(x.axes):
+            return x
+        there = self.layers[layer].there
         held = there.reshape([n if axis in ("kv", "token") else 1 for axis, n in _sizes(x)])
         return Array.of(x.axes, x.data, x.present & held)
 
@@ -330,7 +335,7 @@ class Evaluator:
         return Array.of(logits.axes, weights / np.where(total > 0, total, 1.0), logits.present)
 
     def _uniform(self, node: Node, layer: int) -> Array:
-        seed = math.floor(self.number(node.args[0], layer))
+        seed = counts.seed(self.number(node.args[0], layer))
         kv, token = np.arange(self.kv)[:, None], self.layers[layer].positions
         numbers = counts.hashed(seed, layer, kv, token, self.generated or 0)
         return Array.of(("kv", "token"), numbers / 2.0**32)

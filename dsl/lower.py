@@ -253,6 +253,8 @@ class _Lowering:
         kind = Type("truth", axes_of(rest, count))
         origin = right.origin if taken.op == "truth" else None
         when = max(rest.when, count.when)
+        if "layer" in right.axes and when > When.PROMPT:
+            when = max(when, When.END)
         top = Node("top", (rest, count), right.axes, type=kind, when=when, origin=origin)
         return self._share(_or(taken, self._share(top)))
 

@@ -59,11 +59,12 @@ def distance(node: Node, frame: Frame) -> Value:
     return frame.present(Value(data.double(), axes, data >= 0, axes, finite=True))
 
 
-def uniform(node: Node, frame: Frame, seed: Value) -> Value:
+def uniform(node: Node, frame: Frame, _: Value) -> Value:
     """Counter-based random numbers per KV head, position and decode step."""
+    seed = counts.seed(frame.number(node.args[0]))  # exact, also beyond what float64 holds
     kv = torch.arange(frame.kv_start, frame.kv_start + frame.kv, device=frame.device)[:, None]
     step = frame.generated or 0
-    data = counts.hashed(math.floor(seed.data), frame.layer, kv, frame.places, step)
+    data = counts.hashed(seed, frame.layer, kv, frame.places, step)
     return frame.present(Value(data.double() / 2.0**32, ("kv", "token"), finite=True))
 
 
