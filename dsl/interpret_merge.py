@@ -12,7 +12,7 @@ import numpy as np
 from kvpolicy.dsl import arrays, counts
 from kvpolicy.dsl.arrays import Array
 from kvpolicy.dsl.interpret_values import Evaluator
-from kvpolicy.dsl.ir import Merge, Node, Share
+from kvpolicy.dsl.ir import Merge, Node, Share, Type
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,10 @@ class _MergeValues(Evaluator):
         data, present = (np.take_along_axis(each, index, token) for each in per_head)
         result = Array.of(["dropped" if axis == "token" else axis for axis in axes], data, present)
         return arrays.mask(result, Array.of(("kv", "dropped"), self.real))
+
+    def size(self, axis: str, type_: Type, layer: int) -> int:
+        """As of `Evaluator`, and how many entries the KV head drops that drops most."""
+        return self.real.shape[1] if axis == "dropped" else super().size(axis, type_, layer)
 
     def receivers(self) -> np.ndarray:
         """Bool [G, M, P]: which kept entries receive each dropped one."""

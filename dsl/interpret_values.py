@@ -20,7 +20,7 @@ from kvpolicy.dsl.arrays import Array
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.diagnostics import refused
 from kvpolicy.dsl.interpret_select import SELECTIONS
-from kvpolicy.dsl.ir import Node, Rules, State
+from kvpolicy.dsl.ir import Node, Rules, State, Type
 
 
 @dataclass(frozen=True)
@@ -189,6 +189,7 @@ class Evaluator:
         """A state before this step: what was stored; of what is new, its start, or 0."""
         state = self.states[name]
         start = Array.of((), 0.0) if state.start is None else self.value(state.start, layer)
+        start = self.broadcast(start, state.type, layer)
         old = self.stored.get((name, layer))
         if old is None:
             return start
@@ -265,6 +266,28 @@ class Evaluator:
             Array.of(axes, np.broadcast_to(data, shape), np.broadcast_to(present, shape)), layer
         )
 
+    def broadcast(self, x: Array, type_: Type, layer: int) -> Array:
+        """The array repeated along those axes of a type that it lacks."""
+        missing = [axis for axis in type_.axes if axis not in x.axes]
+        if not missing:
+            return x
+        axes = arrays.union(x, *(Array.of((axis,), [0.0]) for axis in missing))
+        sizes = {axis: self.size(axis, type_, layer) for axis in missing} | dict(_sizes(x))
+        shape = tuple(sizes[axis] for axis in axes)
+        data, present = (np.broadcast_to(each, shape) for each in x.to(axes))
+        return self._held(Array.of(axes, data, present), layer)
+
+    def size(self, axis: str, type_: Type, layer: int) -> int:
+        """How long an axis of a type is at a layer."""
+        extent = type_.extent(axis)
+        if extent is not None and axis == "query":
+            return self._asking(extent.kind, extent.count, layer)
+        if extent is not None and extent.count is not None:
+            return counts.whole(self.number(extent.count, layer), len(self.every_layer))
+        shape = self.bound.shape
+        tokens = self.candidates(layer)
+        return {"kv": self.kv, "group": shape.group, "token": tokens, "dim": shape.head_dim}[axis]
+
     # Leaves.
 
     def _per_token(self, data: np.ndarray, layer: int) -> Array:
@@ -295,11 +318,14 @@ class Evaluator:
 
     def _window(self, node: Node, layer: int) -> int:
         """How many last queries `attn`, `logits` or `distance` reads."""
+        return self._asking(str(node.value), node.args[0] if node.args else None, layer)
+
+    def _asking(self, kind: str, count: Node | None, layer: int) -> int:
         known = len(self.layers[layer].query_positions)
-        if node.value == "new" and self.generated:
+        if kind == "new" and self.generated:
             return 1
         most = known if self.generated else self.candidates(layer)
-        return counts.whole(self.number(node.args[0], layer), most) if node.args else most
+        return most if count is None else counts.whole(self.number(count, layer), most)
 
     def _distance(self, node: Node, layer: int) -> Array:
         here, window = self.layers[layer], self._window(node, layer)
@@ -348,7 +374,8 @@ class Evaluator:
     def _choose(self, node: Node, layer: int) -> Array:
         x, condition, y = node.args
         if self.bound.static.needs(condition) is not None:
-            return self.value(x if self.number(condition, layer) else y, layer)
+            chosen = self.value(x if self.number(condition, layer) else y, layer)
+            return self.broadcast(chosen, node.type, layer)
         return arrays.choose(*(self.value(each, layer) for each in node.args))
 
 

@@ -102,6 +102,8 @@ class Intervals:
             return self.of(chosen, layer, given)
         if node.op == "mask":
             return self.of(node.args[0], layer, given | {id(node.args[1])})
+        if node.op == "broadcast":
+            return self.of(node.args[0], layer, given)
         if "token" in node.axes or node.op in ("past", "at"):
             given = frozenset()
         if node.op in ("max", "min"):

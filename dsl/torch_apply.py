@@ -16,7 +16,6 @@ from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.diagnostics import refused
 from kvpolicy.dsl.recording import check_layer_queries
 from kvpolicy.dsl.result import LayerValue, Result, StepResult, Steps
-from kvpolicy.dsl.torch_across import widened
 from kvpolicy.dsl.torch_decode import Memory
 from kvpolicy.dsl.torch_prefill import DirectRun
 from kvpolicy.dsl.torch_program import TorchProgram
@@ -181,11 +180,11 @@ def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Re
             for x in run.budgets()
         ]
     if rules.score is not None:
-        frames = [run.frame(layer) for layer in range(bound.shape.layers)]
-        own = zip(run.result(rules.score), frames, strict=True)
-        size = (kv, run.size)
-        wide = [_spread(widened(x, frame, run.size), ("kv", "token"), size) for x, frame in own]
-        scores = [_on_prompt(x, chosen, tokens, np.nan) for x in wide]
+        scores = []
+        for layer, x in enumerate(run.result(rules.score)):
+            there = run.there(layer)
+            own = _spread(x, ("kv", "token"), (kv, len(there)))
+            scores.append(_on_prompt(own, chosen[there], tokens, np.nan))
     changes = rules.merge is not None or bound.share is not None or bound.positions == "slots"
     merged = None
     if changes:

@@ -48,7 +48,7 @@ class Direct:
         every = list(nodes_of([*self.roots, *state_roots(rules.states), *merge, *early]))
         self._check(every)
         self.needed = bool(bound.propagates or rules.states or rules.merge)
-        self.needed |= any(node.op in _WINDOWS and not node.args for node in every)
+        self.needed |= any(node.op in _WINDOWS and self._by_layer(node) for node in every)
         self._later: dict[int, bool] = {}
         self.handed = self._handed(self.roots, merge)
         # All that the prefill computes of its layers, merges apart.
@@ -62,6 +62,11 @@ class Direct:
         whole = [n for n in every if n.op in _WINDOWS and not n.args]
         inside = {id(n) for total in self.sums.values() for n in total.walk()}
         self.accumulates = bool(self.sums) and all(id(n) in inside for n in whole)
+
+    def _by_layer(self, window: Node) -> bool:
+        """Whether a window has all queries, or another number at each layer."""
+        needs = self.bound.static.needs(window.args[0]) if window.args else None
+        return needs is None or "layer" in needs
 
     def _check(self, nodes: Iterable[Node]) -> None:
         for node in nodes:

@@ -17,6 +17,7 @@ from kvpolicy.dsl.torch_elementwise import (
     logic,
     mask,
     reduce,
+    repeated,
 )
 from kvpolicy.dsl.torch_values import Frame, Value, filled, snapped
 
@@ -191,6 +192,7 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     "not": logic(torch.logical_not),
     "mask": mask,
     "choose": choose,
+    "broadcast": repeated,
     "sum": reduce,
     "mean": reduce,
     "max": reduce,

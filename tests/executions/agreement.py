@@ -32,13 +32,15 @@ def written(text: str, shape: Shape = SHAPE, every: int = 1, **settings: str) ->
     return bind(program, ModelShape(*shape), settings, fold_interval=every)
 
 
-def assert_agreement(text: str, shape: Shape = SHAPE, tokens=(1, 2, 19), **settings: str) -> None:
-    """All executions agree on a policy, for prompts of some lengths and 7 decode steps."""
+def assert_agreement(text: str, shape: Shape = SHAPE, tokens=(1, 13), **settings: str) -> None:
+    """All executions agree on a policy: prompts of some lengths, decode steps, with ties and not.
+
+    After the longest prompt entries leave at every second step, so that steps are taken together.
+    """
     for seed, number in enumerate(tokens):
-        for every in (1, 3) if number == max(tokens) else (1,):
-            bound = written(text, shape, every, **settings)
-            random = np.random.default_rng(seed)
-            agree(bound, *tensors(random, shape, number, 7, ties=seed == 1))
+        every = 2 if number == max(tokens) else 1
+        bound = written(text, shape, every, **settings)
+        agree(bound, *tensors(np.random.default_rng(seed), shape, number, 5, ties=seed == 0))
 
 
 def agree(bound: Bound, q: np.ndarray, k: np.ndarray, v: np.ndarray, steps: Steps) -> Result:

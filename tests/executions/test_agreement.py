@@ -146,3 +146,83 @@ def test_windows_may_be_empty(reduced, read):
 def test_one_window_written_twice(score):
     lets = "let: {w: window, votes: attn(recent(w))}\n"
     assert_agreement(f"params: {{window: 5}}\n{lets}score: {score}\n{FILL}")
+
+
+# A choice has the axes of both branches, whichever is taken.
+CHOICES = {
+    "maps or vectors": ("sum[query](attn(recent(3)))", "norm1[dim](key)", "max[group](2 * {})"),
+    "vectors or numbers": ("norm1[dim](value)", "kv_heads", "sqrt({}) + norm1[dim](key)"),
+    "powers": ("norm1[dim](value)", "2 * kv_heads", "{} ^ 0.5 + norm1[dim](key)"),
+    "numbers alone": ("norm1[dim](value)", "kv_heads", "{}"),
+    "sums of numbers": ("norm1[dim](value)", "prompt", "norm1[dim](key) / sum[kv, token]({})"),
+    "sums beside tokens": (
+        "norm1[dim](value)", "1", "norm1[dim](key) + sum[token]({} + mean[kv](norm1[dim](key)))",
+    ),
+    "queries": (
+        "attn(recent(3))", "norm1[dim](key)", "sum[group, query](abs({}) ^ 0.5)",
+    ),
+    "queries or numbers": ("logits(recent(3))", "1", "mean[group](var[query]({} * {}) + 1)"),
+    "counted": ("attn(recent(3)) > 0.1", "true", "norm1[dim](key) + count[head, query]({})"),
+    "any": ("attn(recent(3)) > 0.3", "false", "norm1[dim](key) * count[kv](any[group, query]({}))"),
+    "dimensions": ("key * value", "norm1[dim](value)", "norm2[dim]({})"),
+    "pools": ("norm1[dim](key)", "layer / 3", "maxpool({} + 1, 3) + avgpool({}, 5)"),
+    "ranks": ("norm1[dim](key)", "2", "rank({}) + rank[kv, token]({}) + index[kv]({})"),
+    "winners": ("norm1[dim](key)", "2", "1 where top[kv, token]({}, 5) else norm1[dim](value)"),
+    "numbered": ("norm1[dim](key)", "position", "index[kv]({}) * norm1[dim](value)"),
+    "layers": ("norm1[dim](key)", "2", "norm1[dim](value) / sum[kv, token](max[layer]({}))"),
+    "layers of tokens": ("norm1[dim](key)", "2", "norm1[dim](value) + rank[layer]({})"),
+    "absent": ("(norm1[dim](key) where position > 2)", "3", "norm1[dim](value) + mean[token]({})"),
+    "layers before": ("max[past](past(norm1[dim](key), 2))", "4", "{} + sum[token]({})"),
+    "layers that were": ("past(norm1[dim](key), 2)", "4", "norm1[dim](key) * sum[past]({})"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("condition", ["flag", "not flag", "layer < 2", "layer == 2 or flag"])
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices_between_axes(name, condition):
+    x, y, whole = CHOICES[name]
+    score = whole.replace("{}", f"({x} where {condition} else {y})")
+    head = f"params: {{flag: false}}\nscore: |\n  {score}\n"
+    layers = "layer]" in whole or "past" in x
+    assert_agreement(f"{head}{FILL}{'' if layers else 'decode: same'}\n")
+    assert_agreement(f"{HEAT}{head}  + 0 * heat\n{FILL}{'' if layers else 'decode: same'}\n")
+    assert_agreement(f"{AWAY}{head}{FILL}")
+
+
+@pytest.mark.parametrize("condition", ["flag", "not flag", "layer < 1"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "accept: match >= mean[dropped](0.5 where {} else match)",
+        "weight: 1 / (1 + count[dropped](match > 0 where {} else true))",
+        "weight: sum[dropped](1 where {} else match)",
+        "own: sum[dropped](2 where {} else match)",
+        "divide: mass + max[token](1 where {} else members)",
+        "weight: abs(target(1 where {} else norm1[dim](key)))",
+    ],
+)
+def test_choices_of_merges(part, condition):
+    let = "let: {match: 'cosine[dim](key, target(key))'}"
+    merge = f"merge:\n  into: nearest(key)\n  {let}\n  {part.format(condition)}\n"
+    assert_agreement(f"params: {{flag: false}}\n{SCORE}{FILL}{merge}decode: same\n")
+
+
+@pytest.mark.parametrize("condition", ["flag", "not flag", "layer < 1"])
+def test_choices_of_selections(condition):
+    for keep in (
+        f"all where {condition} else score > 8",
+        f"recent(2) then (layer > 0 where {condition} else score > 8)",
+        f"recent(2) then top(position where {condition} else score)",
+    ):
+        text = f"params: {{flag: false}}\n{SCORE}budget: 6\nkeep: {keep}\ndecode: same\n"
+        assert_agreement(text)
+
+
+@pytest.mark.parametrize("start", ["0 * norm1[dim](key)", "0 * position", "norm1[dim](key)"])
+@pytest.mark.parametrize("over", ["token", "kv, token", "kv"])
+def test_states_are_whole_from_their_start(start, over):
+    """What is 0 for a new entry is 0 for every entry."""
+    over = "token" if start == "0 * position" else over
+    next_ = f"heat / (1 + sum[{over}](heat)) + sum[group, query](attn(new))"
+    state = f"state:\n  heat:\n    start: {start}\n    next: {next_}\n"
+    assert_agreement(f"{state}score: heat\n{FILL}decode: same\n")
