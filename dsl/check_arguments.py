@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from kvpolicy.dsl.check_expr import Context, Typer, unit_words
 from kvpolicy.dsl.diagnostics import did_you_mean, listed
+from kvpolicy.dsl.exact import Value
 from kvpolicy.dsl.ir import AXES, Node, When
+from kvpolicy.dsl.ranges import shown
 from kvpolicy.dsl.signatures import HEAD, Function, Parameter
 from kvpolicy.dsl.syntax import Argument, Axis, Call, Expr
 
@@ -138,6 +140,8 @@ def _fits(typer: Typer, function: Function, parameter: Parameter, expr: Expr, no
         return False
     if parameter.unit == "tokens" and function.name in ("recent", "sinks", "top"):
         typer.scope.suggest_range(expr, whole=True, minimum=0)
+        what = f"the count of `{function.name}`"
+        return is_no_share(typer, typer.graph.literal(node), expr, what)
     if parameter.kind == "width":
         typer.scope.suggest_range(expr, whole=True, odd=True, minimum=1)
         return _is_constant(typer, node, expr, f"the width of `{function.name}`")
@@ -154,6 +158,16 @@ def is_token_count(typer: Typer, node: Node, expr: Expr, what: str) -> bool:
     if node.type.unit == "ratio":
         help = f"for example `{typer.shown(expr)} * prompt`"
     typer.error("unit", message, expr.span, help)
+    return False
+
+
+def is_no_share(typer: Typer, value: Value | None, expr: Expr, what: str) -> bool:
+    """Whether a number of entries is not a literal between 0 and 1; otherwise reports."""
+    if value is None or not 0 < value < 1:
+        return True
+    message = f"{what} is {shown(value)} of an entry, which is none"
+    help = f"a share of the prompt is written `{typer.shown(expr)} * prompt`"
+    typer.error("range", message, expr.span, help)
     return False
 
 

@@ -262,6 +262,10 @@ class Typer:
             written, nodes, _PHRASE[op]
         ):
             return None
+        if op in ("divide", "floor_divide", "modulo") and self.graph.literal(nodes[1]) == 0:
+            result = "0" if op == "modulo" else "infinite, or 0 where 0 is divided"
+            message = f"a division by 0: `{self.shown(expr)}` is {result}"
+            self.scope.warn("zero", message, self.span(expr))
         exact = None
         if op == "power":
             exact = nodes[1].op == "number" and nodes[1].value.denominator == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from kvpolicy.dsl.exact import NotStatic, evaluator
+from kvpolicy.dsl.exact import NotStatic, Value, evaluator
 from kvpolicy.dsl.ir import AXES, Extent, Node, Type, When
 from kvpolicy.dsl.source import Span
 
@@ -106,6 +106,13 @@ class Graph:
             self.nodes[key] = node
         return self.nodes[key]
 
+    def literal(self, node: Node) -> Value | None:
+        """The value of a number that literals alone decide; None: something else does."""
+        try:
+            return self._literals(node)
+        except NotStatic:
+            return None
+
     def meaning(self, node: Node) -> int:
         """A number that is the same for expressions which mean the same by their definition.
 
@@ -117,11 +124,9 @@ class Graph:
             if node.op in _COMMUTATIVE:
                 parts.sort()
             key: tuple = (node.op, type(node.value), node.value, node.axes, *parts)
-            try:
-                value = self._literals(node)
+            value = self.literal(node)
+            if value is not None:
                 key = (type(value), value)
-            except NotStatic:
-                pass  # parameters or sizes decide it
             self._meanings[id(node)] = (node, self._numbered.setdefault(key, len(self._numbered)))
         return self._meanings[id(node)][1]
 

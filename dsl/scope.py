@@ -17,6 +17,7 @@ from kvpolicy.dsl.diagnostics import Diagnostic, did_you_mean
 from kvpolicy.dsl.functions import FUNCTIONS, RESERVED
 from kvpolicy.dsl.graph import Graph
 from kvpolicy.dsl.ir import Node, When
+from kvpolicy.dsl.names import BUILTINS
 from kvpolicy.dsl.parse import MAX_NAMES, Block, Item
 from kvpolicy.dsl.source import Source, Span
 from kvpolicy.dsl.syntax import Chain, Expr, Name, Operation, Where
@@ -173,6 +174,9 @@ class Scope:
         elif name == "score":
             message, help = "the file has no `score`", "add one"
         else:
+            if context.inside == "default":
+                self._unknown_default(expr)
+                return
             places = [s for s, names in self.definitions.items() if name in names]
             if places:
                 message = f"`{name}` is defined under `{places[0]}` and exists only there"
@@ -180,6 +184,15 @@ class Scope:
                 candidates = [*RESERVED, *(n for names in self.definitions.values() for n in names)]
                 help = did_you_mean(name, candidates)
         self.error("name", message, expr.span, help)
+
+    def _unknown_default(self, expr: Name) -> None:
+        sizes = [name for name, builtin in BUILTINS.items() if builtin.where == "always"]
+        params = [n for n, x in self.definitions[""].items() if x.kind == "parameter"]
+        help = did_you_mean(expr.text, [*sizes, *params])
+        help = (
+            help or "a default is a number, `true`, `false`, or follows from parameters and sizes"
+        )
+        self.error("name", f"unknown name `{expr.text}`", expr.span, help)
 
     # Nodes
 

@@ -90,8 +90,10 @@ def _after_publish(result: Any, server_args: Any, *, role: str, **kwargs: Any) -
         refusals.check_options(compat.resolved(server_args))
         config = compat.model_config(server_args)
         refusals.check_model(config)
-        for policy in options.load_policies(*options.requested()):
+        policies = options.load_policies(*options.requested())
+        for policy in policies:
             policy.bind(refusals.model_shape(config))
+        options.log_warnings(policies)
     except Refused as error:
         raise _stop(error) from None
     if compat.has_tokenizer():

@@ -22,7 +22,7 @@ CODES = {
     "yaml", "key", "syntax", "name", "arguments", "axis", "score-axes", "type", "not-a-set",
     "unit", "absent", "no-budget", "unreachable", "does-not-fit", "competition", "phase",
     "later-layer", "host", "query-set", "whole-map", "merge", "once", "range", "share", "size",
-    "unused",
+    "unused", "zero",
 }  # fmt: skip
 NOT_SERVED = {"duoattention", "omnikv", "squeezeattention"}
 
