@@ -114,7 +114,8 @@ class Bound:
     def nodes(self) -> Iterator[Node]:
         """Every node that the prefill needs, once: of its rules, states and propagation."""
         rules = self.rules
-        sections = (rules.keep, rules.budget, rules.score, *rules.lets.values())
+        values = (*rules.lets.values(), *rules.decided.values())
+        sections = (rules.keep, rules.budget, rules.score, *values)
         remembered = (*state_roots(rules.states), *merge_roots(rules.merge))
         return nodes_of([*sections, *remembered, *propagate_roots(self.propagate)])
 
@@ -329,8 +330,12 @@ def _needed(folded: Sections) -> Sections:
     propagate = folded.propagate
     if propagate is not None:
         propagate = None if _never(propagate) else _without_restart(propagate)
+    read = nodes_of([] if decode is None else _decode_roots(decode))
+    names = {node.value for node in read if node.op == "decided"}
+    decided = {name: node for name, node in prefill.decided.items() if name in names}
+    prefill = replace(prefill, decided=decided)
     roots = [prefill.keep, prefill.budget, prefill.score, *merge_roots(prefill.merge)]
-    roots += propagate_roots(propagate)
+    roots += [*propagate_roots(propagate), *decided.values()]
     later = () if decode is None else (x.name for x in decode.states.values() if x.inherited)
     prefill = _with_states(prefill, roots, set(later))
     return Sections(prefill, decode, propagate, folded.share)

@@ -115,7 +115,7 @@ class _FileChecker:
         program = Program(
             file.get("policy") or "", (file.get("about") or "").strip(),
             (file.get("source") or "").strip(), params, (*requires, *self.conditions()),
-            data, replace(prefill, lets=scope.lets("prefill")),
+            data, replace(prefill, lets=scope.lets("prefill"), decided=self.decided()),
             replace(decode, lets=scope.lets("decode")) if decode else None,
             propagate, share, read, positions,
         )  # fmt: skip
@@ -150,6 +150,10 @@ class _FileChecker:
                 inside = definition.section if definition.section not in ("", "decode") else None
                 context = Context(phase, inside)
                 self.scope.node(definition, context, definition.item.span)
+
+    def decided(self) -> dict[str, Node]:
+        """The lets of the prefill whose values decode reads."""
+        return {name: node for name, node in self.scope.decided.items() if node is not None}
 
     def conditions(self) -> tuple[Node, ...]:
         """What must hold for numbers that are neither literals nor parameters.

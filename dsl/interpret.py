@@ -216,7 +216,10 @@ class _Pass:
                     query_positions=here.query_positions[first:],
                 )
             )
-        cache = Cache(bound, layers, self.prompt, states, merge_states, budgets, self.tokens)
+        cache = Cache(
+            bound, layers, self.prompt, states, merge_states, budgets,
+            lambda name, layer: e.value(e.rules.decided[name], layer), self.tokens,
+        )  # fmt: skip
         for layer, kept in enumerate(self.kept):
             cache.leave(layer, kept)
         return cache

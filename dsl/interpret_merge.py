@@ -53,8 +53,9 @@ class _MergeValues(Evaluator):
 
     def __init__(self, e: Evaluator, rules: Merge, layer: int, kept: np.ndarray) -> None:
         super().__init__(
-            e.bound, e.rules, e.layers, e.prompt, e.generated, e.stored, e.budgets, e.known
-        )
+            e.bound, e.rules, e.layers, e.prompt, e.generated, e.stored, e.budgets, e.known,
+            e.decided,
+        )  # fmt: skip
         self.states = {**e.states, **rules.states}
         self.merge, self.layer, self.kept = rules, layer, kept
         dropped = [np.flatnonzero(row) for row in e.layers[layer].there & ~kept]

@@ -22,6 +22,8 @@ from kvpolicy.dsl.diagnostics import refused
 from kvpolicy.dsl.interpret_select import SELECTIONS
 from kvpolicy.dsl.ir import Node, Rules, State, Type
 
+Decided = Callable[[str, int], Array]
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -60,6 +62,7 @@ class Evaluator:
         stored: values of states before this step, by name and layer.
         budgets: per layer, the whole numbers [G] that the name `budget` means where the rules have
             no budget of their own.
+        decided: in decode, from a let's name and a layer to what the prefill decided.
         known: values that are known already; more are added.
     """
 
@@ -73,10 +76,11 @@ class Evaluator:
         stored: Mapping[tuple[str, int], Array] | None = None,
         budgets: list[np.ndarray] | None = None,
         known: dict[tuple, Array] | None = None,
+        decided: Decided | None = None,
     ) -> None:
         self.bound, self.rules, self.layers = bound, rules, layers
         self.prompt, self.generated = prompt, generated
-        self.stored, self.budgets = stored or {}, budgets
+        self.stored, self.budgets, self.decided = stored or {}, budgets, decided
         self.own_budget = rules.budget  # what an unsized `top` fills
         self.states: dict[str, State] = dict(rules.states)
         self.kv = bound.shape.kv_heads
@@ -366,6 +370,10 @@ class Evaluator:
         numbers = counts.hashed(seed, layer, kv, token, self.generated or 0)
         return Array.of(("kv", "token"), numbers / 2.0**32)
 
+    def _decided(self, node: Node, layer: int) -> Array:
+        assert self.decided is not None  # a leaf of the rules of decode
+        return self.decided(str(node.value), layer)
+
     # Elementwise with their own rules.
 
     def _mask(self, node: Node, layer: int) -> Array:
@@ -395,6 +403,7 @@ _LEAVES: dict[str, Callable[[Evaluator, Node, int], Array]] = {
     "distance": Evaluator._distance,
     "uniform": Evaluator._uniform,
     "state": Evaluator._state,
+    "decided": Evaluator._decided,
     "mask": Evaluator._mask,
     "choose": Evaluator._choose,
 }

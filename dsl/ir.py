@@ -97,6 +97,7 @@ OPERATIONS: Mapping[str, tuple[str, str]] = {
         "the numbers of the section `budget` of the enclosing rules; value: None, or `propagate` "
         "for those of `propagate.budget`",
     ),
+    "decided": ("0", "value: name of a let of the prefill, see `Rules.decided` (in decode)"),
     "position": ("0", "[token] original position"),
     "key": ("0", "[kv, token, dim] after RoPE"),
     "value": ("0", "[kv, token, dim]"),
@@ -277,7 +278,10 @@ class Share:
 
 @dataclass(frozen=True, eq=False)
 class Rules:
-    """What decides at one phase. Used for the prefill and, under `decode`, for a step."""
+    """What decides at one phase. Used for the prefill and, under `decode`, for a step.
+
+    `decided` are, of the prefill, the lets whose values rules of decode read.
+    """
 
     score: Node | None = None
     budget: Node | None = None
@@ -285,6 +289,7 @@ class Rules:
     merge: Merge | None = None
     states: Mapping[str, State] = field(default_factory=dict)
     lets: Mapping[str, Node] = field(default_factory=dict)
+    decided: Mapping[str, Node] = field(default_factory=dict)
     when: Node | None = None  # decode only: the steps at which entries leave
 
 

@@ -158,6 +158,9 @@ def fold(sections: Sections, env: Env) -> Sections:
             value = evaluate(node)
             if not isinstance(value, float):
                 return _constant(value, node)
+        if node.op == "decided":
+            made = visit(sections.prefill.decided[str(node.value)])
+            return made if static.needs(made) == frozenset() else node
         if node.op == "choose" and static.needs(node.args[1]) == frozenset():
             return visit(node.args[0 if evaluate(node.args[1]) else 2])
         args = tuple(visit(argument) for argument in node.args)

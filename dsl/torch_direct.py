@@ -14,7 +14,7 @@ from kvpolicy.dsl.traverse import merge_roots, nodes_of, propagate_roots, state_
 
 # Operations of a merge, known when it is known what leaves.
 OF_MERGE = frozenset("nearest next target dropped special".split())
-STATES = frozenset("state before budget".split())
+STATES = frozenset("state before budget decided".split())
 _ATTENTION = frozenset("attn logits state before past at".split())
 _WINDOWS = frozenset("attn logits distance".split())
 
@@ -38,6 +38,7 @@ class Direct:
         budget = rules.budget is not None and (report or reads_budget(bound))
         self.roots = [rules.keep]
         self.roots += [rules.budget] if budget else []
+        self.roots += rules.decided.values()
         self.roots += [rules.score] if report and rules.score is not None else []
         self.tested = {name: rules.lets[name] for name in bound.tested} if report else {}
         self.roots += [rules.lets[n] for n in rules.lets if n not in bound.tested] if report else []

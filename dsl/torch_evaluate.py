@@ -72,6 +72,7 @@ class Evaluation:
         others: gives the value of a node that looks at other layers.
         extra: operations that mean something only here, as in a merge.
         budget: the prefill's whole numbers, in decode.
+        decided: what the prefill decided of lets, in decode.
         whole: False inside a block of `torch_blocks`.
         dropped: in a merge, bool [G, P]: heads drop different numbers, and the rest of the axis
             `dropped` is no entry.
@@ -86,6 +87,7 @@ class Evaluation:
     others: Callable[[Node, Evaluation], Value] | None = None
     extra: Mapping[str, Callable[[Node, Evaluation], Value]] = field(default_factory=dict)
     budget: Value | None = None
+    decided: Mapping[str, Value] = field(default_factory=dict)
     whole: bool = True
     dropped: torch.Tensor | None = None
     generated: Generated | None = None
@@ -149,6 +151,8 @@ class Evaluation:
             return self._begin(node.value)
         if node.op == "budget":
             return self.budget
+        if node.op == "decided":
+            return self.decided[str(node.value)]
         if node.op == "choose" and bound.static.needs(node.args[1]) is not None:
             chosen = self.value(node.args[0 if self.frame.number(node.args[1]) else 2])
             return self.broadcast(chosen, node.type)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from agreement import SHAPE, assert_agreement, written
+from agreement import SHAPE, agree, assert_agreement, written
+from kvpolicy.dsl.bind import bind
+from kvpolicy.dsl.check import load
 from kvpolicy.dsl.interpret import interpret
+from kvpolicy.dsl.ir import ModelShape
 from recordings import tensors
 
 HEAT = "state: {heat: 'heat + sum[group, query](attn(new))'}\n"
@@ -226,3 +229,87 @@ def test_states_are_whole_from_their_start(start, over):
     next_ = f"heat / (1 + sum[{over}](heat)) + sum[group, query](attn(new))"
     state = f"state:\n  heat:\n    start: {start}\n    next: {next_}\n"
     assert_agreement(f"{state}score: heat\n{FILL}decode: same\n")
+
+
+# Lets that look at other layers are decided in the prefill; rules of decode read what they were.
+DECIDED = {
+    "numbers": (
+        "near: floor(8 * total / max[layer](total))",
+        "recent(near) then top(score)",
+    ),
+    "numbers of KV heads": (
+        "near: floor(8 * sum[token](heat) / max[layer](sum[kv, token](heat)))",
+        "recent(near) then top(score)",
+    ),
+    "conditions": (
+        "lazy: total > mean[layer](total)",
+        "recent(3) where lazy else top(score)",
+    ),
+    "conditions of KV heads": (
+        "lazy: sum[token](heat) > mean[layer](sum[token](heat))",
+        "all where lazy else recent(3)",
+    ),
+    "query heads": (
+        "lean: sum[token, query](attn(recent(3))) / max[layer](sum[query, token](attn(recent(3))))",
+        "recent(2) then top(max[group](sum[query](attn(new)) * lean))",
+    ),
+    "layers before": (
+        "jump: max[past](past(total, 2)) - total",
+        "recent(2 + jump) then top(score)",
+    ),
+    "one layer": (
+        "first: at(0, total)",
+        "recent(4 where any[kv, token](heat > first) else 2) then top(score)",
+    ),
+    "absent": (
+        "low: mean[layer](total) where layer > 0",
+        "recent(3) where any[kv, token](heat > low) or layer == 0 else top(score, 5)",
+    ),
+    "through others": (
+        "share: total / sum[layer](total)\n  near: 9 * share",
+        "recent(near) then top(score)",
+    ),
+    "where parameters decide": (
+        "near: 4 where flag else max[layer](total)",
+        "recent(near) then top(score)",
+    ),
+}
+BESIDE_DECODE = {
+    "nothing": "",
+    "merge": "merge: {into: nearest(key)}\n",
+    "propagate": AWAY,
+    "restart": f"{AWAY}  restart: true\n",
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE_DECODE)
+@pytest.mark.parametrize("name", DECIDED)
+def test_decode_reads_what_the_prefill_decided(name, beside):
+    let, keep = DECIDED[name]
+    head = (
+        f"params: {{flag: true}}\n{HEAT}let:\n  total: sum[kv, token](heat)\n  {let}\n"
+        f"{BESIDE_DECODE[beside]}score: heat\nbudget: 6\n"
+    )
+    assert_agreement(f"{head}keep: recent(6)\ndecode:\n  keep: {keep}\n")
+    assert_agreement(f"{head}keep: {keep}\ndecode: same\n")
+
+
+def test_decided_numbers_stay():
+    """They are those of the prefill at every step, whatever heat is by then."""
+    text = (
+        f"{HEAT}let: {{near: '3 + rank[layer](sum[kv, token](heat))'}}\nscore: heat\n"
+        "decode: {keep: recent(near)}\n"
+    )
+    result = agree(written(text), *tensors(np.random.default_rng(1), SHAPE, 21, 6))
+    sizes = [[len(heads[0]) for heads in step.kept] for step in result.steps]
+    assert sorted(sizes[0]) == [4, 5, 6]
+    assert all(step == sizes[0] for step in sizes)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 13, 31])
+@pytest.mark.parametrize("share", ["0.3", "0.4", "0.5833333333333334"])
+def test_d2o_as_in_the_code(share, tokens):
+    shape, settings = (5, 4, 2, 6), {"recent_share": share, "rate": "0.5"}
+    for every in (1, 3):
+        bound = bind(load("d2o-code").require(), ModelShape(*shape), settings, fold_interval=every)
+        agree(bound, *tensors(np.random.default_rng(tokens), shape, tokens, 7))
