@@ -255,7 +255,7 @@ def _peak(nodes: list[Node], sizes: Sizes) -> int:
     """The most bytes alive at once, computing nodes in order and freeing at the last use."""
     last = {id(x): place for place, node in enumerate(nodes) for x in node.args}
     maps = [sizes.of(node) * _VALUE for node in nodes if "query" in node.type.axes]
-    blocks = min(sizes.axes["kv"], math.ceil(max(maps) / _BLOCK)) if maps else 1
+    blocks = max(1, min(sizes.axes["kv"], math.ceil(max(maps, default=0) / _BLOCK)))
     keys = sizes.axes["kv"] * sizes.tokens * sizes.axes["dim"] * _VALUE
     alive: dict[int, float] = {}
     peak = 0.0

@@ -123,13 +123,13 @@ def test_pooling_costs_its_width():
         cost(policy("snapkv", SMALL, kernel=str(width)), SMALL, 1000).operations
         for width in (1, 101, 9999)
     )
-    assert wide - one == 4 * 4 * 1000 * 100
-    assert endless - one == 4 * 4 * 1000 * (2000 - 1)
+    assert wide - one == pytest.approx(4 * 4 * 1000 * 100)
+    assert endless - one == pytest.approx(4 * 4 * 1000 * (2000 - 1))
 
 
 def test_layers_that_fewer_tokens_reach():
     first, deeper, all_ = (
-        part(cost(policy("fastkv", SMALL, **given), SMALL, 1000), "votes").work.matrix
+        part(cost(policy("fastkv", SMALL, **given), SMALL, 1000), "seen").work.matrix
         for given in ({"tsp_layer": "0"}, {"tsp_layer": "2"}, {"tsp_rate": "1"})
     )
     assert first < deeper < all_
