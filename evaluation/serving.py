@@ -150,6 +150,8 @@ def serve(
 ) -> Iterator[Server]:
     """Run `python -m sglang.launch_server` for the time of a `with` block.
 
+    A policy may cost any time here: whoever measures it wants to know.
+
     Args:
         model: folder of the checkpoint.
         policies, settings: values of --kv-policy and --kv-policy-set.
@@ -170,6 +172,7 @@ def serve(
         "port": port,
         "kv_policy": [str(p) for p in policies],
         "kv_policy_set": list(settings),
+        "kv_policy_max_cost": 0 if policies else None,
         **(GPU_FLAGS if has_gpu() else CPU_FLAGS),
         **flags,
     }

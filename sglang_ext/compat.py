@@ -177,6 +177,14 @@ def model_config(server_args: Any) -> Any:
     return model_config_of(server_args)
 
 
+def config_values(config: Any) -> dict[str, Any]:
+    """The values of a model's config.json, by transformers' common names."""
+    text = config.hf_text_config
+    values = text.to_dict()
+    common = {name: values.get(own) for name, own in type(text).attribute_map.items()}
+    return {**values, **{name: value for name, value in common.items() if value is not None}}
+
+
 def is_mla(config: Any) -> bool:
     """Whether a model config describes latent attention (MLA)."""
     from sglang.srt.configs.model_config import AttentionArch

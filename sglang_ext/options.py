@@ -21,8 +21,10 @@ from typing import Any
 
 from kvpolicy.dsl.bind import Bound, bind
 from kvpolicy.dsl.check import Checked, load
+from kvpolicy.dsl.cost_limit import check_cost
 from kvpolicy.dsl.diagnostics import PolicyError, render_all
 from kvpolicy.dsl.ir import ModelShape, Program
+from kvpolicy.dsl.model_config import ModelConfig
 from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.errors import Refused
 
@@ -33,11 +35,15 @@ SETTINGS_VARIABLE = "SGLANG_KV_POLICY_SET"  # name=value, separated by commas
 ONE_PIECE_VARIABLE = "SGLANG_KV_POLICY_MAX_ONE_PIECE_PREFILL"  # tokens
 INTERVAL_VARIABLE = "SGLANG_KV_POLICY_FOLD_INTERVAL"  # decode steps
 KERNELS_VARIABLE = "SGLANG_KV_POLICY_KERNELS"  # one of KERNELS
+COST_VARIABLE = "SGLANG_KV_POLICY_MAX_COST"  # percent of the prefill's time
 FAILURES_VARIABLE = "SGLANG_KV_POLICY_MAX_FAILURES"  # requests
 INSPECTION_VARIABLE = "SGLANG_KV_POLICY_ALLOW_INSPECTION"  # 1 or nothing
 
 # Decode steps from one fold to the next; docs/results/fold_interval.md has the measurement.
 DEFAULT_INTERVAL = 16
+
+# Percent of the time of a prefill of the model's context length that a policy may take.
+DEFAULT_COST = 50
 
 # Requests for which a policy may fail before it is disabled.
 DEFAULT_FAILURES = 3
@@ -86,21 +92,27 @@ class Policy:
         return bound
 
 
-def check_policies(policies: Sequence[Policy], shape: ModelShape) -> None:
-    """Bind policies to a model and try each out, before anything is loaded.
+def check_policies(policies: Sequence[Policy], model: ModelConfig, length: int) -> None:
+    """Bind policies to a model, reckon what each costs and try it out, before anything is loaded.
+
+    Args:
+        length: tokens of the model's context.
 
     Raises:
-        Refused: one does not fit the model, or its trial fails.
+        Refused: one does not fit the model, costs more than is allowed, or its trial fails.
     """
     from kvpolicy.dsl.trial import trial  # it needs torch, which the command line does not
 
+    most = max_cost()
     started, tried = time.perf_counter(), set()
     for policy in policies:
-        bound = policy.bind(shape)
+        bound = policy.bind(model.shape)
         if bound.digest in tried:
             continue
         tried.add(bound.digest)
         try:
+            if most:
+                check_cost(bound, model, length, most / 100, "--kv-policy-max-cost")
             trial(bound)
         except PolicyError as error:
             raise Refused(f"{policy.option}: {error}") from None
@@ -157,6 +169,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         "torch elsewhere.",
     )
     group.add_argument(
+        "--kv-policy-max-cost",
+        metavar="PERCENT",
+        help="Most that scoring and choosing may take, in percent of the time of a prefill of the "
+        "model's context length, as `kvpolicy explain` reckons it; a policy that takes more is "
+        f"refused. 0 for any. Default {DEFAULT_COST}.",
+    )
+    group.add_argument(
         "--kv-policy-max-failures",
         metavar="REQUESTS",
         help="A policy that has failed for so many requests is disabled: its requests are served "
@@ -195,6 +214,7 @@ def export(arguments: Namespace) -> None:
         ("kv_policy_max_one_piece_prefill", ONE_PIECE_VARIABLE, lambda: one_piece(None)),
         ("kv_policy_fold_interval", INTERVAL_VARIABLE, fold_interval),
         ("kv_policy_kernels", KERNELS_VARIABLE, kernels),
+        ("kv_policy_max_cost", COST_VARIABLE, max_cost),
         ("kv_policy_max_failures", FAILURES_VARIABLE, max_failures),
         ("kv_policy_allow_inspection", INSPECTION_VARIABLE, allows_inspection),
     ):
@@ -251,6 +271,16 @@ def fold_interval() -> int:
     """
     found = _whole(INTERVAL_VARIABLE, "--kv-policy-fold-interval", 1)
     return DEFAULT_INTERVAL if found is None else found
+
+
+def max_cost() -> int:
+    """Percent of a prefill's time that a policy may take, from the environment; 0: any.
+
+    Raises:
+        Refused: it is not a whole number.
+    """
+    found = _whole(COST_VARIABLE, "--kv-policy-max-cost", 0)
+    return DEFAULT_COST if found is None else found
 
 
 def max_failures() -> int:

@@ -116,7 +116,7 @@ def _after_publish(result: Any, server_args: Any, *, role: str, **kwargs: Any) -
         config = compat.model_config(server_args)
         refusals.check_model(config)
         policies = options.load_policies(*options.requested())
-        options.check_policies(policies, refusals.model_shape(config))
+        options.check_policies(policies, refusals.model_sizes(config), config.context_len)
         options.log_warnings(policies)
         if resolved.tokenizer_worker_num > 1 and not compat.use_worker_app(WORKER_APP):
             raise Refused(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
+from kvpolicy.dsl.diagnostics import PolicyError
 from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.model_config import ModelConfig, config_of
 from kvpolicy.sglang_ext import compat, kernels_in_use
 from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.options import kernels
@@ -125,6 +128,19 @@ def model_shape(config: Any) -> ModelShape:
         kv_heads=config.get_total_num_kv_heads(),
         head_dim=config.head_dim,
     )
+
+
+def model_sizes(config: Any) -> ModelConfig:
+    """What a model's prefill takes, from SGLang's model config.
+
+    Raises:
+        Refused: the config lacks a size.
+    """
+    try:
+        found = config_of("--model-path", compat.config_values(config))
+    except PolicyError as error:
+        raise Refused(f"--kv-policy: {error}") from None
+    return replace(found, shape=model_shape(config))
 
 
 def check_layers(layers: list[Any], shape: ModelShape) -> None:

@@ -173,9 +173,9 @@ def test_a_policy_that_costs_too_much():
     with pytest.raises(PolicyError) as caught:
         check_cost(bound, LLAMA, 131072, 0.5, "--max")
     assert str(caught.value).splitlines() == [
-        "policies/h2o.yaml:17:34: error[cost]: `h2o` takes 76 % of the time of a prefill of 131,072 "
-        "tokens, more than the 50 % that are allowed; `heat` takes 76 %: it looks at every pair of "
-        "tokens",
+        "policies/h2o.yaml:17:34: error[cost]: `h2o` takes 76 % of the time of a prefill of "
+        "131,072 tokens, more than the 50 % that are allowed; `heat` takes 76 %: it looks at every "
+        "pair of tokens",
         "   |",
         "17 |   heat: heat + sum[group, query](attn(new))  # [kv, token]",
         "   |                                  ^^^^^^^^^",

@@ -9,11 +9,13 @@ import pytest
 import torch
 from kvpolicy.dsl.diagnostics import refused
 from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.model_config import ModelConfig
 from kvpolicy.kernels import tuned
 from kvpolicy.sglang_ext import kernels_in_use, options
 from kvpolicy.sglang_ext.errors import Refused
 
 SHAPE = ModelShape(layers=4, heads=4, kv_heads=2, head_dim=32)
+MODEL = ModelConfig("a model", SHAPE, 128, 512, "float32", 4)
 POLICY = """\
 policy: {name}
 language: 1
@@ -317,8 +319,31 @@ def test_policies_are_tried_before_a_server_loads_anything(files, monkeypatch):
 
     monkeypatch.setattr(trial, "trial", failing)
     names = [f"a={files[0]}", f"b={files[0]}", f"c={files[0]}"]
-    options.check_policies(options.load_policies(names, ["b.capacity=9"]), SHAPE)
+    options.check_policies(options.load_policies(names, ["b.capacity=9"]), MODEL, 4096)
     assert tried == [64, 9]
     policies = options.load_policies(names, ["b.capacity=8"])
     with pytest.raises(Refused, match=f"^--kv-policy b={files[0]}: one: .*keeps other entries"):
-        options.check_policies(policies, SHAPE)
+        options.check_policies(policies, MODEL, 4096)
+
+
+def test_a_policy_that_costs_too_much_is_refused_with_the_limit_that_allows_it(monkeypatch):
+    def check(length):
+        options.check_policies(options.load_policies(["policies/h2o.yaml"], []), MODEL, length)
+
+    monkeypatch.setenv("SGLANG_KV_POLICY_MAX_COST", "50")
+    check(64)
+    with pytest.raises(Refused) as error:
+        check(4096)
+    message = str(error.value)
+    assert message.startswith("--kv-policy policies/h2o.yaml: policies/h2o.yaml:17:34: error[cost]")
+    assert (
+        "of the time of a prefill of 4,096 tokens, more than the 50 % that are allowed" in message
+    )
+    assert "it looks at every pair of tokens" in message
+    enough = re.search(r"allow it with `--kv-policy-max-cost (\d+)`", message)[1]
+    for allowed in (enough, "0"):
+        monkeypatch.setenv("SGLANG_KV_POLICY_MAX_COST", allowed)
+        check(4096)
+    monkeypatch.setenv("SGLANG_KV_POLICY_MAX_COST", str(int(enough) - 1))
+    with pytest.raises(Refused):
+        check(4096)
