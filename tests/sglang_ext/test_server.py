@@ -461,7 +461,7 @@ def test_an_option_that_cannot_work_stops_the_launch_in_one_sentence(model):
 def test_a_policy_that_costs_too_much_stops_the_launch(model):
     output, status = launch(model, "--kv-policy", "policies/h2o.yaml")
     assert status == 1
-    assert "of the time of a prefill of 4,096 tokens, more than the 50 % that are allowed" in output
+    assert "of the time of a prefill of 2,048 tokens, more than the 50 % that are allowed" in output
     assert "allow it with `--kv-policy-max-cost " in output
     assert "Traceback" not in output
 
