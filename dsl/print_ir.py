@@ -29,7 +29,7 @@ def print_program(program: Program) -> str:
     printer = _Printer()
     ends = [f"policy {program.name}"]
     for field in fields(program):
-        if field.name not in ("name", "about", "source"):
+        if field.name not in ("name", "about", "source", "file"):
             ends.extend(printer.section(field.name, getattr(program, field.name)))
     return "\n".join([*printer.lines, *ends]) + "\n"
 

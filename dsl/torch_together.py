@@ -186,7 +186,7 @@ def leave(layers: Sequence[Remembered], kept: Sequence[torch.Tensor], held: Sequ
         kept: bool [G, M] of each.
         held: what the host knows of it.
     """
-    if any("token" in x.axes and x.axes[0] != "kv" for own in layers for x in own.states.values()):
+    if any(x.axes[:1] != ("kv",) for own in layers for x in own.states.values()):
         for own, each, number in zip(layers, kept, held, strict=True):
             own.leave(each, number)
         return

@@ -1,12 +1,18 @@
-"""Without a GPU, Triton's kernels run in its interpreter: it is chosen before they are made."""
+"""Without a GPU, Triton's kernels run in its interpreter and SGLang's processes are forks."""
 
+import contextlib
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent / "forks"))
+import forked
+
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are made
 
 # Files that take minutes: first, so that no process ends long after the others.
 _LONG = ("test_benchmarks.py", "test_folds.py", "test_served.py", "test_scheduler.py")
@@ -16,3 +22,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the longest files first, in the order in which they stand above."""
     order = {name: place for place, name in enumerate(_LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Forks serve all processes of one run; a device that is in use cannot be forked."""
+    if not torch.cuda.is_available() and not hasattr(config, "workerinput"):
+        forks = contextlib.ExitStack()
+        forks.enter_context(forked.forks())
+        config.add_cleanup(forks.close)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_are_forks() -> None:
+    """Servers of `serve` are forks, but for those started within `forked.new_interpreters()`."""
+    from kvpolicy.evaluation import serving
+
+    forked.servers_are_forks(serving)

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import forked
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -30,9 +31,9 @@ subprocess.run([sys.executable, "-S", "-c", paths + code], check=True)
 
 
 def run(*words, timeout=600):
-    result = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout
-    )
+    """Output of a script; its servers and itself are forks."""
+    command = [sys.executable, forked.__file__, *words]
+    result = forked.run(command, cwd=ROOT, timeout=timeout)
     assert result.returncode == 0, f"{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
     return result.stdout
 
@@ -44,7 +45,10 @@ def rows(output):
 
 
 def test_demo():
-    output = run("examples/demo.py", "--tokens", "256")
+    command = [sys.executable, "examples/demo.py", "--tokens", "256"]  # as in `make demo`
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, f"{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+    output = result.stdout
     table = {line[:22].strip(): line[22:].split("  ") for line in output.splitlines()}
     answer = [cell.strip() for cell in table["answer"] if cell.strip()]
     expected = [cell.strip() for cell in table["expected"] if cell.strip()]
@@ -249,5 +253,6 @@ def test_a_checkout_needs_no_installation(tmp_path):
     script.write_text(CHECKOUT)
     packages = sysconfig.get_paths()["purelib"]
     # -S: no .pth files, by which the package is installed here.
-    found = run("-S", str(script), packages).split()
+    command = [sys.executable, "-S", str(script), packages]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert found == ["False", "kvpolicy.sglang_ext.plugin:register", "True", "True"]

@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 from kvpolicy.dsl.library import shipped
 
@@ -24,12 +24,10 @@ def serve(random_model, tmp_path):
         out = tmp_path / "out.json"
         paths = os.pathsep.join([str(HERE), str(HERE.parent / "sglang_ext")])
         command = [sys.executable, "-P", str(HERE / "served.py")]
-        done = subprocess.run(
+        done = forked.run(
             [*command, str(out), random_model, json.dumps(flags)],
-            capture_output=True,
-            text=True,
             timeout=400,
-            env={"OMP_NUM_THREADS": "1", **os.environ, **environment, "PYTHONPATH": paths},
+            env={**os.environ, **environment, "PYTHONPATH": paths},
         )
         assert out.exists(), (done.stdout + done.stderr)[-5000:]
         return json.loads(out.read_text())

@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -80,17 +80,10 @@ def scenario(model, tmp_path_factory):
     def run(file, name, env=None, folder=None, **flags):
         out = tmp_path_factory.mktemp("scenario") / "out.json"
         script, folder = Path(__file__).with_name(file), folder or model
-        done = subprocess.run(
+        done = forked.run(
             [sys.executable, "-P", str(script), name, str(out), folder, json.dumps(flags)],
-            capture_output=True,
-            text=True,
             timeout=600,
-            env={
-                "OMP_NUM_THREADS": "1",
-                **os.environ,
-                **(env or {}),
-                "PYTHONPATH": str(script.parent),
-            },
+            env={**os.environ, **(env or {}), "PYTHONPATH": str(script.parent)},
         )
         assert out.exists(), (done.stdout + done.stderr)[-5000:]
         return json.loads(out.read_text())

@@ -1,0 +1,185 @@
+"""Starts Python as a fork of a process that has imported SGLang (see fork_server.py).
+
+`run` and `popen` stand in for `subprocess.run` and `subprocess.Popen` where a process would import
+SGLang first, which takes ten seconds. Where nothing can be forked they start a new interpreter: on
+a machine with a GPU, and in an environment that imports would have read.
+
+    python forked.py SCRIPT ...
+
+runs a script whose servers (`kvpolicy.evaluation.serving.serve`) are forks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import IO, Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fork_server import receive, send
+
+FOLDER = "KVPOLICY_TEST_FORKS"  # variable: where the socket is, in the tests that may fork
+# Matrices are small here, and nothing is fetched: modules read this when they are imported.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+PATIENCE = 300  # seconds until SGLang is imported
+
+
+class Fork:
+    """A running fork: what is used of a `subprocess.Popen`."""
+
+    def __init__(self, args: Sequence[str], pid: int, channel: socket.socket):
+        self.args, self.pid, self.channel = args, pid, channel
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit status; None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status; raises `subprocess.TimeoutExpired` when it runs longer."""
+        if self.returncode is None:
+            if not select.select([self.channel], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            message = receive(self.channel)
+            self.channel.close()
+            if message is None:
+                raise RuntimeError("the fork server has ended; its forks with it")
+            self.returncode = message[0]["status"]
+        return self.returncode
+
+
+@contextlib.contextmanager
+def forks() -> Iterator[None]:
+    """For the time of a `with` block this process and what it starts may fork."""
+    with tempfile.TemporaryDirectory(prefix="kvpolicy-forks-") as folder:
+        os.environ[FOLDER] = folder
+        Path(folder, "owner").write_text(str(os.getpid()))
+        try:
+            yield
+        finally:
+            del os.environ[FOLDER]
+
+
+@contextlib.contextmanager
+def new_interpreters() -> Iterator[None]:
+    """For the time of a `with` block processes are started as a user starts them."""
+    folder = os.environ.pop(FOLDER, None)
+    try:
+        yield
+    finally:
+        if folder is not None:
+            os.environ[FOLDER] = folder
+
+
+def popen(
+    args: Sequence[str],
+    *,
+    stdout: IO | None = None,
+    stderr: int | IO | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    **options: Any,
+) -> Fork | subprocess.Popen:
+    """Starts a command line of this Python's, without input.
+
+    Args:
+        args, stdout, stderr, env, cwd: as in `subprocess.Popen`, but no pipes.
+        options: for a new interpreter; a fork has a session of its own and ends with its client.
+    """
+    environment = {**ENVIRONMENT, **(os.environ if env is None else env)}
+    if FOLDER in os.environ and args[0] == sys.executable:
+        output = 1 if stdout is None else stdout.fileno()
+        errors = output if stderr == subprocess.STDOUT else 2 if stderr is None else stderr.fileno()
+        channel = _connect(Path(os.environ[FOLDER]))
+        request = {"words": list(args), "environment": environment}
+        with open(os.devnull) as nothing:
+            files = (nothing.fileno(), output, errors)
+            send(channel, {**request, "folder": str(cwd or os.getcwd())}, files)
+        message = receive(channel)
+        if message is not None and "pid" in message[0]:
+            return Fork(args, message[0]["pid"], channel)
+        channel.close()
+    words = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr, "cwd": cwd}
+    return subprocess.Popen(args, **words, env=environment, **options)
+
+
+def run(args: Sequence[str], *, timeout: float, **options: Any) -> subprocess.CompletedProcess:
+    """Runs a command line of this Python's; its output is captured as text.
+
+    Args:
+        options: `env` and `cwd`, as in `subprocess.run`.
+    """
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = popen(args, stdout=output, stderr=errors, start_new_session=True, **options)
+        try:
+            status = process.wait(timeout)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        texts = []
+        for file in (output, errors):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    return subprocess.CompletedProcess(args, status, *texts)
+
+
+def servers_are_forks(serving: ModuleType) -> None:
+    """Has `serving.serve` start servers as forks."""
+    serving.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": popen})
+
+
+def _connect(folder: Path) -> socket.socket:
+    address = folder / "socket"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not address.exists():
+            _start(folder, address)
+    channel = socket.socket(socket.AF_UNIX)
+    channel.connect(str(address))
+    return channel
+
+
+def _start(folder: Path, address: Path) -> None:
+    script = Path(__file__).with_name("fork_server.py")
+    owner = (folder / "owner").read_text()
+    environment = {**ENVIRONMENT, **os.environ}
+    environment.pop("PYTHONPATH", None)
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-P", str(script), str(address), owner],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
+    end = time.monotonic() + PATIENCE
+    while not address.exists():
+        if server.poll() is not None or time.monotonic() > end:
+            server.kill()
+            text = (folder / "log").read_text(errors="replace")
+            raise RuntimeError(f"the fork server did not start:\n{text[-3000:]}")
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    from kvpolicy.evaluation import serving
+
+    servers_are_forks(serving)
+    sys.argv.pop(0)
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
