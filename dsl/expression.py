@@ -29,6 +29,7 @@ MAX_DEPTH = 40
 MAX_EXPONENT = 300
 
 _TOKEN = re.compile(PATTERN)
+_ONE = (True,)  # the one symbol of a rule, which is kept
 _COMPARISONS = {
     "<": "less",
     "<=": "less_equal",
@@ -177,6 +178,9 @@ class _Parser:
 
     def reduce(self, number: int) -> None:
         origin, name, transparent, kept = RULES[number]
+        if transparent and kept == _ONE and not isinstance(self.items[-1].value, list):
+            self.states[-1] = GOTOS[self.states[-2]][origin]  # from one level to the next, as it is
+            return
         taken = self.items[-len(kept) :]
         del self.items[-len(kept) :], self.states[-len(kept) :]
         children: list[_Item] = []

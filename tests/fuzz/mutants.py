@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 
@@ -65,9 +66,19 @@ def good() -> tuple[str, ...]:
     return tuple(path.read_text() for path in paths if not path.name.endswith(".test.yaml"))
 
 
+@cache
+def _lengths() -> tuple[int, ...]:
+    return tuple(accumulate(10_000 // (200 + len(text)) for text in good()))
+
+
+def _good(random: Random) -> str:
+    """One of them, a short one rather than a long one, which takes longer."""
+    return random.choices(good(), cum_weights=_lengths())[0]
+
+
 def characters(random: Random) -> str:
     """A good file with a few edits: pieces removed, repeated, moved, or put in."""
-    text = random.choice(good())
+    text = _good(random)
     for _ in range(random.randint(1, 4)):
         at = random.randint(0, len(text))
         end = min(len(text), at + random.randint(0, 30))
@@ -149,7 +160,7 @@ KINDS: dict[str, Callable[[Random], str]] = {
 
 
 def _start(random: Random) -> str:
-    return grammar.policy(random) if random.random() < 0.25 else random.choice(good())
+    return grammar.policy(random) if random.random() < 0.25 else _good(random)
 
 
 # Parts of files.
