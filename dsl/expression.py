@@ -125,8 +125,10 @@ def _foreign(text: str, at: int) -> ExpressionError:
         help = _FOREIGN.get(character) or _KINDS.get(unicodedata.category(character))
         if unicodedata.east_asian_width(character) == "F":
             help = f"write `{unicodedata.normalize('NFKC', character)}`, without full width"
-    shown = character if character.isprintable() else f"U+{ord(character):04X}"
-    return ExpressionError("syntax", f"`{shown}` is not part of an expression", at, at + 1, help)
+    shown = f"`{character}`" if character.isprintable() else f"`U+{ord(character):04X}`"
+    if character == "`":
+        shown, help = "a backtick", "names and numbers stand alone, without quotes"
+    return ExpressionError("syntax", f"{shown} is not part of an expression", at, at + 1, help)
 
 
 def parse_expression(text: str, place: Callable[[int], int]) -> Expr:

@@ -9,6 +9,7 @@ import re
 import resource
 import signal
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -167,8 +168,15 @@ def _keeps_meaning(source: Source, program: Program) -> None:
         raise Wrong(f"`fmt` makes a file that is refused:\n{formatted}")
     if print_program(again.program) != print_program(program):
         raise Wrong(f"`fmt` changes the meaning:\n{formatted}")
+    if _comments(formatted) != _comments(source.text):
+        raise Wrong(f"`fmt` loses or doubles comments:\n{formatted}")
     if format_policy(again.source) != formatted:
         raise Wrong(f"`fmt` changes what it has written:\n{formatted}")
+
+
+def _comments(text: str) -> Counter[str]:
+    """How often the words after each `#` are there, in comments or not."""
+    return Counter(re.findall(r"#\s*(\S*)", text))
 
 
 def _worded(error: PolicyError) -> None:

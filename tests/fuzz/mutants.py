@@ -99,16 +99,12 @@ def characters(random: Random) -> str:
 def words(random: Random) -> str:
     """A good file with words of its expressions exchanged, doubled, lost, or made others."""
     text = _start(random)
-    for _ in range(random.randint(1, 3)):
-        found = expressions_of(text)
-        if not found:
-            return text
-        span = random.choice(found).span
+    found = {expression.span.start: expression.span for expression in expressions_of(text)}
+    some = random.sample(sorted(found), min(len(found), random.randint(1, 3)))
+    for span in (found[start] for start in sorted(some, reverse=True)):
         try:
             tokens = tokenize(text[span.start : span.end])[:-1]
         except ExpressionError:  # written over lines with comments, or in quotes
-            continue
-        if not tokens:
             continue
         one, other = random.choice(tokens), random.choice(tokens)
         made = random.choice((other.text, "", f"{one.text} {other.text}", random.choice(SNIPPETS)))
@@ -193,11 +189,12 @@ def _inside(value: object):
 
 def sections_of(text: str) -> dict[str, str]:
     """The texts of a file's keys; what stands before the first belongs to it."""
-    starts = [match.start() for match in re.finditer(r"^[a-z]+:", text, re.M)]
+    keys = list(re.finditer(r"^([a-z]+):", text, re.M))
+    starts = [0, *(match.start() for match in keys[1:])]
     ends = [*starts[1:], len(text)]
     return {
-        text[start : text.index(":", start)]: text[start:end].rstrip("\n") + "\n"
-        for start, end in zip(starts, ends, strict=True)
+        match.group(1): text[start:end].rstrip("\n") + "\n"
+        for match, start, end in zip(keys, starts, ends, strict=False)
     }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import mutants
 from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.syntax import Expr
 
 TRIES = 300
 
@@ -43,7 +44,7 @@ def _smaller(text: str) -> Iterator[str]:
         rest = "".join(lines[:number] + lines[number + 1 :])
         if line.strip():
             yield rest
-    for expression in mutants.expressions_of(text):
+    for expression in _expressions(text):
         for part in expression.walk():
             start, end = part.span.start, part.span.end
             for child in part.children:
@@ -51,6 +52,13 @@ def _smaller(text: str) -> Iterator[str]:
                 yield f"{text[:start]}{inner}{text[end:]}"
     for match in re.finditer(r" +#.*", text):
         yield text[: match.start()] + text[match.end() :]
+
+
+def _expressions(text: str) -> list[Expr]:
+    try:
+        return mutants.expressions_of(text)
+    except Exception:  # what is wrong may be that the file cannot even be read
+        return []
 
 
 def headed(text: str, lines: list[str]) -> Source:
