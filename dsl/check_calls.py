@@ -265,6 +265,9 @@ def _in_layers(site: Site, argument: str, takes: str) -> bool:
 def _past(site: Site) -> Node | None:
     typer, call, _, _, exprs, nodes = site
     x, n = nodes["x"], nodes["n"]
+    if typer.context.phase == "static":
+        typer.error("phase", "`past` is not known before the prefill", call.span)
+        return None
     if "past" in x.type.axes:
         typer.error("axis", f"`{typer.shown(exprs['x'])}` has the axis `past` already", call.span)
         return None
@@ -282,7 +285,7 @@ def _past(site: Site) -> Node | None:
     reach = Extent("past", typer.graph.meaning(n), typer.shown(exprs["n"]), n)
     return typer.graph.make(
         "past", (x, n), kind=x.type.kind, axes=("past", *x.type.axes), unit=x.type.unit,
-        absent=True, span=typer.span(call), extent=reach,
+        absent=True, when=typer.context.base, span=typer.span(call), extent=reach,
     )  # fmt: skip
 
 

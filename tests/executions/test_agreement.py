@@ -313,3 +313,24 @@ def test_d2o_as_in_the_code(share, tokens):
     for every in (1, 3):
         bound = bind(load("d2o-code").require(), ModelShape(*shape), settings, fold_interval=every)
         agree(bound, *tensors(np.random.default_rng(tokens), shape, tokens, 7))
+
+
+@pytest.mark.parametrize(
+    "direction", ["share", "1", "layer", "sum[token](own)", "sum[dim](own)", "norm1[kv, dim](own)"]
+)
+def test_a_shared_direction_of_any_axes(direction):
+    assert_agreement(
+        f"params: {{share: 0.6}}\nshare:\n  when: layer == 1\n  direction: {direction}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "budget: 3 + count[past](past(layer, 2))\nkeep: recent(1) then top(norm1[dim](key))\n",
+        "propagate:\n  first: layer == max[past](past(layer, 2))\n  tokens: recent(3)\n",
+        "keep: recent(2) where max[past](past(layer, 2)) > 1 else recent(3)\n",
+    ],
+)
+def test_past_layers_of_what_no_tensor_decides(text):
+    assert_agreement(text)

@@ -7,6 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from grammar import policy
 from host_waits import HostWaits
 from kvpolicy.dsl.bind import Bound, bind
 from kvpolicy.dsl.check import load
@@ -17,7 +18,6 @@ from kvpolicy.dsl.source import Source
 from kvpolicy.dsl.torch_follow import Walk
 from kvpolicy.dsl.torch_steps import Steps
 from kvpolicy.kernels.table import TRITON
-from random_policies import policy
 from recordings import tensors
 from stores import Pool, Store, assert_alike
 

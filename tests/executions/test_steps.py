@@ -6,6 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from grammar import policy
 from kvpolicy.dsl import torch_blocks
 from kvpolicy.dsl.bind import bind
 from kvpolicy.dsl.check import load
@@ -13,7 +14,6 @@ from kvpolicy.dsl.diagnostics import PolicyError
 from kvpolicy.dsl.ir import ModelShape
 from kvpolicy.dsl.library import shipped
 from kvpolicy.dsl.source import Source
-from random_policies import policy
 from recordings import both, tensors
 
 SHAPES = [(4, 4, 2, 8), (3, 2, 2, 4), (5, 4, 1, 6), (3, 8, 2, 4)]

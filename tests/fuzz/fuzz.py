@@ -29,6 +29,7 @@ from random import Random
 # Beside this folder, how executions are compared and what that needs.
 sys.path += [str(Path(__file__).parents[1] / name) for name in ("fuzz", "executions", "sglang_ext")]
 
+import cases
 import judge
 import kvpolicy.dsl
 import mutants
@@ -81,7 +82,7 @@ def outcome(text: str, kind: str, seed: str) -> str:
         return "refused"
     if Random(f"{seed}:executed").random() >= EXECUTED.get(kind, 1):
         return "accepted"
-    return {"refused": "not bound"}.get(found := judge.executed(checked, seed), found)
+    return {"refused": "not bound"}.get(found := cases.executed(checked, seed), found)
 
 
 def signature(error: Exception) -> str:

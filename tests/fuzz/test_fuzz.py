@@ -128,7 +128,7 @@ def test_a_run_goes_on(tmp_path, capsys):
 
 
 def test_texts_are_mostly_policies_where_they_are_meant_to_be():
-    accepted = {kind: 0 for kind in mutants.KINDS}
+    accepted = dict.fromkeys(mutants.KINDS, 0)
     for number in range(100):
         kind, text = fuzz.text_of("accepted", number)
         accepted[kind] += load(Source("any.yaml", text)).program is not None
