@@ -330,7 +330,18 @@ def test_a_shared_direction_of_any_axes(direction):
         "budget: 3 + count[past](past(layer, 2))\nkeep: recent(1) then top(norm1[dim](key))\n",
         "propagate:\n  first: layer == max[past](past(layer, 2))\n  tokens: recent(3)\n",
         "keep: recent(2) where max[past](past(layer, 2)) > 1 else recent(3)\n",
+        "score: sum[head, query](attn(recent(split[layer](9, 1))))\nkeep: top(score, 3)\n",
     ],
 )
 def test_past_layers_of_what_no_tensor_decides(text):
     assert_agreement(text)
+
+
+@pytest.mark.parametrize("count", ["layer * kv_heads", "1 + max[past](past(2 * layer, 2))"])
+@pytest.mark.parametrize("axes", ["layer, kv, token", "layer, token"])
+def test_each_layer_counts_its_own_winners(axes, count):
+    won = "count[kv, token]" if "kv" in axes else "count[token]"
+    assert_agreement(
+        f"score: norm1[dim](key)\nbudget: 2 + {won}(top[{axes}](score, {count}))\n"
+        "keep: top(score)\n"
+    )

@@ -10,6 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
+from kvpolicy.dsl.bind import Bound, bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.source import Source
+
 Axes = frozenset[str]
 
 HEADER = "policy: random\nlanguage: 1\nabout: random\n"
@@ -105,6 +111,17 @@ def policy(random: Random) -> str:
 def expression(random: Random, axes: Axes, depth: int = 2) -> str:
     """The text of a number with these axes."""
     return _File(random).number(axes, depth)
+
+
+def accepted(random: Random, shape: tuple[int, int, int, int]) -> Bound:
+    """The next policy that is accepted for L, H, G, D, and can be served."""
+    while True:
+        try:
+            checked = load(Source("random.yaml", policy(random)))
+            if not checked.unserved:
+                return bind(checked.require(), ModelShape(*shape))
+        except PolicyError:
+            continue
 
 
 @dataclass
