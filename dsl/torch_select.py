@@ -124,12 +124,12 @@ def _top(frame: Frame, x: Value, count: Value, axes: tuple[str, ...]) -> Value:
 
 def _top_of_each_layer(frame: Frame, x: Value, count: Value, axes: tuple[str, ...]) -> Value:
     """Layers compete, and each counts the winners for itself."""
-    at = x.axes.index("layer")
     parts = []
-    for layer in range(x.data.shape[at]):
+    for layer in range(sizes_of(x)["layer"]):
         made = _top(frame, x, of_layer(count, layer), axes)
-        parts.append(made.data.select(made.axes.index("layer"), layer))
-    return Value(torch.stack(parts, made.axes.index("layer")), made.axes)
+        at = made.axes.index("layer")
+        parts.append(as_tensor(made.data, frame).select(at, layer))
+    return Value(torch.stack(parts, at), made.axes)
 
 
 def _by_rows(kernel: Callable, keys: torch.Tensor, number: torch.Tensor | int) -> torch.Tensor:

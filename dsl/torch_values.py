@@ -268,8 +268,9 @@ def of_layer(x: Value, layer: int) -> Value:
     """One layer's part."""
     if "layer" not in x.axes:
         return x
+    assert isinstance(x.data, torch.Tensor)
     mask, mask_axes = x.mask, x.mask_axes
-    if "layer" in mask_axes:
+    if mask is not None and "layer" in mask_axes:
         mask, mask_axes = mask[layer], mask_axes[1:]
     return replace(x, data=x.data[layer], axes=x.axes[1:], mask=mask, mask_axes=mask_axes)
 
