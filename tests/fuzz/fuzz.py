@@ -3,7 +3,8 @@
     .venv/bin/python -P tests/fuzz/fuzz.py --texts 500000 --executed 50000 --seed 1 --processes 2
 
 Text number i of a seed is always the same. A run that was stopped goes on where it was. What is
-wrong is written to OUT/failures, shortened, with the command that repeats it; exit code 1.
+wrong is written to OUT/failures, shortened; exit code 1. `--again OUT/failures/*.yaml` takes those
+texts once more, as after a repair.
 """
 
 from __future__ import annotations
@@ -135,6 +136,8 @@ def _failure(error: Exception, text: str, kind: str, name: str) -> dict:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; 0 if nothing was found."""
     args = _parser().parse_args(arguments)
+    if args.again:
+        return int(sum(_wrong_again(Path(each)) for each in args.again) > 0)
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     state = folder / f"{args.seed}.jsonl"
@@ -152,6 +155,25 @@ def main(arguments: list[str] | None = None) -> int:
     return int(total.count("failed") > 0 or bool(total.grown))
 
 
+def _wrong_again(path: Path) -> bool:
+    """Takes a text again that failed; says what comes of it now."""
+    text = path.read_text(encoding="utf-8")
+    kind, name = text.removeprefix("# ").split(maxsplit=2)[:2]
+    torch.set_num_threads(1)
+    try:
+        found = outcome(text_of(*_place(name))[1], kind, name)
+    except Exception as error:
+        print(f"{path}: {signature(error)}: {error}")
+        return True
+    print(f"{path}: {found}")
+    return False
+
+
+def _place(name: str) -> tuple[str, int]:
+    seed, _, number = name.rpartition(":")
+    return seed, int(number)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--texts", type=int, default=5_000, help="at least so many; default 5000")
@@ -160,6 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--processes", type=int, default=1, help="one per core is best; default 1")
     parser.add_argument("--out", default=str(ROOT / ".cache" / "fuzz"), help="default .cache/fuzz")
     parser.add_argument("--report", help="write the table to a file, as Markdown")
+    parser.add_argument("--again", nargs="+", metavar="FILE", help="only these failures once more")
     return parser
 
 

@@ -135,3 +135,15 @@ def test_texts_are_mostly_policies_where_they_are_meant_to_be():
     assert accepted["made"] >= 4
     assert accepted["expressions"] >= 2
     assert accepted["sections"] >= 1
+
+
+def test_a_failure_is_taken_again(tmp_path, capsys):
+    def raised(*_) -> str:
+        raise judge.Wrong("planted")
+
+    path = tmp_path / "7-3.yaml"
+    path.write_text(f"# {fuzz.text_of('7', 3)[0]} 7:3\n# wrong\na text\n")
+    with patch.object(fuzz, "outcome", raised):
+        assert fuzz.main(["--again", str(path)]) == 1
+    assert "planted" in capsys.readouterr().out
+    assert fuzz.main(["--again", str(path)]) == 0
