@@ -345,3 +345,11 @@ def test_each_layer_counts_its_own_winners(axes, count):
         f"score: norm1[dim](key)\nbudget: 2 + {won}(top[{axes}](score, {count}))\n"
         "keep: top(score)\n"
     )
+
+
+@pytest.mark.parametrize("power", ["0.5", "2", "-1", "half", "half * norm1[dim](value)"])
+def test_powers_of_negative_and_infinite_bases(power):
+    """Where no number is the result it is 0, whichever branch a platform's `pow` takes."""
+    base = "(sum[dim](key) where position % 2 == 0 else log(0 * norm1[dim](key)))"
+    score = f"score: {base} ^ ({power}) + norm1[dim](value)\n"
+    assert_agreement(f"params: {{half: 0.5}}\n{score}{FILL}decode: same\n")
