@@ -6,7 +6,7 @@ PYTHON := $(VENV)/bin/python -P
 # Two processes, a file in one of them; PYTEST_ARGS= takes one, as for a debugger.
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup test demo lint docs train bench-kernels tune-kernels clean
+.PHONY: setup test demo lint docs fuzz train bench-kernels tune-kernels clean
 
 setup:
 	@SGLANG=$(SGLANG) VENV=$(VENV) bash tests/environment/setup.sh
@@ -25,6 +25,10 @@ lint: setup
 
 docs: setup
 	$(VENV)/bin/kvpolicy docs --out docs/reference.md
+
+# Random policy files against the check and every execution; docs/results/fuzz.md has a long run.
+fuzz: setup
+	$(PYTHON) tests/fuzz/fuzz.py $(ARGS)
 
 train: setup
 	$(VENV)/bin/python examples/train/train.py $(ARGS)

@@ -204,6 +204,11 @@ def _round(x: np.ndarray) -> np.ndarray:
     return np.round(snapped(x))
 
 
+def _power(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Of a negative base only whole powers exist, also of -inf."""
+    return np.where((a < 0) & (b != np.floor(b)), np.nan, np.power(a + 0.0, b))
+
+
 FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add,
     "subtract": np.subtract,
@@ -212,7 +217,7 @@ FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "divide": lambda a, b: a / (b + 0.0),
     "floor_divide": lambda a, b: np.floor(snapped(a / (b + 0.0))),
     "modulo": lambda a, b: a - b * np.floor(snapped(a / (b + 0.0))),
-    "power": lambda a, b: np.power(a + 0.0, b),
+    "power": _power,
     "negate": np.negative,
     "abs": np.abs,
     "exp": np.exp,

@@ -180,8 +180,25 @@ def is_static(typer: Typer, node: Node, expr: Expr, what: str, code: str = "phas
     return False
 
 
+_OF_ITS_LAYER = frozenset("past at split cascade cluster".split())
+
+
 def _names_layer(node: Node) -> bool:
-    return any(each.op == "size" and each.value == "layer" for each in node.walk())
+    """Whether a number may be another at each layer."""
+    return any(
+        each.op in _OF_ITS_LAYER or (each.op == "size" and each.value == "layer")
+        for each in node.walk()
+    )
+
+
+def is_in_a_layer(typer: Typer, call: Call) -> bool:
+    """Whether a call that says something of its layer stands in one; otherwise reports."""
+    context = typer.context
+    if context.phase != "static" or (context.inside == "share" and call.name != "past"):
+        return True
+    message = f"`{call.name}` has no value here: this holds for the whole model"
+    typer.error("phase", message, call.span)
+    return False
 
 
 def is_alike(typer: Typer, node: Node, expr: Expr, what: str) -> bool:

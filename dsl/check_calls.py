@@ -14,6 +14,7 @@ from kvpolicy.dsl.check_arguments import (
     has_axes,
     has_queries_in_common,
     is_alike,
+    is_in_a_layer,
     is_static,
     is_token_count,
     reduced_at_once,
@@ -265,6 +266,8 @@ def _in_layers(site: Site, argument: str, takes: str) -> bool:
 def _past(site: Site) -> Node | None:
     typer, call, _, _, exprs, nodes = site
     x, n = nodes["x"], nodes["n"]
+    if not is_in_a_layer(typer, call):
+        return None
     if "past" in x.type.axes:
         typer.error("axis", f"`{typer.shown(exprs['x'])}` has the axis `past` already", call.span)
         return None
@@ -282,13 +285,15 @@ def _past(site: Site) -> Node | None:
     reach = Extent("past", typer.graph.meaning(n), typer.shown(exprs["n"]), n)
     return typer.graph.make(
         "past", (x, n), kind=x.type.kind, axes=("past", *x.type.axes), unit=x.type.unit,
-        absent=True, span=typer.span(call), extent=reach,
+        absent=True, when=typer.context.base, span=typer.span(call), extent=reach,
     )  # fmt: skip
 
 
 def _at(site: Site) -> Node | None:
     typer, call, _, _, exprs, nodes = site
     layer, x = nodes["layer"], nodes["x"]
+    if not is_in_a_layer(typer, call):
+        return None
     if layer.type.axes:
         message = f"`{typer.shown(exprs['layer'])}` is not one number for the layer"
         typer.error("axis", message, exprs["layer"].span)
@@ -306,6 +311,8 @@ def _at(site: Site) -> Node | None:
 def _across(site: Site) -> Node | None:
     """`split` and `cluster`: one number per layer."""
     typer, call, function, _, exprs, nodes = site
+    if not is_in_a_layer(typer, call):
+        return None
     for name, node in nodes.items():
         shown = typer.shown(exprs[name])
         if node.type.axes:

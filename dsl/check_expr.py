@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvpolicy.dsl.graph import TooLarge, extents, union
-from kvpolicy.dsl.ir import Extent, Node, When
+from kvpolicy.dsl.ir import OF_MERGE, Extent, Node, When
 from kvpolicy.dsl.names import BUILTINS
 from kvpolicy.dsl.signatures import Builtin
 from kvpolicy.dsl.source import Span
@@ -113,7 +113,9 @@ class Typer:
             raise TooLarge
         node = self._expr(expr)
         self.scope.level -= 1
-        return node if node is None or self._held_briefly(node, expr) else None
+        if node is None or not self._held_briefly(node, expr) or not self._merged_here(node, expr):
+            return None
+        return node
 
     def _held_briefly(self, node: Node, expr: Expr) -> bool:
         """Whether attention of all queries need not be held for other layers; otherwise reports."""
@@ -123,6 +125,19 @@ class Typer:
             return True
         message = f"`{self.shown(expr)}` would hold N x N values until the last layer is done"
         self.error("whole-map", message, expr.span, "reduce `query` or `token` before `[layer]`")
+        return False
+
+    def _merged_here(self, node: Node, expr: Expr) -> bool:
+        """Whether other layers are not asked for what they merge; otherwise reports."""
+        if not self.context.in_merge or not is_across(node):
+            return True
+        names = [*self.scope.definitions["merge"], *self.scope.definitions["decode.merge"]]
+        states = [each for each in node.walk() if each.op == "state" and each.value in names]
+        if not states and not any(each.op in OF_MERGE for each in node.walk()):
+            return True
+        message = f"`{self.shown(expr)}` looks at what other layers merge"
+        help = "layers merge one by one: look at others outside `merge`, in a `let` of all tokens"
+        self.error("merge", message, expr.span, help)
         return False
 
     def _expr(self, expr: Expr) -> Node | None:
@@ -396,6 +411,11 @@ class Typer:
             self.error("not-a-set", message, expr.span, help)
             return False
         return True
+
+
+def is_across(node: Node) -> bool:
+    """Whether an operation looks at other layers."""
+    return "layer" in node.axes or node.op in ("past", "at")
 
 
 _AXIS_ORDER = ["past", "kv", "group", "query", "token", "dropped", "dim", "channel"]

@@ -187,6 +187,8 @@ def _float(value: Value) -> float:
 def _power(base: Value, exponent: Value) -> Value:
     if base == 0 and exponent < 0:
         return math.inf
+    if base < 0 and math.isfinite(exponent) and exponent != math.floor(exponent):
+        return Fraction(0)  # not a number
     if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
         if _bits(base) * abs(exponent.numerator) <= 2 * MAX_BITS:
             return base**exponent.numerator

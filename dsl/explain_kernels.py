@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvpolicy.dsl.bind import Bound
-from kvpolicy.dsl.ir import Node, When
+from kvpolicy.dsl.ir import OF_MERGE, Node, When
 from kvpolicy.dsl.kernel_values import written_window
 from kvpolicy.dsl.lower import ELEMENTWISE, REDUCTIONS
 from kvpolicy.dsl.regions import Bundle, Regions
 from kvpolicy.dsl.torch_combination import is_combination
-from kvpolicy.dsl.torch_direct import OF_MERGE, STATES, Direct
+from kvpolicy.dsl.torch_direct import STATES, Direct
 from kvpolicy.dsl.torch_entropy import distribution
 from kvpolicy.dsl.torch_layers import reduces_past
 from kvpolicy.dsl.torch_share import side_of_share

@@ -29,6 +29,7 @@ MAX_DEPTH = 40
 MAX_EXPONENT = 300
 
 _TOKEN = re.compile(PATTERN)
+_ONE = (True,)  # the one symbol of a rule, which is kept
 _COMPARISONS = {
     "<": "less",
     "<=": "less_equal",
@@ -124,8 +125,10 @@ def _foreign(text: str, at: int) -> ExpressionError:
         help = _FOREIGN.get(character) or _KINDS.get(unicodedata.category(character))
         if unicodedata.east_asian_width(character) == "F":
             help = f"write `{unicodedata.normalize('NFKC', character)}`, without full width"
-    shown = character if character.isprintable() else f"U+{ord(character):04X}"
-    return ExpressionError("syntax", f"`{shown}` is not part of an expression", at, at + 1, help)
+    shown = f"`{character}`" if character.isprintable() else f"`U+{ord(character):04X}`"
+    if character == "`":
+        shown, help = "a backtick", "names and numbers stand alone, without quotes"
+    return ExpressionError("syntax", f"{shown} is not part of an expression", at, at + 1, help)
 
 
 def parse_expression(text: str, place: Callable[[int], int]) -> Expr:
@@ -177,6 +180,9 @@ class _Parser:
 
     def reduce(self, number: int) -> None:
         origin, name, transparent, kept = RULES[number]
+        if transparent and kept == _ONE and not isinstance(self.items[-1].value, list):
+            self.states[-1] = GOTOS[self.states[-2]][origin]  # from one level to the next, as it is
+            return
         taken = self.items[-len(kept) :]
         del self.items[-len(kept) :], self.states[-len(kept) :]
         children: list[_Item] = []

@@ -258,6 +258,7 @@ class _Writer:
         if key.form != "text":
             return text
         safe = _PLAIN.fullmatch(text) and ": " not in text and " #" not in text
+        safe = safe and text.isprintable()  # some other characters end a line in YAML
         if flow or not safe or text != text.strip() or text.endswith(":"):
             return json.dumps(text, ensure_ascii=not text.isprintable())
         return text

@@ -184,27 +184,28 @@ class _Reader:
         if _POLICY.fullmatch(node.text) and len(node.text) <= 64:
             return node.text
         help = "lower case letters and digits in groups joined by `-`, at most 64 characters"
-        self.error("key", f"`{node.text}` is not a policy name", _visible(node), help)
+        message = f"`{node.text}` is not a policy name" if node.text else "the policy has no name"
+        self.error("key", message, _visible(node), help)
         return None
 
     def version(self, node: Scalar, key: Key, path: str) -> int | None:
         if node.text == "1":
             return 1
-        message = f"this program reads language 1, not `{node.text}`"
+        message = f"this program reads language 1, not {_shown(node)}"
         self.error("key", message, _visible(node))
         return None
 
     def truth(self, node: Scalar, key: Key, path: str) -> bool | None:
         if node.text in ("true", "false"):
             return node.text == "true"
-        self.error("key", f"`{path}` is `true` or `false`, not `{node.text}`", _visible(node))
+        self.error("key", f"`{path}` is `true` or `false`, not {_shown(node)}", _visible(node))
         return None
 
     def choice(self, node: Scalar, key: Key, path: str) -> str | None:
         if node.text in key.choices:
             return node.text
         help = did_you_mean(node.text, key.choices)
-        message = f"`{path}` takes {listed(key.choices)}, not `{node.text}`"
+        message = f"`{path}` takes {listed(key.choices)}, not {_shown(node)}"
         self.error("key", message, _visible(node), help)
         return None
 
@@ -213,7 +214,7 @@ class _Reader:
             _, _, exponent = node.text.partition("e")
             if abs(int(exponent or 0)) <= MAX_EXPONENT:
                 return Fraction(node.text)
-        self.error("key", f"`{path}` takes a number, not `{node.text}`", _visible(node))
+        self.error("key", f"`{path}` takes a number, not {_shown(node)}", _visible(node))
         return None
 
     def literal(self, node: Scalar, key: Key, path: str) -> Fraction | bool | None:
@@ -261,6 +262,11 @@ _TAKES = {
 
 def _kind(node: Node) -> str:
     return "mapping" if isinstance(node, Mapping) else "list"
+
+
+def _shown(node: Scalar) -> str:
+    """The text for a message."""
+    return f"`{node.text}`" if node.text.strip() else "nothing"
 
 
 def _visible(node: Scalar) -> Span:

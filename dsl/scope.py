@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from kvpolicy.dsl.check_expr import COMPARISONS, LOGIC, Context, Typer, is_whole_map
+from kvpolicy.dsl.check_expr import COMPARISONS, LOGIC, Context, Typer, is_across, is_whole_map
 from kvpolicy.dsl.check_states import States
 from kvpolicy.dsl.diagnostics import Diagnostic, did_you_mean
 from kvpolicy.dsl.functions import FUNCTIONS, RESERVED
@@ -274,7 +274,7 @@ class Scope:
             self.diagnostics, self._nodes, self.states = kept
         if failed or node is None or node.when < When.LAYER:
             return None
-        if set(node.type.axes) - {"kv", "group", "dim"} or not any(map(_is_across, node.walk())):
+        if set(node.type.axes) - {"kv", "group", "dim"} or not any(map(is_across, node.walk())):
             return None
         return self.node(definition, Context("prefill"), span)
 
@@ -475,7 +475,3 @@ class Scope:
     def at_least_one(self, node: Node, span: Span, message: str) -> None:
         """Notes a number of queries or layers that is at least one; what to say where it is not."""
         self.counts.append(Counted(node, span, message))
-
-
-def _is_across(node: Node) -> bool:
-    return "layer" in node.axes or node.op in ("past", "at")

@@ -16,8 +16,8 @@ from kvpolicy.dsl import counts, torch_layers
 from kvpolicy.dsl.ir import Node, When
 from kvpolicy.dsl.torch_evaluate import Evaluation
 from kvpolicy.dsl.torch_ops import OPERATIONS
-from kvpolicy.dsl.torch_plan import of_layer, operands, stacked
-from kvpolicy.dsl.torch_values import HOST, Frame, Value, aligned, as_tensor, sent
+from kvpolicy.dsl.torch_plan import operands, stacked
+from kvpolicy.dsl.torch_values import HOST, Frame, Value, aligned, as_tensor, of_layer, sent
 
 
 def widened(x: Value, frame: Frame, prompt: int) -> Value:

@@ -21,7 +21,7 @@ from kvpolicy.dsl.ir import Node
 from kvpolicy.dsl.lower import ELEMENTWISE, REDUCTIONS
 from kvpolicy.dsl.torch_elementwise import reduce
 from kvpolicy.dsl.torch_plan import operands
-from kvpolicy.dsl.torch_values import Frame, Value, filled
+from kvpolicy.dsl.torch_values import Frame, Value, as_tensor, filled
 
 if TYPE_CHECKING:
     from kvpolicy.dsl.torch_evaluate import Evaluation
@@ -256,7 +256,12 @@ class _Partial:
             total = _Partial.of(replace(node, op="sum"), frame, x)
             return replace(total, op="mean", number=number)
         mean = reduce(replace(node, op="mean"), frame, x)
-        spread = reduce(node, frame, x).data * number
+        spread = as_tensor(reduce(node, frame, x).data, frame) * number
+        if (
+            not x.finite
+        ):  # a variance with an infinite value is none, whatever the other blocks hold
+            infinite = ~filled(x, 0.0).isfinite()
+            spread = spread.masked_fill(infinite.sum(dims) > 0, math.nan)
         return cls(node.op, mean.axes, mean.data, mean.finite, number, spread)
 
     def of_all(self, tokens: int) -> _Partial:

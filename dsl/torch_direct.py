@@ -6,14 +6,12 @@ from collections.abc import Iterable
 
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.diagnostics import refused
-from kvpolicy.dsl.ir import Node, State, When
+from kvpolicy.dsl.ir import OF_MERGE, Node, State, When
 from kvpolicy.dsl.torch_evaluate import Updates
 from kvpolicy.dsl.torch_ops import OPERATIONS
 from kvpolicy.dsl.torch_plan import operands
 from kvpolicy.dsl.traverse import merge_roots, nodes_of, propagate_roots, state_roots
 
-# Operations of a merge, known when it is known what leaves.
-OF_MERGE = frozenset("nearest next target dropped special".split())
 STATES = frozenset("state before budget decided".split())
 _ATTENTION = frozenset("attn logits state before past at".split())
 _WINDOWS = frozenset("attn logits distance".split())

@@ -148,6 +148,15 @@ def _floor_divide(a, b) -> torch.Tensor:
     return snapped(a / (b + 0.0)).floor()  # -0 is 0
 
 
+def _power(a, b) -> torch.Tensor:
+    """Of a negative base only whole powers exist, also of -inf."""
+    made = binary(lambda x, y: torch.pow(x + 0.0, y))(a, b)
+    if not isinstance(b, torch.Tensor):
+        whole = math.isinf(b) or float(b).is_integer()
+        return made if whole else made.masked_fill(a < 0, math.nan)
+    return torch.where((a < 0) & (b != b.floor()), math.nan, made)
+
+
 OPERATIONS: dict[str, Callable[..., Value]] = {
     "position": position,
     "all": everything,
@@ -167,7 +176,7 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     "modulo": elementwise(
         binary(lambda a, b: a - b * _floor_divide(a, b)), nan=True, stays_finite=False
     ),
-    "power": elementwise(binary(lambda a, b: torch.pow(a + 0.0, b)), nan=True, stays_finite=False),
+    "power": elementwise(_power, nan=True, stays_finite=False),
     "negate": elementwise(torch.neg),
     "abs": elementwise(torch.abs),
     "exp": elementwise(torch.exp, stays_finite=False),

@@ -14,7 +14,7 @@ from kvpolicy.dsl.ir import Node
 from kvpolicy.dsl.torch_entropy import distribution, entropy
 from kvpolicy.dsl.torch_kernels import NONE, Kernels
 from kvpolicy.dsl.torch_ops import OPERATIONS
-from kvpolicy.dsl.torch_values import HOST, Frame, Value, aligned, constant, sent, union
+from kvpolicy.dsl.torch_values import HOST, Frame, Value, aligned, constant, of_layer, sent, union
 
 
 @dataclass
@@ -188,16 +188,6 @@ def _over_layers(x: Value, frame: Frame) -> Value:
         data = constant(data, frame.device)
     data = data.expand(frame.bound.shape.layers, *data.shape)
     return replace(x, data=data, axes=("layer", *x.axes))
-
-
-def of_layer(x: Value, layer: int) -> Value:
-    """One layer's part."""
-    if "layer" not in x.axes:
-        return x
-    mask, mask_axes = x.mask, x.mask_axes
-    if "layer" in mask_axes:
-        mask, mask_axes = mask[layer], mask_axes[1:]
-    return replace(x, data=x.data[layer], axes=x.axes[1:], mask=mask, mask_axes=mask_axes)
 
 
 def stacked(values: list[Value], device: torch.device) -> Value:

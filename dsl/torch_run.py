@@ -18,9 +18,9 @@ from kvpolicy.dsl.torch_blocks import block_bytes, concatenated, cut_heads
 from kvpolicy.dsl.torch_decode import Held, Memory
 from kvpolicy.dsl.torch_kernels import Slots
 from kvpolicy.dsl.torch_layout import shift_of
-from kvpolicy.dsl.torch_plan import Plan, call, of_layer, stacked
+from kvpolicy.dsl.torch_plan import Plan, call, stacked
 from kvpolicy.dsl.torch_share import Shared, shared
-from kvpolicy.dsl.torch_values import Frame, Value, aligned, snapped
+from kvpolicy.dsl.torch_values import Frame, Value, aligned, of_layer, snapped
 
 if TYPE_CHECKING:
     from kvpolicy.dsl.torch_program import LayerSteps, Step, TorchProgram

@@ -13,6 +13,7 @@ from kvpolicy.dsl.torch_values import (
     Value,
     aligned,
     as_tensor,
+    of_layer,
     sizes_of,
     snapped,
     union,
@@ -98,6 +99,8 @@ def _ends(node: Node, frame: Frame, count: Value) -> Value:
 
 
 def _top(frame: Frame, x: Value, count: Value, axes: tuple[str, ...]) -> Value:
+    if "layer" in axes and "layer" in count.axes:
+        return _top_of_each_layer(frame, x, count, axes)
     rest = tuple(axis for axis in x.axes if axis not in axes)
     number = count.data
     if isinstance(number, torch.Tensor):
@@ -117,6 +120,16 @@ def _top(frame: Frame, x: Value, count: Value, axes: tuple[str, ...]) -> Value:
     kernel = frame.kernels.get("top")
     chosen = _select(keys, number) if kernel is None else _by_rows(kernel, keys, number)
     return Value(_back(chosen, turn, shape), x.axes)
+
+
+def _top_of_each_layer(frame: Frame, x: Value, count: Value, axes: tuple[str, ...]) -> Value:
+    """Layers compete, and each counts the winners for itself."""
+    parts = []
+    for layer in range(sizes_of(x)["layer"]):
+        made = _top(frame, x, of_layer(count, layer), axes)
+        at = made.axes.index("layer")
+        parts.append(as_tensor(made.data, frame).select(at, layer))
+    return Value(torch.stack(parts, at), made.axes)
 
 
 def _by_rows(kernel: Callable, keys: torch.Tensor, number: torch.Tensor | int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from kvpolicy.dsl.ir import Node
 from kvpolicy.dsl.torch_combination import Combinations
 from kvpolicy.dsl.torch_evaluate import Evaluation, spread
 from kvpolicy.dsl.torch_kernels import NONE, Kernels
-from kvpolicy.dsl.torch_values import Frame, Value, filled
+from kvpolicy.dsl.torch_values import Frame, Value, aligned, as_tensor, filled
 from kvpolicy.dsl.traverse import nodes_of
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -94,7 +94,9 @@ def _one(
         a, b = (spread(x, _AXES, evaluation.frame) for x in weights)
         data = kernels["blend"](vectors["below"], vectors["own"], a, b)
     else:
-        data = filled(evaluation.value(direction), 0.0).expand(vectors["own"].shape)
+        x = evaluation.value(direction)
+        data = aligned(as_tensor(filled(x, 0.0), evaluation.frame), x.axes, (*_AXES, "dim"))
+        data = data.double().expand(vectors["own"].shape)
     apart = torch.zeros(data.shape[:2], dtype=torch.bool, device=data.device)
     if exceptions is not None:
         apart = spread(evaluation.value(exceptions), _AXES, evaluation.frame)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from kvpolicy.dsl.additive import Additive
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.diagnostics import refused
-from kvpolicy.dsl.ir import Node, When
+from kvpolicy.dsl.ir import OF_MERGE, Node, When
 from kvpolicy.dsl.lasting import Lasting
-from kvpolicy.dsl.torch_direct import OF_MERGE, STATES, reads_budget
+from kvpolicy.dsl.torch_direct import STATES, reads_budget
 from kvpolicy.dsl.torch_evaluate import Updates
 from kvpolicy.dsl.torch_generated import Generated
 from kvpolicy.dsl.torch_kernels import NONE, Kernels

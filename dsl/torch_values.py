@@ -264,6 +264,17 @@ def filled(x: Value, filler: Scalar) -> torch.Tensor:
     return torch.where(aligned(x.mask, x.mask_axes, x.axes), x.data, filler)
 
 
+def of_layer(x: Value, layer: int) -> Value:
+    """One layer's part."""
+    if "layer" not in x.axes:
+        return x
+    assert isinstance(x.data, torch.Tensor)
+    mask, mask_axes = x.mask, x.mask_axes
+    if mask is not None and "layer" in mask_axes:
+        mask, mask_axes = mask[layer], mask_axes[1:]
+    return replace(x, data=x.data[layer], axes=x.axes[1:], mask=mask, mask_axes=mask_axes)
+
+
 def snapped(x: torch.Tensor) -> torch.Tensor:
     """`counts.snap` for tensors."""
     nearest = torch.round(2 * x) / 2

@@ -165,7 +165,9 @@ class _Composer:
                 if key is not None:
                     self.report(Diagnostic("yaml", "a key must be a name", key.span))
                 continue
-            if key.text == "<<" and key.style is None:
+            if not key.text:
+                self.report(Diagnostic("yaml", "a key has no name", key.span))
+            elif key.text == "<<" and key.style is None:
                 message, help = "merge keys are not used in policies", "write the keys out"
                 self.report(Diagnostic("yaml", message, key.span, help))
             elif key.text in seen:

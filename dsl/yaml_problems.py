@@ -81,5 +81,5 @@ class _Marked:
         character = self.text[self.at : self.at + 1]
         if character == "\t":
             return self._said(self.at, "a tab stands where a line is indented", "indent by spaces")
-        message = f"no value begins with `{character}`"
-        return self._said(self.at, message, "put it into quotes")
+        shown = "a backtick" if character == "`" else f"`{character}`"
+        return self._said(self.at, f"no value begins with {shown}", "put it into quotes")

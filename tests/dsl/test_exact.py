@@ -34,6 +34,8 @@ def node_of(text, **params):
         ("ceil(0.1)", 1),
         ("2 ^ 10", 1024),
         ("2 ^ -2", Fraction(1, 4)),
+        ("(-1 / 0) ^ 0.5", 0),
+        ("(-1 / 0) ^ 2", math.inf),
         ("abs(-3)", 3),
         ("clamp(prompt, 1, 64)", 64),
         ("8 where layer == 1 else 16", 8),

@@ -43,6 +43,11 @@ def assert_agreement(text: str, shape: Shape = SHAPE, tokens=(1, 13), **settings
         agree(bound, *tensors(np.random.default_rng(seed), shape, number, 5, ties=seed == 0))
 
 
+def frequencies(size: int) -> np.ndarray | None:
+    """[D / 2] angles by which RoPE turns a head of this size, as of `Store`; None: odd, no RoPE."""
+    return None if size % 2 else 100.0 ** (-np.arange(size // 2) / 2)
+
+
 def agree(bound: Bound, q: np.ndarray, k: np.ndarray, v: np.ndarray, steps: Steps) -> Result:
     """The interpreter's result, after checking that the others give the same.
 
@@ -54,9 +59,7 @@ def agree(bound: Bound, q: np.ndarray, k: np.ndarray, v: np.ndarray, steps: Step
     Raises:
         AssertionError: an execution differs.
     """
-    size = k.shape[-1]
-    inv_freq = None if size % 2 else 100.0 ** (-np.arange(size // 2) / 2)
-    expected, _ = both(bound, q, k, v, steps, inv_freq)
+    expected, _ = both(bound, q, k, v, steps, frequencies(k.shape[-1]))
     kept, most = sum(int(x.sum()) for x in expected.kept), bound.max_entries(k.shape[2])
     assert kept <= most, f"{kept} entries are kept, at most {most} were promised"
     if bound.decode is not None:

@@ -58,7 +58,7 @@ class Store:
         self, bound: Bound, prompt, steps, poison: float = math.nan, kernels: Kernels = NONE
     ) -> None:
         size = prompt[1].shape[-1]
-        self.inv_freq = 100.0 ** (-np.arange(size // 2) / 2) if size % 2 == 0 else None
+        self.inv_freq = None if size % 2 else 100.0 ** (-np.arange(size // 2) / 2)
         made = prefilled(TorchProgram(bound, kernels=kernels), *prompt, self.inv_freq)
         self.rows: list[Rows] = []
         for own, rows in zip(made.run.finish(), made.vectors, strict=True):

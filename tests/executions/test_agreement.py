@@ -313,3 +313,43 @@ def test_d2o_as_in_the_code(share, tokens):
     for every in (1, 3):
         bound = bind(load("d2o-code").require(), ModelShape(*shape), settings, fold_interval=every)
         agree(bound, *tensors(np.random.default_rng(tokens), shape, tokens, 7))
+
+
+@pytest.mark.parametrize(
+    "direction", ["share", "1", "layer", "sum[token](own)", "sum[dim](own)", "norm1[kv, dim](own)"]
+)
+def test_a_shared_direction_of_any_axes(direction):
+    assert_agreement(
+        f"params: {{share: 0.6}}\nshare:\n  when: layer == 1\n  direction: {direction}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "budget: 3 + count[past](past(layer, 2))\nkeep: recent(1) then top(norm1[dim](key))\n",
+        "propagate:\n  first: layer == max[past](past(layer, 2))\n  tokens: recent(3)\n",
+        "keep: recent(2) where max[past](past(layer, 2)) > 1 else recent(3)\n",
+        "score: sum[head, query](attn(recent(split[layer](9, 1))))\nkeep: top(score, 3)\n",
+    ],
+)
+def test_past_layers_of_what_no_tensor_decides(text):
+    assert_agreement(text)
+
+
+@pytest.mark.parametrize("count", ["layer * kv_heads", "1 + max[past](past(2 * layer, 2))"])
+@pytest.mark.parametrize("axes", ["layer, kv, token", "layer, token"])
+def test_each_layer_counts_its_own_winners(axes, count):
+    won = "count[kv, token]" if "kv" in axes else "count[token]"
+    assert_agreement(
+        f"score: norm1[dim](key)\nbudget: 2 + {won}(top[{axes}](score, {count}))\n"
+        "keep: top(score)\n"
+    )
+
+
+@pytest.mark.parametrize("power", ["0.5", "2", "-1", "half", "half * norm1[dim](value)"])
+def test_powers_of_negative_and_infinite_bases(power):
+    """Where no number is the result it is 0, whichever branch a platform's `pow` takes."""
+    base = "(sum[dim](key) where position % 2 == 0 else log(0 * norm1[dim](key)))"
+    score = f"score: {base} ^ ({power}) + norm1[dim](value)\n"
+    assert_agreement(f"params: {{half: 0.5}}\n{score}{FILL}decode: same\n")

@@ -11,7 +11,7 @@ from kvpolicy.dsl.check import load
 from kvpolicy.dsl.ir import ModelShape
 from kvpolicy.dsl.source import Source
 from kvpolicy.dsl.torch_program import TorchProgram
-from recordings import tensors
+from recordings import both, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SHAPE = (2, 8, 4, 6)
@@ -58,6 +58,15 @@ def test_blocks_change_nothing(score, queries, size, monkeypatch):
 def test_blocks_count_queries_on(monkeypatch):
     score = "mean[group, query](attn({q}) * index[query](attn({q})))"
     _compare_blocks(score, "recent(7)", 1, monkeypatch)
+
+
+@pytest.mark.parametrize("beside", ["", "merge: {into: next(1)}\n"])
+def test_a_variance_with_an_infinite_value_is_none(beside, monkeypatch):
+    """The minimum of no heads is infinite: where a query comes before the token."""
+    monkeypatch.setattr(torch_blocks, "BLOCK_BYTES", 1)
+    text = f"score: var[query](min[group](logits(recent(2))))\nkeep: top(score, 3)\n{beside}"
+    each = bind(load(Source("a-test.yaml", HEADER + text)).require(), ModelShape(*SHAPE))
+    both(each, *tensors(np.random.default_rng(4), SHAPE, 5, 0)[:3])
 
 
 def _compare_blocks(score, queries, size, monkeypatch):

@@ -7,13 +7,13 @@ from random import Random
 import numpy as np
 import pytest
 from agreement import written
+from grammar import policy
 from kvpolicy.dsl.bind import bind
 from kvpolicy.dsl.check import load
 from kvpolicy.dsl.diagnostics import PolicyError
 from kvpolicy.dsl.interpret import interpret
 from kvpolicy.dsl.ir import ModelShape
 from kvpolicy.dsl.source import Source
-from random_policies import policy
 from recordings import tensors
 
 SHAPES = [(3, 4, 2, 2), (2, 6, 3, 2), (4, 4, 4, 2), (1, 4, 1, 2)]

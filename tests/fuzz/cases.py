@@ -1,0 +1,133 @@
+"""How an accepted policy is executed: by the interpreter, the torch program and as it is served.
+
+Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, D head size, T steps.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+from agreement import agree, frequencies
+from judge import Wrong, limited, worded
+from kvpolicy.dsl.bind import Bound, bind
+from kvpolicy.dsl.check import Checked
+from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.dsl.interpret import interpret
+from kvpolicy.dsl.ir import ModelShape, Param, Program
+from noise import rounded_otherwise
+from recordings import Shape, assert_same, tensors
+
+RUN_SECONDS = 60
+SHAPES: tuple[Shape, ...] = ((2, 4, 2, 4), (2, 2, 2, 3), (3, 4, 1, 4), (1, 6, 3, 2), (2, 2, 1, 2))
+LENGTHS = (9, 1, 6, 13, 2, 5)
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """How an accepted policy is executed: sizes, values of parameters, tensors.
+
+    Attributes:
+        shape: L, H, G, D.
+        tokens: N.
+        every: entries leave at every so many steps, where the policy does not say when.
+        settings: of parameters.
+        seed: of the tensors.
+        ties: small whole numbers, so that many scores are equal.
+    """
+
+    shape: Shape
+    tokens: int
+    every: int
+    settings: dict[str, str]
+    seed: int
+    ties: bool
+
+    @classmethod
+    def of(cls, random: Random, program: Program) -> Case:
+        """A case for a policy."""
+        shape = random.choice(SHAPES)
+        settings = {}
+        for name, param in program.params.items():
+            if random.random() < 0.85:
+                settings[name] = _setting(random, param, shape[0])
+        return cls(
+            shape, random.choice(LENGTHS), random.choice((1, 2, 3)), settings,
+            random.randrange(1 << 30), random.random() < 0.3,
+        )  # fmt: skip
+
+    def bound(self, program: Program) -> Bound | None:
+        """The policy for this case, or with its defaults; None if neither is accepted."""
+        for settings in (self.settings, {}):
+            try:
+                return bind(program, ModelShape(*self.shape), settings, fold_interval=self.every)
+            except PolicyError as error:
+                worded(error)
+        return None
+
+    def tensors(self) -> tuple:
+        """q, k, v of the prompt, and those of the steps."""
+        random = np.random.default_rng(self.seed)
+        return tensors(random, self.shape, self.tokens, STEPS, self.ties)
+
+
+def _setting(random: Random, param: Param, layers: int) -> str:
+    if param.kind == "truth":
+        return random.choice(("true", "false"))
+    if param.choices:
+        return str(random.choice(param.choices))
+    if param.unit == "ratio" or (param.maximum is not None and param.maximum <= 1):
+        return random.choice(("0", "0.3", "0.5", "0.77", "1"))
+    if param.odd:
+        return random.choice(("1", "3", "5"))
+    if param.unit == "layers":
+        return str(random.randrange(layers + 1))
+    if param.whole:
+        return str(random.choice((0, 1, 1, 2, 3, 4, 5, 8)))
+    return random.choice(("0.5", "1", "2", "0", "1.3"))
+
+
+def executed(checked: Checked, seed: str) -> str:
+    """Runs an accepted policy everywhere.
+
+    Returns:
+        "agreed"; "unserved" or "refused" if it is not run for what it needs or for its parameters;
+        "unstable" if executions differ where rounding errors decide.
+
+    Raises:
+        Wrong: executions differ.
+        Exception: one of them raises.
+    """
+    if checked.unserved:
+        return "unserved"
+    program = checked.require()
+    case = Case.of(Random(seed), program)
+    bound = case.bound(program)
+    if bound is None:
+        return "refused"
+    with limited(RUN_SECONDS), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            agree(bound, *case.tensors())
+        except AssertionError as error:
+            if _is_unstable(bound, case):
+                return "unstable"
+            raise Wrong(f"{case}: {error}") from error
+    return "agreed"
+
+
+def _is_unstable(bound: Bound, case: Case) -> bool:
+    """Whether the interpreter itself differs when it rounds otherwise."""
+    inv_freq = frequencies(case.shape[3])
+    plain = interpret(bound, *case.tensors(), inv_freq)
+    for seed in range(4):
+        with rounded_otherwise(seed):
+            other = interpret(bound, *case.tensors(), inv_freq)
+        try:
+            assert_same(plain, other)
+        except AssertionError:
+            return True
+    return False

@@ -1,0 +1,312 @@
+"""Random policy files, made by the rules of the language: most are accepted, some are refused.
+
+An expression is made for the axes that it is to have, so that what comes out is deep and yet has
+types that fit. Sections are those of the papers and compositions of them. The same seed gives the
+same text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from kvpolicy.dsl.bind import Bound, bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.source import Source
+
+Axes = frozenset[str]
+
+HEADER = "policy: random\nlanguage: 1\nabout: random\n"
+SCALAR: Axes = frozenset()
+ENTRY: Axes = frozenset(("kv", "token"))
+VECTOR: Axes = ENTRY | {"dim"}
+MAP: Axes = ENTRY | {"group", "query"}
+# In the order in which axes are written.
+ORDER = ("kv", "group", "query", "token", "dim")
+
+UNARY = (
+    "abs({x})", "-({x})", "exp(-abs({x}))", "log({x})", "sqrt({x})", "floor(4 * {x})", "{x} ^ 2",
+    "round({x} * 2)", "ceil({x} / 3)", "{x} % 3", "{x} // 2", "cos({x})", "{x} ^ 0.5", "({x} - 1)",
+    "acos({x})", "{x} / 0", "2 ^ {x}", "1 / {x}",
+)  # fmt: skip
+BINARY = (
+    "{x} + {y}", "{x} - {y}", "{x} * {y}", "{x} / {y}", "max({x}, {y})", "min({x}, {y})",
+    "{x} ^ {y}", "{x} // {y}", "{x} % {y}",
+)  # fmt: skip
+ALONG_TOKENS = (
+    "maxpool({x}, 3)", "avgpool({x}, 5)", "rank({x})", "softmax[token]({x})", "minmax[token]({x})",
+    "normalize[token]({x})", "{x} / sum[token]({x})", "{x} * entropy[token](abs({x}))",
+    "{x} + index[token]({x})", "{x} - max[token]({x})", "maxpool({x}, 1)",
+    "{x} * count[token](all)", "{x} + sum[token](position where new)",
+)  # fmt: skip
+ALONG_HEADS = (
+    "rank[kv]({x})", "{x} / sum[kv]({x})", "{x} - mean[kv]({x})", "{x} + index[kv]({x})",
+    "softmax[kv]({x})",
+)  # fmt: skip
+ACROSS_LAYERS = (
+    "{x} - max[layer]({x})", "mean[layer]({x}) + {x}", "{x} / sum[layer]({x})",
+    "max[past](past({x}, 2))", "sum[past](past({x}, 3))", "var[past](past({x}, 2))",
+    "({x} where layer < 1 else at(0, {x}))", "at(layer - 1, {x})", "rank[layer]({x})",
+    "({x} where layer > mean[layer](layer) else 2 * {x})",
+)  # fmt: skip
+REDUCED = ("sum", "mean", "max", "min", "var")
+LITERALS = ("0", "1", "2", "0.5", "3", "0.1", "layers", "kv_heads", "(layer * 1)", "prompt", "7")
+COUNTS = ("1", "2", "3", "5", "9", "0", "budget // 2", "0.3 * prompt", "layer * 2 + 1")
+COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
+WINDOWS = ("recent(3)", "recent(2)", "recent(1)", "recent(2 + 1)", "recent(near)", "new")
+BUDGETS = (
+    "7", "5", "5 + layer * 3", "0.4 * length", "3 where layer < 1 else 8", "0", "prompt",
+    "1 + count[token](top[kv, token](score, 9))", "2 + count[token](top[kv](score, 1))",
+    "2 + split[layer](20, max[kv, token](score), max = length)",
+    "2 + cascade[layer](20, max[kv, token](score), max = length)",
+    "1 + 6 * max[token](score) / sum[layer](max[token](score))",
+    "3 + cluster[layer](max[kv, token](score), 2)",
+)  # fmt: skip
+TOPS = (
+    "top(score)", "top[kv, token](score)", "top[token, kv](score)", "top[layer, kv, token](score)",
+    "top[layer, token](score)",
+)  # fmt: skip
+SETS = (
+    "recent(3)", "sinks(2)", "recent(near)", "top(score, 2)", "top[kv, token](score, 7)",
+    "top(max[kv](score), 3)", "top[kv](score, 1)", "top[layer, kv, token](score, 11)",
+    "score > mean[token](score)", "(recent(1) or sinks(1))", "not top(score, 2)", "new",
+    "(sinks(1) where layer > 0 else recent(2))", "top[layer](score, 1)",
+    "top(score where not top(score, 2), 3)",
+)  # fmt: skip
+NEXT_HEATS = (
+    "heat + sum[group, query](attn(new))",
+    "max(0.5 * heat, sum[query](mean[group](attn(new))))",
+    "heat + max[group](max[query](attn(new)))",
+    "heat + sum[group, query](attn(new) where distance(new) > 1)",
+    "heat + count[group, query](attn(new) > 0.1)",
+)
+PROPAGATIONS = (
+    "propagate:\n  first: layer == 1\n"
+    "  tokens: recent(2) then top(sum[head, query](attn(recent(2))), 6)\n",
+    "propagate:\n  every: sum[token](max[kv, group, query](attn(recent(2)))) > 1.1\n"
+    "  tokens: recent(2) then top(sum[head, query](attn(new)), length - 3)\n",
+    "propagate:\n  first: layer == 1\n  budget: 0.5 * length\n"
+    "  tokens: recent(2) then top(sum[head, query](attn(all)))\n  restart: true\n",
+    "propagate:\n  first: layer >= mean[layer](layer)\n  tokens: recent(5)\n",
+)
+MERGES = (
+    "merge:\n  into: nearest(key)\n  let:\n    match: cosine[dim](key, target(key))\n  state:\n"
+    "    bar:\n      start: mean[kv, dropped](match)\n"
+    "      next: 0.5 * bar + 0.5 * mean[kv, dropped](match)\n"
+    "  accept: match >= bar\n  weight: exp(match)\n  own: exp(1)\n",
+    "merge:\n  into: next(3)\n  accept: uniform(1) < clamp(heat / target(heat), 0, 1)\n"
+    "  weight: abs(target(score))\n  divide: members + mass\n  apply: [value]\n",
+    "merge:\n  into: nearest(value)\n  weight: 0.2 + heat\n  divide: 1 + mass\n",
+    "merge:\n  into: next(1)\n",
+)
+
+
+def policy(random: Random) -> str:
+    """The text of a policy; it may be refused."""
+    return _File(random).text()
+
+
+def expression(random: Random, axes: Axes, depth: int = 2) -> str:
+    """The text of a number with these axes."""
+    return _File(random).number(axes, depth)
+
+
+def accepted(random: Random, shape: tuple[int, int, int, int]) -> Bound:
+    """The next policy that is accepted for L, H, G, D, and can be served."""
+    while True:
+        try:
+            checked = load(Source("random.yaml", policy(random)))
+            if not checked.unserved:
+                return bind(checked.require(), ModelShape(*shape))
+        except PolicyError:
+            continue
+
+
+@dataclass
+class _File:
+    """One file: the names that it has, and the window that expressions ask with just now."""
+
+    random: Random
+    lets: dict[str, Axes] = field(default_factory=dict)
+    window: str = "recent(3)"
+    layers: bool = True  # whether expressions look at other layers
+
+    def text(self) -> str:
+        """The whole file."""
+        random = self.random
+        self.layers = random.random() < 0.4
+        decodes = random.random() < 0.7
+        if decodes and random.random() < 0.8:
+            self.layers = False  # or no step could be decided
+        lets = self._lets()
+        score = self.new_expression(ENTRY, random.randint(1, 3))
+        parts = [
+            HEADER, "params:\n  near: {default: 4, min: 1}\n  flag: false\n", self._states(), lets,
+            random.choice(PROPAGATIONS) if random.random() < 0.25 else "",
+            f"score: |\n  {score}\n", f"budget: |\n  {self._budget()}\n",
+            f"keep: |\n  {self._selection()}\n",
+            random.choice(MERGES) if random.random() < 0.35 else "",
+            self._decode() if decodes else "",
+            "positions: slots\n" if random.random() < 0.15 else "",
+        ]  # fmt: skip
+        return "".join(parts)
+
+    def _lets(self) -> str:
+        lines = []
+        for name in ("one", "two", "three")[: self.random.choice((0, 0, 1, 2, 3))]:
+            axes = self.random.choice((SCALAR, frozenset(("kv",)), ENTRY, ENTRY | {"group"}))
+            lines.append(f"  {name}: |\n    {self.new_expression(axes, 1)}\n")
+            self.lets[name] = axes
+        return f"let:\n{''.join(lines)}" if lines else ""
+
+    def _states(self) -> str:
+        age = "  age: age + 1 + 0 * position\n" if self.random.random() < 0.5 else ""
+        self.lets["heat"] = ENTRY
+        if age:
+            self.lets["age"] = frozenset(("token",))
+        return f"state:\n{age}  heat: |\n    {self.random.choice(NEXT_HEATS)}\n"
+
+    def _budget(self) -> str:
+        choices = BUDGETS if self.layers else [x for x in BUDGETS if "layer]" not in x]
+        return self.random.choice(choices)
+
+    def _selection(self) -> str:
+        random = self.random
+        tops = TOPS if self.layers else [x for x in TOPS if "layer" not in x]
+        sets = SETS if self.layers else [x for x in SETS if "[layer" not in x]
+        terms = [random.choice(sets) for _ in range(random.choice((0, 1, 1, 2)))]
+        text = " then ".join([*terms, random.choice((*tops, *tops, random.choice(sets)))])
+        if random.random() < 0.15:
+            text += f" where {self.truth(SCALAR, 1)} else {random.choice(sets)}"
+        return text
+
+    def _decode(self) -> str:
+        random = self.random
+        if random.random() < 0.5:
+            return "decode: same\n"
+        self.layers, parts = False, []
+        if random.random() < 0.4:
+            parts.append(f"  score: |\n    {self.new_expression(ENTRY, 2)}\n")
+        if random.random() < 0.3:
+            parts.append("  budget: 4 + generated // 2\n")
+        if random.random() < 0.4:
+            parts.append(f"  keep: |\n    {self._selection()}\n")
+        if random.random() < 0.3 or not parts:
+            parts.append("  when: generated % 2 == 0\n")
+        return f"decode:\n{''.join(parts)}"
+
+    # Expressions.
+
+    def new_expression(self, axes: Axes, depth: int) -> str:
+        """A number that asks with a window of its own."""
+        self.window = self.random.choice(WINDOWS)
+        return self.number(axes, depth)
+
+    def number(self, axes: Axes, depth: int) -> str:
+        """A number with these axes, nested so deep at most."""
+        if depth <= 0:
+            return self._leaf(axes)
+        makers = [self._unary, self._binary, self._masked, self._chosen, self._reduced, self._leaf]
+        if "token" in axes:
+            makers += [self._along(ALONG_TOKENS)] * 2
+        if "kv" in axes:
+            makers.append(self._along(ALONG_HEADS))
+        if self.layers and "query" not in axes:
+            makers.append(self._along(ACROSS_LAYERS))
+        maker = self.random.choice(makers)
+        return maker(axes) if maker == self._leaf else maker(axes, depth - 1)
+
+    def _along(self, forms: tuple[str, ...]):
+        def made(axes: Axes, depth: int) -> str:
+            return self.random.choice(forms).format(x=f"({self.number(axes, depth)})")
+
+        return made
+
+    def _unary(self, axes: Axes, depth: int) -> str:
+        return self.random.choice(UNARY).format(x=f"({self.number(axes, depth)})")
+
+    def _binary(self, axes: Axes, depth: int) -> str:
+        both = [self.number(axes, depth), self.number(self._some(axes), depth)]
+        self.random.shuffle(both)
+        return self.random.choice(BINARY).format(x=f"({both[0]})", y=f"({both[1]})")
+
+    def _masked(self, axes: Axes, depth: int) -> str:
+        return f"({self.number(axes, depth)} where {self.truth(self._some(axes), depth)})"
+
+    def _chosen(self, axes: Axes, depth: int) -> str:
+        x, y = self.number(axes, depth), self.number(self._some(axes), depth)
+        if self.random.random() < 0.5:
+            x, y = y, x
+        return f"({x} where {self.truth(self._some(axes), depth)} else {y})"
+
+    def _reduced(self, axes: Axes, depth: int) -> str:
+        more = [axis for axis in ORDER if axis not in axes and _fits(axes | {axis})]
+        if not more:
+            return self.number(axes, depth)
+        axis = self.random.choice(more)
+        name = self.random.choice((*REDUCED, "count"))
+        return f"{name}[{axis}]({self.number(axes | {axis}, depth)})"
+
+    def _some(self, axes: Axes) -> Axes:
+        return frozenset(axis for axis in sorted(axes) if self.random.random() < 0.7)
+
+    def truth(self, axes: Axes, depth: int) -> str:
+        """A condition with at most these axes."""
+        random = self.random
+        kind = random.randrange(6)
+        if axes <= SCALAR:
+            simple = ("flag", "not flag", "layer < 1", "layer == 1", "prompt > 9", "true")
+            if kind < 4:
+                return random.choice(simple)
+        if "token" in axes and kind == 0:
+            return random.choice(("not recent(2)", "recent(near)", "sinks(1)", "position % 3 < 2"))
+        if "token" in axes and kind == 1 and depth > 0:
+            return f"top({self.number(axes, depth - 1)}, {random.choice(COUNTS[:6])})"
+        if kind == 2 and depth > 0:
+            x, y = (self.truth(self._some(axes), depth - 1) for _ in range(2))
+            return f"({x} {random.choice(('and', 'or'))} {y})"
+        if kind == 3 and depth > 0:
+            return f"not ({self.truth(axes, depth - 1)})"
+        x, y = self.number(axes, depth - 1), self.number(self._some(axes), 0)
+        return f"({x} {random.choice(COMPARISONS)} {y})"
+
+    # Leaves.
+
+    def _leaf(self, axes: Axes) -> str:
+        named = [name for name, own in self.lets.items() if own == axes]
+        if named and self.random.random() < 0.3:
+            return self.random.choice(named)
+        if axes == SCALAR:
+            return self.random.choice(LITERALS)
+        if "dim" in axes:
+            return self._of(self.random.choice(("key", "value", "key * value")), VECTOR, axes)
+        if "query" in axes or "group" in axes:
+            if axes <= {"query", "token"} and self.random.random() < 0.5:
+                return self._of(f"distance({self.window})", frozenset(("query", "token")), axes)
+            return self._of(f"{self.random.choice(('attn', 'logits'))}({self.window})", MAP, axes)
+        if axes == {"token"} and self.random.random() < 0.5:
+            return self.random.choice(("position", "index[token](position)", "(0 - position)"))
+        if axes == ENTRY:
+            return self._of_entries()
+        return self._of(f"({self._of_entries()})", ENTRY, axes)
+
+    def _of_entries(self) -> str:
+        asked = f"sum[group, query](attn({self.window}))"
+        return self.random.choice(
+            ("norm1[dim](key)", "norm2[dim](value)", "sum[dim](value)", "cosine[dim](key, value)",
+             "uniform(3)", "max[dim](abs(key))", asked, asked, "heat")
+        )  # fmt: skip
+
+    def _of(self, text: str, own: Axes, axes: Axes) -> str:
+        """A value reduced to the axes wanted, some of which may be missing."""
+        gone = [axis for axis in ORDER if axis in own - axes]
+        if not gone:
+            return text
+        return f"{self.random.choice(REDUCED)}[{', '.join(gone)}]({text})"
+
+
+def _fits(axes: Axes) -> bool:
+    """Whether some value has such axes: vectors are of entries, queries of attention."""
+    return axes <= MAP or axes <= VECTOR

@@ -1,0 +1,122 @@
+"""What must hold of the check and of `fmt` for any text; no torch is needed for it."""
+
+from __future__ import annotations
+
+import re
+import resource
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import yaml
+from kvpolicy.dsl.check import Checked, load
+from kvpolicy.dsl.diagnostics import PolicyError, render_all
+from kvpolicy.dsl.fmt import format_policy
+from kvpolicy.dsl.ir import Program
+from kvpolicy.dsl.print_ir import print_program
+from kvpolicy.dsl.source import Source
+
+CHECK_SECONDS = 2  # of processor time, whatever else the machine does
+GROWTH = 300 << 10  # KiB by which one text may raise the most memory that was ever used
+
+
+class Wrong(AssertionError):
+    """A text for which something does not hold."""
+
+
+class TooLong(Exception):
+    """More processor time than allowed."""
+
+
+def judged(text: str) -> Checked:
+    """Checks and formats a text; raises Wrong where something does not hold."""
+    before = _most_memory()
+    with limited(CHECK_SECONDS), patch.object(yaml, "parse", _parsed_once(yaml.parse)):
+        source = Source("any.yaml", text)
+        checked = load(source)
+        _worded_well(checked, text)
+        if checked.program is not None:
+            _keeps_meaning(source, checked.program)
+    if _most_memory() - before > GROWTH:
+        raise Wrong(f"{(_most_memory() - before) >> 10} MiB were used for one text")
+    return checked
+
+
+def _parsed_once(parse: Callable) -> Callable:
+    """YAML takes most of the time, and `fmt` and the check read the same text many times."""
+    known: dict[str, list[yaml.Event]] = {}
+
+    def parsed(text: str, Loader: type) -> Iterator[yaml.Event]:
+        if text in known:
+            yield from known[text]
+            return
+        made = []
+        for event in parse(text, Loader=Loader):
+            made.append(event)
+            yield event
+        known[text] = made
+
+    return parsed
+
+
+def _worded_well(checked: Checked, text: str) -> None:
+    errors = [d for d in checked.diagnostics if d.severity == "error"]
+    if (checked.program is None) != bool(errors):
+        raise Wrong("a policy without a program has an error, and no other")
+    for diagnostic in checked.diagnostics:
+        if not diagnostic.message or diagnostic.message != diagnostic.message.strip():
+            raise Wrong(f"an empty or ragged message: {diagnostic.message!r}")
+        if re.search(r"(?<![^\s(])``(?![^\s,.;:)])|\bNone\b|Traceback", diagnostic.message):
+            raise Wrong(f"a message with a hole: {diagnostic.message!r}")
+        span = diagnostic.span
+        if span is None or not 0 <= span.start <= span.end <= len(text) + 1:
+            raise Wrong(f"a place outside of the file: {span}")
+    if bool(render_all(checked.diagnostics, checked.source)) != bool(checked.diagnostics):
+        raise Wrong("diagnostics that are not shown")
+
+
+def _keeps_meaning(source: Source, program: Program) -> None:
+    """`fmt` says the same, keeps comments, and leaves its own work alone."""
+    formatted = format_policy(source)
+    again = load(Source("any.yaml", formatted))
+    if again.program is None:
+        raise Wrong(f"`fmt` makes a file that is refused:\n{formatted}")
+    if print_program(again.program) != print_program(program):
+        raise Wrong(f"`fmt` changes the meaning:\n{formatted}")
+    if _comments(formatted) != _comments(source.text):
+        raise Wrong(f"`fmt` loses or doubles comments:\n{formatted}")
+    if format_policy(again.source) != formatted:
+        raise Wrong(f"`fmt` changes what it has written:\n{formatted}")
+
+
+def _comments(text: str) -> Counter[str]:
+    """How often the words after each `#` are there, in comments or not."""
+    return Counter(re.findall(r"#\s*(\S*)", text))
+
+
+def worded(error: PolicyError) -> None:
+    if not str(error).strip():
+        raise Wrong("a refusal without a word")
+
+
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Raises TooLong after so much processor time of this process."""
+
+    def stop(*_) -> None:
+        raise TooLong(f"more than {seconds} s of processor time")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _most_memory() -> int:
+    """KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

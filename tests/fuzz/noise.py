@@ -1,0 +1,49 @@
+"""Whether rounding errors decide what a policy keeps: the interpreter with a little noise added.
+
+Sums come in another order in another execution. Where a policy divides by what cancels to nothing,
+or compares such numbers, the last bit of a float64 decides and executions may differ rightly. The
+interpreter is run again with every operand of an inexact operation moved by a few units in the last
+place (as in discrete stochastic arithmetic, Vignes 1993). Equal numbers stay equal where they are
+ordered, because they are rounded to float32 there: noise hides no defect of ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import numpy as np
+from kvpolicy.dsl import arrays
+from kvpolicy.dsl.arrays import Array
+
+SIZE = 2.0**-49
+_INEXACT = {
+    arrays.FUNCTIONS[name]
+    for name in "add subtract multiply divide power exp log sqrt cos sin acos".split()
+}
+
+
+@contextmanager
+def rounded_otherwise(seed: int) -> Iterator[None]:
+    """Within it the interpreter rounds differently."""
+    random = np.random.default_rng(seed)
+    elementwise, reduce = arrays.elementwise, arrays.reduce
+
+    def moved(x: Array) -> Array:
+        if x.data.dtype == np.bool_:
+            return x
+        noise = 1 + SIZE * random.uniform(-1, 1, x.data.shape)
+        return Array.of(x.axes, x.data * noise, x.present)
+
+    def noisy_elementwise(function, *operands: Array) -> Array:
+        if function in _INEXACT:
+            operands = tuple(map(moved, operands))
+        return elementwise(function, *operands)
+
+    def noisy_reduce(name: str, x: Array, axes) -> Array:
+        return reduce(name, moved(x) if name in ("sum", "mean", "var") else x, axes)
+
+    with patch.object(arrays, "elementwise", noisy_elementwise):
+        with patch.object(arrays, "reduce", noisy_reduce):
+            yield

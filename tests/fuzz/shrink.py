@@ -1,0 +1,67 @@
+"""A shorter text that is wrong in the same way, for those who read it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+import mutants
+from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.syntax import Expr
+
+TRIES = 300
+
+
+def shrunk(text: str, wrong: Callable[[str], bool], tries: int = TRIES) -> str:
+    """The text without what it needs not for `wrong` to hold.
+
+    Args:
+        text: for which `wrong` holds.
+        wrong: of a text; it may be asked so many times.
+        tries: at most.
+    """
+    left = tries
+    smaller = True
+    while smaller and left > 0:
+        smaller = False
+        for other in _smaller(text):
+            left -= 1
+            if wrong(other):
+                text, smaller = other, True
+                break
+            if left <= 0:
+                break
+    return text
+
+
+def _smaller(text: str) -> Iterator[str]:
+    """Texts with less in them, those that lose most first."""
+    keys = mutants.sections_of(text)
+    for key in keys:
+        yield "".join(part for name, part in keys.items() if name != key)
+    lines = text.splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        rest = "".join(lines[:number] + lines[number + 1 :])
+        if line.strip():
+            yield rest
+    for expression in _expressions(text):
+        for part in expression.walk():
+            start, end = part.span.start, part.span.end
+            for child in part.children:
+                inner = text[child.span.start : child.span.end]
+                yield f"{text[:start]}{inner}{text[end:]}"
+    for match in re.finditer(r" +#.*", text):
+        yield text[: match.start()] + text[match.end() :]
+
+
+def _expressions(text: str) -> list[Expr]:
+    try:
+        return mutants.expressions_of(text)
+    except Exception:  # what is wrong may be that the file cannot even be read
+        return []
+
+
+def headed(text: str, lines: list[str]) -> Source:
+    """The text under comments that say what is wrong."""
+    head = "".join(f"# {line}\n" for each in lines for line in each.splitlines())
+    return Source("failure.yaml", head + text)
