@@ -13,6 +13,9 @@ import forked
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are made
+    # Matrices are small: threads of several processes would wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
 
 # Files that take minutes: first, so that no process ends long after the others.
 _LONG = ("test_benchmarks.py", "test_folds.py", "test_served.py", "test_scheduler.py")

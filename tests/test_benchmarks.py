@@ -31,9 +31,8 @@ subprocess.run([sys.executable, "-S", "-c", paths + code], check=True)
 
 
 def run(*words, timeout=600):
-    """Output of a script; its servers and itself are forks."""
-    command = [sys.executable, forked.__file__, *words]
-    result = forked.run(command, cwd=ROOT, timeout=timeout)
+    """Output of a script; it is a fork, and so are its servers."""
+    result = forked.run([sys.executable, *words], cwd=ROOT, timeout=timeout)
     assert result.returncode == 0, f"{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
     return result.stdout
 
@@ -220,9 +219,7 @@ def test_kernels_of_named_sizes_have_their_targets():
 def test_figures_of_a_cpu_do_not_replace_those_of_a_gpu():
     for name in ("kernels", "serving"):
         command = [f"benchmarks/{name}.py", "--toy", "--out", "docs/performance"]
-        result = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=600
-        )
+        result = forked.run([sys.executable, *command], cwd=ROOT, timeout=600)
         assert result.returncode == 2
         assert "holds figures of a GPU at full size" in result.stderr
 

@@ -4,10 +4,10 @@ import argparse
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -28,9 +28,7 @@ def folder(tmp_path_factory) -> Path:
     for words in commands("sh"):
         line = shlex.join(words[1:]).replace(".cache/", f"{cache}/")
         line = re.sub(r"--samples \d+", "--samples 4", line)
-        done = subprocess.run(
-            [KVPOLICY, *shlex.split(line)], cwd=ROOT, capture_output=True, text=True, timeout=600
-        )
+        done = forked.run([sys.executable, KVPOLICY, *shlex.split(line)], cwd=ROOT, timeout=600)
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     return cache
 

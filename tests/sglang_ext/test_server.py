@@ -362,7 +362,5 @@ assert factories == ATTENTION_BACKENDS
 print(*sorted(t.rsplit(".", 1)[1] for t in HookRegistry._patched))
 """
     env = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_KV_POLICY")}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=200, env=env
-    )
+    done = forked.run([sys.executable, "-P", "-c", code], timeout=200, env=env)
     assert done.stdout.splitlines()[-1] == "add_cli_args from_cli_args", done.stderr
