@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import report
@@ -18,14 +20,17 @@ from kvpolicy.evaluation.serving import serve
 DECODE_BATCH = re.compile(r"Decode batch, #running-req: (\d+)")
 
 
-def measure(server, prompts: list[list[int]], new_tokens: int) -> dict:
-    """Send all prompts at once; return peak and mean decode batch and seconds."""
+def measure(
+    server, prompts: list[list[int]], new_tokens: int, policy: str | None = None
+) -> dict[str, Any]:
+    """Send all prompts at once; return peak and mean decode batch, seconds, and what happened."""
     server.generate(input_ids=prompts[0][:8], max_new_tokens=2)
     before = len(server.log_text())
     started = time.perf_counter()
 
     def ask(prompt):
-        return server.generate(input_ids=prompt, max_new_tokens=new_tokens, ignore_eos=True)
+        options = {"policy": policy, "max_new_tokens": new_tokens, "ignore_eos": True}
+        return server.generate(input_ids=prompt, **options)
 
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = list(pool.map(ask, prompts))
@@ -39,7 +44,12 @@ def measure(server, prompts: list[list[int]], new_tokens: int) -> dict:
         "mean": float(np.mean(batches)),
         "seconds": seconds,
         "retractions": sum(a["meta_info"]["num_retractions"] for a in answers),
+        "outcomes": Counter(_outcome(a["meta_info"].get("kv_policy")) for a in answers),
     }
+
+
+def _outcome(facts: dict | None) -> str:
+    return "in full" if facts is None else facts.get("uncompressed", "compressed")
 
 
 def row(label: str, result: dict) -> list[object]:

@@ -2,6 +2,8 @@
 
 Both servers run in this run and take turns, request by request. `held` is what a request holds
 after its last token, as a share of what stock SGLang holds then; the times are ratios to stock.
+What a run of some policies alone (`--policies`) saves lies beside the complete one, as
+methods_added.md and .json.
 """
 
 from __future__ import annotations
@@ -89,7 +91,9 @@ def main() -> None:
         f"{options.new} tokens each; median (min-max) of {options.rounds} rounds.\n\n"
         + report.table(HEADER, rows)
     )
-    report.publish("methods", "Every method beside stock SGLang", text, data, options.save)
+    some = bool(options.policies)
+    title = "Methods added since the complete run" if some else "Every method beside stock SGLang"
+    report.publish("methods_added" if some else "methods", title, text, data, options.save)
 
 
 if __name__ == "__main__":

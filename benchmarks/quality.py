@@ -5,7 +5,10 @@
 Every policy at every budget is asked the questions of every task through `kvpolicy eval`; then the
 conversations (a second question, with the prompt's full KV still in the tree, with it evicted, and
 in the compressed copy), and FastKV with other layers on key-value retrieval. Stopped and started
-again with the same options, it goes on. Results are checked before anything is written.
+again with the same options, it goes on. Results are checked before anything is written. What a run
+of some policies alone saves lies beside the complete one, as quality_added.md and .json:
+
+    python benchmarks/quality.py --policies NAMES --samples 20 --turn-samples 0 --layers "" --save
 """
 
 from __future__ import annotations
@@ -48,9 +51,7 @@ def parse() -> argparse.Namespace:
     """Options: sizes are to be chosen so that they fit the time at hand."""
     parser = report.arguments(__doc__)
     parser.set_defaults(model=str(report.ROOT / "examples" / "model-small"))
-    parser.add_argument(
-        "--policies", default=",".join(shipped()), help="names; default all shipped"
-    )
+    parser.add_argument("--policies", help="names, comma-separated; default all shipped")
     parser.add_argument("--budgets", default="0.5,0.25,0.125,0.0625", help="shares to keep")
     parser.add_argument("--tasks", default=TASKS)
     parser.add_argument("--length", type=int, default=512, help="prompt tokens")
@@ -67,6 +68,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=report.ROOT / ".cache" / "quality")
     options = parser.parse_args()
     options.out = options.out.resolve()
+    options.some = options.policies is not None
+    options.policies = options.policies or ",".join(shipped())
     return options
 
 
@@ -157,7 +160,14 @@ def records_of(found: dict[str, Results], *groups: str) -> list[Record]:
     return [record for name in groups if name in found for record in found[name].records]
 
 
-def text(found: dict[str, Results], claims: list[Finding], checked: list[str], layers: str) -> str:
+def text(
+    found: dict[str, Results],
+    claims: list[Finding],
+    checked: list[str],
+    layers: str,
+    *,
+    pictures: bool,
+) -> str:
     """All of quality.md below its head."""
     plan = found["table"].plan
     parts = [
@@ -171,12 +181,17 @@ def text(found: dict[str, Results], claims: list[Finding], checked: list[str], l
         tables.remarks(records_of(found, "table", "layers")),
         "## Accuracy",
         tables.accuracy(Summary(found["table"])),
-        "![accuracy against the share kept](quality_accuracy.png)",
-        "![accuracy against memory and time](quality_pareto.png)",
     ]
+    if pictures:
+        parts += [
+            "![accuracy against the share kept](quality_accuracy.png)",
+            "![accuracy against memory and time](quality_pareto.png)",
+        ]
     if "turns" in found:
         parts += ["## A second question", _TURNS, tables.second_turns(records_of(found, "turns"))]
-    parts += ["## What papers report", _CLAIMS, tables.verdicts(claims), tables.orderings(claims)]
+    if claims:
+        parts += ["## What papers report", _CLAIMS]
+        parts += [tables.verdicts(claims), tables.orderings(claims)]
     if layers:
         parts += ["### Layers after which ASL let tokens leave", _LAYERS, layers]
     return "\n\n".join(parts)
@@ -237,7 +252,7 @@ def rounded(value: object) -> object:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def pictures(folder: Path) -> None:
+def copy_pictures(folder: Path) -> None:
     """Copies the table's pictures beside quality.md."""
     for name in PICTURES:
         source = folder / f"{name}.png"
@@ -269,13 +284,14 @@ def main() -> None:
     stages |= {"all runs": seconds, "everything": time.monotonic() - started}
     claims = [f for f in findings(records_of(found, "table", "layers")) if f.pooled is not None]
     rows = [[stage, f"{spent:.0f}"] for stage, spent in stages.items()]
-    body = text(found, claims, checked, layers)
+    body = text(found, claims, checked, layers, pictures=not options.some)
     body += "\n\n## Seconds by stage\n\n" + report.table(["stage", "seconds"], rows)
-    report.publish(
-        "quality", "What the shipped policies cost", body, data(found, claims, stages), options.save
-    )
-    if options.save:
-        pictures(options.out / "table")
+    name, title = "quality", "What the shipped policies cost"
+    if options.some:
+        name, title = "quality_added", "What policies added since the complete run cost"
+    report.publish(name, title, body, data(found, claims, stages), options.save)
+    if options.save and not options.some:
+        copy_pictures(options.out / "table")
 
 
 if __name__ == "__main__":

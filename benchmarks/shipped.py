@@ -35,11 +35,13 @@ def settings(share: float, tokens: int) -> dict[str, list[str]]:
         "streamingllm-original": ends,
         "h2o": rate,
         "vatp": [f"rate={share / 2}"],
+        "vatp-snapkv": plain,
         "tova": rate,
         "d2o": rate,
         "d2o-code": rate,
         "simlayerkv": ["threshold=0", f"window={count}"],
         "cam": ends,
+        "cam-original": [f"recent_rate={share / 2}"],
         "roco": ["capacity=16", "newest=4"],
         "minicache": ["start=0"],
     }

@@ -1,7 +1,9 @@
 """The README's table of methods, from the committed results: prints it, or with --write puts it in.
 
 What a method decides and what its policy was compared with stand here; lines are counted, figures
-come from docs/results/methods.json and quality.json.
+come from docs/results/methods.json and quality.json; those of policies that were added since the
+last complete run from methods_added.json and quality_added.json. Times of such a run stand in
+brackets: they are not from the run that the other times are from.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ _EAGER = "eager model only"
 _ADAKV, _FASTKV = arxiv("AdaKV", "2407.11550"), arxiv("FastKV", "2502.01068")
 _STREAMING = arxiv("StreamingLLM", "2309.17453")
 _SIMLAYER, _D2O = arxiv("SimLayerKV", "2410.13846"), arxiv("D2O", "2406.13035")
+_VATP, _CAM = arxiv("VATP", "2406.12335"), github("CaM", "zyxxmu/cam")
 _ASL, _LAVA = arxiv("ASL", "2601.07667"), arxiv("LAVa", "2509.09754")
 
 METHODS = (
@@ -75,14 +78,16 @@ METHODS = (
     Method("streamingllm-original", _STREAMING, "the same, original positions", _CODE),
     Method("sinks-recent", _STREAMING, "the same, the prompt once", "kvpress"),
     Method("h2o", arxiv("H2O", "2306.14048"), "heavy hitters at every fold", f"{_CODE}, kvpress"),
-    Method("vatp", arxiv("VATP", "2406.12335"), "the same, weighed by values", _CODE),
+    Method("vatp", _VATP, "the same, weighed by values", _CODE),
+    Method("vatp-snapkv", _VATP, "SnapKV, weighed by values", "the formula, by hand"),
     Method("tova", arxiv("TOVA", "2401.06104"), "what the newest token sees", f"{_CODE}, kvpress"),
     Method("roco", arxiv("RoCo", "2402.06262"), "which generated entries leave", _CODE),
     Method("simlayerkv", _SIMLAYER, "lazy layers, at the first new token", _CODE),
     Method("simlayerkv-prefill", _SIMLAYER, "lazy layers, at prefill end", f"{_CODE}, kvpress"),
     Method("d2o", _D2O, "layer budgets; dropped entries merge", "paper"),
     Method("d2o-code", github("D2O", "AIoT-MLSys-Lab/d2o"), "the same, as in the code", _CODE),
-    Method("cam", github("CaM", "zyxxmu/cam"), "values merge into successors", _CODE),
+    Method("cam", _CAM, "values merge into successors", _CODE),
+    Method("cam-original", _CAM, "the same, original positions", _CODE),
     Method(
         "minicache",
         arxiv("MiniCache", "2405.14366"),
@@ -93,19 +98,26 @@ METHODS = (
 )
 
 
-def scores() -> dict[str, float]:
+def results(name: str) -> dict:
+    """What docs/results/NAME.json holds; nothing if it is not there."""
+    path = report.RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def scores(name: str) -> dict[str, float]:
     """Mean score over the tasks at SHARE, by policy; of one that no share is asked of, its own."""
-    text = (report.RESULTS / "quality.json").read_text(encoding="utf-8")
     whole = {"task": "all", "length": "all", "turns": "all"}
-    rows = [r for r in json.loads(text)["rows"]["table"] if whole.items() <= r.items()]
+    rows = results(name).get("rows", {}).get("table", [])
+    rows = [r for r in rows if whole.items() <= r.items()]
     return {r["policy"]: r["score"] for r in rows if r["budget"] in (None, SHARE)}
 
 
-def line(method: Method, measured: dict, score: float) -> list[str]:
+def line(method: Method, measured: dict, added: dict, score: float) -> list[str]:
     """A row of the table."""
     path = f"policies/{method.name}.yaml"
     lines = len((report.ROOT / path).read_text(encoding="utf-8").splitlines())
-    mine = measured[method.name]
+    mine = measured.get(method.name) or added[method.name]
+    time = "{:.2f}" if method.name in measured else "({:.2f})"
     return [
         f"[{method.name}]({path})",
         method.source,
@@ -113,17 +125,17 @@ def line(method: Method, measured: dict, score: float) -> list[str]:
         str(lines),
         method.compared,
         f"{100 * sum(mine['held']) / len(mine['held']):.0f}",
-        f"{median(mine['prefill']):.2f}",
-        f"{median(mine['decode']):.2f}",
+        time.format(median(mine["prefill"])),
+        time.format(median(mine["decode"])),
         f"{100 * score:.0f}",
     ]
 
 
 def table() -> str:
     """The table in Markdown."""
-    measured = json.loads((report.RESULTS / "methods.json").read_text(encoding="utf-8"))
-    found = scores()
-    return report.table(HEADER, [line(m, measured, found[m.name]) for m in METHODS])
+    measured, added = results("methods"), results("methods_added")
+    found = {**scores("quality_added"), **scores("quality")}
+    return report.table(HEADER, [line(m, measured, added, found[m.name]) for m in METHODS])
 
 
 def written(readme: str) -> str:

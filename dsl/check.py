@@ -116,7 +116,7 @@ class _FileChecker:
             (file.get("source") or "").strip(), params, (*requires, *self.width_conditions()),
             data, replace(prefill, lets=scope.lets("prefill")),
             replace(decode, lets=scope.lets("decode")) if decode else None,
-            propagate, share, read, positions,
+            propagate, share, read, positions, scope.source,
         )  # fmt: skip
         self.test_defaults(program)
         return program

@@ -12,9 +12,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from time import perf_counter
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvpolicy.dsl.diagnostics import PolicyError, render_all
+from kvpolicy.dsl.diagnostics import PolicyError, refused, render_all
+
+if TYPE_CHECKING:
+    from kvpolicy.dsl.check import Checked
+    from kvpolicy.dsl.ir import ModelShape
 
 # Commands whose module has another name.
 _MODULES = {"test": "policy_tests"}
@@ -52,7 +57,11 @@ def main(arguments: Sequence[str] | None = None, more: Mapping[str, Command] | N
 def _check(args: argparse.Namespace) -> int:
     from kvpolicy.dsl.check import load
     from kvpolicy.dsl.library import TEST_SUFFIX
+    from kvpolicy.dsl.model_config import USUAL, read_config
 
+    if args.model is not None and not args.trial:
+        raise refused("--model", "arguments", "it says what `--trial` is made for", "add `--trial`")
+    shape = USUAL if args.model is None else read_config(args.model).shape
     code = 0
     for file in args.files:
         if file.endswith(TEST_SUFFIX):
@@ -68,11 +77,31 @@ def _check(args: argparse.Namespace) -> int:
             print(render_all(checked.diagnostics, checked.source))
         if checked.errors:
             code = max(code, 1)
+        elif args.trial and not checked.unserved:
+            code = max(code, _tried(checked, shape))
         else:
             print(f"{checked.source.name}: ok")
             for sentence in checked.unserved:
                 print(f"{checked.source.name}: note: {sentence}")
     return code
+
+
+def _tried(checked: Checked, shape: ModelShape) -> int:
+    """Tries a policy without defects, with its defaults."""
+    from kvpolicy.dsl.bind import bind
+
+    try:
+        from kvpolicy.dsl.trial import trial
+    except ModuleNotFoundError as error:
+        return _missing("check --trial", error)
+    began = perf_counter()
+    try:
+        trial(bind(checked.require(), shape))
+    except PolicyError as error:
+        print(error)
+        return 1
+    print(f"{checked.source.name}: ok, tried in {perf_counter() - began:.2f} s")
+    return 0
 
 
 def _check_tests(file: str) -> int:
@@ -163,14 +192,27 @@ def _delegate(args: argparse.Namespace) -> int:
         module = import_module(f"kvpolicy.dsl.{_MODULES.get(args.name, args.name)}")
         return module.main(args)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("numpy", "torch"):
-            raise
-        message = f"kvpolicy {args.name}: error[file]: this command needs {error.name}"
-        print(f"{message}\n = help: pip install 'kvpolicy[run]'", file=sys.stderr)
-        return 2
+        return _missing(args.name, error)
+
+
+def _missing(command: str, error: ModuleNotFoundError) -> int:
+    """Says which package a command needs; what is no package of its own is raised again."""
+    if (error.name or "").partition(".")[0] not in ("numpy", "torch"):
+        raise error
+    message = f"kvpolicy {command}: error[file]: this command needs {error.name}"
+    print(f"{message}\n = help: pip install 'kvpolicy[run]'", file=sys.stderr)
+    return 2
 
 
 def _check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trial", action="store_true", help="also carry them out, on tiny tensors; needs torch"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="CONFIG",
+        help="of --trial: config.json of a model, or its folder; default: Llama 3.1 8B's sizes",
+    )
     parser.add_argument("files", nargs="+", metavar="FILE", help=_FILE)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from fractions import Fraction
 
-from kvpolicy.dsl.source import Span
+from kvpolicy.dsl.source import Source, Span
 
 # Canonical order of axes in types, printed forms and tensors. `layer` is never part of a type: it
 # appears only in `Node.axes` of operations that look across layers.
@@ -276,6 +276,7 @@ class Program:
     share: Share | None = None
     read: Node | None = None
     positions: str = "original"  # or "slots"
+    file: Source | None = field(default=None, repr=False)  # what it was checked from
 
 
 @dataclass(frozen=True)

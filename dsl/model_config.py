@@ -11,6 +11,8 @@ from typing import Any
 from kvpolicy.dsl.diagnostics import did_you_mean, refused
 from kvpolicy.dsl.ir import ModelShape
 
+# Llama 3.1 8B, for what needs a model and is given none.
+USUAL = ModelShape(layers=32, heads=32, kv_heads=8, head_dim=128)
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 

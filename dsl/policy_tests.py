@@ -13,9 +13,11 @@ from kvpolicy.dsl.commands import EXECUTIONS, executable, execute, guarded, over
 from kvpolicy.dsl.diagnostics import PolicyError, refused
 from kvpolicy.dsl.ir import Program
 from kvpolicy.dsl.library import TEST_SUFFIX, find, read_source, shipped
+from kvpolicy.dsl.model_config import USUAL
 from kvpolicy.dsl.recording import Recording
 from kvpolicy.dsl.run import add_merged, propagation, report
 from kvpolicy.dsl.test_format import Case, Numbers, Seed, read_cases
+from kvpolicy.dsl.units import positions_text
 
 
 def main(args: argparse.Namespace) -> int:
@@ -33,10 +35,16 @@ def main(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     executions = EXECUTIONS if args.execution is None else (args.execution,)
-    passed = failed = 0
+    passed = failed = tried = 0
     for path in _test_files(args.files):
         name, cases = read_cases(read_source(path))
         program = _tested(path, name)
+        if args.execution is None:
+            refusal = _trial(program, cases)
+            tried += 1
+            failed += refusal is not None
+            if refusal is not None:
+                print(refusal)
         for case in cases:
             for execution in executions:
                 problems = check_case(program, case, execution)
@@ -44,8 +52,30 @@ def _run(args: argparse.Namespace) -> int:
                 failed += bool(problems)
                 for problem in problems:
                     print(f"{path}:{case.line}: {case.name} ({execution}): {problem}")
-    print(f"{passed} passed, {failed} failed ({' and '.join(executions)})")
+    policies = f"; {tried} {'policy' if tried == 1 else 'policies'} tried" if tried else ""
+    print(f"{passed} passed, {failed} failed ({' and '.join(executions)}){policies}")
     return 1 if failed else 0
+
+
+def _trial(program: Program, cases: Sequence[Case]) -> PolicyError | None:
+    """What the trial says of a policy: with its defaults, or as the first test has it.
+
+    A policy may be made for models that are unlike the usual one; its tests know which.
+    """
+    from kvpolicy.dsl.trial import trial
+
+    settings = [(USUAL, {}), *((x.shape, overrides(x.settings)) for x in cases if not x.refused)]
+    for shape, given in settings:
+        try:
+            bound = bind(program, shape, given)
+        except PolicyError:
+            continue
+        try:
+            trial(bound)
+        except PolicyError as error:
+            return error
+        return None
+    return None
 
 
 def _test_files(files: Sequence[str]) -> Iterator[Path]:
@@ -143,26 +173,13 @@ def _kept_differences(expected: list, found: list) -> Iterator[str]:
 def _difference(kept: list[int], expected: list[int]) -> str:
     extra = sorted(set(kept) - set(expected))
     lost = sorted(set(expected) - set(kept))
-    parts = [f"kept {shown(kept)}"]
+    parts = [f"kept {positions_text(kept)}"]
     if extra:
-        parts.append(f"{shown(extra)} should not be there")
+        parts.append(f"{positions_text(extra)} should not be there")
     if lost:
-        parts.append(
-            f"{shown(lost)} is missing" if len(lost) == 1 else f"{shown(lost)} are missing"
-        )
+        are = "is" if len(lost) == 1 else "are"
+        parts.append(f"{positions_text(lost)} {are} missing")
     return "; ".join(parts)
-
-
-def shown(positions: Sequence[int]) -> str:
-    """Positions as test files write them: `0 3-5 11`."""
-    words: list[str] = []
-    for i, position in enumerate(positions):
-        if i and position == positions[i - 1] + 1:
-            start = words[-1].partition("-")[0]
-            words[-1] = f"{start}-{position}"
-        else:
-            words.append(str(position))
-    return " ".join(words) or "nothing"
 
 
 def recording(case: Case) -> Recording:

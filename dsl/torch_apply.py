@@ -1,6 +1,7 @@
-"""The torch program on recorded tensors: for `kvpolicy run`, `test`, `diff`, and for tests.
+"""The torch program on recorded tensors: for `kvpolicy run`, `test`, `diff`, the trial, and tests.
 
-It drives a prefill and its decode steps as a server does, with a store of entries of its own.
+It drives a prefill and its decode steps as a server does, with a store of entries of its own: steps
+between which nothing leaves are taken at once.
 
 Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, M cached positions, D head
 size, T steps.
@@ -33,10 +34,16 @@ def apply(
     v: np.ndarray,
     steps: Steps | None = None,
     inv_freq: np.ndarray | None = None,
+    *,
+    report: bool = True,
 ) -> Result:
-    """What `interpret` does, by the torch program on the CPU; the same arguments and result."""
+    """What `interpret` does, by the torch program on the CPU; the same arguments and result.
+
+    Args:
+        report: without it only what is kept, as in a server: no scores, budgets or reported lets.
+    """
     tokens = k.shape[2]
-    program = TorchProgram(bound, report=True)
+    program = TorchProgram(bound, report=report)
     recording = _Recording(*(torch.tensor(x) for x in (q, k, v)))
     first = run = program.start(tokens)
     chosen = torch.arange(tokens)
@@ -146,15 +153,15 @@ def _read_back(
 
 def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Result:
     bound, rules = run.program.bound, run.program.bound.lowered
-    kept = run.finish()
+    kept, report = run.finish(), run.program.report
     kv = bound.shape.kv_heads
     budgets = scores = None
-    if rules.budget is not None:
+    if report and rules.budget is not None:
         budgets = [
             _spread(x, ("kv",), (kv,)).clamp(max=_MOST).numpy().astype(np.int64)
             for x in run.budgets()
         ]
-    if rules.score is not None:
+    if report and rules.score is not None:
         frames = [run.frame(layer) for layer in range(bound.shape.layers)]
         own = zip(run.result(rules.score), frames, strict=True)
         size = (kv, run.size)
@@ -178,7 +185,7 @@ def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Re
         named={
             name: [_reported(x) for x in run.result(node)]
             for name, node in rules.lets.items()
-            if name not in bound.tested
+            if report and name not in bound.tested
         },
     )
 
@@ -190,7 +197,7 @@ def _propagated(result: Result, first: Run, tokens: int) -> Result:
     layers = range(bound.shape.layers)
     tested = {
         name: [_reported(first.tested.get(layer, {}).get(name)) for layer in layers]
-        for name in bound.tested
+        for name in (bound.tested if first.program.report else ())
     }
     result = replace(result, named={**result.named, **tested})
     if not first.propagated:
@@ -275,37 +282,47 @@ def _changes(bound: Bound) -> bool:
 def _decode(
     cache: _Cache, steps: Steps, inv_freq: np.ndarray | None, names: torch.Tensor
 ) -> list[StepResult]:
-    results = []
-    for q, k, v in zip(*(torch.tensor(x) for x in steps), strict=True):
-        memory = cache.memory
-        if memory is not None:
-            memory.step(cache.position)
+    results, memory = [], cache.memory
+    queries, keys, values = (torch.tensor(x) for x in steps)
+    for step, (k, v) in enumerate(zip(keys, values, strict=True), 1):
         for layer in range(len(k)):
             cache.append(layer, k[layer], v[layer])
-            if memory is not None and memory.wants != "nothing":
-                _observe(cache, memory, layer, q[layer], inv_freq)
         cache.position += 1
-        results.append(_step_result(cache, names))
+        followed = False
+        if memory is not None and memory.bound.leaves_at(step, memory.prompt):
+            followed = True
+            _follow(cache, memory, queries[memory.generated : step], inv_freq)
+        results.append(_step_result(cache, names, followed))
+    if memory is not None:
+        _follow(cache, memory, queries[memory.generated :], inv_freq)
     return results
 
 
-def _observe(
-    cache: _Cache, memory: Memory, layer: int, q: torch.Tensor, inv_freq: np.ndarray | None
+def _follow(
+    cache: _Cache, memory: Memory, queries: torch.Tensor, inv_freq: np.ndarray | None
 ) -> None:
-    """One layer of one step, as a server does it."""
-    k, v = cache.rows[layer]
-    given = (k, v) if memory.wants == "entries" else (None, None)
-    choice = memory.observe(layer, q[:, None], *given)
-    if choice is None:
-        return
-    k = k if choice.k is None else choice.k.to(cache.dtype)
-    v = v if choice.v is None else choice.v
-    if choice.shift is not None and inv_freq is not None:
-        k = turned(k, choice.shift, inv_freq)
-    cache.leave(layer, choice.kept, k, v)
+    """Takes the policy through the steps since it was followed last, as a server does it.
+
+    Args:
+        queries: [T, L, H, D].
+    """
+    choices = memory.follow(
+        range(cache.position - len(queries), cache.position),
+        lambda layer: queries[:, layer].transpose(0, 1),
+        lambda layer, there: cache.rows[layer],
+        leaves=True,
+    )
+    memory.land()
+    for layer, choice in enumerate(choices):
+        k, v = cache.rows[layer]
+        k = k if choice.k is None else choice.k.to(cache.dtype)
+        v = v if choice.v is None else choice.v
+        if choice.shift is not None and inv_freq is not None:
+            k = turned(k, choice.shift, inv_freq)
+        cache.leave(layer, choice.kept, k, v)
 
 
-def _step_result(cache: _Cache, names: torch.Tensor) -> StepResult:
+def _step_result(cache: _Cache, names: torch.Tensor, followed: bool) -> StepResult:
     kept, vectors = [], []
     for (positions, there), (k, v) in zip(cache.held, cache.rows, strict=True):
         kept.append([names[positions[held]].tolist() for held in there])
@@ -317,7 +334,7 @@ def _step_result(cache: _Cache, names: torch.Tensor) -> StepResult:
     if memory is None:
         return StepResult(kept, vectors if cache.changes else None)
     named = {
-        name: [_reported(values.get(layer)) for layer in layers]
+        name: [_reported(values.get(layer)) if followed else None for layer in layers]
         for name, values in memory.reported().items()
     }
     thresholds = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def size_text(size: float) -> str:
     """Bytes in the largest unit that leaves at least 1."""
@@ -19,3 +21,15 @@ def flops_text(operations: float) -> str:
         if operations >= 1000:
             operations, unit = operations / 1000, larger
     return f"{operations:,.1f} {unit}flop" if unit else f"{operations:,.0f} flop"
+
+
+def positions_text(positions: Sequence[int]) -> str:
+    """Positions as test files write them: `0 3-5 11`."""
+    words: list[str] = []
+    for i, position in enumerate(positions):
+        if i and position == positions[i - 1] + 1:
+            start = words[-1].partition("-")[0]
+            words[-1] = f"{start}-{position}"
+        else:
+            words.append(str(position))
+    return " ".join(words) or "nothing"

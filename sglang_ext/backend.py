@@ -10,6 +10,7 @@ the device tables (all others).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -87,16 +88,18 @@ def _decode_by_lists(
     def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True, **options):
         step = _step(runtime)
         heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        if step is None or not step.reads:
+        out = None
+        if step is not None and step.reads:
+            with step.reading():
+                if save_kv_cache and k is not None:
+                    compat.save_kv(self, layer, batch, k, v)
+                made, plain = torch.empty_like(heads), step.plain
+                if plain.numel():
+                    made[plain] = compat.stock_decode_rows(self, layer, batch, heads, plain)
+                step.overwrite(heads, made, partial(attend, runtime.arena, layer, read))
+                out = made.view(q.shape)
+        if out is None:
             out = stock.forward_decode(self, q, k, v, layer, batch, save_kv_cache, **options)
-        else:
-            if save_kv_cache and k is not None:
-                compat.save_kv(self, layer, batch, k, v)
-            out = torch.empty_like(heads)
-            if step.plain.numel():
-                out[step.plain] = compat.stock_decode_rows(self, layer, batch, heads, step.plain)
-            step.overwrite(heads, out, partial(attend, runtime.arena, layer, read))
-            out = out.view(q.shape)
         if graphs.notes_queries(runtime):
             runtime.queries.write(layer, heads, runtime.arena.layers)
         return out
@@ -109,13 +112,16 @@ def _decode_by_tables(
 ) -> dict[str, Callable[..., Any]]:
     def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True, **options):
         heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        if not graphs.reads_tables(runtime):
+        out = None
+        if graphs.reads_tables(runtime):
+            step = _step(runtime)  # None while a graph is captured
+            with nullcontext() if step is None else step.reading():
+                if save_kv_cache and k is not None:
+                    compat.save_kv(self, layer, batch, k, v)
+                made = tables.attend(heads, layer, batch, self.req_to_token_pool.req_to_token)
+                out = made.view(q.shape)
+        if out is None:
             out = stock.forward_decode(self, q, k, v, layer, batch, save_kv_cache, **options)
-        else:
-            if save_kv_cache and k is not None:
-                compat.save_kv(self, layer, batch, k, v)
-            out = tables.attend(heads, layer, batch, self.req_to_token_pool.req_to_token)
-            out = out.view(q.shape)
         if graphs.notes_queries(runtime):
             runtime.queries.write(layer, heads, runtime.arena.layers)
         return out

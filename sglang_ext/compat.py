@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 CHECKED_VERSIONS = ("0.5.22", "0.5.23")
 
-# Hook targets. The launcher needs the first two; `PUBLISH` and `META_INFO` also the tokenizer.
+# Hook targets. The launcher needs the first two, the front end those after them.
 ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
 PUBLISH = "sglang.srt.runtime_context.publish"
 META_INFO = "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info"
+GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 
 # The scheduler's.
 SIZE_POOL = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget"
@@ -61,6 +62,10 @@ UNCACHED_SIZES = (
 
 _SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 _TOKENIZER_MODULE = "sglang.srt.managers.tokenizer_manager"
+_HTTP_MODULE = "sglang.srt.entrypoints.http_server"
+
+# Routes whose bodies have no field for `custom_params`: SGLang reads over it.
+_WITHOUT_CUSTOM_PARAMS = ("/v1/messages", "/api/chat", "/api/generate")
 
 
 def installed_version() -> str:
@@ -79,6 +84,47 @@ def in_scheduler() -> bool:
 def has_tokenizer() -> bool:
     """Whether this process has loaded the tokenizer manager."""
     return _TOKENIZER_MODULE in sys.modules
+
+
+def drops_custom_params(path: str) -> bool:
+    """Whether a route of SGLang reads over `custom_params` in a body."""
+    return path in _WITHOUT_CUSTOM_PARAMS
+
+
+def add_middleware(middleware: type) -> None:
+    """Add ASGI middleware to SGLang's HTTP application, once, if this process has one."""
+    module = sys.modules.get(_HTTP_MODULE)
+    if module is not None and all(
+        each.cls is not middleware for each in module.app.user_middleware
+    ):
+        module.app.add_middleware(middleware)
+
+
+def worker_app() -> Any:
+    """SGLang's HTTP application in a worker process (`--tokenizer-worker-num`), with the plugins.
+
+    SGLang itself loads none there.
+    """
+    from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    return app
+
+
+def use_worker_app(path: str) -> bool:
+    """Let HTTP workers import `path` (`module:attribute`) in place of SGLang's application.
+
+    Returns:
+        False where this version of SGLang cannot, or another application is asked for.
+    """
+    from sglang.srt.environ import envs
+
+    setting = getattr(envs, "SGLANG_HTTP_SERVER_APP_PATH", None)
+    if setting is None or setting.get() not in (f"{_HTTP_MODULE}:app", path):
+        return False
+    setting.set(path)
+    return True
 
 
 def register(target: str, hook: Callable, kind: str) -> None:
@@ -363,6 +409,16 @@ def rotary_embeddings(model: Any) -> tuple[list[Any], list[Any]]:
     return [m for m in found if type(m) in plain], [m for m in found if type(m) not in plain]
 
 
+def end_with_error(request: Any, message: str) -> None:
+    """Let a request that is being computed end with an HTTP 500 and a message for the client."""
+    from http import HTTPStatus
+
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    status = HTTPStatus.INTERNAL_SERVER_ERROR
+    request.to_finish = FINISH_ABORT(message, status, "InternalServerError")
+
+
 def is_health_check(request: Any) -> bool:
     """Whether a request is one of SGLang's own health checks."""
     from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
@@ -375,6 +431,11 @@ def admitted_none() -> Any:
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     return AddReqResult.OTHER
+
+
+def simulates_output(adder: Any, request: Any) -> bool:
+    """Whether the prefill adder follows a request's output step by step instead of adding it."""
+    return request.sampling_params.ignore_eos and getattr(adder.tree_cache, "disable", True)
 
 
 def longest_estimated_output() -> int:

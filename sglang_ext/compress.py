@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvpolicy.sglang_ext import request
+from kvpolicy.sglang_ext.reasons import Reason
 from kvpolicy.sglang_ext.request import State
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def compress(
         return
     if not store.grow(state.private, store.slots_for(counts), runtime.evict):
         _give_back(runtime, state)
-        state.uncompressed = request.NO_SLOTS
+        state.uncompressed = Reason.NO_SLOTS
         state.forget()
         return
     store.fill(state.private, counts)

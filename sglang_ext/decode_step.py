@@ -10,17 +10,20 @@ have gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from kvpolicy.sglang_ext.failures import DECODING, FOLD, READING
 from kvpolicy.sglang_ext.fold import Fold, Room
 from kvpolicy.sglang_ext.follow import Following, Reader, may_leave, no_queries
 from kvpolicy.sglang_ext.host import to_device
 from kvpolicy.sglang_ext.lists import Lists
 from kvpolicy.sglang_ext.request import State, state_of
+from kvpolicy.sglang_ext.store import Private
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.runtime import Runtime
@@ -50,14 +53,20 @@ class DecodeStep:
         self._runtime, self._arena = runtime, runtime.arena
         self._table = batch.req_to_token_pool.req_to_token
         self._lengths = batch.seq_lens_cpu.tolist()
-        states = [state_of(request) for request in batch.reqs]
-        self._private = {i: s.private for i, s in enumerate(states) if s is not None and s.private}
+        self._requests = batch.reqs
         self._followers: dict[int, _Follower] = {}  # by row
-        for i, (request, state) in enumerate(zip(batch.reqs, states, strict=True)):
-            if state is not None and state.memory is not None:
-                length = self._lengths[i]
-                noted = state.reads_queries(length - state.prompt)
-                self._followers[i] = _Follower(request, state, length, noted)
+        self._private: dict[int, Private] = {}  # by row
+        for i, request in enumerate(batch.reqs):
+            state = state_of(request)
+            if state is None:
+                continue
+            if state.memory is not None:
+                with runtime.failures.contained(request, DECODING):
+                    length = self._lengths[i]
+                    noted = state.reads_queries(length - state.prompt)
+                    self._followers[i] = _Follower(request, state, length, noted)
+            if state.private is not None:
+                self._private[i] = state.private
         self._noted = [i for i, each in self._followers.items() if each.noted]
 
     @cached_property
@@ -105,27 +114,48 @@ class DecodeStep:
         """
         out[self._index] = attend(self._lists, heads[self._index].unsqueeze(1))[:, 0]
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A block in which the rows that policies concern are read, in one operation.
+
+        If it fails, it has failed for all of them, and none is read so any more in this forward.
+        """
+        try:
+            yield
+        except Exception as error:
+            for row in {*self._private, *self._noted}:
+                self._runtime.failures.note(self._requests[row], READING, error)
+            self._private, self._noted = {}, []
+            for cached in ("_lists", "_index", "plain"):
+                self.__dict__.pop(cached, None)
+
     def finish(self) -> None:
         """After the forward: note its step; take policies through theirs, and fold what stays."""
         if not self._followers:
             return
         self._note()
-        room = Room(self._runtime)
-        leaving = {
-            row
-            for row, each in self._followers.items()
-            if may_leave(self._runtime, room, each.request, each.state, each.length)
-        }
+        failures, room, leaving = self._runtime.failures, Room(self._runtime), set()
+        for row, each in self._followers.items():
+            with failures.contained(each.request, FOLD):
+                if may_leave(self._runtime, room, each.request, each.state, each.length):
+                    leaving.add(row)
         most, folds = self._runtime.queries.most_steps(len(self._noted)), []
         for row, each in self._followers.items():
-            if row in leaving or each.state.notes.full(most):
+            if each.state.failed or not (row in leaving or each.state.notes.full(most)):
+                continue
+            fold = None
+            with failures.contained(each.request, DECODING):
                 fold = self._follow(each, leaves=row in leaving)
-                if fold is not None and each.state.served.bound.decode.merge is not None:
-                    fold.finish()  # the rows that it has merged are not held longer than needed
-                elif fold is not None:
-                    folds.append(fold)
+            if fold is not None and each.state.served.bound.decode.merge is not None:
+                self._finish(each, fold)  # the rows that it has merged are not held for longer
+            elif fold is not None:
+                folds.append((each, fold))
         # All policies have been asked before the host waits for the first one's numbers.
-        for fold in folds:
+        for each, fold in folds:
+            self._finish(each, fold)
+
+    def _finish(self, follower: _Follower, fold: Fold) -> None:
+        with self._runtime.failures.contained(follower.request, FOLD):
             fold.finish()
 
     def _note(self) -> None:
@@ -134,6 +164,8 @@ class DecodeStep:
             taken = self._runtime.queries.take(self._noted, len(self._lengths))
         places = {row: place for place, row in enumerate(self._noted)}
         for row, each in self._followers.items():
+            if each.state.failed:
+                continue
             position = each.length - 1 - each.state.progress.shift
             each.state.notes.add(position, (taken, places[row]) if each.noted else None)
 

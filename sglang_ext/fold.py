@@ -150,10 +150,8 @@ class Fold:
         self._report(dropped, started)
 
     def _report(self, dropped: int, started: float) -> None:
-        self._state.folded += 1
-        self._state.dropped += dropped
         seconds = time.perf_counter() - started
-        self._runtime.reports.finished_fold(self._request, self._state, seconds)
+        self._runtime.reports.finished_fold(self._request, self._state, dropped, seconds)
 
     def _lasts(self) -> bool:
         """Whether it is known, without waiting, that what stays takes the place of what was."""

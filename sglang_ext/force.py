@@ -12,14 +12,14 @@ its sampling options, as sampling may come later than the forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from kvpolicy.sglang_ext.asked import FORCE, shown
 from kvpolicy.sglang_ext.host import to_device
 
-KEY = "kv_policy_force"
 _ATTRIBUTE = "kv_policy_forced"  # of a request: its tokens; of sampling options: rows and tokens
 
 
@@ -43,15 +43,17 @@ class Forcing:
         self._asked = False  # by any request since the start
         self._now: Forced | None = None  # in the sampler
 
-    def note(self, request: Any) -> None:
+    def note(self, request: Any, asked: Mapping[str, Any]) -> None:
         """Take a request's tokens when it arrives.
+
+        Args:
+            asked: what it asks of policies.
 
         Raises:
             ValueError: they are no list of token ids, or cannot be forced; for the client.
         """
-        custom = request.sampling_params.custom_params
-        if isinstance(custom, dict) and KEY in custom:
-            setattr(request, _ATTRIBUTE, _checked(custom[KEY], request))
+        if FORCE in asked:
+            setattr(request, _ATTRIBUTE, _checked(asked[FORCE], request))
             self._asked = True
 
     def prepare(self, batch: Any) -> None:
@@ -112,12 +114,12 @@ def _of_batch(batch: Any) -> Forced | None:
 
 def _checked(tokens: Any, request: Any) -> list[int]:
     if not isinstance(tokens, list) or not tokens:
-        raise ValueError(f"custom_params.{KEY} is {_shown(tokens)}; expected a list of token ids")
+        raise ValueError(f"custom_params.{FORCE} is {shown(tokens)}; expected a list of token ids")
     last = request.vocab_size - 1
     for i, token in enumerate(tokens):
         if type(token) is not int or not 0 <= token <= last:
             raise ValueError(
-                f"custom_params.{KEY}[{i}] is {_shown(token)}; this model's token ids are "
+                f"custom_params.{FORCE}[{i}] is {shown(token)}; this model's token ids are "
                 f"0 to {last}"
             )
     sampling = request.sampling_params
@@ -131,10 +133,5 @@ def _checked(tokens: Any, request: Any) -> list[int]:
         ("`structural_tag`", sampling.structural_tag),
     ):
         if asked:
-            raise ValueError(f"custom_params.{KEY} cannot be combined with {what}")
+            raise ValueError(f"custom_params.{FORCE} cannot be combined with {what}")
     return tokens
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

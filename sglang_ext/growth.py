@@ -12,7 +12,7 @@ from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.ir import Node
 from kvpolicy.sglang_ext.arena import Arena
 
-_LONG = 1 << 20  # a prompt of which a policy that holds a size surely drops something
+ENDLESS = 1 << 62  # a prompt of which every policy that holds a size drops something
 
 
 class Growth:
@@ -54,8 +54,8 @@ def _is_steady(bound: Bound) -> bool:
         return False
     if decode.budget is not None and _size(decode.budget) != _size(rules.budget):
         return False
-    everything = shape.layers * shape.kv_heads * _LONG
-    return bound.max_entries(_LONG) < everything and _size(decode.keep) == _size(rules.keep)
+    everything = shape.layers * shape.kv_heads * ENDLESS
+    return bound.max_entries(ENDLESS) < everything and _size(decode.keep) == _size(rules.keep)
 
 
 def _size(node: Node | None) -> tuple | None:

@@ -23,6 +23,7 @@ from kvpolicy.sglang_ext import (
 from kvpolicy.sglang_ext.arena import Arena, create_arena
 from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.metrics import Metrics
+from kvpolicy.sglang_ext.options import Policy
 from kvpolicy.sglang_ext.request import Served
 from kvpolicy.sglang_ext.rotary import of_model
 from kvpolicy.sglang_ext.runtime import Runtime
@@ -192,7 +193,7 @@ def _start(runtime: Runtime, scheduler: Any) -> None:
             page_size = runtime.store.allocator.page_size
             served = Served(policy, policy.bind(shape), runtime.arena, page_size)
             started = time.perf_counter()
-            served.warm()
+            _warm(served, policy)
             runtime.served[policy.name] = served
             params = ", ".join(f"{k}={_shown(v)}" for k, v in served.bound.params.items())
             logger.info(
@@ -210,6 +211,16 @@ def _start(runtime: Runtime, scheduler: Any) -> None:
     except Refused as error:
         raise stop(error) from None
     runtime.metrics = Metrics(compat.metric_labels(scheduler), runtime.served)
+
+
+def _warm(served: Served, policy: Policy) -> None:
+    try:
+        served.warm()
+    except Exception as error:
+        logger.exception("Compilation of kernels failed.")
+        what = f"its kernels cannot be compiled: {type(error).__name__}: {error}"
+        help_ = "--kv-policy-kernels torch serves it without them"
+        raise Refused(f"{policy.option}: {what}; {help_}") from error
 
 
 def _shown(value: Any) -> str:
@@ -330,6 +341,7 @@ def _after_internal_state(runtime: Runtime) -> Callable:
     def after(answer: Any, *args: Any) -> Any:
         """After Scheduler.get_internal_state, which GET /server_info shows."""
         answer.internal_state["kv_policy"] = runtime.describe()
+        answer.internal_state["kv_policy_inspection"] = runtime.inspection
         return answer
 
     return after

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from kvpolicy.sglang_ext.asked import KEPT, shown
 
-KEY = "kv_policy_kept"
 
-
-def asked(request: Any) -> bool:
+def wanted(asked: Mapping[str, Any]) -> bool:
     """Whether a request asks for it.
+
+    Args:
+        asked: what it asks of policies.
 
     Raises:
         ValueError: what it says is neither true nor false; the message is for the client.
     """
-    custom = request.sampling_params.custom_params
-    value = custom.get(KEY, False) if isinstance(custom, dict) else False
+    value = asked.get(KEPT, False)
     if not isinstance(value, bool):
-        raise ValueError(f"custom_params.{KEY} is {value!r}; expected true or false")
+        raise ValueError(f"custom_params.{KEPT} is {shown(value)}; expected true or false")
     return value
 
 

@@ -3,9 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvpolicy.sglang_ext.reasons import Reason
+
+NONE = "none"  # the label `policy` of requests that no policy applies to
 
 # Seconds; compression of a prompt takes from under a millisecond to some seconds.
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+# Name without `sglang:kv_policy_`, and what it counts. Series of the last ones have a reason.
+_COUNTERS = {
+    "requests_total": "Requests by policy, at the end of their prefill; `none`: without one.",
+    "prompt_tokens_total": "Prompt tokens of requests that were compressed.",
+    "prompt_entries_total": "Entries of compressed prompts before compression; an entry is one key "
+    "and one value of one layer and KV head.",
+    "kept_entries_total": "Entries kept of compressed prompts.",
+    "prompt_bytes_total": "KV memory of compressed prompts before compression, in bytes.",
+    "saved_bytes_total": "KV memory of compressed prompts less that of their compressed copies, in "
+    "bytes.",
+    "propagated_tokens_total": "Prompt tokens that the last layer saw, of policies by which tokens "
+    "leave the prefill.",
+    "folds_total": "Times that entries left while a request decoded.",
+    "decode_dropped_entries_total": "Entries that left while requests decoded.",
+    "skipped_folds_total": "Times that entries should have left, but there were no slots for what "
+    "would stay.",
+}
+_BY_REASON: dict[str, tuple[str, tuple[Reason, ...]]] = {
+    "uncompressed_requests_total": (
+        "Requests of a policy that were served in full, by reason.",
+        tuple(Reason),
+    ),
+    "failed_requests_total": (
+        "Requests that a policy ended with an error.",
+        (Reason.POLICY_ERROR,),
+    ),
+}
+_HISTOGRAMS = {
+    "compression_seconds": "Time spent on scoring and compacting one prompt.",
+    "fold_seconds": "Time spent on one fold of one request: waiting for how many stay, and "
+    "writing.",
+}
+_GAUGES = {
+    "private_slots": "Slots (of one token in every layer) that hold compressed entries now.",
+    "enabled": "1, or 0 if the policy has failed so often that its requests are served in full.",
+}
 
 
 class Metrics:
@@ -15,7 +57,7 @@ class Metrics:
         """
         Args:
             labels: labels and values of SGLang's own scheduler metrics, or None.
-            policies: names that appear from the start, at zero.
+            policies: names, whose series exist from the start.
         """
         self._on = labels is not None
         if labels is None:
@@ -24,106 +66,105 @@ class Metrics:
         from prometheus_client import Counter, Gauge, Histogram
 
         self._labels = dict(labels)
-        names = [*labels, "policy"]
-        prefix = "sglang:kv_policy_"
-        self._requests = Counter(
-            prefix + "requests_total",
-            "Requests that a KV-cache policy applied to, at the end of their prefill.",
-            names,
-        )
-        self._prompt_tokens = Counter(
-            prefix + "prompt_tokens_total", "Prompt tokens of requests that were compressed.", names
-        )
-        self._kept = Counter(
-            prefix + "kept_entries_total",
-            "Entries kept; an entry is one key and one value of one layer and KV head.",
-            names,
-        )
-        self._saved = Counter(
-            prefix + "saved_bytes_total",
-            "KV memory of compressed prompts less that of their compressed copies, in bytes.",
-            names,
-        )
-        self._propagated = Counter(
-            prefix + "propagated_tokens_total",
-            "Prompt tokens that the last layer saw, of policies by which tokens leave the prefill.",
-            names,
-        )
-        self._uncompressed = Counter(
-            prefix + "uncompressed_requests_total",
-            "Requests of a policy that were served in full, by reason.",
-            [*names, "reason"],
-        )
-        self._seconds = Histogram(
-            prefix + "compression_seconds",
-            "Time spent on scoring and compacting one prompt.",
-            names,
-            buckets=_BUCKETS,
-        )
-        self._folds = Counter(
-            prefix + "folds_total", "Times that entries left while a request decoded.", names
-        )
-        self._skipped = Counter(
-            prefix + "skipped_folds_total",
-            "Times that entries should have left, but there were no slots for what would stay.",
-            names,
-        )
-        self._fold_seconds = Histogram(
-            prefix + "fold_seconds",
-            "Time spent on one fold of one request: waiting for how many stay, and writing.",
-            names,
-            buckets=_BUCKETS,
-        )
-        self._slots = Gauge(
-            prefix + "private_slots",
-            "Slots (of one token in every layer) that hold compressed entries now.",
-            names,
-            multiprocess_mode="mostrecent",
-        )
+        names, prefix = [*labels, "policy"], "sglang:kv_policy_"
+        reasons = [*names, "reason"]
+        self._metrics: dict[str, Any] = {
+            **{name: Counter(prefix + name, text, names) for name, text in _COUNTERS.items()},
+            **{name: Counter(prefix + name, t, reasons) for name, (t, _) in _BY_REASON.items()},
+            **{
+                name: Histogram(prefix + name, text, names, buckets=_BUCKETS)
+                for name, text in _HISTOGRAMS.items()
+            },
+            **{
+                name: Gauge(prefix + name, text, names, multiprocess_mode="mostrecent")
+                for name, text in _GAUGES.items()
+            },
+        }
+        self._of("requests_total", NONE)
         for policy in policies:
-            for metric in (self._requests, self._prompt_tokens, self._kept, self._saved):
-                metric.labels(**self._labels, policy=policy)
-            for metric in (self._seconds, self._folds, self._skipped, self._fold_seconds):
-                metric.labels(**self._labels, policy=policy)
+            for name in (*_COUNTERS, *_HISTOGRAMS):
+                self._of(name, policy)
+            for name, (_, values) in _BY_REASON.items():
+                for reason in values:
+                    self._of(name, policy, reason=reason.value)
             self.private_slots(policy, 0)
+            self.enabled(policy, on=True)
+
+    def _of(self, name: str, policy: str, **labels: str) -> Any:
+        return self._metrics[name].labels(**self._labels, policy=policy, **labels)
+
+    def _add(self, policy: str, **amounts: int) -> None:
+        if self._on:
+            for name, amount in amounts.items():
+                self._of(name, policy).inc(max(amount, 0))
+
+    def _observe(self, policy: str, name: str, seconds: float) -> None:
+        if self._on:
+            self._of(name, policy).observe(seconds)
+
+    def without_policy(self) -> None:
+        """The prefill of a request that no policy applies to has ended."""
+        self._add(NONE, requests_total=1)
 
     def compressed(
-        self, policy: str, *, prompt: int, kept: int, saved_bytes: int, seconds: float
+        self,
+        policy: str,
+        *,
+        prompt: int,
+        entries: tuple[int, int],
+        size: tuple[int, int],
+        seconds: float,
     ) -> None:
-        """A prompt of so many tokens was compressed to so many entries."""
-        if not self._on:
-            return
-        labels = {**self._labels, "policy": policy}
-        self._requests.labels(**labels).inc()
-        self._prompt_tokens.labels(**labels).inc(prompt)
-        self._kept.labels(**labels).inc(kept)
-        self._saved.labels(**labels).inc(max(saved_bytes, 0))
-        self._seconds.labels(**labels).observe(seconds)
+        """A prompt of so many tokens was compressed.
+
+        Args:
+            entries, size: entries and bytes, before and after.
+        """
+        self._add(
+            policy,
+            requests_total=1,
+            prompt_tokens_total=prompt,
+            prompt_entries_total=entries[0],
+            kept_entries_total=entries[1],
+            prompt_bytes_total=size[0],
+            saved_bytes_total=size[0] - size[1],
+        )
+        self._observe(policy, "compression_seconds", seconds)
 
     def propagated(self, policy: str, tokens: int) -> None:
         """The last layer saw so many tokens of a prompt."""
-        if self._on:
-            self._propagated.labels(**self._labels, policy=policy).inc(tokens)
+        self._add(policy, propagated_tokens_total=tokens)
 
-    def uncompressed(self, policy: str, reason: str) -> None:
-        """A request was served in full."""
-        if self._on:
-            labels = {**self._labels, "policy": policy}
-            self._requests.labels(**labels).inc()
-            self._uncompressed.labels(**labels, reason=reason).inc()
+    def uncompressed(self, policy: str, reason: Reason) -> None:
+        """The prefill of a request that is served in full has ended."""
+        self._add(policy, requests_total=1)
+        self.gave_up(policy, reason)
 
-    def folded(self, policy: str, seconds: float) -> None:
-        """Entries of a request left at a decode step."""
+    def gave_up(self, policy: str, reason: Reason) -> None:
+        """A request whose prefill has been counted goes on in full."""
         if self._on:
-            self._folds.labels(**self._labels, policy=policy).inc()
-            self._fold_seconds.labels(**self._labels, policy=policy).observe(seconds)
+            self._of("uncompressed_requests_total", policy, reason=reason.value).inc()
+
+    def failed(self, policy: str, reason: Reason) -> None:
+        """A request ends with an error."""
+        if self._on:
+            self._of("failed_requests_total", policy, reason=reason.value).inc()
+
+    def folded(self, policy: str, dropped: int, seconds: float) -> None:
+        """So many entries of a request left at a decode step."""
+        self._add(policy, folds_total=1, decode_dropped_entries_total=dropped)
+        self._observe(policy, "fold_seconds", seconds)
 
     def skipped_fold(self, policy: str) -> None:
         """There were no slots for a fold."""
-        if self._on:
-            self._skipped.labels(**self._labels, policy=policy).inc()
+        self._add(policy, skipped_folds_total=1)
 
     def private_slots(self, policy: str, slots: int) -> None:
         """Slots that the requests of a policy hold now."""
         if self._on:
-            self._slots.labels(**self._labels, policy=policy).set(slots)
+            self._of("private_slots", policy).set(slots)
+
+    def enabled(self, policy: str, *, on: bool) -> None:
+        """Whether a policy is applied to its requests."""
+        if self._on:
+            self._of("enabled", policy).set(int(on))

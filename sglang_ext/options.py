@@ -3,19 +3,22 @@
 `--kv-policy PATH` may be given several times; the first policy is the default of requests that
 name none. `--kv-policy NAME=PATH` serves a file by another name, so that one file can be served
 several times with different settings. `--kv-policy-set name=value` sets a parameter
-(`policy.name=value` when several policies are given). `--kv-policy-fold-interval K` says at which
-decode steps entries may leave, `--kv-policy-kernels` what computes. Environment variables carry all
-of them to SGLang's child processes; `sgl.Engine`, which has no command line, reads them too.
+(`policy.name=value` when several policies are given). The other options are one value each. All may
+stand in the file of `--config`. Environment variables carry them to SGLang's child processes;
+`sgl.Engine`, which has no command line, reads them too.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from argparse import ArgumentParser, Namespace
+import time
+from argparse import ArgumentParser, Namespace, _StoreAction
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvpolicy.dsl.bind import Bound, bind
 from kvpolicy.dsl.check import load
@@ -24,14 +27,21 @@ from kvpolicy.dsl.ir import ModelShape, Program
 from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.errors import Refused
 
+logger = logging.getLogger(__name__)
+
 PATHS_VARIABLE = "SGLANG_KV_POLICY"  # [name=]path, separated as in PATH
 SETTINGS_VARIABLE = "SGLANG_KV_POLICY_SET"  # name=value, separated by commas
 ONE_PIECE_VARIABLE = "SGLANG_KV_POLICY_MAX_ONE_PIECE_PREFILL"  # tokens
 INTERVAL_VARIABLE = "SGLANG_KV_POLICY_FOLD_INTERVAL"  # decode steps
 KERNELS_VARIABLE = "SGLANG_KV_POLICY_KERNELS"  # one of KERNELS
+FAILURES_VARIABLE = "SGLANG_KV_POLICY_MAX_FAILURES"  # requests
+INSPECTION_VARIABLE = "SGLANG_KV_POLICY_ALLOW_INSPECTION"  # 1 or nothing
 
 # Decode steps from one fold to the next; docs/results/fold_interval.md has the measurement.
 DEFAULT_INTERVAL = 16
+
+# Requests for which a policy may fail before it is disabled.
+DEFAULT_FAILURES = 3
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9@._-]*")
 
@@ -75,6 +85,38 @@ class Policy:
         return bound
 
 
+def check_policies(policies: Sequence[Policy], shape: ModelShape) -> None:
+    """Bind policies to a model and try each out, before anything is loaded.
+
+    Raises:
+        Refused: one does not fit the model, or its trial fails.
+    """
+    from kvpolicy.dsl.trial import trial  # it needs torch, which the command line does not
+
+    started, tried = time.perf_counter(), set()
+    for policy in policies:
+        bound = policy.bind(shape)
+        if bound.digest in tried:
+            continue
+        tried.add(bound.digest)
+        try:
+            trial(bound)
+        except PolicyError as error:
+            raise Refused(f"{policy.option}: {error}") from None
+    seconds = time.perf_counter() - started
+    logger.info("KV-cache policies: %d tried in %.1f s.", len(tried), seconds)
+
+
+class _Extend(_StoreAction):
+    """Values of all uses of an option; SGLang's `--config` takes no action but a storing one."""
+
+    def __call__(
+        self, parser: Any, namespace: Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        earlier = getattr(namespace, self.dest, None) or []
+        setattr(namespace, self.dest, [*earlier, *values])
+
+
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options to SGLang's command line; the environment gives the defaults."""
     group = parser.add_argument_group("KV-cache policies (kvpolicy)")
@@ -82,7 +124,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--kv-policy",
         metavar="[NAME=]PATH",
         nargs="+",
-        action="extend",
+        action=_Extend,
         help="KV-cache policy file (YAML), and the name by which requests choose it if that is not "
         "the file's own; may be given several times. The first is the default of requests that "
         "name none in sampling_params.custom_params.kv_policy.",
@@ -91,7 +133,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--kv-policy-set",
         metavar="NAME=VALUE",
         nargs="+",
-        action="extend",
+        action=_Extend,
         help="Value of a policy's parameter; POLICY.NAME=VALUE when several policies are given.",
     )
     group.add_argument(
@@ -112,6 +154,18 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="{" + ",".join(KERNELS) + "}",
         help="What scores, chooses and copies entries. Default auto: triton on a CUDA device, "
         "torch elsewhere.",
+    )
+    group.add_argument(
+        "--kv-policy-max-failures",
+        metavar="REQUESTS",
+        help="A policy that has failed for so many requests is disabled: its requests are served "
+        f"in full. 0 for never. Default {DEFAULT_FAILURES}.",
+    )
+    group.add_argument(
+        "--kv-policy-allow-inspection",
+        action="store_true",
+        help="Let clients ask which positions are kept (custom_params.kv_policy_kept) and "
+        "prescribe output (kv_policy_force). For evaluation: both cost the server waits.",
     )
 
 
@@ -136,21 +190,21 @@ def export(arguments: Namespace) -> None:
             if separator in value:
                 raise Refused(f"{flag} {value}: a value cannot contain `{separator}`")
         os.environ[variable] = separator.join(values)
-    most = getattr(arguments, "kv_policy_max_one_piece_prefill", None)
-    if most is not None:
-        os.environ[ONE_PIECE_VARIABLE] = most
-        one_piece(None)
     for option, variable, check in (
+        ("kv_policy_max_one_piece_prefill", ONE_PIECE_VARIABLE, lambda: one_piece(None)),
         ("kv_policy_fold_interval", INTERVAL_VARIABLE, fold_interval),
         ("kv_policy_kernels", KERNELS_VARIABLE, kernels),
+        ("kv_policy_max_failures", FAILURES_VARIABLE, max_failures),
+        ("kv_policy_allow_inspection", INSPECTION_VARIABLE, allows_inspection),
     ):
         value = getattr(arguments, option, None)
-        if value is None:
+        if value is None or value is False:
             continue
-        os.environ[variable] = value
+        os.environ[variable] = "1" if value is True else value
         check()
         if not requested()[0]:
-            raise Refused(f"{_flag(option)} {value}: there is no --kv-policy")
+            shown = _flag(option) if value is True else f"{_flag(option)} {value}"
+            raise Refused(f"{shown}: there is no --kv-policy")
 
 
 def _absolute(value: str) -> str:
@@ -194,12 +248,27 @@ def fold_interval() -> int:
     Raises:
         Refused: it is not a whole number from 1 on.
     """
-    text = os.environ.get(INTERVAL_VARIABLE, "").strip()
-    if not text:
-        return DEFAULT_INTERVAL
-    if not text.isdecimal() or int(text) < 1:
-        raise Refused(f"--kv-policy-fold-interval {text}: expected a whole number from 1 on")
-    return int(text)
+    found = _whole(INTERVAL_VARIABLE, "--kv-policy-fold-interval", 1)
+    return DEFAULT_INTERVAL if found is None else found
+
+
+def max_failures() -> int:
+    """Requests for which a policy may fail before it is disabled, from the environment; 0: any.
+
+    Raises:
+        Refused: it is not a whole number.
+    """
+    found = _whole(FAILURES_VARIABLE, "--kv-policy-max-failures", 0)
+    return DEFAULT_FAILURES if found is None else found
+
+
+def allows_inspection() -> bool:
+    """Whether clients may ask for kept positions and prescribe output, from the environment.
+
+    Raises:
+        Refused: it is neither 0 nor 1.
+    """
+    return bool(_whole(INSPECTION_VARIABLE, "--kv-policy-allow-inspection", 0, 1))
 
 
 def kernels() -> str:
@@ -223,14 +292,27 @@ def one_piece(chunk: int | None) -> int | None:
     Raises:
         Refused: the operator's number is not a whole number from 1 on.
     """
-    text = os.environ.get(ONE_PIECE_VARIABLE, "").strip()
-    if not text:
+    found = _whole(ONE_PIECE_VARIABLE, "--kv-policy-max-one-piece-prefill", 1)
+    if found is None:
         return chunk if chunk is not None and chunk > 0 else None
-    if not text.isdecimal() or int(text) < 1:
-        raise Refused(
-            f"--kv-policy-max-one-piece-prefill {text}: expected a whole number from 1 on"
-        )
-    return int(text)
+    return found
+
+
+def _whole(variable: str, flag: str, least: int, most: int | None = None) -> int | None:
+    """A whole number from the environment; None if there is none.
+
+    Raises:
+        Refused: it is something else, or not between `least` and `most`.
+    """
+    text = os.environ.get(variable, "").strip()
+    if not text:
+        return None
+    if text.isdecimal() and len(text) < 19:
+        found = int(text)
+        if least <= found and (most is None or found <= most):
+            return found
+    expected = f"a whole number from {least} on" if most is None else f"{least} or {most}"
+    raise Refused(f"{flag} {text}: expected {expected}")
 
 
 def load_policies(values: Sequence[str], settings: Sequence[str]) -> tuple[Policy, ...]:

@@ -2,7 +2,9 @@
 
 SGLang logs an exception of a plugin, also one of its import, and goes on without it. A server that
 was asked for a policy must not start without it, so nothing that may fail is imported here at
-module level, and once a policy is asked for a failure raises SystemExit, which is no Exception.
+module level, and what fails once a policy is asked for stops SGLang at the next moment at which it
+does not go on: when it publishes its options. From the command line that is one message and
+SystemExit; elsewhere, as in the program that makes an `sgl.Engine`, an ordinary exception.
 """
 
 from __future__ import annotations
@@ -14,14 +16,17 @@ from typing import Any
 
 from kvpolicy.sglang_ext.errors import Refused
 
-_KEY = "kv_policy"  # in an answer's meta_info
-_FACTS = "kv_policy_facts"
+WORKER_APP = "kvpolicy.sglang_ext.worker:app"
+
+_command_line = False  # whether SGLang has parsed one in this process
 
 
 def register() -> None:
     """Add the command line options; with policies given, install what this process needs."""
+    from kvpolicy.sglang_ext import compat
+
     try:
-        from kvpolicy.sglang_ext import compat, options
+        from kvpolicy.sglang_ext import options
 
         compat.register(compat.ADD_CLI_ARGS, _add_cli_args, "after")
         compat.register(compat.FROM_CLI_ARGS, _from_cli_args, "after")
@@ -29,27 +34,44 @@ def register() -> None:
         if paths or settings:
             _install(paths, settings)
     except Exception as error:
-        if any(name.startswith("SGLANG_KV_POLICY") for name in os.environ):
-            raise _stop(error) from error
-        raise
+        if not any(name.startswith("SGLANG_KV_POLICY") for name in os.environ):
+            raise
+        compat.register(compat.FROM_CLI_ARGS, _raising(_stop(error, command_line=True)), "before")
+        compat.register(compat.PUBLISH, _raising(_stop(error, command_line=False)), "before")
 
 
-def _stop(error: Exception) -> SystemExit:
-    """Stops the process with one message."""
+def _raising(error: BaseException) -> Callable[..., None]:
+    def stop(*_: Any, **__: Any) -> None:
+        raise error
+
+    return stop
+
+
+def _stop(error: Exception, *, command_line: bool) -> BaseException:
+    """What to raise to stop this process with one message.
+
+    Args:
+        command_line: whether the process is SGLang's own.
+    """
     what = error if isinstance(error, Refused) else f"the plugin failed to start: {error!r}"
-    return SystemExit(f"kvpolicy: {what}")
+    return (SystemExit if command_line else Refused)(f"kvpolicy: {what}")
 
 
 def _install(paths: list[str], settings: list[str]) -> None:
-    from kvpolicy.sglang_ext import compat, refusals
-    from kvpolicy.sglang_ext.options import load_policies
+    from kvpolicy.sglang_ext import compat, options, refusals
 
     refusals.check_version()
     if compat.in_scheduler():
         from kvpolicy.sglang_ext.hooks import install
         from kvpolicy.sglang_ext.runtime import Runtime
 
-        install(Runtime(load_policies(paths, settings)))
+        install(
+            Runtime(
+                options.load_policies(paths, settings),
+                max_failures=options.max_failures(),
+                inspection=options.allows_inspection(),
+            )
+        )
     # The process of `sgl.Engine` has the scheduler's module loaded too, but no command line.
     compat.register(compat.PUBLISH, _after_publish, "after")
 
@@ -62,10 +84,12 @@ def _add_cli_args(result: Any, parser: ArgumentParser, *args: Any, **kwargs: Any
         options.add_arguments(parser)
 
 
-def _from_cli_args(server_args: Any, cls: type, arguments: Namespace, *args: Any) -> None:
+def _from_cli_args(result: Any, cls: type, arguments: Namespace, *args: Any) -> None:
     """After ServerArgs.from_cli_args: check the policies before anything is loaded."""
     from kvpolicy.sglang_ext import compat, options, refusals
 
+    global _command_line
+    _command_line = True
     try:
         options.export(arguments)
         paths, settings = options.requested()
@@ -74,7 +98,7 @@ def _from_cli_args(server_args: Any, cls: type, arguments: Namespace, *args: Any
         refusals.check_version()
         options.load_policies(paths, settings)
     except Refused as error:
-        raise _stop(error) from None
+        raise _stop(error, command_line=True) from None
     if not compat.in_scheduler():
         compat.register(compat.PUBLISH, _after_publish, "after")
         compat.apply_hooks()
@@ -82,40 +106,24 @@ def _from_cli_args(server_args: Any, cls: type, arguments: Namespace, *args: Any
 
 def _after_publish(result: Any, server_args: Any, *, role: str, **kwargs: Any) -> None:
     """After runtime_context.publish in the launcher: options are resolved, nothing is loaded."""
-    from kvpolicy.sglang_ext import compat, options, refusals
+    from kvpolicy.sglang_ext import compat, frontend, options, refusals
 
     if role != "tokenizer":
         return
     try:
-        refusals.check_options(compat.resolved(server_args))
+        resolved = compat.resolved(server_args)
+        refusals.check_options(resolved)
         config = compat.model_config(server_args)
         refusals.check_model(config)
-        for policy in options.load_policies(*options.requested()):
-            policy.bind(refusals.model_shape(config))
+        policies = options.load_policies(*options.requested())
+        options.check_policies(policies, refusals.model_shape(config))
+        if resolved.tokenizer_worker_num > 1 and not compat.use_worker_app(WORKER_APP):
+            raise Refused(
+                f"--tokenizer-worker-num {resolved.tokenizer_worker_num} cannot be combined with "
+                "--kv-policy: this SGLang loads no plugins in its workers; 0.5.23 can, where "
+                "SGLANG_HTTP_SERVER_APP_PATH is not set."
+            )
+        if compat.has_tokenizer():
+            frontend.install()
     except Refused as error:
-        raise _stop(error) from None
-    if compat.has_tokenizer():
-        compat.register(compat.META_INFO, _around_meta_info, "around")
-        compat.apply_hooks()
-
-
-def _around_meta_info(
-    original: Callable,
-    manager: Any,
-    meta_info: dict,
-    state: Any,
-    info: dict,
-    index: int,
-    *args: Any,
-) -> None:
-    """Around TokenizerManager.update_request_meta_info.
-
-    SGLang collects such facts per output token; those of a policy are one value per request, of
-    which later elements bring what has changed.
-    """
-    original(manager, meta_info, state, {k: v for k, v in info.items() if k != _KEY}, index, *args)
-    for facts in info[_KEY][index] if _KEY in info else ():
-        if facts is not None:
-            setattr(state, _FACTS, {**getattr(state, _FACTS, {}), **facts})
-    if hasattr(state, _FACTS):
-        meta_info[_KEY] = getattr(state, _FACTS)
+        raise _stop(error, command_line=_command_line) from None

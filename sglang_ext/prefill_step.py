@@ -25,6 +25,7 @@ from kvpolicy.dsl.torch_decode import Held
 from kvpolicy.dsl.torch_kernels import Slots
 from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.compress import compress, timed
+from kvpolicy.sglang_ext.failures import CHOOSING, COMPACTION, SCORING
 from kvpolicy.sglang_ext.frame import Frame
 from kvpolicy.sglang_ext.host import to_host
 from kvpolicy.sglang_ext.kept import described
@@ -119,20 +120,31 @@ class PrefillStep:
         for request, state, rows, prefix in iterate_rows(batch):
             length = prefix + rows.stop - rows.start
             slots = table[request.kv.req_pool_idx, :length].to(torch.int64)
-            first = max(prefix, state.prompt - state.queries)
-            if length < state.prompt and state.served.program.accumulates:
-                if prefix == 0:
-                    state.run = state.served.program.start(state.prompt)
-                self._accumulated.append(_Accumulated(request, state, slots))
-            elif first < length < state.prompt:
-                self._windowed.append(_Windowed(request, state, length - first))
-            elif length == state.prompt:
-                run, queries = state.run, state.queries
-                if run is None:
-                    run = state.served.program.start(state.prompt)
-                else:
-                    queries = max(state.prompt - prefix, state.served.tail(state.prompt))
-                self.scored.append(Scored(request, state, slots, slots, run, queries))
+            with runtime.failures.contained(request, SCORING):
+                self._begin(request, state, slots, prefix)
+
+    def _begin(self, request: Any, state: State, slots: torch.Tensor, prefix: int) -> None:
+        """Note what a request needs in this forward.
+
+        Args:
+            slots: [n] int64 of its tokens up to the end of the forward.
+            prefix: tokens before it.
+        """
+        length = slots.numel()
+        first = max(prefix, state.prompt - state.queries)
+        if length < state.prompt and state.served.program.accumulates:
+            if prefix == 0:
+                state.run = state.served.program.start(state.prompt)
+            self._accumulated.append(_Accumulated(request, state, slots))
+        elif first < length < state.prompt:
+            self._windowed.append(_Windowed(request, state, length - first))
+        elif length == state.prompt:
+            run, queries = state.run, state.queries
+            if run is None:
+                run = state.served.program.start(state.prompt)
+            else:
+                queries = max(state.prompt - prefix, state.served.tail(state.prompt))
+            self.scored.append(Scored(request, state, slots, slots, run, queries))
 
     def observe(self, layer: Any, heads: torch.Tensor) -> None:
         """Show one layer to the policies; its keys and values are in the pool already.
@@ -145,16 +157,17 @@ class PrefillStep:
             if rows is not None:
                 window = heads[rows.stop - each.count : rows.stop].clone()
                 each.state.window.setdefault(layer.layer_id, []).append(window)
-        for each in self._accumulated:
-            rows = self._frame.rows(each.request)
-            if rows is not None:
-                with timed(each.state):
-                    self._accumulate(each, layer, heads[rows])
-        for each in self.scored:
-            rows = self._frame.rows(each.request)
-            if rows is not None:
-                with timed(each.state):
-                    self._observe(each, layer, heads[rows])
+        failures = self._runtime.failures
+        for chunk in self._accumulated:
+            rows = self._frame.rows(chunk.request)
+            if rows is not None and not chunk.state.failed:
+                with failures.contained(chunk.request, SCORING), timed(chunk.state):
+                    self._accumulate(chunk, layer, heads[rows])
+        for scored in self.scored:
+            rows = self._frame.rows(scored.request)
+            if rows is not None and not scored.state.failed:
+                with failures.contained(scored.request, SCORING), timed(scored.state):
+                    self._observe(scored, layer, heads[rows])
 
     def _accumulate(self, chunk: _Accumulated, layer: Any, heads: torch.Tensor) -> None:
         state = chunk.state
@@ -195,27 +208,33 @@ class PrefillStep:
 
     def finish(self) -> None:
         """After the forward: choose what is kept and copy it to private pages."""
-        chosen = [self._choose(each) for each in self.scored]
-        numbers = iter(to_host([tensor for each in chosen for tensor in each.numbers]))
-        for each, own in zip(self.scored, chosen, strict=True):
-            with timed(each.state):
-                counts, held, finite = next(numbers), next(numbers), next(numbers)
-                each.run.settle(finite=bool(finite))
-                self._compress(each, own.kept, counts)
-                layers = [Held(positions, bool(alike)) for positions, alike in held.tolist()]
-                each.state.remember(each.run, layers)
-            self._describe(each, own.kept)
-            self._note(each, int(counts.sum()))
+        failures, chosen = self._runtime.failures, []
+        for each in self.scored:
+            if each.state.failed:
+                continue
+            with failures.contained(each.request, CHOOSING), timed(each.state):
+                chosen.append((each, self._choose(each)))
+        # All have been asked before the host waits for the first one's numbers.
+        numbers = iter(to_host([tensor for _, own in chosen for tensor in own.numbers]))
+        for each, own in chosen:
+            counts, held, finite = next(numbers), next(numbers), next(numbers)
+            with failures.contained(each.request, COMPACTION):
+                with timed(each.state):
+                    each.run.settle(finite=bool(finite))
+                    self._compress(each, own.kept, counts)
+                    layers = [Held(positions, bool(alike)) for positions, alike in held.tolist()]
+                    each.state.remember(each.run, layers)
+                self._describe(each, own.kept)
+                self._note(each, int(counts.sum()))
 
     def _choose(self, scored: Scored) -> _Chosen:
-        with timed(scored.state):
-            kept = torch.stack(scored.run.finish(wait=False))  # [L, G, N]
-            finite = scored.run.finite
-            if finite is None:
-                finite = kept.new_ones(())
-            # Only a policy that goes on remembers what each layer holds.
-            held = Held.of(kept if scored.state.folds else kept[:0])
-            return _Chosen(kept, (kept.sum(dim=2), held, finite))
+        kept = torch.stack(scored.run.finish(wait=False))  # [L, G, N]
+        finite = scored.run.finite
+        if finite is None:
+            finite = kept.new_ones(())
+        # Only a policy that goes on remembers what each layer holds.
+        held = Held.of(kept if scored.state.folds else kept[:0])
+        return _Chosen(kept, (kept.sum(dim=2), held, finite))
 
     def _compress(self, scored: Scored, kept: torch.Tensor, counts: torch.Tensor) -> None:
         state, run = scored.state, scored.run

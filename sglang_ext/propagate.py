@@ -14,12 +14,13 @@ tokens embedded and computed from layer 0 on, at positions 0, 1, ..., before dee
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.sglang_ext import compat, view
+from kvpolicy.sglang_ext.failures import PROPAGATION
 from kvpolicy.sglang_ext.frame import Frame
 from kvpolicy.sglang_ext.host import to_device, to_host
 from kvpolicy.sglang_ext.kernels_in_use import in_use
@@ -44,6 +45,23 @@ class _Part:
     length: int  # tokens there
     state: State | None  # None: it keeps all its rows
     scored: Scored | None  # in the forward that ends its prompt
+    lost: bool = False  # it failed, and none of its rows is worth anything
+
+    @property
+    def restarts(self) -> bool:
+        """Whether its chosen tokens are prefilled again."""
+        plan = None if self.state is None else self.state.plan
+        return plan is not None and plan.restarts
+
+    @property
+    def failed(self) -> bool:
+        """Whether its policy has failed."""
+        return self.state is not None and self.state.failed
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether all its rows go through every layer."""
+        return self.state is None or (self.failed and self.state.is_whole)
 
 
 def shifts(batch: Any) -> torch.Tensor | None:
@@ -118,19 +136,20 @@ class PropagateStep:
         if any(self._leaves(part, number) for part in self._parts):
             hidden = self._narrow(number, hidden, current)
         last = number == self._runtime.arena.layers - 1
-        return self._widen(hidden) if last and self._view is not None else hidden
+        changed = self._view is not None or any(part.lost for part in self._parts)
+        return self._widen(hidden) if last and changed else hidden
 
     def finish(self) -> None:
-        """After the forward.
-
-        Raises:
-            RuntimeError: SGLang computed it without going through the layers.
-        """
-        if self._reached != self._runtime.arena.layers - 1:
-            raise RuntimeError(
-                f"a prefill with --kv-policy ended at layer {self._reached}: SGLang did not call "
-                f"the wrapped layers; start it with --disable-cuda-graph"
-            )
+        """After the forward; it fails for the requests if SGLang did not go through the layers."""
+        if self._reached == self._runtime.arena.layers - 1:
+            return
+        error = RuntimeError(
+            f"a prefill with --kv-policy ended at layer {self._reached}: SGLang did not call the "
+            f"wrapped layers; start it with --disable-cuda-graph"
+        )
+        for part in self._parts:
+            if part.state is not None:
+                self._runtime.failures.note(part.request, PROPAGATION, error, whole=False)
 
     def _leaves(self, part: _Part, layer: int) -> bool:
         """Whether rows of a request leave or join after a layer."""
@@ -138,7 +157,7 @@ class PropagateStep:
             return False
         stops = part.state.plan.layer == layer
         if part.scored is None:
-            return stops
+            return stops and part.state.propagates
         if part.scored.chosen is not None:
             deepest = layer == self._runtime.arena.layers - 1
             return part.state.plan.restarts or not deepest
@@ -146,31 +165,64 @@ class PropagateStep:
 
     def _narrow(self, layer: int, hidden: Any, batch: Any) -> Any:
         rows, update = view.rows_of(hidden, batch)
+        pieces = self._pieces(layer, rows)
+        try:
+            return self._join(pieces, rows, update)
+        except Exception as error:
+            # It was one operation for the whole batch. All rows go on as they are; those of the
+            # requests for which it was done are worth nothing any more.
+            for part, _ in pieces:
+                if not part.keeps_rows:
+                    part.lost = True
+                    self._runtime.failures.note(part.request, PROPAGATION, error, whole=False)
+            return compat.put_stream(batch, rows.hidden, rows.residual, update)
+
+    def _pieces(self, layer: int, rows: Rows) -> list[tuple[_Part, Rows]]:
+        """The rows of each request that go deeper than a layer, of those that have any.
+
+        Args:
+            rows: of all requests, after the layer.
+        """
         again = self._again(layer)
-        pieces, extents, frame, end = [], [], {}, 0
+        pieces = []
         for part in self._parts:
             where = self._frame.rows(part.request)
             piece = None if where is None else rows.take(where)
             if id(part.request) in again:
                 piece = again[id(part.request)]
-            elif self._leaves(part, layer):
-                piece = self._chosen(part, layer, piece)
-            if piece is None or not piece.ids.numel():
-                continue
+            elif not part.lost and self._leaves(part, layer):
+                own, piece, part.lost = piece, None, True  # unless it succeeds
+                with self._runtime.failures.contained(part.request, PROPAGATION, whole=False):
+                    piece, part.lost = self._chosen(part, layer, own), False
+            if not part.lost and piece is not None and piece.ids.numel():
+                pieces.append((part, piece))
+        return pieces
+
+    def _join(self, pieces: Sequence[tuple[_Part, Rows]], rows: Rows, update: Any) -> Any:
+        """What the next layer is called with: these rows alone.
+
+        Args:
+            rows: all that there were.
+            update: how output and residual are added up.
+        """
+        extents, frame, end = [], {}, 0
+        for part, piece in pieces:
             count = piece.ids.numel()
-            pieces.append(piece)
             extents.append(view.Extent(part.row, part.length, count, part.index))
             frame[id(part.request)] = slice(end, end + count)
             end += count
+        joined = Rows.cat([piece for _, piece in pieces]) if pieces else rows.take(slice(0))
+        self._view = view.make(self._runtime.runner, self._batch, extents, joined)
         self._frame.replace(frame)
         self._rows = end
-        joined = Rows.cat(pieces) if pieces else rows.take(slice(0))
-        self._view = view.make(self._runtime.runner, self._batch, extents, joined)
         return compat.put_stream(self._view, joined.hidden, joined.residual, update)
 
     def _chosen(self, part: _Part, layer: int, piece: Rows) -> Rows | None:
         """The rows of a request that go deeper; notes what is there from now on."""
         progress, scored = part.state.progress, part.scored
+        if scored is not None and part.failed:
+            # It was stopped in an earlier chunk: without the chosen tokens nothing can go deeper.
+            return None
         if scored is None:  # the prompt goes on in a later chunk
             progress.stopped = True
             if not part.state.plan.restarts:
@@ -207,25 +259,56 @@ class PropagateStep:
 
     def _again(self, layer: int) -> dict[int, Rows]:
         """Prefill the chosen tokens of requests that restart, up to this layer."""
-        parts = [p for p in self._parts if p.scored is not None and self._leaves(p, layer)]
-        parts = [p for p in parts if p.state.plan.restarts]
-        if not parts:
-            return {}
+        parts = [
+            part
+            for part in self._parts
+            if part.scored is not None and self._leaves(part, layer)
+            if part.restarts and not part.failed
+        ]
         starts, extents, frame, end = [], [], {}, 0
         for part in parts:
-            starts.append(self._start(part, layer))
-            extents.append(view.Extent(part.row, part.length, part.length, part.index))
-            frame[id(part.request)] = slice(end, end + part.length)
-            end += part.length
+            part.lost = True  # unless it succeeds
+            with self._runtime.failures.contained(part.request, PROPAGATION, whole=False):
+                starts.append(self._start(part, layer))
+                extents.append(view.Extent(part.row, part.length, part.length, part.index))
+                frame[id(part.request)] = slice(end, end + part.length)
+                end += part.length
+        if not starts:
+            return {}
+        try:
+            again = self._start_again(layer, starts, extents, frame)
+        except Exception as error:
+            for part in parts:
+                self._runtime.failures.note(part.request, PROPAGATION, error, whole=False)
+            return {}
+        for part in parts:
+            part.lost = id(part.request) not in again
+        return again
+
+    def _start_again(
+        self,
+        layer: int,
+        starts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        extents: Sequence[view.Extent],
+        frame: Mapping[int, slice],
+    ) -> dict[int, Rows]:
+        """Compute layers 0 to `layer` on the tokens that requests start again with.
+
+        Args:
+            starts: as of `_start`.
+            extents, frame: where each request's rows are.
+        """
         ids, positions, slots = (torch.cat(each) for each in zip(*starts, strict=True))
         hidden = compat.embed(self._runtime.runner.model, ids)
         rows = Rows(hidden, hidden, ids, positions, slots)
         batch = view.make(self._runtime.runner, self._batch, extents, rows)
         compat.start_stream(batch)
         earlier = self._frame.replace(frame)
-        for run in self._runtime.layers[: layer + 1]:
-            hidden = run(positions, hidden, batch)
-        self._frame.replace(earlier)
+        try:
+            for run in self._runtime.layers[: layer + 1]:
+                hidden = run(positions, hidden, batch)
+        finally:
+            self._frame.replace(earlier)
         rows, _ = view.rows_of(hidden, batch)
         return {request: rows.take(where) for request, where in frame.items()}
 
@@ -246,12 +329,12 @@ class PropagateStep:
         return ids, torch.arange(tokens, device=chosen.device), scored.slots
 
     def _widen(self, hidden: Any) -> Any:
-        """All rows of SGLang's batch again; those of tokens that left hold zeros."""
-        rows, update = view.rows_of(hidden, self._view)
+        """All rows of SGLang's batch again; those of tokens that left, or were lost, hold zeros."""
+        rows, update = view.rows_of(hidden, self._batch if self._view is None else self._view)
         own, where = [], []
         for part in self._parts:
             found, rows_of_part = self._frame.rows(part.request), part.own
-            if found is None:
+            if found is None or part.lost:
                 continue
             if part.state is not None:  # its last row alone is wanted
                 found, rows_of_part = (

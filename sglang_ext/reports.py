@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from kvpolicy.sglang_ext import kept, request
+from kvpolicy.sglang_ext import compat, kept
+from kvpolicy.sglang_ext.reasons import Reason
 from kvpolicy.sglang_ext.request import State, state_of
 
 if TYPE_CHECKING:
@@ -33,6 +34,12 @@ class Reports:
         facts = {"policy": "none", "prompt_tokens": prompt, "kept": self._everything(prompt)}
         self._send(req, facts)
 
+    def without_policy(self, req: Any) -> None:
+        """Note that the prompt of a request has ended that no policy applies to."""
+        # A retracted one comes again, with what it has said so far.
+        if not req.output_ids and not compat.is_health_check(req) and req.to_finish is None:
+            self._runtime.metrics.without_policy()
+
     def finished_prompt(self, req: Any, state: State, entries: int, *, finite: bool) -> None:
         """Note the outcome of compressing a prompt of which so many entries were chosen.
 
@@ -41,10 +48,10 @@ class Reports:
         """
         if state.private is None:
             shares = state.served.upper_layers
-            nothing = request.NOTHING_SAVED if shares else request.NOTHING_DROPPED
+            nothing = Reason.NOTHING_SAVED if shares else Reason.NOTHING_DROPPED
             state.uncompressed = state.uncompressed or nothing
             if not finite:
-                state.uncompressed = request.NOT_FINITE
+                state.uncompressed = Reason.NOT_FINITE
             return
         if state.counted:
             return
@@ -54,8 +61,8 @@ class Reports:
         self._runtime.metrics.compressed(
             state.served.name,
             prompt=state.prompt,
-            kept=entries,
-            saved_bytes=facts["kv_bytes_before"] - facts["kv_bytes_after"],
+            entries=(facts["entries_before"], entries),
+            size=(facts["kv_bytes_before"], facts["kv_bytes_after"]),
             seconds=state.seconds,
         )
 
@@ -79,7 +86,7 @@ class Reports:
             facts["kept"] = state.kept or self._everything(state.prompt)
         return facts
 
-    def served_in_full(self, req: Any, state: State) -> None:
+    def served_in_full(self, req: Any, state: State, reason: Reason) -> None:
         """Note that the prompt of a request has ended and all of it stays."""
         state.window.clear()
         if state.counted:
@@ -88,18 +95,25 @@ class Reports:
         facts = {
             "policy": state.served.name,
             "prompt_tokens": state.prompt,
-            "uncompressed": state.uncompressed,
+            "uncompressed": reason.value,
         }
         if state.shows_kept:
             facts["kept"] = self._everything(state.prompt)
         self._report(req, state, facts)
-        self._runtime.metrics.uncompressed(state.served.name, state.uncompressed)
+        self._runtime.metrics.uncompressed(state.served.name, reason)
 
-    def finished_fold(self, req: Any, state: State, seconds: float) -> None:
-        """Note that entries of a request have left while it decodes."""
+    def gave_up(self, req: Any, state: State, reason: Reason) -> None:
+        """Note that a request whose prompt has ended goes on without its policy."""
+        self._report_again(req, state, {"uncompressed": reason.value})
+        self._runtime.metrics.gave_up(state.served.name, reason)
+
+    def finished_fold(self, req: Any, state: State, dropped: int, seconds: float) -> None:
+        """Note that so many entries of a request have left at a decode step."""
+        state.folded += 1
+        state.dropped += dropped
         now = {"folds": state.folded, "entries_dropped_in_decode": state.dropped}
         self._report_again(req, state, now)
-        self._runtime.metrics.folded(state.served.name, seconds)
+        self._runtime.metrics.folded(state.served.name, dropped, seconds)
 
     def skipped_fold(self, req: Any, state: State, step: int) -> None:
         """Note that there were no slots for a fold at a decode step."""
@@ -126,7 +140,7 @@ class Reports:
         req.customized_info = {**(req.customized_info or {}), "kv_policy": [facts]}
 
     @staticmethod
-    def _report_again(req: Any, state: State, changes: dict[str, int]) -> None:
+    def _report_again(req: Any, state: State, changes: dict[str, Any]) -> None:
         values = req.customized_info["kv_policy"]
         if len(values) <= req.send_token_offset:
             # The last element has been sent; the next token's has not.

@@ -13,37 +13,21 @@ from kvpolicy.dsl.torch_kernels import Slots
 from kvpolicy.dsl.torch_program import TorchProgram
 from kvpolicy.sglang_ext import propagation, share
 from kvpolicy.sglang_ext.arena import Arena
-from kvpolicy.sglang_ext.growth import Growth
+from kvpolicy.sglang_ext.asked import POLICY, named
+from kvpolicy.sglang_ext.growth import ENDLESS, Growth
 from kvpolicy.sglang_ext.kernels_in_use import in_use
 from kvpolicy.sglang_ext.notes import Notes, wanted
 from kvpolicy.sglang_ext.options import Policy
 from kvpolicy.sglang_ext.propagation import Plan, Progress
+from kvpolicy.sglang_ext.reasons import Reason
 from kvpolicy.sglang_ext.store import Private
 
 if TYPE_CHECKING:
     from kvpolicy.dsl.torch_decode import Held, Memory
 
 _ATTRIBUTE = "kv_policy_state"
-_LONG = 1 << 20  # a prompt for which a bounded policy surely drops something
 _MANY = 1024  # output tokens during which entries surely may leave
 _WARM = 256  # tokens of a prompt that needs every kernel generated for a policy
-
-# Why a request is served in full; the label `reason` of the metric.
-SHORT_PROMPT = "short_prompt"  # the budget holds the whole prompt
-DECODE_ONLY = "decode_only"  # the policy lets nothing leave before the first decode step
-NOTHING_DROPPED = "nothing_dropped"  # known only after scoring
-NOTHING_SAVED = "nothing_saved"  # layers in pairs would take as many slots as the prompt
-NOT_FINITE = "not_finite"  # queries, keys or values held NaN or infinity
-NO_SLOTS = "no_slots"  # no room for the compressed copy beside the prompt
-ONE_TOKEN = "one_token"  # nothing is decoded after the prefill
-MULTIMODAL = "multimodal"
-EMBEDDINGS = "input_embeds"  # the prompt is not tokens, so it is not in the radix cache
-SESSION = "session"  # the next turn continues from the full row
-BEAM = "beam_search"
-# The same, of policies with `propagate` only: what they are asked for needs all rows.
-TOO_LONG = "too_long"  # its layer depends on data, and the prompt would be prefilled in chunks
-INPUT_LOGPROBS = "input_logprobs"
-HIDDEN_STATES = "hidden_states"
 
 
 class Served:
@@ -62,7 +46,9 @@ class Served:
         self.queries = lru_cache(maxsize=4096)(bound.queries)
         self.tail = lru_cache(maxsize=4096)(self._tail)
         self.plan = lru_cache(maxsize=4096)(lambda prompt: propagation.plan(bound, prompt))
-        self._bounded = bound.max_entries(_LONG) < self._everything(_LONG)
+        self._bounded = bound.max_entries(ENDLESS) < self._everything(ENDLESS)
+        self.failures = 0  # requests for which it failed
+        self.enabled = True  # until it has failed too often
 
     def warm(self) -> None:
         """Compiles the kernels generated for the policy before a request waits for them."""
@@ -135,12 +121,13 @@ class State:
         kept: what it says of a prompt that was compressed.
         plan: how its tokens leave the prefill; None if all go through every layer.
         progress: how far that has come.
+        failed: whether the policy has failed in its work for the request.
     """
 
     served: Served
     prompt: int
     slots: int
-    uncompressed: str | None = None
+    uncompressed: Reason | None = None
     folds: bool = False
     memory: Memory | None = None
     notes: Notes = field(default_factory=Notes)
@@ -160,6 +147,13 @@ class State:
     kept: dict[str, Any] | None = None
     plan: Plan | None = None
     progress: Progress = field(default_factory=Progress)
+    failed: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all layers still hold all entries of its prompt, in ordinary slots."""
+        left = self.progress.stopped or self.progress.layer is not None
+        return not self.detached and not left
 
     @property
     def wanted(self) -> bool:
@@ -174,7 +168,9 @@ class State:
     @property
     def propagates(self) -> bool:
         """Whether deeper layers may see fewer tokens than the prompt has."""
-        return self.plan is not None and self.wanted
+        # Once chunks have stopped at a layer, deeper ones lack their entries: no row goes there.
+        stopped = self.failed and self.progress.stopped
+        return self.plan is not None and (self.wanted or stopped)
 
     @property
     def queries(self) -> int:
@@ -222,6 +218,13 @@ class State:
         else:
             self.forget()
 
+    def give_up(self, reason: Reason) -> None:
+        """Serve what is left of the request without its policy."""
+        self.uncompressed = reason
+        self.window.clear()
+        self.run = None
+        self.forget()
+
     def forget(self) -> None:
         """Give up what its policy remembers: it goes on in full."""
         self.folds = False
@@ -234,12 +237,11 @@ def state_of(request: Any) -> State | None:
     return getattr(request, _ATTRIBUTE, None)
 
 
-def iterate_finishing(batch: Any) -> Iterator[tuple[Any, State]]:
+def iterate_finishing(batch: Any) -> Iterator[tuple[Any, State | None]]:
     """Requests of an extend batch whose prompt ends in it, with their state."""
     for request in batch.reqs:
-        state = state_of(request)
-        if state is not None and request.extend_end == state.prompt:
-            yield request, state
+        if request.extend_end == len(request.origin_input_ids):
+            yield request, state_of(request)
 
 
 def iterate_rows(batch: Any) -> Iterator[tuple[Any, State, slice, int]]:
@@ -259,20 +261,21 @@ def is_assigned(request: Any) -> bool:
     return hasattr(request, _ATTRIBUTE)
 
 
-def choose(policies: Mapping[str, Served], default: str, request: Any) -> Served | None:
+def choose(policies: Mapping[str, Served], default: str, asked: Mapping[str, Any]) -> Served | None:
     """The policy of a request: the one it names, none, or the server's default.
+
+    Args:
+        asked: what the request asks of policies.
 
     Raises:
         ValueError: the name is unknown or not a string; the message is for the client.
     """
-    custom = request.sampling_params.custom_params
-    name = custom.get("kv_policy", default) if isinstance(custom, dict) else default
+    name = asked.get(POLICY, default)
     if name == "none":
         return None
     if not isinstance(name, str) or name not in policies:
         known = ", ".join(f"`{each}`" for each in (*policies, "none"))
-        shown = f"`{name}`" if isinstance(name, str) else f"{name!r}"
-        raise ValueError(f"custom_params.kv_policy is {shown}; this server has {known}")
+        raise ValueError(f"custom_params.{POLICY} is {named(name)}; this server has {known}")
     return policies[name]
 
 
@@ -282,43 +285,49 @@ def assign(request: Any, served: Served | None, one_piece: int | None = None) ->
     Args:
         one_piece: tokens that are prefilled at once at most, None for any number.
     """
-    state = None
-    if served is not None:
-        prompt = len(request.origin_input_ids)
-        plan = served.plan(prompt)
-        reason = _unsuited(request, plan)
-        if reason is None and plan is not None:
-            reason = _cannot_propagate(request, plan, prompt, one_piece)
-        folds = reason is None and served.folds_within(
-            prompt, request.sampling_params.max_new_tokens
-        )
-        slots = None if reason else served.most_slots(prompt)
-        if reason is None and slots is None:
-            reason = DECODE_ONLY if served.keeps_prompt else SHORT_PROMPT
-        state = State(served, prompt, slots or 0, uncompressed=reason, folds=folds, plan=plan)
-    setattr(request, _ATTRIBUTE, state)
+    state = None if served is None else State(served, len(request.origin_input_ids), slots=0)
+    setattr(request, _ATTRIBUTE, state)  # at once: what fails from here on is the request's
+    if state is None:
+        return
+    if not state.served.enabled:
+        state.uncompressed = Reason.POLICY_DISABLED
+        return
+    state.plan = plan = state.served.plan(state.prompt)
+    reason = _unsuited(request, plan)
+    if reason is None and plan is not None:
+        reason = _cannot_propagate(request, plan, state.prompt, one_piece)
+    if reason is None:
+        output = request.sampling_params.max_new_tokens
+        state.folds = state.served.folds_within(state.prompt, output)
+        slots = state.served.most_slots(state.prompt)
+        if slots is None:
+            reason = Reason.DECODE_ONLY if state.served.keeps_prompt else Reason.SHORT_PROMPT
+        state.slots = slots or 0
+    state.uncompressed = reason
 
 
-def _cannot_propagate(request: Any, plan: Plan, prompt: int, one_piece: int | None) -> str | None:
+def _cannot_propagate(
+    request: Any, plan: Plan, prompt: int, one_piece: int | None
+) -> Reason | None:
     if request.return_logprob and 0 <= request.logprob_start_len < prompt - 1:
-        return INPUT_LOGPROBS
+        return Reason.INPUT_LOGPROBS
     if request.return_hidden_states:
-        return HIDDEN_STATES
+        return Reason.HIDDEN_STATES
     if plan.layer is None and one_piece is not None and prompt > one_piece:
-        return TOO_LONG
+        return Reason.TOO_LONG
     return None
 
 
-def _unsuited(request: Any, plan: Plan | None) -> str | None:
+def _unsuited(request: Any, plan: Plan | None) -> Reason | None:
     # Where tokens leave the prefill, the first new token already depends on it.
     if request.sampling_params.max_new_tokens < (2 if plan is None else 1):
-        return ONE_TOKEN
+        return Reason.ONE_TOKEN
     if request.multimodal_inputs is not None:
-        return MULTIMODAL
+        return Reason.MULTIMODAL
     if request.input_embeds is not None or request.positional_embed_overrides is not None:
-        return EMBEDDINGS
+        return Reason.EMBEDDINGS
     if request.session is not None:
-        return SESSION
+        return Reason.SESSION
     if request.beam_group is not None:
-        return BEAM
+        return Reason.BEAM
     return None

@@ -15,7 +15,8 @@ import torch
 from kvpolicy.dsl.torch_decode import Read
 from kvpolicy.dsl.torch_kernels import Entries, Keys
 from kvpolicy.sglang_ext.backend import attend
-from kvpolicy.sglang_ext.fold import Room
+from kvpolicy.sglang_ext.failures import DECODING, FOLD, READING
+from kvpolicy.sglang_ext.fold import Fold, Room
 from kvpolicy.sglang_ext.follow import Following, Reader, may_leave, no_queries
 from kvpolicy.sglang_ext.frame import Frame
 from kvpolicy.sglang_ext.notes import LONGEST
@@ -90,8 +91,9 @@ class ResumeStep:
             if prefix < state.prompt:
                 continue
             length = prefix + rows.stop - rows.start
-            reader = Reader.of(arena, table, request, state, length)
-            self._resumed.append(_Resumed(request, state, prefix, length, reader))
+            with runtime.failures.contained(request, READING):
+                reader = Reader.of(arena, table, request, state, length)
+                self._resumed.append(_Resumed(request, state, prefix, length, reader))
 
     def overwrite(
         self, layer: Any, heads: torch.Tensor, out: torch.Tensor, read: Callable[..., torch.Tensor]
@@ -102,10 +104,12 @@ class ResumeStep:
             heads, out: [rows, H, D] queries and attention of the forward; out is written in place.
         """
         for each in self._resumed:
-            rows = self._frame.rows(each.request)
-            if rows is not None and each.reader.lists is not None:
+            rows, lists = self._frame.rows(each.request), each.reader.lists
+            if rows is None or lists is None or each.state.failed:
+                continue
+            with self._runtime.failures.contained(each.request, READING):
                 queries = heads[rows].unsqueeze(0)
-                out[rows] = attend(self._runtime.arena, layer, read, each.reader.lists, queries)[0]
+                out[rows] = attend(self._runtime.arena, layer, read, lists, queries)[0]
 
     def observe(self, layer: Any, heads: torch.Tensor) -> None:
         """Note the queries of a layer for the policies that go on.
@@ -130,12 +134,21 @@ class ResumeStep:
         for each in self._resumed:
             if each.state.memory is None:
                 continue
-            nothing = no_queries(each.state, self._runtime.arena)
-            for first in range(each.first, each.end, LONGEST):
-                end = min(first + LONGEST, each.end)
-                leaves = end == each.end and may_leave(
-                    self._runtime, room, each.request, each.state, end
-                )
-                fold = each.following(first, end, nothing).go(self._runtime, leaves=leaves)
-                if fold is not None:
+            fold = None
+            with self._runtime.failures.contained(each.request, DECODING):
+                fold = self._follow(each, room)
+            if fold is not None:
+                with self._runtime.failures.contained(each.request, FOLD):
                     fold.finish()
+
+    def _follow(self, resumed: _Resumed, room: Room) -> Fold | None:
+        """Take the policy through all tokens of the pass; what is to be written, if any leave."""
+        fold, runtime = None, self._runtime
+        nothing = no_queries(resumed.state, runtime.arena)
+        for first in range(resumed.first, resumed.end, LONGEST):
+            end = min(first + LONGEST, resumed.end)
+            leaves = end == resumed.end and may_leave(
+                runtime, room, resumed.request, resumed.state, end
+            )
+            fold = resumed.following(first, end, nothing).go(runtime, leaves=leaves)
+        return fold

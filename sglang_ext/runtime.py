@@ -13,6 +13,8 @@ decoding   reads private pages and the tail; the tail grows as in stock SGLang. 
 retracted  `retracted`; the prompt is prefilled again, the same entries are chosen, and the output
            so far is computed on them in further chunks, so that decoding goes on as it would have
 freed      SGLang frees the row, the store gives back the slots
+
+A policy's work at any of these is contained (failures.py): where it fails, it fails one request.
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvpolicy.sglang_ext import admission, compat, kept, request
+from kvpolicy.sglang_ext import admission, asked, compat, kept, request
 from kvpolicy.sglang_ext.arena import Arena
+from kvpolicy.sglang_ext.failures import ADMISSION, Failures
 from kvpolicy.sglang_ext.force import Forcing
 from kvpolicy.sglang_ext.metrics import Metrics
 from kvpolicy.sglang_ext.notes import Notes
 from kvpolicy.sglang_ext.options import Policy
 from kvpolicy.sglang_ext.propagation import Progress
 from kvpolicy.sglang_ext.queries import QueryBuffer
+from kvpolicy.sglang_ext.reasons import Reason
 from kvpolicy.sglang_ext.reports import Reports
 from kvpolicy.sglang_ext.request import Served, State, iterate_finishing, state_of
 from kvpolicy.sglang_ext.rotary import Rotary
@@ -36,15 +40,26 @@ from kvpolicy.sglang_ext.store import Store
 from kvpolicy.sglang_ext.streams import Streams
 from kvpolicy.sglang_ext.tables import DeviceTables
 
+IN_FLIGHT = 2  # decode steps that may begin before a prompt is left to the radix cache
+
 
 class Runtime:
     """State of the plugin in one scheduler process."""
 
-    def __init__(self, policies: Sequence[Policy]) -> None:
+    def __init__(
+        self, policies: Sequence[Policy], *, max_failures: int = 0, inspection: bool = False
+    ) -> None:
+        """
+        Args:
+            max_failures: requests for which a policy may fail before it is disabled; 0: any number.
+            inspection: whether clients may ask which positions are kept, and prescribe output.
+        """
+        self.inspection = inspection
         self.policies = tuple(policies)
         self.served: dict[str, Served] = {}
         self.metrics = Metrics(None, ())
         self.reports = Reports(self)
+        self.failures = Failures(self, max_failures)
         self.forcing = Forcing()
         self.streams = Streams()
         self.queries = QueryBuffer([policy.program for policy in self.policies])
@@ -84,6 +99,8 @@ class Runtime:
                 "path": policy.path,
                 "settings": dict(policy.settings),
                 "default": policy.name == self.default,
+                "enabled": self.served[policy.name].enabled,
+                "failures": self.served[policy.name].failures,
             }
             for policy in self.policies
         ]
@@ -97,12 +114,14 @@ class Runtime:
         served, shows_kept = None, False
         if req.to_finish is None and not compat.is_health_check(req):
             try:
-                shows_kept = kept.asked(req)
-                self.forcing.note(req)
-                served = request.choose(self.served, self.default, req)
+                wanted = asked.of(req, inspection=self.inspection)
+                shows_kept = kept.wanted(wanted)
+                self.forcing.note(req, wanted)
+                served = request.choose(self.served, self.default, wanted)
             except ValueError as error:
                 req.set_finish_with_abort(str(error))
-        request.assign(req, served, self.one_piece)
+        with self.failures.contained(req, ADMISSION):
+            request.assign(req, served, self.one_piece)
         self.reports.queued(req, shows_kept=shows_kept)
 
     def limit_prefix(self, req: Any, matched: int) -> int:
@@ -111,12 +130,13 @@ class Runtime:
         The observation window is computed again, and at least the last token of the prompt: a
         resumed request must pass the end of its prompt to be compressed there.
         """
-        state = state_of(req)
+        state, most = state_of(req), matched
         if state is None or not state.observed:
             return matched
-        most = state.prompt - max(state.queries, 1)
-        if state.propagates:
-            most = min(most, state.plan.most_prefix)
+        with self.failures.contained(req, ADMISSION):
+            most = state.prompt - max(state.queries, 1)
+            if state.propagates:
+                most = min(most, state.plan.most_prefix)
         return max(min(matched, most), 0)
 
     def reserve(self, adder: Any, req: Any, extend: int | None) -> int:
@@ -128,26 +148,54 @@ class Runtime:
             adder: SGLang's prefill adder.
             extend: tokens that this pass computes; None while the whole request is considered.
         """
-        state = state_of(req)
+        state, more = state_of(req), 0
         if state is None or not state.observed or state.private is not None:
             return 0
+        with self.failures.contained(req, ADMISSION):
+            more = self._reserve(adder, req, state, extend)
+        return more
+
+    def _reserve(self, adder: Any, req: Any, state: State, extend: int | None) -> int:
         slots = self.store.whole_pages(state.slots) if state.wanted else 0
+        page = adder.per_req_token_overhead
         if req.kv.holds_kv:
-            # A request in chunks cannot wait: where the copy does not fit, it goes without one.
-            ends = req.prefix_len + extend >= state.prompt
-            room = adder.memory_budget.remaining_current - extend - adder.per_req_token_overhead
-            return slots if ends and slots <= room else 0
+            return self._reserve_chunk(adder, req, state, slots, extend)
         ahead = req.sampling_params.max_new_tokens
         output = min(max(ahead - len(req.output_ids), 0), compat.longest_estimated_output())
+        tokens = len(req.full_untruncated_fill_ids)  # with the output of a retracted request
         most = state.served.growth.most(state.prompt, ahead) if state.folds else None
-        grows = output if most is None else min(output, max(most - slots, 0))
-        whole = state.prompt + grows + 2 * adder.per_req_token_overhead
-        if slots and whole + slots >= self.store.dense_capacity:
+        grows = tokens - state.prompt + output
+        grows = grows if most is None else min(grows, max(most - slots, 0))
+        if not slots:  # its prompt stays until its first fold at least
+            return grows - (tokens - state.prompt + output)
+        if slots + max(state.prompt + IN_FLIGHT, grows) + 2 * page >= self.store.dense_capacity:
             # It would wait for ever: even an empty pool has no room for prompt and copy.
-            state.uncompressed = request.NO_SLOTS
+            state.uncompressed = Reason.NO_SLOTS
             state.forget()
             return 0
-        return slots + grows - output
+        if compat.simulates_output(adder, req):
+            return slots
+        # The copy takes the prompt's place: it holds both when its prefill ends, and the copy with
+        # its output later. What the prompt has in the radix cache is not its own.
+        own = max(state.prompt - req.prefix_len, 0)
+        needs = slots + max(own + IN_FLIGHT, grows)
+        if extend is not None and req.prefix_len + extend < tokens:
+            return needs - extend  # SGLang reckons with this chunk alone
+        return needs - (tokens - req.prefix_len + output)
+
+    @staticmethod
+    def _reserve_chunk(adder: Any, req: Any, state: State, slots: int, extend: int | None) -> int:
+        """The same of a further chunk, which cannot wait: where its copy does not fit, it goes
+        without one. Until its prompt ends, what is missing is kept from others in the pass.
+        """
+        chunk = extend or 0
+        budget = adder.memory_budget
+        room = min(budget.remaining_current, budget.remaining_total)
+        room -= adder.ceil_paged_tokens(chunk) + adder.per_req_token_overhead
+        missing = state.prompt - req.prefix_len - chunk
+        if missing <= 0:
+            return slots if slots <= room else 0
+        return max(min(slots + missing, room), 0)
 
     def still_needs(self, req: Any, estimate: float) -> float:
         """Slots that a running request may come to need besides those that it holds.
@@ -155,9 +203,14 @@ class Runtime:
         Args:
             estimate: SGLang's, as if its output stayed in memory.
         """
-        state = state_of(req)
+        state, needs = state_of(req), estimate
         if state is None or state.memory is None:
             return estimate
+        with self.failures.contained(req, ADMISSION):
+            needs = self._still_needs(req, state, estimate)
+        return needs
+
+    def _still_needs(self, req: Any, state: State, estimate: float) -> float:
         most = state.served.growth.most(state.prompt, req.sampling_params.max_new_tokens)
         if most is None:
             return estimate
@@ -182,7 +235,7 @@ class Runtime:
         too many of its kind in the pass, or if SGLang would split what must be in one piece.
         """
         state = state_of(req)
-        if state is None:
+        if state is None or not state.observed:
             return False
         if state.propagates and admission.must_wait(adder, req, state, len(self.scratch_rows)):
             return True
@@ -193,7 +246,9 @@ class Runtime:
         state = state_of(req)
         if state is None or not state.resumes:
             return False
-        end = state.next_end(req.prefix_len, req.extend_end)
+        end = req.extend_end
+        with self.failures.contained(req, ADMISSION):
+            end = state.next_end(req.prefix_len, req.extend_end)
         cut = end < req.extend_end
         req.extend_end = end
         return cut
@@ -213,19 +268,18 @@ class Runtime:
                 continue
             if req.extend_end != state.prompt and not state.propagates:
                 continue
-            state.private = self.store.allocate(
-                req.kv.req_pool_idx,
-                state.served.name,
-                state.slots,
-                state.prompt,
-                self.evict,
-            )
-            if state.private is None:
-                state.uncompressed = request.NO_SLOTS
-                state.forget()
-            elif state.propagates:
-                # Deeper layers will have entries of chosen tokens only.
-                req.skip_radix_cache_insert = state.progress.barred = True
+            with self.failures.contained(req, ADMISSION):
+                self._allocate(req, state)
+
+    def _allocate(self, req: Any, state: State) -> None:
+        row, name = req.kv.req_pool_idx, state.served.name
+        state.private = self.store.allocate(row, name, state.slots, state.prompt, self.evict)
+        if state.private is None:
+            state.uncompressed = Reason.NO_SLOTS
+            state.forget()
+        elif state.propagates:
+            # Deeper layers will have entries of chosen tokens only.
+            req.skip_radix_cache_insert = state.progress.barred = True
 
     def evict(self, slots: int) -> None:
         """Ask the radix cache to make so many slots available."""
@@ -244,8 +298,10 @@ class Runtime:
             self.step = None
         if batch.forward_mode.is_extend():
             for req, state in iterate_finishing(batch):
-                if not state.wanted:
-                    self.reports.served_in_full(req, state)
+                if state is None:
+                    self.reports.without_policy(req)
+                elif state.uncompressed is not None:
+                    self.reports.served_in_full(req, state, state.uncompressed)
         return result
 
     # Published, retracted.

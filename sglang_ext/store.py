@@ -232,6 +232,15 @@ class Store:
         if self._tables is not None:
             self._tables.note(private)
 
+    def empty(self, private: Private, tail_start: int) -> None:
+        """Give back every slot of a request that goes on without what it held.
+
+        Args:
+            tail_start: position from which it reads ordinary slots.
+        """
+        private.tail_start, private.shared = tail_start, None
+        self.fill(private, torch.zeros((self.arena.layers, self.arena.kv_heads), dtype=torch.int64))
+
     def release(self, private: Private) -> None:
         """Give back every slot of a request."""
         if self._rows.get(private.row) is not private:

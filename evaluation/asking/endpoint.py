@@ -21,6 +21,7 @@ class Endpoint:
         api: one of APIS.
         info: of SGLang: what it says of itself.
         policies: of SGLang with kvpolicy: name, path and settings of each; None without.
+        inspection: whether it says which positions are kept, and lets output be prescribed.
         models: names of the models of an OpenAI-compatible server.
     """
 
@@ -28,7 +29,19 @@ class Endpoint:
     api: str
     info: Mapping[str, Any] = field(default_factory=dict)
     policies: Sequence[Mapping[str, Any]] | None = None
+    inspection: bool = False
     models: tuple[str, ...] = ()
+
+    def require_inspection(self, what: str) -> None:
+        """Refuse a server with policies that does not answer questions for evaluation.
+
+        Args:
+            what: needs it, for the message.
+        """
+        if self.policies is not None and not self.inspection:
+            message = f"{what} needs what this server does not answer"
+            help_ = "start that server with --kv-policy-allow-inspection"
+            raise refused(self.url, "server", message, help_)
 
     def model(self, name: str | None) -> str:
         """The name of the model to ask for.
@@ -63,8 +76,9 @@ def find(url: str, api: str | None, key: str | None) -> Endpoint:
     for path in () if api == "openai" else ("/server_info", "/get_server_info"):
         info = probe.json(path, tried)
         if info is not None and isinstance(info.get("internal_states"), list):
-            states = info["internal_states"] or [{}]
-            return Endpoint(base, "sglang", info, states[0].get("kv_policy"))
+            state = (info["internal_states"] or [{}])[0]
+            policies, inspection = state.get("kv_policy"), state.get("kv_policy_inspection")
+            return Endpoint(base, "sglang", info, policies, bool(inspection))
     if api != "sglang":
         models = probe.json("/v1/models", tried)
         if models is not None and isinstance(models.get("data"), list):

@@ -138,6 +138,8 @@ def prepare(args: argparse.Namespace, command: str) -> Setup:
     )
     plan.decides = _decides(args, plan, folder, found)
     setup = Setup(plan, tokens, config, found)
+    if found is not None and any(each.alias != FULL for each in chosen):
+        _check_inspection(args, setup, found)
     plan.questions = {task: {n: setup.asked(task, n) for n in plan.lengths} for task in plan.tasks}
     return setup
 
@@ -181,6 +183,15 @@ def api_key(variable: str | None) -> str | None:
     if not os.environ.get(variable):
         raise refused("--api-key-env", "arguments", f"the variable `{variable}` is not set")
     return os.environ[variable]
+
+
+def _check_inspection(args: argparse.Namespace, setup: Setup, found: Endpoint) -> None:
+    """Refuse a running server that does not answer what maps and second turns ask."""
+    if args.maps:
+        found.require_inspection("--maps")
+    for task in setup.plan.tasks:
+        if setup.sample(task, args.lengths[0], 0).history == History.COPY:
+            found.require_inspection(f"the task `{task}`")
 
 
 def _titles(tasks: list[str]) -> dict[str, str]:
@@ -324,6 +335,7 @@ def _started(args: argparse.Namespace, setup: Setup) -> Iterator[str]:
     flags: dict[str, Any] = {"max_total_tokens": _slots(args)}
     if has_gpu():  # SGLang's own choice of kernels, precision and pool
         flags = dict.fromkeys(GPU_FLAGS)
+    flags["kv_policy_allow_inspection"] = bool(policies)  # it is nobody else's
     words = args.server_args
     with serve(
         args.model, policies, settings, progress=not args.quiet, arguments=words,

@@ -103,7 +103,13 @@ def opened(args: argparse.Namespace) -> Iterator[Look]:
         # On a GPU SGLang chooses kernels and precision itself.
         flags = dict.fromkeys(GPU_FLAGS) if has_gpu() else {}
         started = serve(
-            args.model, paths, settings, progress=True, arguments=args.server_args, **flags
+            args.model,
+            paths,
+            settings,
+            progress=True,
+            arguments=args.server_args,
+            kv_policy_allow_inspection=True,
+            **flags,
         )
         try:
             server = stack.enter_context(started)
@@ -123,6 +129,7 @@ def _found(args: argparse.Namespace) -> Look:
     found = endpoint.find(args.url, "sglang", key)
     policies = on_server(names, found.policies or (), ())
     _not_nothing(policies)
+    found.require_inspection(f"kvpolicy {args.name}")
     served = found.info.get("model_path")
     folder = args.model or found.info.get("tokenizer_path") or served
     if not folder or not Path(folder).is_dir():

@@ -72,7 +72,7 @@ def section(text: str, title: str) -> list[str]:
 def test_propagation(model, capsys):
     assert explain(model, "fastkv", "--set", "tsp_layer=2") == 0
     lines = section(capsys.readouterr().out, "Tokens that reach a layer")
-    assert lines[0] == "first    layer == tsp_layer  (layer 2)"
+    assert lines[0] == "first    layer == tsp_layer and prompt >= capacity  (layer 2)"
     assert lines[-3:-1] == ["layers 0-2         1,000", "layer 3              200"]
     assert lines[-1] == "computed           3,200  rows at most, 80.0% of the prefill's"
     assert explain(model, "asl", "--set", "capacity=100", "--set", "two_pass=true") == 0

@@ -1,5 +1,7 @@
 """The command line: exit codes, messages, and no traceback whatever the input."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -196,3 +198,53 @@ def test_check_reads_test_files_too(tmp_path, capsys):
     assert main(["check", str(wrong)]) == 1
     assert "did you mean `name`?" in capsys.readouterr().out
     assert main(["fmt", "--check", *files]) == 0
+
+
+def test_check_tries(file, capsys):
+    files = file(GOOD), file(GOOD + "read: recent(4)\n", "y.yaml"), file(BAD, "z.yaml")
+    assert main(["check", "--trial", *files]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"{files[0]}: ok, tried in \d+\.\d\d s", out[0])
+    # What no server carries cannot be tried.
+    assert out[1:3] == [f"{files[1]}: ok", f"{files[1]}: note: `read` cannot be served yet"]
+    assert "error[name]" in out[3]
+
+
+def test_check_says_what_a_trial_finds(file, capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch, "softmax", lambda x, dim: x)
+    text = GOOD.replace("recent(4)", "top(score)")
+    path = file(text + "score: sum[head, query](attn(recent(2)))\nbudget: 3\n")
+    assert main(["check", "--trial", path]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith(f"{path}:4:8: error[trial]: `x` is not the same in the interpreter and")
+    assert ": ok" not in out
+
+
+def test_check_tries_for_a_model(file, capsys, tmp_path):
+    sizes = {"num_hidden_layers": 7, "num_attention_heads": 4, "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    path = file(GOOD + "require: [layers == 7]\n")
+    assert main(["check", "--trial", path]) == 1
+    assert "requires `layers == 7`" in capsys.readouterr().out
+    assert main(["check", "--trial", "--model", str(tmp_path), path]) == 0
+    assert ": ok, tried in " in capsys.readouterr().out
+    assert main(["check", "--trial", "--model", str(tmp_path / "none"), path]) == 2
+    assert main(["check", "--model", str(tmp_path), path]) == 2
+    assert "add `--trial`" in capsys.readouterr().err
+
+
+def test_check_tries_nothing_without_torch(file):
+    script = (
+        "import sys\nsys.modules['torch'] = None\nfrom kvpolicy.dsl.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    for words, code, message in (
+        (["check"], 0, ""),
+        (["check", "--trial"], 2, "kvpolicy check --trial: error[file]: this command needs torch"),
+    ):
+        command = [sys.executable, "-c", script, *words, file(GOOD)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == code
+        assert done.stderr.startswith(message)

@@ -24,7 +24,7 @@ def with_policies():
 
     policies = [ROOT / "policies" / "snapkv.yaml", f"half={ROOT / 'policies' / 'tova.yaml'}"]
     settings = ["snapkv.rate=0.25", "snapkv.window=8", "half.rate=0.5"]
-    with serve(MODEL, policies, settings) as server:
+    with serve(MODEL, policies, settings, kv_policy_allow_inspection=True) as server:
         yield server
 
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 from fake_server import Completions, listening, send, stream, web_page
 from kvpolicy.evaluation import cli, records
-from kvpolicy.evaluation.asking import answers
+from kvpolicy.evaluation.asking import answers, endpoint
 from kvpolicy.evaluation.asking.plan import Folder, Plan
 from kvpolicy.evaluation.asking.variants import Variant, full_kv
 
@@ -53,6 +53,21 @@ def test_what_is_refused_before_anything_begins(words, message, tmp_path, model,
     assert run(out, *(() if "--model" in words else ("--model", model)), *words) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [(["--maps", "1"], "--maps"), (["--tasks", "multiturn-copy"], "the task `multiturn-copy`")],
+)
+def test_what_a_running_server_does_not_answer(words, what, tmp_path, model, capsys, monkeypatch):
+    policies = [{"name": "lava", "settings": {}}]
+    found = endpoint.Endpoint("http://x", "sglang", {"tokenizer_path": model}, policies)
+    monkeypatch.setattr(endpoint, "find", lambda url, api, key: found)
+    asked = ["--policy", "lava", "--url", "http://x", "--tokenizer", model]
+    assert run(tmp_path / "out", *asked, *words) == 2
+    error = capsys.readouterr().err
+    assert f"{what} needs what this server does not answer" in error
+    assert "start that server with --kv-policy-allow-inspection" in error
 
 
 def test_neither_model_nor_url(tmp_path, capsys):

@@ -34,7 +34,8 @@ def server():
     settings = [
         f"{name}.{key}={value}" for name, (_, own) in POLICIES.items() for key, value in own.items()
     ]
-    with serve(MODEL, paths, settings, max_total_tokens=4096, kv_policy_fold_interval=1) as server:
+    flags = {"max_total_tokens": 4096, "kv_policy_fold_interval": 1}
+    with serve(MODEL, paths, settings, kv_policy_allow_inspection=True, **flags) as server:
         yield server
 
 

@@ -169,11 +169,23 @@ def test_the_page_stands_alone_and_escapes_the_prompt():
 )
 def test_what_a_server_lacks_is_named(capsys, tmp_path, monkeypatch, words, served, sentence):
     policies = served and [{"name": name, "settings": {}} for name in served]
-    found = endpoint.Endpoint("http://x", "sglang", {"tokenizer_path": "a/b"}, policies)
+    found = endpoint.Endpoint("http://x", "sglang", {"tokenizer_path": "a/b"}, policies, True)
     monkeypatch.setattr(endpoint, "find", lambda url, api, key: found)
     (tmp_path / "text.txt").write_text("some words")
     where = ["--prompt", str(tmp_path / "text.txt"), "--url", "http://x"]
     assert sentence in refusal(capsys, *words, *where)
+
+
+def test_a_server_that_does_not_say_what_is_kept_is_refused(capsys, tmp_path, monkeypatch):
+    policies = [{"name": "snapkv", "settings": {}}]
+    found = endpoint.Endpoint("http://x", "sglang", {"tokenizer_path": "a/b"}, policies)
+    monkeypatch.setattr(endpoint, "find", lambda url, api, key: found)
+    (tmp_path / "text.txt").write_text("some words")
+    words = ["--policy", "snapkv", "--prompt", str(tmp_path / "text.txt"), "--url", "http://x"]
+    assert main(["inspect", *words]) == 2
+    error = capsys.readouterr().err
+    assert "kvpolicy inspect needs what this server does not answer" in error
+    assert "start that server with --kv-policy-allow-inspection" in error
 
 
 def refusal(capsys, *words: str) -> str:

@@ -70,6 +70,20 @@ def snapkv(q, k, v, *, capacity, window, kernel, average):
     return result
 
 
+def vatp_snapkv(q, k, v, *, capacity, window, kernel, average):
+    """The group's pooled votes times the sizes of the values."""
+    result = []
+    for q_layer, k_layer, v_layer in zip(q, k, v, strict=True):
+        tokens, group = k.shape[2], q.shape[1] // k.shape[1]
+        votes = _prefix(q_layer, k_layer, window).sum(1)
+        pools = np.array([pooled(row, kernel, average) for row in votes])
+        pools = pools.reshape(k.shape[1], group, -1).sum(1)
+        sizes = np.abs(v_layer.astype(np.float64)).sum(-1)[:, : pools.shape[1]]
+        number = tokens if tokens <= capacity else capacity - window
+        result.append([_with_window(best(row, number), tokens, window) for row in pools * sizes])
+    return result
+
+
 def pyramid_budgets(layers: int, tokens: int, *, capacity, window, beta) -> list[int | None]:
     """Entries outside the window per layer; None: everything."""
     inner, rest = capacity - window, tokens - window
@@ -90,14 +104,15 @@ def _pyramid(layers: int, inner: int, rest: int, beta: int) -> list[int]:
     return [most - layer * step for layer in range(layers)]
 
 
-def pyramidkv(q, k, v, *, capacity, window, kernel, average, beta):
-    """The group's mean before pooling; a budget per layer."""
+def pyramidkv(q, k, v, *, capacity, window, kernel, average, beta, strongest=False):
+    """The group's mean, or maximum, before pooling; a budget per layer."""
     layers, kv, tokens, _ = k.shape
     budgets = pyramid_budgets(layers, tokens, capacity=capacity, window=window, beta=beta)
     result = []
     for layer in range(layers):
         votes = _prefix(q[layer], k[layer], window).sum(1)
-        votes = votes.reshape(kv, q.shape[1] // kv, -1).mean(1)
+        votes = votes.reshape(kv, q.shape[1] // kv, -1)
+        votes = votes.max(1) if strongest else votes.mean(1)
         scores = [pooled(row, kernel, average) for row in votes]
         number = tokens if budgets[layer] is None else budgets[layer]
         result.append([_with_window(best(row, number), tokens, window) for row in scores])

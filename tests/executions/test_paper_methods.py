@@ -14,7 +14,9 @@ BASE = {"capacity": 9, "window": 3, "kernel": 3, "average": False}
 METHODS = {
     "snapkv": (paper_methods.snapkv, BASE),
     "snapkv-average": (paper_methods.snapkv, {**BASE, "average": True}),
+    "vatp-snapkv": (paper_methods.vatp_snapkv, BASE),
     "pyramidkv": (paper_methods.pyramidkv, {**BASE, "beta": 3}),
+    "pyramidkv-strongest": (paper_methods.pyramidkv, {**BASE, "beta": 3, "strongest": True}),
     "adakv": (paper_methods.adakv, {**BASE, "alpha": 0.2, "strongest": False}),
     "adakv-strongest": (paper_methods.adakv, {**BASE, "alpha": 0.5, "strongest": True}),
     "ada-pyramidkv": (paper_methods.adakv, {**BASE, "alpha": 0.2, "strongest": False, "beta": 3}),
@@ -25,7 +27,12 @@ METHODS = {
         {"threshold": 0.4, "queries": 3, "start": 2, "reach": 5, "window": 4},
     ),
 }
-POLICY = {"snapkv-average": "snapkv", "adakv-strongest": "adakv", "lava-code": "lava"}
+POLICY = {
+    "snapkv-average": "snapkv",
+    "pyramidkv-strongest": "pyramidkv",
+    "adakv-strongest": "adakv",
+    "lava-code": "lava",
+}
 
 
 def _text(value: object) -> str:

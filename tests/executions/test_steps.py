@@ -27,10 +27,14 @@ SMALL = {
 OWN = {
     "asl": {"start": "1"},
     "asl-lava-d2o": {"start": "1"},
+    "cam-original": {"recent_rate": "0.3"},
     "minicache": {"start": "0"},
     "pyramidinfer": {"least": "3"},
 }
-VARIANTS = [{}, {"two_pass": "true"}, {"tau": "0.5"}, {"rate": "0.2"}, {"threshold": "0.45"}]
+VARIANTS = [
+    {}, {"two_pass": "true", "strongest": "true"}, {"tau": "0.5", "constant": "true"},
+    {"rate": "0.2", "certain": "true", "alpha": "0.3"}, {"threshold": "0.45", "deeper": "6"},
+]  # fmt: skip
 
 
 def settings(name: str, params, seed: int) -> dict[str, str]:

@@ -132,13 +132,11 @@ def test_pyramidinfer_lengths(tmp_path, execution, case):
         "interval": case["interval"],
         "recent_rate": case["recent_ratio"],
         "least": case["min_context"],
+        "constant": case["strategy"] == "linear",
     }
-    policy = find("pyramidinfer").read_text()
-    if case["strategy"] == "linear":  # the same share at every layer
-        policy = with_let("pyramidinfer", "fall", "0")
     rng = np.random.default_rng(1)
     q = rng.standard_normal((case["L"], 2, case["N"], 4), np.float32)
-    output = run(tmp_path, policy, settings, execution, q, q[:, :1])
+    output = run(tmp_path, "pyramidinfer", settings, execution, q, q[:, :1])
     assert [len(layer[0]) for layer in output["kept"]] == case["lengths"]
     last = output["propagated"][max(output["propagated"], key=int)]
     assert output["positions"] == last

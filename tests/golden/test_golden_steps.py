@@ -160,10 +160,10 @@ def test_d2o_layer_stat(tmp_path, execution):
 def merging(policy: str, block: str) -> str:
     """The section `merge` of a shipped policy, with a selection that is known beforehand."""
     merge = re.search(rf"^{block}merge:\n((?:{block}  .*\n)+)", find(policy).read_text(), re.M)[0]
-    beta = re.search(r"^  beta: .*$", find(policy).read_text(), re.M)[0]
+    weights = re.findall(r"^  (?:alpha|beta): .*\n", find(policy).read_text(), re.M)
     merge = re.sub(rf"^{block}", "", merge, flags=re.M)
     return (
-        f"policy: a-merge\nlanguage: 1\nabout: a test\nparams:\n{beta}\n"
+        f"policy: a-merge\nlanguage: 1\nabout: a test\nparams:\n{''.join(weights)}"
         "score: 1 where position == 5 else 0\nkeep: sinks(4) then recent(2) then top(score, 1)\n"
         f"{merge}decode: same\n"
     )
@@ -241,37 +241,44 @@ def smeared(execution, text: str, attention, values, settings) -> tuple[list[int
 STEP_ONLY = (r"^  heat: .*$", "  heat: sum[query](mean[group](attn(new)))")
 
 
-def test_cam_probabilities(execution):
+def test_cam_probability_of_the_streaming_variant(execution):
     case = VECTORS["cam"]
-    ones = np.ones((10, 1), np.float32)
-    # The entry that leaves, and how many receive: the streaming and the generation variant.
-    for probability, start, window, reach in (
-        (case["stream"]["prob"], 4, 5, 3),
-        (case["hh_llama"]["prob"], 6, 3, 3),
-    ):
-        for draw, accepted in ((probability - 1e-5, True), (probability + 1e-5, False)):
-            text = changed("cam", STEP_ONLY, (r"uniform\(seed\) <", f"{draw} <"))
-            settings = {"start": start, "window": window, "reach": reach}
-            kept, values = smeared(execution, text, case["A"], ones, settings)
-            assert start not in kept
-            assert len(kept) == 9
-            assert (values.max() > 1) == accepted
+    ones, probability = np.ones((10, 1), np.float32), case["stream"]["prob"]
+    for draw, accepted in ((probability - 1e-5, True), (probability + 1e-5, False)):
+        text = changed("cam", STEP_ONLY, (r"uniform\(seed\) <", f"{draw} <"))
+        settings = {"start": 4, "window": 5, "reach": 3}
+        kept, values = smeared(execution, text, case["A"], ones, settings)
+        assert kept == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+        assert (values.max() > 1) == accepted
+
+
+def shares(start: int, near: int) -> dict[str, float]:
+    """Settings of `cam-original` for so many first and last ones of the vector's nine tokens."""
+    return {"start_rate": round((start + 0.1) / 9, 6), "recent_rate": round((near + 0.1) / 9, 6)}
+
+
+def test_cam_probability_of_the_llama_variant(execution):
+    case = VECTORS["cam"]
+    ones, probability = np.ones((10, 1), np.float32), case["hh_llama"]["prob"]
+    for draw, accepted in ((probability - 1e-5, True), (probability + 1e-5, False)):
+        text = changed("cam-original", (r"uniform\(seed\) <", f"{draw} <"))
+        kept, values = smeared(execution, text, case["A"], ones, shares(6, 3))
+        assert kept == [0, 1, 2, 3, 4, 5, 7, 8, 9]  # without `i`
+        assert (values.max() > 1) == accepted
 
 
 def test_cam_ratio_of_the_opt_variant(execution):
     case = VECTORS["cam"]["hh_opt"]
     ones = np.ones((10, 1), np.float32)
-    usual = "let: {usual: 'mean[token](heat where sinks(2) or recent(5))'}"
+    settings = {**shares(2, 4), "certain": "true"}
     for bar in (case["ratio"] - 1e-5, case["ratio"] + 1e-5):
-        text = changed(
-            "cam",
-            STEP_ONLY,
-            (r"accept: .*$", f"accept: heat / usual > {bar}"),
-            (r"^decode:$", f"{usual}\ndecode:"),
-        )
-        settings = {"start": 5, "window": 4, "reach": 4}
-        _, values = smeared(execution, text, VECTORS["cam"]["A"], ones, settings)
+        text = changed("cam-original", STEP_ONLY, (r"heat / usual > 1", f"heat / usual > {bar}"))
+        kept, values = smeared(execution, text, VECTORS["cam"]["A"], ones, settings)
+        assert kept == [0, 1, 6, 7, 8, 9]
         assert (values.max() > 1) == (bar < case["ratio"])
+    text = changed("cam-original", STEP_ONLY)
+    _, values = smeared(execution, text, VECTORS["cam"]["A"], ones, settings)
+    assert (values.max() > 1) == case["merge"]
 
 
 def test_cam_arithmetic(execution):

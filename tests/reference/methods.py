@@ -7,6 +7,7 @@ METHODS: dict[str, dict[str, str]] = {
     "asl-lava-d2o": {"capacity": "24", "window": "6", "tau": "1.01"},
     "cake": {"capacity": "20", "window": "6"},
     "cam": {"start": "2", "window": "24", "reach": "4"},
+    "cam-original": {"recent_rate": "0.4", "start_rate": "0.05", "reach": "4"},
     "d2o": {"rate": "0.4", "minmax_heads": "true"},
     "d2o-code": {"rate": "0.4"},
     "dynamickv": {"capacity": "20", "window": "6"},
@@ -27,6 +28,7 @@ METHODS: dict[str, dict[str, str]] = {
     "streamingllm-original": {"window": "20"},
     "tova": {"capacity": "20"},
     "vatp": {"rate": "0.2", "start": "2"},
+    "vatp-snapkv": {"capacity": "20", "window": "6"},
 }
 SETTINGS = [
     f"{policy}.{name}={value}"

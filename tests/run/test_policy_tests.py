@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from kvpolicy.dsl.cli import main
 
 HEADER = "policy: p\nlanguage: 1\nabout: a policy\n"
@@ -117,3 +118,30 @@ def test_defects(tmp_path, capsys, case, message):
     assert outcome(tmp_path, H2O, case) in (1, 2)
     output = capsys.readouterr()
     assert message in output.err + output.out
+
+
+def test_a_policy_is_tried_before_its_own_tests(tmp_path, capsys, monkeypatch):
+    case = STEPS + '    kept: "0-1 7-8"'
+    assert outcome(tmp_path, H2O, case) == 0
+    assert "2 passed, 0 failed (interpreter and torch); 1 policy tried\n" in capsys.readouterr().out
+    right = torch.softmax
+    # The test's prompt has nine tokens.
+    wrong = lambda x, dim: right(x, dim).flip(-1) if x.shape[-2] != 9 else right(x, dim)  # noqa: E731
+    monkeypatch.setattr(torch, "softmax", wrong)
+    assert outcome(tmp_path, H2O, case) == 1
+    out = capsys.readouterr().out
+    assert "p.yaml:6:9: error[trial]: `p` is not the same in the interpreter and in the" in out
+    assert out.endswith("2 passed, 1 failed (interpreter and torch); 1 policy tried\n")
+
+
+def test_one_execution_alone_is_not_compared(tmp_path, capsys):
+    outcome(tmp_path, H2O, STEPS + '    kept: "0-1 7-8"')
+    capsys.readouterr()
+    assert main(["test", "--execution", "interpreter", str(tmp_path / "p.yaml")]) == 0
+    assert capsys.readouterr().out == "1 passed, 0 failed (interpreter)\n"
+
+
+def test_a_policy_for_other_models_is_tried_as_its_tests_have_it(tmp_path, capsys):
+    policy = "require: [layers == 1, heads < 9]\nkeep: recent(3)\n"
+    assert outcome(tmp_path, policy, f'    {MODEL}\n    tokens: 5\n    kept: "2-4"') == 0
+    assert "1 policy tried" in capsys.readouterr().out

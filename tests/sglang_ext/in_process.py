@@ -35,6 +35,7 @@ class Driver:
     def __init__(self, model: str, policies: Sequence[str], settings: Sequence[str], **flags: Any):
         os.environ["SGLANG_KV_POLICY"] = os.pathsep.join(policies)
         os.environ["SGLANG_KV_POLICY_SET"] = ",".join(settings)
+        os.environ.setdefault("SGLANG_KV_POLICY_ALLOW_INSPECTION", "1")
         os.environ.setdefault("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
         os.environ.setdefault("SGLANG_CHECK_KV_PAGE_INVARIANTS", "1")
         import sglang.srt.managers.scheduler as module

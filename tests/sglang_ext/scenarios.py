@@ -184,10 +184,44 @@ def capacity(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     return result | {"freed_share": facts["slots_freed"] / (dropped * length)}
 
 
+def tight(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """Requests in a pool that holds one prompt and its copy, but not its output besides."""
+    length, output, kept = 320, 100, 40  # of `sinks-recent`
+    driver = start(model, {"max_total_tokens": length + kept + 24, **flags})
+    rnd = random.Random(4)
+    prompts = [prompt(rnd, length) for _ in range(6)]
+    running = [0]
+    driver.each_step.append(
+        lambda: running.__setitem__(0, max(running[0], len(driver.scheduler.running_batch.reqs)))
+    )
+    for i, tokens in enumerate(prompts):
+        driver.send(f"{i}", tokens, policy="sinks-recent", max_new_tokens=output)
+    driver.finish()
+    together = {rid: answer.tokens for rid, answer in driver.answers.items()}
+    result = {
+        "compressed": sum("entries_kept" in answer.facts for answer in driver.answers.values()),
+        "retractions": sum(answer.retractions for answer in driver.answers.values()),
+        "at once": running[0],
+    }
+    driver.flush()
+    alone = driver.alone(
+        [(f"{i}", tokens, "sinks-recent", output) for i, tokens in enumerate(prompts)]
+    )
+    result["different"] = [rid for rid, tokens in together.items() if tokens != alone[rid].tokens]
+    return result | driver.left_over()
+
+
+SCENARIOS = {
+    "choices": choices,
+    "mixed": mixed,
+    "prefix": prefix,
+    "capacity": capacity,
+    "tight": tight,
+}
+
+
 if __name__ == "__main__":
     name, out, model, flags = sys.argv[1:]
-    found = {"choices": choices, "mixed": mixed, "prefix": prefix, "capacity": capacity}[name](
-        model, json.loads(flags)
-    )
+    found = SCENARIOS[name](model, json.loads(flags))
     Path(out).write_text(json.dumps(found))
     os._exit(0)  # the scheduler's threads would keep the process alive

@@ -62,7 +62,7 @@ def answers(model: str, flags: dict[str, Any]) -> dict[str, Any]:
             if prefix:
                 driver.send("before", ids[:prefix], policy="none", max_new_tokens=1)
                 driver.finish()
-            _poison(driver)
+            poison(driver)
             rows.clear()
             rid = f"{name} {length}"
             driver.send(rid, ids, policy=name, max_new_tokens=output)
@@ -104,7 +104,8 @@ def _record(driver: Driver) -> tuple[list, dict[int, list[int]]]:
     return kept, rows
 
 
-def _poison(driver: Driver) -> None:
+def poison(driver: Driver) -> None:
+    """Write NaN to every slot that nobody holds."""
     from kvpolicy.sglang_ext import compat
 
     free = compat.free_slots(driver.scheduler.token_to_kv_pool_allocator)

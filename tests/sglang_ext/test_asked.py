@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
 
-from kvpolicy.sglang_ext import force, kept
+from kvpolicy.sglang_ext import asked, force, kept
 from scenarios_asked import positions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
@@ -159,7 +159,7 @@ def test_forced_requests_and_others_do_not_touch_each_other(run, env, flags):
     assert (seen["used"], seen["private"], seen["missing_after_flush"]) == (0, 0, 0)
 
 
-def make_request(custom, **changes):
+def make_request(custom=None, **changes):
     names = ("stop_strs", "stop_regex_strs", "json_schema", "regex", "ebnf", "structural_tag")
     sampling = dict.fromkeys(names) | {"custom_params": custom, "max_new_tokens": 4}
     beam = changes.pop("beam_group", None)
@@ -193,7 +193,7 @@ def make_request(custom, **changes):
 )
 def test_what_cannot_be_forced(value, changes, message):
     with pytest.raises(ValueError, match=message):
-        force.Forcing().note(make_request({force.KEY: value}, **changes))
+        force.Forcing().note(make_request(**changes), {asked.FORCE: value})
 
 
 @pytest.mark.parametrize("value", ["true", 1, 0, None, [True]])
@@ -201,14 +201,52 @@ def test_whether_kept_is_asked_for_is_true_or_false(value):
     with pytest.raises(
         ValueError, match=r"^custom_params\.kv_policy_kept is .*; expected true or "
     ):
-        kept.asked(make_request({kept.KEY: value}))
+        kept.wanted({asked.KEPT: value})
 
 
 @pytest.mark.parametrize(
-    ("custom", "asked"), [(None, False), ({}, False), ({kept.KEY: True}, True)]
+    ("custom", "wanted"), [(None, False), ({}, False), ({asked.KEPT: True}, True)]
 )
-def test_kept_is_said_to_those_who_ask(custom, asked):
-    assert kept.asked(make_request(custom)) is asked
+def test_kept_is_said_to_those_who_ask(custom, wanted):
+    assert kept.wanted(asked.of(make_request(custom), inspection=True)) is wanted
+
+
+@pytest.mark.parametrize(
+    ("custom", "message"),
+    [
+        ([1], r"^custom_params is \[1\]; expected a JSON object$"),
+        ("lava", "^custom_params is 'lava'; expected a JSON object$"),
+        (0, "^custom_params is 0; expected"),
+        (
+            {"kv_polcy": "lava"},
+            "^custom_params has `kv_polcy`, which is not known; did you mean `kv_",
+        ),
+        (
+            {"kv_": 1},
+            "which is not known; there are `kv_policy`, `kv_policy_kept` and `kv_policy_f",
+        ),
+        ({"kv_" + "x" * 10**6: 1}, r"^custom_params has `kv_x{54}\.\.\.`, which is not known"),
+    ],
+)
+def test_what_is_asked_must_be_known(custom, message):
+    with pytest.raises(ValueError, match=message):
+        asked.of(make_request(custom), inspection=True)
+
+
+def test_keys_of_others_are_left_to_them():
+    custom = {"thinking_budget": 3, "KV_POLICY": 1, "kv_policy": "lava"}
+    assert asked.of(make_request(custom), inspection=False) == {"kv_policy": "lava"}
+
+
+@pytest.mark.parametrize("key", [asked.KEPT, asked.FORCE])
+def test_inspection_is_answered_where_the_operator_allows_it(key):
+    request = make_request({key: True})
+    assert asked.of(request, inspection=True) == {key: True}
+    with pytest.raises(
+        ValueError, match=f"^custom_params.{key} is for .* without --kv-policy-allow-inspection$"
+    ):
+        asked.of(request, inspection=False)
+    assert asked.of(make_request({key: False}), inspection=False) == {key: False}
 
 
 def test_bits_are_padded_by_list_and_positions_after_a_restart_are_the_prompts():
@@ -221,13 +259,13 @@ def test_bits_are_padded_by_list_and_positions_after_a_restart_are_the_prompts()
 
 
 def test_which_token_is_forced_follows_from_the_tokens_of_the_row():
-    forcing, first, second = force.Forcing(), make_request({force.KEY: [7, 8]}), make_request(None)
+    forcing, first, second = force.Forcing(), make_request(), make_request()
     batch = SimpleNamespace(
         reqs=[second, first], sampling_info=SimpleNamespace(), seq_lens_cpu=torch.tensor([4, 4])
     )
     forcing.prepare(batch)
-    forcing.note(first)
-    forcing.note(second)
+    forcing.note(first, {asked.FORCE: [7, 8]})
+    forcing.note(second, {})
     for length, wanted in ((2, 50), (3, 7), (4, 8), (5, 50)):
         batch.seq_lens_cpu = torch.tensor([4, length])
         batch.sampling_info = SimpleNamespace()

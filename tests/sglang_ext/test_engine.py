@@ -11,12 +11,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.server
 SCRIPT = """
-import json, sglang
+import json, sglang, sys
 if __name__ == "__main__":
-    engine = sglang.Engine(
-        model_path=MODEL, device="cpu", attention_backend="torch_native", dtype="float32",
-        max_total_tokens=4096, skip_tokenizer_init=True, log_level="error",
-    )
+    try:
+        engine = sglang.Engine(
+            model_path=MODEL, device="cpu", attention_backend="torch_native", dtype="float32",
+            max_total_tokens=4096, skip_tokenizer_init=True, log_level="error",
+        )
+    except Exception as error:
+        print("CAUGHT", type(error).__name__)
+        print(error, file=sys.stderr)
+        sys.exit(3)
     def facts(**custom):
         sampling = {"temperature": 0, "max_new_tokens": 4, "custom_params": custom or None}
         answer = engine.generate(input_ids=list(range(20, 320)), sampling_params=sampling)
@@ -26,11 +31,11 @@ if __name__ == "__main__":
 """
 
 
-def run(tmp_path, setting):
+def run(tmp_path, setting, policy=str(ROOT / "policies" / "snapkv.yaml")):
     script = tmp_path / "engine.py"
     script.write_text(SCRIPT.replace("MODEL", repr(str(ROOT / "examples" / "model-tiny"))))
     variables = {
-        "SGLANG_KV_POLICY": str(ROOT / "policies" / "snapkv.yaml"),
+        "SGLANG_KV_POLICY": policy,
         "SGLANG_KV_POLICY_SET": setting,
         "OMP_NUM_THREADS": "1",
     }
@@ -48,8 +53,14 @@ def test_the_environment_names_the_policy(tmp_path):
     assert full is None
 
 
-def test_a_wrong_setting_stops_the_engine_with_one_message(tmp_path):
+def test_a_wrong_setting_is_an_exception_that_the_program_can_catch(tmp_path):
     result = run(tmp_path, "kernel=6")
-    assert result.returncode != 0
+    assert (result.returncode, result.stdout.strip()) == (3, "CAUGHT Refused")
+    assert "kvpolicy: --kv-policy " in result.stderr
     assert "`kernel` is 6; it must be a whole number, odd, at least 1" in result.stderr
-    assert "Traceback" not in result.stderr
+
+
+def test_so_is_a_policy_that_cannot_be_read(tmp_path):
+    result = run(tmp_path, "capacity=48", policy="/nowhere.yaml")
+    assert (result.returncode, result.stdout.strip()) == (3, "CAUGHT Refused")
+    assert "kvpolicy: --kv-policy /nowhere.yaml: there is no such file" in result.stderr

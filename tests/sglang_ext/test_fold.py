@@ -51,7 +51,8 @@ class World:
 
         return run
 
-    def report(self, request, state, seconds):
+    def report(self, request, state, dropped, seconds):
+        state.folded, state.dropped = state.folded + 1, state.dropped + dropped
         self.reported.append((state.folded, state.dropped))
 
     def detach(self, request, state):

@@ -11,6 +11,8 @@ from kvpolicy.dsl.check import load  # noqa: E402
 from kvpolicy.dsl.ir import ModelShape  # noqa: E402
 from kvpolicy.sglang_ext.arena import create_arena  # noqa: E402
 from kvpolicy.sglang_ext.growth import Growth  # noqa: E402
+from kvpolicy.sglang_ext.options import Policy  # noqa: E402
+from kvpolicy.sglang_ext.request import Served  # noqa: E402
 
 POLICIES = Path(__file__).parents[2] / "policies"
 SHAPE = ModelShape(layers=4, heads=4, kv_heads=2, head_dim=8)
@@ -47,3 +49,14 @@ def test_policies_that_hold_a_size_are_bounded(name):
 @pytest.mark.parametrize("name", ["snapkv", "simlayerkv", "d2o-code", "roco", "pyramidinfer"])
 def test_others_grow_with_their_output(name):
     assert growth(name).most(200, 1000) is None
+
+
+@pytest.mark.parametrize("capacity", [64, 2**20, 2**40])
+def test_a_prompt_within_the_budget_is_known_to_stay_whole(capacity):
+    """So it is not scored for nothing, however large the budget is."""
+    program = load(str(POLICIES / "snapkv.yaml")).require()
+    bound = bind(program, SHAPE, {"capacity": str(capacity)})
+    policy = Policy("snapkv", program, "snapkv.yaml", {})
+    served = Served(policy, bound, create_arena(4, 2, 2, 8, torch.float32, "cpu"), page_size=1)
+    assert served.most_slots(min(capacity, 100_000)) is None
+    assert capacity <= served.most_slots(2 * capacity) <= capacity + 2  # a page per list

@@ -19,6 +19,7 @@ SIGNATURES = {
     compat.FROM_CLI_ARGS: ["cls", "args"],
     compat.PUBLISH: ["server_args", "role"],
     compat.META_INFO: ["self", "meta_info", "state", "customized_info", "index", "finish_reason"],
+    compat.GENERATE: ["self", "obj", "request"],
     compat.SIZE_POOL: ["self", "budget_bytes", "cap_tokens"],
     compat.CREATE_BUFFERS: ["self"],
     compat.ALLOC_MEMORY_POOL: ["self"],
@@ -67,7 +68,7 @@ def test_another_version_is_refused_in_one_sentence(monkeypatch):
 
 def test_every_target_is_listed():
     targets = {v for v in vars(compat).values() if isinstance(v, str) and v.startswith("sglang.")}
-    modules = {compat._SCHEDULER_MODULE, compat._TOKENIZER_MODULE}
+    modules = {compat._SCHEDULER_MODULE, compat._TOKENIZER_MODULE, compat._HTTP_MODULE}
     assert targets - modules == set(SIGNATURES)
 
 

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from kvpolicy.dsl.diagnostics import refused
 from kvpolicy.dsl.ir import ModelShape
 from kvpolicy.kernels import tuned
 from kvpolicy.sglang_ext import kernels_in_use, options
@@ -285,3 +286,23 @@ def test_measured_choices_that_cannot_be_read_stop_the_server(files, monkeypatch
 def test_separators_in_values_are_refused(files):
     with pytest.raises(Refused, match="a value cannot contain `,`"):
         options.export(parse("--kv-policy-set", "capacity=1,2"))
+
+
+def test_policies_are_tried_before_a_server_loads_anything(files, monkeypatch):
+    """A policy that its executions do not carry out alike is refused; equal ones are tried once."""
+    from kvpolicy.dsl import trial
+
+    tried = []
+
+    def failing(bound):
+        tried.append(bound.params["capacity"])
+        if bound.params["capacity"] == 8:
+            raise refused("one", "trial", "keeps other entries", "write it otherwise")
+
+    monkeypatch.setattr(trial, "trial", failing)
+    names = [f"a={files[0]}", f"b={files[0]}", f"c={files[0]}"]
+    options.check_policies(options.load_policies(names, ["b.capacity=9"]), SHAPE)
+    assert tried == [64, 9]
+    policies = options.load_policies(names, ["b.capacity=8"])
+    with pytest.raises(Refused, match=f"^--kv-policy b={files[0]}: one: .*keeps other entries"):
+        options.check_policies(policies, SHAPE)

@@ -4,12 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 from kvpolicy.sglang_ext import propagation, request
+from kvpolicy.sglang_ext.reasons import Reason
 
 
 class Served:
     """Keeps 64 entries per list."""
 
-    name = "snapkv"
+    name, enabled = "snapkv", True
 
     def plan(self, prompt):
         return None
@@ -46,37 +47,36 @@ def make_request(custom=None, tokens=100, **changes):
 @pytest.mark.parametrize(
     ("custom", "name"),
     [
-        (None, "snapkv"),
         ({}, "snapkv"),
-        ({"other": 1}, "snapkv"),
+        ({"kv_policy_kept": True}, "snapkv"),
         ({"kv_policy": "lava"}, "lava"),
         ({"kv_policy": "none"}, None),
     ],
 )
 def test_choice(custom, name):
     wanted = POLICIES[name] if name else None
-    assert request.choose(POLICIES, "snapkv", make_request(custom)) is wanted
+    assert request.choose(POLICIES, "snapkv", custom) is wanted
 
 
 @pytest.mark.parametrize("value", ["SnapKV", "", 5, None, ["snapkv"], {"name": "snapkv"}, True])
 def test_a_wrong_choice_lists_what_there_is(value):
     with pytest.raises(ValueError, match="this server has `snapkv`, `lava`, `none`"):
-        request.choose(POLICIES, "snapkv", make_request({"kv_policy": value}))
+        request.choose(POLICIES, "snapkv", {"kv_policy": value})
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({}, None),
-        ({"tokens": 64}, request.SHORT_PROMPT),
-        ({"multimodal_inputs": object()}, request.MULTIMODAL),
-        ({"input_embeds": [[0.0]]}, request.EMBEDDINGS),
-        ({"positional_embed_overrides": object()}, request.EMBEDDINGS),
-        ({"session": object()}, request.SESSION),
-        ({"beam_group": object()}, request.BEAM),
+        ({"tokens": 64}, Reason.SHORT_PROMPT),
+        ({"multimodal_inputs": object()}, Reason.MULTIMODAL),
+        ({"input_embeds": [[0.0]]}, Reason.EMBEDDINGS),
+        ({"positional_embed_overrides": object()}, Reason.EMBEDDINGS),
+        ({"session": object()}, Reason.SESSION),
+        ({"beam_group": object()}, Reason.BEAM),
         (
             {"sampling_params": SimpleNamespace(custom_params=None, max_new_tokens=1)},
-            request.ONE_TOKEN,
+            Reason.ONE_TOKEN,
         ),
     ],
 )
@@ -108,14 +108,14 @@ def _output(tokens):
     [
         ({}, None, None),
         ({"tokens": 120}, None, None),
-        ({"tokens": 121}, None, request.TOO_LONG),
+        ({"tokens": 121}, None, Reason.TOO_LONG),
         ({"tokens": 121}, 3, None),
         ({"sampling_params": _output(1)}, 3, None),
-        ({"sampling_params": _output(0)}, 3, request.ONE_TOKEN),
-        ({"return_hidden_states": True}, 3, request.HIDDEN_STATES),
+        ({"sampling_params": _output(0)}, 3, Reason.ONE_TOKEN),
+        ({"return_hidden_states": True}, 3, Reason.HIDDEN_STATES),
         ({"return_logprob": True}, 3, None),
-        ({"return_logprob": True, "logprob_start_len": 0}, 3, request.INPUT_LOGPROBS),
-        ({"return_logprob": True, "logprob_start_len": 98}, 3, request.INPUT_LOGPROBS),
+        ({"return_logprob": True, "logprob_start_len": 0}, 3, Reason.INPUT_LOGPROBS),
+        ({"return_logprob": True, "logprob_start_len": 98}, 3, Reason.INPUT_LOGPROBS),
         ({"return_logprob": True, "logprob_start_len": 99}, 3, None),
     ],
 )
@@ -125,6 +125,21 @@ def test_why_tokens_do_not_leave_the_prefill(changes, layer, reason):
     state = request.state_of(req)
     assert state.uncompressed == reason
     assert state.propagates is (reason is None)
+
+
+def test_requests_of_a_disabled_policy_are_served_in_full():
+    disabled = Served()
+    disabled.enabled = False
+    req = make_request()
+    request.assign(req, disabled)
+    state = request.state_of(req)
+    assert (state.uncompressed, state.wanted, state.folds) == (Reason.POLICY_DISABLED, False, False)
+
+
+def test_a_long_name_is_shortened():
+    with pytest.raises(ValueError, match=r"is `x{57}\.\.\.`; this server has `snapkv`") as caught:
+        request.choose(POLICIES, "snapkv", {"kv_policy": "x" * 10**6})
+    assert len(str(caught.value)) < 200
 
 
 def test_without_a_policy_there_is_no_state():

@@ -91,6 +91,14 @@ def test_others_hit_the_prompt_of_a_request_that_decodes_compressed(run):
     assert seen["cached_next"] == 256
 
 
+@pytest.mark.parametrize("flags", [{}, {"chunked_prefill_size": 64}], ids=["whole", "chunks"])
+def test_a_copy_takes_its_prompts_place_in_a_pool_that_holds_no_more(run, flags):
+    seen = run("tight", **flags)
+    assert seen["compressed"] == 6  # prompt, copy and output together do not fit
+    assert seen["different"] == []
+    assert (seen["used"], seen["private"], seen["missing_after_flush"]) == (0, 0, 0)
+
+
 def test_many_more_requests_decode_at_once(run):
     seen = run("capacity")  # at 12.5 % kept
     assert seen["none"] == 3

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import forked
 import pytest
+import requests
 
 pytestmark = pytest.mark.server
 POLICIES = Path(__file__).parents[2] / "policies"
@@ -37,6 +38,7 @@ def server(model):
     settings = ["snapkv.capacity=48", "snapkv.window=16", "sinks-recent.capacity=4096"]
     settings += ["h2o.heavy=20", "h2o.window=12", "snap@0.5.rate=0.5"]
     flags = {"enable_metrics": True, "sleep_on_idle": True, "kv_policy_fold_interval": 5}
+    flags |= {"kv_policy_allow_inspection": True}
     policies = [SNAPKV, SINKS, H2O, f"snap@0.5={SNAPKV}"]
     with ExitStack() as until_the_end:
         with forked.new_interpreters():  # as users start it
@@ -100,8 +102,10 @@ def test_the_server_says_which_policies_it_has(server):
     assert [each["name"] for each in found] == ["snapkv", "sinks-recent", "h2o", "snap@0.5"]
     assert [each["default"] for each in found] == [True, False, False, False]
     assert [each["path"] for each in found] == [SNAPKV, SINKS, H2O, SNAPKV]
+    assert [(each["enabled"], each["failures"]) for each in found] == [(True, 0)] * 4
     assert found[0]["settings"] == {"capacity": "48", "window": "16"}
     assert found[3]["settings"] == {"rate": "0.5"}
+    assert internal_state(server)["kv_policy_inspection"] is True
 
 
 def test_a_policy_under_another_name_is_reported_by_it(server):
@@ -124,6 +128,7 @@ def test_a_policy_under_another_name_is_reported_by_it(server):
             {"kv_policy_force": [4, 512]},
             "kv_policy_force[1] is 512; this model's token ids are 0 to",
         ),
+        ({"kv_polcy_kept": True}, "`kv_polcy_kept`, which is not known; did you mean `kv_policy_k"),
     ],
 )
 @pytest.mark.parametrize("policy", ["snapkv", "none"])
@@ -184,6 +189,24 @@ def test_why_a_request_was_served_in_full(server):
     assert facts(prompt(0, 300), policy="none") is None
 
 
+@pytest.mark.parametrize("custom", [["snapkv"], "snapkv", 5])
+def test_custom_params_that_are_no_object_are_a_400(server, custom):
+    body = {"input_ids": prompt(0, 20), "sampling_params": {"custom_params": custom}}
+    response = server.post("/generate", body)
+    assert response.status_code == 400
+    assert f"custom_params is {custom!r}; expected a JSON object" in response.text
+
+
+def test_a_very_long_name_is_neither_echoed_nor_logged(server):
+    before = len(server.log_text())
+    sampling = {"custom_params": {"kv_policy": "x" * 2**20}}
+    response = server.post("/generate", {"input_ids": prompt(0, 20), "sampling_params": sampling})
+    assert response.status_code == 400
+    assert "xxx...`; this server has `snapkv`" in response.text
+    assert len(response.text) < 500
+    assert len(server.log_text()) - before < 5000
+
+
 @pytest.mark.parametrize("value", ["nope", 5, ["snapkv"], None])
 def test_a_wrong_name_is_a_400_for_that_request_alone(server, value):
     custom = {"kv_policy": value}
@@ -193,6 +216,12 @@ def test_a_wrong_name_is_a_400_for_that_request_alone(server, value):
         "/v1/completions": {"model": "m", "prompt": text, "custom_params": custom},
         "/v1/chat/completions": {
             "model": "m",
+            "messages": [{"role": "user", "content": text}],
+            "custom_params": custom,
+        },
+        "/v1/messages": {
+            "model": "m",
+            "max_tokens": 8,
             "messages": [{"role": "user", "content": text}],
             "custom_params": custom,
         },
@@ -216,7 +245,37 @@ def test_openai_routes_choose_a_policy(server):
     messages = [{"role": "user", "content": text}]
     assert server.post("/v1/completions", {**body, "prompt": text}).ok
     assert server.post("/v1/chat/completions", {**body, "messages": messages}).ok
-    assert count(server, "requests_total", "sinks-recent") == before + 2
+    assert server.post("/v1/messages", {**body, "messages": messages}).ok
+    body |= {"options": {"num_predict": 4}, "stream": False}
+    assert server.post("/api/chat", {**body, "messages": messages}).ok
+    assert server.post("/api/generate", {**body, "prompt": text}).ok
+    assert count(server, "requests_total", "sinks-recent") == before + 5
+
+
+def test_answers_that_are_not_streamed_carry_the_facts_in_a_header(server):
+    text = " ".join(f"w{i}" for i in prompt(3, 200))
+    custom = {"kv_policy": "snapkv", "kv_policy_kept": True}
+    body = {"model": "m", "max_tokens": 4, "custom_params": custom}
+    messages = [{"role": "user", "content": text}]
+    for path, more in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": messages}),
+        ("/v1/messages", {"messages": messages}),
+        ("/api/generate", {"prompt": text, "stream": False, "options": {"num_predict": 4}}),
+    ):
+        facts = json.loads(server.post(path, {**body, **more}).headers["x-kv-policy"])
+        assert (facts["policy"], facts["entries_kept"]) == ("snapkv", 4 * 2 * 48), path
+        assert "kept" not in facts
+    two = server.post("/v1/completions", {**body, "prompt": text, "n": 2})
+    assert [each["policy"] for each in json.loads(two.headers["x-kv-policy"])] == ["snapkv"] * 2
+    asked = {**body, "messages": messages, "return_meta_info": True}
+    meta = server.post("/v1/chat/completions", asked).json()["choices"][0]["meta_info"]
+    assert meta["kv_policy"]["entries_kept"] == 4 * 2 * 48
+    none = {**body, "prompt": text, "custom_params": {"kv_policy": "none"}}
+    assert "x-kv-policy" not in server.post("/v1/completions", none).headers
+    streamed = server.post("/v1/completions", {**body, "prompt": text, "stream": True})
+    assert "x-kv-policy" not in streamed.headers
+    assert streamed.text.count("data: ") > 2
 
 
 def test_a_batch_may_mix_policies(server):
@@ -251,25 +310,47 @@ def count(server, name, policy, **labels):
 def test_metrics_count_what_policies_did(server):
     def snapshot():
         names = ("requests_total", "prompt_tokens_total", "kept_entries_total")
+        names += ("prompt_entries_total", "prompt_bytes_total")
         names += ("saved_bytes_total", "compression_seconds_count")
         counts = {name: count(server, name, "snapkv") for name in names}
         short = count(server, "uncompressed_requests_total", "snapkv", reason="short_prompt")
-        return {**counts, "short": short}
+        return {**counts, "short": short, "none": count(server, "requests_total", "none")}
 
     before = snapshot()
     for seed in range(3):
         server.generate(input_ids=prompt(100 + seed, 200), max_new_tokens=4)
     server.generate(input_ids=prompt(0, 20), max_new_tokens=4)
+    for _ in range(2):
+        server.generate(input_ids=prompt(7, 20), max_new_tokens=4, policy="none")
     after = snapshot()
     assert {name: after[name] - before[name] for name in after} == {
         "requests_total": 4,
         "prompt_tokens_total": 600,
         "kept_entries_total": 3 * 4 * 2 * 48,
+        "prompt_entries_total": 3 * 4 * 2 * 200,
+        "prompt_bytes_total": 3 * 200 * 2048,
         "saved_bytes_total": 3 * (200 - 48) * 2048,
         "compression_seconds_count": 3,
         "short": 1,
+        "none": 2,
     }
     assert count(server, "private_slots", "snapkv") == 0
+
+
+def test_every_series_exists_from_the_start(server):
+    """`snap@0.5` has had one request at most."""
+    from kvpolicy.sglang_ext.metrics import _BY_REASON, _COUNTERS, _GAUGES
+    from kvpolicy.sglang_ext.reasons import Reason
+
+    samples = [name for name in server.metrics() if 'policy="snap@0.5"' in name]
+    for name in (*_COUNTERS, *_GAUGES, "compression_seconds_count", "fold_seconds_count"):
+        assert sum(each.startswith(f"sglang:kv_policy_{name}{{") for each in samples) == 1, name
+    found = [each for each in samples if "uncompressed_requests_total" in each]
+    for reason in Reason:
+        assert sum(f'reason="{reason}"' in each for each in found) == 1, reason
+    assert count(server, "failed_requests_total", "snap@0.5", reason="policy_error") == 0
+    assert count(server, "enabled", "snap@0.5") == 1
+    assert set(_BY_REASON) == {"uncompressed_requests_total", "failed_requests_total"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -278,6 +359,7 @@ def test_folds_are_in_the_facts_at_the_end_and_in_the_metrics(server, stream):
     sampling = {"temperature": 0, "max_new_tokens": 70, "ignore_eos": True}
     sampling["custom_params"] = {"kv_policy": "h2o"}
     body = {"input_ids": prompt(6, 100), "sampling_params": sampling, "stream": stream}
+    dropped = count(server, "decode_dropped_entries_total", "h2o")
     names = ("folds_total", "fold_seconds_count", "skipped_folds_total")
     before = [count(server, name, "h2o") for name in names]
     response = server.post("/generate", body)
@@ -295,12 +377,11 @@ def test_folds_are_in_the_facts_at_the_end_and_in_the_metrics(server, stream):
     assert facts["skipped_folds"] == 0
     assert facts["entries_kept"] == 4 * 2 * 32
     assert [count(server, name, "h2o") for name in names] == [before[0] + 13, before[1] + 13, 0]
+    assert count(server, "decode_dropped_entries_total", "h2o") == dropped + 4 * 2 * 65
     assert count(server, "private_slots", "h2o") == 0
 
 
 def test_aborted_streams_leave_nothing_behind(server):
-    import requests
-
     sampling = {"max_new_tokens": 400, "ignore_eos": True}
     for seed in range(4):
         body = {"input_ids": prompt(seed, 300), "sampling_params": sampling, "stream": True}
@@ -309,6 +390,45 @@ def test_aborted_streams_leave_nothing_behind(server):
     server.flush()
     assert count(server, "private_slots", "snapkv") == 0
     assert "leak" not in server.log_text().lower()
+
+
+@pytest.fixture(scope="module")
+def workers(model, tmp_path_factory):
+    """A server with two HTTP workers, of which everything stands in a file for --config."""
+    from kvpolicy.evaluation.serving import serve
+
+    config = tmp_path_factory.mktemp("config") / "server.yaml"
+    config.write_text(
+        f"kv-policy:\n- {SNAPKV}\n- more={H2O}\nkv-policy-set: snapkv.capacity=48\n"
+        "kv-policy-fold-interval: 4\ntokenizer-worker-num: 2\n"
+    )
+    with serve(model, arguments=["--config", str(config)]) as server:
+        yield server
+
+
+def test_workers_and_options_in_a_file(workers):
+    found = internal_state(workers)["kv_policy"]
+    assert [(each["name"], each["settings"]) for each in found] == [
+        ("snapkv", {"capacity": "48"}),
+        ("more", {}),
+    ]
+    text = " ".join(f"w{i}" for i in prompt(3, 200))
+    for seed in range(8):  # of both workers
+        facts = workers.generate(input_ids=prompt(seed, 200))["meta_info"]["kv_policy"]
+        assert (facts["policy"], facts["entries_kept"]) == ("snapkv", 4 * 2 * 48)
+        body = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": text}]}
+        body["custom_params"] = {"kv_policy": "more"}
+        response = requests.post(workers.url + "/v1/messages", json=body, timeout=60)
+        assert json.loads(response.headers["x-kv-policy"])["policy"] == "more"
+
+
+def test_inspection_is_refused_where_the_operator_did_not_allow_it(workers):
+    assert internal_state(workers)["kv_policy_inspection"] is False
+    for custom in ({"kv_policy_kept": True}, {"kv_policy_force": [5]}):
+        body = {"input_ids": prompt(0, 20), "sampling_params": {"custom_params": custom}}
+        response = workers.post("/generate", body)
+        assert response.status_code == 400
+        assert "this server was started without --kv-policy-allow-inspection" in response.text
 
 
 def launch(model, *words, env=None):

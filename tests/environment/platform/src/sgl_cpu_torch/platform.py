@@ -3,7 +3,6 @@
 import gc
 
 import psutil
-import torch
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
@@ -27,7 +26,7 @@ class CpuTorchPlatform(SRTPlatform):
         return memory.available, memory.total
 
     def get_device(self, device_id=0):
-        return torch.device("cpu")
+        return "cpu"
 
     def set_device(self, device):
         pass

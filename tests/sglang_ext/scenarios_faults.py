@@ -1,0 +1,215 @@
+"""Scenarios for `test_faults.py`: a policy fails somewhere, for some requests of a mixed batch.
+
+Each runs one real scheduler (see in_process.py) and writes what it saw as JSON; the assertions are
+the tests'.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from scenarios_propagate import poison, prompt, start
+
+
+class Fault(RuntimeError):
+    """What is raised on purpose."""
+
+
+# Where it is raised: a name, the module, and the function or `Class.method` in it.
+POINTS = {
+    "arrival": ("request", "Served.folds_within"),
+    "prefix": ("request", "State.queries"),
+    "reservation": ("runtime", "Runtime._reserve"),
+    "growth": ("runtime", "Runtime._still_needs"),
+    "allocation": ("store", "Store.allocate"),
+    "start of scoring": ("kvpolicy.dsl.torch_program", "TorchProgram.start"),
+    "scoring": ("prefill_step", "PrefillStep._observe"),
+    "sums over chunks": ("prefill_step", "PrefillStep._accumulate"),
+    "choosing": ("prefill_step", "PrefillStep._choose"),
+    "end of choosing": ("kvpolicy.dsl.torch_run", "Run.settle"),
+    "compaction": ("prefill_step", "compress"),
+    "copy": ("compress", "_copy"),
+    "layout": ("store", "Store.fill"),
+    "memory": ("request", "State.remember"),
+    "pairs": ("share", "compress"),
+    "report": ("reports", "Reports.finished_prompt"),
+    "when entries leave": ("request", "State.leaves_at"),
+    "noted queries": ("decode_step", "DecodeStep._follow"),
+    "following": ("kvpolicy.dsl.torch_decode", "Memory.follow"),
+    "fold": ("fold", "Fold.finish"),
+    "fold in place": ("fold", "Fold._settle"),
+    "fold by layer": ("fold", "Fold._write_by_layer"),
+    "fold anew": ("fold", "Fold._write_anew"),
+    "tail": ("fold", "Fold._leave_tail"),
+    "report of a fold": ("reports", "Reports.finished_fold"),
+    "attention": ("decode_step", "DecodeStep.overwrite"),
+    "chosen rows": ("propagate", "PropagateStep._chosen"),
+    "restart": ("propagate", "PropagateStep._start"),
+    "second prefill": ("propagate", "PropagateStep._start_again"),
+    "view": ("view", "make"),
+    "resumed pass": ("request", "State.next_end"),
+    "resumed reader": ("follow", "Reader.of"),
+    "resumed attention": ("resume", "attend"),
+    "resumed following": ("resume", "ResumeStep._follow"),
+}
+
+
+@contextmanager
+def failing(point: str, fails: Callable[[], bool]) -> Iterator[None]:
+    """Make a point raise whenever `fails` says so."""
+    module, path = POINTS[point]
+    owner: Any = import_module(module if "." in module else f"kvpolicy.sglang_ext.{module}")
+    *outer, name = path.split(".")
+    for each in outer:
+        owner = getattr(owner, each)
+    original = vars(owner)[name]
+    kind = type(original)
+    function = original.fget if kind is property else getattr(original, "__func__", original)
+
+    @wraps(function)
+    def faulty(*args: Any, **options: Any) -> Any:
+        if fails():
+            raise Fault(f"{point} on purpose")
+        return function(*args, **options)
+
+    wrapped = kind(faulty) if kind in (property, classmethod, staticmethod) else faulty
+    setattr(owner, name, wrapped)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """Requests of all policies together, with one point failing at a time."""
+    policies, points = flags.pop("policies"), flags.pop("points")
+    count, chance, output = flags.pop("count"), flags.pop("chance"), flags.pop("output", 12)
+    common, together = flags.pop("common", 60), flags.pop("together", count)
+    driver = start(model, policies, flags)
+    driver.each_step.append(lambda: poison(driver))
+    stages = _record_failures()
+    rnd = random.Random(5)
+    names = [Path(each).stem for each in policies]
+    requests = {}
+    for i in range(count):
+        name = [*names, "none"][i % (len(names) + 1)]
+        # Some share the beginning of their prompt, some prompts are short.
+        ids = prompt(rnd.randrange(1, 30 if i % 5 == 0 else 120), 1000 + i)
+        ids = prompt(common, i % 3) * (i % 5 > 0) + ids
+        requests[f"{i:03} {name}"] = (ids, name, rnd.randrange(3, output))
+    alone, full = {}, {}
+    for rid, (ids, name, new) in requests.items():
+        alone |= driver.alone([(rid, ids, name, new)])
+        full |= driver.alone([(rid, ids, "none", new)])
+    stages.clear()
+    result = {}
+    for point in points:
+        times = [0]
+
+        def fails(times=times) -> bool:
+            hit = times[0] == 0 or rnd.random() < chance
+            times[0] += hit
+            return hit
+
+        with failing(point, fails):
+            for rid, (ids, name, new) in requests.items():
+                driver.send(rid, ids, policy=name, max_new_tokens=new)
+                for _ in range(rnd.randrange(3)):
+                    driver.step()
+                driver.run_until(lambda: _unfinished(driver) < together)
+            driver.finish()
+        found = {rid: driver.answers.pop(rid) for rid in requests}
+        outcomes = {
+            rid: _outcome(rid, answer, alone[rid], full[rid], stages.get(rid))
+            for rid, answer in found.items()
+        }
+        messages = {a.finish["message"] for a in found.values() if a.finish["type"] == "abort"}
+        result[point] = {
+            "raised": times[0],
+            "noted": dict(stages),
+            "wrong": [rid for rid, outcome in outcomes.items() if outcome.startswith("wrong")],
+            "outcomes": sorted(set(outcomes.values())),
+            "messages": sorted(messages),
+            **driver.left_over(),
+        }
+        stages.clear()
+    served = driver.scheduler.get_internal_state(None).internal_state["kv_policy"]
+    return {"points": result, "failures": {each["name"]: each["failures"] for each in served}}
+
+
+def _unfinished(driver: Any) -> int:
+    return sum(answer.finish is None for answer in driver.answers.values())
+
+
+def _record_failures() -> dict[str, tuple[str, bool, bool]]:
+    """Makes the plugin note which requests failed, at what, and whether they go on; if they do,
+    whether they had begun to decode under their policy.
+    """
+    from kvpolicy.sglang_ext.failures import Failures
+    from kvpolicy.sglang_ext.request import state_of
+
+    stages: dict[str, tuple[str, bool, bool]] = {}
+    original = Failures.note
+
+    def note(self, req, stage, error, *, whole=None):
+        state = state_of(req)
+        if not isinstance(error, Fault):
+            raise error
+        first = state is not None and not state.failed
+        decoding = len(req.output_ids) > 0 or (
+            req.kv.holds_kv and req.kv.kv_committed_len > state.prompt
+        )
+        original(self, req, stage, error, whole=whole)
+        if first:
+            stages[req.rid] = (stage, req.to_finish is None, decoding)
+
+    Failures.note = note
+    return stages
+
+
+def _outcome(rid: str, answer: Any, alone: Any, full: Any, noted: tuple | None) -> str:
+    """How a request ended, in one word, or what is wrong about it."""
+    if answer.finish["type"] == "abort":
+        right = noted is not None and not noted[1] and answer.finish["status_code"] == 500
+        return "ended" if right else f"wrong: {answer.finish}"
+    facts = answer.facts or {}
+    if noted is not None:
+        if facts.get("uncompressed") != "policy_error" or not noted[1]:
+            return f"wrong: {facts}"
+        same = answer.tokens == full.tokens or noted[2]
+        return "in full" if same else "wrong: not as without a policy"
+    if facts.get("uncompressed") == "policy_error":
+        return "wrong: nothing failed"
+    return "as alone" if answer.tokens == alone.tokens else "wrong: not as alone"
+
+
+def disabled(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """One of two policies fails until it is disabled."""
+    driver = start(model, {"snapkv": ["capacity=40", "window=8"], "lava": ["capacity=40"]}, flags)
+    found, name = {}, ""
+    with failing("choosing", lambda: name == "snapkv"):
+        for i in range(6):
+            for name in ("snapkv", "lava", "none"):
+                rid = f"{i} {name}"
+                driver.send(rid, prompt(100, i), policy=name, max_new_tokens=4)
+                driver.finish()
+                facts = driver.answers[rid].facts or {}
+                found[rid] = [driver.answers[rid].tokens, facts.get("uncompressed")]
+    state = driver.scheduler.get_internal_state(None).internal_state["kv_policy"]
+    return {"answers": found, "policies": {each["name"]: each for each in state}}
+
+
+if __name__ == "__main__":
+    name, out, model, flags = sys.argv[1:]
+    found = {"mixed": mixed, "disabled": disabled}[name](model, json.loads(flags))
+    Path(out).write_text(json.dumps(found))
+    os._exit(0)  # the scheduler's threads would keep the process alive

@@ -1,0 +1,97 @@
+"""A policy that fails, fails one request: everybody else's answers and all slots stay as they were.
+
+In a real scheduler (scenarios_faults.py), checked after every step as in test_scheduler.py. Slots
+that nobody holds are full of NaN, so that reading one would show in the answers.
+"""
+
+import pytest
+
+pytestmark = pytest.mark.server
+
+ENTRIES = {
+    "snapkv": ["capacity=40", "window=8"],
+    "h2o": ["heavy=12", "window=10"],
+    "streamingllm": ["start=3", "window=21"],
+    "d2o": ["rate=0.4", "minmax_heads=true"],
+    "roco": ["capacity=4", "newest=2"],
+    "minicache": ["start=0", "t=0.6", "gamma=0.05"],
+}
+TOKENS = {
+    "fastkv": ["tsp_layer=1"],
+    "gemfilter": ["filter=1", "capacity=40"],
+    "h2o": ["heavy=12", "window=10"],
+}
+ONE_PIECE = {
+    "pyramidinfer": ["least=16", "batch=4"],
+    "asl": ["capacity=40", "lookback=2", "window=8", "tau=1.5", "start=1", "two_pass=true"],
+}
+WHOLE = {"chunked_prefill_size": -1, "mem_fraction_static": 0.5, "common": 0}
+PREFILL = ["arrival", "prefix", "reservation", "allocation", "start of scoring", "scoring"]
+PREFILL += ["sums over chunks", "choosing", "end of choosing", "compaction", "copy", "layout"]
+PREFILL += ["memory", "report"]
+DECODE = ["growth", "when entries leave", "noted queries", "following", "fold", "fold in place"]
+DECODE += ["fold by layer", "fold anew", "tail", "report of a fold", "attention"]
+PROPAGATION = ["scoring", "chosen rows", "restart", "second prefill", "view"]
+RESUMED = ["resumed pass", "resumed reader", "resumed attention", "resumed following", "fold"]
+
+
+@pytest.fixture(scope="module")
+def run(scenario):
+    """Runs a scenario of scenarios_faults.py, with folds at every second step."""
+    env = {"SGLANG_KV_POLICY_FOLD_INTERVAL": "2", "SGLANG_KV_POLICY_MAX_FAILURES": "0"}
+    return lambda name, more=None, **flags: scenario(
+        "scenarios_faults.py", name, {**env, **(more or {})}, **flags
+    )
+
+
+CASES = {
+    "prefill": (ENTRIES, PREFILL, {"chunked_prefill_size": 64}),
+    "pairs": ({"minicache": ENTRIES["minicache"]}, ["pairs", "attention"], {}),
+    "decode": (ENTRIES, DECODE, {"page_size": 4}),
+    "propagation": (TOKENS, PROPAGATION, {"chunked_prefill_size": 64, "common": 0}),
+    "one-piece": (ONE_PIECE, ["scoring", "chosen rows", "restart", "view"], WHOLE),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_fails_for_one_request_leaves_the_others_as_they_were(run, case):
+    policies, points, flags = CASES[case]
+    check(run("mixed", policies=policies, points=points, count=18, chance=0.3, **flags), points)
+
+
+def test_what_fails_for_a_retracted_request_leaves_the_others_as_they_were(run):
+    flags = {"chunked_prefill_size": 64, "count": 18, "chance": 0.2, "output": 30, "together": 3}
+    check(
+        run("mixed", {"SGLANG_TEST_RETRACT": "1"}, policies=ENTRIES, points=RESUMED, **flags),
+        RESUMED,
+    )
+
+
+def check(seen, points):
+    """Nothing else is wrong, nothing leaked, and the fault was met everywhere."""
+    assert set(seen["points"]) == set(points)
+    failures = dict.fromkeys(seen["failures"], 0)
+    for point, each in seen["points"].items():
+        assert each["wrong"] == [], (point, each)
+        left = (each["used"], each["private"], each["missing_after_flush"])
+        assert left == (0, 0, 0), (point, each)
+        assert min(len(each["noted"]), each["raised"]) > 0, (point, each)
+        assert "as alone" in each["outcomes"], (point, each)
+        for rid in each["noted"]:
+            failures[rid.split()[1]] += 1
+        for message in each["messages"]:
+            assert message.startswith("KV-cache policy `"), message
+            assert "custom_params.kv_policy `none`" in message, message
+    assert seen["failures"] == failures
+
+
+def test_a_policy_that_fails_too_often_is_disabled(run):
+    seen = run("disabled", {"SGLANG_KV_POLICY_MAX_FAILURES": "3"})
+    answers, policies = seen["answers"], seen["policies"]
+    assert (policies["snapkv"]["enabled"], policies["snapkv"]["failures"]) == (False, 3)
+    assert (policies["lava"]["enabled"], policies["lava"]["failures"]) == (True, 0)
+    for i in range(6):
+        tokens, why = answers[f"{i} snapkv"]
+        assert tokens == answers[f"{i} none"][0]
+        assert why == ("policy_error" if i < 3 else "policy_disabled")
+        assert answers[f"{i} lava"][1] is None
