@@ -16,7 +16,7 @@ from kvpolicy.dsl.counts import whole
 from kvpolicy.dsl.diagnostics import PolicyError, refused
 from kvpolicy.dsl.exact import Value, evaluate, evaluator
 from kvpolicy.dsl.fit import does_not_fit
-from kvpolicy.dsl.ir import ModelShape, Node, Program, Propagate, Rules, Share, Type, When
+from kvpolicy.dsl.ir import Extent, ModelShape, Node, Program, Propagate, Rules, Share, Type, When
 from kvpolicy.dsl.lower import Phase, Phases, Static, fold, lower
 from kvpolicy.dsl.parameters import environment, parameter_values
 from kvpolicy.dsl.print_ir import print_program
@@ -33,7 +33,6 @@ from kvpolicy.dsl.verify import verify
 
 # Environments whose numbers are remembered; a server asks for one several times in a row.
 _ENVIRONMENTS = 512
-_ATTENTION = ("attn", "logits", "distance")
 # More queries than any request has.
 _MOST = 2**31
 # Lets whose values `kvpolicy run` reports.
@@ -115,7 +114,8 @@ class Bound:
     def nodes(self) -> Iterator[Node]:
         """Every node that the prefill needs, once: of its rules, states and propagation."""
         rules = self.rules
-        sections = (rules.keep, rules.budget, rules.score, *rules.lets.values())
+        values = (*rules.lets.values(), *rules.decided.values())
+        sections = (rules.keep, rules.budget, rules.score, *values)
         remembered = (*state_roots(rules.states), *merge_roots(rules.merge))
         return nodes_of([*sections, *remembered, *propagate_roots(self.propagate)])
 
@@ -129,12 +129,12 @@ class Bound:
 
     @cached_property
     def _queries(self) -> Callable[[int], int]:
-        windows = [node for node in self.nodes() if node.op in _ATTENTION]
+        windows = _windows(self.nodes())
         layers = range(self.shape.layers)
 
         @lru_cache(maxsize=4096)
         def most(prompt: int) -> int:
-            counts = (self.window(node, prompt, layer) for node in windows for layer in layers)
+            counts = (self._asking(x.count, prompt, layer) for x in windows for layer in layers)
             # The prompt's last queries are among those that the first decode steps read.
             later = min(prompt, max(0, self.step_queries(prompt) - 1))
             return max(later, max(counts, default=0))
@@ -143,13 +143,13 @@ class Bound:
 
     def step_queries(self, prompt: int) -> int:
         """How many of a layer's last queries a decode step reads, its own included."""
-        windows = [node for node in self.decode_nodes() if node.op in _ATTENTION]
-        most = max((self._recent(node, prompt) for node in windows if node.args), default=0)
-        return max(most, int(any(not node.args for node in windows)))
+        windows = _windows(self.decode_nodes())
+        most = max((self._recent(x.count, prompt) for x in windows if x.count), default=0)
+        return max(most, int(any(x.count is None for x in windows)))
 
-    def _recent(self, node: Node, prompt: int) -> int:
+    def _recent(self, count: Node, prompt: int) -> int:
         layers = range(self.shape.layers)
-        return max(whole(self.number(node.args[0], prompt, layer), _MOST) for layer in layers)
+        return max(whole(self.number(count, prompt, layer), _MOST) for layer in layers)
 
     def window(self, node: Node, prompt: int, layer: int, length: int | None = None) -> int:
         """Number of last queries of one `attn`, `logits` or `distance` of the prefill at a layer.
@@ -160,10 +160,15 @@ class Bound:
             layer: from 0.
             length: tokens that reached this layer; the prompt's if left out.
         """
+        return self._asking(node.args[0] if node.args else None, prompt, layer, length)
+
+    def _asking(
+        self, count: Node | None, prompt: int, layer: int, length: int | None = None
+    ) -> int:
         most = prompt if length is None else length
-        if not node.args or self.static.needs(node.args[0]) is None:
+        if count is None or self.static.needs(count) is None:
             return most
-        return whole(self.number(node.args[0], prompt, layer), most)
+        return whole(self.number(count, prompt, layer), most)
 
     def leaves_at(self, generated: int, prompt: int) -> bool:
         """Whether entries may leave at a decode step (from 1) after a prompt of N tokens."""
@@ -246,6 +251,11 @@ class Bound:
         return hashlib.sha256((print_program(self.program) + values).encode()).hexdigest()
 
 
+def _windows(nodes: Iterator[Node]) -> list[Extent]:
+    """The windows that nodes read, or are as long as."""
+    return list(dict.fromkeys(node.type.window for node in nodes if node.type.window))
+
+
 def bind(
     program: Program,
     shape: ModelShape,
@@ -320,8 +330,12 @@ def _needed(folded: Sections) -> Sections:
     propagate = folded.propagate
     if propagate is not None:
         propagate = None if _never(propagate) else _without_restart(propagate)
+    read = nodes_of([] if decode is None else _decode_roots(decode))
+    names = {node.value for node in read if node.op == "decided"}
+    decided = {name: node for name, node in prefill.decided.items() if name in names}
+    prefill = replace(prefill, decided=decided)
     roots = [prefill.keep, prefill.budget, prefill.score, *merge_roots(prefill.merge)]
-    roots += propagate_roots(propagate)
+    roots += [*propagate_roots(propagate), *decided.values()]
     later = () if decode is None else (x.name for x in decode.states.values() if x.inherited)
     prefill = _with_states(prefill, roots, set(later))
     return Sections(prefill, decode, propagate, folded.share)

@@ -13,12 +13,12 @@ Intervals say which values are not negative and bound the rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvpolicy.dsl.counts import Number, whole
-from kvpolicy.dsl.intervals import Intervals
+from kvpolicy.dsl.intervals import Intervals, product
 from kvpolicy.dsl.ir import Node
 from kvpolicy.dsl.lengths import lengths
 
@@ -100,7 +100,7 @@ class Bounds:
         }
         return cases.get(node.op, self._everything)(node)
 
-    def _bounded(self, head: list[Number], layer: list[Number], total: Number) -> Size:
+    def _bounded(self, head: Sequence[Number], layer: Sequence[Number], total: Number) -> Size:
         """A size from three bounds, each tightened by the others."""
         heads = [whole(h, high) for h, (_, high) in zip(head, self._lengths, strict=True)]
         layers = [whole(n, self._kv * h) for n, h in zip(layer, heads, strict=True)]
@@ -132,16 +132,22 @@ class Bounds:
             chosen = [a if self._numbers.value(node.args[1], i) else b for i in range(self._layers)]
             head = [size.head[i] for i, size in enumerate(chosen)]
             layer = [size.layer[i] for i, size in enumerate(chosen)]
-            same = all(size is chosen[0] for size in chosen)
-            return self._bounded(head, layer, chosen[0].total if same else math.inf)
+            parts = [
+                (
+                    branch.total,
+                    sum(n for n, size in zip(layer, chosen, strict=True) if size is branch),
+                )
+                for branch in (a, b)
+            ]
+            return self._bounded(head, layer, sum(map(min, parts)))
         head = [max(x, y) for x, y in zip(a.head, b.head, strict=True)]
         layer = [max(x, y) for x, y in zip(a.layer, b.layer, strict=True)]
-        return self._bounded(head, layer, math.inf)
+        return self._bounded(head, layer, a.total + b.total)
 
     def _top(self, node: Node) -> Size:
         counts = [max(0, self._numbers.of(node.args[1], i)[1]) for i in range(self._layers)]
         if "token" not in node.axes:
-            return self._everything(node)
+            return self._winners(node, counts)
         if "layer" in node.axes:
             per_head = 1 if "kv" in node.axes else self._kv
             return self._bounded(counts, [math.inf] * self._layers, per_head * max(counts))
@@ -150,6 +156,16 @@ class Bounds:
         number = node.args[1]
         total = self._total(number) if self._positive(number) else math.inf
         return self._bounded(counts, [self._kv * n for n in counts], total)
+
+    def _winners(self, node: Node, counts: Sequence[Number]) -> Size:
+        """Of every token, the heads or layers that win it."""
+        tokens = [high for _, high in self._lengths]
+        heads = 1 if "kv" in node.axes else self._kv
+        per_layer = [heads * product(n, each) for n, each in zip(counts, tokens, strict=True)]
+        total = sum(per_layer)
+        if "layer" in node.axes:
+            total = heads * product(max(counts), max(tokens))
+        return self._bounded(tokens, per_layer, total)
 
     def _fill(self, node: Node) -> Size:
         taken, budget = self.size(node.args[1]), node.args[2].args[0]
@@ -164,9 +180,12 @@ class Bounds:
             sums = [taken.layer[i] + (sums[i] if low[i] >= 0 else math.inf) for i in layers]
             total = taken.total + (total if min(low) >= 0 else math.inf)
         most = [max(taken.head[i], high[i]) for i in layers]
+        if "layer" in node.axes:
+            # One layer may win what all have room for.
+            total = min(total, sum(sums))
+            return self._bounded([math.inf] * self._layers, [total] * self._layers, total)
         sums = [min(sums[i], self._kv * most[i]) for i in layers]
-        shared = "kv" in node.axes or "layer" in node.axes
-        return self._bounded([math.inf] * self._layers if shared else most, sums, total)
+        return self._bounded([math.inf] * self._layers if "kv" in node.axes else most, sums, total)
 
     # Sums of numbers over KV heads and layers.
 
@@ -240,9 +259,10 @@ class Bounds:
         if node.op != "count" or node.args[0].op != "top":
             return math.inf
         top = node.args[0]
-        if "kv" not in top.axes or "kv" in node.axes or len(top.args) != 2:
+        if "kv" not in top.axes or "kv" in node.axes:
             return math.inf
-        return max(0, self._numbers.of(top.args[1], layer)[1])
+        number = max(0, self._numbers.of(top.args[1], layer)[1])
+        return product(number, self._numbers.contests(node, layer))
 
     def _shares(self, node: Node) -> Number:
         """Sums over layers and KV heads that the operation itself fixes."""
@@ -253,14 +273,18 @@ class Bounds:
             summed = "kv" in node.args[1].axes
             return 1 if summed and repeated == 1 else self._kv
         if node.op == "count" and node.args[0].op == "top":
-            top = node.args[0]
-            if "layer" in top.axes and "kv" in top.axes and len(top.args) == 2:
-                return repeated * max(0, self._numbers.of(top.args[1], 0)[1])
-            if (
-                self._positive(top.args[-1])
-                and "kv" in top.axes
-                and "kv" not in node.axes
-                and len(top.args) == 2
-            ):
-                return self._total(top.args[1]) / self._kv
+            return self._all_wins(node)
+        return math.inf
+
+    def _all_wins(self, node: Node) -> Number:
+        """A count of winners, summed over layers and KV heads."""
+        top, layers = node.args[0], range(self._layers)
+        number, contests = top.args[1], max(self._numbers.contests(node, i) for i in layers)
+        heads_compete = "kv" in top.axes and "kv" not in node.axes
+        if "layer" in top.axes and "layer" not in node.axes:
+            # What wins by a smaller number wins by the largest.
+            most = max(0, *(self._numbers.of(number, i)[1] for i in layers))
+            return product(most, contests) * (1 if heads_compete else self._kv)
+        if heads_compete and self._positive(number):
+            return product(self._total(number) / self._kv, contests)
         return math.inf

@@ -14,6 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from kvpolicy.dsl import check_rules
+from kvpolicy.dsl.check_arguments import is_of_model
 from kvpolicy.dsl.check_expr import Context, Typer
 from kvpolicy.dsl.check_params import declared_data, declared_params
 from kvpolicy.dsl.diagnostics import Diagnostic, PolicyError, in_order
@@ -113,8 +114,8 @@ class _FileChecker:
             return None
         program = Program(
             file.get("policy") or "", (file.get("about") or "").strip(),
-            (file.get("source") or "").strip(), params, (*requires, *self.width_conditions()),
-            data, replace(prefill, lets=scope.lets("prefill")),
+            (file.get("source") or "").strip(), params, (*requires, *self.conditions()),
+            data, replace(prefill, lets=scope.lets("prefill"), decided=self.decided()),
             replace(decode, lets=scope.lets("decode")) if decode else None,
             propagate, share, read, positions, scope.source,
         )  # fmt: skip
@@ -150,8 +151,16 @@ class _FileChecker:
                 context = Context(phase, inside)
                 self.scope.node(definition, context, definition.item.span)
 
-    def width_conditions(self) -> tuple[Node, ...]:
-        """Conditions `width is odd` for widths that are neither literals nor parameters."""
+    def decided(self) -> dict[str, Node]:
+        """The lets of the prefill whose values decode reads."""
+        return {name: node for name, node in self.scope.decided.items() if node is not None}
+
+    def conditions(self) -> tuple[Node, ...]:
+        """What must hold for numbers that are neither literals nor parameters.
+
+        Pooling widths are odd; windows and `past` have one query or layer, as far as it is known
+        when the policy is loaded.
+        """
         graph = self.scope.graph
         one, two = (graph.make("number", value=Fraction(n)) for n in (1, 2))
         nodes = []
@@ -160,6 +169,10 @@ class _FileChecker:
                 rest = graph.make("modulo", (node, two))
                 odd = graph.make("equal", (rest, one), kind="truth", span=span)
                 nodes.append(graph.relabel(odd, origin="width"))
+        for node, span, _ in self.scope.counts:
+            if node.op not in ("number", "param") and is_of_model(node):
+                some = graph.make("greater_equal", (node, one), kind="truth", span=span)
+                nodes.append(graph.relabel(some, origin="count"))
         return tuple(dict.fromkeys(nodes))
 
     def test_defaults(self, program: Program) -> None:
@@ -181,8 +194,12 @@ class _FileChecker:
                 if node.op == "number":
                     message = f"a pooling width is odd; {value} is not"
                 scope.error("range", message, span)
+        for node, span, message in scope.counts:
+            value = _static(node, env)
+            if node.op != "param" and value is not None and value < 1:
+                scope.error("range", message, span)
         for node in program.requires:
-            if node.origin != "width" and _static(node, env) is False and node.span:
+            if node.origin is None and _static(node, env) is False and node.span:
                 message = f"`{scope.shown(node.span)}` does not hold for the defaults"
                 scope.error("range", message, node.span)
         scope.diagnostics.extend(does_not_fit(program, scope.source, env))

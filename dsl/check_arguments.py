@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from kvpolicy.dsl.check_expr import Context, Typer, unit_words
 from kvpolicy.dsl.diagnostics import did_you_mean, listed
+from kvpolicy.dsl.exact import Value
 from kvpolicy.dsl.ir import AXES, Node, When
+from kvpolicy.dsl.ranges import shown
 from kvpolicy.dsl.signatures import HEAD, Function, Parameter
 from kvpolicy.dsl.syntax import Argument, Axis, Call, Expr
 
@@ -138,6 +140,8 @@ def _fits(typer: Typer, function: Function, parameter: Parameter, expr: Expr, no
         return False
     if parameter.unit == "tokens" and function.name in ("recent", "sinks", "top"):
         typer.scope.suggest_range(expr, whole=True, minimum=0)
+        what = f"the count of `{function.name}`"
+        return is_no_share(typer, typer.graph.literal(node), expr, what)
     if parameter.kind == "width":
         typer.scope.suggest_range(expr, whole=True, odd=True, minimum=1)
         return _is_constant(typer, node, expr, f"the width of `{function.name}`")
@@ -157,6 +161,16 @@ def is_token_count(typer: Typer, node: Node, expr: Expr, what: str) -> bool:
     return False
 
 
+def is_no_share(typer: Typer, value: Value | None, expr: Expr, what: str) -> bool:
+    """Whether a number of entries is not a literal between 0 and 1; otherwise reports."""
+    if value is None or not 0 < value < 1:
+        return True
+    message = f"{what} is {shown(value)} of an entry, which is none"
+    help = f"a share of the prompt is written `{typer.shown(expr)} * prompt`"
+    typer.error("range", message, expr.span, help)
+    return False
+
+
 def is_static(typer: Typer, node: Node, expr: Expr, what: str, code: str = "phase") -> bool:
     """Whether a node is one number known before the prefill; otherwise reports."""
     if not node.type.axes and node.when <= When.PROMPT and not node.type.absent:
@@ -166,10 +180,44 @@ def is_static(typer: Typer, node: Node, expr: Expr, what: str, code: str = "phas
     return False
 
 
+def _names_layer(node: Node) -> bool:
+    return any(each.op == "size" and each.value == "layer" for each in node.walk())
+
+
+def is_alike(typer: Typer, node: Node, expr: Expr, what: str) -> bool:
+    """Whether a number known before the prefill is that of all layers; otherwise reports."""
+    if not _names_layer(node):
+        return True
+    message = f"{what} must be the same at every layer; `{typer.shown(expr)}` is not"
+    typer.error("phase", message, expr.span)
+    return False
+
+
+def has_queries_in_common(typer: Typer, node: Node, call: Call) -> bool:
+    """Whether a value looked at across layers has the same queries in all; otherwise reports."""
+    window = node.type.window
+    if window is None:
+        return True
+    reason = None
+    if window.count is not None and _names_layer(window.count):
+        reason = f"`{window.text}` is of another size at each layer"
+    elif typer.scope.propagates:
+        reason = "where tokens are propagated, not every query reaches every layer"
+    if reason is None:
+        return True
+    message = f"`{typer.shown(call)}` looks at `query` across layers, but {reason}"
+    typer.error("axis", message, call.span, "reduce `query` first")
+    return False
+
+
+def is_of_model(node: Node) -> bool:
+    """Whether a number follows from parameters and model sizes, for all layers alike."""
+    return node.when == When.LOAD and not _names_layer(node)
+
+
 def _is_constant(typer: Typer, node: Node, expr: Expr, what: str) -> bool:
     """Whether a node is one number for the whole model, known at load; otherwise reports."""
-    layer = any(n.op == "size" and n.value == "layer" for n in node.walk())
-    if not layer and node.when == When.LOAD and node.type.exact:
+    if is_of_model(node) and node.type.exact:
         return True
     message = f"{what} must follow from parameters alone; `{typer.shown(expr)}` does not"
     typer.error("phase", message, expr.span)

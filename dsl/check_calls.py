@@ -12,6 +12,8 @@ from kvpolicy.dsl.check_arguments import (
     argument_nodes,
     bind_arguments,
     has_axes,
+    has_queries_in_common,
+    is_alike,
     is_static,
     is_token_count,
     reduced_at_once,
@@ -22,7 +24,7 @@ from kvpolicy.dsl.diagnostics import did_you_mean
 from kvpolicy.dsl.expression import parse_expression
 from kvpolicy.dsl.functions import FUNCTIONS
 from kvpolicy.dsl.graph import in_order
-from kvpolicy.dsl.ir import Node
+from kvpolicy.dsl.ir import Extent, Node
 from kvpolicy.dsl.signatures import Function
 from kvpolicy.dsl.syntax import Axis, Call, Expr, Name
 
@@ -110,6 +112,8 @@ def _reduction(site: Site) -> Node | None:
         return None
     if not has_axes(typer, axes, x, exprs["x"], call, f"{_VERBS[function.name]} over"):
         return None
+    if "layer" in axes and not has_queries_in_common(typer, x, call):
+        return None
     unit = x.type.unit if function.unit == "first" else None
     if function.unit == "count":
         counted = {"layer": "layers", "token": "tokens", "query": "tokens", "dropped": "tokens"}
@@ -153,6 +157,10 @@ def _top(site: Site) -> Node | None:
             typer.error("axis", message, exprs["n"].span)
             return None
         args = (x, n)
+    if not typer.one_extent(args, call):
+        return None
+    if "layer" in axes and not has_queries_in_common(typer, x, call):
+        return None
     return typer.graph.make(
         "top", args, kind="truth", over=axes, absent=False, span=typer.span(call)
     )
@@ -161,6 +169,8 @@ def _top(site: Site) -> Node | None:
 def _rank(site: Site) -> Node | None:
     typer, call, axes, exprs, nodes = site.typer, site.call, site.axes, site.exprs, site.nodes
     if not has_axes(typer, axes, nodes["x"], exprs["x"], call, "rank along"):
+        return None
+    if "layer" in axes and not has_queries_in_common(typer, nodes["x"], call):
         return None
     return typer.graph.make("rank", (nodes["x"],), over=axes, span=typer.span(call))
 
@@ -205,6 +215,8 @@ def _attention(site: Site) -> Node | None:
         if not is_static(typer, count, bound["n"], "the number of queries", "query-set"):
             return None
         typer.scope.suggest_range(bound["n"], whole=True, minimum=1)
+        message = f"`{typer.shown(written)}` has no queries; at least one is needed"
+        typer.scope.at_least_one(count, typer.span(written), message)
         args = (count,)
     else:
         message = f"`{call.name}` takes `recent(n)`, `all` or `new`, not `{typer.shown(written)}`"
@@ -225,9 +237,13 @@ def _attention_node(
         typer.error("phase", message, call.span, "use `new` or a state")
         return None
     axes = ("query", "token") if call.name == "distance" else ("kv", "group", "query", "token")
+    # In the prefill all tokens are new.
+    kind = "all" if value == "new" and phase == "prefill" else value
+    meaning = typer.graph.meaning(args[0]) if args else None
+    window = Extent(kind, meaning, typer.shown(written), *args)
     node = typer.graph.make(
         call.name, args, axes=axes, unit="tokens" if call.name == "distance" else None,
-        absent=True, value=value, when=typer.context.base, span=typer.span(call),
+        absent=True, value=value, when=typer.context.base, span=typer.span(call), extent=window,
     )  # fmt: skip
     if phase == "prefill" and value != "recent":
         typer.scope.whole_maps.add(id(node))
@@ -256,10 +272,17 @@ def _past(site: Site) -> Node | None:
         return None
     if not _in_layers(site, "n", "`past` takes a number of layers"):
         return None
+    if not is_alike(typer, n, exprs["n"], "the number of layers"):
+        return None
+    if not has_queries_in_common(typer, x, call):
+        return None
     typer.scope.suggest_range(exprs["n"], whole=True, minimum=1)
+    message = f"`past` over `{typer.shown(exprs['n'])}` layers has none; at least one is needed"
+    typer.scope.at_least_one(n, typer.span(exprs["n"]), message)
+    reach = Extent("past", typer.graph.meaning(n), typer.shown(exprs["n"]), n)
     return typer.graph.make(
         "past", (x, n), kind=x.type.kind, axes=("past", *x.type.axes), unit=x.type.unit,
-        absent=True, span=typer.span(call),
+        absent=True, span=typer.span(call), extent=reach,
     )  # fmt: skip
 
 
@@ -271,6 +294,8 @@ def _at(site: Site) -> Node | None:
         typer.error("axis", message, exprs["layer"].span)
         return None
     if not _in_layers(site, "layer", "`at` takes a layer"):
+        return None
+    if not has_queries_in_common(typer, x, call):
         return None
     return typer.graph.make(
         "at", (layer, x), kind=x.type.kind, axes=x.type.axes, unit=x.type.unit, absent=True,
@@ -291,8 +316,10 @@ def _across(site: Site) -> Node | None:
         if node.type.absent:
             typer.scope.absent(node, exprs[name], f"`{name}` of `{call.name}`", typer)
             return None
-    if function.rule == "cluster" and not is_static(typer, nodes["k"], exprs["k"], "`k`"):
-        return None
+    if function.rule == "cluster":
+        k, written = nodes["k"], exprs["k"]
+        if not is_static(typer, k, written, "`k`") or not is_alike(typer, k, written, "`k`"):
+            return None
     order = [nodes[p.name] for p in function.parameters if p.name in nodes]
     unit = "tokens" if function.rule == "split" else None
     return typer.graph.make(

@@ -6,12 +6,12 @@ uses the value stays silent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvpolicy.dsl.graph import TooLarge, union
-from kvpolicy.dsl.ir import Node, When
+from kvpolicy.dsl.graph import TooLarge, extents, union
+from kvpolicy.dsl.ir import Extent, Node, When
 from kvpolicy.dsl.names import BUILTINS
 from kvpolicy.dsl.signatures import Builtin
 from kvpolicy.dsl.source import Span
@@ -113,7 +113,17 @@ class Typer:
             raise TooLarge
         node = self._expr(expr)
         self.scope.level -= 1
-        return node
+        return node if node is None or self._held_briefly(node, expr) else None
+
+    def _held_briefly(self, node: Node, expr: Expr) -> bool:
+        """Whether attention of all queries need not be held for other layers; otherwise reports."""
+        if node.when < When.END or self.context.phase != "prefill":
+            return True
+        if not is_whole_map(node, self.scope.whole_maps):
+            return True
+        message = f"`{self.shown(expr)}` would hold N x N values until the last layer is done"
+        self.error("whole-map", message, expr.span, "reduce `query` or `token` before `[layer]`")
+        return False
 
     def _expr(self, expr: Expr) -> Node | None:
         if isinstance(expr, Number):
@@ -240,6 +250,8 @@ class Typer:
 
     def combine(self, op: str, expr: Expr, written: tuple[Expr, ...], nodes: list) -> Node | None:
         """An elementwise operation on nodes of the right kind."""
+        if not self.one_extent(nodes, expr):
+            return None
         if op in LOGIC or op in COMPARISONS:
             if op in COMPARISONS and not self.same_units(written, nodes, "compared"):
                 return None
@@ -250,11 +262,38 @@ class Typer:
             written, nodes, _PHRASE[op]
         ):
             return None
+        if op in ("divide", "floor_divide", "modulo") and self.graph.literal(nodes[1]) == 0:
+            result = "0" if op == "modulo" else "infinite, or 0 where 0 is divided"
+            message = f"a division by 0: `{self.shown(expr)}` is {result}"
+            self.scope.warn("zero", message, self.span(expr))
         exact = None
         if op == "power":
             exact = nodes[1].op == "number" and nodes[1].value.denominator == 1
         unit = result_unit(op, [node.type.unit for node in nodes])
         return self.graph.make(op, tuple(nodes), unit=unit, exact=exact, span=self.span(expr))
+
+    def one_extent(self, nodes: Iterable[Node], expr: Expr) -> bool:
+        """Whether queries, and past layers, are the same ones in all nodes; otherwise reports."""
+        for axis in ("query", "past"):
+            found = extents(nodes, axis)
+            if len(found) < 2:
+                continue
+            first, second = found[:2]
+            if axis == "query":
+                message = (
+                    f"the queries of `{first.text}` and those of `{second.text}` are two axes; "
+                    "they cannot be combined"
+                )
+                help = "reduce `query` of each first, as in `mean[query](...)`, or take one window"
+            else:
+                message = (
+                    f"`past` over {_layers_of(first)} and over {_layers_of(second)} are two axes; "
+                    "they cannot be combined"
+                )
+                help = "reduce `past` of each first, or look back equally far"
+            self.error("axis", message, expr.span, help)
+            return False
+        return True
 
     def same_units(self, written: tuple[Expr, ...], nodes: list[Node], phrase: str) -> bool:
         """Whether two values have one unit, or one of them none; otherwise reports."""
@@ -292,6 +331,8 @@ class Typer:
         if expr.other is None:
             if value is None or condition is None:
                 return None
+            if not self.one_extent((value, condition), expr):
+                return None
             return self.masked(value, condition, expr)
         return self.chosen(expr, value, condition, self.expr(expr.other))
 
@@ -316,6 +357,8 @@ class Typer:
             )
             self.error("type", message, expr.span, "both branches of `where` are of one kind")
             return None
+        if not self.one_extent((value, condition, other), expr):
+            return None
         branches = (expr.value, expr.other)
         if not self.same_units(branches, [value, other], _PHRASE["choose"]):
             return None
@@ -331,6 +374,8 @@ class Typer:
         if not all(good):
             return None
         nodes = tuple(term for term in terms if term is not None)
+        if not self.one_extent(nodes, expr):
+            return None
         return self.graph.make(
             "then", nodes, kind="truth", axes=union(nodes), absent=False, span=self.span(expr)
         )
@@ -354,6 +399,10 @@ class Typer:
 
 
 _AXIS_ORDER = ["past", "kv", "group", "query", "token", "dropped", "dim", "channel"]
+
+
+def _layers_of(extent: Extent) -> str:
+    return f"`{extent.text}` layer{'' if extent.text == '1' else 's'}"
 
 
 def result_unit(op: str, units: list[str | None]) -> str | None:

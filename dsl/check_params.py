@@ -50,8 +50,15 @@ def _param(scope: Scope, definition: Definition) -> Param | None:
     if node.op in ("number", "truth"):
         problem = range_problem(param, node.value)  # type: ignore[arg-type]
         if problem:
-            scope.error("range", problem, span)
+            scope.error("range", problem, span, _share(param, node.value))
     return param
+
+
+def _share(param: Param, value: object) -> str | None:
+    """What to do where a share stands for a number of tokens."""
+    if param.unit != "tokens" or not isinstance(value, Fraction) or not 0 < value < 1:
+        return None
+    return f"a share of the prompt is written `{param.name} * prompt` where it is used"
 
 
 def _default(scope: Scope, default: object, span: Span) -> Node | None:
@@ -62,7 +69,7 @@ def _default(scope: Scope, default: object, span: Span) -> Node | None:
     if isinstance(default, Fraction):
         return graph.make("number", value=default, span=span)
     if isinstance(default, Expr):
-        return Typer(scope, Context("static")).expr(default)
+        return Typer(scope, Context("static", "default")).expr(default)
     return None
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvpolicy.dsl.check_arguments import is_token_count
+from kvpolicy.dsl.check_arguments import is_no_share, is_token_count
 from kvpolicy.dsl.check_expr import Context, Typer
 from kvpolicy.dsl.check_selection import type_selection
 from kvpolicy.dsl.ir import Merge, Node, Propagate, Rules, Share, State, When
 from kvpolicy.dsl.parse import Block, Item
+from kvpolicy.dsl.ranges import shown
 from kvpolicy.dsl.scope import Definition, Scope
 from kvpolicy.dsl.syntax import Call, Expr, Name
 from kvpolicy.dsl.traverse import merge_roots, nodes_of
@@ -142,9 +143,21 @@ class RulesChecker:
         into = self._into(block)
         parts = {name: self._part(block, name, section) for name in _MERGE_PARTS}
         states = dict(self._states((section,)))
+        for name, node in parts.items():
+            if name != "divide":
+                self._knows_no_mass([node], block.items.get(name))
+        for name, state in states.items():
+            self._knows_no_mass([state.start, state.next], block.get("state").items[name])
         if into is None:
             return None
         return Merge(into, **parts, apply=_applied(block), states=states)
+
+    def _knows_no_mass(self, nodes: list[Node | None], item: Item | None) -> None:
+        """Reports what is known only when it is known what is merged."""
+        for node in nodes_of(nodes):
+            if node.op == "special" and item is not None:
+                message = f"`{node.value}` is known only in `merge.divide`"
+                self.scope.error("merge", message, item.span, "it follows from the other parts")
 
     def _into(self, block: Block) -> Node | None:
         item = block.items.get("into")
@@ -235,9 +248,23 @@ def check_count(typer: Typer, node: Node, item: Item, name: str) -> Node | None:
         typer.error("unit", message, item.value.span, help)
         return None
     is_token_count(typer, node, item.value, name)
+    if not _is_some(typer, node, item):
+        return None
     if not check_axes(typer, node, item, ("kv",)):
         return None
     return check_present(typer, node, item, f"`{item.path}`")
+
+
+def _is_some(typer: Typer, node: Node, item: Item) -> bool:
+    """Whether a budget is not a share below one entry; warns where it is none at all."""
+    value = typer.graph.literal(node)
+    if value is None:
+        return True
+    if value <= 0:
+        message = f"`{item.path}` is {shown(value)}: `top` without a count takes nothing"
+        typer.scope.warn("zero", message, item.value.span)
+        return True
+    return is_no_share(typer, value, item.value, f"`{item.path}`")
 
 
 def check_set(

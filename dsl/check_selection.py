@@ -24,7 +24,8 @@ def type_selection(typer: Typer, expr: Expr, section: str, has_budget: bool) -> 
 
 def _term(typer: Typer, expr: Expr, section: str, has_budget: bool) -> Node | None:
     if not _fills(expr):
-        return typer.expr(expr)
+        node = typer.expr(expr)
+        return node if node is None or _is_of_entries(typer, node, expr) else None
     assert isinstance(expr, Call)
     if not has_budget:
         budget = section.replace("tokens", "budget") if "." in section else "budget"
@@ -34,11 +35,24 @@ def _term(typer: Typer, expr: Expr, section: str, has_budget: bool) -> Node | No
         typer.error("no-budget", message, expr.span, help)
         return None
     node = type_call(typer, expr, fills=True)
-    if node is not None and "token" not in node.axes:
+    if node is None or not _is_of_entries(typer, node, expr):
+        return None
+    if "token" not in node.axes:
         message = f"`{typer.shown(expr)}` fills the budget, so tokens must compete"
         typer.error("competition", message, expr.span, "add the axis `token`, or write a count")
         return None
     return node
+
+
+def _is_of_entries(typer: Typer, node: Node, expr: Expr) -> bool:
+    """Whether entries, heads or layers compete in a `top` that selects; otherwise reports."""
+    other = [axis for axis in node.axes if axis not in ("layer", "kv", "token")]
+    if not isinstance(expr, Call) or expr.name != "top" or not other:
+        return True
+    message = f"`{typer.shown(expr)}` chooses along `{other[0]}`, not among entries"
+    help = f"reduce `{other[0]}` first; `top(x, n)` then chooses tokens of a head"
+    typer.error("competition", message, expr.span, help)
+    return False
 
 
 def _fills(expr: Expr) -> bool:

@@ -82,6 +82,12 @@ class States:
                 self.scope.error("axis", message, definition.item.key)
                 return None
             type_ = update.type
+        for axis, what in (("query", "queries"), ("dropped", "dropped entries")):
+            if axis in type_.axes:
+                message = f"the state `{definition.name}` has the axis `{axis}`"
+                help = f"the next step has other {what}: reduce `{axis}`"
+                self.scope.error("axis", message, definition.item.key, help)
+                return None
         self._note_unserved([first, update])
         for node, expr in ((first, start), (update, next_)):
             if node is not None and node.type.absent:

@@ -169,7 +169,7 @@ def _peak(nodes: list[Node], sizes: Sizes, bound: Bound, block_bytes: int) -> in
     maps = [sizes.of(node) * _VALUE for node in nodes if "query" in node.type.axes]
     blocks = 1
     if maps:
-        blocks = min(bound.shape.kv_heads, math.ceil(max(maps) / block_bytes))
+        blocks = max(1, min(bound.shape.kv_heads, math.ceil(max(maps) / block_bytes)))
     keys = sizes.axes["kv"] * sizes.axes["token"] * sizes.axes["dim"] * _VALUE
     alive: dict[int, int] = {}
     peak = 0

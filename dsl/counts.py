@@ -59,6 +59,11 @@ def split(
     return divide(whole(total, _LARGE), weights, caps)
 
 
+def seed(x: Number) -> int:
+    """The whole number by which a number seeds `uniform`; an infinity is 0."""
+    return math.floor(snap(x)) if math.isfinite(x) else 0
+
+
 def hashed(seed: int, layer: int, kv, token, generated: int = 0):
     """Uniform whole numbers from 0 to 2^32 - 1 from a counter, the same in every execution.
 

@@ -85,6 +85,11 @@ def explanation(checked: Checked, bound: Bound, config: ModelConfig, length: int
     yield f"  prompt  {length:,} tokens"
     for sentence in checked.unserved:
         yield f"  note    {sentence}; what follows is the end of the prefill alone"
+    for warning in checked.diagnostics:
+        line = (
+            "" if warning.span is None else f"line {checked.source.place(warning.span.start)[0]}: "
+        )
+        yield f"  warning {line}{warning.message}"
     if bound.params:
         yield from ("", "Parameters")
         yield from _parameters(bound)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -49,7 +50,25 @@ _FOREIGN = {
     "}": "use `(` and `)`",
     "\t": "use spaces",
     "#": "a YAML comment needs a space before `#`",
+    "\N{MULTIPLICATION SIGN}": "multiplication is written `*`",
+    "\N{MIDDLE DOT}": "multiplication is written `*`",
+    "\N{DOT OPERATOR}": "multiplication is written `*`",
+    "\N{DIVISION SIGN}": "division is written `/`",
+    "\N{MINUS SIGN}": "the minus sign is `-`",
+    "\N{LESS-THAN OR EQUAL TO}": "write `<=`",
+    "\N{GREATER-THAN OR EQUAL TO}": "write `>=`",
+    "\N{NOT EQUAL TO}": "write `!=`",
+    "\N{LOGICAL AND}": "write `and`",
+    "\N{LOGICAL OR}": "write `or`",
+    "\N{NOT SIGN}": "write `not`",
+    "\N{SUPERSCRIPT TWO}": "write `x ^ 2`",
+    "\N{SQUARE ROOT}": "write `sqrt(x)`",
+    "\N{HORIZONTAL ELLIPSIS}": "write all of it",
 }
+# The same for whole kinds of characters, by their Unicode category.
+_SPACE = "it looks like a space, or like nothing: type a plain space"
+_QUOTE = "a value is put into plain quotes, `'` or `\"`, or into none"
+_KINDS = {"Pd": "the minus sign is `-`", "Zs": _SPACE, "Cf": _SPACE, "Pi": _QUOTE, "Pf": _QUOTE}
 
 
 class ExpressionError(Exception):
@@ -102,7 +121,9 @@ def _foreign(text: str, at: int) -> ExpressionError:
     elif character == "_":
         help = "names start with a letter"
     else:
-        help = _FOREIGN.get(character)
+        help = _FOREIGN.get(character) or _KINDS.get(unicodedata.category(character))
+        if unicodedata.east_asian_width(character) == "F":
+            help = f"write `{unicodedata.normalize('NFKC', character)}`, without full width"
     shown = character if character.isprintable() else f"U+{ord(character):04X}"
     return ExpressionError("syntax", f"`{shown}` is not part of an expression", at, at + 1, help)
 
@@ -254,6 +275,11 @@ def unexpected(tokens: list[Token], at: int, expected: set[str]) -> ExpressionEr
             message += f", not `{token.text}`"
         if token.kind == "STAR" and tokens[at - 1].kind == "STAR":
             help = "the power operator is `^`"
+        elif at > 1 and tokens[at - 1].text == "%" and tokens[at - 2].kind == "NUMBER":
+            share = float(_number(tokens[at - 2]) / 100)
+            message = f"`{tokens[at - 2].text}%` is no number; `%` is the rest of a division"
+            start, end = tokens[at - 2].start, tokens[at - 1].end
+            help = f"a share is a number such as `{share:g}`, of the prompt `{share:g} * prompt`"
     elif expected <= {"NAME"}:
         message = f"expected the name of an axis {before}"
     elif "RSQB" in expected and not at_end:

@@ -36,7 +36,7 @@ def does_not_fit(
         if budget is None or keep is None:
             continue
         for branch in _branches(keep):
-            problem = _problem(budget, _sized(branch), source, env)
+            problem = _problem(budget, branch, source, env)
             if problem is not None:
                 found.append(problem)
     return found
@@ -66,29 +66,51 @@ def _sized(selection: Node) -> list[tuple[Node, Node]]:
 
 
 def _problem(
-    budget: Node, sized: list[tuple[Node, Node]], source: Source | None, env: Mapping[str, Value]
+    budget: Node, selection: Node, source: Source | None, env: Mapping[str, Value]
 ) -> Diagnostic | None:
-    spans = [term.span for term, _ in sized if term.span]
-    if not spans:
+    sized = _sized(selection)
+    if not sized:
         return None
     for layer_env in _layers(env):
         try:
             most = _count(evaluate(budget, layer_env))
             inner = {**layer_env, "budget": most}
-            taken = sum(_count(evaluate(count, inner)) for _, count in sized)
+            taken = _taken(sized, selection, inner)
         except NotStatic:
             continue
         if taken > most:
-            span = Span(spans[0].start, spans[-1].end) if source else None
+            span = _place([term for term, _ in sized], selection) if source else None
             shown = "keep"
             if source and span:
                 shown = " ".join(source.text[span.start : span.end].split())
-            verb = "take" if source and len(spans) > 1 else "takes"
+            verb = "take" if source and len(sized) > 1 else "takes"
             message = f"`{shown}` {verb} {taken} entries, but the budget is {most}"
             if "layer" in layer_env and _uses_layer(budget, sized):
                 message += f" at layer {layer_env['layer']}"
             return Diagnostic("does-not-fit", message, span, "raise the budget, or keep less")
     return None
+
+
+def _taken(
+    sized: list[tuple[Node, Node]], selection: Node, env: Mapping[str, Value]
+) -> Fraction | float:
+    """How many entries a head takes at least, of many: a named term may take what was taken."""
+    first = selection.args[0] if selection.op == "then" else selection
+    taken: Fraction | float = Fraction(0)
+    for term, count in sized:
+        number = _count(evaluate(count, env))
+        named = term.name is not None and term is not first
+        taken = max(taken, number) if named else taken + number
+    return taken
+
+
+def _place(terms: list[Node], selection: Node) -> Span | None:
+    """Where the terms stand; the whole selection if it names one that a `let` defines."""
+    spans = [term.span for term in terms if term.span]
+    whole = selection.span
+    if whole is None or all(whole.start <= x.start and x.end <= whole.end for x in spans):
+        return Span(spans[0].start, spans[-1].end) if spans else whole
+    return whole
 
 
 def _uses_layer(budget: Node, sized: list[tuple[Node, Node]]) -> bool:

@@ -23,6 +23,8 @@ from kvpolicy.dsl.ir import Node, Rules
 from kvpolicy.dsl.recording import check_layer_queries
 from kvpolicy.dsl.result import LayerValue, Result, Steps, reported
 
+_MOST = 2.0**62  # stands for infinity in reported budgets
+
 
 def interpret(
     bound: Bound,
@@ -214,7 +216,10 @@ class _Pass:
                     query_positions=here.query_positions[first:],
                 )
             )
-        cache = Cache(bound, layers, self.prompt, states, merge_states, budgets, self.tokens)
+        cache = Cache(
+            bound, layers, self.prompt, states, merge_states, budgets,
+            lambda name, layer: e.value(e.rules.decided[name], layer), self.tokens,
+        )  # fmt: skip
         for layer, kept in enumerate(self.kept):
             cache.leave(layer, kept)
         return cache
@@ -230,7 +235,7 @@ def _result(last: _Pass, chosen: np.ndarray, tokens: int) -> Result:
         kept.append(_on_prompt(last.kept[layer], where, tokens, False))
         if e.rules.budget is not None:
             budget = e.spread(whole_budget(e, layer), ("kv",), layer).data
-            budgets.append(np.minimum(budget, 2.0**62).astype(np.int64))
+            budgets.append(np.clip(budget, -_MOST, _MOST).astype(np.int64))
         if e.rules.score is not None:
             score = e.spread(e.value(e.rules.score, layer), ("kv", "token"), layer)
             score = np.where(score.present, score.data, np.nan)

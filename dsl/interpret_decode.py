@@ -11,7 +11,7 @@ import numpy as np
 from kvpolicy.dsl.arrays import Array
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.interpret_merge import merge
-from kvpolicy.dsl.interpret_values import Evaluator, Layer
+from kvpolicy.dsl.interpret_values import Decided, Evaluator, Layer
 from kvpolicy.dsl.result import StepResult, Steps, reported
 
 
@@ -26,6 +26,7 @@ class Cache:
         states: by name and layer; their axis `token` is the layer's entries.
         merge_states: by name and layer.
         budgets: per layer the prefill's numbers [G], or None.
+        decided: from a let's name and a layer to what the prefill decided.
         position: of the next token.
         generated: decode steps so far.
     """
@@ -36,6 +37,7 @@ class Cache:
     states: dict[tuple[str, int], Array]
     merge_states: dict[tuple[str, int], Array]
     budgets: list[np.ndarray] | None
+    decided: Decided
     position: int
     generated: int = 0
 
@@ -105,7 +107,10 @@ def _step(
     bound, rules = cache.bound, cache.bound.program.decode
     here = {layer: cache.layers[layer]}
     stored = {**cache.states, **cache.merge_states}
-    e = Evaluator(bound, rules, here, cache.prompt, cache.generated, stored, cache.budgets)
+    e = Evaluator(
+        bound, rules, here, cache.prompt, cache.generated, stored, cache.budgets,
+        decided=cache.decided,
+    )  # fmt: skip
     for name in bound.decode.states:
         cache.states[name, layer] = e.state(name, layer)
     for name in bound.decode.lets:

@@ -12,7 +12,7 @@ import numpy as np
 from kvpolicy.dsl import arrays, counts
 from kvpolicy.dsl.arrays import Array
 from kvpolicy.dsl.interpret_values import Evaluator
-from kvpolicy.dsl.ir import Merge, Node, Share
+from kvpolicy.dsl.ir import Merge, Node, Share, Type
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ class _MergeValues(Evaluator):
 
     def __init__(self, e: Evaluator, rules: Merge, layer: int, kept: np.ndarray) -> None:
         super().__init__(
-            e.bound, e.rules, e.layers, e.prompt, e.generated, e.stored, e.budgets, e.known
-        )
+            e.bound, e.rules, e.layers, e.prompt, e.generated, e.stored, e.budgets, e.known,
+            e.decided,
+        )  # fmt: skip
         self.states = {**e.states, **rules.states}
         self.merge, self.layer, self.kept = rules, layer, kept
         dropped = [np.flatnonzero(row) for row in e.layers[layer].there & ~kept]
@@ -96,6 +97,10 @@ class _MergeValues(Evaluator):
         data, present = (np.take_along_axis(each, index, token) for each in per_head)
         result = Array.of(["dropped" if axis == "token" else axis for axis in axes], data, present)
         return arrays.mask(result, Array.of(("kv", "dropped"), self.real))
+
+    def size(self, axis: str, type_: Type, layer: int) -> int:
+        """As of `Evaluator`, and how many entries the KV head drops that drops most."""
+        return self.real.shape[1] if axis == "dropped" else super().size(axis, type_, layer)
 
     def receivers(self) -> np.ndarray:
         """Bool [G, M, P]: which kept entries receive each dropped one."""

@@ -96,7 +96,8 @@ def whole_budget(e: Evaluator, layer: int) -> Array:
     if budget is None:
         return Array.of(("kv",), e.budgets[layer])
     if e.bound.static.needs(budget) is not None:
-        return Array.of((), float(math.floor(e.number(budget, layer))))
+        number = e.number(budget, layer)
+        return Array.of((), float(math.floor(number)) if math.isfinite(number) else number)
     value = e.value(budget, layer)
     return Array.of(value.axes, np.floor(arrays.snapped(value.data)))
 

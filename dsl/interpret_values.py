@@ -20,7 +20,9 @@ from kvpolicy.dsl.arrays import Array
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.diagnostics import refused
 from kvpolicy.dsl.interpret_select import SELECTIONS
-from kvpolicy.dsl.ir import Node, Rules, State
+from kvpolicy.dsl.ir import Node, Rules, State, Type
+
+Decided = Callable[[str, int], Array]
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Evaluator:
         stored: values of states before this step, by name and layer.
         budgets: per layer, the whole numbers [G] that the name `budget` means where the rules have
             no budget of their own.
+        decided: in decode, from a let's name and a layer to what the prefill decided.
         known: values that are known already; more are added.
     """
 
@@ -73,10 +76,11 @@ class Evaluator:
         stored: Mapping[tuple[str, int], Array] | None = None,
         budgets: list[np.ndarray] | None = None,
         known: dict[tuple, Array] | None = None,
+        decided: Decided | None = None,
     ) -> None:
         self.bound, self.rules, self.layers = bound, rules, layers
         self.prompt, self.generated = prompt, generated
-        self.stored, self.budgets = stored or {}, budgets
+        self.stored, self.budgets, self.decided = stored or {}, budgets, decided
         self.own_budget = rules.budget  # what an unsized `top` fills
         self.states: dict[str, State] = dict(rules.states)
         self.kv = bound.shape.kv_heads
@@ -135,8 +139,11 @@ class Evaluator:
         return float(self.value(node, layer).data)
 
     def candidates(self, layer: int) -> int:
-        """M, entries that some KV head holds."""
-        return len(self.layers[layer].positions)
+        """M, entries that some KV head holds; at a layer that is not there yet those of the prompt.
+
+        Only what needs no data is asked of such a layer.
+        """
+        return len(self.layers[layer].positions) if layer in self.layers else self.prompt
 
     def forget_maps(self, layer: int) -> None:
         """Drops the attention maps of a layer, which nothing across layers needs."""
@@ -144,9 +151,11 @@ class Evaluator:
             del self.known[key]
 
     def _held(self, x: Array, layer: int) -> Array:
-        there = self.layers[layer].there
-        if not self.layers[layer].ragged or not {"kv", "token"} <= set(x.axes):
+        if layer not in self.layers or not self.layers[layer].ragged:
             return x
+        if not {"kv", "token"} <= set(x.axes):
+            return x
+        there = self.layers[layer].there
         held = there.reshape([n if axis in ("kv", "token") else 1 for axis, n in _sizes(x)])
         return Array.of(x.axes, x.data, x.present & held)
 
@@ -184,6 +193,7 @@ class Evaluator:
         """A state before this step: what was stored; of what is new, its start, or 0."""
         state = self.states[name]
         start = Array.of((), 0.0) if state.start is None else self.value(state.start, layer)
+        start = self.broadcast(start, state.type, layer)
         old = self.stored.get((name, layer))
         if old is None:
             return start
@@ -260,6 +270,28 @@ class Evaluator:
             Array.of(axes, np.broadcast_to(data, shape), np.broadcast_to(present, shape)), layer
         )
 
+    def broadcast(self, x: Array, type_: Type, layer: int) -> Array:
+        """The array repeated along those axes of a type that it lacks."""
+        missing = [axis for axis in type_.axes if axis not in x.axes]
+        if not missing:
+            return x
+        axes = arrays.union(x, *(Array.of((axis,), [0.0]) for axis in missing))
+        sizes = {axis: self.size(axis, type_, layer) for axis in missing} | dict(_sizes(x))
+        shape = tuple(sizes[axis] for axis in axes)
+        data, present = (np.broadcast_to(each, shape) for each in x.to(axes))
+        return self._held(Array.of(axes, data, present), layer)
+
+    def size(self, axis: str, type_: Type, layer: int) -> int:
+        """How long an axis of a type is at a layer."""
+        extent = type_.extent(axis)
+        if extent is not None and axis == "query":
+            return self._asking(extent.kind, extent.count, layer)
+        if extent is not None and extent.count is not None:
+            return counts.whole(self.number(extent.count, layer), len(self.every_layer))
+        shape = self.bound.shape
+        tokens = self.candidates(layer)
+        return {"kv": self.kv, "group": shape.group, "token": tokens, "dim": shape.head_dim}[axis]
+
     # Leaves.
 
     def _per_token(self, data: np.ndarray, layer: int) -> Array:
@@ -290,11 +322,14 @@ class Evaluator:
 
     def _window(self, node: Node, layer: int) -> int:
         """How many last queries `attn`, `logits` or `distance` reads."""
+        return self._asking(str(node.value), node.args[0] if node.args else None, layer)
+
+    def _asking(self, kind: str, count: Node | None, layer: int) -> int:
         known = len(self.layers[layer].query_positions)
-        if node.value == "new" and self.generated:
+        if kind == "new" and self.generated:
             return 1
         most = known if self.generated else self.candidates(layer)
-        return counts.whole(self.number(node.args[0], layer), most) if node.args else most
+        return most if count is None else counts.whole(self.number(count, layer), most)
 
     def _distance(self, node: Node, layer: int) -> Array:
         here, window = self.layers[layer], self._window(node, layer)
@@ -330,10 +365,14 @@ class Evaluator:
         return Array.of(logits.axes, weights / np.where(total > 0, total, 1.0), logits.present)
 
     def _uniform(self, node: Node, layer: int) -> Array:
-        seed = math.floor(self.number(node.args[0], layer))
+        seed = counts.seed(self.number(node.args[0], layer))
         kv, token = np.arange(self.kv)[:, None], self.layers[layer].positions
         numbers = counts.hashed(seed, layer, kv, token, self.generated or 0)
         return Array.of(("kv", "token"), numbers / 2.0**32)
+
+    def _decided(self, node: Node, layer: int) -> Array:
+        assert self.decided is not None  # a leaf of the rules of decode
+        return self.decided(str(node.value), layer)
 
     # Elementwise with their own rules.
 
@@ -343,7 +382,8 @@ class Evaluator:
     def _choose(self, node: Node, layer: int) -> Array:
         x, condition, y = node.args
         if self.bound.static.needs(condition) is not None:
-            return self.value(x if self.number(condition, layer) else y, layer)
+            chosen = self.value(x if self.number(condition, layer) else y, layer)
+            return self.broadcast(chosen, node.type, layer)
         return arrays.choose(*(self.value(each, layer) for each in node.args))
 
 
@@ -363,6 +403,7 @@ _LEAVES: dict[str, Callable[[Evaluator, Node, int], Array]] = {
     "distance": Evaluator._distance,
     "uniform": Evaluator._uniform,
     "state": Evaluator._state,
+    "decided": Evaluator._decided,
     "mask": Evaluator._mask,
     "choose": Evaluator._choose,
 }

@@ -102,6 +102,8 @@ class Intervals:
             return self.of(chosen, layer, given)
         if node.op == "mask":
             return self.of(node.args[0], layer, given | {id(node.args[1])})
+        if node.op == "broadcast":
+            return self.of(node.args[0], layer, given)
         if "token" in node.axes or node.op in ("past", "at"):
             given = frozenset()
         if node.op in ("max", "min"):
@@ -118,12 +120,27 @@ class Intervals:
     def _count(self, node: Node, layer: int) -> Number:
         if node.op != "count":
             return self._prompt if node.op in ("position", "distance") else math.inf
-        sizes = {"token": self._prompt, "kv": self._kv, "layer": self._layers}
-        most = math.prod(sizes.get(axis, math.inf) for axis in node.axes)
-        top = node.args[0]
-        if top.op == "top" and len(top.args) == 2 and not set(top.axes) - set(node.axes):
-            most = min(most, max(0, self.of(top.args[1], layer)[1]))
+        most = math.prod(self._size(axis, layer) for axis in node.axes)
+        if node.args[0].op == "top":
+            number = max(0, self.of(node.args[0].args[1], layer)[1])
+            most = min(most, product(number, self.contests(node, layer)))
         return most
+
+    def _size(self, axis: str, layer: int) -> Number:
+        """How long an axis is at most."""
+        group = self._bound.shape.group
+        sizes = {"token": self._lengths[layer][1], "kv": self._kv, "group": group}
+        return {**sizes, "layer": self._layers}.get(axis, math.inf)
+
+    def contests(self, count: Node, layer: int) -> Number:
+        """How many contests `count[...](top[...](x, n))` counts the winners of, n of each at most.
+
+        Winners of one contest that differ in an axis which is not counted are not counted together.
+        """
+        top = count.args[0]
+        own = (*top.type.axes, "layer")
+        apart = [axis for axis in count.axes if axis in own and axis not in top.axes]
+        return math.prod(self._size(axis, layer) for axis in apart)
 
     def _may_be_empty(
         self, node: Node, axes: tuple[str, ...], layer: int, given: frozenset[int]
@@ -170,12 +187,13 @@ def _same(a: Node, b: Node) -> bool:
     return all(_same(x, y) for x, y in zip(a.args, b.args, strict=True))
 
 
-def _times(a: Number, b: Number) -> Number:
+def product(a: Number, b: Number) -> Number:
+    """Of numbers that may be infinite; 0 times anything is 0."""
     return 0 if a == 0 or b == 0 else a * b
 
 
 def _multiply(a: Interval, b: Interval) -> Interval:
-    corners = [_times(x, y) for x in a for y in b]
+    corners = [product(x, y) for x in a for y in b]
     return (min(corners), max(corners))
 
 

@@ -33,6 +33,28 @@ class When(IntEnum):
 
 
 @dataclass(frozen=True)
+class Extent:
+    """Along what an axis runs that not every value has alike: a window of queries, past layers.
+
+    Attributes:
+        kind: of a window "recent", "all" or "new"; of layers "past".
+        meaning: what `Graph.meaning` says of the count: equal for what is the same by definition.
+        text: as the author wrote it, for messages.
+        count: how many; None: all there are.
+    """
+
+    kind: str
+    meaning: int | None
+    text: str = field(compare=False)
+    count: Node | None = field(compare=False, repr=False, default=None)
+
+    @property
+    def axis(self) -> str:
+        """The axis whose extent it is."""
+        return "past" if self.kind == "past" else "query"
+
+
+@dataclass(frozen=True)
 class Type:
     """Type of a value: what it is, its named axes, its unit, whether it may be absent."""
 
@@ -41,6 +63,8 @@ class Type:
     unit: str | None = None  # "tokens", "layers", "ratio", or None; literals have None
     absent: bool = False  # some values may be absent
     exact: bool = False  # known before the prefill: an exact rational, never a float
+    window: Extent | None = None  # along which queries the axis `query` runs
+    reach: Extent | None = None  # along which layers the axis `past` runs
 
     def __str__(self) -> str:
         axes = list(self.axes)
@@ -49,6 +73,10 @@ class Type:
             axes.remove("group")
         text = f"{self.kind}[{', '.join(axes)}]" if axes else self.kind
         return text + (f" {self.unit}" if self.unit else "") + ("?" if self.absent else "")
+
+    def extent(self, axis: str) -> Extent | None:
+        """Along what an axis runs, where values differ in that."""
+        return {"query": self.window, "past": self.reach}.get(axis)
 
 
 # Operation -> (number of arguments or None for "one or more", meaning). `Node.axes` and
@@ -69,6 +97,7 @@ OPERATIONS: Mapping[str, tuple[str, str]] = {
         "the numbers of the section `budget` of the enclosing rules; value: None, or `propagate` "
         "for those of `propagate.budget`",
     ),
+    "decided": ("0", "value: name of a let of the prefill, see `Rules.decided` (in decode)"),
     "position": ("0", "[token] original position"),
     "key": ("0", "[kv, token, dim] after RoPE"),
     "value": ("0", "[kv, token, dim]"),
@@ -249,7 +278,10 @@ class Share:
 
 @dataclass(frozen=True, eq=False)
 class Rules:
-    """What decides at one phase. Used for the prefill and, under `decode`, for a step."""
+    """What decides at one phase. Used for the prefill and, under `decode`, for a step.
+
+    `decided` are, of the prefill, the lets whose values rules of decode read.
+    """
 
     score: Node | None = None
     budget: Node | None = None
@@ -257,6 +289,7 @@ class Rules:
     merge: Merge | None = None
     states: Mapping[str, State] = field(default_factory=dict)
     lets: Mapping[str, Node] = field(default_factory=dict)
+    decided: Mapping[str, Node] = field(default_factory=dict)
     when: Node | None = None  # decode only: the steps at which entries leave
 
 

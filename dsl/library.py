@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import stat
 from pathlib import Path
 
 from kvpolicy.dsl.diagnostics import Diagnostic, PolicyError, did_you_mean
@@ -10,6 +12,9 @@ from kvpolicy.dsl.yaml_nodes import MAX_BYTES
 
 POLICIES = Path(__file__).resolve().parent.parent / "policies"
 TEST_SUFFIX = ".test.yaml"
+
+# Errors of a path at which there is nothing.
+_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 
 def shipped() -> dict[str, Path]:
@@ -22,20 +27,39 @@ def find(policy: str | Path) -> Path:
     """The file of a policy given by path or by the name of a shipped one.
 
     Raises:
-        PolicyError: there is no such file or name.
+        PolicyError: there is no such file or name, or it is no file.
     """
     path, name = Path(policy), str(policy)
     try:
-        if path.exists():
-            return path
-    except OSError:  # a name that no file can have
+        kind = path.stat().st_mode
+    except OSError as error:
+        reason = None
+        if error.errno == errno.ELOOP:
+            reason = "this link leads back to itself"
+        elif error.errno not in _NOWHERE:
+            reason = (error.strerror or "it cannot be read").lower()
+        elif error.errno == errno.ENOENT and path.is_symlink():
+            reason = "this link leads to no file"
+        if reason is not None:
+            raise _unreadable(name, reason) from None
+    except ValueError:  # a name that no file can have
         pass
+    else:
+        if not stat.S_ISREG(kind):
+            raise _unreadable(name, f"this is {_kind(kind)}, not a policy file")
+        return path
     if name in shipped():
         return shipped()[name]
     if path.suffix or path.parent != Path():
         raise _unreadable(name, "there is no such file")
     help = did_you_mean(name, shipped()) or "`kvpolicy list` shows the shipped policies"
     raise _unreadable(name, "there is no such file and no shipped policy of this name", help)
+
+
+def _kind(mode: int) -> str:
+    """What is no file, in words."""
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def read_source(policy: str | Path) -> Source:
@@ -47,8 +71,6 @@ def read_source(policy: str | Path) -> Source:
     path = find(policy)
     name = str(path) if path == Path(policy) else _short(path)
     try:
-        if path.is_dir():
-            raise _unreadable(name, "this is a folder, not a policy file")
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
         text = content.decode("utf-8-sig")

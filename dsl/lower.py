@@ -1,7 +1,12 @@
 """Rewriting a checked program for one model and one set of parameter values.
 
 `fold` replaces what parameters and model sizes already decide (`x where average else y`), so that
-no execution computes a branch that is never used. `lower` replaces `then` and the unsized `top` by
+no execution computes a branch that is never used. A branch may lack axes of the choice; what reads
+along one of them gets
+
+    broadcast(x)                    x repeated along the axes of the node's type
+
+`lower` replaces `then` and the unsized `top` by
 operations that say what they take:
 
     missing[axes](budget, taken)    entries to fill, added up over the competing axes
@@ -34,6 +39,13 @@ REDUCTIONS = frozenset("sum mean max min var any count".split())
 STATIC_LEAVES = frozenset("number truth param size".split())
 
 Env = Mapping[str, Value]
+
+
+# Axes along which an operation reads its first argument, where it does not name them.
+_READ_ALONG = {
+    **dict.fromkeys(("avgpool", "maxpool", "target", "dropped"), ("token",)),
+    "nearest": ("kv", "token", "dim"),
+}
 
 
 class Phase(IntEnum):
@@ -70,7 +82,9 @@ class Phases:
     def _find(self, node: Node) -> Phase:
         # The argument of a window is static, so that `distance` needs no data and `attn` does.
         if self._propagates and (
-            node.op in _OF_TOKENS_THERE or (node.op == "size" and node.value == "length")
+            node.op in _OF_TOKENS_THERE
+            or (node.op == "size" and node.value == "length")
+            or (node.op == "broadcast" and "token" in node.type.axes)
         ):
             return Phase.LAYER
         if not node.args or node.op in ("attn", "logits"):
@@ -144,10 +158,19 @@ def fold(sections: Sections, env: Env) -> Sections:
             value = evaluate(node)
             if not isinstance(value, float):
                 return _constant(value, node)
+        if node.op == "decided":
+            made = visit(sections.prefill.decided[str(node.value)])
+            return made if static.needs(made) == frozenset() else node
         if node.op == "choose" and static.needs(node.args[1]) == frozenset():
             return visit(node.args[0 if evaluate(node.args[1]) else 2])
         args = tuple(visit(argument) for argument in node.args)
-        return node if args == node.args else replace(node, args=args)
+        if args == node.args:
+            return node
+        made = _with_arguments(node, args)
+        if made.type != node.type and static.needs(made) == frozenset():
+            value = evaluate(made)
+            return made if isinstance(value, float) else _constant(value, made)
+        return made
 
     decode, propagate, share = sections.decode, sections.propagate, sections.share
     return Sections(
@@ -156,6 +179,32 @@ def fold(sections: Sections, env: Env) -> Sections:
         propagate and map_propagate(propagate, visit),
         share and map_share(share, visit),
     )
+
+
+def _with_arguments(node: Node, args: tuple[Node, ...]) -> Node:
+    """The node with other arguments, which may have lost axes that nothing reads along."""
+    first = _with_axes(args[0], node.args[0], _READ_ALONG.get(node.op, node.axes))
+    args = (first, *args[1:])
+    lost = set(axes_of(*node.args)) - set(axes_of(*args))
+    if not lost:
+        return replace(node, args=args)
+    return replace(node, args=args, type=_without(node.type, lost))
+
+
+def _with_axes(made: Node, old: Node, read: tuple[str, ...]) -> Node:
+    """What an argument became, with all its axes if one is read along.
+
+    All: where KV heads hold different entries, `token` is not the same without `kv`.
+    """
+    if not read or not set(old.type.axes) - set(made.type.axes):
+        return made
+    return Node("broadcast", (made,), type=old.type, when=made.when)
+
+
+def _without(type_: Type, lost: set[str]) -> Type:
+    axes = tuple(axis for axis in type_.axes if axis not in lost)
+    window = type_.window if "query" in axes else None
+    return replace(type_, axes=axes, window=window, reach=type_.reach if "past" in axes else None)
 
 
 def _constant(value: Fraction | bool, node: Node) -> Node:
@@ -203,7 +252,8 @@ class _Lowering:
         return self._done[id(node)]
 
     def _share(self, made: Node) -> Node:
-        key = (made.op, made.axes, type(made.value), made.value, *map(id, made.args))
+        own = made.type if made.op == "broadcast" else None
+        key = (made.op, made.axes, type(made.value), made.value, own, *map(id, made.args))
         return self._unique.setdefault(key, made)
 
     def _nothing(self) -> Node:
@@ -253,6 +303,8 @@ class _Lowering:
         kind = Type("truth", axes_of(rest, count))
         origin = right.origin if taken.op == "truth" else None
         when = max(rest.when, count.when)
+        if "layer" in right.axes and when > When.PROMPT:
+            when = max(when, When.END)
         top = Node("top", (rest, count), right.axes, type=kind, when=when, origin=origin)
         return self._share(_or(taken, self._share(top)))
 

@@ -18,6 +18,8 @@ from kvpolicy.dsl.ranges import accepted, range_problem, shown
 
 # Digits and exponent are bounded so that a value from a request cannot cost memory.
 _NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?(e[+-]?[0-9]{1,2})?")
+_ANY_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
+_DIGITS = "18 digits before and after the point, and 2 in the exponent"
 
 
 def environment(
@@ -101,11 +103,19 @@ def _parse(program: Program, param: Param, text: str) -> Fraction | bool:
                 program.name, "range", f"`{param.name}` is `{text}`; it is `true` or `false`"
             )
         return text == "true"
-    if not _NUMBER.fullmatch(text):
-        raise refused(
-            program.name, "range", f"`{param.name}` is `{text}`; it is a number{_limits(param)}"
-        )
-    return Fraction(text)
+    if _NUMBER.fullmatch(text):
+        return Fraction(text)
+    message = f"`{param.name}` is `{_short(text)}`; it is a number{_limits(param)}"
+    help = None
+    if _ANY_NUMBER.fullmatch(text):
+        message = f"`{param.name}` is `{_short(text)}`; a number has at most {_DIGITS}"
+    elif text.endswith("%") and _NUMBER.fullmatch(text[:-1].rstrip()):
+        help = f"{text} is `{float(Fraction(text[:-1].rstrip()) / 100):g}`"
+    raise refused(program.name, "range", message, help)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _limits(param: Param) -> str:

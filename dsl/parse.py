@@ -25,6 +25,10 @@ _POLICY = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
+# What other languages, and YAML, write for truth values.
+_TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
 @dataclass
 class Item:
     """What stands under a key. `value` depends on the key's form; None if it is unusable.
@@ -220,6 +224,12 @@ class _Reader:
     def default(self, node: Scalar, key: Key, path: str) -> Any:
         if node.text in ("true", "false") or _NUMBER.fullmatch(node.text):
             return self.literal(node, key, path)
+        if node.text.lower() in _TRUTHS:
+            value = _TRUTHS[node.text.lower()]
+            message = f"`{path}` is `{node.text}`; truth values are `true` and `false`"
+            help = f"write `{'true' if value else 'false'}`"
+            self.error("key", message, _visible(node), help)
+            return value
         return self.expression(node, key, path)
 
     def expression(self, node: Scalar, key: Key, path: str) -> Expr | None:

@@ -2,8 +2,9 @@
 
     %3 = attn["recent"](%2) : number[head, query, token]? @LAYER
 
-Names of lets, spans and the order of writing do not appear: two files that mean the same print the
-same, up to their parameters' names, defaults and ranges.
+Names of lets, but for those that decode reads of the prefill, spans and the order of writing do not
+appear: two files that mean the same print the same, up to their parameters' names, defaults and
+ranges.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def print_program(program: Program) -> str:
     printer = _Printer()
     ends = [f"policy {program.name}"]
     for field in fields(program):
-        if field.name not in ("name", "about", "source"):
+        if field.name not in ("name", "about", "source", "file"):
             ends.extend(printer.section(field.name, getattr(program, field.name)))
     return "\n".join([*printer.lines, *ends]) + "\n"
 

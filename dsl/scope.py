@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from kvpolicy.dsl.check_expr import COMPARISONS, LOGIC, Context, Typer, is_whole_map
 from kvpolicy.dsl.check_states import States
@@ -16,9 +17,10 @@ from kvpolicy.dsl.diagnostics import Diagnostic, did_you_mean
 from kvpolicy.dsl.functions import FUNCTIONS, RESERVED
 from kvpolicy.dsl.graph import Graph
 from kvpolicy.dsl.ir import Node, When
+from kvpolicy.dsl.names import BUILTINS
 from kvpolicy.dsl.parse import MAX_NAMES, Block, Item
 from kvpolicy.dsl.source import Source, Span
-from kvpolicy.dsl.syntax import Chain, Expr, Name, Operation, Where
+from kvpolicy.dsl.syntax import Call, Chain, Expr, Name, Operation, Where
 
 # Where names are defined. Those of a section are seen only inside it.
 _SECTIONS = ("", "decode", "merge", "decode.merge", "share")
@@ -45,6 +47,14 @@ class Uses:
     minimum: Fraction | None = None
 
 
+class Counted(NamedTuple):
+    """A number of queries or layers, of which at least one is needed."""
+
+    node: Node
+    span: Span
+    message: str
+
+
 class Scope:
     """Names and their nodes, for one pass of the checker over a file."""
 
@@ -60,9 +70,12 @@ class Scope:
         self.used: set[tuple[str, str]] = set()
         self.whole_maps: set[int] = set()
         self.widths: list[tuple[Node, Span]] = []
+        self.counts: list[Counted] = []
         self.definitions: dict[str, dict[str, Definition]] = {s: {} for s in _SECTIONS}
         self._nodes: dict[tuple, Node | None] = {}
         self._open: list[tuple] = []
+        # Of lets that decode has named: the prefill's node, None where decode computes it.
+        self.decided: dict[str, Node | None] = {}
         self._refused: set[str] = set()  # names whose definition was refused; uses stay silent
         self.level = 0  # how deep the expression now typed is nested, through names too
         for section, block in self._blocks():
@@ -163,6 +176,9 @@ class Scope:
         elif name == "score":
             message, help = "the file has no `score`", "add one"
         else:
+            if context.inside == "default":
+                self._unknown_default(expr)
+                return
             places = [s for s, names in self.definitions.items() if name in names]
             if places:
                 message = f"`{name}` is defined under `{places[0]}` and exists only there"
@@ -170,6 +186,15 @@ class Scope:
                 candidates = [*RESERVED, *(n for names in self.definitions.values() for n in names)]
                 help = did_you_mean(name, candidates)
         self.error("name", message, expr.span, help)
+
+    def _unknown_default(self, expr: Name) -> None:
+        sizes = [name for name, builtin in BUILTINS.items() if builtin.where == "always"]
+        params = [n for n, x in self.definitions[""].items() if x.kind == "parameter"]
+        help = did_you_mean(expr.text, [*sizes, *params])
+        help = (
+            help or "a default is a number, `true`, `false`, or follows from parameters and sizes"
+        )
+        self.error("name", f"unknown name `{expr.text}`", expr.span, help)
 
     # Nodes
 
@@ -210,7 +235,65 @@ class Scope:
             return self._tensor(definition)
         if definition.kind == "state":
             return self.states.value(definition, context, span)
+        if context.phase == "decode" and definition.section == "":
+            decided = self._decided(definition, span)
+            if decided is not None:
+                return decided
         return self._once(("let", definition.section, definition.name, context), definition, span)
+
+    def _decided(self, definition: Definition, span: Span) -> Node | None:
+        """What the prefill decided of a let, for decode; None: decode computes it itself.
+
+        A step sees one layer. A let that looks at others is what it was in the prefill, if nothing
+        in it follows entries that come and go.
+        """
+        name = definition.name
+        if name not in self.decided:
+            self.decided[name] = None
+            if self._looks_across(definition.item.value, {name}):
+                self.decided[name] = self._of_prefill(definition, span)
+        node = self.decided[name]
+        if node is None:
+            return None
+        return self.graph.make(
+            "decided", kind=node.type.kind, axes=node.type.axes, unit=node.type.unit,
+            absent=node.type.absent, value=name, when=When.STEP, span=definition.item.key,
+        )  # fmt: skip
+
+    def _of_prefill(self, definition: Definition, span: Span) -> Node | None:
+        """The node of a let in the prefill; None, without a report, if it has none to go on from.
+
+        It may use what only decode has.
+        """
+        kept = self.diagnostics, self._nodes, self.states
+        self.diagnostics, self._nodes, self.states = [], dict(self._nodes), States(self)
+        try:
+            node = self.node(definition, Context("prefill"), span)
+            failed = any(d.severity == "error" for d in self.diagnostics)
+        finally:
+            self.diagnostics, self._nodes, self.states = kept
+        if failed or node is None or node.when < When.LAYER:
+            return None
+        if set(node.type.axes) - {"kv", "group", "dim"} or not any(map(_is_across, node.walk())):
+            return None
+        return self.node(definition, Context("prefill"), span)
+
+    def _looks_across(self, value: object, seen: set[str]) -> bool:
+        """Whether an expression, or one that it names, is written with other layers."""
+        if isinstance(value, Name):
+            item = self.file.items.get(value.text) if value.text in ("score", "budget") else None
+            other = self.definitions[""].get(value.text)
+            item = other.item if other is not None else item
+            if item is None or value.text in seen:
+                return False
+            seen.add(value.text)
+            return self._looks_across(item.value, seen)
+        if isinstance(value, Call):
+            axes = {axis.text for axis in value.axes or ()}
+            if "layer" in axes or value.name in ("past", "at"):
+                return True
+        children = value.children if isinstance(value, Expr) else ()
+        return any(self._looks_across(child, seen) for child in children)
 
     def _once(self, key: tuple, definition: Definition, span: Span) -> Node | None:
         """A let's node, made at its first use; reports a let that uses itself."""
@@ -388,3 +471,11 @@ class Scope:
     def width(self, node: Node, expr: Expr, typer: Typer) -> None:
         """Notes a pooling width, which must be odd."""
         self.widths.append((node, typer.span(expr)))
+
+    def at_least_one(self, node: Node, span: Span, message: str) -> None:
+        """Notes a number of queries or layers that is at least one; what to say where it is not."""
+        self.counts.append(Counted(node, span, message))
+
+
+def _is_across(node: Node) -> bool:
+    return "layer" in node.axes or node.op in ("past", "at")

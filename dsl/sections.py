@@ -94,7 +94,7 @@ FILE = (
     Key("language", "version", "version of the language: 1", True),
     Key("about", "text", "one sentence"),
     Key("source", "text", "paper or repository"),
-    Key("params", "named", "settable per server and per request", item=PARAM),
+    Key("params", "named", "values that an operator sets, per server or per run", item=PARAM),
     Key("data", "named", "tensors that come with the model", item=DATA),
     Key("require", "expressions", "conditions over parameters and model sizes"),
     STATE,

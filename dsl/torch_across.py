@@ -177,9 +177,14 @@ class Layers:
     def _find(self, node: Node, arguments: tuple[Node, ...], count: Value | None) -> Value:
         if node.op in ("split", "cascade", "cluster"):
             return Value(self._divided(node, arguments), ("layer",), finite=True)
-        values = [self._all(x) for x in arguments[: 1 if count is not None else None]]
-        if count is not None:
-            values.append(count)
+        if node.op == "top":
+            values = [self._all(arguments[0]), count]
+        elif node.op == "fill":
+            # How many are missing and left over is known of all layers together.
+            numbers = [self.evaluations[0].value(x) for x in arguments[2:]]
+            values = [*(self._all(x) for x in arguments[:2]), *numbers]
+        else:
+            values = [self._all(x) for x in arguments]
         return OPERATIONS[node.op](node, self.frame, *values)
 
     def _divided(self, node: Node, arguments: tuple[Node, ...]) -> torch.Tensor:

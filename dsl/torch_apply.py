@@ -17,7 +17,6 @@ from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.diagnostics import refused
 from kvpolicy.dsl.recording import check_layer_queries
 from kvpolicy.dsl.result import LayerValue, Result, StepResult, Steps
-from kvpolicy.dsl.torch_across import widened
 from kvpolicy.dsl.torch_decode import Memory
 from kvpolicy.dsl.torch_prefill import DirectRun
 from kvpolicy.dsl.torch_program import TorchProgram
@@ -25,6 +24,8 @@ from kvpolicy.dsl.torch_run import Run
 from kvpolicy.dsl.torch_values import Value, aligned
 
 _MOST = 2.0**62
+
+Vectors = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def apply(
@@ -43,30 +44,57 @@ def apply(
         report: without it only what is kept, as in a server: no scores, budgets or reported lets.
     """
     tokens = k.shape[2]
-    program = TorchProgram(bound, report=report)
+    made = prefilled(TorchProgram(bound, report=report), q, k, v, inv_freq)
+    run, chosen = made.run, made.chosen
+    if made.first.not_finite or run.not_finite:
+        raise refused(bound.program.name, "data", "the tensors hold NaN or infinity")
+    result = Result([x.numpy() for x in run.finish()], None, None)
+    if tokens:
+        result = _result(run, chosen, made.vectors, tokens)
+        result = _propagated(result, made.first, len(chosen))
+    if steps is not None:
+        if not all(np.isfinite(x).all() for x in steps):
+            raise refused(bound.program.name, "data", "a decode step holds NaN or infinity")
+        cache = _Cache(run, made.vectors, torch.tensor(k[:0]).dtype)
+        names = torch.cat([chosen, torch.arange(tokens, tokens + len(steps[0]))])
+        result = replace(result, steps=_decode(cache, steps, inv_freq, names))
+    return result
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A finished prefill of recorded tensors.
+
+    Attributes:
+        run: whose entries are cached; `first`: the same, or the one that a restart replaced.
+        chosen: int64 [n], positions of the recording that `run` is over.
+        vectors: per layer float64 keys and values [G, n, D], as they are cached.
+    """
+
+    run: Run
+    first: Run
+    chosen: torch.Tensor
+    vectors: Vectors
+
+
+def prefilled(
+    program: TorchProgram,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    inv_freq: np.ndarray | None = None,
+) -> Prefilled:
+    """Takes a program through the prefill, restarted where the policy says so; as `interpret`."""
     recording = _Recording(*(torch.tensor(x) for x in (q, k, v)))
-    first = run = program.start(tokens)
-    chosen = torch.arange(tokens)
+    first = run = program.start(k.shape[2])
+    chosen = torch.arange(k.shape[2])
     again = _prefill(run, recording)
     if again is not None:
         chosen, recording = again, recording.of(again)
         run = run.again(len(chosen))
         _prefill(run, recording)
-    kept = run.finish()
-    if first.not_finite or run.not_finite:
-        raise refused(bound.program.name, "data", "the tensors hold NaN or infinity")
-    vectors = _stored(run, recording, inv_freq)
-    result = Result([x.numpy() for x in kept], None, None)
-    if tokens:
-        result = _result(run, chosen, vectors, tokens)
-        result = _propagated(result, first, len(chosen))
-    if steps is not None:
-        if not all(np.isfinite(x).all() for x in steps):
-            raise refused(bound.program.name, "data", "a decode step holds NaN or infinity")
-        cache = _Cache(run, vectors, recording.k.dtype)
-        names = torch.cat([chosen, torch.arange(tokens, tokens + len(steps[0]))])
-        result = replace(result, steps=_decode(cache, steps, inv_freq, names))
-    return result
+    run.finish()
+    return Prefilled(run, first, chosen, _stored(run, recording, inv_freq))
 
 
 @dataclass(frozen=True)
@@ -108,9 +136,6 @@ def turned(keys: torch.Tensor, shift: torch.Tensor, inv_freq: np.ndarray) -> tor
 
 
 # After the prefill.
-
-
-Vectors = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _stored(run: Run, recording: _Recording, inv_freq: np.ndarray | None) -> Vectors:
@@ -158,15 +183,15 @@ def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Re
     budgets = scores = None
     if report and rules.budget is not None:
         budgets = [
-            _spread(x, ("kv",), (kv,)).clamp(max=_MOST).numpy().astype(np.int64)
+            _spread(x, ("kv",), (kv,)).clamp(-_MOST, _MOST).numpy().astype(np.int64)
             for x in run.budgets()
         ]
     if report and rules.score is not None:
-        frames = [run.frame(layer) for layer in range(bound.shape.layers)]
-        own = zip(run.result(rules.score), frames, strict=True)
-        size = (kv, run.size)
-        wide = [_spread(widened(x, frame, run.size), ("kv", "token"), size) for x, frame in own]
-        scores = [_on_prompt(x, chosen, tokens, np.nan) for x in wide]
+        scores = []
+        for layer, x in enumerate(run.result(rules.score)):
+            there = run.there(layer)
+            own = _spread(x, ("kv", "token"), (kv, len(there)))
+            scores.append(_on_prompt(own, chosen[there], tokens, np.nan))
     changes = rules.merge is not None or bound.share is not None or bound.positions == "slots"
     merged = None
     if changes:

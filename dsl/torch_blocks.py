@@ -36,7 +36,8 @@ _CAUSAL_BLOCKS, _LEAST_ROWS = 8, 64
 _LONG = frozenset(("query", "dim"))
 # Values per query and token; they say themselves which tokens come after the query.
 WINDOWS = frozenset(("attn", "logits", "distance"))
-_INSIDE = ELEMENTWISE | REDUCTIONS | WINDOWS | {"key", "value", "index", "avgpool", "maxpool"}
+_VECTORS = frozenset(("key", "value"))
+_INSIDE = ELEMENTWISE | REDUCTIONS | WINDOWS | _VECTORS | {"index", "avgpool", "maxpool"}
 
 
 def block_bytes(device: torch.device) -> int:
@@ -51,6 +52,7 @@ class Region:
     Attributes:
         outside: nodes without the axes `query` and `dim`, computed before.
         windows: its attention, logits and distances.
+        asks, reads: whether it reads queries, and keys or values.
         by_head, by_query: along which axes blocks are independent.
         vectors: whether values with the axis `dim` are in it.
         causal: tokens after a block's last query add nothing, so that it leaves them out.
@@ -58,6 +60,8 @@ class Region:
 
     outside: tuple[Node, ...]
     windows: tuple[Node, ...]
+    asks: bool
+    reads: bool
     by_head: bool
     by_query: bool
     vectors: bool
@@ -86,13 +90,17 @@ class Region:
             "query" in each.axes and each.op != "index" for each in nodes
         )
         windows = tuple(each for each in nodes if each.op in WINDOWS)
+        asks = any(each.op in ("attn", "logits") for each in nodes)
+        reads = asks or any(each.op in _VECTORS for each in nodes)
         vectors = any("dim" in each.type.axes for each in nodes)
         causal = (
             node.op == "sum" and by_query and not any(window.args for window in windows)
             and all(_by_token(each) for each in nodes) and _nothing_after(node.args[0])
         )  # fmt: skip
         by_head = not mixed and len(headless) < len(nodes)
-        return cls(tuple(outside.values()), windows, by_head, by_query, vectors, causal)
+        return cls(
+            tuple(outside.values()), windows, asks, reads, by_head, by_query, vectors, causal
+        )
 
 
 def _by_token(node: Node) -> bool:
@@ -120,11 +128,11 @@ def _region(node: Node) -> Region | None:
 
 
 def in_blocks(node: Node, evaluation: Evaluation) -> Value | None:
-    """The value of a reduction, computed in blocks; None where that is not its kind."""
-    region = _region(node)
-    if region is None:
+    """The value of a reduction, computed in blocks; None where it is to be computed in one."""
+    region, frame = _region(node), evaluation.frame
+    # After the last layer what was computed of the tensors is held, not they themselves.
+    if region is None or (region.asks and frame.q is None) or (region.reads and frame.k is None):
         return None
-    frame = evaluation.frame
     known = {id(each): evaluation.value(each) for each in region.outside}
     windows = {frame.window(each) for each in region.windows}
     by_query = region.by_query and len(windows) == 1

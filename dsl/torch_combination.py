@@ -138,6 +138,9 @@ class Combinations:
         x, y = self._vector(node.args[0]), self._vector(node.args[2])
         condition = self.evaluation.value(node.args[1])
         pairs = ((x.a, y.a), (x.b, y.b))
+        # The choice is between vectors, here it is between their weights.
+        axes = tuple(axis for axis in node.type.axes if axis != "dim")
+        node = replace(node, type=replace(node.type, axes=axes))
         return Combination(
             *(self._call(node, one or _ZERO, condition, other or _ZERO) for one, other in pairs)
         )

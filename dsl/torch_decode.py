@@ -114,6 +114,7 @@ class Memory:
         bound, steps = program.bound, program.steps
         kept = run.finish()
         budgets = run.budgets() if steps.reads_budget and not run.not_finite else None
+        decided = {} if run.not_finite else run.decided()
         layers = []
         for number, own in enumerate(kept):
             places = run.there(number)
@@ -127,6 +128,7 @@ class Memory:
             own = own[:, places]
             layer.leave(own, _held(own) if held is None else held[number])
             layer.budget = None if budgets is None else budgets[number]
+            layer.decided = {name: values[number] for name, values in decided.items()}
             layer.queries = run.last_queries(number)
             if layer.queries is not None:
                 layer.query_positions = places[len(places) - layer.queries.shape[1] :]

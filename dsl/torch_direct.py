@@ -14,7 +14,7 @@ from kvpolicy.dsl.traverse import merge_roots, nodes_of, propagate_roots, state_
 
 # Operations of a merge, known when it is known what leaves.
 OF_MERGE = frozenset("nearest next target dropped special".split())
-STATES = frozenset("state before budget".split())
+STATES = frozenset("state before budget decided".split())
 _ATTENTION = frozenset("attn logits state before past at".split())
 _WINDOWS = frozenset("attn logits distance".split())
 
@@ -38,6 +38,7 @@ class Direct:
         budget = rules.budget is not None and (report or reads_budget(bound))
         self.roots = [rules.keep]
         self.roots += [rules.budget] if budget else []
+        self.roots += rules.decided.values()
         self.roots += [rules.score] if report and rules.score is not None else []
         self.tested = {name: rules.lets[name] for name in bound.tested} if report else {}
         self.roots += [rules.lets[n] for n in rules.lets if n not in bound.tested] if report else []
@@ -48,7 +49,7 @@ class Direct:
         every = list(nodes_of([*self.roots, *state_roots(rules.states), *merge, *early]))
         self._check(every)
         self.needed = bool(bound.propagates or rules.states or rules.merge)
-        self.needed |= any(node.op in _WINDOWS and not node.args for node in every)
+        self.needed |= any(node.op in _WINDOWS and self._by_layer(node) for node in every)
         self._later: dict[int, bool] = {}
         self.handed = self._handed(self.roots, merge)
         # All that the prefill computes of its layers, merges apart.
@@ -62,6 +63,11 @@ class Direct:
         whole = [n for n in every if n.op in _WINDOWS and not n.args]
         inside = {id(n) for total in self.sums.values() for n in total.walk()}
         self.accumulates = bool(self.sums) and all(id(n) in inside for n in whole)
+
+    def _by_layer(self, window: Node) -> bool:
+        """Whether a window has all queries, or another number at each layer."""
+        needs = self.bound.static.needs(window.args[0]) if window.args else None
+        return needs is None or "layer" in needs
 
     def _check(self, nodes: Iterable[Node]) -> None:
         for node in nodes:

@@ -8,7 +8,16 @@ from collections.abc import Callable
 
 import torch
 from kvpolicy.dsl.ir import Node
-from kvpolicy.dsl.torch_values import Frame, Value, aligned, as_tensor, filled, sizes_of, union
+from kvpolicy.dsl.torch_values import (
+    Frame,
+    Value,
+    aligned,
+    as_tensor,
+    broadcast,
+    filled,
+    sizes_of,
+    union,
+)
 
 # Elementwise.
 
@@ -121,7 +130,7 @@ def mask(node: Node, frame: Frame, x: Value, condition: Value) -> Value:
 def choose(node: Node, frame: Frame, x: Value, condition: Value, y: Value) -> Value:
     """`x where condition else y`."""
     if not isinstance(condition.data, torch.Tensor):
-        return x if condition.data else y
+        return broadcast(x if condition.data else y, node.type, frame)
     chosen = filled(condition, False)
     axes = union(x.axes, condition.axes, y.axes)
     at = aligned(chosen, condition.axes, axes)
@@ -136,6 +145,11 @@ def choose(node: Node, frame: Frame, x: Value, condition: Value, y: Value) -> Va
         frame,
     )
     return Value(data, axes, there.expand(data.shape), axes, finite=finite)
+
+
+def repeated(node: Node, frame: Frame, x: Value) -> Value:
+    """The operation `broadcast`."""
+    return broadcast(x, node.type, frame)
 
 
 def _where(at: torch.Tensor, a, b, frame: Frame) -> torch.Tensor:

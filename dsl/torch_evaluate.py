@@ -12,13 +12,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from kvpolicy.dsl.ir import Node, Rules, State
+from kvpolicy.dsl.ir import Node, Rules, State, Type
 from kvpolicy.dsl.torch_blocks import WINDOWS, in_blocks
 from kvpolicy.dsl.torch_elementwise import mask
 from kvpolicy.dsl.torch_generated import Generated
 from kvpolicy.dsl.torch_layers import over_past
 from kvpolicy.dsl.torch_plan import across, operands, operation, scalar
-from kvpolicy.dsl.torch_values import Frame, Value, aligned, as_tensor, sizes_of, union
+from kvpolicy.dsl.torch_values import (
+    Frame,
+    Value,
+    aligned,
+    as_tensor,
+    broadcast,
+    sizes_of,
+    union,
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,7 @@ class Evaluation:
         others: gives the value of a node that looks at other layers.
         extra: operations that mean something only here, as in a merge.
         budget: the prefill's whole numbers, in decode.
+        decided: what the prefill decided of lets, in decode.
         whole: False inside a block of `torch_blocks`.
         dropped: in a merge, bool [G, P]: heads drop different numbers, and the rest of the axis
             `dropped` is no entry.
@@ -78,6 +87,7 @@ class Evaluation:
     others: Callable[[Node, Evaluation], Value] | None = None
     extra: Mapping[str, Callable[[Node, Evaluation], Value]] = field(default_factory=dict)
     budget: Value | None = None
+    decided: Mapping[str, Value] = field(default_factory=dict)
     whole: bool = True
     dropped: torch.Tensor | None = None
     generated: Generated | None = None
@@ -141,8 +151,13 @@ class Evaluation:
             return self._begin(node.value)
         if node.op == "budget":
             return self.budget
+        if node.op == "decided":
+            return self.decided[str(node.value)]
         if node.op == "choose" and bound.static.needs(node.args[1]) is not None:
-            return self.value(node.args[0 if self.frame.number(node.args[1]) else 2])
+            chosen = self.value(node.args[0 if self.frame.number(node.args[1]) else 2])
+            return self.broadcast(chosen, node.type)
+        if node.op == "broadcast":
+            return self.broadcast(self.value(node.args[0]), node.type)
         if node.op == "mask" and node.value == "rest" and self.frame.there is not None:
             return self._rest(node)
         if across(node) or over_past(node, self.frame):
@@ -157,6 +172,10 @@ class Evaluation:
             if done is not None:
                 return done
         return operation(node)(node, self.frame, *(self.value(x) for x in operands(node)))
+
+    def broadcast(self, x: Value, type_: Type) -> Value:
+        """The value with all axes of a type."""
+        return broadcast(x, type_, self.frame, 0 if self.dropped is None else self.dropped.shape[1])
 
     def _rest(self, node: Node) -> Value:
         """`x where not taken`: each KV head chooses among the entries that it holds."""
@@ -176,6 +195,7 @@ class Evaluation:
         """A state's value before this step."""
         start = self.updates.states[name].start
         first = Value(0.0, finite=True) if start is None else self.value(start)
+        first = self.broadcast(first, self.updates.states[name].type)
         old = self.before.get(name)
         if old is None:
             return first

@@ -164,8 +164,9 @@ class Walk:
             query_positions=places[together.tokens - number :], checks=first.checks,
         )  # fmt: skip
         evaluation = Evaluation(
-            frame, steps.updates, before=together.states(), generated=steps.advancing
-        )
+            frame, steps.updates, before=together.states(), decided=together.decided(),
+            generated=steps.advancing,
+        )  # fmt: skip
         together.put(evaluation.advance(steps.rules))
         return True
 
@@ -184,6 +185,7 @@ class Walk:
         evaluation = Evaluation(
             frame, steps.updates, before=states, after=states if steps.advances else {},
             extra={"position": together.position}, budget=together.budget(),
+            decided=together.decided(),
         )  # fmt: skip
         kept = evaluation.tensor(steps.rules.keep, ("kv", "token")) & together.there
         together.put(evaluation.advance(steps.rules))
@@ -238,7 +240,7 @@ class Walk:
         steps = self.steps
         return Evaluation(
             frame, steps.updates, before=own.states, others=known_before, budget=own.budget,
-            generated=steps.advancing,
+            decided=own.decided, generated=steps.advancing,
         )  # fmt: skip
 
 

@@ -119,6 +119,7 @@ class Remembered:
         states, merge_states: values after the last step.
         queries: [H, n, D] last queries, at `query_positions`; None where no step reads them.
         budget: the prefill's whole numbers.
+        decided: what the prefill decided of lets that decode reads.
     """
 
     positions: torch.Tensor
@@ -129,6 +130,7 @@ class Remembered:
     queries: torch.Tensor | None = None
     query_positions: torch.Tensor | None = None
     budget: Value | None = None
+    decided: dict[str, Value] = field(default_factory=dict)
 
     def clone(self) -> Remembered:
         """A copy; tensors are never changed in place."""

@@ -17,6 +17,7 @@ from kvpolicy.dsl.torch_elementwise import (
     logic,
     mask,
     reduce,
+    repeated,
 )
 from kvpolicy.dsl.torch_values import Frame, Value, filled, snapped
 
@@ -59,11 +60,12 @@ def distance(node: Node, frame: Frame) -> Value:
     return frame.present(Value(data.double(), axes, data >= 0, axes, finite=True))
 
 
-def uniform(node: Node, frame: Frame, seed: Value) -> Value:
+def uniform(node: Node, frame: Frame, _: Value) -> Value:
     """Counter-based random numbers per KV head, position and decode step."""
+    seed = counts.seed(frame.number(node.args[0]))  # exact, also beyond what float64 holds
     kv = torch.arange(frame.kv_start, frame.kv_start + frame.kv, device=frame.device)[:, None]
     step = frame.generated or 0
-    data = counts.hashed(math.floor(seed.data), frame.layer, kv, frame.places, step)
+    data = counts.hashed(seed, frame.layer, kv, frame.places, step)
     return frame.present(Value(data.double() / 2.0**32, ("kv", "token"), finite=True))
 
 
@@ -190,6 +192,7 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     "not": logic(torch.logical_not),
     "mask": mask,
     "choose": choose,
+    "broadcast": repeated,
     "sum": reduce,
     "mean": reduce,
     "max": reduce,

@@ -188,6 +188,12 @@ class Run:
             made.append(_floored(x))
         return made
 
+    def decided(self) -> dict[str, list[Value]]:
+        """What decode reads of the prefill's lets, by name and layer, after `finish`."""
+        return {
+            name: self.result(node) for name, node in self.program.bound.lowered.decided.items()
+        }
+
     # After `finish`.
 
     def there(self, layer: int) -> torch.Tensor:

@@ -151,7 +151,8 @@ def index(node: Node, frame: Frame, x: Value) -> Value:
 
 
 def _taken(x: Value, frame: Frame) -> Value:
-    """How many tokens a set holds per KV head."""
+    """How many entries a set holds per KV head, of those that the head holds."""
+    x = frame.present(x) if "token" in x.axes else x
     if "token" not in x.axes:
         return _times(x, frame.candidates())
     axes = tuple(axis for axis in x.axes if axis != "token")

@@ -20,10 +20,10 @@ from kvpolicy.dsl.lower import ELEMENTWISE, REDUCTIONS, Static
 from kvpolicy.dsl.torch_evaluate import Evaluation
 from kvpolicy.dsl.torch_kernels import Entries, Keys
 from kvpolicy.dsl.torch_layout import Held, Remembered, shift_of
-from kvpolicy.dsl.torch_values import Value, aligned
+from kvpolicy.dsl.torch_values import Value, aligned, constant
 from torch.nn.utils.rnn import pad_sequence
 
-_LEAVES = frozenset("all new before state budget".split())
+_LEAVES = frozenset("all new before state budget decided".split())
 _SELECTIONS = frozenset("top rank missing remaining fill avgpool maxpool".split())
 
 
@@ -42,6 +42,8 @@ def like_heads(nodes: Sequence[Node], static: Static, leaves: frozenset[str]) ->
                 return False
             continue
         if {"kv", "layer"} & set(node.axes):
+            return False
+        if node.op == "decided" and (node.type.absent or set(node.type.axes) - {"kv"}):
             return False
         known = node.op in ELEMENTWISE or node.op in REDUCTIONS or node.op in _SELECTIONS
         counted = node.op == "size"  # `cached`, of each KV head
@@ -105,18 +107,25 @@ class Together:
 
     def budget(self) -> Value | None:
         """The prefill's numbers of all layers, for every KV head."""
-        own = [x.budget for x in self.layers]
-        if own[0] is None:
-            return None
-        device, known = self.there.device, [x.data for x in own]
+        own = [x.budget for x in self.layers if x.budget is not None]
+        return self._of_heads(own) if own else None
+
+    def decided(self) -> dict[str, Value]:
+        """What the prefill decided of lets in all layers, for every KV head."""
+        first = self.layers[0].decided
+        plain = [n for n, x in first.items() if x.mask is None and not set(x.axes) - {"kv"}]
+        return {name: self._of_heads([x.decided[name] for x in self.layers]) for name in plain}
+
+    def _of_heads(self, own: list[Value]) -> Value:
+        """One value per layer, or one per KV head, of all layers."""
+        known = [x.data for x in own]
         if not any(isinstance(x, torch.Tensor) for x in known) and len(set(known)) == 1:
             return own[0]
-        numbers = [
-            x.data.double() if isinstance(x.data, torch.Tensor)
-            else torch.full((), float(x.data), dtype=torch.float64, device=device)
-            for x in own
-        ]  # fmt: skip
-        return Value(torch.cat([x.expand(self.kv) for x in numbers]), ("kv",), finite=True)
+        data = [x if isinstance(x, torch.Tensor) else constant(x, self.there.device) for x in known]
+        if any(x.dtype != torch.bool for x in data):
+            data = [x.double() for x in data]
+        heads = torch.cat([x.expand(self.kv) for x in data])
+        return Value(heads, ("kv",), finite=all(x.finite for x in own))
 
     def entries(self, parts: Sequence[Keys | None]) -> Entries | None:
         """Keys or values of all layers, if they lie in one pool."""
@@ -177,7 +186,7 @@ def leave(layers: Sequence[Remembered], kept: Sequence[torch.Tensor], held: Sequ
         kept: bool [G, M] of each.
         held: what the host knows of it.
     """
-    if any("token" in x.axes and x.axes[0] != "kv" for own in layers for x in own.states.values()):
+    if any(x.axes[:1] != ("kv",) for own in layers for x in own.states.values()):
         for own, each, number in zip(layers, kept, held, strict=True):
             own.leave(each, number)
         return

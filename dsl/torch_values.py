@@ -9,13 +9,13 @@ where the mask is false means nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import torch
 from kvpolicy.dsl import counts
 from kvpolicy.dsl.bind import Bound
-from kvpolicy.dsl.ir import AXES, Node
+from kvpolicy.dsl.ir import AXES, Node, Type
 from kvpolicy.dsl.torch_kernels import NONE, Kernels, Keys, dense
 
 ORDER = ("layer", *AXES)
@@ -131,12 +131,26 @@ class Frame:
 
     def window(self, node: Node) -> int:
         """How many last queries one `attn`, `logits` or `distance` reads."""
+        return self._asking(str(node.value), node.args[0] if node.args else None)
+
+    def _asking(self, kind: str, count: Node | None) -> int:
         most = self.tokens if self.query_positions is None else len(self.query_positions)
-        if node.value == "new" and self.generated is not None:
+        if kind == "new" and self.generated is not None:
             return self.steps or 1
-        if not node.args:
+        if count is None:
             return most if self.last is None else self.last
-        return counts.whole(self.number(node.args[0]), most)
+        return counts.whole(self.number(count), most)
+
+    def size(self, axis: str, type_: Type) -> int:
+        """How long an axis of a type is here, but for `dropped` and `channel`."""
+        extent = type_.extent(axis)
+        if extent is not None and axis == "query":
+            return len(range(self._asking(extent.kind, extent.count))[self.rows or slice(None)])
+        if extent is not None and extent.count is not None:
+            return counts.whole(self.number(extent.count), self.bound.shape.layers)
+        shape = self.bound.shape
+        sizes = {"kv": self.kv, "group": shape.group, "token": self.tokens, "dim": shape.head_dim}
+        return sizes[axis]
 
     def present(self, x: Value) -> Value:
         """A value per token, absent (a set: false) where a KV head does not hold the token."""
@@ -193,6 +207,21 @@ class Frame:
             made = make()
             self.memo[key] = self.fixed[id(made)] = made
         return self.memo[key]
+
+
+def broadcast(x: Value, type_: Type, frame: Frame, dropped: int = 0) -> Value:
+    """The value repeated along those axes of a type that it lacks; no memory is taken.
+
+    `dropped` is the length of that axis.
+    """
+    missing = [axis for axis in type_.axes if axis not in x.axes]
+    if not missing:
+        return x
+    axes = union(x.axes, type_.axes)
+    sizes = {axis: dropped if axis == "dropped" else frame.size(axis, type_) for axis in missing}
+    sizes.update(sizes_of(x))
+    data = aligned(as_tensor(x.data, frame), x.axes, axes)
+    return replace(x, data=data.expand([sizes[axis] for axis in axes]), axes=axes)
 
 
 def union(*sets: tuple[str, ...]) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ def map_rules(rules: Rules, visit: Visit) -> Rules:
         merge=_map_merge(rules.merge, visit),
         states=_map_states(rules.states, visit),
         lets={name: visit(node) for name, node in rules.lets.items()},
+        decided={name: visit(node) for name, node in rules.decided.items()},
     )
 
 

@@ -216,7 +216,7 @@ class VectorWriter:
     def _folded(self, op: str, x: Tile) -> str:
         size = self.generator.bound.shape.head_dim
         conditions = list(x.present)
-        if size & (size - 1):
+        if self.generator.tiles.dim != size:  # the rest of a tile is no dimension
             conditions.append(Condition("(dim < HEAD_DIM)[None, :]", frozenset(("dim",))))
         if "dim" not in x.axes or x.text == "1.0":
             x = replace(x, text=f"({x.text} + tl.zeros([BLOCK_N, HEAD_DIM_P], tl.float32))")

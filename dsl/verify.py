@@ -85,6 +85,8 @@ def _sections(program: Program) -> Iterator[tuple[str, Node | None, str, set[str
             yield "merge.weight", merge.weight, "number", dropped
             yield "merge.own", merge.own, "number", dropped
             yield "merge.divide", merge.divide, "number", {"kv", "token"}
+    for name, node in program.prefill.decided.items():
+        yield f"let.{name}", node, node.type.kind, {"kv", "group", "dim"}
     if program.propagate is not None:
         yield "propagate.tokens", program.propagate.tokens, "truth", {"token"}
         yield "propagate.first", program.propagate.first, "truth", set()
@@ -189,6 +191,7 @@ _VALUES: dict[str, Callable[[Node, Program], bool]] = {
     "budget": lambda node, program: (
         node.value is None or (node.value == "propagate" and program.propagate is not None)
     ),
+    "decided": lambda node, program: node.value in program.prefill.decided,
     "special": lambda node, program: node.value in ("own", "below", "mass", "members"),
     **dict.fromkeys(
         ("attn", "logits", "distance"),

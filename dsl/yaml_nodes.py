@@ -14,6 +14,7 @@ from functools import cached_property
 import yaml
 from kvpolicy.dsl.diagnostics import Diagnostic
 from kvpolicy.dsl.source import Source, Span
+from kvpolicy.dsl.yaml_problems import yaml_diagnostic
 
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 12
@@ -91,30 +92,12 @@ def read_yaml(source: Source, report: Callable[[Diagnostic], None]) -> Node | No
     try:
         return composer.document(iter(yaml.parse(source.text, Loader=yaml.SafeLoader)))
     except yaml.YAMLError as error:
-        report(_yaml_diagnostic(error, source))
+        report(yaml_diagnostic(error, source))
     except (ValueError, OverflowError):  # PyYAML converts escapes such as \UFFFFFFFF unchecked
         report(Diagnostic("yaml", "a quoted text has an impossible escape", Span(0, 0)))
     except RecursionError:
         report(Diagnostic("yaml", "the file is nested too deeply", Span(0, 0)))
     return None
-
-
-def _yaml_diagnostic(error: yaml.YAMLError, source: Source) -> Diagnostic:
-    if isinstance(error, yaml.reader.ReaderError):
-        message = f"the character U+{ord(source.text[error.position]):04X} may not stand in YAML"
-        return Diagnostic("yaml", message, Span(error.position, error.position + 1))
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    start = min(mark.index, len(source.text)) if mark else 0
-    problem = getattr(error, "problem", None) or "this is not YAML"
-    help = None
-    if "flow" in (getattr(error, "context", None) or "") or "expected ',' or" in problem:
-        help = "expressions with `[`, `{` or `,` must stand in quotes or in block style"
-    elif "mapping values are not allowed" in problem:
-        help = "text with `: ` in it must stand in quotes"
-    elif "cannot start any token" in problem and source.text[start : start + 1] == "\t":
-        help = "indent with spaces"
-    message = problem.replace("'", "`") if problem.count("'") % 2 == 0 else problem
-    return Diagnostic("yaml", message, Span(start, min(start + 1, len(source.text))), help)
 
 
 class _Composer:

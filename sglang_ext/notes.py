@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 LONGEST = 64  # decode steps that a policy is taken through at once, at most
 
-READ_QUERIES = ("attn", "logits", "distance")  # operations of the language that do
-
 
 def wanted(bound: Bound, prompt: int) -> int | None:
     """Of how many decode steps since it was followed last a policy reads the queries.
@@ -36,7 +34,7 @@ def wanted(bound: Bound, prompt: int) -> int | None:
         Of the last so many, at most; None: of all, because states advance by each.
     """
     states = {} if bound.decode is None else bound.decode.states
-    if any(node.op in READ_QUERIES for node in nodes_of(state_roots(states))):
+    if any(node.type.window for node in nodes_of(state_roots(states))):
         return None
     return bound.step_queries(prompt)
 

@@ -17,11 +17,10 @@ import time
 from argparse import ArgumentParser, Namespace, _StoreAction
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvpolicy.dsl.bind import Bound, bind
-from kvpolicy.dsl.check import load
+from kvpolicy.dsl.check import Checked, load
 from kvpolicy.dsl.diagnostics import PolicyError, render_all
 from kvpolicy.dsl.ir import ModelShape, Program
 from kvpolicy.sglang_ext import share
@@ -56,12 +55,14 @@ class Policy:
         name: by which requests choose it, the file's own unless the operator gave another.
         path: of the file.
         settings: parameter values that the operator set.
+        warnings: what the checker says of a file that is well; one text, empty for none.
     """
 
     name: str
     program: Program
     path: str
     settings: Mapping[str, str]
+    warnings: str = ""
 
     @property
     def option(self) -> str:
@@ -327,37 +328,47 @@ def load_policies(values: Sequence[str], settings: Sequence[str]) -> tuple[Polic
     """
     if settings and not values:
         raise Refused(f"--kv-policy-set {settings[0]}: there is no --kv-policy")
-    read: dict[str, Program] = {}
-    named: dict[str, tuple[Program, str]] = {}
+    read: dict[str, Checked] = {}
+    named: dict[str, str] = {}
     for value in values:
         given, path = _named(value)
         if path not in read:
-            read[path] = _program(path)
-        name = given or read[path].name
+            read[path] = _checked(path)
+        name = given or read[path].require().name
         if name == "none":
             raise Refused(f"--kv-policy {value}: the name `none` stands for no policy")
         if name in named:
             raise Refused(
-                f"--kv-policy {value}: {named[name][1]} is also called `{name}`; give one of them "
+                f"--kv-policy {value}: {named[name]} is also called `{name}`; give one of them "
                 f"another name, as in --kv-policy {name}-2={path}"
             )
-        named[name] = (read[path], path)
+        named[name] = path
     chosen = _settings(settings, list(named))
-    return tuple(Policy(name, *found, chosen[name]) for name, found in named.items())
+    policies = []
+    for name, path in named.items():
+        checked = read[path]
+        warnings = render_all(checked.diagnostics, checked.source)
+        policies.append(Policy(name, checked.require(), path, chosen[name], warnings))
+    return tuple(policies)
 
 
-def _program(path: str) -> Program:
-    if not Path(path).is_file():
-        raise Refused(f"--kv-policy {path}: there is no such file")
+def log_warnings(policies: Sequence[Policy]) -> None:
+    """What the checker says of files that are well, each once."""
+    for path, text in {policy.path: policy.warnings for policy in policies}.items():
+        if text:
+            logger.warning("--kv-policy %s:\n%s", path, text)
+
+
+def _checked(path: str) -> Checked:
     try:
         checked = load(path)
     except PolicyError as error:
-        raise Refused(str(error)) from None
+        raise Refused(f"--kv-policy {path}: {error.diagnostics[0].message}") from None
     if checked.program is None:
         raise Refused(f"--kv-policy {path}:\n{render_all(checked.errors, checked.source)}")
     if checked.unserved:
         raise Refused(f"--kv-policy {path}: {'; '.join(checked.unserved)}.")
-    return checked.program
+    return checked
 
 
 def _settings(settings: Sequence[str], names: Sequence[str]) -> dict[str, dict[str, str]]:

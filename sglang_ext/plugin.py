@@ -117,6 +117,7 @@ def _after_publish(result: Any, server_args: Any, *, role: str, **kwargs: Any) -
         refusals.check_model(config)
         policies = options.load_policies(*options.requested())
         options.check_policies(policies, refusals.model_shape(config))
+        options.log_warnings(policies)
         if resolved.tokenizer_worker_num > 1 and not compat.use_worker_app(WORKER_APP):
             raise Refused(
                 f"--tokenizer-worker-num {resolved.tokenizer_worker_num} cannot be combined with "

@@ -19,7 +19,7 @@ import torch
 from kvpolicy.dsl.ir import Program
 from kvpolicy.dsl.traverse import merge_roots, nodes_of, state_roots
 from kvpolicy.sglang_ext.host import to_device
-from kvpolicy.sglang_ext.notes import LONGEST, READ_QUERIES
+from kvpolicy.sglang_ext.notes import LONGEST
 from kvpolicy.sglang_ext.prefill_step import scaled
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def may_read(program: Program) -> bool:
         return False
     states, merge = state_roots(rules.states), merge_roots(rules.merge)
     roots = [rules.keep, rules.score, rules.budget, *states, *merge]
-    return any(node.op in READ_QUERIES for node in nodes_of(roots))
+    return any(node.type.window for node in nodes_of(roots))
 
 
 def most_bytes(step: int) -> int:

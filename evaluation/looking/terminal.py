@@ -112,6 +112,8 @@ REASONS = {
     "not_finite": "the prompt's queries, keys or values hold NaN or infinity",
     "one_token": "nothing is decoded after the prefill",
     "too_long": "data decide the layer, and the prompt is longer than one piece may be",
+    "policy_error": "the policy failed in its work for this request; the server's log says where",
+    "policy_disabled": "the policy has failed too often and is switched off",
 }
 
 

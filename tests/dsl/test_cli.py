@@ -1,6 +1,7 @@
 """The command line: exit codes, messages, and no traceback whatever the input."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -98,6 +99,67 @@ def test_check_folder(tmp_path, capsys):
     assert capsys.readouterr().out == (
         f"{tmp_path}: error[file]: this is a folder, not a policy file\n"
     )
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path):
+    """Nothing waits for a pipe, and no link is followed for ever."""
+    pipe, loop, nowhere = (tmp_path / name for name in ("pipe", "loop.yaml", "nowhere.yaml"))
+    os.mkfifo(pipe)
+    loop.symlink_to(loop)
+    nowhere.symlink_to(tmp_path / "gone.yaml")
+    for path, message in (
+        (pipe, "this is a pipe, not a policy file"),
+        (loop, "this link leads back to itself"),
+        (nowhere, "this link leads to no file"),
+        ("/dev/null", "this is a device, not a policy file"),
+        ("/dev/zero", "this is a device, not a policy file"),
+    ):
+        for command in (("check",), ("fmt",), ("explain", "--model", ".", "--length", "9")):
+            done = run(command[0], path, *command[1:], timeout=60)
+            assert done.returncode == 2
+            assert (done.stdout or done.stderr) == f"{path}: error[file]: {message}\n"
+
+
+def test_warnings_are_no_errors(file, capsys):
+    path = file("policy: x\nlanguage: 1\nscore: position / 0\nbudget: 0\nkeep: top(score)\n")
+    assert main(["check", path]) == 0
+    out = capsys.readouterr().out
+    assert out.count("warning[zero]") == 2
+    assert out.endswith(f"{path}: ok\n")
+    model = DOCS.parent / "examples" / "model-tiny"
+    assert main(["explain", path, "--model", str(model), "--length", "100"]) == 0
+    out = capsys.readouterr().out
+    assert "  warning line 3: a division by 0: `position / 0` is infinite, or 0 where 0 is" in out
+    assert "  warning line 4: `budget` is 0: `top` without a count takes nothing\n" in out
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("99999999999999999999", "; a number has at most 18 digits before and after the point"),
+        ("1e999", "`1e999`; a number has at most 18 digits"),
+        ("1" * 5000, f"`{'1' * 37}...`; a number has at most 18 digits"),
+        ("many", "`window` is `many`; it is a number, a whole number, at least 1\n"),
+        ("20%", "`20%`; it is a number, a whole number, at least 1\n = help: 20% is `0.2`"),
+        ("0.5", "`window` is 0.5; it must be a whole number, at least 1"),
+    ],
+)  # fmt: skip
+def test_settings_that_are_no_values(value, message, capsys):
+    model = DOCS.parent / "examples" / "model-tiny"
+    command = ["explain", "snapkv", "--model", str(model), "--length", "100", "--set"]
+    assert main([*command, f"window={value}"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("snapkv: error[range]: `window` is ")
+    assert message in err
+
+
+def test_windows_without_queries_are_explained(file, capsys):
+    """Where they follow from a short prompt."""
+    path = file("policy: x\nlanguage: 1\nscore: |\n  sum[head, query](attn(recent(0.1 * prompt)))\n"
+                "keep: top(score, 4)\n")  # fmt: skip
+    model = DOCS.parent / "examples" / "model-tiny"
+    assert main(["explain", path, "--model", str(model), "--length", "9"]) == 0
+    assert "Cost of deciding" in capsys.readouterr().out
 
 
 def test_check_accepts_a_byte_order_mark_and_windows_lines(file):

@@ -22,7 +22,7 @@ CODES = {
     "yaml", "key", "syntax", "name", "arguments", "axis", "score-axes", "type", "not-a-set",
     "unit", "absent", "no-budget", "unreachable", "does-not-fit", "competition", "phase",
     "later-layer", "host", "query-set", "whole-map", "merge", "once", "range", "share", "size",
-    "unused",
+    "unused", "zero",
 }  # fmt: skip
 NOT_SERVED = {"duoattention", "omnikv", "squeezeattention"}
 
@@ -73,6 +73,21 @@ def test_good_file(path):
             "`[layer]` in a state",
         ),
         (
+            "score: norm1[dim](key)\nlet: {most: 'max[layer](score)'}\nkeep: recent(4)\n"
+            "decode: {keep: 'recent(2) then top(score where score == most, 8)'}\n",
+            "`[layer]` in `decode`",
+        ),
+        (
+            "keep: recent(4)\ndecode:\n  let: {most: 'max[layer](max[kv, token, dim](key))'}\n"
+            "  keep: recent(2) or norm1[dim](key) > most\n",
+            "`[layer]` in `decode`",
+        ),
+        (
+            "let: {most: 'max[layer](sum[kv](cached))'}\nkeep: recent(4)\n"
+            "decode: {keep: recent(most / 8)}\n",
+            "`[layer]` in `decode`",
+        ),
+        (
             "share: {when: layer % 2 == 1, direction: 'unit[dim](own) * max[head, query, token]("
             "attn(recent(1)))'}\n",
             "`attn` in `share`",
@@ -83,6 +98,30 @@ def test_unserved_sentences_name_the_feature(text, what):
     checked = load(Source("a-test.yaml", "policy: a-test\nlanguage: 1\nabout: a test\n" + text))
     assert render_all(checked.diagnostics, checked.source) == ""
     assert checked.unserved == (f"{what} cannot be served yet",)
+
+
+@pytest.mark.parametrize(
+    "let",
+    [
+        "max[layer](total)",
+        "total / sum[layer](total)",
+        "2 where total > at(0, total) else 3",
+        "sum[kv, token](score) / max[layer](total)",
+        "max[past](past(total, 2)) where layer > 0",
+        "sum[group, query, token](attn(all)) / max[layer](total)",
+    ],
+)
+def test_decode_may_read_what_looked_at_other_layers(let):
+    """A number without tokens: decode has neither the other layers nor `attn(all)`."""
+    text = (
+        "policy: a-test\nlanguage: 1\nabout: a test\nscore: norm1[dim](key)\nlet:\n"
+        f"  total: sum[kv, token](norm1[dim](key))\n  most: {let}\nkeep: all\n"
+        "decode: {keep: recent(2) or score > most}\n"
+    )
+    checked = load(Source("a-test.yaml", text))
+    assert render_all(checked.diagnostics, checked.source) == ""
+    assert checked.unserved == ()
+    assert set(checked.require().prefill.decided) == {"most"}
 
 
 @pytest.mark.parametrize("name", shipped())

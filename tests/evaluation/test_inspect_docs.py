@@ -34,7 +34,7 @@ def test_the_commands_are_understood():
 def test_the_options_exist_and_are_described():
     prose = re.sub(r"^```.*?^```", "", PAGE, flags=re.M | re.S)
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", prose))
-    elsewhere = {"--kv-policy", "--max-total-tokens"}  # of SGLang
+    elsewhere = {"--kv-policy", "--kv-policy-allow-inspection", "--max-total-tokens"}  # servers
     options = {o for c in ARGUMENTS for a in parser(c)._actions for o in a.option_strings}
     assert named - elsewhere <= options
     assert options - named <= {

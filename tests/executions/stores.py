@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from kvpolicy.dsl.bind import Bound
-from kvpolicy.dsl.torch_apply import turned
+from kvpolicy.dsl.torch_apply import prefilled, turned
 from kvpolicy.dsl.torch_decode import Choice, Memory
 from kvpolicy.dsl.torch_kernels import NONE, Entries, Kernels
 from kvpolicy.dsl.torch_program import TorchProgram
@@ -49,28 +49,29 @@ class Store:
         prompt: q [L, H, N, D], k and v [L, G, N, D].
         steps: as `Recorded`.
         poison: what rows hold that a KV head does not.
+
+    Attributes:
+        names: the recording's position for each of the memory's.
     """
 
     def __init__(
         self, bound: Bound, prompt, steps, poison: float = math.nan, kernels: Kernels = NONE
     ) -> None:
-        q, k, v = (torch.tensor(x) for x in prompt)
-        run = TorchProgram(bound, kernels=kernels).start(k.shape[2])
-        for layer in range(len(k)):
-            run.observe(layer, q[layer], k[layer], v[layer])
-        kept = run.finish()
+        size = prompt[1].shape[-1]
+        self.inv_freq = 100.0 ** (-np.arange(size // 2) / 2) if size % 2 == 0 else None
+        made = prefilled(TorchProgram(bound, kernels=kernels), *prompt, self.inv_freq)
         self.rows: list[Rows] = []
-        for layer, own in enumerate(kept):
-            rows = run.merged(layer, k[layer], v[layer])
+        for own, rows in zip(made.run.finish(), made.vectors, strict=True):
             some = own.any(0)
             self.rows.append(tuple(x[:, some].float() for x in rows))
-        self.memory: Memory = run.memory()
+        self.memory: Memory = made.run.memory()
         self.steps = Recorded(*(torch.tensor(x) for x in steps))
         self.done = 0
-        self.first = k.shape[2]
+        self.first = made.run.size
+        self.names = made.chosen.tolist()
+        self.names += range(prompt[1].shape[2], prompt[1].shape[2] + len(steps[0]))
         self.poison = poison
         self.reads = 0
-        self.inv_freq = 100.0 ** (-np.arange(k.shape[-1] // 2) / 2)
 
     def append(self) -> None:
         """The next step's token, in every layer."""
@@ -94,7 +95,7 @@ class Store:
         k, v = self.rows[layer]
         k = k if choice.k is None else choice.k.float()
         v = v if choice.v is None else choice.v.float()
-        if choice.shift is not None:
+        if choice.shift is not None and self.inv_freq is not None:
             k = turned(k, choice.shift, self.inv_freq).float()
         some = choice.kept.any(0)
         self.rows[layer] = (k[:, some], v[:, some])
@@ -135,3 +136,73 @@ class Store:
             self.read,
             leaves=leaves,
         )
+
+    def held(self) -> list[list[list[int]]]:
+        """Per layer and KV head the recording's positions of its entries."""
+        kept = []
+        for layer, (k, _) in enumerate(self.rows):
+            layout = self.memory.layout(layer)
+            there = self._there(layer)
+            names = torch.tensor(self.names)[layout.positions]
+            kept.append([names[own].tolist() for own in there])
+            assert there.shape == k.shape[:2]
+        return kept
+
+    def vectors(self) -> list[list[Rows]]:
+        """Per layer and KV head the keys and values of its entries."""
+        return [
+            [(k[i, own], v[i, own]) for i, own in enumerate(self._there(layer))]
+            for layer, (k, v) in enumerate(self.rows)
+        ]
+
+    def _there(self, layer: int) -> torch.Tensor:
+        layout, k = self.memory.layout(layer), self.rows[layer][0]
+        return torch.ones(k.shape[:2], dtype=torch.bool) if layout.there is None else layout.there
+
+
+class Pool(Store):
+    """All layers' entries lie in one pool, as a server has them."""
+
+    def begin(self, number: int, *, leaves: bool = True) -> list[Choice]:
+        """As of `Store`; the pool is filled when it is read first."""
+        self.pool: dict[int, tuple[Entries, ...]] = {}
+        return super().begin(number, leaves=leaves)
+
+    def read(self, layer: int, there: torch.Tensor | None) -> tuple[Entries, ...]:
+        """As of `Store`, as entries of the pool."""
+        self.reads += 1
+        pool = self.pool.setdefault(0, in_one_pool(self.rows, 0, None))
+        own = in_one_pool(self.rows, layer, there)
+        return tuple(Entries(x.pool, y.ids) for x, y in zip(pool, own, strict=True))
+
+
+def assert_alike(one: Store, other: Store) -> None:
+    """Layouts, rows, states, queries."""
+    a, b = one.memory, other.memory
+    assert (a.generated, a.not_finite) == (b.generated, b.not_finite)
+    for layer in range(len(one.rows)):
+        x, y = a.layout(layer), b.layout(layer)
+        assert x.positions.tolist() == y.positions.tolist(), layer
+        assert (x.there is None) == (y.there is None)
+        assert x.there is None or torch.equal(x.there, y.there), layer
+        for k, m in zip(one.rows[layer], other.rows[layer], strict=True):
+            held = torch.ones(k.shape[:2], dtype=torch.bool) if x.there is None else x.there
+            torch.testing.assert_close(k[held], m[held], rtol=3e-7, atol=1e-7)
+        own, also = a._layers[layer], b._layers[layer]
+        assert own.states.keys() == also.states.keys()
+        for before, after in ((own.states, also.states), (own.merge_states, also.merge_states)):
+            assert before.keys() == after.keys()
+            for name in before:
+                assert before[name].axes == after[name].axes
+                values = [torch.as_tensor(z[name].data).double() for z in (before, after)]
+                if x.there is not None and {"kv", "token"} <= set(before[name].axes):
+                    axes = before[name].axes
+                    held = x.there[
+                        tuple(slice(None) if i in ("kv", "token") else None for i in axes)
+                    ]
+                    values = [torch.where(held, z, 0.0) for z in values]
+                torch.testing.assert_close(*values, rtol=1e-9, atol=1e-12)
+        assert (own.queries is None) == (also.queries is None)
+        if own.queries is not None:
+            assert torch.equal(own.queries, also.queries)
+            assert own.query_positions.tolist() == also.query_positions.tolist()

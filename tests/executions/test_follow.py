@@ -15,12 +15,11 @@ from kvpolicy.dsl.ir import ModelShape
 from kvpolicy.dsl.library import shipped
 from kvpolicy.dsl.source import Source
 from kvpolicy.dsl.torch_follow import Walk
-from kvpolicy.dsl.torch_kernels import Entries
 from kvpolicy.dsl.torch_steps import Steps
 from kvpolicy.kernels.table import TRITON
 from random_policies import policy
 from recordings import tensors
-from stores import Store, in_one_pool
+from stores import Pool, Store, assert_alike
 
 SHAPES = [(3, 4, 2, 8), (2, 2, 2, 4), (2, 4, 1, 6), (3, 8, 2, 4), (2, 8, 4, 4)]
 SETTINGS = {
@@ -47,38 +46,6 @@ def stores(bound: Bound, shape, tokens: int, seed: int, **more) -> tuple[Store, 
     return Store(bound, prompt, later, **more), Store(bound, prompt, later, **more)
 
 
-def assert_same(one: Store, other: Store) -> None:
-    """Layouts, rows, states, queries."""
-    a, b = one.memory, other.memory
-    assert (a.generated, a.not_finite) == (b.generated, b.not_finite)
-    for layer in range(len(one.rows)):
-        x, y = a.layout(layer), b.layout(layer)
-        assert x.positions.tolist() == y.positions.tolist(), layer
-        assert (x.there is None) == (y.there is None)
-        assert x.there is None or torch.equal(x.there, y.there), layer
-        for k, m in zip(one.rows[layer], other.rows[layer], strict=True):
-            held = torch.ones(k.shape[:2], dtype=torch.bool) if x.there is None else x.there
-            torch.testing.assert_close(k[held], m[held], rtol=3e-7, atol=1e-7)
-        own, also = a._layers[layer], b._layers[layer]
-        assert own.states.keys() == also.states.keys()
-        for before, after in ((own.states, also.states), (own.merge_states, also.merge_states)):
-            assert before.keys() == after.keys()
-            for name in before:
-                assert before[name].axes == after[name].axes
-                values = [torch.as_tensor(z[name].data).double() for z in (before, after)]
-                if x.there is not None and {"kv", "token"} <= set(before[name].axes):
-                    axes = before[name].axes
-                    held = x.there[
-                        tuple(slice(None) if i in ("kv", "token") else None for i in axes)
-                    ]
-                    values = [torch.where(held, z, 0.0) for z in values]
-                torch.testing.assert_close(*values, rtol=1e-9, atol=1e-12)
-        assert (own.queries is None) == (also.queries is None)
-        if own.queries is not None:
-            assert torch.equal(own.queries, also.queries)
-            assert own.query_positions.tolist() == also.query_positions.tolist()
-
-
 @pytest.mark.parametrize("name", DECODING)
 def test_shipped_policies(name):
     for seed, stretches in enumerate(STRETCHES):
@@ -89,20 +56,7 @@ def test_shipped_policies(name):
                 leaves = (i + seed) % 4 != 3
                 one.step_by_step(number, leaves=leaves)
                 other.follow(number, leaves=leaves)
-                assert_same(one, other)
-
-
-class Pool(Store):
-    """All layers' entries lie in one pool, as a server has them."""
-
-    def begin(self, number: int, *, leaves: bool = True):
-        self.pool: dict[int, tuple] = {}
-        return super().begin(number, leaves=leaves)
-
-    def read(self, layer: int, there: torch.Tensor | None):
-        pool = self.pool.setdefault(0, in_one_pool(self.rows, 0, None))
-        own = in_one_pool(self.rows, layer, there)
-        return tuple(Entries(x.pool, y.ids) for x, y in zip(pool, own, strict=True))
+                assert_alike(one, other)
 
 
 def together(monkeypatch, *, by_torch: bool = True) -> list[bool]:
@@ -133,7 +87,7 @@ def test_all_layers_together(name, monkeypatch):
             leaves = (i + seed) % 4 != 3
             one.step_by_step(number, leaves=leaves)
             other.follow(number, leaves=leaves)
-            assert_same(one, other)
+            assert_alike(one, other)
     assert len(seen) == sum(map(len, STRETCHES))
     assert all(seen)
 
@@ -175,7 +129,7 @@ def test_layers_of_different_lengths_together(monkeypatch):
     for number in (1, 3, 5, 16, 2):
         one.step_by_step(number)
         other.follow(number)
-        assert_same(one, other)
+        assert_alike(one, other)
         assert len({len(other.memory.layout(layer).positions) for layer in range(4)}) > 1
     assert all(seen)
 
@@ -198,7 +152,7 @@ def test_what_is_decided_layer_by_layer(score):
     for number in (3, 1, 16):
         one.step_by_step(number)
         other.follow(number)
-        assert_same(one, other)
+        assert_alike(one, other)
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -217,7 +171,7 @@ def test_random_policies(part):
         for number in (1, 4, 2, 5):
             one.step_by_step(number)
             other.follow(number)
-            assert_same(one, other)
+            assert_alike(one, other)
         compared += 1
     assert compared >= 4
 
@@ -314,11 +268,11 @@ def test_copies_go_on_alone(name):
     for layer, choice in enumerate(choices):
         other.leave(layer, choice)
     one.step_by_step(5)
-    assert_same(one, other)
+    assert_alike(one, other)
     rows = list(other.rows)
     other.follow(4)
     other.memory, other.rows, other.done = copy, rows, 5
-    assert_same(one, other)
+    assert_alike(one, other)
 
 
 def test_only_the_steps_that_say_so_let_entries_leave():
@@ -328,4 +282,4 @@ def test_only_the_steps_that_say_so_let_entries_leave():
     for number, leaving in ((4, True), (3, False), (5, True), (6, False), (2, True)):
         one.step_by_step(number)
         assert bool(other.follow(number)) == leaving
-        assert_same(one, other)
+        assert_alike(one, other)

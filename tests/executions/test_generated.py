@@ -366,6 +366,30 @@ def test_expressions(number):
             torch.testing.assert_close(a.data, b.data, rtol=0.0, atol=bar * size_of(a))
 
 
+@pytest.mark.parametrize("size", [3, 8, 16])
+@pytest.mark.parametrize(
+    "score",
+    [
+        "sum[dim](key + 1)",
+        "mean[dim](max(key, 0.5)) + var[dim](2 - value)",
+        "norm2[dim](key * value where layer < 1 else norm1[dim](value))",
+        "sum[dim](value where {flag} else 2) + min[dim](key where {flag} else 3)",
+    ],
+)
+def test_what_is_added_up_over_few_dimensions(score, size):
+    """A tile has at least 16 of them; the rest is nothing, also where a value does not vary."""
+    case = Case(2, 4, 2, size, 23)
+    for flag in ("flag", "layer == 1"):
+        bound = inline(score.format(flag=flag), case.shape, "params: {flag: false}\n")
+        programs = [TorchProgram(bound, report=True, kernels=t) for t in ({}, TABLE)]
+        runs = [prefill(program, *case.tensors(5)) for program in programs]
+        for a, b in zip(*(run.result(bound.lowered.score) for run in runs), strict=True):
+            torch.testing.assert_close(
+                torch.as_tensor(a.data).double(), torch.as_tensor(b.data).double(),
+                rtol=0.0, atol=1e-5 * (1 + size_of(a)),
+            )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("score", "reason"),
     [

@@ -157,6 +157,77 @@ def test_d2o_layer_stat(tmp_path, execution):
     np.testing.assert_allclose(scores, case["stat"], atol=2e-6)
 
 
+def authors_steps(q, k, q_step, k_step, hh: float, recent: float) -> list[list[list[list[int]]]]:
+    """What the authors' code holds after each step, without its merges: per step, layer and head.
+
+    By part2.md, section 5, (3) to (5): `(tokens + 1) * ratio` is truncated for heavy and for recent
+    entries apart, at the first new token; sinks are among the heavy ones; layers 0, 1 and the last
+    are never compressed.
+
+    Args:
+        q, k: [L, H, N, D]; q_step, k_step: [T, L, H, D].
+        hh, recent: the ratios of heavy and recent entries.
+    """
+
+    def attention(queries, keys, seen):
+        logits = np.einsum("htd,hnd->htn", queries, keys) / np.sqrt(keys.shape[-1])
+        logits = np.where(seen, logits, -np.inf)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        return weights / weights.sum(-1, keepdims=True)
+
+    layers, _, tokens, _ = k.shape
+    causal = np.tri(tokens, dtype=bool)
+    sums = [list(attention(q[i], k[i], causal).sum(1)) for i in range(layers)]
+    spread = np.array([np.var(x, -1, ddof=1) for x in sums])
+    low, high = spread.min(1, keepdims=True), spread.max(1, keepdims=True)
+    stat = ((spread - low) / (high - low + 1e-6)).mean(1)
+    share = np.exp(-stat) / np.exp(-stat).sum() * layers * (hh + recent)
+    share = share.clip(0.01, 1)
+    heavy = np.trunc((tokens + 1) * share * hh / (hh + recent)).astype(int)
+    newest = np.trunc((tokens + 1) * share * recent / (hh + recent)).astype(int)
+    held = [[list(range(tokens)) for _ in x] for x in sums]
+    keys = np.concatenate([k, k_step.transpose(1, 2, 0, 3)], 2)
+    steps = []
+    for step in range(len(q_step)):
+        for layer in range(layers):
+            for head, slots in enumerate(held[layer]):
+                slots.append(tokens + step)
+                own = keys[layer, head, slots][None]
+                given = attention(q_step[step, layer, head][None, None], own, True)[0, 0]
+                score = np.append(sums[layer][head], 0.0) + given
+                score[:4] = np.inf
+                stay = np.arange(len(slots))
+                if 2 <= layer < layers - 1:
+                    old = len(slots) - newest[layer]
+                    best = np.argsort(-score[:old], kind="stable")[: heavy[layer]]
+                    stay = np.concatenate([np.sort(best), stay[old:]])
+                sums[layer][head] = score[stay]
+                held[layer][head] = np.array(slots)[stay].tolist()
+        steps.append([[list(slots) for slots in layer] for layer in held])
+    return steps
+
+
+@pytest.mark.parametrize(("heavy", "recent"), [(7, 3), (6, 4), (4, 6), (5, 7), (1, 1), (3, 1)])
+@pytest.mark.parametrize("tokens", [61, 64])
+def test_d2o_holds_what_the_authors_code_holds(execution, heavy, recent, tokens):
+    """Heavy and recent entries are rounded apart, and stay so many in every later step."""
+    random = np.random.default_rng(heavy + tokens)
+    size, steps = (5, 4, 4, 8), 6
+    q, k = (random.normal(size=(5, 4, tokens, 8)).astype(np.float32) for _ in range(2))
+    q_step, k_step = (random.normal(size=(steps, 5, 4, 8)).astype(np.float32) for _ in range(2))
+    rate = 0.45
+    weights = r"^  beta: .*\n  alpha: .*\nrequire: .*\n"
+    text = changed("d2o-code", (r"^  merge:\n(?:    .*\n)+", ""), (weights, ""))
+    settings = {"rate": str(rate), "recent_share": str(round(recent / (heavy + recent), 15))}
+    bound = bind(load(Source("d2o-code.yaml", text)).require(), ModelShape(*size), settings)
+    result = execute(bound, execution, q, k, k, (q_step, k_step, k_step))
+    parts = rate * heavy / (heavy + recent), rate * recent / (heavy + recent)
+    expected = authors_steps(*(x.astype(np.float64) for x in (q, k, q_step, k_step)), *parts)
+    assert len(expected[0][2][0]) < tokens
+    for got, wanted in zip(result.steps, expected, strict=True):
+        assert got.kept == wanted
+
+
 def merging(policy: str, block: str) -> str:
     """The section `merge` of a shipped policy, with a selection that is known beforehand."""
     merge = re.search(rf"^{block}merge:\n((?:{block}  .*\n)+)", find(policy).read_text(), re.M)[0]

@@ -172,6 +172,12 @@ def test_files_that_cannot_be_served(files, tmp_path):
     missing = tmp_path / "missing.yaml"
     with pytest.raises(Refused, match=f"--kv-policy {missing}: there is no such file"):
         options.load_policies([str(missing)], [])
+    with pytest.raises(Refused, match=f"^--kv-policy {tmp_path}: this is a folder, not a policy"):
+        options.load_policies([str(tmp_path)], [])
+    loop = tmp_path / "loop.yaml"
+    loop.symlink_to(loop)
+    with pytest.raises(Refused, match=f"^--kv-policy {loop}: this link leads back to itself$"):
+        options.load_policies([str(loop)], [])
     with pytest.raises(Refused, match="is also called `one`"):
         options.load_policies([files[0], files[0]], [])
     none = tmp_path / "none.yaml"
@@ -187,6 +193,16 @@ def test_a_wrong_file_gives_the_checkers_diagnostics(tmp_path):
         options.load_policies([str(wrong)], [])
     assert f"{wrong}:6:" in str(refused.value)
     assert "did you mean `capacity`?" in str(refused.value)
+
+
+def test_warnings_are_logged_once_for_a_file(files, tmp_path, caplog):
+    path = tmp_path / "nothing.yaml"
+    path.write_text("policy: nothing\nlanguage: 1\nscore: position\nbudget: 0\nkeep: top(score)\n")
+    values = [files[0], str(path), f"also={path}"]
+    with caplog.at_level("WARNING"):
+        options.log_warnings(options.load_policies(values, []))
+    (line,) = caplog.messages
+    assert line.startswith(f"--kv-policy {path}:\n{path}:4:9: warning[zero]: `budget` is 0")
 
 
 def test_what_is_not_served_yet_is_refused_in_one_sentence(tmp_path):

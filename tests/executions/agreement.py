@@ -1,0 +1,89 @@
+"""One policy by every execution: interpreter, the commands' torch program, the served decode path.
+
+What is served takes several steps at once (`Memory.follow`) between those at which entries leave;
+the command takes them one by one. Both must keep what the interpreter keeps, and no more than was
+promised before any tensor was seen.
+
+Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, D head size, T steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import numpy as np
+from kvpolicy.dsl.bind import Bound, bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.result import Result, Steps
+from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.torch_steps import Steps as DecodeSteps
+from recordings import Shape, both, tensors
+from stores import Pool, Store
+
+HEADER = "policy: a-test\nlanguage: 1\nabout: a test\n"
+SHAPE: Shape = (3, 4, 2, 8)
+
+
+def written(text: str, shape: Shape = SHAPE, every: int = 1, **settings: str) -> Bound:
+    """The policy of a file that begins with `HEADER`."""
+    program = load(Source("a-test.yaml", HEADER + text)).require()
+    return bind(program, ModelShape(*shape), settings, fold_interval=every)
+
+
+def assert_agreement(text: str, shape: Shape = SHAPE, tokens=(1, 13), **settings: str) -> None:
+    """All executions agree on a policy: prompts of some lengths, decode steps, with ties and not.
+
+    After the longest prompt entries leave at every second step, so that steps are taken together.
+    """
+    for seed, number in enumerate(tokens):
+        every = 2 if number == max(tokens) else 1
+        bound = written(text, shape, every, **settings)
+        agree(bound, *tensors(np.random.default_rng(seed), shape, number, 5, ties=seed == 0))
+
+
+def agree(bound: Bound, q: np.ndarray, k: np.ndarray, v: np.ndarray, steps: Steps) -> Result:
+    """The interpreter's result, after checking that the others give the same.
+
+    Args:
+        bound: the policy.
+        q, k, v: [L, H, N, D], [L, G, N, D] twice.
+        steps: [T, L, H, D], [T, L, G, D] twice.
+
+    Raises:
+        AssertionError: an execution differs.
+    """
+    size = k.shape[-1]
+    inv_freq = None if size % 2 else 100.0 ** (-np.arange(size // 2) / 2)
+    expected, _ = both(bound, q, k, v, steps, inv_freq)
+    kept, most = sum(int(x.sum()) for x in expected.kept), bound.max_entries(k.shape[2])
+    assert kept <= most, f"{kept} entries are kept, at most {most} were promised"
+    if bound.decode is not None:
+        _assert_served(Store(bound, (q, k, v), steps), expected)
+        # Taken together where that is possible, whoever reads keys and values.
+        with patch.object(DecodeSteps, "_by_kernels", True):
+            _assert_served(Pool(bound, (q, k, v), steps), expected)
+    return expected
+
+
+def _assert_served(store: Store, expected: Result) -> None:
+    for number in stretches(store.memory.bound, store.memory.prompt, len(expected.steps)):
+        store.follow(number)
+        result = expected.steps[store.done - 1]
+        assert store.held() == result.kept, f"served, after step {store.done}"
+        for own, other in zip(store.vectors(), result.merged or [], strict=False):
+            for one, two in zip(own, other, strict=True):
+                for x, y in zip(one, two, strict=True):
+                    np.testing.assert_allclose(x, y, rtol=3e-7, atol=1e-7)
+
+
+def stretches(bound: Bound, prompt: int, steps: int) -> Iterator[int]:
+    """How many steps are taken at once, so that entries leave at the last ones only."""
+    number = 0
+    for step in range(1, steps + 1):
+        number += 1
+        # The first of several steps is taken alone: what it leaves behind is gone on from.
+        if bound.leaves_at(step, prompt) or step in (1, steps):
+            yield number
+            number = 0

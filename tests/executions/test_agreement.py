@@ -1,0 +1,315 @@
+"""Policies on which the executions differed, or one of them failed, when they were found."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from agreement import SHAPE, agree, assert_agreement, written
+from kvpolicy.dsl.bind import bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.interpret import interpret
+from kvpolicy.dsl.ir import ModelShape
+from recordings import tensors
+
+HEAT = "state: {heat: 'heat + sum[group, query](attn(new))'}\n"
+SCORE = "score: norm1[dim](key)\n"
+FILL = "budget: 6\nkeep: recent(2) then top(score)\n"
+AWAY = (
+    "propagate:\n  first: layer == 1\n"
+    "  tokens: recent(2) then top(sum[head, query](attn(recent(2))), 9)\n"
+)
+DECODE = "decode:\n  score: norm1[dim](value)\n  keep: recent(2) then top(score)\n"
+# What makes a prefill go layer by layer, without a plan.
+BESIDE = {
+    "merge": SCORE + "merge: {into: nearest(key)}\n",
+    "state": HEAT + "score: heat\n",
+    "propagate": SCORE + AWAY,
+    "restart": SCORE + AWAY + "  restart: true\n",
+    "maps": "score: sum[group, query](attn(all))\n",
+    "all": HEAT + "score: heat\nmerge: {into: nearest(key)}\n" + AWAY,
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors are tiny: more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("decode", ["", DECODE], ids=["prefill", "decode"])
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize(
+    "keep",
+    [
+        "recent(2) then top[layer, kv, token](score)",
+        "recent(2) then top[layer, token](score)",
+        "top[token, layer, kv](score)",
+        "recent(2) then top[layer, kv, token](score, 17)",
+        "recent(2) then top[layer, token](score, 9) then top(score)",
+        "top[layer, kv, token](score, 4 where layer < 2 else 20) then top[layer, kv, token](score)",
+        "top[layer, token](score, count[token](score > 3))",
+        "recent(2) then top[layer, kv, token](score) where layer > 0 else recent(5)",
+    ],
+)
+def test_layers_compete(keep, beside, decode):
+    """LAVa's selection beside H2O's states, merges and propagated tokens."""
+    assert_agreement(f"{BESIDE[beside]}budget: 6\nkeep: {keep}\n{decode}")
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        "top(mean[head, query](attn(recent(2))), 3) then top(score)",
+        "top(mean[kv](score), 3) then top(score)",
+        "top(mean[kv](score), 3) then recent(2) then top[kv, token](score)",
+        "mean[kv](score) > 8 then top(score)",
+    ],
+)
+def test_sets_of_the_layer_while_heads_hold_different_entries(keep):
+    """Of a set without the axis `kv` each head takes what it holds, and fills up to its budget."""
+    score = "score: norm2[dim](value)\n"
+    assert_agreement(f"{score}budget: 6\nkeep: {keep}\ndecode: same\n")
+    assert_agreement(f"{HEAT}score: heat\nbudget: 6\nkeep: {keep}\ndecode: same\n")
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        "heat + sum[group, query](attn(recent(3)) - max[layer](sum[head, query](attn(recent(3)))))",
+        "heat + sum[dim](key - max[layer](norm1[dim](key)))",
+        "heat + sum[dim](key * value / max[layer](norm1[dim](value)))",
+        "heat + mean[group](sum[query](attn(all)) - max[layer](sum[query](attn(all))))",
+    ],
+)
+def test_tensors_meet_values_of_all_layers(score):
+    assert_agreement(f"{HEAT}score: |\n  {score}\n{FILL}")
+
+
+@pytest.mark.parametrize(
+    "first", ["layer > mean[layer](layer)", "rank[layer](layer) < 3", "layer == at(1, layer)"]
+)
+def test_propagation_that_compares_numbers_of_layers(first):
+    assert_agreement(f"{AWAY.replace('layer == 1', first)}keep: recent(4)\n")
+    assert_agreement(f"{AWAY.replace('first: layer == 1', 'every: ' + first)}keep: recent(4)\n")
+
+
+@pytest.mark.parametrize(
+    ("budget", "more"),
+    [
+        ("prompt / gap", "params: {gap: 0}\n"),
+        ("-prompt / gap", "params: {gap: 0}\n"),
+        ("0 * (prompt / gap)", "params: {gap: 0}\n"),
+        ("max[token](position) / 0", ""),
+        ("9 ^ 300 * prompt", ""),
+        ("exp(prompt * 1000)", ""),
+    ],
+)
+@pytest.mark.parametrize("top", ["top(score)", "top[kv, token](score)", "top[layer, token](score)"])
+def test_infinite_budgets(budget, more, top):
+    assert_agreement(f"{more}{SCORE}budget: {budget}\nkeep: {top}\n")
+    if "layer" not in top:
+        assert_agreement(f"{more}{SCORE}budget: {budget}\nkeep: {top}\ndecode: same\n")
+
+
+@pytest.mark.parametrize(
+    "seed", ["9007199254740993", "-7", "1e300", "2.5", "1 / 0", "sqrt(2) * 1e9", "prompt / 3"]
+)
+def test_seeds(seed):
+    assert_agreement(f"score: uniform({seed})\n{FILL}decode: same\n")
+
+
+def test_seeds_differ_beyond_float64():
+    texts = [f"score: uniform({2**53 + i})\nkeep: top(score, 9)\n" for i in (0, 1)]
+    prompt = tensors(np.random.default_rng(0), SHAPE, 30, 1)[:3]
+    one, other = (interpret(written(text), *prompt) for text in texts)
+    assert not all(map(np.array_equal, one.kept, other.kept))
+
+
+@pytest.mark.parametrize("reduced", ["sum", "mean", "max", "min", "var"])
+@pytest.mark.parametrize("read", ["attn", "logits"])
+def test_windows_may_be_empty(reduced, read):
+    """For short prompts, where the number of queries follows from the prompt."""
+    window = f"{reduced}[group, query]({read}(recent(0.1 * prompt)))"
+    assert_agreement(f"score: norm1[dim](key) + {window}\n{FILL}decode: same\n", tokens=(1, 9, 19))
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        "mean[group, query](votes * logits(recent(window)))",
+        "sum[group, query](attn(all) where distance(new) < 4 and distance(all) > 1)",
+        "sum[group, query](attn(recent(8)) / index[query](attn(recent(2 + 6))))",
+        "mean[group, query](attn(recent(min(window, prompt))) - logits(recent(min(prompt, w))))",
+    ],
+)
+def test_one_window_written_twice(score):
+    lets = "let: {w: window, votes: attn(recent(w))}\n"
+    assert_agreement(f"params: {{window: 5}}\n{lets}score: {score}\n{FILL}")
+
+
+# A choice has the axes of both branches, whichever is taken.
+CHOICES = {
+    "maps or vectors": ("sum[query](attn(recent(3)))", "norm1[dim](key)", "max[group](2 * {})"),
+    "vectors or numbers": ("norm1[dim](value)", "kv_heads", "sqrt({}) + norm1[dim](key)"),
+    "powers": ("norm1[dim](value)", "2 * kv_heads", "{} ^ 0.5 + norm1[dim](key)"),
+    "numbers alone": ("norm1[dim](value)", "kv_heads", "{}"),
+    "sums of numbers": ("norm1[dim](value)", "prompt", "norm1[dim](key) / sum[kv, token]({})"),
+    "sums beside tokens": (
+        "norm1[dim](value)", "1", "norm1[dim](key) + sum[token]({} + mean[kv](norm1[dim](key)))",
+    ),
+    "queries": (
+        "attn(recent(3))", "norm1[dim](key)", "sum[group, query](abs({}) ^ 0.5)",
+    ),
+    "queries or numbers": ("logits(recent(3))", "1", "mean[group](var[query]({} * {}) + 1)"),
+    "counted": ("attn(recent(3)) > 0.1", "true", "norm1[dim](key) + count[head, query]({})"),
+    "any": ("attn(recent(3)) > 0.3", "false", "norm1[dim](key) * count[kv](any[group, query]({}))"),
+    "dimensions": ("key * value", "norm1[dim](value)", "norm2[dim]({})"),
+    "pools": ("norm1[dim](key)", "layer / 3", "maxpool({} + 1, 3) + avgpool({}, 5)"),
+    "ranks": ("norm1[dim](key)", "2", "rank({}) + rank[kv, token]({}) + index[kv]({})"),
+    "winners": ("norm1[dim](key)", "2", "1 where top[kv, token]({}, 5) else norm1[dim](value)"),
+    "numbered": ("norm1[dim](key)", "position", "index[kv]({}) * norm1[dim](value)"),
+    "layers": ("norm1[dim](key)", "2", "norm1[dim](value) / sum[kv, token](max[layer]({}))"),
+    "layers of tokens": ("norm1[dim](key)", "2", "norm1[dim](value) + rank[layer]({})"),
+    "absent": ("(norm1[dim](key) where position > 2)", "3", "norm1[dim](value) + mean[token]({})"),
+    "layers before": ("max[past](past(norm1[dim](key), 2))", "4", "{} + sum[token]({})"),
+    "layers that were": ("past(norm1[dim](key), 2)", "4", "norm1[dim](key) * sum[past]({})"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("condition", ["flag", "not flag", "layer < 2", "layer == 2 or flag"])
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices_between_axes(name, condition):
+    x, y, whole = CHOICES[name]
+    score = whole.replace("{}", f"({x} where {condition} else {y})")
+    head = f"params: {{flag: false}}\nscore: |\n  {score}\n"
+    layers = "layer]" in whole or "past" in x
+    assert_agreement(f"{head}{FILL}{'' if layers else 'decode: same'}\n")
+    assert_agreement(f"{HEAT}{head}  + 0 * heat\n{FILL}{'' if layers else 'decode: same'}\n")
+    assert_agreement(f"{AWAY}{head}{FILL}")
+
+
+@pytest.mark.parametrize("condition", ["flag", "not flag", "layer < 1"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "accept: match >= mean[dropped](0.5 where {} else match)",
+        "weight: 1 / (1 + count[dropped](match > 0 where {} else true))",
+        "weight: sum[dropped](1 where {} else match)",
+        "own: sum[dropped](2 where {} else match)",
+        "divide: mass + max[token](1 where {} else members)",
+        "weight: abs(target(1 where {} else norm1[dim](key)))",
+    ],
+)
+def test_choices_of_merges(part, condition):
+    let = "let: {match: 'cosine[dim](key, target(key))'}"
+    merge = f"merge:\n  into: nearest(key)\n  {let}\n  {part.format(condition)}\n"
+    assert_agreement(f"params: {{flag: false}}\n{SCORE}{FILL}{merge}decode: same\n")
+
+
+@pytest.mark.parametrize("condition", ["flag", "not flag", "layer < 1"])
+def test_choices_of_selections(condition):
+    for keep in (
+        f"all where {condition} else score > 8",
+        f"recent(2) then (layer > 0 where {condition} else score > 8)",
+        f"recent(2) then top(position where {condition} else score)",
+    ):
+        text = f"params: {{flag: false}}\n{SCORE}budget: 6\nkeep: {keep}\ndecode: same\n"
+        assert_agreement(text)
+
+
+@pytest.mark.parametrize("start", ["0 * norm1[dim](key)", "0 * position", "norm1[dim](key)"])
+@pytest.mark.parametrize("over", ["token", "kv, token", "kv"])
+def test_states_are_whole_from_their_start(start, over):
+    """What is 0 for a new entry is 0 for every entry."""
+    over = "token" if start == "0 * position" else over
+    next_ = f"heat / (1 + sum[{over}](heat)) + sum[group, query](attn(new))"
+    state = f"state:\n  heat:\n    start: {start}\n    next: {next_}\n"
+    assert_agreement(f"{state}score: heat\n{FILL}decode: same\n")
+
+
+# Lets that look at other layers are decided in the prefill; rules of decode read what they were.
+DECIDED = {
+    "numbers": (
+        "near: floor(8 * total / max[layer](total))",
+        "recent(near) then top(score)",
+    ),
+    "numbers of KV heads": (
+        "near: floor(8 * sum[token](heat) / max[layer](sum[kv, token](heat)))",
+        "recent(near) then top(score)",
+    ),
+    "conditions": (
+        "lazy: total > mean[layer](total)",
+        "recent(3) where lazy else top(score)",
+    ),
+    "conditions of KV heads": (
+        "lazy: sum[token](heat) > mean[layer](sum[token](heat))",
+        "all where lazy else recent(3)",
+    ),
+    "query heads": (
+        "lean: sum[token, query](attn(recent(3))) / max[layer](sum[query, token](attn(recent(3))))",
+        "recent(2) then top(max[group](sum[query](attn(new)) * lean))",
+    ),
+    "layers before": (
+        "jump: max[past](past(total, 2)) - total",
+        "recent(2 + jump) then top(score)",
+    ),
+    "one layer": (
+        "first: at(0, total)",
+        "recent(4 where any[kv, token](heat > first) else 2) then top(score)",
+    ),
+    "absent": (
+        "low: mean[layer](total) where layer > 0",
+        "recent(3) where any[kv, token](heat > low) or layer == 0 else top(score, 5)",
+    ),
+    "through others": (
+        "share: total / sum[layer](total)\n  near: 9 * share",
+        "recent(near) then top(score)",
+    ),
+    "where parameters decide": (
+        "near: 4 where flag else max[layer](total)",
+        "recent(near) then top(score)",
+    ),
+}
+BESIDE_DECODE = {
+    "nothing": "",
+    "merge": "merge: {into: nearest(key)}\n",
+    "propagate": AWAY,
+    "restart": f"{AWAY}  restart: true\n",
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE_DECODE)
+@pytest.mark.parametrize("name", DECIDED)
+def test_decode_reads_what_the_prefill_decided(name, beside):
+    let, keep = DECIDED[name]
+    head = (
+        f"params: {{flag: true}}\n{HEAT}let:\n  total: sum[kv, token](heat)\n  {let}\n"
+        f"{BESIDE_DECODE[beside]}score: heat\nbudget: 6\n"
+    )
+    assert_agreement(f"{head}keep: recent(6)\ndecode:\n  keep: {keep}\n")
+    assert_agreement(f"{head}keep: {keep}\ndecode: same\n")
+
+
+def test_decided_numbers_stay():
+    """They are those of the prefill at every step, whatever heat is by then."""
+    text = (
+        f"{HEAT}let: {{near: '3 + rank[layer](sum[kv, token](heat))'}}\nscore: heat\n"
+        "decode: {keep: recent(near)}\n"
+    )
+    result = agree(written(text), *tensors(np.random.default_rng(1), SHAPE, 21, 6))
+    sizes = [[len(heads[0]) for heads in step.kept] for step in result.steps]
+    assert sorted(sizes[0]) == [4, 5, 6]
+    assert all(step == sizes[0] for step in sizes)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 13, 31])
+@pytest.mark.parametrize("share", ["0.3", "0.4", "0.5833333333333334"])
+def test_d2o_as_in_the_code(share, tokens):
+    shape, settings = (5, 4, 2, 6), {"recent_share": share, "rate": "0.5"}
+    for every in (1, 3):
+        bound = bind(load("d2o-code").require(), ModelShape(*shape), settings, fold_interval=every)
+        agree(bound, *tensors(np.random.default_rng(tokens), shape, tokens, 7))

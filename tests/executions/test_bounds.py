@@ -1,0 +1,99 @@
+"""What `max_entries` promises before any tensor is seen holds, and is no more than it has to be."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from agreement import written
+from kvpolicy.dsl.bind import bind
+from kvpolicy.dsl.check import load
+from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.dsl.interpret import interpret
+from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.source import Source
+from random_policies import policy
+from recordings import tensors
+
+SHAPES = [(3, 4, 2, 2), (2, 6, 3, 2), (4, 4, 4, 2), (1, 4, 1, 2)]
+SCORE = "score: norm2[dim](value)\n"
+FIRST = "recent(2) then top(score)"
+# Who competes, by what is counted, and the axes of the score.
+SCORES = {
+    "[token]": "max[kv](score)",
+    "[kv, token]": "score",
+    "[kv, group, token]": "sum[query](attn(recent(2)))",
+}
+TOPS = ("token", "kv", "kv, token", "token, kv", "layer, kv", "layer, token", "layer, kv, token")
+COUNTED = ("token", "kv, token", "group, token", "kv", "head, token")
+KEEPS = ("top(score)", FIRST, "top[kv, token](score)", "recent(9) then top[kv, token](score)")
+
+
+def kept(bound, tokens: int, seed: int, ties: bool = False) -> int:
+    shape = bound.shape
+    sizes = (shape.layers, shape.heads, shape.kv_heads, shape.head_dim)
+    prompt = tensors(np.random.default_rng(seed), sizes, tokens, 0, ties)[:3]
+    return sum(int(layer.sum()) for layer in interpret(bound, *prompt).kept)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_policies(seed):
+    """With states, propagation, merges, and tops over any axes in budgets and selections."""
+    random, compared = Random(seed), 0
+    while compared < 60:
+        shape = random.choice(SHAPES)
+        text = _with_winners(random) if random.random() < 0.7 else policy(random)
+        try:
+            bound = bind(load(Source("random.yaml", text)).require(), ModelShape(*shape))
+        except PolicyError:
+            continue
+        tokens = random.choice((1, 2, 5, 12, 13))
+        number = kept(bound, tokens, compared, ties=compared % 3 == 0)
+        assert number <= bound.max_entries(tokens), text
+        compared += 1
+
+
+def _with_winners(random: Random) -> str:
+    """A policy whose budget counts the winners of contests between heads, tokens or layers."""
+    axes = random.choice(list(SCORES))
+    number = random.choice(("1", "2", "3", "1 + layer * 2", "count[token](score > 1)"))
+    number = number.replace("layer * 2", "2 * count[token](recent(1))")
+    wins = f"count[{random.choice(COUNTED)}](top[{random.choice(TOPS)}]({SCORES[axes]}, {number}))"
+    budget = random.choice(("4 + {}", "2 * {}", "max(3, {})", "9 - {}", "min(6, {})", "{} / 2"))
+    keep = random.choice((*KEEPS, f"top[{random.choice(TOPS)}](score, 2) or recent(1)", FIRST))
+    if random.random() < 0.3:
+        keep = f"{keep} where layer < 1 else {random.choice(KEEPS)}"
+    header = "policy: random\nlanguage: 1\nabout: random\n"
+    return f"{header}{SCORE}budget: {budget.format(wins)}\nkeep: {keep}\n"
+
+
+@pytest.mark.parametrize(
+    ("rules", "most"),
+    [
+        # Every token is won by one of 4 heads: 4 * 4 + 12 of 12 tokens, in each of 4 layers.
+        ("budget: 4 + count[token](top[kv](score, 1))\nkeep: top(score)\n", 4 * (16 + 12)),
+        ("budget: count[token](top[kv](score, 2))\nkeep: top(score)\n", 4 * 24),
+        ("budget: 4 + max[token](count[kv](top[kv](score, 3)))\nkeep: top(score)\n", 4 * 4 * 7),
+        ("budget: 1 + count[kv, token](top(score, 2))\nkeep: top(score)\n", 4 * 4 * 9),
+        ("budget: 1 + count[token](top[layer, kv](score, 1))\nkeep: top(score)\n", 16 + 12),
+        ("budget: 1 + count[token](top[layer](score, 1))\nkeep: top(score)\n", 16 + 4 * 12),
+        ("keep: top[kv](score, 1)\n", 4 * 12),
+        ("keep: top[kv](score, 9)\n", 4 * 4 * 12),
+        ("keep: top[layer, kv](score, 2)\n", 2 * 12),
+        ("keep: top[layer](score, 3)\n", 3 * 4 * 12),
+        # One layer may take what both have room for.
+        (
+            "budget: 6\nkeep: recent(2) then top[layer, kv, token](score) where layer > 0 "
+            "else recent(5)\n",
+            4 * 5 + 4 * 4 * 6,
+        ),
+        ("budget: 6\nkeep: top[layer, token](score)\n", 4 * 4 * 6),
+    ],
+)
+def test_contests_without_tokens(rules, most):
+    """The bound is what the rules can keep at most."""
+    bound = written(SCORE + rules, (4, 4, 4, 8))
+    assert bound.max_entries(12) == most
+    for seed in range(6):
+        assert kept(bound, 12, seed, ties=seed % 2 == 1) <= bound.max_entries(12)
