@@ -146,18 +146,13 @@ class ForkServer:
             client.close()
             return None
         self.clients[pid] = client
-        self.words = getattr(self, "words", {})  # MEASURE
-        self.words[pid] = [request["environment"].get("PYTEST_CURRENT_TEST"), request["words"][1:6]]  # MEASURE
         ended = os.pidfd_open(pid)
         self.selector.register(ended, selectors.EVENT_READ, lambda _: self._reap(pid, ended))
         self.selector.register(client, selectors.EVENT_READ, lambda _: self._give_up(pid))
         return None
 
     def _reap(self, pid: int, ended: int) -> None:
-        _, status, used = os.wait4(pid, 0)  # MEASURE
-        status = os.waitstatus_to_exitcode(status)  # MEASURE
-        with open("/tmp/new/forks.log", "a") as f:  # MEASURE
-            f.write(__import__("json").dumps([used.ru_utime + used.ru_stime, *self.words.pop(pid)]) + "\n")  # MEASURE
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         self.selector.unregister(ended)
         os.close(ended)
         client = self.clients.pop(pid, None)
