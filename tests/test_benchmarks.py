@@ -103,6 +103,18 @@ def test_capacity():
     assert int(policy[1]) >= 3 * 6
 
 
+def test_tight_pool():
+    words = ("--policies", "snapkv,h2o", "--shares", "0.25", "--rounds", "1", "--layers", "2")
+    sizes = ("--requests", "6", "--prompt", "128", "--new", "12", "--pool", "320")
+    stock, *policies = rows(run("benchmarks/tight_pool.py", *words, *sizes))
+    assert (stock[0], stock[2].split()[0], stock[3]) == ("stock SGLang", "1.00", "2")
+    assert stock[6] == "6 in full"
+    assert [row[0] for row in policies] == ["snapkv@0.25", "h2o@0.25"]
+    for row in policies:
+        assert int(row[3]) > 2
+        assert row[6] == "6 compressed"
+
+
 def test_cost():
     words = ("--lengths", "256", "--rounds", "1", "--policies", "snapkv,lava", "--new", "8")
     for row in rows(run("benchmarks/cost.py", *words)):
@@ -188,7 +200,7 @@ def test_kernels(tmp_path):
     targets = {target["target"]: target for case in facts["cases"] for target in case["targets"]}
     [scoring] = [target for name, target in targets.items() if "prefill" in name]
     assert scoring["limit"] == "at most 3 %"
-    assert scoring["met"] in (True, False)
+    assert isinstance(scoring["met"], bool)  # it was timed
     [attention] = [target for name, target in targets.items() if "FlashInfer" in name]
     assert attention["met"] is None  # there is none on a CPU
     text = (tmp_path / "kernels.md").read_text()
