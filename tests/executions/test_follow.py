@@ -175,6 +175,7 @@ def test_random_policies(part):
     assert compared >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DECODING)
 def test_nothing_waits_before_the_numbers_land(name):
     """A merge needs them at once: the host waits for all layers together."""

@@ -35,12 +35,14 @@ from typing import Any, NoReturn
 import forked
 from messages import place, receive, send
 
-# What schedulers and servers import; nothing of it is the project's.
+# What schedulers, servers and evaluations import; nothing of it is the project's.
 MODULES = (
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
     "sglang.srt.models.registry",
     "transformers",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
 )
 # Plugins tell by them what a process is, and the first reads SGLANG_TEST_RETRACT when it is
 # imported: they and what imports them are left to the forks.
