@@ -1,19 +1,24 @@
-# Two commands: `make test` and `make demo`. Both set up what they need in .venv first.
+# Two commands: `make test` and `make demo`; `make check` is for every edit. All set up what they
+# need in .venv first.
 SGLANG ?= 0.5.23
 VENV := $(if $(filter 0.5.23,$(SGLANG)),.venv,.venv-$(SGLANG))
 # -P keeps the project's folder off sys.path: `kernels/` would shadow a package of that name.
 PYTHON := $(VENV)/bin/python -P
 # Two processes, a file in one of them; PYTEST_ARGS= takes one, as for a debugger.
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
+CHECKED := $(addprefix tests/,dsl conformance commands run executions golden kernels)
 
-.PHONY: setup test demo lint docs fuzz train bench-kernels tune-kernels clean
+.PHONY: setup test check demo lint docs fuzz train bench-kernels tune-kernels clean
 
 setup:
 	@SGLANG=$(SGLANG) VENV=$(VENV) bash tests/environment/setup.sh
 
 test: setup lint
-	$(VENV)/bin/kvpolicy test
 	$(PYTHON) -m pytest $(PYTEST_ARGS)
+
+# Language, policies and kernels without SGLang and without what is slow, in under three minutes.
+check: setup lint
+	$(PYTHON) -m pytest $(PYTEST_ARGS) -m "not server and not slow" $(CHECKED)
 
 demo: setup
 	@$(VENV)/bin/python examples/demo.py

@@ -13,9 +13,21 @@ import forked
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are made
+    # Matrices are small: threads of several processes would wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
 
 # Files that take minutes: first, so that no process ends long after the others.
-_LONG = ("test_benchmarks.py", "test_folds.py", "test_served.py", "test_scheduler.py")
+_LONG = (
+    "test_benchmarks.py",
+    "test_faults.py",
+    "test_folds.py",
+    "test_kernels_served.py",
+    "test_propagate.py",
+    "test_scheduler.py",
+    "test_server.py",
+    "test_served.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -31,9 +31,8 @@ subprocess.run([sys.executable, "-S", "-c", paths + code], check=True)
 
 
 def run(*words, timeout=600):
-    """Output of a script; its servers and itself are forks."""
-    command = [sys.executable, forked.__file__, *words]
-    result = forked.run(command, cwd=ROOT, timeout=timeout)
+    """Output of a script; it is a fork, and so are its servers."""
+    result = forked.run([sys.executable, *words], cwd=ROOT, timeout=timeout)
     assert result.returncode == 0, f"{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
     return result.stdout
 
@@ -104,6 +103,18 @@ def test_capacity():
     assert int(policy[1]) >= 3 * 6
 
 
+def test_tight_pool():
+    words = ("--policies", "snapkv,h2o", "--shares", "0.25", "--rounds", "1", "--layers", "2")
+    sizes = ("--requests", "6", "--prompt", "128", "--new", "12", "--pool", "320")
+    stock, *policies = rows(run("benchmarks/tight_pool.py", *words, *sizes))
+    assert (stock[0], stock[2].split()[0], stock[3]) == ("stock SGLang", "1.00", "2")
+    assert stock[6] == "6 in full"
+    assert [row[0] for row in policies] == ["snapkv@0.25", "h2o@0.25"]
+    for row in policies:
+        assert int(row[3]) > 2
+        assert row[6] == "6 compressed"
+
+
 def test_cost():
     words = ("--lengths", "256", "--rounds", "1", "--policies", "snapkv,lava", "--new", "8")
     for row in rows(run("benchmarks/cost.py", *words)):
@@ -142,11 +153,11 @@ def test_fold_interval():
 
 
 def test_soak():
-    words = ("--requests", "60", "--longest", "700", "--pool", "3000", "--at-once", "16")
+    words = ("--requests", "40", "--longest", "500", "--pool", "2000", "--at-once", "12")
     [row] = rows(run("benchmarks/soak.py", *words))
     requests, compared, compressed, _, different, _, leaked, _ = row
-    assert (requests, different, leaked) == ("60", "0", "0")
-    assert int(compared) > 40
+    assert (requests, different, leaked) == ("40", "0", "0")
+    assert int(compared) > 25
     assert int(compressed) > 5
 
 
@@ -189,7 +200,7 @@ def test_kernels(tmp_path):
     targets = {target["target"]: target for case in facts["cases"] for target in case["targets"]}
     [scoring] = [target for name, target in targets.items() if "prefill" in name]
     assert scoring["limit"] == "at most 3 %"
-    assert scoring["met"] in (True, False)
+    assert isinstance(scoring["met"], bool)  # it was timed
     [attention] = [target for name, target in targets.items() if "FlashInfer" in name]
     assert attention["met"] is None  # there is none on a CPU
     text = (tmp_path / "kernels.md").read_text()
@@ -220,9 +231,7 @@ def test_kernels_of_named_sizes_have_their_targets():
 def test_figures_of_a_cpu_do_not_replace_those_of_a_gpu():
     for name in ("kernels", "serving"):
         command = [f"benchmarks/{name}.py", "--toy", "--out", "docs/performance"]
-        result = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=600
-        )
+        result = forked.run([sys.executable, *command], cwd=ROOT, timeout=600)
         assert result.returncode == 2
         assert "holds figures of a GPU at full size" in result.stderr
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 from kvpolicy.dsl.check import load
 from kvpolicy.dsl.diagnostics import render_all
@@ -13,6 +14,7 @@ from kvpolicy.dsl.library import shipped
 from kvpolicy.dsl.source import Source
 
 ROOT = Path(__file__).parents[1]
+BINARIES = Path(sys.executable).parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)(?:#[^)]*)?\)")
 
@@ -55,13 +57,13 @@ def test_the_methods_of_the_readme_are_those_shipped_with_the_figures_measured()
 
 
 def test_commands_of_the_guide_run(tmp_path):
-    binaries = Path(sys.executable).parent
     commands = [line for b in blocks(ROOT / "docs" / "authors.md", "sh") for line in b.splitlines()]
     assert len(commands) >= 6
     for command in commands:
-        words = shlex.split(command.replace(".cache/", f"{tmp_path}/"))
-        words[0] = str(binaries / words[0])
-        result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        program, *words = shlex.split(command.replace(".cache/", f"{tmp_path}/"))
+        if program != "python":
+            words = [str(BINARIES / program), *words]
+        result = forked.run([sys.executable, *words], cwd=ROOT, timeout=120)
         assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
 
 
@@ -77,14 +79,14 @@ def test_what_the_guide_says_of_pooling(tmp_path):
     """The positions in section 4."""
     import json
 
-    python, kvpolicy = sys.executable, str(Path(sys.executable).parent / "kvpolicy")
     tensors = str(tmp_path / "prompt.npz")
     record = ["examples/record.py", "--prompt", "examples/prompt.txt", "--out", tensors]
-    subprocess.run([python, *record], cwd=ROOT, check=True, capture_output=True)
+    forked.run([sys.executable, *record], cwd=ROOT, timeout=120).check_returncode()
     for kernel, facts in (("1", {22, 23, 24}), ("5", set(range(20, 27)))):
         out = tmp_path / f"{kernel}.json"
         words = ["run", "examples/policies/loud.yaml", "--tensors", tensors]
         words += ["--set", f"kernel={kernel}", "--out", str(out)]
-        subprocess.run([kvpolicy, *words], cwd=ROOT, check=True)
+        command = [sys.executable, str(BINARIES / "kvpolicy"), *words]
+        forked.run(command, cwd=ROOT, timeout=120).check_returncode()
         kept = set(json.loads(out.read_text())["kept"][1][1])
         assert kept & set(range(20, 28)) == facts

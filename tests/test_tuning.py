@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from kvpolicy.kernels import tuned
@@ -21,10 +21,8 @@ NAME = tuned.device_name(torch.device("cuda" if torch.cuda.is_available() else "
 
 
 def run(*words, **environment):
-    return subprocess.run(
-        [sys.executable, "benchmarks/kernels.py", "--toy", *words],
-        cwd=ROOT, capture_output=True, text=True, timeout=600, env=os.environ | environment,
-    )  # fmt: skip
+    command = [sys.executable, "benchmarks/kernels.py", "--toy", *words]
+    return forked.run(command, cwd=ROOT, timeout=600, env=os.environ | environment)
 
 
 def test_knobs_of_kernels(tmp_path):

@@ -6,11 +6,11 @@ ids, and its answers are judged here; it shares with `eval` the samples and the 
 """
 
 import math
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import forked
 import pytest
 from kvpolicy.evaluation import records
 from kvpolicy.evaluation.questions.embedded_words import VOCABULARY
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "model-small"
 sys.path.insert(0, str(ROOT / "tests" / "reference"))
 
-TASKS, LENGTH, SAMPLES, SEED = ("mk", "kv"), 256, 20, 0
+TASKS, LENGTH, SAMPLES, SEED = ("mk", "kv"), 256, 12, 0
 # A quarter of 256 tokens. `eval` finds the settings from the budget; here they are written down.
 SETTINGS = {
     "none": None,
@@ -61,9 +61,7 @@ def served(tmp_path_factory) -> dict[str, Answers]:
     sizes = ["--tasks", ",".join(TASKS), "--lengths", f"{LENGTH}", "--samples", f"{SAMPLES}"]
     command = [sys.executable, "-P", "-m", "kvpolicy.evaluation.cli", "eval", *policies, *windows]
     command += [*sizes, "--budget", "0.25", "--seed", f"{SEED}", "--model", str(MODEL), "--quiet"]
-    done = subprocess.run(
-        [*command, "--out", str(out)], capture_output=True, text=True, timeout=400
-    )
+    done = forked.run([*command, "--out", str(out)], timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Answers] = {name: {} for name in SETTINGS}
     for record in records.read(out / "samples.jsonl"):

@@ -71,6 +71,7 @@ def assert_followed(bound, shape, tokens: int = 13) -> None:
         assert_alike(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONLY_ADDED)
 def test_sums_over_the_queries(name):
     for shape in SHAPES[:3]:

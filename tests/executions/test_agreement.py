@@ -180,7 +180,8 @@ CHOICES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("condition", ["flag", "not flag", "layer < 2", "layer == 2 or flag"])
+@pytest.mark.slow
+@pytest.mark.parametrize("condition", ["flag", "not flag", "layer < 2"])
 @pytest.mark.parametrize("name", CHOICES)
 def test_choices_between_axes(name, condition):
     x, y, whole = CHOICES[name]
@@ -192,6 +193,7 @@ def test_choices_between_axes(name, condition):
     assert_agreement(f"{AWAY}{head}{FILL}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("condition", ["flag", "not flag", "layer < 1"])
 @pytest.mark.parametrize(
     "part",
@@ -282,6 +284,7 @@ BESIDE_DECODE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", BESIDE_DECODE)
 @pytest.mark.parametrize("name", DECIDED)
 def test_decode_reads_what_the_prefill_decided(name, beside):
@@ -306,6 +309,7 @@ def test_decided_numbers_stay():
     assert all(step == sizes[0] for step in sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 2, 13, 31])
 @pytest.mark.parametrize("share", ["0.3", "0.4", "0.5833333333333334"])
 def test_d2o_as_in_the_code(share, tokens):

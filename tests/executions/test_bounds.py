@@ -37,6 +37,7 @@ def kept(bound, tokens: int, seed: int, ties: bool = False) -> int:
     return sum(int(layer.sum()) for layer in interpret(bound, *prompt).kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_random_policies(seed):
     """With states, propagation, merges, and tops over any axes in budgets and selections."""

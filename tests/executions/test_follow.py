@@ -138,7 +138,7 @@ def test_layers_of_different_lengths_together(monkeypatch):
     ["heat / sum[kv, token](heat)", "heat * layer", "heat * uniform(1)", "heat + norm1[dim](key)",
      "heat + index[token](heat)", "heat + sum[group, query](attn(new))"],
 )  # fmt: skip
-def test_what_is_decided_layer_by_layer(score):
+def test_scores_that_depend_on_the_layer_or_on_tensors(score):
     text = (
         "policy: a-test\nlanguage: 1\nabout: a test\n"
         "state: {heat: 'heat + sum[group, query](attn(new))'}\nscore: heat\nbudget: 8\n"
@@ -146,7 +146,6 @@ def test_what_is_decided_layer_by_layer(score):
     )
     shape = SHAPES[0]
     bound = bind(load(Source("a-test.yaml", text)).require(), ModelShape(*shape))
-    assert not Steps(bound, False).keep_alike
     one, other = stores(bound, shape, 14, 5)
     for number in (3, 1, 16):
         one.step_by_step(number)
@@ -169,6 +168,7 @@ def test_random_policies(part):
             assert_alike(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DECODING)
 def test_nothing_waits_before_the_numbers_land(name):
     """A merge needs them at once: the host waits for all layers together."""

@@ -159,6 +159,7 @@ def cache(tmp_path_factory):
 # Every shipped policy.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GENERATES)
 def test_shipped_policies_keep_the_same(name):
     for number in (0, 3):
@@ -343,6 +344,7 @@ def size_of(x: Value) -> float:
     return data.abs().max().item() if data.numel() else 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(EXPRESSIONS)))
 def test_expressions(number):
     """A window in one tile, in blocks of queries, and all queries; groups of 3, head size 5.
@@ -410,6 +412,7 @@ def test_unsupported_expressions_stay_with_torch(score, reason):
     assert any(reason in line for line in kernels(bound))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_random_policies(seed, monkeypatch):
     """States, propagation, merges, decode steps: all go on from the kernels' values."""

@@ -177,6 +177,7 @@ keep: top(score)
 """
 
 
+@pytest.mark.slow
 def test_compiles_for_an_h200(tmp_path):
     """Without a GPU at hand: fits, spills nothing, multiplies on tensor cores, and never waits."""
     (tmp_path / "hard.yaml").write_text(HARD)

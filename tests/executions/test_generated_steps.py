@@ -196,6 +196,7 @@ EXPRESSIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(EXPRESSIONS)))
 def test_expressions(number):
     """One step, and a window of remembered queries that may see nothing."""
@@ -251,6 +252,7 @@ class Pool(Store):
         return tuple(in_pool(x, there, i) for i, x in enumerate(self.rows[layer]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in DECODING if has_kernels(name)])
 def test_shipped_policies_keep_the_same(name):
     """Prefill and decode steps by kernels, states carried from one to the other."""

@@ -45,6 +45,7 @@ def counted(calls: dict[str, int], names=MERGING):
     return {name: counting(name) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_programs_do_the_same(name, monkeypatch):
     """From the prompt to the last decode step; ties and lengths that tell heads apart."""

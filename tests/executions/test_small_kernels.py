@@ -63,6 +63,7 @@ def executed(bound: Bound, request, monkeypatch) -> tuple:
     return interpret(bound, *request), plain, torch_apply.apply(bound, *request), watched.calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "ties"), [(33, False), (33, True), (4, True), (1, False)])
 @pytest.mark.parametrize("name", POLICIES)
 def test_shipped_policies(name, tokens, ties, monkeypatch):

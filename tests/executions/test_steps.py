@@ -45,6 +45,7 @@ def frequencies(shape, seed: int):
     return None if seed % 2 else 10000.0 ** (-np.arange(size) / size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_policies(name):
     program = load(name).require()
@@ -61,6 +62,7 @@ def test_shipped_policies(name):
         assert kept <= bound.max_entries(tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_random_policies(part, monkeypatch):
     if part == 3:  # one KV head and one query at a time

@@ -2,6 +2,8 @@
 
     python -P fork_server.py ADDRESS OWNER
 
+(forked.py starts it, with its folder in PYTHONPATH.)
+
 Listens on the Unix socket ADDRESS until the process OWNER ends. A client (forked.py) sends a
 command line of Python's, an environment, a folder and the standard streams; a fork becomes that
 process, in a session of its own, and its exit status goes back. When the client hangs up first, the
@@ -19,29 +21,35 @@ import builtins
 import contextlib
 import gc
 import importlib.util
-import json
 import os
 import runpy
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-# What schedulers and servers import; nothing of it is the project's.
+import forked
+from messages import place, receive, send
+
+# What schedulers, servers and evaluations import; nothing of it is the project's.
 MODULES = (
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
     "sglang.srt.models.registry",
     "transformers",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
 )
 # Plugins tell by them what a process is, and the first reads SGLANG_TEST_RETRACT when it is
 # imported: they and what imports them are left to the forks.
 LEFT_OUT = {"sglang.srt.managers.scheduler", "sglang.srt.managers.tokenizer_manager"}
 # How the names of variables begin that none of the modules that stay reads before it is used.
 READ_LATER = (
+    "KVPOLICY_",
     "SGLANG_KV_POLICY",
     "SGLANG_PLUGINS",
     "SGLANG_TEST_RETRACT",
@@ -52,7 +60,6 @@ READ_LATER = (
 )
 LAUNCHER = "sglang.launch_server"
 SPARES = 3  # a scheduler, a detokenizer, and one for what a flag may add
-LENGTH_BYTES, MOST_FILES = 8, 32
 
 
 def import_modules() -> None:
@@ -85,39 +92,6 @@ def import_modules() -> None:
         vars(sys.modules[package]).pop(attribute, None)
     for name in forgotten:
         sys.modules.pop(name, None)
-
-
-def send(channel: socket.socket, message: Mapping[str, Any], files: Sequence[int] = ()) -> None:
-    """Sends a message and open files."""
-    text = json.dumps(message).encode()
-    socket.send_fds(channel, [len(text).to_bytes(LENGTH_BYTES, "big")], list(files))
-    channel.sendall(text)
-
-
-def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """The next message and its open files; None when the other side is gone."""
-    try:
-        head, files, _, _ = socket.recv_fds(channel, LENGTH_BYTES, MOST_FILES)
-        if len(head) < LENGTH_BYTES:
-            return None
-        with channel.makefile("rb", buffering=0) as stream:
-            text, length = b"", int.from_bytes(head, "big")
-            while len(text) < length:
-                text += stream.read(length - len(text)) or b""
-    except ConnectionError:
-        return None
-    return json.loads(text), files
-
-
-def place(files: Sequence[int], numbers: Sequence[int]) -> None:
-    """Gives open files the numbers by which a process knows them."""
-    above = max([2, *files, *numbers]) + 1
-    held = [os.dup2(file, above + i) for i, file in enumerate(files)]
-    for file in files:
-        os.close(file)
-    for file, number in zip(held, numbers, strict=True):
-        os.dup2(file, number)
-        os.close(file)
 
 
 def changed(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
@@ -267,7 +241,10 @@ class Spares:
 
 
 def become(request: Mapping[str, Any]) -> None:
-    """Does what a new interpreter does with a request's command line, environment and folder."""
+    """Does what a new interpreter does with a request's command line, environment and folder.
+
+    What it starts in its turn are forks too.
+    """
     words = request["words"][1:]
     if LAUNCHER in words:
         spares = Spares()
@@ -275,10 +252,13 @@ def become(request: Mapping[str, Any]) -> None:
         if for_spare is not None:
             return become(for_spare)
         spares.take_over()
+    else:
+        subprocess.Popen = forked.Popen
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
     tempfile.tempdir = None
+    sys.path.remove(os.path.dirname(os.path.abspath(__file__)))
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     options = []
     while words[0] in ("-B", "-P"):

@@ -1,12 +1,8 @@
 """Starts Python as a fork of a process that has imported SGLang (see fork_server.py).
 
-`run` and `popen` stand in for `subprocess.run` and `subprocess.Popen` where a process would import
-SGLang first, which takes ten seconds. Where nothing can be forked they start a new interpreter: on
-a machine with a GPU, and in an environment that imports would have read.
-
-    python forked.py SCRIPT ...
-
-runs a script whose servers (`kvpolicy.evaluation.serving.serve`) are forks.
+`run` and `Popen` stand in for those of `subprocess` where a process would import SGLang first,
+which takes ten seconds. Where nothing can be forked they start a new interpreter: on a machine with
+a GPU, and in an environment that imports would have read.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import runpy
 import select
 import signal
 import socket
@@ -27,17 +22,21 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import IO, Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from fork_server import receive, send
+from messages import receive, send
 
 FOLDER = "KVPOLICY_TEST_FORKS"  # variable: where the socket is, in the tests that may fork
 # Matrices are small here, and nothing is fetched: modules read this when they are imported.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+# What `Popen` forks; everything else that a process starts is started as it says.
+MODULES = ("sglang.launch_server", "kvpolicy.evaluation.cli")
 PATIENCE = 300  # seconds until SGLang is imported
+_NewInterpreter = subprocess.Popen
 
 
 class Fork:
-    """A running fork: what is used of a `subprocess.Popen`."""
+    """A running fork: what is used of a `subprocess.Popen` without pipes."""
+
+    stdin = stdout = stderr = None
 
     def __init__(self, args: Sequence[str], pid: int, channel: socket.socket):
         self.args, self.pid, self.channel = args, pid, channel
@@ -57,9 +56,44 @@ class Fork:
             message = receive(self.channel)
             self.channel.close()
             if message is None:
-                raise RuntimeError("the fork server has ended; its forks with it")
+                raise RuntimeError(_ended())
             self.returncode = message[0]["status"]
         return self.returncode
+
+    def communicate(self, input: None = None, timeout: float | None = None) -> tuple[None, None]:
+        """Waits until it ends."""
+        self.wait(timeout)
+        return None, None
+
+    def send_signal(self, sign: int) -> None:
+        """To the fork alone, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, sign)
+
+    def terminate(self) -> None:
+        """Asks it to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends it."""
+        self.send_signal(signal.SIGKILL)
+
+    def __enter__(self) -> Fork:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
+
+class Popen(subprocess.Popen):
+    """`subprocess.Popen`, but servers and evaluations are forks."""
+
+    def __new__(cls, args: Any, *more: Any, **options: Any) -> Any:
+        words = args if isinstance(args, list) and args[0] == sys.executable else []
+        module = words[words.index("-m") + 1] if "-m" in words else None
+        if more or module not in MODULES:
+            return super().__new__(cls)
+        return started(words, **options)
 
 
 @contextlib.contextmanager
@@ -85,7 +119,7 @@ def new_interpreters() -> Iterator[None]:
             os.environ[FOLDER] = folder
 
 
-def popen(
+def started(
     args: Sequence[str],
     *,
     stdout: IO | None = None,
@@ -101,20 +135,23 @@ def popen(
         options: for a new interpreter; a fork has a session of its own and ends with its client.
     """
     environment = {**ENVIRONMENT, **(os.environ if env is None else env)}
-    if FOLDER in os.environ and args[0] == sys.executable:
+    if FOLDER in os.environ:
         output = 1 if stdout is None else stdout.fileno()
         errors = output if stderr == subprocess.STDOUT else 2 if stderr is None else stderr.fileno()
         channel = _connect(Path(os.environ[FOLDER]))
-        request = {"words": list(args), "environment": environment}
+        request = {
+            "words": list(args),
+            "environment": environment,
+            "folder": str(cwd or Path.cwd()),
+        }
         with open(os.devnull) as nothing:
-            files = (nothing.fileno(), output, errors)
-            send(channel, {**request, "folder": str(cwd or os.getcwd())}, files)
+            send(channel, request, (nothing.fileno(), output, errors))
         message = receive(channel)
         if message is not None and "pid" in message[0]:
             return Fork(args, message[0]["pid"], channel)
         channel.close()
-    words = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr, "cwd": cwd}
-    return subprocess.Popen(args, **words, env=environment, **options)
+    streams = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
+    return _NewInterpreter(args, **streams, cwd=cwd, env=environment, **options)
 
 
 def run(args: Sequence[str], *, timeout: float, **options: Any) -> subprocess.CompletedProcess:
@@ -124,7 +161,7 @@ def run(args: Sequence[str], *, timeout: float, **options: Any) -> subprocess.Co
         options: `env` and `cwd`, as in `subprocess.run`.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        process = popen(args, stdout=output, stderr=errors, start_new_session=True, **options)
+        process = started(args, stdout=output, stderr=errors, start_new_session=True, **options)
         try:
             status = process.wait(timeout)
         finally:
@@ -139,7 +176,7 @@ def run(args: Sequence[str], *, timeout: float, **options: Any) -> subprocess.Co
 
 def servers_are_forks(serving: ModuleType) -> None:
     """Has `serving.serve` start servers as forks."""
-    serving.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": popen})
+    serving.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Popen})
 
 
 def _connect(folder: Path) -> socket.socket:
@@ -149,15 +186,22 @@ def _connect(folder: Path) -> socket.socket:
         if not address.exists():
             _start(folder, address)
     channel = socket.socket(socket.AF_UNIX)
-    channel.connect(str(address))
+    try:
+        channel.connect(str(address))
+    except ConnectionRefusedError:
+        raise RuntimeError(_ended()) from None
     return channel
+
+
+def _ended() -> str:
+    log = Path(os.environ[FOLDER], "log").read_text(errors="replace")
+    return f"the fork server has ended, and its forks with it:\n{log[-3000:]}"
 
 
 def _start(folder: Path, address: Path) -> None:
     script = Path(__file__).with_name("fork_server.py")
     owner = (folder / "owner").read_text()
-    environment = {**ENVIRONMENT, **os.environ}
-    environment.pop("PYTHONPATH", None)
+    environment = {**ENVIRONMENT, **os.environ, "PYTHONPATH": str(script.parent)}
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen(
             [sys.executable, "-P", str(script), str(address), owner],
@@ -171,15 +215,5 @@ def _start(folder: Path, address: Path) -> None:
     while not address.exists():
         if server.poll() is not None or time.monotonic() > end:
             server.kill()
-            text = (folder / "log").read_text(errors="replace")
-            raise RuntimeError(f"the fork server did not start:\n{text[-3000:]}")
+            raise RuntimeError(_ended())
         time.sleep(0.05)
-
-
-if __name__ == "__main__":
-    from kvpolicy.evaluation import serving
-
-    servers_are_forks(serving)
-    sys.argv.pop(0)
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -80,6 +80,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "group", "size", "length", "dtype", "share"), CASES)
 @pytest.mark.parametrize("part", [64, 4096])
 def test_triton_equals_reference(layers, group, size, length, dtype, share, part):

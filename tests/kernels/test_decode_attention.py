@@ -104,6 +104,7 @@ SHAPES = [  # requests, heads, groups, size, dtype
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("requests", "heads", "groups", "size", "dtype"), SHAPES)
 def test_equals_attention_in_float64(attention, requests, heads, groups, size, dtype):
@@ -140,6 +141,7 @@ def test_tables_are_read_when_it_runs(attention):
     assert_exact(given.run(attention), given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [None, 1, 2, 7, 40])
 def test_splits_agree(splits):
     requests = [([1200, 63], 3), None, (None, 129), ([0, 0], 0), ([1, 64], 70)]

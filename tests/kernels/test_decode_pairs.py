@@ -151,6 +151,7 @@ class Pool:
 MIXED = [("pairs", 40, 3), ("plain", 0, 17), ("lists", 9, 1), ("pairs", 1, 1), ("pairs", 67, 30)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
 @pytest.mark.parametrize("layer", [0, 3, 4])
 @pytest.mark.parametrize(
@@ -175,6 +176,7 @@ def test_nothing_and_everything_is_excepted(attention, share_of):
         assert_exact(pool.at_layer(layer).run(attention), pool.at_layer(layer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [None, 1, 3, 40])
 def test_splits_agree(splits):
     requests = [("pairs", 700, 3), ("lists", 130, 0), ("pairs", 129, 64)]

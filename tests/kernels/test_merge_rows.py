@@ -67,6 +67,7 @@ def test_reference_equals_its_definition():
     assert (error <= tolerance(*given)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "tokens", "dim", "dtype", "links"),
     [

@@ -67,6 +67,7 @@ def assert_exact(got, *inputs, **options):
     assert bool((error <= bound).all()), f"{(error / bound).nan_to_num(9e9).max()} of the bound"
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 2), (4, 4), (8, 2)])
 @pytest.mark.parametrize("tokens", [1, 5])
@@ -85,14 +86,15 @@ def test_equals_attention_written_out(attention, heads, groups, tokens, dtype):
 
 SHAPES = [  # lengths of the lists of two requests, tokens, heads, groups, size, dtype
     ([0, 1, 63, 64], 1, 2, 2, 64, torch.float32),
-    ([1000, 4097], 1, 4, 1, 128, torch.bfloat16),
-    ([65, 130, 0, 4097], 1, 16, 2, 80, torch.float16),
+    ([700, 1301], 1, 4, 1, 128, torch.bfloat16),
+    ([65, 130, 0, 1301], 1, 16, 2, 80, torch.float16),
     ([150, 63], 40, 2, 1, 96, torch.float32),
     ([500, 70, 40, 64], 33, 4, 2, 128, torch.float16),
     ([200, 0], 7, 7, 1, 256, torch.bfloat16),
 ]
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize(("lengths", "tokens", "heads", "groups", "size", "dtype"), SHAPES)
 @pytest.mark.parametrize("separate", [False, True])
@@ -113,6 +115,7 @@ def test_lists_of_many_lengths(attention, lengths, tokens, heads, groups, size, 
     assert_exact(attention(*inputs, **options), *inputs, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 2, 7])
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_splits_agree_and_requests_do_not_depend_on_each_other(splits, tokens):

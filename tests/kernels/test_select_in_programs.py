@@ -31,6 +31,7 @@ def recorded(tokens, steps, ties):
     return prompt, tuple(made(steps, layers, count, size) for count in (heads, kv, kv))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_keeps_the_same(name, ties, monkeypatch):

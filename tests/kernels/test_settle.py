@@ -220,6 +220,7 @@ def test_cases_move_something():
     assert still == ["nothing cached", "everything dropped", "only the tail is dropped"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [4, None])
 @pytest.mark.parametrize("name", SMALL)
 def test_triton_equals_moving_one_by_one(name, tile):
@@ -243,6 +244,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ragged", [True, False])
 @pytest.mark.parametrize("name", CASES)
 def test_triton_equals_reference(name, ragged):

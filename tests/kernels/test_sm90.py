@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 # What a block may use on a Hopper GPU.
 SHARED = 227 << 10
 HERE = Path(__file__).parent

@@ -203,6 +203,7 @@ def launched(monkeypatch):
     return watch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("choice", "splits"),
     [

@@ -9,13 +9,6 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Small matrices are slower with threads that wait for each other."""
-    torch = pytest.importorskip("torch", reason="the plain model needs torch")
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory):
     """Folder of a Llama checkpoint with random weights: 5 layers, 4 heads, 2 KV heads of 16.

@@ -74,8 +74,24 @@ def _watch(driver: Driver) -> list[dict[str, Any]]:
     Runtime.allocate, Step.finish = begin, finish
     Step.__init__ = watched(Step.__init__)
     PrefillStep.observe = watched(PrefillStep.observe)
-    PropagateStep._narrow = watched(PropagateStep._narrow)
-    PropagateStep._widen = watched(PropagateStep._widen)
+    layer = PropagateStep.layer
+
+    def around_layer(self, number, run, *args, **options):
+        waits = HostWaits()
+
+        def model(*args, **options):
+            waits.__exit__(None, None, None)
+            try:
+                return run(*args, **options)
+            finally:
+                waits.__enter__()
+
+        with waits:
+            made = layer(self, number, model, *args, **options)
+        noted.extend(waits.found)
+        return made
+
+    PropagateStep.layer = around_layer
     return forwards
 
 

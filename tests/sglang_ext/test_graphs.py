@@ -49,6 +49,18 @@ class Stock(AttentionBackend):
         self.calls.append(f"init_cuda_graph_state {max_bs} {max_num_tokens}")
 
 
+class NotedQueries(QueryBuffer):
+    """Says of which layers queries were noted."""
+
+    def __init__(self, programs):
+        super().__init__(programs)
+        self.written = []
+
+    def write(self, layer, heads, layers):
+        self.written.append(layer.layer_id)
+        super().write(layer, heads, layers)
+
+
 class Step:
     """A decode step in which nothing fails."""
 
@@ -65,7 +77,7 @@ def runtime():
     made.arena = create_arena(LAYERS, SLOTS, KV_HEADS, SIZE, torch.float32, "cpu")
     made.arena.storage.normal_(generator=torch.Generator().manual_seed(0))
     made.tables = DeviceTables(made.arena, ROWS, SLOTS)
-    made.queries = QueryBuffer([load(str(POLICIES / "h2o.yaml")).require()])
+    made.queries = NotedQueries([load(str(POLICIES / "h2o.yaml")).require()])
     return made
 
 
@@ -80,8 +92,8 @@ def going_on(runtime, **step):
     return runtime.step.decode
 
 
-def decode(backend, requests=2):
-    q = torch.randn(requests, HEADS * SIZE, generator=torch.Generator().manual_seed(1))
+def decode(backend, requests=2, seed=1):
+    q = torch.randn(requests, HEADS * SIZE, generator=torch.Generator().manual_seed(seed))
     batch = SimpleNamespace(
         req_pool_indices=torch.tensor([1, 2, 0, 0])[:requests],
         seq_lens=torch.tensor([5, 3, 1, 1])[:requests],
@@ -104,7 +116,7 @@ def test_plain_batches_and_warm_ups_are_the_stock_backends(runtime):
     going_on(runtime, reads=False)
     assert decode(backend).eq(1).all()
     assert backend.calls == ["forward_decode"] * 2
-    assert runtime.queries._layers == {}  # nothing was noted
+    assert runtime.queries.written == []
 
 
 def test_a_batch_that_reads_compressed_entries_takes_the_tables(runtime):
@@ -112,7 +124,7 @@ def test_a_batch_that_reads_compressed_entries_takes_the_tables(runtime):
     going_on(runtime, reads=True)
     assert not decode(backend).eq(1).any()
     assert backend.calls == []
-    assert runtime.queries._layers == {}
+    assert runtime.queries.written == []
 
 
 @pytest.mark.parametrize(
@@ -133,27 +145,28 @@ def test_queries_are_noted_where_a_policy_will_read_them(runtime, name, reads):
 def test_a_capture_notes_queries_in_one_variant_and_where_replays_find_them(runtime, capturing):
     backend = backends.attach(Stock(), "triton", runtime, HEADS, torch.float32)
     backend.init_cuda_graph_state(4, 4)
-    held = runtime.queries._captured
     capturing(graphs.PLAIN)
     decode(backend)
-    assert held.eq(0).all()
+    assert runtime.queries.take(range(4), 4).eq(0).all()
     capturing(graphs.COMPRESSED)
     decode(backend, requests=4)
-    assert not held[1].eq(0).any()
+    captured = runtime.queries.take(range(4), 4)
+    assert not captured[1].eq(0).any()
     capturing(None)
     going_on(runtime, reads=False, notes=True)
-    decode(backend, requests=2)  # a step that runs without a graph
-    assert runtime.queries._captured is held
-    assert runtime.queries._larger is None
+    decode(backend, requests=2, seed=2)  # a step that runs without a graph
+    noted = runtime.queries.take(range(4), 4)
+    assert not noted[1, :2].eq(captured[1, :2]).any()
+    assert torch.equal(noted[1, 2:], captured[1, 2:])
 
 
 def test_a_server_whose_policies_read_no_queries_notes_none(runtime, capturing):
-    runtime.queries = QueryBuffer([load(str(POLICIES / "streamingllm.yaml")).require()])
+    runtime.queries = NotedQueries([load(str(POLICIES / "streamingllm.yaml")).require()])
     backend = backends.attach(Stock(), "triton", runtime, HEADS, torch.float32)
     backend.init_cuda_graph_state(4, 4)
     capturing(graphs.COMPRESSED)
     decode(backend)
-    assert runtime.queries._captured is runtime.queries._larger is None
+    assert runtime.queries.written == []
 
 
 def test_a_capture_decides_for_its_variant_alone(runtime, capturing):

@@ -176,50 +176,48 @@ def of_the_device():
     return torch.arange(6, device=torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    "wait",
-    [
-        lambda x: x[2].item(),
-        lambda x: int(x.sum()),
-        lambda x: bool((x > 1).any()),
-        lambda x: x.tolist(),
-        lambda x: x.cpu(),
-        lambda x: x[x > 2],
-        lambda x: x.nonzero(),
-        lambda x: x.masked_select(x > 2),
-        lambda x: x.repeat_interleave(x),
-        lambda x: x.__setitem__(x > 2, 0),
-        lambda x: torch.tensor([1, 2], device=x.device),
-        lambda x: torch.tensor([1, 2]).to(x.device),
-        lambda x: x + torch.tensor([1] * 6),
-        lambda x: torch.equal(x, x),
-        lambda x: to_host([x]),
-    ],
-)
+WAITS = {
+    "item": lambda x: x[2].item(),
+    "int": lambda x: int(x.sum()),
+    "bool": lambda x: bool((x > 1).any()),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "boolean index": lambda x: x[x > 2],
+    "nonzero": lambda x: x.nonzero(),
+    "masked_select": lambda x: x.masked_select(x > 2),
+    "repeats of the device": lambda x: x.repeat_interleave(x),
+    "boolean index written": lambda x: x.__setitem__(x > 2, 0),
+    "tensor on the device": lambda x: torch.tensor([1, 2], device=x.device),
+    "to the device": lambda x: torch.tensor([1, 2]).to(x.device),
+    "both": lambda x: x + torch.tensor([1] * 6),
+    "equal": lambda x: torch.equal(x, x),
+    "to_host": lambda x: to_host([x]),
+}
+NO_WAITS = {
+    "slice": lambda x: x[2:4] + 1,
+    "index": lambda x: x[x.argsort()],
+    "where": lambda x: torch.where(x > 2, x, 0).cumsum(0),
+    "item of the host": lambda x: torch.arange(3).sum().item(),
+    "list of the host": lambda x: torch.tensor([1, 2]).tolist(),
+    "repeats of the host": lambda x: x.repeat_interleave(2),
+    "number of the host": lambda x: x.sum() * torch.tensor(2),
+    "to_device": lambda x: to_device([1, 2], torch.int64, x.device) + x[:2],
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
 def test_a_wait_is_found(wait):
     x = of_the_device()
     with HostWaits() as waits:
-        wait(x)
+        WAITS[wait](x)
     assert len(waits.found) >= 1
 
 
-@pytest.mark.parametrize(
-    "work",
-    [
-        lambda x: x[2:4] + 1,
-        lambda x: x[x.argsort()],
-        lambda x: torch.where(x > 2, x, 0).cumsum(0),
-        lambda x: torch.arange(3).sum().item(),
-        lambda x: torch.tensor([1, 2]).tolist(),
-        lambda x: x.repeat_interleave(2),
-        lambda x: x.sum() * torch.tensor(2),
-        lambda x: to_device([1, 2], torch.int64, x.device) + x[:2],
-    ],
-)
+@pytest.mark.parametrize("work", NO_WAITS)
 def test_what_needs_no_wait_is_not_taken_for_one(work):
     x = of_the_device()
     with HostWaits() as waits:
-        work(x)
+        NO_WAITS[work](x)
     assert waits.found == []
 
 

@@ -23,6 +23,7 @@ TWO_PASS = {"asl": [*ASL["asl"], "two_pass=true"]}
 ALL = {**FASTKV, **GEMFILTER, **PYRAMID, **ASL}
 RETRACT = {"SGLANG_TEST_RETRACT": "1"}
 LONG = {"SGLANG_KV_POLICY_MAX_ONE_PIECE_PREFILL": "200"}
+PAGED = {"disable_overlap_schedule": True, "page_size": 16}
 LAST = """
 policy: last-not-sure
 language: 1
@@ -269,11 +270,10 @@ def test_aborted_between_chunks(scenario):
     ("env", "flags"),
     [
         ({}, {"scratch": 2, "max_total_tokens": 1500}),
-        (LONG, {"disable_overlap_schedule": True, "page_size": 16, "chunked_prefill_size": 64}),
-        ({**LONG, **RETRACT}, {"max_total_tokens": 1200, "chunked_prefill_size": 64}),
+        ({**LONG, **RETRACT}, {"max_total_tokens": 1200, "chunked_prefill_size": 64, **PAGED}),
         (RETRACT, {"chunked_prefill_size": -1, "mem_fraction_static": 0.5}),
     ],
-    ids=["few-rows", "paged-chunks", "retracted-chunks", "retracted"],
+    ids=["few-rows", "retracted-paged-chunks", "retracted"],
 )
 def test_answers_do_not_depend_on_what_else_happens(scenario, env, flags):
     snapkv = {"snapkv": ["capacity=40", "window=16"]}

@@ -56,19 +56,18 @@ def test_chunked_prefill_keeps_the_same_entries(chosen, run):
 
 
 RETRACT = {"SGLANG_TEST_RETRACT": "1"}
+NO_RADIX = {"disable_radix_cache": True, "disable_overlap_schedule": True}
+NO_RADIX["mem_fraction_static"] = 0.5
 
 
 @pytest.mark.parametrize(
     ("env", "flags"),
     [
-        ({}, {}),
-        ({}, {"disable_overlap_schedule": True, "page_size": 16}),
         ({}, {"max_total_tokens": 700}),
-        (RETRACT, {"max_total_tokens": 1200, "chunked_prefill_size": 64}),
-        (RETRACT, {"chunked_prefill_size": -1, "mem_fraction_static": 0.5}),
-        (RETRACT, {"disable_radix_cache": True, "disable_overlap_schedule": True}),
+        (RETRACT, {"max_total_tokens": 1200, "chunked_prefill_size": 64, "page_size": 16}),
+        (RETRACT, {"chunked_prefill_size": -1, **NO_RADIX}),
     ],
-    ids=["overlap", "paged", "small-pool", "retracted-chunks", "retracted", "no-radix"],
+    ids=["small-pool", "retracted-paged-chunks", "retracted-no-radix"],
 )
 def test_answers_do_not_depend_on_what_else_happens(run, env, flags):
     seen = run("mixed", env, count=40, seed=len(flags), **flags)

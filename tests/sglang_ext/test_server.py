@@ -4,10 +4,10 @@ import base64
 import json
 import os
 import random
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 
 import forked
@@ -394,13 +394,17 @@ def test_aborted_streams_leave_nothing_behind(server):
 
 @pytest.fixture(scope="module")
 def workers(model, tmp_path_factory):
-    """A server with two HTTP workers, of which everything stands in a file for --config."""
+    """A server with two HTTP workers, of which everything stands in a file for --config.
+
+    SGLang 0.5.22 loads no plugins in its workers, so it has one.
+    """
     from kvpolicy.evaluation.serving import serve
 
+    number = 1 if version("sglang") == "0.5.22" else 2
     config = tmp_path_factory.mktemp("config") / "server.yaml"
     config.write_text(
         f"kv-policy:\n- {SNAPKV}\n- more={H2O}\nkv-policy-set: snapkv.capacity=48\n"
-        "kv-policy-fold-interval: 4\ntokenizer-worker-num: 2\n"
+        f"kv-policy-fold-interval: 4\ntokenizer-worker-num: {number}\n"
     )
     with serve(model, arguments=["--config", str(config)]) as server:
         yield server
@@ -433,18 +437,17 @@ def test_inspection_is_refused_where_the_operator_did_not_allow_it(workers):
 
 def launch(model, *words, env=None):
     """Output and exit status of a server that is expected not to start."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "sglang.launch_server", "--model-path", model, "--device",
-         "cpu", "--attention-backend", "torch_native", *words],
-        capture_output=True, text=True, timeout=200, env={**os.environ, **(env or {})},
-    )  # fmt: skip
+    command = [sys.executable, "-P", "-m", "sglang.launch_server", "--model-path", model]
+    command += ["--device", "cpu", "--attention-backend", "torch_native", *words]
+    done = forked.run(command, timeout=200, env={**os.environ, **(env or {})})
     return done.stdout + done.stderr, done.returncode
 
 
 def test_a_wrong_policy_stops_the_launch_with_the_checkers_words(model, tmp_path):
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("policy: wrong\nlanguage: 1\nkeep: recent(windw)\n")
-    output, status = launch(model, "--kv-policy", str(wrong))
+    with forked.new_interpreters():  # as users start it
+        output, status = launch(model, "--kv-policy", str(wrong))
     assert status == 1
     assert f"{wrong}:3:" in output
     assert "Traceback" not in output
@@ -466,13 +469,26 @@ def test_a_policy_that_costs_too_much_stops_the_launch(model):
     assert "Traceback" not in output
 
 
+def test_workers_that_load_no_plugins_stop_the_launch_in_one_sentence(model):
+    """All of SGLang 0.5.22; later ones where the operator chose what they run."""
+    env = {"SGLANG_HTTP_SERVER_APP_PATH": "others:app"}
+    output, status = launch(model, "--kv-policy", SNAPKV, "--tokenizer-worker-num", "2", env=env)
+    assert status == 1
+    assert (
+        "--tokenizer-worker-num 2 cannot be combined with --kv-policy: this SGLang loads no "
+        "plugins in its workers; 0.5.23 can, where SGLANG_HTTP_SERVER_APP_PATH is not set."
+    ) in output
+    assert "Traceback" not in output
+
+
 def test_a_plugin_that_fails_to_load_stops_the_launch(model, tmp_path):
     """SGLang only logs such failures."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys; sys.modules['kvpolicy.sglang_ext.options'] = None\n"
     )
     env = {"SGLANG_KV_POLICY": SNAPKV, "PYTHONPATH": str(tmp_path)}
-    output, status = launch(model, env=env)
+    with forked.new_interpreters():
+        output, status = launch(model, env=env)
     assert status == 1
     assert "kvpolicy: the plugin failed to start" in output
     assert "server_args=" not in output
@@ -490,7 +506,5 @@ assert factories == ATTENTION_BACKENDS
 print(*sorted(t.rsplit(".", 1)[1] for t in HookRegistry._patched))
 """
     env = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_KV_POLICY")}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=200, env=env
-    )
+    done = forked.run([sys.executable, "-P", "-c", code], timeout=200, env=env)
     assert done.stdout.splitlines()[-1] == "add_cli_args from_cli_args", done.stderr

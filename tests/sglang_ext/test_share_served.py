@@ -67,12 +67,10 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1"}
 @pytest.mark.parametrize(
     ("env", "flags"),
     [
-        ({}, {"page_size": 16, "disable_overlap_schedule": True}),
-        ({}, {"max_total_tokens": 1100}),
+        ({}, {"max_total_tokens": 1104, "page_size": 16, "disable_overlap_schedule": True}),
         (RETRACT, {"max_total_tokens": 1200, "chunked_prefill_size": 64}),
-        (RETRACT, {"disable_radix_cache": True}),
     ],
-    ids=["paged", "small-pool", "retracted-chunks", "retracted-no-radix"],
+    ids=["small-paged-pool", "retracted-chunks"],
 )
 def test_answers_do_not_depend_on_what_else_happens(run, env, flags):
     """Beside plain, SnapKV and TOVA requests, with aborts; nothing is lost at the end."""

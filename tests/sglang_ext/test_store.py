@@ -15,16 +15,15 @@ from kvpolicy.sglang_ext.lists import Lists
 from kvpolicy.sglang_ext.store import Store
 
 
-def make_store(layers=3, kv_heads=2, slots=64, page_size=1, size=4):
+def make_store(layers=3, kv_heads=2, slots=64, page_size=1, size=4, **options):
     allocator = Allocator(slots // page_size, page_size)
     arena = create_arena(layers, slots + page_size, kv_heads, size, torch.float32, "cpu")
-    return Store(arena, allocator)
+    return Store(arena, allocator, **options)
 
 
 def test_slots_are_returned_however_a_request_ends():
-    store = make_store()
     changes = []
-    store._changed = lambda *change: changes.append(change)
+    store = make_store(changed=lambda *change: changes.append(change))
     first = store.allocate(1, "a", 5, 40, no_cache)
     store.allocate(2, "b", 7, 40, no_cache)
     assert store.held == 12
