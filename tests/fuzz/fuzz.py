@@ -315,5 +315,4 @@ def _words(args: argparse.Namespace) -> list[str]:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the processes end too
-    gc.set_threshold(50_000, 20, 20)  # a tenth of the time, otherwise
     sys.exit(main())

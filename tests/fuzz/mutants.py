@@ -162,7 +162,7 @@ def _start(random: Random) -> str:
 # Parts of files.
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def _parsed(text: str) -> Block | None:
     return parse(Source("any.yaml", text), lambda diagnostic: None)
 
