@@ -107,6 +107,9 @@ def test_refuses_foreign_or_broken_lines(tmp_path, capsys):
     good = samples.read_text()
     samples.write_text('{"a": 1}\n' + good)
     assert "samples.jsonl:1: not a record" in refusal(tmp_path, capsys)
+    samples.write_text(good + '{"a": 1}\n')  # whole, so nothing has cut it off
+    last = good.count("\n") + 1
+    assert f"samples.jsonl:{last}: not a record" in refusal(tmp_path, capsys)
     samples.write_text(good)
     plan["policies"] = plan["policies"][:1]
     (tmp_path / "plan.json").write_text(json.dumps(plan))

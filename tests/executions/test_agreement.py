@@ -151,6 +151,12 @@ def test_one_window_written_twice(score):
     assert_agreement(f"params: {{window: 5}}\n{lets}score: {score}\n{FILL}")
 
 
+@pytest.mark.parametrize("width", [3, 41])
+def test_beyond_the_ends_there_is_nothing(width):
+    """Not even for a largest of negative numbers."""
+    assert_agreement(f"score: maxpool(-norm1[dim](key), {width})\n{FILL}decode: same\n")
+
+
 # A choice has the axes of both branches, whichever is taken.
 CHOICES = {
     "maps or vectors": ("sum[query](attn(recent(3)))", "norm1[dim](key)", "max[group](2 * {})"),

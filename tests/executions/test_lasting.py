@@ -75,6 +75,12 @@ def test_rules(rules, number):
     assert taken(bound) == number
 
 
+def test_a_list_without_more_than_is_always_taken_may_still_grow():
+    lasting = Steps(bound_to("h2o"), False).lasting  # takes 3 before it fills up
+    assert lasting.lasts(16, [[4, 4], [5, 4], [4, 9]])
+    assert not lasting.lasts(16, [[4, 4], [3, 4], [4, 9]])
+
+
 def claims(bound, seed: int) -> int:
     """Takes a request through folds; how often a list's number was known, and right, each time."""
     *prompt, later = tensors(np.random.default_rng(seed), SHAPE, 14, 40)

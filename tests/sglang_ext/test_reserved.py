@@ -114,6 +114,16 @@ def test_pool_and_what_lies_beside_it_fit_in_the_budget(budget, page, options, r
     assert unused <= most + page * SLOT + 64 * 4 * reserved.SCRATCH
 
 
+@pytest.mark.parametrize(("propagates", "scratch"), [(False, 0), (True, reserved.SCRATCH)])
+def test_tables_are_reckoned_to_the_byte(propagates, scratch):
+    configurator = Configurator(requests=9)
+    runtime = serving(propagates=propagates)
+    parts = reserved.reckon(runtime, configurator, configurator.server_args, 4000)
+    rows = 9 + 1 + scratch  # row 0 is SGLang's padding
+    tables = DeviceTables.empty(rows, LAYERS, KV_HEADS, 4000, "cpu", pairs=False)
+    assert parts["tables"] == tables.bytes
+
+
 def test_large_steps_are_noted_less_often():
     assert most_bytes(LARGEST // LONGEST) == LARGEST // LONGEST + LARGEST
     assert most_bytes(LARGEST // 3) == LARGEST // 3 * 4
