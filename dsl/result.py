@@ -15,7 +15,7 @@ from kvpolicy.dsl.arrays import Array
 Steps = tuple[np.ndarray, np.ndarray, np.ndarray]
 # A value of a layer without the axis `token`: one number, one per KV head, or None where there is
 # none (yet).
-LayerValue = float | list[float] | None
+LayerValue = float | list | None
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class Result:
 
 
 def reported(value: Array | None) -> LayerValue:
-    """A value of a layer as results report it: a number, or one per KV head."""
+    """A value of a layer as results report it: a number, or lists of them, one per axis."""
     if value is None:
         return None
     numbers = np.where(value.present, value.data, np.nan)
-    return [float(x) for x in numbers] if numbers.ndim else float(numbers)
+    return numbers.astype(float).tolist()
