@@ -13,8 +13,8 @@ from kvpolicy.dsl.arrays import Array
 
 # Queries [T, L, H, D], keys and values [T, L, G, D] of T decode steps, after RoPE.
 Steps = tuple[np.ndarray, np.ndarray, np.ndarray]
-# A value of a layer without the axis `token`: one number, one per KV head, or None where there is
-# none (yet).
+# A value of a layer: one number, lists of them (one per KV head, for example), or None where there
+# is none (yet).
 LayerValue = float | list | None
 
 

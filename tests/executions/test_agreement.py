@@ -363,3 +363,11 @@ def test_powers_of_negative_and_infinite_bases(power):
     base = "(sum[dim](key) where position % 2 == 0 else log(0 * norm1[dim](key)))"
     score = f"score: {base} ^ ({power}) + norm1[dim](value)\n"
     assert_agreement(f"params: {{half: 0.5}}\n{score}{FILL}decode: same\n")
+
+
+def test_what_is_reported_may_have_any_axes():
+    """Found by the fuzzer: reports took lists of one axis."""
+    assert_agreement(
+        "let:\n  laziness: uniform(3)  # [token]\nscore: norm1[dim](key)\nbudget: 6\n"
+        "keep: top(score)\ndecode:\n  keep: laziness > 0.5\n"
+    )
