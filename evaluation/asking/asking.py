@@ -74,8 +74,19 @@ class Asking:
         for wave in _waves(samples):
             jobs = [job for sample, turns in wave if (job := self._job(variant, sample, turns))]
             if jobs:
-                self.client.flush()
+                self._flush()
                 in_threads(jobs, lambda job: self._converse(variant, *job), self.at_once)
+
+    def _flush(self) -> None:
+        try:
+            self.client.flush()
+        except Failed as error:
+            self._check_alive(str(error))
+            raise
+
+    def _check_alive(self, sentence: str) -> None:
+        if not self.client.alive():
+            raise Gone(f"the server does not answer any more ({sentence})") from None
 
     def _job(
         self, variant: Variant, sample: Sample, turns: Sequence[int]
@@ -115,8 +126,7 @@ class Asking:
                 return answer
             except Failed as error:
                 sentence = str(error)
-                if not self.client.alive():
-                    raise Gone(f"the server does not answer any more ({sentence})") from None
+                self._check_alive(sentence)
                 if not error.again:
                     break
             if attempt < _TRIES - 1:

@@ -2,15 +2,17 @@
 
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 from fake_server import Completions, listening, send, stream, web_page
 from kvpolicy.dsl.diagnostics import PolicyError
-from kvpolicy.evaluation.asking.asking import in_threads
+from kvpolicy.evaluation.asking.asking import Asking, Gone, Memory, in_threads
 from kvpolicy.evaluation.asking.client import Failed, OpenAI, SGLang
 from kvpolicy.evaluation.asking.endpoint import find
 from kvpolicy.evaluation.asking.tokens import Tokens
 from kvpolicy.evaluation.asking.turns import Request, requests
+from kvpolicy.evaluation.asking.variants import Variant
 from kvpolicy.evaluation.questions.sample import History, Sample, Turn
 
 QUESTION = Request(0, [1, 2, 3], "one two three", [], 4)
@@ -237,3 +239,16 @@ def test_threads_end_at_the_first_exception():
     assert len(done) < 1000
     in_threads(range(5), done.append, 8)
     assert set(done) >= set(range(5)) - {3}
+
+
+def test_a_server_that_is_lost_before_its_cache_is_emptied_is_gone(tokens):
+    def flush():
+        raise Failed("its cache cannot be emptied")
+
+    client = SimpleNamespace(flush=flush, alive=lambda: alive, copies=False)
+    nothing_yet = SimpleNamespace(keys=set())
+    asking = Asking(client, tokens, nothing_yet, Memory(None, None), 1, lambda: None)
+    variant = Variant("none", "none", None, {}, (8,))
+    for alive, error in ((False, Gone), (True, Failed)):
+        with pytest.raises(error, match="its cache cannot be emptied"):
+            asking.ask(variant, [conversation(History.TREE)])
