@@ -241,7 +241,8 @@ def test_threads_end_at_the_first_exception():
     assert set(done) >= set(range(5)) - {3}
 
 
-def test_a_server_that_is_lost_before_its_cache_is_emptied_is_gone(tokens):
+@pytest.mark.parametrize(("alive", "error"), [(False, Gone), (True, Failed)])
+def test_a_server_that_is_lost_before_its_cache_is_emptied_is_gone(tokens, alive, error):
     def flush():
         raise Failed("its cache cannot be emptied")
 
@@ -249,6 +250,5 @@ def test_a_server_that_is_lost_before_its_cache_is_emptied_is_gone(tokens):
     nothing_yet = SimpleNamespace(keys=set())
     asking = Asking(client, tokens, nothing_yet, Memory(None, None), 1, lambda: None)
     variant = Variant("none", "none", None, {}, (8,))
-    for alive, error in ((False, Gone), (True, Failed)):
-        with pytest.raises(error, match="its cache cannot be emptied"):
-            asking.ask(variant, [conversation(History.TREE)])
+    with pytest.raises(error, match="its cache cannot be emptied"):
+        asking.ask(variant, [conversation(History.TREE)])
