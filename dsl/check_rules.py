@@ -84,7 +84,7 @@ class RulesChecker:
         node = self.scope.section("budget", self.phase)
         if node is None or item is None:
             return None
-        checked = check_count(Typer(self.scope, home), node, item, "budget")
+        checked = check_count(Typer(self.scope, home), node, item, "budget", ("kv",))
         if checked is None:
             self.scope.refuse_section("budget", self.phase)
         return checked
@@ -236,8 +236,10 @@ def check_present(typer: Typer, node: Node, item: Item, what: str) -> Node | Non
     return node
 
 
-def check_count(typer: Typer, node: Node, item: Item, name: str) -> Node | None:
-    """A number of tokens per KV head at most."""
+def check_count(
+    typer: Typer, node: Node, item: Item, name: str, allowed: tuple[str, ...]
+) -> Node | None:
+    """A number of tokens, for each of the allowed axes."""
     if not typer.is_kind(node, "number", item.value, f"`{item.path}`"):
         return None
     if node.type.unit not in (None, "tokens"):
@@ -250,7 +252,7 @@ def check_count(typer: Typer, node: Node, item: Item, name: str) -> Node | None:
     is_token_count(typer, node, item.value, name)
     if not _is_some(typer, node, item):
         return None
-    if not check_axes(typer, node, item, ("kv",)):
+    if not check_axes(typer, node, item, allowed):
         return None
     return check_present(typer, node, item, f"`{item.path}`")
 
@@ -317,7 +319,7 @@ def _propagate_part(scope: Scope, block: Block, name: str) -> Node | None:
         node = check_set(typer, node, item, "propagate.tokens", ("token",))
     elif name == "budget":
         node = typer.number(item.value, "`propagate.budget`")
-        node = check_count(typer, node, item, "propagate.budget") if node else None
+        node = check_count(typer, node, item, "propagate.budget", ()) if node else None
     else:
         node = typer.truth(item.value, f"`{item.path}`")
         node = node if node and check_axes(typer, node, item, ()) else None
