@@ -166,7 +166,8 @@ class Frame:
         sizes = {**sizes_of(x), "kv": self.kv, "token": self.tokens}
         data = aligned(as_tensor(x.data, self), x.axes, axes).expand([sizes[axis] for axis in axes])
         if data.dtype == torch.bool:
-            return Value(data & aligned(there, own, axes), axes, finite=True)
+            data = data & aligned(there, own, axes)
+            return Value(data, axes, x.mask, x.mask_axes, finite=True)
         mask, mask_axes = there, own
         if x.mask is not None:
             mask, mask_axes = self.conjunction(x.mask, x.mask_axes, mask, own)

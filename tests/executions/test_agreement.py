@@ -371,3 +371,11 @@ def test_what_is_reported_may_have_any_axes():
         "let:\n  laziness: uniform(3)  # [token]\nscore: norm1[dim](key)\nbudget: 6\n"
         "keep: top(score)\ndecode:\n  keep: laziness > 0.5\n"
     )
+
+
+@pytest.mark.parametrize("where", ["not recent(1)", "norm1[dim](key) > 1"])
+def test_a_set_with_a_condition_of_entries_that_differ_by_head(where):
+    """Found by the fuzzer: where entries were missing, the condition was forgotten."""
+    assert_agreement(
+        f"keep: sinks(2) then (recent(9) where {where})\ndecode: same\n", tokens=(1, 9, 13)
+    )
