@@ -6,6 +6,7 @@ from kvpolicy.dsl.check_expr import Context, Typer, unit_words
 from kvpolicy.dsl.diagnostics import did_you_mean, listed
 from kvpolicy.dsl.exact import Value
 from kvpolicy.dsl.ir import AXES, Node, When
+from kvpolicy.dsl.lower import REDUCTIONS
 from kvpolicy.dsl.ranges import shown
 from kvpolicy.dsl.signatures import HEAD, Function, Parameter
 from kvpolicy.dsl.syntax import Argument, Axis, Call, Expr
@@ -183,12 +184,15 @@ def is_static(typer: Typer, node: Node, expr: Expr, what: str, code: str = "phas
 _OF_ITS_LAYER = frozenset("past at split cascade cluster".split())
 
 
-def _names_layer(node: Node) -> bool:
-    """Whether a number may be another at each layer."""
-    return any(
-        each.op in _OF_ITS_LAYER or (each.op == "size" and each.value == "layer")
-        for each in node.walk()
-    )
+def _differs(node: Node) -> bool:
+    """Whether a number may be another at each layer; `length` counts as one number."""
+    found: dict[int, bool] = {}
+    for each in node.walk():
+        own = each.op in _OF_ITS_LAYER or (each.op == "size" and each.value == "layer")
+        own = own or (each.when >= When.LAYER and all(x.when < When.LAYER for x in each.args))
+        over_layers = each.op in REDUCTIONS and "layer" in each.axes
+        found[id(each)] = not over_layers and (own or any(found[id(x)] for x in each.args))
+    return found[id(node)]
 
 
 def is_in_a_layer(typer: Typer, call: Call) -> bool:
@@ -202,11 +206,12 @@ def is_in_a_layer(typer: Typer, call: Call) -> bool:
 
 
 def is_alike(typer: Typer, node: Node, expr: Expr, what: str) -> bool:
-    """Whether a number known before the prefill is that of all layers; otherwise reports."""
-    if not _names_layer(node):
+    """Whether a number is that of all layers; otherwise reports."""
+    if not _differs(node):
         return True
     message = f"{what} must be the same at every layer; `{typer.shown(expr)}` is not"
-    typer.error("phase", message, expr.span)
+    hint = None if node.when < When.LAYER else f"reduce it, as in `sum[layer]({typer.shown(expr)})`"
+    typer.error("phase", message, expr.span, hint)
     return False
 
 
@@ -216,7 +221,7 @@ def has_queries_in_common(typer: Typer, node: Node, call: Call) -> bool:
     if window is None:
         return True
     reason = None
-    if window.count is not None and _names_layer(window.count):
+    if window.count is not None and _differs(window.count):
         reason = f"`{window.text}` is of another size at each layer"
     elif typer.scope.propagates:
         reason = "where tokens are propagated, not every query reaches every layer"
@@ -229,7 +234,7 @@ def has_queries_in_common(typer: Typer, node: Node, call: Call) -> bool:
 
 def is_of_model(node: Node) -> bool:
     """Whether a number follows from parameters and model sizes, for all layers alike."""
-    return node.when == When.LOAD and not _names_layer(node)
+    return node.when == When.LOAD and not _differs(node)
 
 
 def _is_constant(typer: Typer, node: Node, expr: Expr, what: str) -> bool:

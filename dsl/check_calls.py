@@ -323,10 +323,11 @@ def _across(site: Site) -> Node | None:
         if node.type.absent:
             typer.scope.absent(node, exprs[name], f"`{name}` of `{call.name}`", typer)
             return None
-    if function.rule == "cluster":
-        k, written = nodes["k"], exprs["k"]
-        if not is_static(typer, k, written, "`k`") or not is_alike(typer, k, written, "`k`"):
-            return None
+    one = "k" if function.rule == "cluster" else "total"
+    if one == "k" and not is_static(typer, nodes["k"], exprs["k"], "`k`"):
+        return None
+    if not is_alike(typer, nodes[one], exprs[one], f"`{one}`"):
+        return None
     order = [nodes[p.name] for p in function.parameters if p.name in nodes]
     unit = "tokens" if function.rule == "split" else None
     return typer.graph.make(

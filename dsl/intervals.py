@@ -91,7 +91,7 @@ class Intervals:
         if node.op in _COUNTS:
             return (0, self._count(node, layer))
         if node.op in ("split", "cascade"):
-            most = self.of(node.args[0], layer)[1]
+            most = self.of(node.args[0], 0)[1]
             if len(node.args) == 3:
                 most = min(most, self.of(node.args[2], layer)[1])
             return (0, max(0, most))

@@ -44,10 +44,7 @@ def rows(output):
 
 
 def test_demo():
-    command = [sys.executable, "examples/demo.py", "--tokens", "256"]  # as in `make demo`
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, f"{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
-    output = result.stdout
+    output = run("examples/demo.py", "--tokens", "256")
     table = {line[:22].strip(): line[22:].split("  ") for line in output.splitlines()}
     answer = [cell.strip() for cell in table["answer"] if cell.strip()]
     expected = [cell.strip() for cell in table["expected"] if cell.strip()]

@@ -347,6 +347,13 @@ def test_past_layers_of_what_no_tensor_decides(text):
     assert_agreement(text)
 
 
+def test_a_total_that_every_layer_computes_alike():
+    assert_agreement(
+        "score: norm1[dim](key)\nbudget: 1 + split[layer](mean[layer](count[kv, token](score > 1))"
+        " * sum[layer](layer / layers), sum[kv, token](score))\nkeep: top(score)\n"
+    )
+
+
 @pytest.mark.parametrize("count", ["layer * kv_heads", "1 + max[past](past(2 * layer, 2))"])
 @pytest.mark.parametrize("axes", ["layer, kv, token", "layer, token"])
 def test_each_layer_counts_its_own_winners(axes, count):

@@ -56,10 +56,11 @@ READ_LATER = (
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS",
     "PYTEST_",
+    "SGLANG_HTTP_SERVER_APP_PATH",
     "PYTHONPATH",  # `become` reads it
 )
 LAUNCHER = "sglang.launch_server"
-SPARES = 3  # a scheduler, a detokenizer, and one for what a flag may add
+SPARES = 5  # a scheduler, a detokenizer, two HTTP workers, and one for what a flag may add
 
 
 def import_modules() -> None:
@@ -285,5 +286,8 @@ if __name__ == "__main__":
         sys.exit(f"fork_server: {threads} threads run after the imports; a fork has one")
     gc.collect()
     gc.freeze()  # forks need not look through what all of them share
+    # The first of them compiles the project's modules for all, whatever the environment says.
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = os.path.join(os.path.dirname(address), "bytecode")
     server = ForkServer(address, int(owner), before)
     become(server.serve())

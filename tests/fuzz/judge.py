@@ -93,8 +93,8 @@ def _keeps_meaning(source: Source, program: Program) -> None:
 
 
 def _comments(text: str) -> Counter[str]:
-    """How often the words after each `#` are there, in comments or not."""
-    return Counter(re.findall(r"#\s*(\S*)", text))
+    """How often the words after each `#` are there, in comments or in quoted texts."""
+    return Counter(re.findall(r"#\s*(\w*)", text))
 
 
 def worded(error: PolicyError) -> None:

@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -40,8 +40,7 @@ def run(tmp_path, setting, policy=str(ROOT / "policies" / "snapkv.yaml")):
         "OMP_NUM_THREADS": "1",
     }
     words = [sys.executable, "-P", str(script)]
-    environment = {**os.environ, **variables}
-    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
+    return forked.run(words, env={**os.environ, **variables}, timeout=200)
 
 
 def test_the_environment_names_the_policy(tmp_path):
