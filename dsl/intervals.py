@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvpolicy.dsl.counts import Number, whole
-from kvpolicy.dsl.ir import Node
+from kvpolicy.dsl.ir import Node, When
 
 if TYPE_CHECKING:
     from kvpolicy.dsl.bind import Bound
@@ -107,7 +107,7 @@ class Intervals:
         if "token" in node.axes or node.op in ("past", "at"):
             given = frozenset()
         if node.op in ("max", "min"):
-            low, high = self.of(node.args[0], layer, given)
+            low, high = self._argument(node, node.args[0], layer, given)
             if not self._may_be_empty(node.args[0], node.axes, layer, given):
                 return (low, high)
             return (-math.inf, high) if node.op == "max" else (low, math.inf)
@@ -115,7 +115,20 @@ class Intervals:
         if rule is None:
             return _ANY
         numbers = [x for x in node.args if x.type.kind == "number"]
-        return rule(*(self.of(x, layer, given) for x in numbers))
+        return rule(*(self._argument(node, x, layer, given) for x in numbers))
+
+    def _argument(
+        self, node: Node, x: Node, layer: int, given: frozenset[int] = frozenset()
+    ) -> Interval:
+        """Between what an argument lies, at all the layers where its operation looks at it."""
+        if node.op in ("past", "at") and node.when <= When.LAYER:
+            layers = range(layer + 1)
+        elif node.op in ("past", "at") or "layer" in node.axes:
+            layers = range(self._layers)
+        else:
+            return self.of(x, layer, given)
+        found = [self.of(x, each, given) for each in layers]
+        return (min(low for low, _ in found), max(high for _, high in found))
 
     def _count(self, node: Node, layer: int) -> Number:
         if node.op != "count":

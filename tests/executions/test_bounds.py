@@ -98,3 +98,21 @@ def test_contests_without_tokens(rules, most):
     assert bound.max_entries(12) == most
     for seed in range(6):
         assert kept(bound, 12, seed, ties=seed % 2 == 1) <= bound.max_entries(12)
+
+
+@pytest.mark.parametrize(
+    ("other", "number"),
+    [
+        ("sum[layer](second)", 48),
+        ("max[layer](second)", 48),
+        ("4 * mean[layer](second)", 48),
+        ("max[past](past(second, 3))", 38),
+        ("max[past](past(at(1, second), 1))", 36),
+    ],
+)
+def test_what_looks_at_other_layers_is_bounded_by_them(other, number):
+    """No score exceeds 99, which is not known before the prefill."""
+    second = "(5 + min(1, count[token](max[kv](score) > 99))) where layer == 1 else 0"
+    text = f"{SCORE}let: {{second: '{second}'}}\nbudget: '1 + {other}'\nkeep: top(score)\n"
+    bound = written(text, (4, 4, 2, 8))
+    assert kept(bound, 12, 0) == number <= bound.max_entries(12)
