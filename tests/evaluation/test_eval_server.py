@@ -5,12 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import forked
 import pytest
-from kvpolicy.evaluation import cli, records
+from kvpolicy.evaluation import cli, records, serving
 from kvpolicy.evaluation.looking.kept import unpacked
 
 pytestmark = pytest.mark.server
@@ -23,17 +27,16 @@ def words(out: Path, *more: str) -> list[str]:
     return ["eval", *ASKED, "--out", str(out), *more]
 
 
-def started(out: Path, *more: str) -> subprocess.Popen:
+def started(out: Path, *more: str) -> forked.Fork:
     """The command in a process of its own, once it has written a few answers."""
     command = [sys.executable, "-P", "-m", "kvpolicy.evaluation.cli", *words(out, *more)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 600
-    while time.monotonic() < deadline and process.poll() is None:
-        if answered(out) >= 5:
-            return process
-        time.sleep(0.02)
+    log = out.with_name("errors")
+    with log.open("w") as errors:
+        process = forked.started(command, stderr=errors)
+    if until(lambda: answered(out) >= 5 or process.poll() is not None) and process.poll() is None:
+        return process
     process.kill()
-    raise AssertionError(process.communicate()[1])
+    raise AssertionError(log.read_text())
 
 
 def answered(out: Path) -> int:
@@ -127,8 +130,8 @@ def test_killed_and_resumed(whole, with_policies, tmp_path):
     out, tasks = tmp_path / "out", ",".join(("niah", *CONVERSATIONS, "shared"))
     more = ("--policy", "all", "--tasks", tasks, "--maps", "1", "--url", with_policies.url)
     process = started(out, *more)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.wait()
     before = answered(out)
     assert 5 <= before < 132
     assert cli.main(words(out, *more)) == 0
@@ -156,26 +159,28 @@ def test_stock_sglang(stock, whole, tmp_path, capsys):
     assert all(theirs[key] == record for key, record in found.items())
 
 
-def test_a_server_of_its_own_that_dies(model, tmp_path):
+def test_a_server_of_its_own_that_dies(model, tmp_path, monkeypatch, capsys):
     """Started with every setting, lost in the middle, started again; none is left behind."""
     out = tmp_path / "out"
     more = ("--model", model, "--policy", "snapkv", "--policy", "streamingllm", "--policy", "roco",
             "--budget", "0.5", "--budget", "0.125", "--set", "window=8", "--tasks", "niah,mk",
             "--lengths", "128,256", "--samples", "5")  # fmt: skip
     more = (*more, "--set", "streamingllm.start=4")
-    process = started(out, *more)
-    [server] = children(process.pid)
-    os.killpg(server, signal.SIGKILL)
-    said = process.communicate(timeout=120)[1]
-    assert process.returncode == 1
+    servers: list[int] = []
+    _note_servers(monkeypatch, servers)
+    kill = threading.Thread(
+        target=lambda: until(lambda: answered(out) >= 5) and os.killpg(servers[0], signal.SIGKILL)
+    )
+    kill.start()
+    assert cli.main(words(out, *more)) == 1
+    kill.join()
+    said = capsys.readouterr().err
     assert "the server does not answer any more" in said
     assert "the same command goes on from there" in said
     assert "Traceback" not in said
     before = plain(out)
-    process = started(out, *more)
-    servers = children(process.pid)
-    assert process.communicate(timeout=600)[0] is None
-    assert process.returncode == 0
+    assert cli.main(words(out, *more)) == 0
+    assert len(servers) == 2
     assert not any(alive(pid) for pid in servers)
     found = plain(out)
     assert before.items() <= found.items()
@@ -189,6 +194,19 @@ def test_a_server_of_its_own_that_dies(model, tmp_path):
     assert settings["snapkv", 0.125] == {"window": "8", "rate": "0.125"}
     assert settings["none", None] == {}
     assert plan["server"]["bytes_per_token"] == 2048
+
+
+def _note_servers(monkeypatch: pytest.MonkeyPatch, pids: list[int]) -> None:
+    """Has `serve` note the process of every server that it starts."""
+
+    def popen(*args: Any, **options: Any) -> Any:
+        process = start(*args, **options)
+        pids.append(process.pid)
+        return process
+
+    start = serving.subprocess.Popen
+    noting = SimpleNamespace(**{**vars(serving.subprocess), "Popen": popen})
+    monkeypatch.setattr(serving, "subprocess", noting)
 
 
 def test_a_killed_client_leaves_no_server_behind(model):
