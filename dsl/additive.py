@@ -75,8 +75,8 @@ class Additive:
                 return self._given(second, by_token)
             fits = self._number(second) if node.op == "multiply" else _not_zero(second)
             return fits and self._given(first, by_token)
-        over = {"sum": {"kv", "group", "token"}, "mean": {"kv", "group"}}.get(node.op, set())
-        return set(node.axes) <= over and bool(node.args) and self._given(node.args[0], by_token)
+        over = {"sum": {"kv", "group", "token"}, "mean": {"kv", "group"}}.get(node.op)
+        return over is not None and set(node.axes) <= over and self._given(node.args[0], by_token)
 
     def _number(self, node: Node) -> bool:
         return self._static.needs(node) is not None and self.constant(node)

@@ -49,6 +49,10 @@ STEP_BY_STEP = {
     "a rank": "heat + sum[group, query](rank(attn(new)))",
     "an older window": "heat + sum[group, query](attn(recent(2)))",
     "random numbers": "heat + sum[group, query](attn(new)) * uniform(3)",
+    "whole parts": "heat + floor(2 * sum[group, query](attn(new)))",
+    "a square of sums": "heat + sum[group, query](attn(new)) ^ 2",
+    "the least of two": "heat + min(0.3, sum[group, query](attn(new)))",
+    "a choice": "heat + (sum[group, query](attn(new)) where position > 3 else 1)",
     "a weight of its own": "heat + sum[group, query](attn(new)) * norm1[dim](value)",
 }  # fmt: skip
 
