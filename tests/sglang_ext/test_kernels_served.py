@@ -89,7 +89,6 @@ def test_a_prefill_forward_waits_once(scenario, flags):
         TRITON,
         policies={name: ONE_WAIT[name] for name in chosen},
         lengths=[100, 70],
-        output=20,
         **flags,
     )
     assert list(seen) == chosen
@@ -102,27 +101,45 @@ def test_a_prefill_forward_waits_once(scenario, flags):
         assert all("entries_kept" in facts for facts in each["facts"]), name
 
 
+FOLDING = {
+    "h2o": ["heavy=20", "window=19"],
+    "tova": ["capacity=40"],
+    "streamingllm": ["start=2", "window=30"],
+    "roco": ["capacity=3", "newest=1"],
+    "cake": ["capacity=40", "window=8"],
+    "d2o": ["rate=0.4"],
+}
+
+
+@pytest.fixture(scope="module")
+def folding(scenario):
+    """Three folds of two requests of each policy in `FOLDING`, or of some."""
+
+    def run(names=tuple(FOLDING), **flags):
+        return scenario(
+            "scenarios_kernels.py",
+            "decode_waits",
+            TRITON | {"SGLANG_KV_POLICY_FOLD_INTERVAL": "4"},
+            policies={name: FOLDING[name] for name in names},
+            lengths=[60, 45],
+            output=14,
+            **flags,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def at_once(folding):
+    """Where numbers are there as soon as they are computed."""
+    return folding()
+
+
 @pytest.mark.server
-def test_a_decode_step_waits_where_entries_leave_for_how_many_stay(scenario):
-    policies = {
-        "h2o": ["heavy=20", "window=20"],
-        "tova": ["capacity=40"],
-        "streamingllm": ["start=2", "window=30"],
-        "roco": ["capacity=3", "newest=1"],
-        "cake": ["capacity=40", "window=8"],
-        "d2o": ["rate=0.4"],
-    }
-    seen = scenario(
-        "scenarios_kernels.py",
-        "decode_waits",
-        TRITON | {"SGLANG_KV_POLICY_FOLD_INTERVAL": "4"},
-        policies=policies,
-        lengths=[60, 45],
-        output=14,
-    )
-    assert list(seen) == [*policies, "left"]
-    for name in policies:
-        each = seen[name]
+def test_a_decode_step_waits_where_entries_leave_for_how_many_stay(at_once):
+    assert list(at_once) == [*FOLDING, "left"]
+    for name in FOLDING:
+        each = at_once[name]
         assert [forward["folds"] for forward in each["forwards"]] == [0, 0, 0, 2] * 3 + [0], name
         assert each["folds"] == [3, 3], name
         reads = 2 if name == "d2o" else 1  # a merge reads the same numbers before they are applied
@@ -131,29 +148,18 @@ def test_a_decode_step_waits_where_entries_leave_for_how_many_stay(scenario):
 
 
 @pytest.mark.server
-def test_folds_of_lists_that_last_do_not_wait(scenario):
+def test_folds_of_lists_that_last_do_not_wait(folding, at_once):
     """Numbers of a fold are read at the next one, where the first fold has shown what they are."""
-    flags = {
-        "policies": {
-            "h2o": ["heavy=20", "window=19"],
-            "tova": ["capacity=40"],
-            "cake": ["capacity=40", "window=8"],
-            "roco": ["capacity=3", "newest=1"],  # numbers of its lists are not known
-        },
-        "lengths": [60, 45],
-        "output": 18,
-    }
-    environment = TRITON | {"SGLANG_KV_POLICY_FOLD_INTERVAL": "4"}
-    at_once = scenario("scenarios_kernels.py", "decode_waits", environment, **flags)
-    seen = scenario("scenarios_kernels.py", "decode_waits", environment, lagging=True, **flags)
+    names = ("h2o", "cake", "roco")
+    seen = folding(names, lagging=True)
     assert seen["left"] == at_once["left"]
-    for name in flags["policies"]:
+    for name in names:
         assert seen[name]["tokens"] == at_once[name]["tokens"], name
-        assert seen[name]["folds"] == [4, 4], name
+        assert seen[name]["folds"] == [3, 3], name
         waits = [forward["waits"] for forward in seen[name]["forwards"] if forward["folds"]]
-        known = name != "roco"
+        known = name != "roco"  # numbers of its lists are not known
         # The third fold reads the numbers of the second, which were there long before.
-        assert waits == [[LAND] * 2, [] if known else [LAND] * 2, [LAND] * 2, [LAND] * 2], name
+        assert waits == [[LAND] * 2, [] if known else [LAND] * 2, [LAND] * 2], name
         others = [forward["waits"] for forward in seen[name]["forwards"] if not forward["folds"]]
         assert not any(others), name
 
