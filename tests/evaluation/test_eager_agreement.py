@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "model-small"
 sys.path.insert(0, str(ROOT / "tests" / "reference"))
 
-TASKS, LENGTH, SAMPLES, SEED = ("mk", "kv"), 256, 12, 0
+TASKS, LENGTH, SAMPLES, SEED = ("mk", "kv"), 256, 8, 0
 # A quarter of 256 tokens. `eval` finds the settings from the budget; here they are written down.
 SETTINGS = {
     "none": None,

@@ -181,7 +181,7 @@ keep: top(score)
 def test_compiles_for_an_h200(tmp_path):
     """Without a GPU at hand: fits, spills nothing, multiplies on tensor cores, and never waits."""
     (tmp_path / "hard.yaml").write_text(HARD)
-    names = ["snapkv", "h2o", "cake", "simlayerkv-prefill", str(tmp_path / "hard.yaml")]
+    names = ["h2o", "cake", str(tmp_path / "hard.yaml")]  # others: tests/kernels/test_sm90.py
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(HARNESS), "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-P", "-c", _COMPILE, *names]

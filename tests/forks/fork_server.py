@@ -60,6 +60,7 @@ READ_LATER = (
     "PYTHONPATH",  # `become` reads it
 )
 LAUNCHER = "sglang.launch_server"
+SPARES_WANTED = "KVPOLICY_TEST_SPARES"  # variable of a script that makes an `sgl.Engine`
 SPARES = 5  # a scheduler, a detokenizer, two HTTP workers, and one for what a flag may add
 
 
@@ -247,7 +248,7 @@ def become(request: Mapping[str, Any]) -> None:
     What it starts in its turn are forks too.
     """
     words = request["words"][1:]
-    if LAUNCHER in words:
+    if LAUNCHER in words or SPARES_WANTED in request["environment"]:
         spares = Spares()
         for_spare = spares.fork()
         if for_spare is not None:

@@ -106,7 +106,7 @@ def own(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for seed, name in enumerate([*policies, "none"]):
         ids, answers = prompt(150, seed), []
-        for force in (0, 1, 9, 24):
+        for force in (0, 9, 24):
             rid = f"{name} {force}"
             custom = {FORCE: answers[0].tokens[:force]} if force else {}
             driver.send(rid, ids, policy=name, custom=custom, max_new_tokens=24, top=3)

@@ -37,7 +37,7 @@ def run(tmp_path, setting, policy=str(ROOT / "policies" / "snapkv.yaml")):
     variables = {
         "SGLANG_KV_POLICY": policy,
         "SGLANG_KV_POLICY_SET": setting,
-        "OMP_NUM_THREADS": "1",
+        "KVPOLICY_TEST_SPARES": "1",
     }
     words = [sys.executable, "-P", str(script)]
     return forked.run(words, env={**os.environ, **variables}, timeout=200)

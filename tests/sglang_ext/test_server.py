@@ -446,8 +446,7 @@ def launch(model, *words, env=None):
 def test_a_wrong_policy_stops_the_launch_with_the_checkers_words(model, tmp_path):
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("policy: wrong\nlanguage: 1\nkeep: recent(windw)\n")
-    with forked.new_interpreters():  # as users start it
-        output, status = launch(model, "--kv-policy", str(wrong))
+    output, status = launch(model, "--kv-policy", str(wrong))
     assert status == 1
     assert f"{wrong}:3:" in output
     assert "Traceback" not in output
