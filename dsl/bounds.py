@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import add as _plus
 from typing import TYPE_CHECKING
 
 from kvpolicy.dsl.counts import Number, whole
@@ -140,8 +141,12 @@ class Bounds:
                 for branch in (a, b)
             ]
             return self._bounded(head, layer, sum(map(min, parts)))
-        head = [max(x, y) for x, y in zip(a.head, b.head, strict=True)]
-        layer = [max(x, y) for x, y in zip(a.layer, b.layer, strict=True)]
+        # Where tokens, or heads, choose by themselves, some may take the one set and some the other.
+        axes = node.args[1].type.axes
+        of_head = _plus if "token" in axes else max
+        of_layer = _plus if {"kv", "token"} & set(axes) else max
+        head = [of_head(x, y) for x, y in zip(a.head, b.head, strict=True)]
+        layer = [of_layer(x, y) for x, y in zip(a.layer, b.layer, strict=True)]
         return self._bounded(head, layer, a.total + b.total)
 
     def _top(self, node: Node) -> Size:

@@ -90,6 +90,10 @@ def _with_winners(random: Random) -> str:
             4 * 5 + 4 * 4 * 6,
         ),
         ("budget: 6\nkeep: top[layer, token](score)\n", 4 * 4 * 6),
+        # Tokens, or heads, that choose by themselves.
+        ("keep: sinks(1) where sinks(1) else recent(2)\n", 4 * 4 * 3),
+        ("keep: sinks(1) where max[kv](score) > 0 else top[kv](score, 1)\n", 4 * (4 + 12)),
+        ("keep: sinks(3) where sum[token](score) > 9 else recent(2)\n", 4 * 4 * 3),
     ],
 )
 def test_contests_without_tokens(rules, most):

@@ -94,7 +94,7 @@ def _keeps_meaning(source: Source, program: Program) -> None:
 
 def _comments(text: str) -> Counter[str]:
     """How often the words after each `#` are there, in comments or in quoted texts."""
-    return Counter(re.findall(r"#\s*(\w*)", text))
+    return Counter(re.findall(r"#[ \t]*(\w*)", text))
 
 
 def worded(error: PolicyError) -> None:
