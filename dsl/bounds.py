@@ -141,7 +141,7 @@ class Bounds:
                 for branch in (a, b)
             ]
             return self._bounded(head, layer, sum(map(min, parts)))
-        # Where tokens, or heads, choose by themselves, some may take the one set and some the other.
+        # Where tokens or heads choose by themselves, some may take the one set, some the other.
         axes = node.args[1].type.axes
         of_head = _plus if "token" in axes else max
         of_layer = _plus if {"kv", "token"} & set(axes) else max
