@@ -10,9 +10,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "forks"))
 import forked
+import quicker
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are made
+    quicker.kernels()
     # Matrices are small: threads of several processes would wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)

@@ -57,8 +57,17 @@ def test_quality(tmp_path):
     """Every part at its smallest: table, conversations, variants, layers, and going on."""
     names = "snapkv,sinks-recent,h2o,minicache"
     words = ("--policies", names, "--budgets", "0.25", "--tasks", "niah,kv", "--samples", "6")
-    sizes = ("--length", "128", "--turn-budgets", "0.25", "--turn-samples", "3", "--layers", "0")
-    least = ("--layer-prompts", "2", "--servers", "1", "--out", str(tmp_path))
+    sizes = ("--length", "128", "--turn-budgets", "0.25", "--turn-samples", "2", "--layers", "0")
+    least = (
+        "--layer-tasks",
+        "kv",
+        "--layer-prompts",
+        "2",
+        "--servers",
+        "1",
+        "--out",
+        str(tmp_path),
+    )
     command = ("benchmarks/quality.py", *words, *sizes, *least)
     text = run(*command, timeout=1500)  # starts four servers
     accuracy, turns = text.split("## Accuracy")[1].split("## A second question")

@@ -33,6 +33,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import forked
+import quicker
 from messages import place, receive, send
 
 # What schedulers, servers and evaluations import; nothing of it is the project's.
@@ -282,6 +283,8 @@ if __name__ == "__main__":
     address, owner = sys.argv[1:]
     before = dict(os.environ)
     import_modules()
+    quicker.hooks()
+    quicker.kernels()
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         sys.exit(f"fork_server: {threads} threads run after the imports; a fork has one")

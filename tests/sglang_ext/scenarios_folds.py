@@ -95,7 +95,7 @@ def prompts(names: list[str]) -> list[tuple[str, str, list[int], int]]:
     requests = []
     for name in names:
         requests.append((f"{name} long", name, base + drawn(rnd, rnd.randrange(30, 50)), 10))
-        requests.append((f"{name} short", name, drawn(rnd, 15), 20))
+        requests.append((f"{name} short", name, drawn(rnd, 15), 14))
     return requests
 
 

@@ -103,7 +103,6 @@ def test_a_prefill_forward_waits_once(scenario, flags):
 
 FOLDING = {
     "h2o": ["heavy=20", "window=19"],
-    "tova": ["capacity=40"],
     "streamingllm": ["start=2", "window=30"],
     "roco": ["capacity=3", "newest=1"],
     "cake": ["capacity=40", "window=8"],
