@@ -260,8 +260,17 @@ class _Writer:
         safe = _PLAIN.fullmatch(text) and ": " not in text and " #" not in text
         safe = safe and text.isprintable()  # some other characters end a line in YAML
         if flow or not safe or text != text.strip() or text.endswith(":"):
-            return json.dumps(text, ensure_ascii=not text.isprintable())
+            return _quoted(text)
         return text
+
+
+def _quoted(text: str) -> str:
+    """Text in double quotes; characters that cannot be shown as YAML's escapes."""
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(
+        x if x.isprintable() else f"\\u{ord(x):04x}" if ord(x) < 1 << 16 else f"\\U{ord(x):08x}"
+        for x in quoted
+    )
 
 
 # Expressions

@@ -105,14 +105,15 @@ def test_laid_out_expressions_keep_their_lines():
     assert "budget: |\n  4 * prompt\n  where layer < 2\n  else -8\nkeep" in formatted(text)
 
 
-@pytest.mark.parametrize("character", ["\\u2028", "\\x85", "\\x07", "\\ufeff"])
+@pytest.mark.parametrize("character", ["\\u2028", "\\x85", "\\x07", "\\ufeff", "\\U000e0001"])
 def test_texts_that_cannot_be_shown_are_kept(character):
     """Some of these end a line in YAML, where they stand as they are."""
-    text = f'policy: x\nlanguage: 1\nabout: "one{character}two"\nkeep: recent(3)\n'
+    text = f'policy: x\nlanguage: 1\nabout: "one{character}😀two"\nkeep: recent(3)\n'
     formatted = format_policy(Source("x.yaml", text))
     one, other = (load(Source("x.yaml", each)).require().about for each in (text, formatted))
     assert one == other
-    assert len(one) == 7
+    assert len(one) == 8
+    assert "😀" in formatted
 
 
 def test_a_hash_inside_text_is_no_comment():
