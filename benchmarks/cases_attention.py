@@ -116,7 +116,7 @@ def _torch(cache: Cache) -> Callable:
     return call
 
 
-def _flashinfer(cache: Cache, length: int, page: int) -> Callable:
+def by_flashinfer(cache: Cache, length: int, page: int) -> Callable:
     import flashinfer
 
     shape, device = cache.model.shape, cache.model.device
@@ -156,7 +156,7 @@ def _flashinfer(cache: Cache, length: int, page: int) -> Callable:
     return call
 
 
-def _ragged(cache: Cache, module: ModuleType) -> Callable:
+def by_ragged(cache: Cache, module: ModuleType) -> Callable:
     """The same ragged lists by a package that knows pages: each list a sequence of its own."""
     shape, device = cache.model.shape, cache.model.device
     own = {}
@@ -193,7 +193,7 @@ def _ragged(cache: Cache, module: ModuleType) -> Callable:
     return call
 
 
-def _sglang(cache: Cache) -> Callable:
+def by_sglang(cache: Cache) -> Callable:
     """SGLang's Triton kernel as its backend calls it, with its own number of splits."""
     from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
     from sglang.kernels.ops.attention.metadata import get_num_kv_splits_triton
@@ -225,7 +225,7 @@ def _sglang(cache: Cache) -> Callable:
     return call
 
 
-def _flash_attention(cache: Cache) -> Callable:
+def by_flash_attention(cache: Cache) -> Callable:
     """FlashAttention 3, SGLang's default on Hopper, where its library is there."""
     decode = paged_attention_fa3.package()
     pages = cache.slots_of_uniform(cache.uniform).contiguous()
@@ -249,12 +249,12 @@ def _alternatives(cache: Cache) -> tuple[dict[str, Callable], list[str]]:
     calls = {"torch SDPA, dense": _torch(cache)}
     if cache.model.device.type != "cuda":
         return calls, []
-    offered = {name: partial(_flashinfer, cache, cache.uniform, page) for page, name in PAGED}
+    offered = {name: partial(by_flashinfer, cache, cache.uniform, page) for page, name in PAGED}
     if cache.whole:
-        offered[WHOLE] = partial(_flashinfer, cache, cache.tokens + TAIL, 1)
-    offered |= {name: partial(_ragged, cache, module) for name, module in RAGGED.items()}
-    offered["SGLang's Triton kernel"] = partial(_sglang, cache)
-    offered["FlashAttention 3, page 16"] = partial(_flash_attention, cache)
+        offered[WHOLE] = partial(by_flashinfer, cache, cache.tokens + TAIL, 1)
+    offered |= {name: partial(by_ragged, cache, module) for name, module in RAGGED.items()}
+    offered["SGLang's Triton kernel"] = partial(by_sglang, cache)
+    offered["FlashAttention 3, page 16"] = partial(by_flash_attention, cache)
     missing = []
     for name, make in offered.items():
         try:

@@ -44,7 +44,7 @@ def _fitting(case: Case) -> Case:
     return replace(case, calls=fitting, check=check, note="; ".join(notes))
 
 
-def _split_kv(
+def split_kv(
     call: Callable, largest: Callable, toy: bool
 ) -> tuple[dict[str, Callable], Knobs, str]:
     """Variants of one of the attentions, tiles and how lists are cut, and a note.
@@ -81,7 +81,7 @@ def _decode(bench: Bench, tokens: int, batch: int, toy: bool) -> Case:
     paired = torch.zeros(rows, LAYERS, dtype=torch.int32, device=model.device)
     with_pairs = copy(cache)
     with_pairs.tables = replace(cache.tables, paired=paired)
-    calls, knobs, note = _split_kv(partial(ours, cache), partial(ours, with_pairs), toy)
+    calls, knobs, note = split_kv(partial(ours, cache), partial(ours, with_pairs), toy)
     where = {
         "dtype": plain(model.dtype),
         "head_dim": model.shape.head_dim,
@@ -105,7 +105,7 @@ def _by_lists(cache: Cache, reader: str) -> list[torch.Tensor]:
     ]
 
 
-def _readers(bench: Bench, tokens: int, batch: int, toy: bool) -> Case:
+def reader_case(bench: Bench, tokens: int, batch: int, toy: bool) -> Case:
     """What an eager batch costs by each reader, with the lists written out for those that need it.
 
     Triton's reads as the cases before have chosen. What is not installed, or cannot read such
@@ -154,7 +154,7 @@ def _paged(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
     call = partial(attend, q, keys, values, indptr, indices, scale=scale)
     ones = torch.ones_like(indices, dtype=torch.float32)
     pairs = partial(call, value_indices=indices, key_scale=ones, value_scale=ones)
-    calls, knobs, note = _split_kv(call, pairs, toy)
+    calls, knobs, note = split_kv(call, pairs, toy)
     rows = paged_attention_triton.query_rows(queries * shape.group, model.dtype)
     where = {
         "dtype": plain(model.dtype),
@@ -218,7 +218,7 @@ def planned(kept: int, window: int, toy: bool) -> list[Planned]:
         given = {"tokens": size[0], "batch": size[1], "toy": toy}
         name = "{} x {}".format(*size)
         made.append(_planned(f"decode attention {name}", partial(_decode, **given)))
-        readers = _planned(f"readers {name}", partial(_readers, **given))
+        readers = _planned(f"readers {name}", partial(reader_case, **given))
         made.append(replace(readers, rank=2, as_chosen=True))
     made.append(_planned("scoring", partial(_scoring, tokens=tokens, window=window, toy=toy)))
     for build in (_paged, *ALL):

@@ -220,7 +220,8 @@ class _Writer:
         if key.form == "named":
             return key.item
         if key.name in ("parameter", "tensor"):
-            inside = self._until(value.span.start) < self._until(value.span.end)
+            first = value.entries[0][0].span.start  # a comment before it goes beside the key
+            inside = self._until(first) < self._until(value.span.end)
             if not inside and head + len(self.flow(value, key)) <= WIDTH:
                 return None
         return key.keys

@@ -95,8 +95,8 @@ class Memory:
         self.generated = 0
         self.not_finite = False
         self._reported: dict[str, dict[int, Value]] = {name: {} for name in steps.report}
-        self._layers = layers
-        self._steps = steps
+        self.layers = layers
+        self.steps = steps
         self._walk = Walk(bound, steps, prompt)
         self._leaves = False
         self._finite: torch.Tensor | None = None  # of the steps so far; None: nothing was read
@@ -140,7 +140,7 @@ class Memory:
     def clone(self) -> Memory:
         """A copy that goes on by itself."""
         self.land()
-        made = Memory(self.bound, self.prompt, [x.clone() for x in self._layers], self._steps)
+        made = Memory(self.bound, self.prompt, [x.clone() for x in self.layers], self.steps)
         made.generated, made.not_finite = self.generated, self.not_finite
         made._leaves, made._finite = self._leaves, self._finite
         return made
@@ -148,7 +148,7 @@ class Memory:
     def layout(self, layer: int) -> Layout:
         """The entries of a layer, those of the current step included."""
         self.land()
-        own = self._layers[layer]
+        own = self.layers[layer]
         own.settle()
         return Layout(own.positions, own.there)
 
@@ -160,7 +160,7 @@ class Memory:
             leaves: False: nothing leaves at this step, even if it may.
         """
         self._begin(1, leaves)
-        for layer in self._layers:
+        for layer in self.layers:
             layer.since.append(position)
 
     def _begin(self, steps: int, leaves: bool) -> None:
@@ -181,7 +181,7 @@ class Memory:
         self.land()
         if self.not_finite:
             return "nothing"
-        steps = self._steps
+        steps = self.steps
         if steps.advancing_reads or (self._leaves and steps.leaving_reads):
             return "entries"
         return "queries" if self._leaves or steps.advances or self._walk.window > 1 else "nothing"
@@ -206,7 +206,7 @@ class Memory:
         """
         if self.not_finite:
             return None
-        own = self._layers[layer]
+        own = self.layers[layer]
         own.settle()
         checks: list[torch.Tensor] = []
         given = self._given(layer, q, k, v, checks)
@@ -256,24 +256,24 @@ class Memory:
         self._begin(len(positions), leaves)
         wants = self.wants
         if wants == "nothing":
-            for own in self._layers:
+            for own in self.layers:
                 own.since.extend(positions)
             return []
-        new = sent(torch.tensor(positions, dtype=torch.int64), self._layers[0].positions.device)
-        for own in self._layers:
+        new = sent(torch.tensor(positions, dtype=torch.int64), self.layers[0].positions.device)
+        for own in self.layers:
             own.settle()
             own.extend(new)
         checks: list[torch.Tensor] = []
 
         def given(layer: int) -> Given:
-            there = self._layers[layer].there
+            there = self.layers[layer].there
             k, v = read(layer, there) if wants == "entries" else (None, None)
             return self._given(layer, queries(layer), k, v, checks)
 
-        made = self._walk.all_through(self._layers, given, leaves=self._leaves)
+        made = self._walk.all_through(self.layers, given, leaves=self._leaves)
         decisions: list[_Decision] = []
         for decided in made:
-            own = self._layers[len(decisions)]
+            own = self.layers[len(decisions)]
             decisions.append(self._decision(own, decided, checks))
         self._note(checks)
         return self._choices(decisions) if decisions else []
@@ -281,7 +281,7 @@ class Memory:
     def _given(
         self, layer: int, q: torch.Tensor, k: Keys | None, v: Keys | None, checks: list
     ) -> Given:
-        there = self._layers[layer].there
+        there = self.layers[layer].there
         k, v = (without_absent(x, there) for x in (k, v))
         return Given(layer, self.generated, q, k, v, there, checks)
 
@@ -289,7 +289,7 @@ class Memory:
         """What stays at a layer where entries may leave."""
         evaluation, kept = decided.evaluation, decided.kept
         decision = _Decision(own, self._kept(evaluation) if kept is None else kept, own.there)
-        if self._steps.rules.merge is not None:
+        if self.steps.rules.merge is not None:
             # A merge reads keys and values, whatever else does.
             frame = evaluation.frame
             checks.extend(x.double().sum().isfinite() for x in (frame.keys, frame.values))
@@ -297,8 +297,8 @@ class Memory:
         return decision
 
     def _kept(self, evaluation: Evaluation) -> torch.Tensor:
-        kept = evaluation.tensor(self._steps.rules.keep, ("kv", "token"))
-        for name, node in self._steps.report.items():
+        kept = evaluation.tensor(self.steps.rules.keep, ("kv", "token"))
+        for name, node in self.steps.report.items():
             self._reported[name][evaluation.frame.layer] = evaluation.value(node)
         there = evaluation.frame.there
         return kept if there is None else kept & there
@@ -314,7 +314,7 @@ class Memory:
         """What stays at every layer; it is forgotten what leaves when the numbers have landed."""
         kept, there = [x.kept for x in decisions], [x.there for x in decisions]
         self._open = _Open(decisions, Landing(kept, there, self.finite))
-        if self._steps.rules.merge is None:
+        if self.steps.rules.merge is None:
             return self._unmerged(decisions)
         dropped = self._open.landing.read().dropped
         return [self._choice(*each) for each in zip(decisions, dropped, strict=True)]
@@ -338,7 +338,7 @@ class Memory:
 
     def _merged(self, decision: _Decision, dropped: int) -> Callable[[], Rows]:
         """Merges a layer's entries; what makes the rows."""
-        steps, own, frame = self._steps, decision.own, decision.evaluation.frame
+        steps, own, frame = self.steps, decision.own, decision.evaluation.frame
         merging = Merging.of(
             steps.rules.merge,
             replace(decision.evaluation, frame=replace(frame, k=frame.keys, v=frame.values)),
@@ -356,13 +356,13 @@ class Memory:
     def finite(self) -> torch.Tensor:
         """0-d bool on the device: whether the steps so far read neither NaN nor infinity."""
         if self._finite is None:
-            device = self._layers[0].positions.device
+            device = self.layers[0].positions.device
             return torch.ones((), dtype=torch.bool, device=device)
         return self._finite
 
     def lasts(self, counts: Sequence[Sequence[int]]) -> bool:
         """As of `Lasting`, for numbers that a step kept."""
-        return self._steps.lasting.lasts(self.prompt, counts)
+        return self.steps.lasting.lasts(self.prompt, counts)
 
     def stays(self, counts: torch.Tensor) -> torch.Tensor:
         """0-d bool, before `land`: whether all is finite and lists keep int [L, G] entries."""
@@ -394,6 +394,6 @@ class Memory:
 
     def thresholds(self) -> dict[str, list[Value | None]]:
         """Per state of the merge its value at every layer, None where it has not begun."""
-        merge = self._steps.rules.merge
+        merge = self.steps.rules.merge
         names = merge.states if merge is not None else {}
-        return {name: [x.merge_states.get(name) for x in self._layers] for name in names}
+        return {name: [x.merge_states.get(name) for x in self.layers] for name in names}

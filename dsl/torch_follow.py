@@ -126,7 +126,7 @@ class Walk:
         if steps.advances and steps.states_alike:
             shown = [given(number) for number in numbers]
             given = shown.__getitem__
-            done = self._advance_together(layers, shown)
+            done = self.advance_together(layers, shown)
         if not leaves or steps.keep_alike:
             shown = []
             for own, number in zip(layers, numbers, strict=True):
@@ -147,7 +147,7 @@ class Walk:
             else:
                 yield Decided(self.through(own, given(number), leaves=True))
 
-    def _advance_together(self, layers: Sequence[Remembered], shown: Sequence[Given]) -> bool:
+    def advance_together(self, layers: Sequence[Remembered], shown: Sequence[Given]) -> bool:
         """Advances the states of all layers at once, if their entries are in one pool."""
         steps, first = self.steps, shown[0]
         together = Together(layers, self.bound.shape.kv_heads)

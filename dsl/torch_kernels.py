@@ -108,10 +108,10 @@ class Slots:
 
     def dense(self) -> torch.Tensor:
         """[G, n, D], a copy, made once."""
-        return self._dense
+        return self.copied
 
     @cached_property
-    def _dense(self) -> torch.Tensor:
+    def copied(self) -> torch.Tensor:
         return self.pool[self.slots].transpose(0, 1)
 
 
@@ -143,10 +143,10 @@ class Entries:
 
     def dense(self) -> torch.Tensor:
         """[G, M, D], a copy, made once; what a KV head does not hold means nothing."""
-        return self._dense
+        return self.copied
 
     @cached_property
-    def _dense(self) -> torch.Tensor:
+    def copied(self) -> torch.Tensor:
         return self.pool[self.ids]
 
 

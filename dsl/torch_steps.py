@@ -69,11 +69,11 @@ class Steps:
         # States are known by then.
         self.leaving = Generated.of(bound, self.leaving_roots, kernels, steps=True)
         self.states_alike = self.at_once and self._alike(bound, self.advancing_roots, _OF_STATES)
-        self.states_alike &= not self.advancing_reads or self._by_kernels
+        self.states_alike &= not self.advancing_reads or self.by_kernels
         self.keep_alike = not report and self._alike(bound, [rules.keep], frozenset(("position",)))
 
     @property
-    def _by_kernels(self) -> bool:
+    def by_kernels(self) -> bool:
         """Whether generated kernels read all that is read to advance the states."""
         return self.advancing is not None and not self.advancing.regions.reasons
 

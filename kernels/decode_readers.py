@@ -69,7 +69,7 @@ def reader_of(q: torch.Tensor, storage: torch.Tensor, entries: int | None) -> st
     reader = tuned.choice("decode_reader", q.device, *shape).get("reader", TRITON)
     # The others number entries in int32.
     numbered = storage.numel() // size <= 2**31
-    return reader if reader == TRITON or (numbered and _is_there(reader)) else TRITON
+    return reader if reader == TRITON or (numbered and is_there(reader)) else TRITON
 
 
 def others_may_read(device: torch.device) -> bool:
@@ -130,7 +130,7 @@ def _plan(reader: str, table: torch.Tensor, entries: torch.Tensor, **shape: Any)
 
 
 @functools.lru_cache
-def _is_there(reader: str) -> bool:
+def is_there(reader: str) -> bool:
     """Whether a reader's package is installed; says once that it is not."""
     try:
         OTHERS[reader].package()

@@ -50,8 +50,8 @@ def cache_folder() -> Path:
 def _written(name: str, source: str) -> Path:
     """The file of a source, in the cache if it can be written, else in a temporary folder."""
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home
-        return _in(cache_folder(), name, source)
-    return _in(Path(_temporary()), name, source)
+        return written_in(cache_folder(), name, source)
+    return written_in(Path(_temporary()), name, source)
 
 
 @lru_cache(maxsize=1)
@@ -60,7 +60,7 @@ def _temporary() -> str:
     return tempfile.mkdtemp(prefix="kvpolicy-generated-")
 
 
-def _in(folder: Path, name: str, source: str) -> Path:
+def written_in(folder: Path, name: str, source: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / name
     if path.exists() and path.read_text(encoding="utf-8") == source:

@@ -76,7 +76,7 @@ def plan(
         raise ValueError(f"q: FlashInfer decodes head sizes {_SIZES}, got {size}")
     tensor_cores = heads >= _TENSOR_CORES_FROM
     if workspace is None:
-        wrapper = _shared_wrapper(indptr.device, tensor_cores)
+        wrapper = shared_wrapper(indptr.device, tensor_cores)
     else:
         wrapper = _wrapper(workspace, tensor_cores)
     used = indptr.diff() > 0
@@ -122,7 +122,7 @@ def new_workspace(device: torch.device) -> torch.Tensor:
 
 
 @functools.lru_cache
-def _shared_wrapper(device: torch.device, tensor_cores: bool) -> Any:
+def shared_wrapper(device: torch.device, tensor_cores: bool) -> Any:
     return _wrapper(new_workspace(device), tensor_cores)
 
 

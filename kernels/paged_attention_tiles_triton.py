@@ -108,7 +108,7 @@ def tile_of(size: int, dtype: torch.dtype, rows: int) -> Tile:
 
 
 @functools.lru_cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -126,7 +126,7 @@ def cut(lists: int, device: torch.device, programs: int | None = None) -> Cut:
     """
     if device.type != "cuda":
         return Cut(splits=2, shares=2 * lists)
-    programs = (programs or _PROGRAMS_PER_PROCESSOR) * _processors(device)
+    programs = (programs or _PROGRAMS_PER_PROCESSOR) * processors(device)
     if 2 * lists <= programs:
         return Cut(min(-(-2 * programs // max(lists, 1)), _MOST_SPLITS), programs - lists)
     if lists <= 4 * programs:

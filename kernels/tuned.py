@@ -93,18 +93,18 @@ class Tuned:
     device: str
     path: Path | None
     choices: Mapping[str, list[tuple[dict[str, Any], dict[str, Any]]]]
-    _found: dict[tuple, Mapping[str, Any]] = field(default_factory=dict)
+    remembered: dict[tuple, Mapping[str, Any]] = field(default_factory=dict)
 
     def choice(self, kernel: str, where: tuple) -> Mapping[str, Any]:
         """As the function `choice`."""
         if kernel not in self.choices:
             return _NOTHING
         key = (kernel, where)
-        if key not in self._found:
-            if len(self._found) == _REMEMBERED:  # prompts are of any length
-                self._found.clear()
-            self._found[key] = self._nearest(kernel, where)
-        return self._found[key]
+        if key not in self.remembered:
+            if len(self.remembered) == _REMEMBERED:  # prompts are of any length
+                self.remembered.clear()
+            self.remembered[key] = self._nearest(kernel, where)
+        return self.remembered[key]
 
     def _nearest(self, kernel: str, where: tuple) -> Mapping[str, Any]:
         exact, near = KERNELS[kernel].exact, KERNELS[kernel].near

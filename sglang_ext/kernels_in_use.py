@@ -53,11 +53,11 @@ def in_use(device: torch.device) -> KernelsInUse:
     Raises:
         Refused: the operator asked for what the device cannot compute.
     """
-    return _in_use(options.kernels(), device.type)
+    return chosen_for(options.kernels(), device.type)
 
 
 @cache
-def _in_use(asked: str, device: str) -> KernelsInUse:
+def chosen_for(asked: str, device: str) -> KernelsInUse:
     check(asked, device)
     name = asked
     if asked == "auto":

@@ -59,8 +59,8 @@ class QueryBuffer:
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self.needed = any(may_read(program) for program in programs)
-        self._captured: torch.Tensor | None = None  # graphs write to it, so it is never replaced
-        self._larger: torch.Tensor | None = None  # for batches that no graph serves
+        self.captured: torch.Tensor | None = None  # graphs write to it, so it is never replaced
+        self.larger: torch.Tensor | None = None  # for batches that no graph serves
         self._layers: dict[int, Any] = {}
 
     def reserve(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
@@ -71,13 +71,13 @@ class QueryBuffer:
         """
         if not self.needed:
             return
-        self._captured = torch.zeros(tuple(shape), dtype=dtype, device=device)
+        self.captured = torch.zeros(tuple(shape), dtype=dtype, device=device)
         logger.info(
             "KV-cache policies: %.1f MiB for queries of a decode step of %d requests, and up to "
             "%.1f MiB for those of steps that policies have not been taken through.",
-            self._captured.nbytes / 2**20,
+            self.captured.nbytes / 2**20,
             shape[1],
-            self.most_steps(shape[1]) * self._captured.nbytes / 2**20,
+            self.most_steps(shape[1]) * self.captured.nbytes / 2**20,
         )
 
     def write(self, layer: Any, heads: torch.Tensor, layers: int) -> None:
@@ -92,7 +92,7 @@ class QueryBuffer:
         rows = heads.shape[0]
         held = self._of(rows)
         if held is None or rows > held.shape[1]:
-            held = self._larger = heads.new_zeros((layers, *heads.shape))
+            held = self.larger = heads.new_zeros((layers, *heads.shape))
         held[layer.layer_id, :rows].copy_(heads)
 
     def take(self, rows: Sequence[int], batch: int) -> torch.Tensor:
@@ -105,7 +105,7 @@ class QueryBuffer:
 
         At most `LONGEST`, and at most as many as fit into `LARGEST`, but at least one.
         """
-        held = self._captured if self._larger is None else self._larger
+        held = self.captured if self.larger is None else self.larger
         if held is None or not requests:
             return LONGEST
         return _fitting(requests * held[:, 0].numel() * held.element_size())
@@ -116,5 +116,5 @@ class QueryBuffer:
 
     def _of(self, rows: int) -> torch.Tensor | None:
         """The buffer in which a forward of so many rows finds its place."""
-        captured = self._captured
-        return captured if captured is not None and rows <= captured.shape[1] else self._larger
+        captured = self.captured
+        return captured if captured is not None and rows <= captured.shape[1] else self.larger

@@ -105,7 +105,7 @@ class Store:
         self._changed = changed
         self._tables = tables
         self._streams = streams or Streams()
-        self._rows: dict[int, Private] = {}
+        self.by_row: dict[int, Private] = {}
         self._held: dict[str, int] = {}
 
     @property
@@ -130,14 +130,14 @@ class Store:
         Args:
             evict: asks the radix cache to make so many slots available.
         """
-        if row in self._rows:
+        if row in self.by_row:
             raise RuntimeError(f"row {row} already holds private slots")
         slots = self.whole_pages(slots)
         taken = self._take(slots, evict)
         if taken is None:
             return None
         private = Private(row, policy, taken, tail_start)
-        self._rows[row] = private
+        self.by_row[row] = private
         self._count(policy, slots)
         return private
 
@@ -243,22 +243,22 @@ class Store:
 
     def release(self, private: Private) -> None:
         """Give back every slot of a request."""
-        if self._rows.get(private.row) is not private:
+        if self.by_row.get(private.row) is not private:
             raise RuntimeError(f"row {private.row} does not hold these private slots")
-        del self._rows[private.row]
+        del self.by_row[private.row]
         self._give_back(private)
         if self._tables is not None:
             self._tables.forget(private.row)
 
     def free(self, row: int) -> None:
         """SGLang has freed a row: its request finished, was aborted or retracted."""
-        private = self._rows.get(row)
+        private = self.by_row.get(row)
         if private is not None:
             self.release(private)
 
     def clear(self) -> None:
         """SGLang flushes everything; it empties the allocator itself next."""
-        self._rows.clear()
+        self.by_row.clear()
         if self._tables is not None:
             self._tables.forget_all()
         for policy, slots in list(self._held.items()):
@@ -279,7 +279,7 @@ class Store:
         Raises:
             RuntimeError: says which slots are wrong.
         """
-        slots = [p.slots.to(torch.int64) for p in self._rows.values()]
+        slots = [p.slots.to(torch.int64) for p in self.by_row.values()]
         held = torch.cat(slots) if slots else free.new_empty(0)
         if held.numel() != self.held:
             raise RuntimeError(f"{held.numel()} slots are listed but {self.held} are counted")
@@ -289,10 +289,10 @@ class Store:
         both = unique[torch.isin(unique, free)]
         if both.numel():
             raise RuntimeError(f"slots both private and free: {both[:8].tolist()}")
-        for private in self._rows.values():
+        for private in self.by_row.values():
             self._check_pages(private)
         if self._tables is not None:
-            self._tables.check(private for private in self._rows.values() if private.ready)
+            self._tables.check(private for private in self.by_row.values() if private.ready)
 
     def _check_pages(self, private: Private) -> None:
         if private.counts is None or private.first_page is None:

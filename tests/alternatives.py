@@ -69,18 +69,18 @@ def main() -> None:
     model = Model(ModelShape(2, 4, 2, 64), torch.device("cpu"), torch.float16, 64, 128)
     cache = Cache(model, 90, 2, 11, whole=True)
     calls = {
-        label: cases_attention._flashinfer(cache, cache.uniform, page)
+        label: cases_attention.by_flashinfer(cache, cache.uniform, page)
         for page, label in cases_attention.PAGED
     }
-    calls[cases_attention.WHOLE] = cases_attention._flashinfer(cache, cache.tokens + TAIL, 1)
+    calls[cases_attention.WHOLE] = cases_attention.by_flashinfer(cache, cache.tokens + TAIL, 1)
     for label, module in cases_attention.RAGGED.items():
-        calls[label] = cases_attention._ragged(cache, module)
-    calls["SGLang"] = cases_attention._sglang(cache)
-    calls["FlashAttention"] = cases_attention._flash_attention(cache)
+        calls[label] = cases_attention.by_ragged(cache, module)
+    calls["SGLang"] = cases_attention.by_sglang(cache)
+    calls["FlashAttention"] = cases_attention.by_flash_attention(cache)
     print(cases_attention.checked(cache, calls))
     # Both are readers that tuning may choose for a server's eager batches.
     bench = Bench(model, Clock(model.device, 0), {})
-    readers = cases_tuning._readers(bench, 90, 2, toy=True)
+    readers = cases_tuning.reader_case(bench, 90, 2, toy=True)
     assert not readers.note
     assert [each["reader"] for each in readers.tuning.knobs.values()] == ["flashinfer", "fa3"]
     print(readers.check(readers.calls))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent / "forks"))
 import forked
@@ -18,6 +19,9 @@ if not torch.cuda.is_available():
     # Matrices are small: threads of several processes would wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+settings.load_profile("untimed")
 
 # Files that take minutes: first, so that no process ends long after the others.
 _LONG = (

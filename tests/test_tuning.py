@@ -146,7 +146,7 @@ def test_a_tile_that_does_not_fit_with_lengths_is_no_variant():
         if tile.entries * tile.stages > 400:
             raise OutOfResources(300_000, 232_448, "shared memory")
 
-    calls, knobs, note = cases_tuning._split_kv(lambda **options: None, largest, toy=False)
+    calls, knobs, note = cases_tuning.split_kv(lambda **options: None, largest, toy=False)
     assert len(calls) == 1 + len(knobs) == 1 + 5 * 3 * 2 * 2
     assert {each["entries"] * each["stages"] for each in knobs.values()} <= set(range(400))
     assert note.startswith("entries, warps, stages that do not always fit: (64, 4, 7), (64, 8, 7)")

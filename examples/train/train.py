@@ -221,16 +221,16 @@ class Run:
         """One step; returns its loss and the share of answer tokens that were right."""
         if self.stages[self.stage_index()].listing and not self.listing:
             self._put_in_listing()
-        ids, is_answer, positions = self._batch()
+        ids, is_answer, positions = self.next_batch()
         layers = self._layers()
         attended, read = self._parts(len(ids)) if layers is None else (None, None)
         hidden = self.model.hidden(ids, positions, attended, read, layers)
         asked = is_answer[:, 1:]
         logits = self.model.logits(hidden[:, :-1][asked])
-        right = self._right_words(ids, is_answer)[:, 1:][asked]
+        right = self.right_words(ids, is_answer)[:, 1:][asked]
         log_probabilities = logits.log_softmax(-1).gather(1, right.clamp(min=0))
         loss = -log_probabilities.masked_fill(right < 0, -torch.inf).logsumexp(1)
-        loss = (loss * self._weights(asked)).sum()
+        loss = (loss * self.word_weights(asked)).sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizers.set_rate(self.rate())
@@ -239,7 +239,7 @@ class Run:
         best = logits.argmax(-1, keepdim=True)
         return loss.item(), (best == right).any(1).float().mean().item()
 
-    def _right_words(self, ids: Tensor, is_answer: Tensor) -> Tensor:
+    def right_words(self, ids: Tensor, is_answer: Tensor) -> Tensor:
         """The words that are right at each place, [B, T, 1 or more]; -1 for none."""
         right = ids[..., None]
         if not self.stages[self.stage_index()].any_order:
@@ -277,13 +277,13 @@ class Run:
         parts[1, layers] = torch.from_numpy(drawn[1] >= recipe.unread_share).float()
         return parts[0], parts[1]
 
-    def _weights(self, asked: Tensor) -> Tensor:
+    def word_weights(self, asked: Tensor) -> Tensor:
         """Weights of the answer tokens [answers], which sum to 1, from `asked` [B, T]."""
         each = asked.sum(1)[asked.nonzero()[:, 0]].float()
         weights = each**-0.5 if self.recipe.even_rows else torch.ones_like(each)
         return weights / weights.sum()
 
-    def _batch(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def next_batch(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Ids and is_answer [B, T], and positions [B, T] where the batch is stretched."""
         index = self.stage_index()
         tokens = self.stages[index].tokens

@@ -134,3 +134,12 @@ def test_writes_only_what_changes(tmp_path):
     assert format_file(path)
     assert path.read_text().startswith("policy")
     assert not format_file(path)
+
+
+def test_a_comment_before_what_braces_hold_goes_behind_it():
+    text = (
+        "policy: x\nlanguage: 1\nparams:\n  n: {  # one\n    default: 4, min: 1}\nkeep: recent(n)\n"
+    )
+    written = formatted(text)
+    assert "  n: {default: 4, min: 1}  # one\n" in written
+    assert formatted(written) == written

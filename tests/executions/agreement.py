@@ -65,7 +65,7 @@ def agree(bound: Bound, q: np.ndarray, k: np.ndarray, v: np.ndarray, steps: Step
     if bound.decode is not None:
         _assert_served(Store(bound, (q, k, v), steps), expected)
         # Taken together where that is possible, whoever reads keys and values.
-        with patch.object(DecodeSteps, "_by_kernels", True):
+        with patch.object(DecodeSteps, "by_kernels", True):
             _assert_served(Pool(bound, (q, k, v), steps), expected)
     return expected
 

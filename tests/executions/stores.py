@@ -188,7 +188,7 @@ def assert_alike(one: Store, other: Store) -> None:
         for k, m in zip(one.rows[layer], other.rows[layer], strict=True):
             held = torch.ones(k.shape[:2], dtype=torch.bool) if x.there is None else x.there
             torch.testing.assert_close(k[held], m[held], rtol=3e-7, atol=1e-7)
-        own, also = a._layers[layer], b._layers[layer]
+        own, also = a.layers[layer], b.layers[layer]
         assert own.states.keys() == also.states.keys()
         for before, after in ((own.states, also.states), (own.merge_states, also.merge_states)):
             assert before.keys() == after.keys()

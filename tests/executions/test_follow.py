@@ -61,15 +61,15 @@ def test_shipped_policies(name):
 def together(monkeypatch, *, by_torch: bool = True) -> list[bool]:
     """Whether layers were taken together, by follow; without generated kernels too."""
     seen: list[bool] = []
-    advance = Walk._advance_together
+    advance = Walk.advance_together
 
     def noted(self, layers, shown) -> bool:
         seen.append(advance(self, layers, shown))
         return seen[-1]
 
-    monkeypatch.setattr(Walk, "_advance_together", noted)
+    monkeypatch.setattr(Walk, "advance_together", noted)
     if by_torch:
-        monkeypatch.setattr(Steps, "_by_kernels", True)
+        monkeypatch.setattr(Steps, "by_kernels", True)
     return seen
 
 
@@ -101,7 +101,7 @@ def test_generated_kernels_take_all_layers_together(name, monkeypatch, tmp_path)
     *prompt, later = tensors(np.random.default_rng(1), shape, 14, 40)
     kernels = {"generated": TRITON["generated"]}
     plain, fast = Store(bound, prompt, later), Pool(bound, prompt, later, kernels=kernels)
-    assert fast.memory._steps.states_alike
+    assert fast.memory.steps.states_alike
     for number in (1, 5, 16):
         chosen = plain.follow(number), fast.follow(number)
         for layer, (a, b) in enumerate(zip(*chosen, strict=True)):

@@ -70,7 +70,7 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch, fresh):
 def test_writers_at_once(tmp_path):
     source = "def run():\n    return 9\n" + "# padding\n" * 5000
     with ThreadPoolExecutor(8) as pool:
-        paths = set(pool.map(lambda _: generated._in(tmp_path, "a.py", source), range(64)))
+        paths = set(pool.map(lambda _: generated.written_in(tmp_path, "a.py", source), range(64)))
     assert paths == {tmp_path / "a.py"}
     assert [path.name for path in tmp_path.iterdir()] == ["a.py"]
     assert (tmp_path / "a.py").read_text() == source

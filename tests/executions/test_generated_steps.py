@@ -303,7 +303,7 @@ def test_entries_are_gathered_only_for_torch():
     for given, gathers in ((made, False), (None, True)):
         frame = case.frame(bound, 2)
         evaluated(frame, node, given)
-        assert ("_dense" in vars(frame.k), "_dense" in vars(frame.v)) == (gathers, gathers)
+        assert ("copied" in vars(frame.k), "copied" in vars(frame.v)) == (gathers, gathers)
 
 
 def test_what_kernels_do_not_serve():

@@ -182,7 +182,7 @@ def test_last_queries_are_kept_from_the_prefill_on():
     assert memory.wants == "queries"
     q = torch.ones(SHAPE[1], 1, SHAPE[3])
     assert memory.observe(0, q) is None
-    own = memory._layers[0]
+    own = memory.layers[0]
     assert own.query_positions.tolist() == [10, 11, 12]
     assert torch.equal(own.queries[:, 2:], q)
 

@@ -201,7 +201,7 @@ def test_long_lists_get_more_shares(monkeypatch):
 
 
 def test_the_cut_of_an_h200_holds_its_shares_and_little_memory(monkeypatch):
-    monkeypatch.setattr(paged_attention_tiles_triton, "_processors", lambda device: 132)
+    monkeypatch.setattr(paged_attention_tiles_triton, "processors", lambda device: 132)
     device = torch.device("cuda")
     for lists in range(1, 3000):
         found = cut(lists, device)

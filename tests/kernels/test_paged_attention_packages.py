@@ -92,7 +92,7 @@ def flash_attn_with_kvcache(
 
 def forget():
     """What a process has found once is looked for again."""
-    paged_attention_flashinfer._shared_wrapper.cache_clear()
+    paged_attention_flashinfer.shared_wrapper.cache_clear()
     paged_attention_fa3.package.cache_clear()
 
 

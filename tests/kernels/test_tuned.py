@@ -37,10 +37,10 @@ def folder(tmp_path, monkeypatch):
     """A folder in which measured choices are looked for."""
     monkeypatch.setenv(tuned.FOLDER_VARIABLE, str(tmp_path))
     tuned.load.cache_clear()
-    decode_readers._is_there.cache_clear()
+    decode_readers.is_there.cache_clear()
     yield tmp_path
     tuned.load.cache_clear()
-    decode_readers._is_there.cache_clear()
+    decode_readers.is_there.cache_clear()
 
 
 def write(folder, *choices, **facts):
@@ -109,7 +109,7 @@ def test_sizes_without_end_are_not_remembered(folder, monkeypatch):
         block = 2 if size <= 22 else None
         assert tuned.choice("rows", DEVICE, size).get("block") == block
         tuned.choice("place", DEVICE, 8, size)
-    assert len(tuned.load(DEVICE)._found) <= 3
+    assert len(tuned.load(DEVICE).remembered) <= 3
 
 
 @pytest.mark.parametrize(

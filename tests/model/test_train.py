@@ -116,7 +116,7 @@ def test_a_sequence_with_few_answer_words_weighs_by_the_root():
     run = train.Run(SMALL_STAGES, 3, train.SMALL)
     asked = torch.zeros(2, 9, dtype=torch.bool)
     asked[0, :1] = asked[1, :4] = True
-    weights = run._weights(asked)
+    weights = run.word_weights(asked)
     torch.testing.assert_close(weights, torch.tensor([2, 1, 1, 1, 1]) / 6)
 
 
@@ -196,7 +196,7 @@ def test_lessons_without_commas_are_not_mixed_into_the_listing_stages(monkeypatc
     drawn = []
     monkeypatch.setattr(lessons, "lesson", lambda kind, *_: drawn.append(kind) or tasks.Lesson())
     for run.step in range(1, 6):
-        run._batch()
+        run.next_batch()
     assert set(drawn) <= set(lessons.LISTING_MIX)
     assert drawn
 
@@ -206,7 +206,7 @@ def test_any_word_yet_to_be_listed_costs_nothing(monkeypatch):
     run = train.Run((train.Stage(64, 64, 9, {"cwe": 1.0}, any_order=True),), 3, train.SMALL)
     ids, is_answer = lessons.batch(1, 64, np.random.default_rng(0), {"cwe": 1.0})
     first = int(np.flatnonzero(is_answer)[0])
-    words = run._right_words(torch.from_numpy(ids), torch.from_numpy(is_answer))[0]
+    words = run.right_words(torch.from_numpy(ids), torch.from_numpy(is_answer))[0]
     assert set(words[first].tolist()) == set(ids[0, first : first + 9 : 2].tolist())
     assert set(words[first + 1].tolist()) == {embedded.COMMA, -1}
 

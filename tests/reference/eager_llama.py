@@ -51,7 +51,7 @@ class Llama:
 
         They are rounded to float32, which is what a server caches and a policy sees.
         """
-        x = self._normed(x, f"model.layers.{layer}.input_layernorm")
+        x = self.normed(x, f"model.layers.{layer}.input_layernorm")
 
         def heads(name: str) -> Tensor:
             prefix = f"model.layers.{layer}.self_attn.{name}"
@@ -60,7 +60,7 @@ class Llama:
             parts = projected.unflatten(-1, (-1, self.shape.head_dim))
             norm = f"{prefix[:-5]}_norm"  # of q_proj: q_norm
             if f"{norm}.weight" in self.weights:
-                parts = self._normed(parts, norm)
+                parts = self.normed(parts, norm)
             return parts.transpose(0, 1)
 
         angles = positions.double()[:, None] * self.frequencies
@@ -72,7 +72,7 @@ class Llama:
         prefix = f"model.layers.{layer}"
         joined = attended.transpose(0, 1).flatten(1)
         x = x + joined @ self.weights[f"{prefix}.self_attn.o_proj.weight"].T
-        y = self._normed(x, f"{prefix}.post_attention_layernorm")
+        y = self.normed(x, f"{prefix}.post_attention_layernorm")
         gate = torch.nn.functional.silu(y @ self.weights[f"{prefix}.mlp.gate_proj.weight"].T)
         up = y @ self.weights[f"{prefix}.mlp.up_proj.weight"].T
         return x + (gate * up) @ self.weights[f"{prefix}.mlp.down_proj.weight"].T
@@ -80,9 +80,9 @@ class Llama:
     def logits(self, x: Tensor) -> Tensor:
         """Logits [T, vocabulary] of the last layer's hidden states [T, C]."""
         embedding = self.weights["model.embed_tokens.weight"]
-        return self._normed(x, "model.norm") @ self.weights.get("lm_head.weight", embedding).T
+        return self.normed(x, "model.norm") @ self.weights.get("lm_head.weight", embedding).T
 
-    def _normed(self, x: Tensor, name: str) -> Tensor:
+    def normed(self, x: Tensor, name: str) -> Tensor:
         size = x.pow(2).mean(-1, keepdim=True) + self.epsilon
         return x * torch.rsqrt(size) * self.weights[f"{name}.weight"]
 

@@ -64,7 +64,7 @@ def distance(model, prompt: list[int], layer: int, **selection: int) -> float:
             if propagate and each == layer:
                 there = salient(q, k, number=len(prompt) // 5, **selection)
                 hidden = hidden[there]
-        return model._normed(hidden[-1], "model.norm")
+        return model.normed(hidden[-1], "model.norm")
 
     return (forward(True) - forward(False)).pow(2).mean().item()
 

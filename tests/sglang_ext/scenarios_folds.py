@@ -212,7 +212,7 @@ def _tree(driver: Driver) -> dict[int, str]:
     from kvpolicy.sglang_ext import compat
 
     held = set(range(1, allocator.size + 1)) - set(compat.free_slots(allocator).tolist())
-    for private in store._rows.values():
+    for private in store.by_row.values():
         held -= set(private.slots.tolist())
     for request in driver.scheduler.running_batch.reqs:
         row = tree.req_to_token_pool.req_to_token[request.kv.req_pool_idx]

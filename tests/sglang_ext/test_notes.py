@@ -98,12 +98,12 @@ def test_a_request_finds_its_own_rows_of_every_step():
 def test_captured_batches_and_larger_ones_are_found_where_they_were_written():
     buffer = QueryBuffer([program("h2o")])
     buffer.reserve((LAYERS, 3, HEADS, SIZE), torch.float32, torch.device("cpu"))
-    captured = buffer._captured
+    captured = buffer.captured
     for step, rows in enumerate([2, 5, 3, 4, 1]):
         q = computed(buffer, rows, step)
         assert torch.equal(buffer.take(range(rows), rows), q)
-        assert buffer._captured is captured
-    assert buffer._larger.shape[1] == 5
+        assert buffer.captured is captured
+    assert buffer.larger.shape[1] == 5
 
 
 def test_queries_are_scaled_as_a_policys_attention_is():

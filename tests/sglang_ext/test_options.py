@@ -272,7 +272,7 @@ def test_triton_on_a_cpu_needs_its_interpreter(files, monkeypatch):
 def test_the_kernels_in_use_are_said_once(files, monkeypatch, caplog):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv(options.KERNELS_VARIABLE, "")
-    kernels_in_use._in_use.cache_clear()
+    kernels_in_use.chosen_for.cache_clear()
     with caplog.at_level(logging.INFO):
         auto = [kernels_in_use.in_use(torch.device("cpu")) for _ in range(2)]
     assert [record.getMessage() for record in caplog.records] == ["KV-cache policy kernels: torch."]
@@ -292,7 +292,7 @@ def test_measured_choices_that_cannot_be_read_stop_the_server(files, monkeypatch
     monkeypatch.setenv(tuned.FOLDER_VARIABLE, str(tmp_path))
     path = tmp_path / "cpu.json"
     path.write_text("{}")
-    kernels_in_use._in_use.cache_clear()
+    kernels_in_use.chosen_for.cache_clear()
     tuned.load.cache_clear()
     try:
         with pytest.raises(Refused, match=f"--kv-policy: {re.escape(str(path))}: not as `--write`"):
