@@ -219,7 +219,7 @@ def memory(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     held = {
         "tables": reader.runtime.tables.tables.bytes,
         "decode attention": reader.workspace.nbytes,
-        "queries": reader.runtime.queries._captured.nbytes,
+        "queries": reader.runtime.queries.captured.nbytes,
     }
     return {
         "reckoned": reckoned,
