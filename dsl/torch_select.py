@@ -42,12 +42,12 @@ def _competing(
         kernel, there = found
         keys = kernel(x.data.permute(turn), None if there is None else there.permute(turn))
     else:
-        keys = _keys(x).permute(turn)
+        keys = sorting_keys(x).permute(turn)
     shape = list(keys.shape)
     return keys.reshape(*shape[: len(rest)], -1), turn, shape
 
 
-def _keys(x: Value) -> torch.Tensor:
+def sorting_keys(x: Value) -> torch.Tensor:
     keys = x.data.float() + 0.0  # -0 becomes 0
     keys = keys.view(torch.int32)
     keys = keys ^ ((keys >> 31) & 0x7FFFFFFF)

@@ -52,7 +52,7 @@ class DeviceTables:
         self._changed: dict[int, Private | None] = {}
         self._written: dict[int, Private] = {}
         self._places: dict[int, range] = {}
-        self._end = 0
+        self.end = 0
 
     @staticmethod
     def empty(
@@ -104,18 +104,18 @@ class DeviceTables:
             if place is not None and count <= len(place):
                 self._places[private.row] = place[:count]
                 continue
-            if self._end + count > self.tables.slots.shape[0]:
+            if self.end + count > self.tables.slots.shape[0]:
                 return self._compact()
-            self._places[private.row] = range(self._end, self._end + count)
-            self._end += count
+            self._places[private.row] = range(self.end, self.end + count)
+            self.end += count
         return changed
 
     def _compact(self) -> Iterable[Private]:
-        self._places, self._end = {}, 0
+        self._places, self.end = {}, 0
         for private in self._written.values():
-            end = self._end + private.slots.numel()
-            self._places[private.row] = range(self._end, end)
-            self._end = end
+            end = self.end + private.slots.numel()
+            self._places[private.row] = range(self.end, end)
+            self.end = end
         return self._written.values()
 
     def _write_lists(self, private: Private) -> None:

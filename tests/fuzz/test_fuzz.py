@@ -62,12 +62,12 @@ def test_nothing_is_wrong_with_the_policy_itself():
 
 def test_an_execution_that_selects_otherwise_is_found():
     """Planted: the torch program takes the least instead of the most."""
-    keys = torch_select._keys
+    keys = torch_select.sorting_keys
 
     def others(*arguments, **named):
         return -keys(*arguments, **named)
 
-    with patch.object(torch_select, "_keys", others):
+    with patch.object(torch_select, "sorting_keys", others):
         (found,) = failures(POLICY)
     assert "layer 0" in found["error"]
     assert "top(" in found["text"]

@@ -80,9 +80,9 @@ def test_tables_follow_requests_that_come_fold_and_go(page_size, seed):
                 held[row].tail_start = rnd.randrange(30)
                 store.fill(held[row], counts)
         if rnd.random() < 0.7:
-            end = tables._end
+            end = tables.end
             tables.write()
-            compacted += tables._end < end
+            compacted += tables.end < end
             store.check_integrity(store.allocator.free_slots)
             if held:
                 same_attention(store, tables, held)
