@@ -117,6 +117,7 @@ def _torch(cache: Cache) -> Callable:
 
 
 def by_flashinfer(cache: Cache, length: int, page: int) -> Callable:
+    """FlashInfer's paged decode over `length` entries of every list, in pages of so many."""
     import flashinfer
 
     shape, device = cache.model.shape, cache.model.device

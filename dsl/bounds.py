@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import add as _plus
 from typing import TYPE_CHECKING
 
 from kvpolicy.dsl.counts import Number, whole
@@ -116,7 +115,9 @@ class Bounds:
         return Size([0] * self._layers, [0] * self._layers, 0)
 
     def _or(self, node: Node) -> Size:
-        a, b = self.size(node.args[0]), self.size(node.args[1])
+        return self._union(self.size(node.args[0]), self.size(node.args[1]))
+
+    def _union(self, a: Size, b: Size) -> Size:
         head = [x + y for x, y in zip(a.head, b.head, strict=True)]
         layer = [x + y for x, y in zip(a.layer, b.layer, strict=True)]
         return self._bounded(head, layer, a.total + b.total)
@@ -142,12 +143,12 @@ class Bounds:
             ]
             return self._bounded(head, layer, sum(map(min, parts)))
         # Where tokens or heads choose by themselves, some may take the one set, some the other.
-        axes = node.args[1].type.axes
-        of_head = _plus if "token" in axes else max
-        of_layer = _plus if {"kv", "token"} & set(axes) else max
-        head = [of_head(x, y) for x, y in zip(a.head, b.head, strict=True)]
-        layer = [of_layer(x, y) for x, y in zip(a.layer, b.layer, strict=True)]
-        return self._bounded(head, layer, a.total + b.total)
+        axes, either = node.args[1].type.axes, self._union(a, b)
+        if "token" in axes:
+            return either
+        head = [max(x, y) for x, y in zip(a.head, b.head, strict=True)]
+        layer = [max(x, y) for x, y in zip(a.layer, b.layer, strict=True)]
+        return self._bounded(head, either.layer if "kv" in axes else layer, either.total)
 
     def _top(self, node: Node) -> Size:
         counts = [max(0, self._numbers.of(node.args[1], i)[1]) for i in range(self._layers)]

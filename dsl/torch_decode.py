@@ -88,6 +88,8 @@ class Memory:
         generated: decode steps so far.
         not_finite: the model's tensors held NaN or infinity; from then on nothing leaves. It is
             known when entries may leave next.
+        layers: what is remembered of each of the L layers.
+        steps: what a decode step computes.
     """
 
     def __init__(self, bound: Bound, prompt: int, layers: list[Remembered], steps: Steps) -> None:

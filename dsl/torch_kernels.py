@@ -112,6 +112,7 @@ class Slots:
 
     @cached_property
     def copied(self) -> torch.Tensor:
+        """As `dense`."""
         return self.pool[self.slots].transpose(0, 1)
 
 
@@ -147,6 +148,7 @@ class Entries:
 
     @cached_property
     def copied(self) -> torch.Tensor:
+        """As `dense`."""
         return self.pool[self.ids]
 
 

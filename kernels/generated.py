@@ -61,6 +61,11 @@ def _temporary() -> str:
 
 
 def written_in(folder: Path, name: str, source: str) -> Path:
+    """The file of a source in a folder; whoever reads it meanwhile finds it whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / name
     if path.exists() and path.read_text(encoding="utf-8") == source:

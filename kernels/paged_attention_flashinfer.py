@@ -123,6 +123,7 @@ def new_workspace(device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache
 def shared_wrapper(device: torch.device, tensor_cores: bool) -> Any:
+    """FlashInfer's wrapper for all calls on a device that bring no workspace of their own."""
     return _wrapper(new_workspace(device), tensor_cores)
 
 

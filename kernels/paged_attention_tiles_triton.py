@@ -109,6 +109,7 @@ def tile_of(size: int, dtype: torch.dtype, rows: int) -> Tile:
 
 @functools.lru_cache
 def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -88,6 +88,7 @@ class Tuned:
         device: name of the GPU.
         path: of the file; None if there is none.
         choices: by kernel (where, choice) of each shape that was measured.
+        remembered: what `choice` has found, by its arguments.
     """
 
     device: str

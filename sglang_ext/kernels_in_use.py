@@ -58,6 +58,7 @@ def in_use(device: torch.device) -> KernelsInUse:
 
 @cache
 def chosen_for(asked: str, device: str) -> KernelsInUse:
+    """As `in_use`, of what the operator asked for and a kind of device; logged once."""
     check(asked, device)
     name = asked
     if asked == "auto":

@@ -52,7 +52,7 @@ class DeviceTables:
         self._changed: dict[int, Private | None] = {}
         self._written: dict[int, Private] = {}
         self._places: dict[int, range] = {}
-        self.end = 0
+        self.end = 0  # of the places that are taken
 
     @staticmethod
     def empty(

@@ -58,17 +58,9 @@ def test_quality(tmp_path):
     names = "snapkv,sinks-recent,h2o,minicache"
     words = ("--policies", names, "--budgets", "0.25", "--tasks", "niah,kv", "--samples", "6")
     sizes = ("--length", "128", "--turn-budgets", "0.25", "--turn-samples", "2", "--layers", "0")
-    least = (
-        "--layer-tasks",
-        "kv",
-        "--layer-prompts",
-        "2",
-        "--servers",
-        "1",
-        "--out",
-        str(tmp_path),
-    )
-    command = ("benchmarks/quality.py", *words, *sizes, *least)
+    layers = ("--layer-tasks", "kv", "--layer-prompts", "2")
+    out = ("--servers", "1", "--out", str(tmp_path))
+    command = ("benchmarks/quality.py", *words, *sizes, *layers, *out)
     text = run(*command, timeout=1500)  # starts four servers
     accuracy, turns = text.split("## Accuracy")[1].split("## A second question")
     table = {row[0]: row for row in rows(accuracy) if row[0] not in ("policy", "---")}

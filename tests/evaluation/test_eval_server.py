@@ -33,7 +33,8 @@ def started(out: Path, *more: str) -> forked.Fork:
     log = out.with_name("errors")
     with log.open("w") as errors:
         process = forked.started(command, stderr=errors)
-    if until(lambda: answered(out) >= 5 or process.poll() is not None) and process.poll() is None:
+    until(lambda: answered(out) >= 5 or process.poll() is not None, seconds=600)
+    if process.poll() is None and answered(out) >= 5:
         return process
     process.kill()
     raise AssertionError(log.read_text())
@@ -166,11 +167,13 @@ def test_a_server_of_its_own_that_dies(model, tmp_path, monkeypatch, capsys):
             "--budget", "0.5", "--budget", "0.125", "--set", "window=8", "--tasks", "niah,mk",
             "--lengths", "128,256", "--samples", "5")  # fmt: skip
     more = (*more, "--set", "streamingllm.start=4")
-    servers: list[int] = []
-    _note_servers(monkeypatch, servers)
-    kill = threading.Thread(
-        target=lambda: until(lambda: answered(out) >= 5) and os.killpg(servers[0], signal.SIGKILL)
-    )
+    servers = started_servers(monkeypatch)
+
+    def kill_the_first() -> None:
+        if until(lambda: answered(out) >= 5, seconds=600):
+            os.killpg(servers[0], signal.SIGKILL)
+
+    kill = threading.Thread(target=kill_the_first)
     kill.start()
     assert cli.main(words(out, *more)) == 1
     kill.join()
@@ -196,8 +199,9 @@ def test_a_server_of_its_own_that_dies(model, tmp_path, monkeypatch, capsys):
     assert plan["server"]["bytes_per_token"] == 2048
 
 
-def _note_servers(monkeypatch: pytest.MonkeyPatch, pids: list[int]) -> None:
-    """Has `serve` note the process of every server that it starts."""
+def started_servers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The processes of the servers that `serve` starts from now on, in a list that grows."""
+    pids: list[int] = []
 
     def popen(*args: Any, **options: Any) -> Any:
         process = start(*args, **options)
@@ -207,6 +211,7 @@ def _note_servers(monkeypatch: pytest.MonkeyPatch, pids: list[int]) -> None:
     start = serving.subprocess.Popen
     noting = SimpleNamespace(**{**vars(serving.subprocess), "Popen": popen})
     monkeypatch.setattr(serving, "subprocess", noting)
+    return pids
 
 
 def test_a_killed_client_leaves_no_server_behind(model):
@@ -229,9 +234,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-def until(found: Callable[[], object]) -> object:
-    """What a function finds as soon as that is something; the last answer after a minute."""
-    deadline = time.monotonic() + 60
+def until(found: Callable[[], object], seconds: float = 60) -> object:
+    """What a function finds as soon as that is something; after so long its last answer."""
+    deadline = time.monotonic() + seconds
     while not (answer := found()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return answer
