@@ -52,7 +52,7 @@ def compress(
         return
     store.fill(state.private, counts)
     state.uncompressed = None
-    _copy(runtime, state, slots, kept, counts, run)
+    copy_kept(runtime, state, slots, kept, counts, run)
 
 
 def _give_back(runtime: Runtime, state: State) -> None:
@@ -61,7 +61,7 @@ def _give_back(runtime: Runtime, state: State) -> None:
         state.private = None
 
 
-def _copy(
+def copy_kept(
     runtime: Runtime,
     state: State,
     slots: torch.Tensor,

@@ -124,7 +124,7 @@ class Fold:
         if self._lasts():
             private = state.private
             came = self._length - private.tail_start
-            self._settle(torch.tensor(private.laid_out), state.memory.stays(private.counts))
+            self.write_in_place(torch.tensor(private.laid_out), state.memory.stays(private.counts))
             self._report(came * private.counts.numel(), started)
             return
         finite = state.memory.finite
@@ -141,11 +141,11 @@ class Fold:
             )
         fits = self._fits(landed.kept)
         if fits and not any(_changes(each) for each in self._choices):
-            self._settle(landed.kept, finite)
+            self.write_in_place(landed.kept, finite)
         elif fits or self._fits_by_layer(landed.kept):
-            self._write_by_layer(landed.kept)
+            self.write_by_layer(landed.kept)
         else:
-            self._write_anew(landed.kept)
+            self.write_anew(landed.kept)
         state.private.full = bool((landed.there > landed.kept).all())
         self._report(dropped, started)
 
@@ -178,7 +178,13 @@ class Fold:
         most = [*private.layer_starts[1:], private.slots.numel() * len(ends)]
         return all(end <= limit for end, limit in zip(ends, most, strict=True))
 
-    def _settle(self, counts: torch.Tensor, finite: torch.Tensor) -> None:
+    def write_in_place(self, counts: torch.Tensor, finite: torch.Tensor) -> None:
+        """Move the entries of all layers to the front of their pages.
+
+        Args:
+            counts: [L, G] int64 on the host, entries that stay.
+            finite: [] bool on the device; where False, everything stays.
+        """
         runtime, private, choices = self._runtime, self._state.private, self._choices
         there = None
         if any(each.there is not None for each in choices):
@@ -199,31 +205,34 @@ class Fold:
             finite,
         )
         runtime.store.settled(private, counts, written)
-        self._leave_tail()
+        self.leave_tail()
 
-    def _write_by_layer(self, counts: torch.Tensor) -> None:
+    def write_by_layer(self, counts: torch.Tensor) -> None:
+        """Write [L, G] entries that stay, each layer before the next one is read."""
         runtime, private = self._runtime, self._state.private
         stays, device = self._fits(counts), private.slots.device
         first = private.first_page
         if not stays:
             first = to_device(runtime.store.lay_out(counts)[0], torch.int32, device)
         self._place(self._rows(), first)
-        self._leave_tail()
+        self.leave_tail()
         if stays:
             runtime.store.settled(private, counts, to_device(counts, torch.int32, device))
         else:
             runtime.store.fill(private, counts)
 
-    def _write_anew(self, counts: torch.Tensor) -> None:
+    def write_anew(self, counts: torch.Tensor) -> None:
+        """Read all [L, G] entries that stay, take the slots that they need, and write them."""
         store, private = self._runtime.store, self._state.private
         layers = list(self._rows())
-        self._leave_tail()
+        self.leave_tail()
         if not store.grow(private, store.slots_for(counts), self._runtime.evict):
             raise RuntimeError(f"request {self._request.rid}: the slots for its fold are gone")
         store.fill(private, counts)
         self._place(layers, private.first_page)
 
-    def _leave_tail(self) -> None:
+    def leave_tail(self) -> None:
+        """What the tail's slots hold is in private pages, or dropped: they are given up."""
         self._state.private.tail_start = self._length
         self._runtime.detach(self._request, self._state)
 

@@ -40,8 +40,6 @@ from kvpolicy.sglang_ext.store import Store
 from kvpolicy.sglang_ext.streams import Streams
 from kvpolicy.sglang_ext.tables import DeviceTables
 
-IN_FLIGHT = 2  # decode steps that may begin before a prompt is left to the radix cache
-
 
 class Runtime:
     """State of the plugin in one scheduler process."""
@@ -152,50 +150,8 @@ class Runtime:
         if state is None or not state.observed or state.private is not None:
             return 0
         with self.failures.contained(req, ADMISSION):
-            more = self._reserve(adder, req, state, extend)
+            more = admission.reserve(self.store, adder, req, state, extend)
         return more
-
-    def _reserve(self, adder: Any, req: Any, state: State, extend: int | None) -> int:
-        slots = self.store.whole_pages(state.slots) if state.wanted else 0
-        page = adder.per_req_token_overhead
-        if req.kv.holds_kv:
-            return self._reserve_chunk(adder, req, state, slots, extend)
-        ahead = req.sampling_params.max_new_tokens
-        output = min(max(ahead - len(req.output_ids), 0), compat.longest_estimated_output())
-        tokens = len(req.full_untruncated_fill_ids)  # with the output of a retracted request
-        most = state.served.growth.most(state.prompt, ahead) if state.folds else None
-        grows = tokens - state.prompt + output
-        grows = grows if most is None else min(grows, max(most - slots, 0))
-        if not slots:  # its prompt stays until its first fold at least
-            return grows - (tokens - state.prompt + output)
-        if slots + max(state.prompt + IN_FLIGHT, grows) + 2 * page >= self.store.dense_capacity:
-            # It would wait for ever: even an empty pool has no room for prompt and copy.
-            state.uncompressed = Reason.NO_SLOTS
-            state.forget()
-            return 0
-        if compat.simulates_output(adder, req):
-            return slots
-        # The copy takes the prompt's place: it holds both when its prefill ends, and the copy with
-        # its output later. What the prompt has in the radix cache is not its own.
-        own = max(state.prompt - req.prefix_len, 0)
-        needs = slots + max(own + IN_FLIGHT, grows)
-        if extend is not None and req.prefix_len + extend < tokens:
-            return needs - extend  # SGLang reckons with this chunk alone
-        return needs - (tokens - req.prefix_len + output)
-
-    @staticmethod
-    def _reserve_chunk(adder: Any, req: Any, state: State, slots: int, extend: int | None) -> int:
-        """The same of a further chunk, which cannot wait: where its copy does not fit, it goes
-        without one. Until its prompt ends, what is missing is kept from others in the pass.
-        """
-        chunk = extend or 0
-        budget = adder.memory_budget
-        room = min(budget.remaining_current, budget.remaining_total)
-        room -= adder.ceil_paged_tokens(chunk) + adder.per_req_token_overhead
-        missing = state.prompt - req.prefix_len - chunk
-        if missing <= 0:
-            return slots if slots <= room else 0
-        return max(min(slots + missing, room), 0)
 
     def still_needs(self, req: Any, estimate: float) -> float:
         """Slots that a running request may come to need besides those that it holds.
@@ -207,16 +163,8 @@ class Runtime:
         if state is None or state.memory is None:
             return estimate
         with self.failures.contained(req, ADMISSION):
-            needs = self._still_needs(req, state, estimate)
+            needs = admission.still_needs(req, state, estimate)
         return needs
-
-    def _still_needs(self, req: Any, state: State, estimate: float) -> float:
-        most = state.served.growth.most(state.prompt, req.sampling_params.max_new_tokens)
-        if most is None:
-            return estimate
-        held = req.kv.kv_allocated_len - max(req.kv.cache_protected_len, state.prompt)
-        held += 0 if state.private is None else state.private.slots.numel()
-        return min(estimate, max(most - held, 0))
 
     def admit_again(self, running: Any) -> None:
         """Let the scheduler admit requests if prompts have been given up since it last tried.

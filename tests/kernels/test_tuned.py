@@ -25,6 +25,7 @@ from kvpolicy.kernels.rows_triton import put_rows, take_rows
 from kvpolicy.kernels.select import top
 from kvpolicy.kernels.select_triton import top as top_triton
 from test_paged_attention_packages import packages  # noqa: F401
+from triton.runtime.jit import KernelInterface
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAME = tuned.device_name(DEVICE)
@@ -179,28 +180,26 @@ def test_a_folder_that_is_not_there(folder, monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Constants of every launch of the kernels of a module, by name."""
-    made = []
+    """Options of the launches of a module's kernels, where they have one of the constants named."""
+    launch = KernelInterface.__getitem__
+    watched = []
 
-    def watch(module, *names):
-        for name in names:
-            kernel = getattr(module, name)
+    def watch(kernel, grid):
+        def noted(*arguments, **options):
+            for module, constants, made in watched:
+                if kernel.fn.__module__ == module.__name__ and not constants.isdisjoint(options):
+                    made.append(options)
+            return launch(kernel, grid)(*arguments, **options)
 
-            class Watched:
-                def __init__(self, kernel):
-                    self.kernel = kernel
+        return noted
 
-                def __getitem__(self, grid):
-                    def launch(*arguments, **options):
-                        made.append(options)
-                        return self.kernel[grid](*arguments, **options)
+    monkeypatch.setattr(KernelInterface, "__getitem__", watch)
 
-                    return launch
+    def options_of(module, *constants):
+        watched.append((module, set(constants), []))
+        return watched[-1][2]
 
-            monkeypatch.setattr(module, name, Watched(kernel))
-        return made
-
-    return watch
+    return options_of
 
 
 @pytest.mark.slow
@@ -217,7 +216,7 @@ def test_decode_attention_reads_as_measured(folder, launched, choice, splits):
     needed = (len(given.rows), 4, 2, 64, DEVICE)
     elements = decode_attention_triton.workspace_elements(*needed)
     write(folder, ("decode_attention", {**DECODE, "lists": 8}, choice))
-    made = launched(decode_attention_triton, "_decode")
+    made = launched(decode_attention_triton, "STAGES")
     decode_tests.assert_exact(given.run(decode_tests.decode_triton), given)
     [options] = made
     assert options["STAGES"] == choice["stages"]
@@ -243,7 +242,7 @@ def test_paged_attention_reads_as_measured(folder, launched):
     given = [x.to(DEVICE) for x in package_tests.inputs(8, dtype=torch.float32)]
     where = {"dtype": "float32", "head_dim": 64, "rows": 16, "lists": 6}
     write(folder, ("paged_attention", where, {"entries": 16, "warps": 2, "splits": 3}))
-    made = launched(paged_attention_triton, "_paged")
+    made = launched(paged_attention_triton, "BALANCE")
     got = paged_attention_triton.paged_attention(*given, scale=0.2)
     assert (made[0]["N"], made[0]["num_warps"], made[0]["BALANCE"]) == (16, 2, False)
     torch.testing.assert_close(got, paged_attention(*given, scale=0.2))
@@ -268,20 +267,20 @@ def test_compaction_selection_and_rows_as_measured(folder, launched):
     inputs = (slots[:50], kept, slots[50 : 50 + -(-int(pages.sum()) // 3)], first)
     wanted = storage.clone()
     compact_layers(wanted, *inputs)
-    made = launched(compacting, "_number", "_copy")
+    made = launched(compacting, "PARTS", "TILE")
     compact_layers_triton(storage, *inputs)
     assert torch.equal(storage, wanted)
     assert [x.get("PART", x.get("TILE")) for x in made] == [16, 4]
 
     keys = torch.randint(-5, 5, (4, 1000), generator=generator, dtype=torch.int32).to(DEVICE)
-    made = launched(select_triton, "_choose")
+    made = launched(select_triton, "PARTS")
     assert torch.equal(top_triton(keys, 300), top(keys, 300))
     assert made[-1]["BLOCK"] == 64
     assert made[-1]["PARTS"] == 4  # of 12 programs 3 for each of 4 rows, up to a power of two
 
     tensors = [torch.randn(9, 20, generator=generator).to(DEVICE), torch.arange(9, device=DEVICE)]
     rows = torch.tensor([1, 4, 8], device=DEVICE)
-    made = launched(rows_triton, "_copy")
+    made = launched(rows_triton, "BLOCK")
     taken = take_rows(tensors, rows)
     assert all(torch.equal(x, t[rows]) for x, t in zip(taken, tensors, strict=True))
     put_rows(tensors, rows, [-x for x in taken])
@@ -303,7 +302,7 @@ def test_gather_and_place_as_measured(folder, launched):
     kept = (torch.rand(2, 37, generator=generator) < 0.5).to(DEVICE)
     pages = torch.randperm(50, generator=generator).to(DEVICE)
     pools = torch.zeros(2, 200, 16, device=DEVICE)
-    made = launched(placing, "_place")
+    made = launched(placing, "TILE")
     counts = place(pools[0], k, v, kept, pages, value_offset=100)
     assert torch.equal(place_triton(pools[1], k, v, kept, pages, value_offset=100), counts)
     assert torch.equal(pools[0], pools[1])
@@ -312,7 +311,7 @@ def test_gather_and_place_as_measured(folder, launched):
     indptr = torch.tensor([0, int(counts[0]), int(counts.sum())], device=DEVICE)
     indices = torch.randperm(200, generator=generator)[: int(counts.sum())].to(DEVICE)
     entries = torch.randn(200, 16, generator=generator).to(DEVICE)
-    made = launched(gathering, "_gather")
+    made = launched(gathering, "TILE")
     got = gather_triton(entries, entries, indptr, indices, kept)
     for mine, wanted in zip(got, gather(entries, entries, indptr, indices, kept), strict=True):
         assert torch.equal(mine, wanted)
@@ -324,7 +323,7 @@ def test_folds_in_place_as_measured(folder, launched):
 
     where = {"row_bytes": 32, "lists": 6, "candidates": 20}
     write(folder, ("settle", where, {"piece": 16, "tile": 16}))
-    made = launched(settle_triton, "_settle")
+    made = launched(settle_triton, "PIECE")
     given = settle_tests.SMALL["usual"]
     settle_tests.same(given.run(settle_triton.settle), given.one_by_one())
     assert (made[0]["PIECE"], made[0]["PIECES"], made[0]["TILE"]) == (4, 2, 16)
@@ -350,7 +349,7 @@ def test_merges_as_measured(folder, launched):
     order = torch.stack([torch.randperm(60, generator=generator) for _ in range(2)])
     lists = (order[:, :40], torch.tensor([40, 33]), order[:, 40:], torch.tensor([20, 20]))
     given = [each.to(DEVICE) for each in (x, *lists)]
-    made = launched(finding, "_highest")
+    made = launched(finding, "BLOCK_M")
     assert torch.equal(nearest_triton(*given), nearest(*given))
     assert (made[-1]["BLOCK_M"], made[-1]["BLOCK_N"]) == (16, 32)
     receivers, sources = torch.randint(60, (2, 30), generator=generator).sort(-1)
@@ -359,7 +358,7 @@ def test_merges_as_measured(folder, launched):
     own = torch.ones(2, 60, dtype=torch.float64)
     inputs = (x, sources, weights, offsets, own, merge_mass(weights, offsets, own))
     inputs = [each.to(DEVICE) for each in inputs]
-    made = launched(merging, "_rows")
+    made = launched(merging, "RECEIVERS")
     torch.testing.assert_close(merge_rows_triton(*inputs), merge_rows(*inputs))
     assert (made[-1]["RECEIVERS"], made[-1]["LINKS"]) == (3, 4)
 

@@ -16,7 +16,7 @@ from kvpolicy.sglang_ext.store import Store
 from kvpolicy.sglang_ext.tables import DeviceTables
 
 LAYERS, KV_HEADS, SIZE, SLOTS, ROW, CONTEXT = 3, 2, 8, 120, 2, 60
-WAYS = ("_settle", "_write_by_layer", "_write_anew")
+WAYS = ("write_in_place", "write_by_layer", "write_anew")
 
 
 class World:
@@ -154,7 +154,7 @@ def test_a_first_fold_copies_what_stays_and_leaves_the_rest(monkeypatch):
     choices, wanted = world.choose([[7, 7], [3, 21], [0, 1]])
     world.fold(choices)
     world.check(wanted)
-    assert world.ways == ["_write_anew"]
+    assert world.ways == ["write_anew"]
     assert world.state.private.laid_out == [[7, 7], [3, 21], [0, 1]]
     assert world.reported == [(1, 6 * 21 - 39)]
     assert world.freed == 21
@@ -174,7 +174,7 @@ def test_lists_that_stay_as_long_are_settled_in_place(monkeypatch):
         world.check(wanted)
         assert torch.equal(world.state.private.first_page, layout)
         assert world.store.allocator.free_slots.numel() == free
-    assert world.ways == ["_write_anew", "_settle", "_settle", "_settle"]
+    assert world.ways == ["write_anew", "write_in_place", "write_in_place", "write_in_place"]
 
 
 def test_lists_that_were_full_are_settled_before_the_numbers_have_arrived(monkeypatch):
@@ -191,7 +191,7 @@ def test_lists_that_were_full_are_settled_before_the_numbers_have_arrived(monkey
         assert world.state.private.laid_out == counts
         assert world.state.private.counts.tolist() == counts
     assert len(world.waits) == 1
-    assert world.ways == ["_write_anew", "_settle", "_settle", "_settle"]
+    assert world.ways == ["write_anew", "write_in_place", "write_in_place", "write_in_place"]
     # Every list loses what came, one token after each fold included.
     assert [dropped for _, dropped in world.reported] == [144, 156, 192, 222]
 
@@ -248,7 +248,7 @@ def test_changed_rows_are_written_layer_by_layer_where_there_is_room(monkeypatch
         choices, wanted = world.choose(shorter, changed=True)
         world.fold(choices)
         world.check(wanted)
-    assert world.ways == ["_write_anew"] + ["_write_by_layer"] * 3
+    assert world.ways == ["write_anew"] + ["write_by_layer"] * 3
     slots = world.store.slots_for(torch.tensor(world.state.private.laid_out))
     assert world.state.private.slots.numel() == slots
 
@@ -260,7 +260,7 @@ def test_lists_that_became_much_shorter_give_their_slots_back(monkeypatch):
     choices, wanted = world.choose([[6, 6]] * LAYERS)
     world.fold(choices)
     world.check(wanted)
-    assert world.ways == ["_write_anew", "_write_by_layer"]
+    assert world.ways == ["write_anew", "write_by_layer"]
     assert world.state.private.slots.numel() == 6
 
 
