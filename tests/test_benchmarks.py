@@ -114,18 +114,39 @@ def test_tight_pool():
         assert row[6] == "6 compressed"
 
 
-def test_cost():
-    words = ("--lengths", "256", "--rounds", "1", "--policies", "snapkv,lava", "--new", "8")
-    for row in rows(run("benchmarks/cost.py", *words)):
+METHODS = ("fastkv", "gemfilter", "streamingllm", "d2o", "roco", "minicache")
+
+
+@pytest.fixture(scope="module")
+def beside_stock(tmp_path_factory):
+    """What the benchmarks print that compare with the same stock server: they share it."""
+    folder = tmp_path_factory.mktemp("together")
+    once, methods = "--rounds 1 --batch 2", f"--policies {','.join(METHODS)}"
+    result = forked.run(
+        [
+            *(sys.executable, "tests/benchmarks_together.py", str(folder)),
+            f"cost {once} --lengths 256 --policies snapkv,lava --new 8",
+            f"methods {once} --tokens 200 --new 34 {methods}",
+            f"fold_interval {once} --prompt 100 --budget 40 --new 9 --intervals 2",
+        ],
+        cwd=ROOT,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stderr.count("a server is started") == 1 + 3
+    return {path.stem: rows(path.read_text()) for path in folder.iterdir()}
+
+
+def test_cost(beside_stock):
+    assert len(beside_stock["cost"]) == 2
+    for row in beside_stock["cost"]:
         assert 11 < float(row[2]) < 13
         assert float(row[3].split()[0]) > 0
 
 
-def test_methods():
-    names = "fastkv,gemfilter,streamingllm,d2o,roco,minicache"
-    sizes = ("--tokens", "200", "--new", "34", "--batch", "2", "--rounds", "1")
-    found = rows(run("benchmarks/methods.py", "--policies", names, *sizes))
-    assert [row[0] for row in found] == names.split(",")
+def test_methods(beside_stock):
+    found = beside_stock["methods"]
+    assert [row[0] for row in found] == [*METHODS]
     held = {row[0]: float(row[2]) for row in found}
     assert all(10 < held[name] < 30 for name in ("fastkv", "gemfilter", "streamingllm", "d2o"))
     assert 80 < held["roco"] < 100
@@ -133,22 +154,21 @@ def test_methods():
     assert [int(row[5]) for row in found[2:5]] == [2, 2, 1]
 
 
-def test_propagation():
-    words = ("--tokens", "300", "--rounds", "1", "--layers", "4")
-    stock, none, fastkv = rows(run("benchmarks/propagation.py", *words))
-    assert stock[3] == none[3] == "100"
-    assert 50 < float(fastkv[3]) < 70
-
-
-def test_fold_interval():
-    sizes = ("--prompt", "100", "--budget", "40", "--new", "9", "--batch", "2", "--rounds", "1")
-    found = rows(run("benchmarks/fold_interval.py", *sizes, "--intervals", "2"))
+def test_fold_interval(beside_stock):
+    found = beside_stock["fold_interval"]
     assert [row[:3] for row in found] == [
         [name, "2", "4"] for name in ("h2o", "tova", "streamingllm")
     ]
     for row in found:
         assert float(row[6].split()[0]) > 0  # seconds of folds are counted
         assert row[7] == "40 to 41"
+
+
+def test_propagation():
+    words = ("--tokens", "300", "--rounds", "1", "--layers", "4")
+    stock, none, fastkv = rows(run("benchmarks/propagation.py", *words))
+    assert stock[3] == none[3] == "100"
+    assert 50 < float(fastkv[3]) < 70
 
 
 def test_soak():
