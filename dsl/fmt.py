@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvpolicy.dsl.comments import Comment, find_comments
 from kvpolicy.dsl.diagnostics import Diagnostic, PolicyError
 from kvpolicy.dsl.expression import ExpressionError, tokenize
 from kvpolicy.dsl.library import find, read_source
@@ -59,7 +60,7 @@ def format_policy(source: Source) -> str:
         raise PolicyError(found, source)
     root = read_yaml(source, found.append)
     assert isinstance(root, Mapping)
-    comments = _comments(source, root)
+    comments = find_comments(source, root)
     writer = _Writer(source, comments, root)
     text = writer.file(root)
     again = Source(source.name, text)
@@ -68,51 +69,6 @@ def format_policy(source: Source) -> str:
         message = "the file cannot be formatted without changing its meaning or its comments"
         raise PolicyError([Diagnostic("file", message)], source)
     return text
-
-
-# Comments
-
-
-@dataclass(frozen=True)
-class _Comment:
-    start: int
-    text: str
-    alone: bool  # on a line of its own
-
-
-def _scalars(node: Node) -> Iterator[Scalar]:
-    if isinstance(node, Scalar):
-        yield node
-    elif isinstance(node, Sequence):
-        for item in node.items:
-            yield from _scalars(item)
-    elif isinstance(node, Mapping):
-        for key, value in node.entries:
-            yield key
-            yield from _scalars(value)
-
-
-def _text_of(scalar: Scalar) -> Iterator[tuple[int, int]]:
-    """Where a scalar's text stands; between a `|` and its first line there may be a comment."""
-    start, end = scalar.span.start, scalar.span.end
-    if scalar.style == "|":
-        yield start, start + 1
-        start = max(start + 1, scalar.source.text.find("\n", start, end))
-    yield start, end
-
-
-def _comments(source: Source, root: Node) -> list[_Comment]:
-    """Every comment of the file: a `#` outside scalars, at a line's start or after a space."""
-    covered = sorted(interval for scalar in _scalars(root) for interval in _text_of(scalar))
-    comments, at, text = [], 0, source.text
-    for start, end in [*covered, (len(text), len(text))]:
-        gap = text[at:start]
-        for match in re.finditer(r"(?:^|(?<=[\s,\[\]{}]))#[^\n]*", gap):
-            offset = at + match.start()
-            line = text[text.rfind("\n", 0, offset) + 1 : offset]
-            comments.append(_Comment(offset, match.group().rstrip(), not line.strip()))
-        at = max(at, end)
-    return comments
 
 
 # Writing
@@ -128,7 +84,7 @@ class _Lines:
 
 
 class _Writer:
-    def __init__(self, source: Source, comments: list[_Comment], root: Mapping) -> None:
+    def __init__(self, source: Source, comments: list[Comment], root: Mapping) -> None:
         self.source = source
         self.comments = comments
         self.taken = 0
@@ -351,9 +307,9 @@ def _open_brackets(text: str) -> int:
 # Sameness
 
 
-def _same(old: Node, new: Node, source: Source, comments: list[_Comment]) -> bool:
+def _same(old: Node, new: Node, source: Source, comments: list[Comment]) -> bool:
     texts = sorted(comment.text for comment in comments)
-    kept = sorted(comment.text for comment in _comments(source, new))
+    kept = sorted(comment.text for comment in find_comments(source, new))
     return texts == kept and _says_the_same(old, new)
 
 

@@ -69,7 +69,15 @@ def read_source(policy: str | Path) -> Source:
         PolicyError: it cannot be read, is no text, or is too long.
     """
     path = find(policy)
-    name = str(path) if path == Path(policy) else _short(path)
+    return read_file(path, str(path) if path == Path(policy) else _short(path))
+
+
+def read_file(path: Path, name: str) -> Source:
+    """The text of a file that messages call by a name.
+
+    Raises:
+        PolicyError: it cannot be read, is no text, or is too long.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)

@@ -1,7 +1,7 @@
-"""A policy file as YAML nodes that know where they stand.
+"""A policy file, or another of ours, as YAML nodes that know where they stand.
 
 YAML is read by its events, not by a loader, so that scalars stay text until the language types
-them (`on`, `1e-3` and `12:30` mean what their key says) and everything a policy does not need is
+them (`on`, `1e-3` and `12:30` mean what their key says) and everything such a file does not need is
 refused: tags, anchors, aliases, merge keys, duplicate keys, folded scalars, several documents.
 """
 
@@ -18,6 +18,18 @@ from kvpolicy.dsl.yaml_problems import yaml_diagnostic
 
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 12
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What messages call a file: one of them, several, and how one begins."""
+
+    one: str
+    several: str
+    begins: str
+
+
+POLICY = Kind("a policy file", "policies", "policy: my-name")
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,14 +93,16 @@ class Sequence(Node):
     items: tuple[Node, ...]
 
 
-def read_yaml(source: Source, report: Callable[[Diagnostic], None]) -> Node | None:
+def read_yaml(
+    source: Source, report: Callable[[Diagnostic], None], kind: Kind = POLICY
+) -> Node | None:
     """The file's one document; defects are reported, None means that nothing can be read."""
     size = len(source.text.encode("utf-8", "surrogatepass"))
     if size > MAX_BYTES:
         message = f"the file has {size:,} bytes; {MAX_BYTES:,} are allowed"
         report(Diagnostic("size", message, Span(0, 0)))
         return None
-    composer = _Composer(source, report)
+    composer = _Composer(source, report, kind)
     try:
         return composer.document(iter(yaml.parse(source.text, Loader=yaml.SafeLoader)))
     except yaml.YAMLError as error:
@@ -103,9 +117,10 @@ def read_yaml(source: Source, report: Callable[[Diagnostic], None]) -> Node | No
 class _Composer:
     """Builds nodes from events, without recursion."""
 
-    def __init__(self, source: Source, report: Callable[[Diagnostic], None]) -> None:
+    def __init__(self, source: Source, report: Callable[[Diagnostic], None], kind: Kind) -> None:
         self.source = source
         self.report = report
+        self.kind = kind
         self.flow = 0
 
     def refuse(self, message: str, event: yaml.Event, help: str | None = None) -> None:
@@ -121,10 +136,10 @@ class _Composer:
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
-                    self.refuse("a policy file is one YAML document", event)
+                    self.refuse(f"{self.kind.one} is one YAML document", event)
                     return root
                 if event.version or event.tags:
-                    self.refuse("YAML directives are not used in policies", event)
+                    self.refuse(f"YAML directives are not used in {self.kind.several}", event)
             elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
                 self.properties(event)
                 self.flow += bool(event.flow_style)
@@ -140,14 +155,16 @@ class _Composer:
                     root = node
         if root is None or (isinstance(root, Scalar) and not root.text):
             message = "the file is empty"
-            self.report(Diagnostic("yaml", message, Span(0, 0), "start with `policy: my-name`"))
+            self.report(Diagnostic("yaml", message, Span(0, 0), f"start with `{self.kind.begins}`"))
             return None
         return root
 
     def finished(self, event: yaml.Event, stack: list) -> Node | None:
         """The node that an event completes; None for what was refused."""
         if isinstance(event, yaml.AliasEvent):
-            self.refuse("aliases are not used in policies", event, "write the value out")
+            self.refuse(
+                f"aliases are not used in {self.kind.several}", event, "write the value out"
+            )
             return None
         if isinstance(event, yaml.ScalarEvent):
             return self.scalar(event)
@@ -168,7 +185,8 @@ class _Composer:
             if not key.text:
                 self.report(Diagnostic("yaml", "a key has no name", key.span))
             elif key.text == "<<" and key.style is None:
-                message, help = "merge keys are not used in policies", "write the keys out"
+                message = f"merge keys are not used in {self.kind.several}"
+                help = "write the keys out"
                 self.report(Diagnostic("yaml", message, key.span, help))
             elif key.text in seen:
                 line, _ = self.source.place(seen[key.text].span.start)
@@ -182,7 +200,7 @@ class _Composer:
     def scalar(self, event: yaml.ScalarEvent) -> Scalar:
         self.properties(event)
         if event.style == ">":
-            message = "folded text (`>`) is not used in policies"
+            message = f"folded text (`>`) is not used in {self.kind.several}"
             start = event.start_mark.index
             help = "use `|`, quotes, or one line"
             self.report(Diagnostic("yaml", message, Span(start, start + 1), help))
@@ -195,7 +213,9 @@ class _Composer:
 
     def properties(self, event: yaml.NodeEvent) -> None:
         if event.anchor is not None:
-            self.refuse("anchors are not used in policies", event, "write the value out")
+            self.refuse(
+                f"anchors are not used in {self.kind.several}", event, "write the value out"
+            )
         if event.tag is not None:
             help = "the language types values by their key"
-            self.refuse("tags are not used in policies", event, help)
+            self.refuse(f"tags are not used in {self.kind.several}", event, help)

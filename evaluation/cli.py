@@ -1,4 +1,4 @@
-"""The command `kvpolicy`: what `dsl/` offers, and what asks servers questions."""
+"""The command `kvpolicy`: what `dsl/` offers, what asks servers questions, and experiments."""
 
 from __future__ import annotations
 
@@ -61,9 +61,26 @@ def _eval_arguments(parser: argparse.ArgumentParser) -> None:
     eval_arguments.add(parser)
 
 
+def _experiment(args: argparse.Namespace) -> int:
+    from kvpolicy.experiments import commands
+
+    return commands.main(args)
+
+
+def _experiment_arguments(parser: argparse.ArgumentParser) -> None:
+    from kvpolicy.experiments import commands
+
+    commands.add(parser)
+
+
 COMMANDS: dict[str, Command] = {
     "eval": Command(
         "what policies cost in quality: tasks, asked of a server", _eval, _eval_arguments
+    ),
+    "experiment": Command(
+        "policies on live traffic: files, what servers have seen, the way back",
+        _experiment,
+        _experiment_arguments,
     ),
     "fidelity": Command(
         "how far policies move next-token distributions from full KV, on any text",

@@ -1,5 +1,5 @@
-"""The arrows between the folders: sglang_ext -> dsl, kernels; evaluation -> dsl; nothing else
-imports sglang.
+"""The arrows between the folders: sglang_ext -> dsl, kernels, experiments; evaluation -> dsl,
+experiments; experiments -> dsl; nothing else imports sglang.
 """
 
 import ast
@@ -14,10 +14,26 @@ FORBIDDEN = {
         "kvpolicy.sglang_ext",
         "kvpolicy.kernels",
         "kvpolicy.evaluation",
+        "kvpolicy.experiments",
         "triton",
         "flashinfer",
     ),
-    "kernels": ("sglang", "kvpolicy.sglang_ext", "kvpolicy.dsl", "kvpolicy.evaluation"),
+    "experiments": (
+        "sglang",
+        "kvpolicy.sglang_ext",
+        "kvpolicy.kernels",
+        "kvpolicy.evaluation",
+        "torch",
+        "scipy",
+        "statsmodels",
+    ),
+    "kernels": (
+        "sglang",
+        "kvpolicy.sglang_ext",
+        "kvpolicy.dsl",
+        "kvpolicy.evaluation",
+        "kvpolicy.experiments",
+    ),
     "sglang_ext": ("kvpolicy.evaluation",),
     "evaluation": ("sglang", "kvpolicy.sglang_ext", "kvpolicy.kernels"),
 }

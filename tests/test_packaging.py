@@ -24,7 +24,7 @@ def wheel(tmp_path_factory):
 
 def test_wheel_holds_every_module_and_policy(wheel):
     names = set(wheel.namelist())
-    for folder in ("dsl", "evaluation", "kernels", "sglang_ext"):
+    for folder in ("dsl", "evaluation", "experiments", "kernels", "sglang_ext"):
         for path in [*(ROOT / folder).rglob("*.py"), ROOT / folder / "py.typed"]:
             assert f"kvpolicy/{path.relative_to(ROOT)}" in names
     assert not any("__pycache__" in name for name in names)
@@ -48,7 +48,9 @@ def test_entry_points():
 
 def test_every_folder_of_code_is_linked_and_typed():
     links = {path.name: path for path in (ROOT / "src" / "kvpolicy").iterdir()}
-    assert set(links) == {"dsl", "evaluation", "kernels", "policies", "sglang_ext"}
+    assert set(links) == {
+        *("dsl", "evaluation", "experiments", "kernels", "policies", "sglang_ext")
+    }
     for name, link in links.items():
         assert link.resolve() == ROOT / name
         assert name == "policies" or (link / "py.typed").exists()

@@ -1,0 +1,277 @@
+"""What one replica has seen of one revision of an experiment, and what follows from it.
+
+An `Analysis` takes numbers only: no text, no tokens, no keys. It may be looked at after every
+request; replicas pool by adding their documents. Not safe for threads.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from kvpolicy.experiments.alarms import alarms
+from kvpolicy.experiments.arm_record import empty_record
+from kvpolicy.experiments.assignment import in_burn_in, window_of
+from kvpolicy.experiments.distinct_keys import DistinctKeys
+from kvpolicy.experiments.experiment import Experiment
+from kvpolicy.experiments.judge import judge
+from kvpolicy.experiments.majority_key import MajorityKey
+from kvpolicy.experiments.metrics import METRICS
+from kvpolicy.experiments.verdict import Verdict
+from kvpolicy.experiments.windows import Windows
+
+WORST = 20  # shadowed requests that are kept, those with the largest drift
+
+
+class Analysis:
+    """Sums, counts and keys of one revision.
+
+    Attributes:
+        experiment: the revision.
+        records: what was seen of each arm, by name.
+        distinct: distinct keys by stage, with the test of the sample ratio.
+        majority: the key that may carry most requests.
+        sources: requests by the place where their key was found, in the order of targeting_key.
+        windows: latencies by window, with `design: switchback`.
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.experiment = experiment
+        self.records = {arm.name: empty_record(experiment, arm.name) for arm in experiment.arms}
+        self.distinct = DistinctKeys({arm.name: arm.weight for arm in experiment.arms})
+        self.majority = MajorityKey()
+        self.sources = [0] * len(experiment.targeting_key)
+        self.windows = Windows(experiment)
+        self._worst: list[tuple[float, int, str, int]] = []  # a heap: drift, number, arm, tokens
+        self._clips = {metric.metric: metric.upper for metric in experiment.metrics}
+
+    def key_source(self, index: int | None) -> None:
+        """The key of a request was found at this place of the targeting key, counted from 0.
+
+        None: it was found nowhere.
+        """
+        if index is not None:
+            self.sources[index] += 1
+
+    def assigned(self, arm: str, key_hash: int, *, seconds: float | None = None) -> None:
+        """A request got an arm by its key.
+
+        Args:
+            key_hash: 64 bits of a hash of the key, the same in every replica.
+            seconds: wall clock, with `design: switchback`.
+
+        Raises:
+            KeyError: there is no such arm.
+        """
+        self.records[arm].requests += 1
+        self.majority.add(key_hash)
+        self._reached("assigned", arm, key_hash)
+        self._tick(seconds)
+
+    def finished(
+        self,
+        arm: str,
+        *,
+        failed: bool,
+        kv_bytes_per_prompt_token: float | None,
+        ttft: float | None,
+        e2e: float | None,
+        key_hash: int,
+        seconds: float | None = None,
+    ) -> None:
+        """A request has ended; requests that clients abort are the caller's to leave out.
+
+        Args:
+            failed: whether it ended in an error of the server.
+            kv_bytes_per_prompt_token: held after the prefill; None if it is not known.
+            ttft: seconds to the first token; None if there was none.
+            e2e: seconds to the last token; None if it failed.
+            seconds: wall clock when the request was assigned, with `design: switchback`; without
+                it the latencies of the request do not count there.
+        """
+        record = self.records[arm]
+        record.finished += 1
+        record.failed += failed
+        self._reached("finished", arm, key_hash)
+        self._tick(seconds)
+        self._compared(arm, "error_rate", float(failed))
+        self._measured(arm, "kv_bytes_per_prompt_token", kv_bytes_per_prompt_token)
+        for metric, value in (("ttft_seconds", ttft), ("e2e_seconds", e2e)):
+            self._measured(arm, metric, value)
+            self._in_window(arm, metric, value, seconds)
+
+    def shadowed(
+        self, arm: str, drift: float, top1: float, tokens: int, number: int, key_hash: int
+    ) -> None:
+        """A request was scored again with full KV.
+
+        Args:
+            drift: mean over its tokens of the KL divergence, each clipped, in nats.
+            top1: share of its tokens whose likeliest candidate differs, 0 to 1.
+            tokens: scored ones.
+            number: of the request in the server's log, to find it again.
+
+        What is no number counts as the largest value: a policy that breaks the model must not
+        vanish from its own statistics.
+        """
+        record = self.records[arm]
+        record.shadowed += 1
+        record.shadowed_tokens += tokens
+        self._reached("shadowed", arm, key_hash)
+        clip = self._clips.get("drift") or METRICS["drift"].default_clip
+        drift = drift if math.isfinite(drift) else clip or 0.0
+        self._measured(arm, "drift", drift)
+        self._measured(arm, "top1_disagreement", top1 if math.isfinite(top1) else 1.0)
+        heapq.heappush(self._worst, (drift, number, arm, tokens))
+        if len(self._worst) > WORST:
+            heapq.heappop(self._worst)
+
+    @property
+    def worst(self) -> list[dict[str, Any]]:
+        """The shadowed requests with the largest drift, that first: arm, number, drift, tokens."""
+        return [
+            {"arm": arm, "number": number, "drift": drift, "tokens": tokens}
+            for drift, number, arm, tokens in sorted(self._worst, reverse=True)
+        ]
+
+    def verdicts(self) -> list[Verdict]:
+        """What is known of every metric in every arm of a weight above 0, in the file's order."""
+        return judge(self.experiment, self.records, self.windows)
+
+    def breach(self) -> Verdict | None:
+        """The guardrail that is breached; of several the one with the most evidence."""
+        breached = [verdict for verdict in self.verdicts() if verdict.outcome == "breached"]
+        return max(breached, key=lambda verdict: verdict.log_e_breach or 0.0, default=None)
+
+    def warnings(self) -> list[str]:
+        """Sentences on what makes the comparison untrue, each with its cause and what to do."""
+        return alarms(
+            self.experiment, self.records, self.distinct, self.majority, self.sources, self.windows
+        )
+
+    def p_values(self) -> dict[str, float]:
+        """Of the test of the sample ratio at each stage; below `sample_ratio.ALARM` it warns."""
+        return {stage: ratio.p_value for stage, ratio in self.distinct.ratios.items()}
+
+    def keys(self) -> dict[str, int]:
+        """Distinct keys assigned to each arm; none with `design: switchback`."""
+        return self.distinct.counts("assigned")
+
+    def retire(self, arm: str) -> None:
+        """An arm is rolled back: it gets no further requests, and its keys are compared no more."""
+        self.distinct.retire(arm)
+
+    def as_document(self, *, with_keys: bool = True) -> dict[str, Any]:
+        """Everything as a JSON value.
+
+        Args:
+            with_keys: also 32 bits of a hash of each key, five bytes a key: needed to go on after
+                a restart, and to pool replicas that share keys.
+        """
+        document: dict[str, Any] = {
+            "experiment": self.experiment.name,
+            "revision": self.experiment.revision,
+            "sources": self.sources[:],
+            "majority": self.majority.as_document(),
+            "keys": self.distinct.as_document(with_keys),
+            "arms": {arm: record.as_document() for arm, record in self.records.items()},
+            "worst": self.worst,
+        }
+        if self.windows.clips:
+            document["windows"] = self.windows.as_document()
+        return document
+
+    @classmethod
+    def from_document(cls, experiment: Experiment, document: dict[str, Any]) -> Analysis:
+        """An analysis that goes on where another one stopped.
+
+        Raises:
+            ValueError: the document is of another revision, or is damaged.
+        """
+        return pooled(experiment, [document])
+
+    def _reached(self, stage: str, arm: str, key_hash: int) -> None:
+        # With a switchback the arm is the window's: keys have none.
+        if self.experiment.design is None:
+            self.distinct.reached(stage, arm, key_hash)
+
+    def _measured(self, arm: str, metric: str, value: float | None) -> None:
+        if value is None or not math.isfinite(value):
+            return
+        record = self.records[arm]
+        record.tallies[metric].add(value)
+        mean = record.means.get(metric)
+        if mean is not None:
+            mean.add(min(max(value, 0.0), mean.upper))
+        self._compared(arm, metric, value)
+
+    def _compared(self, arm: str, metric: str, value: float) -> None:
+        """Takes a value for the difference to control; one of control counts for every arm."""
+        is_control = arm == self.experiment.control.name
+        for record in self.records.values() if is_control else [self.records[arm]]:
+            difference = record.differences.get(metric)
+            if difference is not None:
+                clipped = min(max(value, 0.0), difference.upper)
+                difference.add("control" if is_control else "arm", clipped)
+
+    def _tick(self, seconds: float | None) -> None:
+        if seconds is not None and self.experiment.design is not None:
+            self.windows.reached(window_of(self.experiment.design, seconds))
+
+    def _in_window(self, arm: str, metric: str, value: float | None, seconds: float | None) -> None:
+        design, clip = self.experiment.design, self._clips.get(metric)
+        if design is None or clip is None or value is None or seconds is None:
+            return
+        if math.isfinite(value) and not in_burn_in(self.experiment, seconds):
+            value = min(max(value, 0.0), clip)
+            self.windows.add(window_of(design, seconds), arm, metric, value)
+
+
+def pooled(experiment: Experiment, documents: Sequence[dict[str, Any]]) -> Analysis:
+    """One analysis of what several replicas have seen.
+
+    Raises:
+        ValueError: a document is of another revision, or is damaged.
+    """
+    for document in documents:
+        revision = document.get("revision") if isinstance(document, dict) else None
+        if revision != experiment.revision:
+            raise ValueError(
+                f"the analysis is of revision {revision}, the experiment `{experiment.name}` is "
+                f"of revision {experiment.revision}; what they saw cannot be added"
+            )
+    try:
+        return _pooled(experiment, documents)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        message = f"the analysis of `{experiment.name}` is damaged: {type(error).__name__}: {error}"
+        raise ValueError(message) from error
+
+
+def _pooled(experiment: Experiment, documents: Sequence[dict[str, Any]]) -> Analysis:
+    analysis = Analysis(experiment)
+    for name, record in analysis.records.items():
+        record.take([document["arms"][name] for document in documents])
+    weights = {arm.name: arm.weight for arm in experiment.arms}
+    analysis.distinct = DistinctKeys.pooled(weights, [document["keys"] for document in documents])
+    analysis.majority = MajorityKey.pooled([document["majority"] for document in documents])
+    for document in documents:
+        added = zip(analysis.sources, document["sources"], strict=True)
+        analysis.sources = [before + int(more) for before, more in added]
+    if analysis.windows.clips:
+        windows = [document["windows"] for document in documents]
+        analysis.windows = Windows.pooled(experiment, windows)
+    worst = [
+        (
+            float(request["drift"]),
+            int(request["number"]),
+            str(request["arm"]),
+            int(request["tokens"]),
+        )
+        for document in documents
+        for request in document["worst"]
+    ]
+    analysis._worst = heapq.nlargest(WORST, worst)
+    heapq.heapify(analysis._worst)
+    return analysis

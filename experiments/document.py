@@ -1,0 +1,48 @@
+"""Where an experiment stands and what was seen of it, as one JSON value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvpolicy.experiments.analysis import Analysis
+from kvpolicy.experiments.experiment import as_document
+from kvpolicy.experiments.lifecycle import Lifecycle
+
+
+def document(
+    lifecycle: Lifecycle,
+    analysis: Analysis,
+    *,
+    reload: Mapping[str, Any],
+    state_saved: bool,
+    shadow: Mapping[str, Mapping[str, int]],
+    analysed_seconds: float | None = None,
+    with_keys: bool = True,
+) -> dict[str, Any]:
+    """What `GET /kv_policy/experiment` answers, and `kvpolicy experiment` reads.
+
+    Args:
+        reload: `success`, whether the file as it was last seen is in use, and `problem`, what is
+            wrong with it or None.
+        state_saved: whether the state file holds what is true now.
+        shadow: by arm, how many sampled requests came to which outcome.
+        analysed_seconds: since the analysis began; from it a rate of samples is made. None where
+            it is not known.
+        with_keys: also hashes of the keys, by which replicas that share keys are pooled.
+    """
+    experiment = lifecycle.experiment
+    return {
+        "experiment": as_document(experiment),
+        "name": experiment.name,
+        "revision": experiment.revision,
+        "digest": experiment.digest,
+        **lifecycle.document(),
+        "reload": dict(reload),
+        "state_saved": state_saved,
+        "verdicts": [verdict.as_document() for verdict in analysis.verdicts()],
+        "warnings": analysis.warnings(),
+        "analysis": analysis.as_document(with_keys=with_keys),
+        "analysed_seconds": None if analysed_seconds is None else round(analysed_seconds, 1),
+        "shadow": {arm: dict(outcomes) for arm, outcomes in shadow.items()},
+    }

@@ -1,0 +1,80 @@
+"""How far one model's next-token distributions are from another's, from the top K of each.
+
+Both are brought to the same coarser events: each candidate that both list, those that only the
+first lists, and everything else. The divergence of coarser events is at most that of the whole
+distributions. What the second gives to candidates that it does not list is not known, only that
+each has at most the probability of its last listed one; of all values that it may have, the one
+with the least divergence is taken. So what is measured is a bound from below, and distributions
+that are equal measure zero.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+RESOLUTION = 1e-6  # nats; logits of two kernels that round differently give less
+_NOTHING = 1e-6  # probability that float32 leaves of a sum that is 1
+_LEAST = 1e-12  # probability that is told from none
+_ROWS = 256  # that are compared at once: [rows, K, K] flags are held
+
+
+class Candidates(NamedTuple):
+    """The K most probable tokens of n distributions, most probable first.
+
+    Attributes:
+        ids: [n, K] int.
+        logprobs: [n, K] float, natural logarithms.
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+
+
+def divergence(policy: Candidates, full: Candidates) -> np.ndarray:
+    """KL(policy || full) of each distribution in nats, float64 [n]; a bound from below."""
+    found = [
+        _divergence(
+            Candidates(policy.ids[start : start + _ROWS], policy.logprobs[start : start + _ROWS]),
+            Candidates(full.ids[start : start + _ROWS], full.logprobs[start : start + _ROWS]),
+        )
+        for start in range(0, len(policy.ids), _ROWS)
+    ]
+    return np.concatenate(found) if found else np.empty(0)
+
+
+def _divergence(policy: Candidates, full: Candidates) -> np.ndarray:
+    same = policy.ids[:, :, None] == full.ids[:, None, :]  # [n, K, K]
+    listed = same.any(axis=2)
+    place = same.argmax(axis=2)
+    ours = policy.logprobs.astype(np.float64)
+    theirs = np.take_along_axis(full.logprobs.astype(np.float64), place, axis=1)
+    p = np.exp(ours)
+    with np.errstate(invalid="ignore"):  # neither may have any probability
+        both = np.where(listed & (p > 0), p * (ours - theirs), 0.0).sum(axis=1)
+    alone = np.where(listed, 0.0, p).sum(axis=1)
+    rest = _left(p.sum(axis=1))
+    theirs_left = _left(np.where(listed, np.exp(theirs), 0.0).sum(axis=1))
+    most = (~listed).sum(axis=1) * np.exp(full.logprobs[:, -1].astype(np.float64))
+    total = alone + rest
+    share = np.divide(alone, total, out=np.zeros_like(total), where=total > 0)
+    theirs_alone = np.minimum(share * theirs_left, most)
+    found = both + _term(alone, theirs_alone) + _term(rest, theirs_left - theirs_alone)
+    return np.where(found > RESOLUTION, found, 0.0)
+
+
+def _left(taken: np.ndarray) -> np.ndarray:
+    """What is left of 1; rounding leaves a little where there is nothing else."""
+    left = np.clip(1 - taken, 0.0, 1.0)
+    return np.where(left > _NOTHING, left, 0.0)
+
+
+def _term(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """p log(p / q), 0 where p is."""
+    return p * np.log(np.maximum(p, _LEAST) / np.maximum(q, _LEAST))
+
+
+def disagreements(policy: Candidates, full: Candidates) -> np.ndarray:
+    """bool [n]: whether the most probable token is another."""
+    return policy.ids[:, 0] != full.ids[:, 0]

@@ -1,0 +1,371 @@
+"""YAML nodes -> the values of an experiment file, each typed by its key.
+
+What values mean together is the business of `reading.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvpolicy.dsl.diagnostics import Diagnostic, did_you_mean, listed
+from kvpolicy.dsl.source import Source, Span
+from kvpolicy.dsl.yaml_nodes import Mapping, Node, Scalar, read_yaml
+from kvpolicy.dsl.yaml_nodes import Sequence as NodeList
+from kvpolicy.experiments.experiment import Key
+from kvpolicy.experiments.form import (
+    EXPERIMENT,
+    FILE,
+    MAX_ARMS,
+    MAX_ITEMS,
+    MAX_NAME,
+    NAME,
+    PARAMETER,
+    PLACE,
+    Field,
+)
+from kvpolicy.experiments.quantities import (
+    duration_text,
+    duration_value,
+    number_text,
+    percent_text,
+    percent_value,
+)
+
+_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]{1,3})?")
+_TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+@dataclass
+class Item:
+    """What stands under a key: its value, None if it is unusable, and where both stand.
+
+    A mapping's value is a `Block`, a list's a list of `Item`, a targeting key's a `Key`.
+    """
+
+    key: Span
+    span: Span
+    value: Any
+
+
+@dataclass
+class Block:
+    """The keys of a mapping, in the order of writing."""
+
+    span: Span
+    items: dict[str, Item] = field(default_factory=dict)
+
+    def get(self, name: str) -> Any:
+        """The usable value under a key, or None."""
+        item = self.items.get(name)
+        return item.value if item else None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.items
+
+
+def parse(source: Source, report: Callable[[Diagnostic], None]) -> Block | None:
+    """The values of an experiment file; every defect of its form is reported."""
+    root = nodes(source, report)
+    if root is None:
+        return None
+    if not isinstance(root, Mapping):
+        span = Span(root.span.start, min(root.span.end, root.span.start + 1))
+        help = f"start with `{EXPERIMENT.begins}`"
+        report(Diagnostic("yaml", "an experiment file is a mapping", span, help))
+        return None
+    return _Reader(report).block(root, FILE, "", Span(root.span.start, root.span.start))
+
+
+def nodes(source: Source, report: Callable[[Diagnostic], None]) -> Node | None:
+    """The file's YAML, which may be JSON."""
+    if source.text.lstrip().startswith("{"):
+        # JSON may be indented by tabs, YAML not. No text holds one: JSON writes it as \t.
+        source = Source(source.name, source.text.replace("\t", " "))
+    return read_yaml(source, report, EXPERIMENT)
+
+
+class _Reader:
+    def __init__(self, report: Callable[[Diagnostic], None]) -> None:
+        self.emit = report
+
+    def error(self, code: str, message: str, span: Span, help: str | None = None) -> None:
+        self.emit(Diagnostic(code, message, span, help))
+
+    def block(self, node: Mapping, fields: Sequence[Field], path: str, whole: Span) -> Block:
+        """A mapping with the given keys; `whole` is where a missing key is reported."""
+        block = Block(whole)
+        known = {each.name: each for each in fields}
+        for name, value in node.entries:
+            each = known.get(name.text)
+            if each is None:
+                inside = f" in `{path}`" if path else ""
+                help = did_you_mean(name.text, known) or f"the keys here are {listed(known, 'and')}"
+                self.error("key", f"unknown key `{name.text}`{inside}", name.span, help)
+                continue
+            below = f"{path}.{name.text}" if path else name.text
+            block.items[name.text] = Item(name.span, value.span, self.value(value, each, below))
+        for each in fields:
+            if each.required and each.name not in block:
+                inside = f"`{path}`" if path else "the file"
+                message = f"{inside} needs the key `{each.name}`"
+                self.error("key", message, whole, f"{each.name}: {each.meaning}")
+        return block
+
+    def value(self, node: Node, each: Field, path: str) -> Any:
+        """What stands under a key, read as its form says."""
+        if each.form == "keys":
+            return self.keys(node, each, path)
+        if each.form == "design":
+            return self.design(node, each, path)
+        if each.form in ("arms", "set"):
+            return self.named(node, each, path)
+        if each.form in ("items", "places"):
+            return self.list(node, each, path)
+        if not isinstance(node, Scalar):
+            message = f"`{path}` takes {_takes(each)}, not a {_kind(node)}"
+            self.error("key", message, _first(node))
+            return None
+        return getattr(self, each.form)(node, each, path)
+
+    def keys(self, node: Node, each: Field, path: str) -> Block | None:
+        if isinstance(node, Mapping):
+            return self.block(node, each.fields, path, _first(node))
+        keys = listed([f.name for f in each.fields], "and")
+        self.error("key", f"`{path}` takes a mapping", _first(node), f"its keys are {keys}")
+        return None
+
+    def design(self, node: Node, each: Field, path: str) -> Block | str | None:
+        if isinstance(node, Mapping):
+            return self.block(node, each.fields, path, _first(node))
+        if isinstance(node, Scalar) and node.text == "request":
+            return "request"
+        shown = f"not {_shown(node)}" if isinstance(node, Scalar) else "not a list"
+        help = "write `design: request` or `design: {switchback: {window: 10m, burn_in: 1m}}`"
+        self.error("key", f"`{path}` takes `request` or a mapping, {shown}", _first(node), help)
+        return None
+
+    def named(self, node: Node, each: Field, path: str) -> Block | None:
+        """Names of the author's own, each with a value."""
+        arms = each.form == "arms"
+        if not isinstance(node, Mapping):
+            help = "as in `control: {policy: none, weight: 1}`" if arms else "as in `rate: 0.25`"
+            self.error("key", f"`{path}` takes names and values", _first(node), help)
+            return None
+        block = Block(_first(node))
+        for name, value in node.entries[: MAX_ARMS if arms else MAX_ITEMS]:
+            below = f"{path}.{name.text}"
+            read: Any
+            if arms:
+                self.name(name, each, path)
+                read = self.keys(value, each, below)
+            else:
+                if not re.fullmatch(PARAMETER, name.text):
+                    help = "a small letter, then small letters, digits and `_`"
+                    self.error("key", f"`{name.text}` is no parameter's name", name.span, help)
+                read = self.setting(value, below)
+            block.items[name.text] = Item(name.span, value.span, read)
+        self.number_of(len(node.entries), MAX_ARMS if arms else MAX_ITEMS, path, node)
+        return block
+
+    def list(self, node: Node, each: Field, path: str) -> Any:
+        """A list of mappings, or of targeting keys."""
+        if not isinstance(node, NodeList):
+            help = {
+                "targeting_key": "as in `targeting_key: [header:x-user, rid]`",
+                "metrics": "as in `- {metric: error_rate, role: guardrail, margin: 0.005}`",
+            }.get(each.name, "as in `steps: [{coverage: 1 %}, {pause: 30m}]`")
+            self.error("key", f"`{path}` takes a list", _first(node), help)
+            return None
+        read = []
+        for item in node.items[:MAX_ITEMS]:
+            value: Any = None
+            if each.form == "items":
+                value = self.keys(item, each, path)
+            elif isinstance(item, Scalar):
+                value = self.place(item)
+            else:
+                self.error("key", f"`{path}` lists words", _first(item))
+            read.append(Item(item.span, item.span, value))
+        self.number_of(len(node.items), MAX_ITEMS, path, node)
+        return read
+
+    def number_of(self, found: int, most: int, path: str, node: Node) -> None:
+        if found > most:
+            message = f"`{path}` has {found} entries; {most} are allowed"
+            self.error("range", message, _first(node))
+
+    def place(self, node: Scalar) -> Key | None:
+        """One place of the targeting key."""
+        kind, _, name = node.text.partition(":")
+        if re.fullmatch(PLACE, node.text):
+            return Key(kind, name.lower() if kind == "header" else name)
+        kinds = ("header:NAME", "body:FIELD", "session_id", "rid")
+        help = f"write {listed(kinds)}"
+        if kind in ("session_id", "rid"):
+            help = f"write `{kind}` alone"
+        elif not name:
+            help = did_you_mean(node.text, ("session_id", "rid")) or help
+        self.error("key", f"{_shown(node)} is no place of a key", _visible(node), help)
+        return None
+
+    def name(self, node: Scalar, each: Field, path: str) -> str | None:
+        if re.fullmatch(NAME, node.text) and len(node.text) <= MAX_NAME:
+            return node.text
+        help = f"letters, digits, `@`, `.`, `_` and `-`, at most {MAX_NAME} of them"
+        self.error("key", f"{_shown(node)} is not a name for `{path}`", _visible(node), help)
+        return None
+
+    policy = name
+
+    def truth(self, node: Scalar, each: Field, path: str) -> bool | None:
+        if node.text in ("true", "false") and node.style is None:
+            return node.text == "true"
+        message = f"`{path}` is `true` or `false`, not {_shown(node)}"
+        value = _TRUTHS.get(node.text.lower())
+        help = None if value is None else f"write `{str(value).lower()}`"
+        self.error("key", message, _visible(node), help)
+        return None
+
+    def choice(self, node: Scalar, each: Field, path: str) -> str | None:
+        if node.text in each.choices:
+            return node.text
+        help = did_you_mean(node.text, each.choices)
+        message = f"`{path}` takes {listed(each.choices)}, not {_shown(node)}"
+        self.error("key", message, _visible(node), help)
+        return None
+
+    def number(self, node: Scalar, each: Field, path: str) -> float | None:
+        value = _number(node)
+        if value is None:
+            self.error("key", f"`{path}` takes a number, not {_shown(node)}", _visible(node))
+            return None
+        return self.bounded(value, each, path, node, number_text)
+
+    def whole(self, node: Scalar, each: Field, path: str) -> int | None:
+        value = _number(node)
+        if value is None or not value.is_integer():
+            message = f"`{path}` takes a whole number, not {_shown(node)}"
+            self.error("key", message, _visible(node))
+            return None
+        bounded = self.bounded(value, each, path, node, number_text)
+        return None if bounded is None else int(bounded)
+
+    def amount(self, node: Scalar, each: Field, path: str) -> float | None:
+        """A number, or percent; whether percent makes sense depends on the metric."""
+        value = percent_value(node.text)
+        if value is None:
+            return self.number(node, each, path)
+        return self.bounded(value, each, path, node, percent_text)
+
+    def share(self, node: Scalar, each: Field, path: str) -> float | None:
+        value = percent_value(node.text)
+        if value is not None:
+            return self.bounded(value, each, path, node, percent_text)
+        value = _number(node)
+        if value is None:
+            message = f"`{path}` takes a share, not {_shown(node)}"
+            self.error("key", message, _visible(node), "write it as in `10 %` or `0.1`")
+            return None
+        if value == 1:
+            help = "write `100 %` or `1 %`"
+            message = f"`{path}` is 1, which may be read as 1 % or as everything"
+            self.error("range", message, node.span, help)
+            return None
+        if value > 1:
+            help = f"write `{number_text(value)} %`" if value <= 100 else "write it as in `10 %`"
+            message = f"`{path}` is {node.text}; a share is at most 100 %"
+            self.error("range", message, node.span, help)
+            return None
+        return self.bounded(value, each, path, node, percent_text)
+
+    def duration(self, node: Scalar, each: Field, path: str) -> float | None:
+        value = duration_value(node.text)
+        if value is not None:
+            return self.bounded(value, each, path, node, duration_text)
+        help = "a number and one of `s`, `m`, `h` and `d`, as in `30m`"
+        if _NUMBER.fullmatch(node.text):
+            help = f"it needs a unit: `{node.text}s`, `{node.text}m`, `{node.text}h`"
+        self.error("key", f"`{path}` takes a time, not {_shown(node)}", _visible(node), help)
+        return None
+
+    def setting(self, node: Node, path: str) -> float | bool | None:
+        """A parameter's value."""
+        if isinstance(node, Scalar):
+            value = _number(node)
+            if value is not None:
+                return int(value) if value.is_integer() and abs(value) < 2**53 else value
+            if node.text in ("true", "false") and node.style is None:
+                return node.text == "true"
+        shown = _shown(node) if isinstance(node, Scalar) else f"a {_kind(node)}"
+        message = f"`{path}` takes a number, `true` or `false`, not {shown}"
+        self.error("key", message, _first(node))
+        return None
+
+    def bounded(
+        self, value: float, each: Field, path: str, node: Scalar, shown: Callable[[float], str]
+    ) -> float | None:
+        """The value if it is within the bounds of its key."""
+        for bound, holds, word in (
+            (each.least, lambda b: value >= b, "at least"),
+            (each.above, lambda b: value > b, "above"),
+            (each.most, lambda b: value <= b, "at most"),
+            (each.below, lambda b: value < b, "below"),
+        ):
+            if bound is not None and not holds(bound):
+                message = f"`{path}` is {node.text}; it must be {word} {shown(float(bound))}"
+                self.error("range", message, _visible(node))
+                return None
+        return value
+
+
+_TAKES = {
+    "name": "a name",
+    "policy": "the name of a policy",
+    "truth": "`true` or `false`",
+    "number": "a number",
+    "whole": "a whole number",
+    "amount": "a number",
+    "share": "a share",
+    "duration": "a time",
+    "choice": "a word",
+}
+
+
+def _takes(each: Field) -> str:
+    return _TAKES[each.form]
+
+
+def _number(node: Scalar) -> float | None:
+    """The number that a scalar without quotes says."""
+    if node.style is not None or not _NUMBER.fullmatch(node.text):
+        return None
+    value = float(node.text)
+    return value if math.isfinite(value) else None
+
+
+def _kind(node: Node) -> str:
+    return "mapping" if isinstance(node, Mapping) else "list"
+
+
+def _shown(node: Scalar) -> str:
+    """The text for a message."""
+    if not node.text.strip():
+        return "nothing"
+    return f'the text `"{node.text}"`' if node.style == '"' else f"`{node.text}`"
+
+
+def _visible(node: Scalar) -> Span:
+    """The scalar's place, or the character before it when it is empty."""
+    span = node.span
+    return span if span.end > span.start else Span(max(0, span.start - 1), max(1, span.start))
+
+
+def _first(node: Node) -> Span:
+    """Where a node begins: its text, or its first character if it is a mapping or a list."""
+    if isinstance(node, Scalar):
+        return _visible(node)
+    return Span(node.span.start, node.span.start + 1)

@@ -1,0 +1,170 @@
+"""A server that runs an experiment, over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from kvpolicy.dsl.diagnostics import PolicyError, refused
+
+PATH = "/kv_policy/experiment"
+PATIENCE = 20  # seconds without an answer
+_API_KEY = "name the environment variable that holds its --api-key with --api-key-env"
+_ADMIN_KEY = (
+    "the key is the value of the server's --admin-api-key; name the environment variable that "
+    "holds it with --admin-key-env"
+)
+
+
+class Declined(Exception):
+    """The server understands what it is asked, and does not do it.
+
+    The message is the server's.
+    """
+
+
+class Replica:
+    """One server.
+
+    Attributes:
+        url: without a slash or /v1 at its end.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None, admin_key: str | None = None):
+        """
+        Args:
+            url: as the user gave it; http is meant where it names nothing else.
+            api_key: for looking, where the server has --api-key.
+            admin_key: for changing something.
+
+        Raises:
+            PolicyError: it is not the address of a server.
+        """
+        base = url.strip().rstrip("/").removesuffix("/v1")
+        self.url = base if "://" in base else f"http://{base}"
+        if not self.url.startswith(("http://", "https://")):
+            raise self._refused("this is not the address of a server", code="arguments")
+        self._api_key, self._admin_key = api_key, admin_key
+        self._opener = urllib.request.build_opener(_NoRedirect)
+
+    def document(self) -> dict[str, Any]:
+        """Where the experiment stands there.
+
+        Raises:
+            PolicyError: nobody answers, a key is wanted, or there is no experiment.
+        """
+        return self._asked("GET", PATH, self._api_key, None)
+
+    def act(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Asks for `abort`, `pause`, `resume` or `promote`.
+
+        Raises:
+            Declined: the server does not do it.
+            PolicyError: nobody answers, the key is wrong, or there is no experiment.
+        """
+        return self._asked("POST", f"{PATH}/{action}", self._admin_key, json.dumps(body))
+
+    def put(self, text: str, *, dry_run: bool) -> dict[str, Any]:
+        """Hands over another version of the experiment.
+
+        Args:
+            text: YAML or JSON.
+            dry_run: only ask what it would change.
+
+        Raises:
+            Declined: the server does not take it.
+            PolicyError: nobody answers, the key is wrong, or there is no experiment.
+        """
+        path = f"{PATH}?dry_run={'true' if dry_run else 'false'}"
+        return self._asked("PUT", path, self._admin_key, text)
+
+    def _asked(self, method: str, path: str, key: str | None, body: str | None) -> dict[str, Any]:
+        status, content = self._answer(method, path, key, body)
+        found = _json(content)
+        if status in (401, 403):
+            raise self._unwelcome(method, status, key)
+        if status == 404:
+            message = "the server has no experiment (status 404)"
+            raise self._refused(message, "start it with --kv-policy and --kv-experiment FILE")
+        if status in (400, 409, 413) and isinstance(found, dict):
+            raise Declined(_message(found))
+        if status != 200 or not isinstance(found, dict):
+            what = "a page that is no JSON" if status == 200 else f"status {status}"
+            message = f"what answers there is no server with an experiment ({what})"
+            raise self._refused(message, "give the address that the server prints")
+        return found
+
+    def _answer(
+        self, method: str, path: str, key: str | None, body: str | None
+    ) -> tuple[int, bytes]:
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else body.encode("utf-8")
+        try:
+            request = urllib.request.Request(self.url + path, data, headers, method=method)
+            with self._opener.open(request, timeout=PATIENCE) as response:
+                return response.status, response.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+        except TimeoutError:
+            raise self._nobody(f"no answer within {PATIENCE} s") from None
+        except urllib.error.URLError as error:
+            raise self._nobody(_reason(error.reason)) from None
+        except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, http.client.InvalidURL):
+                raise self._refused("this is not the address of a server") from None
+            raise self._nobody(_reason(error)) from None
+        except ValueError:
+            message = "this is not the address of a server, or the key is no text that HTTP carries"
+            raise self._refused(message) from None
+
+    def _nobody(self, why: str) -> PolicyError:
+        message = f"nobody answers there: {why}"
+        return self._refused(message, "start the server first, or give the address that it prints")
+
+    def _unwelcome(self, method: str, status: int, key: str | None) -> PolicyError:
+        if method == "GET":
+            wrong = "does not take this key" if key else "wants a key"
+            return self._refused(f"the server {wrong} (status {status})", _API_KEY)
+        if status == 403:
+            message = "the server has no admin key, and lets nobody change the experiment (403)"
+            return self._refused(message, "start it with --admin-api-key")
+        return self._refused(f"the server does not take the admin key ({status})", _ADMIN_KEY)
+
+    def _refused(self, message: str, help: str | None = None, code: str = "server") -> PolicyError:
+        return refused(f"--url {self.url}", code, message, help)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Keys go nowhere but to the address that was given."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _reason(error: object) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {PATIENCE} s"
+    if isinstance(error, ConnectionRefusedError):
+        return "the connection is refused"
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return text[0].lower() + text[1:]
+
+
+def _json(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None
+
+
+def _message(found: Mapping[str, Any]) -> str:
+    error = found.get("error")
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) and message else "it does not say why"

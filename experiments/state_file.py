@@ -1,0 +1,65 @@
+"""The file that keeps over a restart that an experiment has ended (`--kv-experiment-state`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class StateFileError(Exception):
+    """The file cannot be read or written; the message is one sentence without the path."""
+
+
+def load(path: Path, experiment: str) -> dict[str, Any] | None:
+    """What was saved of an experiment; None where the file is not there or holds another one's.
+
+    Raises:
+        StateFileError: it cannot be read, or holds something else.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise StateFileError(f"it cannot be read: {error}") from None
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise StateFileError(f"it is not JSON: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("experiment"), str):
+        raise StateFileError("it is not the state of an experiment")
+    return found if found["experiment"] == experiment else None
+
+
+def save(path: Path, saved: Mapping[str, Any]) -> None:
+    """Write the file whole: a server that is killed leaves the old one or the new one.
+
+    Raises:
+        StateFileError: it cannot be written.
+    """
+    written = None
+    try:
+        handle, written = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(saved, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(written, path)
+        written = None
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise StateFileError(f"it cannot be written: {error}") from None
+    finally:
+        if written is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(written)

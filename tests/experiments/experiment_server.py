@@ -1,0 +1,132 @@
+"""A server that answers like the endpoints of an experiment: real lifecycle and analysis."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.experiments import reading
+from kvpolicy.experiments.analysis import Analysis
+from kvpolicy.experiments.lifecycle import ENDED
+from made_experiment import Made
+
+PATH = "/kv_policy/experiment"
+Reply = tuple[int, Any]
+
+
+class Endpoints:
+    """The endpoints of one replica.
+
+    Attributes:
+        made: what runs there; None answers as a server without an experiment.
+        api_key: that looking needs.
+        admin_key: that changing needs; None refuses every change.
+        refuses: what is said to another version of the experiment, in place of taking it.
+        asked: method, path and key of each request.
+    """
+
+    def __init__(
+        self, made: Made | None, *, api_key: str | None = None, admin_key: str | None = "admin"
+    ) -> None:
+        self.made, self.api_key, self.admin_key = made, api_key, admin_key
+        self.refuses: str | None = None
+        self.asked: list[tuple[str, str, str | None]] = []
+
+    def reply(self, method: str, target: str, key: str | None, body: bytes) -> Reply:
+        """Status and JSON of an answer."""
+        url = urlsplit(target)
+        self.asked.append((method, url.path, key))
+        if method == "GET":
+            if self.api_key and key != self.api_key:
+                return 401, {"error": "Unauthorized"}
+        elif not self.admin_key:
+            return 403, {"error": "Forbidden"}
+        elif key != self.admin_key:
+            return 401, {"error": "Unauthorized"}
+        if self.made is None:
+            return 404, {"detail": "Not Found"}
+        if method == "GET":
+            return 200, self.made.document()
+        if method == "PUT":
+            return self._put(self.made, body.decode(), parse_qs(url.query)["dry_run"] == ["true"])
+        return self._act(self.made, url.path.removeprefix(f"{PATH}/"), json.loads(body or b"{}"))
+
+    def _put(self, made: Made, text: str, dry: bool) -> Reply:
+        if self.refuses:
+            return 409, {"error": {"message": self.refuses}}
+        try:
+            experiment = reading.read(text, "request").require()
+        except PolicyError as error:
+            return 400, {"error": {"message": str(error)}}
+        anew = experiment.revision != made.lifecycle.experiment.revision
+        if not dry:
+            made.lifecycle.replace(experiment)
+            if anew:
+                made.analysis = Analysis(experiment)
+        state = made.lifecycle.state.value
+        return 200, {
+            "revision": experiment.revision, "begins_anew": anew, "dry_run": dry, "state": state,
+        }  # fmt: skip
+
+    def _act(self, made: Made, action: str, body: dict[str, Any]) -> Reply:
+        life = made.lifecycle
+        if life.state in ENDED:
+            return 409, {"error": {"message": f"experiment is {life.state} already"}}
+        reason = body.get("reason", "an operator")
+        if action == "abort" and "arm" in body:
+            new = life.roll_back(body["arm"], reason)
+            made.analysis.retire(body["arm"])
+        elif action == "abort":
+            new = life.abort(reason)
+        elif action == "promote":
+            cleared = all(
+                verdict.outcome == "cleared"
+                for verdict in made.analysis.verdicts()
+                if verdict.role == "guardrail" and verdict.arm == body["arm"]
+            )
+            if not cleared and body.get("force") is not True:
+                return 409, {"error": {"message": f"arm `{body['arm']}` is not cleared yet"}}
+            new = life.promote(body["arm"], reason)
+        else:
+            new = life.pause() if action == "pause" else life.resume()
+        return 200, {"state": life.state.value, "changed": new}
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+
+@contextlib.contextmanager
+def serving(endpoints: Endpoints) -> Iterator[str]:
+    """Serves the endpoints on loopback; yields the address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            key = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
+            status, found = endpoints.reply(self.command, self.path, key, self.rfile.read(length))
+            content = found.encode() if isinstance(found, str) else json.dumps(found).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            if status == 302:
+                self.send_header("Location", "/elsewhere")
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST = do_PUT = _answer
+
+        def log_message(self, *args: object) -> None:
+            """Nothing."""
+
+    server = _Server(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,131 @@
+"""Documents of experiments as servers answer them: real lifecycles and analyses, made-up values."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from kvpolicy.experiments import reading
+from kvpolicy.experiments.analysis import Analysis
+from kvpolicy.experiments.assignment import assign
+from kvpolicy.experiments.document import document
+from kvpolicy.experiments.experiment import Experiment
+from kvpolicy.experiments.lifecycle import Lifecycle
+
+TEXT = """\
+experiment: lava-25
+coverage: 10 %
+arms:
+  control: {policy: none}
+  lava-25: {policy: lava@0.25}
+shadow: {sample: 2 %}
+metrics:
+  - {metric: drift, role: guardrail, margin: 0.05, clip: 2}
+  - {metric: top1_disagreement, role: guardrail, margin: 0.05}
+  - {metric: error_rate, role: guardrail, margin: 0.02}
+  - {metric: kv_bytes_per_prompt_token, role: success, clip: 4096}
+  - {metric: ttft_seconds, role: info, clip: 30}
+steps: [{coverage: 1 %}, {pause: 30m}, {coverage: 10 %}, {pause: 2h}, {coverage: 100 %}]
+"""
+SWITCHBACK = TEXT.replace(
+    "arms:", "design: {switchback: {window: 10m, burn_in: 1m}}\narms:"
+).replace("role: info, clip: 30", "role: guardrail, margin: 2, clip: 30")
+THREE = TEXT.replace("shadow:", "  sinks-6: {policy: sinks-recent@0.06}\nshadow:")
+SHADOW = {
+    "control": {"compared": 30, "busy": 2, "failed": 0},
+    "lava-25": {"compared": 28, "busy": 0, "over_budget": 4},
+}
+
+
+def experiment(text: str = TEXT) -> Experiment:
+    """The experiment of a text."""
+    return reading.read(text, "experiment.yaml").require()
+
+
+class Made:
+    """One replica.
+
+    Attributes:
+        lifecycle, analysis: as a server has them.
+        clock: seconds of its lifecycle.
+    """
+
+    def __init__(self, text: str = TEXT, name: str = "t") -> None:
+        self.clock = 1000.0
+        self.lifecycle = Lifecycle(
+            experiment(text), clock=lambda: self.clock, now=lambda: f"{name}{self.clock:06.0f}"
+        )
+        self.analysis = Analysis(self.lifecycle.experiment)
+        self.reload: dict[str, Any] = {"success": True, "problem": None}
+        self.state_saved = True
+        self.shadow: Mapping[str, Mapping[str, int]] = SHADOW
+
+    def wait(self, seconds: float) -> None:
+        """Time passes."""
+        self.clock += seconds
+
+    def document(self) -> dict[str, Any]:
+        """What it answers."""
+        return document(
+            self.lifecycle,
+            self.analysis,
+            reload=self.reload,
+            state_saved=self.state_saved,
+            shadow=self.shadow,
+            analysed_seconds=self.clock - 1000.0,
+        )
+
+
+def feed(
+    analyses: list[Analysis],
+    requests: int,
+    *,
+    drift: Mapping[str, float] | float = 0.01,
+    failures: float = 0.001,
+    sampled: float = 0.5,
+    seed: int = 0,
+    first_key: int = 0,
+) -> None:
+    """Requests with keys of their own, each told to every analysis.
+
+    Args:
+        drift: mean by arm in nats per token, or of all arms but control.
+        failures: share of the requests that fail.
+        sampled: share of the requests that are scored again.
+    """
+    rng = random.Random(seed)
+    made = analyses[0].experiment
+    for number in range(first_key, first_key + requests):
+        seconds = 5.0 * number
+        arm = assign(made, f"key {number}", coverage=1.0, seconds=seconds).arm
+        assert arm is not None
+        index = [each.name for each in made.arms].index(arm)
+        mean = drift.get(arm, 0.0) if isinstance(drift, Mapping) else drift * (index > 0)
+        failed = rng.random() < failures
+        ttft, e2e = rng.lognormvariate(-2, 0.4), rng.lognormvariate(0.5, 0.5)
+        scored = rng.random() < sampled
+        value = mean * rng.lognormvariate(-0.5, 1.0)
+        top1 = min(1.0, value)
+        for analysis in analyses:
+            analysis.key_source(0)
+            analysis.assigned(arm, number, seconds=seconds)
+            analysis.finished(
+                arm,
+                failed=failed,
+                kv_bytes_per_prompt_token=1024.0 / (1 + index),
+                ttft=ttft,
+                e2e=None if failed else e2e,
+                key_hash=number,
+                seconds=seconds,
+            )
+            if scored:
+                analysis.shadowed(
+                    arm, drift=value, top1=top1, tokens=64, number=number, key_hash=number
+                )
+
+
+def made(requests: int = 600, text: str = TEXT, **options: Any) -> Made:
+    """A replica that has run for an hour."""
+    replica = Made(text)
+    feed([replica.analysis], requests, **options)
+    replica.wait(3600)
+    return replica
