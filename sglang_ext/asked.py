@@ -11,8 +11,11 @@ PREFIX = "kv_"  # keys that begin so are the plugin's; others belong to whoever 
 POLICY = "kv_policy"
 KEPT = "kv_policy_kept"
 FORCE = "kv_policy_force"
+SET = "kv_policy_set"
 
-_KEYS = (POLICY, KEPT, FORCE)
+ASSIGNED = "kv_policy_assigned"  # written by the front end, which refuses it from clients
+
+_KEYS = (POLICY, SET, KEPT, FORCE)
 _INSPECTION = (KEPT, FORCE)
 _LONGEST = 60  # characters of a value that messages and logs repeat
 
@@ -33,6 +36,7 @@ def of(request: Any, *, inspection: bool) -> Mapping[str, Any]:
     if not isinstance(custom, dict):
         raise ValueError(f"custom_params is {shown(custom)}; expected a JSON object")
     asked = {key: custom[key] for key in custom if isinstance(key, str) and key.startswith(PREFIX)}
+    asked.pop(ASSIGNED, None)
     for key in asked:
         if key not in _KEYS:
             hint = did_you_mean(key, _KEYS) or f"there are {listed(_KEYS, 'and')}"
@@ -43,6 +47,13 @@ def of(request: Any, *, inspection: bool) -> Mapping[str, Any]:
                 "--kv-policy-allow-inspection"
             )
     return asked
+
+
+def assigned(request: Any) -> Mapping[str, Any]:
+    """What the front end has written into a request (experiment/traffic.py)."""
+    custom = request.sampling_params.custom_params
+    found = custom.get(ASSIGNED) if isinstance(custom, dict) else None
+    return {} if found is None else found
 
 
 def shown(value: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
 PUBLISH = "sglang.srt.runtime_context.publish"
 META_INFO = "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info"
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
+FRONT_STATE = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state"
+CRASH_DUMP = "sglang.srt.managers.tokenizer_manager.TokenizerManager.dump_requests_before_crash"
 
 # The scheduler's.
 SIZE_POOL = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget"
@@ -41,10 +43,12 @@ RUNNING_NEEDS = (
 ADD_ONE = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
 ADD_CHUNKED = "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req"
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
+SAMPLE_LOGITS = "sglang.srt.model_executor.model_runner.ModelRunner.sample"
 SAMPLE = "sglang.srt.layers.sampler.Sampler.forward"
 LOGPROBS = "sglang.srt.layers.logprob_processor.OutputLogprobProcessor.compute_logprobs"
 END_OUTPUT = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
+CONTROL = "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control"
 POSITIONS = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
 CAN_RUN_GRAPH = (
     "sglang.srt.model_executor.runner.prefill_cuda_graph_runner."
@@ -60,9 +64,12 @@ UNCACHED_SIZES = (
     "SchedulerInvariantChecker._get_total_uncached_sizes"
 )
 
-_SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
-_TOKENIZER_MODULE = "sglang.srt.managers.tokenizer_manager"
-_HTTP_MODULE = "sglang.srt.entrypoints.http_server"
+SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
+TOKENIZER_MODULE = "sglang.srt.managers.tokenizer_manager"
+HTTP_MODULE = "sglang.srt.entrypoints.http_server"
+
+CHANGE = "kv_policy"  # method of control messages that are the plugin's
+_SCORING = "kv_policy_scoring"  # attribute of requests that score others
 
 # Routes whose bodies have no field for `custom_params`: SGLang reads over it.
 _WITHOUT_CUSTOM_PARAMS = ("/v1/messages", "/api/chat", "/api/generate")
@@ -78,12 +85,12 @@ def in_scheduler() -> bool:
 
     Also true in the process of `sgl.Engine`, where the hooks lie idle.
     """
-    return _SCHEDULER_MODULE in sys.modules
+    return SCHEDULER_MODULE in sys.modules
 
 
 def has_tokenizer() -> bool:
     """Whether this process has loaded the tokenizer manager."""
-    return _TOKENIZER_MODULE in sys.modules
+    return TOKENIZER_MODULE in sys.modules
 
 
 def drops_custom_params(path: str) -> bool:
@@ -93,7 +100,7 @@ def drops_custom_params(path: str) -> bool:
 
 def add_middleware(middleware: type) -> None:
     """Add ASGI middleware to SGLang's HTTP application, once, if this process has one."""
-    module = sys.modules.get(_HTTP_MODULE)
+    module = sys.modules.get(HTTP_MODULE)
     if module is not None and all(
         each.cls is not middleware for each in module.app.user_middleware
     ):
@@ -121,7 +128,7 @@ def use_worker_app(path: str) -> bool:
     from sglang.srt.environ import envs
 
     setting = getattr(envs, "SGLANG_HTTP_SERVER_APP_PATH", None)
-    if setting is None or setting.get() not in (f"{_HTTP_MODULE}:app", path):
+    if setting is None or setting.get() not in (f"{HTTP_MODULE}:app", path):
         return False
     setting.set(path)
     return True
@@ -417,6 +424,15 @@ def rotary_embeddings(model: Any) -> tuple[list[Any], list[Any]]:
     return [m for m in found if type(m) in plain], [m for m in found if type(m) not in plain]
 
 
+def add_output(logits_output: Any, output: Any) -> None:
+    """Have SGLang copy an output of this step to the host, and hand it over with the tokens."""
+    from sglang.srt.managers.auxiliary_output import append_auxiliary_output
+
+    logits_output.auxiliary_device_output = append_auxiliary_output(
+        logits_output.auxiliary_device_output, output
+    )
+
+
 def end_with_error(request: Any, message: str) -> None:
     """Let a request that is being computed end with an HTTP 500 and a message for the client."""
     from http import HTTPStatus
@@ -465,3 +481,213 @@ def metric_labels(scheduler: Any) -> dict[str, str] | None:
     """Labels that SGLang gives this scheduler's metrics; None when metrics are off."""
     collector = scheduler.metrics_collector
     return None if collector is None else dict(collector.labels)
+
+
+# The front end, for experiments.
+
+
+def has_step_outputs() -> bool:
+    """Whether this SGLang copies further outputs of a step to the host (from 0.5.23 on)."""
+    from importlib.util import find_spec
+
+    return find_spec("sglang.srt.managers.auxiliary_output") is not None
+
+
+def slot_bytes(config: Any) -> int:
+    """KV memory of one token in all layers, from SGLang's model config."""
+    entry = 2 * config.head_dim * config.dtype.itemsize  # a key and a value
+    return config.num_hidden_layers * config.get_total_num_kv_heads() * entry
+
+
+def manager() -> Any:
+    """SGLang's tokenizer manager behind its HTTP server."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    return get_global_state().tokenizer_manager
+
+
+def session_of(obj: Any) -> str | None:
+    """The session that a request names."""
+    if obj.session_id is not None:
+        return obj.session_id
+    params = obj.session_params
+    found = params.get("id") if isinstance(params, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def is_adapter(manager: Any, name: str) -> bool:
+    """Whether a LoRA adapter is loaded by this name."""
+    return bool(manager.enable_lora) and name in manager.lora_registry.get_all_adapters()
+
+
+def is_starting(manager: Any) -> bool:
+    """Whether the server has not yet answered its warm-up."""
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+    return manager.server_status == ServerStatus.Starting
+
+
+def is_generation(obj: Any) -> bool:
+    """Whether a request is answered by generated tokens."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    return isinstance(obj, GenerateReqInput)
+
+
+def allowed_labels() -> tuple[str, ...]:
+    """Labels that requests may have, once SGLang's options are published."""
+    from sglang.srt.runtime_context import get_observability
+
+    return tuple(get_observability().tokenizer_metrics_allowed_custom_labels or ())
+
+
+def set_labels(obj: Any, labels: dict[str, str], allowed: Collection[str]) -> None:
+    """Labels of SGLang's histograms for a request, in place of a client's of the same names.
+
+    A client's that the server does not allow would end in an error of the metrics library.
+    """
+    given = obj.custom_labels if isinstance(obj.custom_labels, dict) else {}
+    kept = {name: str(value) for name, value in given.items() if name in allowed}
+    obj.custom_labels = {**kept, **labels}
+
+
+def allow_labels(server_args: Any, labels: tuple[str, ...]) -> None:
+    """Add labels to those that requests may have; before SGLang has resolved its options."""
+    earlier = server_args.tokenizer_metrics_allowed_custom_labels or []
+    added = [label for label in labels if label not in earlier]
+    server_args.tokenizer_metrics_allowed_custom_labels = [*earlier, *added]
+
+
+def front_end_labels(manager: Any) -> dict[str, str] | None:
+    """Labels of the tokenizer's own metrics without those of requests; None when they are off."""
+    if not manager.enable_metrics:
+        return None
+    return {name: value for name, value in manager.metrics_collector.labels.items() if value}
+
+
+def is_idle(manager: Any, most_used: float) -> bool:
+    """Whether no request waits for admission, and less than a share of the pool is used."""
+    loads = manager.load_snapshot_reader.read_all()
+    return all(load.num_waiting_reqs == 0 and load.token_usage < most_used for load in loads)
+
+
+def has_only_tokens(obj: Any) -> bool:
+    """Whether a request's prompt is nothing but tokens."""
+    others = (obj.image_data, obj.video_data, obj.audio_data, obj.input_embeds)
+    return all(each is None for each in others) and obj.session_params is None
+
+
+def cache_namespace(obj: Any) -> dict[str, Any]:
+    """The fields of a request on which what it finds in the radix cache depends."""
+    names = ("extra_key", "cache_salt", "lora_path")
+    return {name: getattr(obj, name, None) for name in names}
+
+
+def latencies(state: Any) -> tuple[float | None, float | None]:
+    """Seconds to the first token of a request that has ended, and to its end.
+
+    The first is None where it is not known: of an answer that was not streamed SGLang knows it only
+    with `--enable-metrics`; else it takes the time at which all tokens came.
+    """
+    stats = state.time_stats
+    known = 0 < stats.first_token_time < stats.finished_time
+    ttft = stats.get_first_token_latency() if known else None
+    return ttft, stats.get_e2e_latency() if stats.finished_time else None
+
+
+def is_scoring(obj: Any) -> bool:
+    """Whether a request is one of `scoring_request`."""
+    return getattr(obj, _SCORING, False)
+
+
+def add_route(path: str, method: str, endpoint: Callable, *, admin: bool) -> None:
+    """Add a route to SGLang's HTTP application, if this process has one.
+
+    Args:
+        endpoint: from an HTTP request to a status and a JSON value.
+        admin: whether it takes the admin key; then it is refused where none is configured.
+    """
+    module = sys.modules.get(HTTP_MODULE)
+    if module is None or any(
+        getattr(each, "path", None) == path and method in (getattr(each, "methods", None) or ())
+        for each in module.app.routes
+    ):
+        return
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    async def answer(request):
+        status, content = await endpoint(request)
+        return JSONResponse(content, status_code=status)
+
+    answer.__annotations__["request"] = Request  # FastAPI reads it
+    level = AuthLevel.ADMIN_FORCE if admin else AuthLevel.NORMAL
+    module.app.add_api_route(path, auth_level(level)(answer), methods=[method])
+
+
+async def change_policies(manager: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Ask the scheduler for something between two batches; what it answers.
+
+    The message is SGLang's one for control whose body is any JSON; its method tells whose it is.
+    """
+    from sglang.srt.managers.io_struct import DumperControlReqInput
+
+    request = DumperControlReqInput(method=CHANGE, body=body)
+    answers = await manager.dumper_control(request)
+    failed = [each.error for each in answers if not each.success]
+    if failed:
+        raise RuntimeError(f"the scheduler failed: {failed[0]}")
+    return answers[0].response[0]
+
+
+def answer_change(scheduler: Any, request: Any, answer: Callable[[], dict[str, Any]]) -> None:
+    """In the scheduler: answer a request of `change_policies`."""
+    from sglang.srt.managers.io_struct import DumperControlReqOutput
+
+    try:
+        output = DumperControlReqOutput(success=True, response=[answer()])
+    except Exception as error:
+        output = DumperControlReqOutput(success=False, response=[], error=repr(error))
+    scheduler.ipc_channels.send_to_tokenizer.send_output(output, request)
+
+
+def scoring_request(
+    tokens: list[int], *, start: int, top: int, custom: dict[str, Any], namespace: Mapping[str, Any]
+) -> Any:
+    """A request that generates nothing: the `top` candidates of each token after `start`."""
+    from uuid import uuid4
+
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    request = GenerateReqInput(
+        rid=f"kv-shadow-{uuid4().hex}",
+        input_ids=tokens,
+        sampling_params={"max_new_tokens": 0, "temperature": 0, "custom_params": custom},
+        return_logprob=True,
+        logprob_start_len=start,
+        top_logprobs_num=top,
+        return_flat_raw_top_logprobs=True,
+        return_flat_raw_top_logprobs_b64=True,
+        log_metrics=False,
+        no_logs=True,
+        **namespace,
+    )
+    setattr(request, _SCORING, True)
+    return request
+
+
+async def score(manager: Any, request: Any) -> tuple[Any, Any]:
+    """Candidates of a scoring request: ids int32 and logprobs float32, [n, K] each."""
+    import base64
+
+    import numpy as np
+
+    answer = await manager.generate_request(request, None).__anext__()
+    meta, shape = answer["meta_info"], answer["meta_info"]["input_top_logprobs_shape"]
+
+    def array(name: str, dtype: str) -> Any:
+        content = base64.b64decode(meta[f"input_top_logprobs_{name}_flat_b64"])
+        return np.frombuffer(content, dtype).reshape(shape)
+
+    return array("idx", "<i4"), array("val", "<f4")

@@ -117,16 +117,17 @@ class Failures:
         self._runtime.metrics.failed(name, Reason.POLICY_ERROR)
 
     def _count(self, served: Served) -> None:
-        served.failures += 1
-        if served.failures != self._most:
+        standing = served.standing
+        standing.failures += 1
+        if standing.failures != self._most:
             return
-        served.enabled = False
+        standing.enabled = False
         self._runtime.metrics.enabled(served.name, on=False)
         logger.error(
             "KV-cache policy %s failed in %d requests and is disabled: its requests are served in "
             "full until the server is started again (--kv-policy-max-failures).",
             served.name,
-            served.failures,
+            standing.failures,
         )
 
 

@@ -1,7 +1,7 @@
 """What the plugin does where SGLang talks to clients: the tokenizer's process, or its workers.
 
-Policies are chosen in the scheduler; here requests are completed with what a route of SGLang drops,
-and answers with what happened to them.
+Requests are completed with what a route of SGLang drops, and get the policy that the traffic's
+rules give them (experiment/traffic.py); answers are completed with what happened to them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 from kvpolicy.sglang_ext import compat
 from kvpolicy.sglang_ext.errors import Refused
+from kvpolicy.sglang_ext.experiment.raw import RAW
+from kvpolicy.sglang_ext.experiment.server import Server, assigned_to, facts_of
 
 KEY = "kv_policy"  # in an answer's meta_info
 HEADER = "x-kv-policy"
@@ -21,74 +23,115 @@ MOST_CHOICES = 8  # of an answer, whose facts its header holds
 Answers = AsyncGenerator[Any, None]  # of one request, as SGLang makes them
 
 _FACTS = "kv_policy_facts"  # of SGLang's state of a request, and of an ASGI scope
+_OWN = (KEY, RAW)  # in SGLang's customized_info
 
 
-def install() -> None:
+def install(server: Server) -> None:
     """Register the hooks of this process.
 
     Raises:
         Refused: SGLang did not apply them.
     """
-    compat.register(compat.META_INFO, around_meta_info, "around")
-    compat.register(compat.GENERATE, _around_generate, "around")
+    compat.register(compat.META_INFO, around_meta_info(server), "around")
+    compat.register(compat.GENERATE, _around_generate(server), "around")
+    compat.register(compat.CRASH_DUMP, _before_crash_dump, "before")
+    compat.register(compat.FRONT_STATE, _around_state(server), "around")
     compat.apply_hooks()
-    hooks = (compat.META_INFO, compat.GENERATE)
+    hooks = (compat.META_INFO, compat.GENERATE, compat.CRASH_DUMP, compat.FRONT_STATE)
     missing = [target for target in hooks if not compat.is_applied(target)]
     if missing:
         raise Refused(f"--kv-policy: SGLang did not apply the hooks on {', '.join(missing)}.")
     compat.add_middleware(FactsHeader)
 
 
-def around_meta_info(
-    original: Callable,
-    manager: Any,
-    meta_info: dict,
-    state: Any,
-    info: dict,
-    index: int,
-    *args: Any,
-) -> None:
-    """Around TokenizerManager.update_request_meta_info.
+def around_meta_info(server: Server) -> Callable:
+    """The hook on how an answer's `meta_info` is completed."""
 
-    SGLang collects such facts per output token; those of a policy are one value per request, of
-    which later elements bring what has changed.
-    """
-    original(manager, meta_info, state, {k: v for k, v in info.items() if k != KEY}, index, *args)
-    for facts in info[KEY][index] if KEY in info else ():
-        if facts is not None:
-            setattr(state, _FACTS, {**getattr(state, _FACTS, {}), **facts})
-    if hasattr(state, _FACTS):
-        meta_info[KEY] = getattr(state, _FACTS)
+    def around(
+        original: Callable,
+        manager: Any,
+        meta_info: dict,
+        state: Any,
+        info: dict,
+        index: int,
+        *args: Any,
+    ) -> None:
+        """Around TokenizerManager.update_request_meta_info.
+
+        SGLang collects such facts per output token; those of a policy are one value per request,
+        of which later elements bring what has changed.
+        """
+        others = {name: values for name, values in info.items() if name not in _OWN}
+        original(manager, meta_info, state, others, index, *args)
+        for facts in info[KEY][index] if KEY in info else ():
+            if facts is not None:
+                setattr(state, _FACTS, {**getattr(state, _FACTS, {}), **facts})
+        facts = getattr(state, _FACTS, {})
+        assigned = facts_of(assigned_to(state.obj))
+        if facts or "arm" in assigned:
+            meta_info[KEY] = {**({} if facts else {"policy": "none"}), **facts, **assigned}
+        if meta_info.get("finish_reason") is not None:
+            recorded = [each for each in (info.get(RAW) or {index: ()})[index] if each is not None]
+            server.ended(state, meta_info, facts, recorded[-1] if recorded else None)
+
+    return around
 
 
-def _around_generate(
-    original: Callable[..., Answers], manager: Any, obj: Any, request: Any = None
+def _around_generate(server: Server) -> Callable:
+    def around(
+        original: Callable[..., Answers], manager: Any, obj: Any, request: Any = None
+    ) -> Answers:
+        """Around TokenizerManager.generate_request."""
+        return _generate(server, original, manager, obj, request)
+
+    return around
+
+
+async def _generate(
+    server: Server, original: Callable[..., Answers], manager: Any, obj: Any, request: Any
 ) -> Answers:
-    """Around TokenizerManager.generate_request."""
-    if request is None:
-        return original(manager, obj, request)
-    if compat.drops_custom_params(request.scope["path"]):
-        return _with_custom_params(original, manager, obj, request)
-    return _noted(original(manager, obj, request), obj, request)
-
-
-async def _with_custom_params(
-    original: Callable[..., Answers], manager: Any, obj: Any, request: Any
-) -> Answers:
-    """Answers to a request whose route has no field for `custom_params`."""
-    body = await request.json()  # it has been read already
-    custom = body.get("custom_params") if isinstance(body, dict) else None
-    if custom is not None:
-        obj.sampling_params = {**(obj.sampling_params or {}), "custom_params": custom}
+    """Answers to a request, with its policy chosen."""
+    if compat.is_scoring(obj):
+        async with aclosing(original(manager, obj, request)) as answers:
+            async for answer in answers:
+                yield answer
+        return
+    if request is not None and compat.drops_custom_params(request.scope["path"]):
+        body = await request.json()  # it has been read already
+        custom = body.get("custom_params") if isinstance(body, dict) else None
+        if custom is not None:
+            obj.sampling_params = {**(obj.sampling_params or {}), "custom_params": custom}
+    await server.arrived(manager, obj, request)
     async with aclosing(_noted(original(manager, obj, request), obj, request)) as answers:
         async for answer in answers:
             yield answer
 
 
+def _around_state(server: Server) -> Callable:
+    async def around(original: Callable, manager: Any) -> list[dict[str, Any]]:
+        """Around TokenizerManager.get_internal_state, which GET /server_info shows."""
+        states = await original(manager)
+        for state in states:
+            state["kv_policy_applied"] = server.traffic.enabled
+            if server.live is not None:
+                state["kv_experiment"] = server.live.summary()
+        return states
+
+    return around
+
+
+def _before_crash_dump(manager: Any, *args: Any, **options: Any) -> None:
+    """Before TokenizerManager.dump_requests_before_crash: scoring requests are nobody's."""
+    for rid, state in list(manager.rid_to_state.items()):
+        if compat.is_scoring(state.obj):
+            del manager.rid_to_state[rid]
+
+
 def _noted(answers: Answers, obj: Any, request: Any) -> Answers:
     """The same answers; what happened is noted for the header of one that is not streamed."""
     # The header of a stream is sent before anything is known.
-    return answers if getattr(obj, "stream", False) else _noting(answers, request)
+    stream = request is None or getattr(obj, "stream", False)
+    return answers if stream else _noting(answers, request)
 
 
 async def _noting(answers: Answers, request: Any) -> Answers:

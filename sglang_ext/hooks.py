@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from kvpolicy.dsl.bind import Bound
 from kvpolicy.sglang_ext import backend as backends
 from kvpolicy.sglang_ext import (
     compat,
@@ -21,6 +22,7 @@ from kvpolicy.sglang_ext import (
     reserved,
 )
 from kvpolicy.sglang_ext.arena import Arena, create_arena
+from kvpolicy.sglang_ext.changes import Changes
 from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.metrics import Metrics
 from kvpolicy.sglang_ext.options import Policy
@@ -29,6 +31,7 @@ from kvpolicy.sglang_ext.rotary import of_model
 from kvpolicy.sglang_ext.runtime import Runtime
 from kvpolicy.sglang_ext.store import Store
 from kvpolicy.sglang_ext.tables import DeviceTables
+from kvpolicy.sglang_ext.variants import Variants
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +75,12 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Callable]]:
         (compat.ADD_ONE, "around", _around_add_one(runtime)),
         (compat.ADD_CHUNKED, "around", _around_add_chunked(runtime)),
         (compat.FORWARD, "around", _around_forward(runtime)),
+        (compat.SAMPLE_LOGITS, "around", _around_sample_logits(runtime)),
         (compat.SAMPLE, "around", _around_sample(runtime)),
         (compat.LOGPROBS, "before", _before_logprobs(runtime)),
         (compat.END_OUTPUT, "around", _around_end_output),
         (compat.INTERNAL_STATE, "after", _after_internal_state(runtime)),
+        (compat.CONTROL, "around", _around_control(runtime)),
         (compat.CHECKPOINT, "after", lambda _, req, tree: runtime.published(req)),
         (compat.RELEASE, "before", lambda req, *_, **options: runtime.released(req)),
         (compat.OWNED, "after", lambda length, req: runtime.owned(req, length)),
@@ -189,9 +194,13 @@ def _start(runtime: Runtime, scheduler: Any) -> None:
         )
         if any(policy.program.positions == "slots" for policy in runtime.policies):
             runtime.rotary = of_model(scheduler.tp_worker.model_runner.model)
-        for policy in runtime.policies:
+
+        def make(policy: Policy, bound: Bound) -> Served:
             page_size = runtime.store.allocator.page_size
-            served = Served(policy, policy.bind(shape), runtime.arena, page_size)
+            return Served(policy, bound, runtime.arena, page_size)
+
+        for policy in runtime.policies:
+            served = make(policy, policy.bind(shape))
             started = time.perf_counter()
             _warm(served, policy)
             runtime.served[policy.name] = served
@@ -208,9 +217,33 @@ def _start(runtime: Runtime, scheduler: Any) -> None:
             layers.wrap(runtime, scheduler.tp_worker.model_runner)
             chunk = compat.resolved(scheduler.server_args).chunked_prefill_size
             runtime.one_piece = options.one_piece(chunk)
+        runtime.variants = Variants(shape, _within(runtime, make))
+        resolved = compat.resolved(scheduler.server_args)
+        runtime.changes = Changes(
+            runtime,
+            scheduler.tp_worker.model_runner,
+            shape,
+            _within(runtime, make),
+            compat.captured_requests(resolved),
+        )
     except Refused as error:
         raise stop(error) from None
     runtime.metrics = Metrics(compat.metric_labels(scheduler), runtime.served)
+
+
+def _within(
+    runtime: Runtime, make: Callable[[Policy, Bound], Served]
+) -> Callable[[Policy, Bound], Served]:
+    """Makes policies that need nothing but what was prepared when the server started."""
+
+    def within(policy: Policy, bound: Bound) -> Served:
+        if bound.propagates and not runtime.layers:
+            raise Refused("tokens would leave the prefill, and this server is not prepared for it")
+        served = make(policy, bound)
+        _warm(served, policy)
+        return served
+
+    return within
 
 
 def _warm(served: Served, policy: Policy) -> None:
@@ -315,6 +348,16 @@ def _around_forward(runtime: Runtime) -> Callable:
     return around
 
 
+def _around_sample_logits(runtime: Runtime) -> Callable:
+    def around(original: Callable, runner: Any, logits_output: Any, batch: Any) -> Any:
+        """Around ModelRunner.sample."""
+        return runtime.raw.sample(
+            lambda: original(runner, logits_output, batch), logits_output, batch.sampling_info
+        )
+
+    return around
+
+
 def _around_sample(runtime: Runtime) -> Callable:
     def around(original: Callable, sampler: Any, logits: Any, info: Any, *args: Any, **kw) -> Any:
         """Around Sampler.forward."""
@@ -335,6 +378,17 @@ def _around_end_output(original: Callable, req: Any, *args: Any, **options: Any)
     """Around Req.update_finish_state: prescribed tokens end nothing."""
     if not force.goes_on(req):
         original(req, *args, **options)
+
+
+def _around_control(runtime: Runtime) -> Callable:
+    def around(original: Callable, scheduler: Any, request: Any) -> None:
+        """Around Scheduler.handle_dumper_control."""
+        if request.method != compat.CHANGE:
+            original(scheduler, request)
+            return
+        compat.answer_change(scheduler, request, lambda: runtime.changes.handle(request.body))
+
+    return around
 
 
 def _after_internal_state(runtime: Runtime) -> Callable:

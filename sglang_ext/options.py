@@ -17,6 +17,7 @@ import time
 from argparse import ArgumentParser, Namespace, _StoreAction
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvpolicy.dsl.bind import Bound, bind
@@ -25,6 +26,7 @@ from kvpolicy.dsl.cost_limit import check_cost
 from kvpolicy.dsl.diagnostics import PolicyError, render_all
 from kvpolicy.dsl.ir import ModelShape, Program
 from kvpolicy.dsl.model_config import ModelConfig
+from kvpolicy.dsl.source import Source
 from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.errors import Refused
 
@@ -38,6 +40,10 @@ KERNELS_VARIABLE = "SGLANG_KV_POLICY_KERNELS"  # one of KERNELS
 COST_VARIABLE = "SGLANG_KV_POLICY_MAX_COST"  # percent of the prefill's time
 FAILURES_VARIABLE = "SGLANG_KV_POLICY_MAX_FAILURES"  # requests
 INSPECTION_VARIABLE = "SGLANG_KV_POLICY_ALLOW_INSPECTION"  # 1 or nothing
+ALLOW_SET_VARIABLE = "SGLANG_KV_POLICY_ALLOW_SET"  # policy.name, separated by commas
+OVERRIDE_VARIABLE = "SGLANG_KV_POLICY_OVERRIDE"  # one of OVERRIDES
+EXPERIMENT_VARIABLE = "SGLANG_KV_POLICY_EXPERIMENT"  # path
+STATE_VARIABLE = "SGLANG_KV_POLICY_EXPERIMENT_STATE"  # path
 
 # Decode steps from one fold to the next; docs/results/fold_interval.md has the measurement.
 DEFAULT_INTERVAL = 16
@@ -48,14 +54,22 @@ DEFAULT_COST = 50
 # Requests for which a policy may fail before it is disabled.
 DEFAULT_FAILURES = 3
 
+NONE = "none"  # stands for no policy
+REQUEST = "request"  # the path of a policy that came while the server ran
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9@._-]*")
+
+_FILES = ("kv_experiment", "kv_experiment_state")
 
 KERNELS = ("auto", "torch", "triton")  # the first one is the default
 
 
-@dataclass(frozen=True)
+# What clients may name: any policy or none, a policy only, nothing. The first is the default.
+ANY, LISTED, NOBODY = OVERRIDES = ("any", "listed", "none")
+
+
+@dataclass(frozen=True, eq=False)
 class Policy:
-    """A checked policy file as it is served.
+    """A checked policy file as it is served; two that say the same are two.
 
     Attributes:
         name: by which requests choose it, the file's own unless the operator gave another.
@@ -150,6 +164,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="Value of a policy's parameter; POLICY.NAME=VALUE when several policies are given.",
     )
     group.add_argument(
+        "--kv-policy-allow-set",
+        metavar="NAME",
+        nargs="+",
+        action=_Extend,
+        help="Parameter that requests may set, in custom_params.kv_policy_set; POLICY.NAME when "
+        "several policies are given. Default: none.",
+    )
+    group.add_argument(
         "--kv-policy-max-one-piece-prefill",
         metavar="TOKENS",
         help="Longest prompt that is prefilled in one piece where a policy finds the layer after "
@@ -187,6 +209,23 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="Let clients ask which positions are kept (custom_params.kv_policy_kept) and "
         "prescribe output (kv_policy_force). For evaluation: both cost the server waits.",
     )
+    group.add_argument(
+        "--kv-policy-override",
+        metavar="{" + ",".join(OVERRIDES) + "}",
+        help="Which policy a request may name itself: any that is served or `none` (full KV), only "
+        "one that is listed by --kv-policy, or none at all; others are refused. Default any.",
+    )
+    group.add_argument(
+        "--kv-experiment",
+        metavar="FILE",
+        help="Experiment (YAML) that assigns policies to the requests that name none; see "
+        "`kvpolicy experiment check`.",
+    )
+    group.add_argument(
+        "--kv-experiment-state",
+        metavar="FILE",
+        help="Where it is kept that the experiment has ended, so that a restart does not undo it.",
+    )
 
 
 def export(arguments: Namespace) -> None:
@@ -199,6 +238,7 @@ def export(arguments: Namespace) -> None:
     for option, variable, separator in (
         ("kv_policy", PATHS_VARIABLE, os.pathsep),
         ("kv_policy_set", SETTINGS_VARIABLE, ","),
+        ("kv_policy_allow_set", ALLOW_SET_VARIABLE, ","),
     ):
         values = getattr(arguments, option, None)
         if not values:
@@ -217,10 +257,15 @@ def export(arguments: Namespace) -> None:
         ("kv_policy_max_cost", COST_VARIABLE, max_cost),
         ("kv_policy_max_failures", FAILURES_VARIABLE, max_failures),
         ("kv_policy_allow_inspection", INSPECTION_VARIABLE, allows_inspection),
+        ("kv_policy_override", OVERRIDE_VARIABLE, override),
+        ("kv_experiment", EXPERIMENT_VARIABLE, experiment_file),
+        ("kv_experiment_state", STATE_VARIABLE, experiment_state),
     ):
         value = getattr(arguments, option, None)
         if value is None or value is False:
             continue
+        if option in _FILES:
+            value = os.path.abspath(value)
         os.environ[variable] = "1" if value is True else value
         check()
         if not requested()[0]:
@@ -263,6 +308,11 @@ def requested() -> tuple[list[str], list[str]]:
     return [p for p in paths if p], [s for s in settings if s]
 
 
+def allowed_to_set() -> list[str]:
+    """Parameters that requests may set, `[POLICY.]NAME`, from the environment."""
+    return [each for each in os.environ.get(ALLOW_SET_VARIABLE, "").split(",") if each]
+
+
 def fold_interval() -> int:
     """Decode steps from one fold to the next, from the environment.
 
@@ -302,15 +352,51 @@ def allows_inspection() -> bool:
     return bool(_whole(INSPECTION_VARIABLE, "--kv-policy-allow-inspection", 0, 1))
 
 
+def override() -> str:
+    """What clients may name, one of OVERRIDES, from the environment.
+
+    Raises:
+        Refused: it is none of them.
+    """
+    return _one_of(OVERRIDE_VARIABLE, "--kv-policy-override", OVERRIDES)
+
+
+def experiment_file() -> Path | None:
+    """The file of the experiment, from the environment."""
+    found = os.environ.get(EXPERIMENT_VARIABLE)
+    return Path(found) if found else None
+
+
+def experiment_state() -> Path | None:
+    """The file that keeps how an experiment ended, from the environment.
+
+    Raises:
+        Refused: there is no experiment, or no folder for the file.
+    """
+    found = os.environ.get(STATE_VARIABLE)
+    if not found:
+        return None
+    if experiment_file() is None:
+        raise Refused(f"--kv-experiment-state {found}: there is no --kv-experiment")
+    if not os.path.isdir(os.path.dirname(found)):
+        raise Refused(f"--kv-experiment-state {found}: its folder is not there")
+    return Path(found)
+
+
 def kernels() -> str:
     """What computes, one of KERNELS, from the environment.
 
     Raises:
         Refused: it is none of them.
     """
-    text = os.environ.get(KERNELS_VARIABLE, "").strip() or KERNELS[0]
-    if text not in KERNELS:
-        raise Refused(f"--kv-policy-kernels {text}: expected one of {', '.join(KERNELS)}")
+    return _one_of(KERNELS_VARIABLE, "--kv-policy-kernels", KERNELS)
+
+
+def _one_of(variable: str, flag: str, values: Sequence[str]) -> str:
+    """A value from the environment; the first of those that there are by default."""
+    text = os.environ.get(variable, "").strip() or values[0]
+    if text not in values:
+        raise Refused(f"{flag} {text}: expected one of {', '.join(values)}")
     return text
 
 
@@ -365,8 +451,8 @@ def load_policies(values: Sequence[str], settings: Sequence[str]) -> tuple[Polic
         if path not in read:
             read[path] = _checked(path)
         name = given or read[path].require().name
-        if name == "none":
-            raise Refused(f"--kv-policy {value}: the name `none` stands for no policy")
+        if name == NONE:
+            raise Refused(f"--kv-policy {value}: the name `{NONE}` stands for no policy")
         if name in named:
             raise Refused(
                 f"--kv-policy {value}: {named[name]} is also called `{name}`; give one of them "
@@ -380,6 +466,23 @@ def load_policies(values: Sequence[str], settings: Sequence[str]) -> tuple[Polic
         warnings = render_all(checked.diagnostics, checked.source)
         policies.append(Policy(name, checked.require(), path, chosen[name], warnings))
     return tuple(policies)
+
+
+def policy_of(name: str, text: str, settings: Mapping[str, str]) -> Policy:
+    """A policy that comes as text while the server runs.
+
+    Raises:
+        Refused: the name cannot be one, or the text is wrong or needs what is not served.
+    """
+    if name == NONE or not _NAME.fullmatch(name):
+        raise Refused(f"`{name[:60]}` cannot be a name: it has letters, digits, `@`, `.`, `_`, `-`")
+    checked = load(Source(name, text))
+    if checked.program is None:
+        raise Refused(render_all(checked.errors, checked.source))
+    if checked.unserved:
+        raise Refused(f"{'; '.join(checked.unserved)}.")
+    warnings = render_all(checked.diagnostics, checked.source)
+    return Policy(name, checked.program, REQUEST, dict(settings), warnings)
 
 
 def log_warnings(policies: Sequence[Policy]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvpolicy.sglang_ext.errors import Refused
@@ -87,6 +87,7 @@ def _add_cli_args(result: Any, parser: ArgumentParser, *args: Any, **kwargs: Any
 def _from_cli_args(result: Any, cls: type, arguments: Namespace, *args: Any) -> None:
     """After ServerArgs.from_cli_args: check the policies before anything is loaded."""
     from kvpolicy.sglang_ext import compat, options, refusals
+    from kvpolicy.sglang_ext.experiment import loading
 
     global _command_line
     _command_line = True
@@ -97,6 +98,7 @@ def _from_cli_args(result: Any, cls: type, arguments: Namespace, *args: Any) -> 
             return
         refusals.check_version()
         options.load_policies(paths, settings)
+        loading.prepare(result)
     except Refused as error:
         raise _stop(error, command_line=True) from None
     if not compat.in_scheduler():
@@ -106,7 +108,7 @@ def _from_cli_args(result: Any, cls: type, arguments: Namespace, *args: Any) -> 
 
 def _after_publish(result: Any, server_args: Any, *, role: str, **kwargs: Any) -> None:
     """After runtime_context.publish in the launcher: options are resolved, nothing is loaded."""
-    from kvpolicy.sglang_ext import compat, frontend, options, refusals
+    from kvpolicy.sglang_ext import compat, options, refusals
 
     if role != "tokenizer":
         return
@@ -125,6 +127,33 @@ def _after_publish(result: Any, server_args: Any, *, role: str, **kwargs: Any) -
                 "SGLANG_HTTP_SERVER_APP_PATH is not set."
             )
         if compat.has_tokenizer():
-            frontend.install()
+            workers = resolved.tokenizer_worker_num
+            _serve_clients(policies, config, workers)
     except Refused as error:
         raise _stop(error, command_line=_command_line) from None
+
+
+def _serve_clients(policies: Sequence[Any], config: Any, workers: int) -> None:
+    """Install what a process does that talks to clients.
+
+    Args:
+        config: SGLang's model config.
+        workers: processes that talk to clients.
+    """
+    from kvpolicy.sglang_ext import compat, frontend, options, refusals
+    from kvpolicy.sglang_ext.catalog import Catalog
+    from kvpolicy.sglang_ext.experiment import loading
+    from kvpolicy.sglang_ext.experiment.control import Control
+    from kvpolicy.sglang_ext.experiment.server import Server
+    from kvpolicy.sglang_ext.experiment.traffic import Traffic
+    from kvpolicy.sglang_ext.variants import Allowed
+
+    live = loading.live(policies, workers)
+    catalog = Catalog(policies, refusals.model_sizes(config), config.context_len)
+    allowed = Allowed(catalog, options.allowed_to_set())
+    labels = compat.allowed_labels()
+    traffic = Traffic(catalog.policies, options.override(), live, allowed, labels)
+    server = Server(traffic, token_bytes=compat.slot_bytes(config), context=config.context_len)
+    frontend.install(server)
+    if workers == 1:  # several would have to be switched together
+        Control(server, catalog).install()

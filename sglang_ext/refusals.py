@@ -17,7 +17,7 @@ from kvpolicy.sglang_ext.options import kernels
 SERVED_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
 
 # Option, the value with which it is harmless, how it is written, why it does not work.
-_OPTIONS = (
+OPTIONS = (
     ("speculative_algorithm", None, "draft tokens are verified against slots that were freed"),
     ("disaggregation_mode", "null", "a compressed request's row cannot be transferred"),
     ("enable_mixed_chunk", False, "decoding requests would be computed as prefills"),
@@ -60,7 +60,7 @@ def check_options(options: Any) -> None:
     Raises:
         Refused: names the option and why.
     """
-    for name, harmless, why in _OPTIONS:
+    for name, harmless, why in OPTIONS:
         value = getattr(options, name)
         if value != harmless and not (value is None and harmless == "null"):
             raise _refusal(name, value, why)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from kvpolicy.sglang_ext import compat, kept
+from kvpolicy.sglang_ext import asked, compat, kept
 from kvpolicy.sglang_ext.reasons import Reason
 from kvpolicy.sglang_ext.request import State, state_of
 
@@ -37,7 +37,8 @@ class Reports:
     def without_policy(self, req: Any) -> None:
         """Note that the prompt of a request has ended that no policy applies to."""
         # A retracted one comes again, with what it has said so far.
-        if not req.output_ids and not compat.is_health_check(req) and req.to_finish is None:
+        internal = compat.is_health_check(req) or asked.assigned(req).get("scores")
+        if not req.output_ids and not internal and req.to_finish is None:
             self._runtime.metrics.without_policy()
 
     def finished_prompt(self, req: Any, state: State, entries: int, *, finite: bool) -> None:
@@ -130,6 +131,8 @@ class Reports:
         if state.folds:
             facts |= {"folds": 0, "entries_dropped_in_decode": 0, "skipped_folds": 0}
         self._send(req, facts)
+        if state.served.set:
+            facts["set"] = state.served.set
         shown = {name: value for name, value in facts.items() if name != "kept"}
         logger.debug("Prompt ended. rid=%s, %s", req.rid, shown)
 

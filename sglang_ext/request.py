@@ -30,11 +30,28 @@ _MANY = 1024  # output tokens during which entries surely may leave
 _WARM = 256  # tokens of a prompt that needs every kernel generated for a policy
 
 
+@dataclass
+class Standing:
+    """How a policy has done, with whatever parameters.
+
+    Attributes:
+        failures: requests for which it failed.
+        enabled: until it has failed too often.
+    """
+
+    failures: int = 0
+    enabled: bool = True
+
+
 class Served:
-    """A policy bound to the model that is served."""
+    """A policy bound to the model that is served.
+
+    Attributes:
+        set: values of parameters that the request has set.
+    """
 
     def __init__(self, policy: Policy, bound: Bound, arena: Arena, page_size: int) -> None:
-        self.name = policy.name
+        self.policy, self.name = policy, policy.name
         self.bound = bound
         self.kernels = in_use(arena.storage.device)
         self.program = TorchProgram(bound, kernels=self.kernels.table)
@@ -47,8 +64,8 @@ class Served:
         self.tail = lru_cache(maxsize=4096)(self._tail)
         self.plan = lru_cache(maxsize=4096)(lambda prompt: propagation.plan(bound, prompt))
         self._bounded = bound.max_entries(ENDLESS) < self._everything(ENDLESS)
-        self.failures = 0  # requests for which it failed
-        self.enabled = True  # until it has failed too often
+        self.standing = Standing()
+        self.set: dict[str, Any] = {}
 
     def warm(self) -> None:
         """Compiles the kernels generated for the policy before a request waits for them."""
@@ -289,7 +306,7 @@ def assign(request: Any, served: Served | None, one_piece: int | None = None) ->
     setattr(request, _ATTRIBUTE, state)  # at once: what fails from here on is the request's
     if state is None:
         return
-    if not state.served.enabled:
+    if not state.served.standing.enabled:
         state.uncompressed = Reason.POLICY_DISABLED
         return
     state.plan = plan = state.served.plan(state.prompt)

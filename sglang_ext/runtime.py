@@ -19,11 +19,13 @@ A policy's work at any of these is contained (failures.py): where it fails, it f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvpolicy.sglang_ext import admission, asked, compat, kept, request
 from kvpolicy.sglang_ext.arena import Arena
+from kvpolicy.sglang_ext.changes import Changes
+from kvpolicy.sglang_ext.experiment.raw import Raw
 from kvpolicy.sglang_ext.failures import ADMISSION, Failures
 from kvpolicy.sglang_ext.force import Forcing
 from kvpolicy.sglang_ext.metrics import Metrics
@@ -39,6 +41,7 @@ from kvpolicy.sglang_ext.step import Step
 from kvpolicy.sglang_ext.store import Store
 from kvpolicy.sglang_ext.streams import Streams
 from kvpolicy.sglang_ext.tables import DeviceTables
+from kvpolicy.sglang_ext.variants import Variants
 
 
 class Runtime:
@@ -59,6 +62,7 @@ class Runtime:
         self.reports = Reports(self)
         self.failures = Failures(self, max_failures)
         self.forcing = Forcing()
+        self.raw = Raw()
         self.streams = Streams()
         self.queries = QueryBuffer([policy.program for policy in self.policies])
         self.step: Step | None = None
@@ -73,6 +77,8 @@ class Runtime:
         self.tables: DeviceTables
         self.store: Store
         self.rotary: Rotary
+        self.variants: Variants
+        self.changes: Changes
 
     @property
     def propagates(self) -> bool:
@@ -97,11 +103,26 @@ class Runtime:
                 "path": policy.path,
                 "settings": dict(policy.settings),
                 "default": policy.name == self.default,
-                "enabled": self.served[policy.name].enabled,
-                "failures": self.served[policy.name].failures,
+                "enabled": self.served[policy.name].standing.enabled,
+                "failures": self.served[policy.name].standing.failures,
             }
             for policy in self.policies
         ]
+
+    def replace(self, policy: Policy, served: Served) -> None:
+        """Serve a policy from the next request on, in place of one of its name."""
+        others = [each for each in self.policies if each.name != policy.name]
+        place = next((i for i, p in enumerate(self.policies) if p.name == policy.name), len(others))
+        self.policies = (*others[:place], policy, *others[place:])
+        self.served[policy.name] = served
+        self.variants.forget(policy.name)
+        self.metrics.enabled(policy.name, on=True)
+
+    def withdraw(self, name: str) -> None:
+        """Serve a policy no longer; requests that have it keep it."""
+        self.policies = tuple(each for each in self.policies if each.name != name)
+        self.served.pop(name, None)
+        self.variants.forget(name)
 
     # Queued and admitted.
 
@@ -115,12 +136,25 @@ class Runtime:
                 wanted = asked.of(req, inspection=self.inspection)
                 shows_kept = kept.wanted(wanted)
                 self.forcing.note(req, wanted)
-                served = request.choose(self.served, self.default, wanted)
+                self._take_assigned(req)
+                served = self._policy_of(wanted)
             except ValueError as error:
                 req.set_finish_with_abort(str(error))
         with self.failures.contained(req, ADMISSION):
             request.assign(req, served, self.one_piece)
         self.reports.queued(req, shows_kept=shows_kept)
+
+    def _policy_of(self, wanted: Mapping[str, Any]) -> Served | None:
+        served = request.choose(self.served, self.default, wanted)
+        values = wanted.get(asked.SET)
+        return served if served is None or not values else self.variants.of(served, values)
+
+    def _take_assigned(self, req: Any) -> None:
+        assigned = asked.assigned(req)
+        if assigned.get("top"):
+            self.raw.note(req, assigned["top"])
+        if assigned.get("scores"):
+            req.skip_radix_cache_insert = True
 
     def limit_prefix(self, req: Any, matched: int) -> int:
         """Longest prefix that may be taken from the radix cache.
@@ -238,6 +272,7 @@ class Runtime:
         self.tree = batch.tree_cache
         self.tables.write()
         self.forcing.prepare(batch)
+        self.raw.prepare(batch)
         self.step = Step(self, batch)
         try:
             result = run()

@@ -20,6 +20,8 @@ SIGNATURES = {
     compat.PUBLISH: ["server_args", "role"],
     compat.META_INFO: ["self", "meta_info", "state", "customized_info", "index", "finish_reason"],
     compat.GENERATE: ["self", "obj", "request"],
+    compat.CRASH_DUMP: ["self"],
+    compat.FRONT_STATE: ["self"],
     compat.SIZE_POOL: ["self", "budget_bytes", "cap_tokens"],
     compat.CREATE_BUFFERS: ["self"],
     compat.ALLOC_MEMORY_POOL: ["self"],
@@ -33,6 +35,7 @@ SIGNATURES = {
     compat.ADD_ONE: ["self", "req", "has_chunked_req"],
     compat.ADD_CHUNKED: ["self", "req"],
     compat.FORWARD: ["self", "batch"],
+    compat.SAMPLE_LOGITS: ["self", "logits_output", "forward_batch"],
     compat.SAMPLE: ["self", "logits_output", "sampling_info"],
     compat.LOGPROBS: [
         "self",
@@ -43,6 +46,7 @@ SIGNATURES = {
     ],
     compat.END_OUTPUT: ["self", "new_accepted_len"],
     compat.INTERNAL_STATE: ["self", "recv_req"],
+    compat.CONTROL: ["self", "recv_req"],
     compat.CHECKPOINT: ["req", "tree_cache"],
     compat.RELEASE: ["req", "tree_cache"],
     compat.OWNED: ["self"],
@@ -68,7 +72,7 @@ def test_another_version_is_refused_in_one_sentence(monkeypatch):
 
 def test_every_target_is_listed():
     targets = {v for v in vars(compat).values() if isinstance(v, str) and v.startswith("sglang.")}
-    modules = {compat._SCHEDULER_MODULE, compat._TOKENIZER_MODULE, compat._HTTP_MODULE}
+    modules = {compat.SCHEDULER_MODULE, compat.TOKENIZER_MODULE, compat.HTTP_MODULE}
     assert targets - modules == set(SIGNATURES)
 
 
@@ -110,7 +114,7 @@ def test_refused_options_exist():
     from sglang.srt.server_args import ServerArgs
 
     fields = set(inspect.signature(ServerArgs).parameters)
-    assert {name for name, _, _ in refusals._OPTIONS} | {"kv_cache_dtype"} <= fields
+    assert {name for name, _, _ in refusals.OPTIONS} | {"kv_cache_dtype"} <= fields
 
 
 def test_the_plugin_is_light():

@@ -11,7 +11,7 @@ from kvpolicy.sglang_ext import compat, refusals
 from kvpolicy.sglang_ext.errors import Refused
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
-HARMLESS = {name: value for name, value, _ in refusals._OPTIONS} | {
+HARMLESS = {name: value for name, value, _ in refusals.OPTIONS} | {
     "kv_cache_dtype": "auto",
     "attention_backend": "torch_native",
     "prefill_attention_backend": None,

@@ -1,0 +1,146 @@
+"""What an experiment costs: microseconds per request to assign it, and throughput with shadows.
+
+Two servers with the same policy take turns, round by round, with the same requests many at once:
+one without an experiment, and one with two equal arms of which a share is scored again with full
+KV. Every answer is checked to have been given in full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import report
+import requests
+from kvpolicy.evaluation.serving import serve
+from kvpolicy.experiments import reading
+from kvpolicy.sglang_ext.experiment.live import LABELS, Live
+from kvpolicy.sglang_ext.experiment.traffic import Traffic
+from tqdm import tqdm
+
+HEADER = ("server", "requests per second", "of the one without, %")
+
+
+def experiment(sample: float) -> str:
+    """Two equal arms."""
+    return json.dumps({
+        "experiment": "overhead",
+        "targeting_key": ["header:x-smg-routing-key", "body:user", "rid"],
+        "coverage": "100 %",
+        "arms": {"control": {"policy": "lava"}, "same": {"policy": "lava"}},
+        "shadow": {"sample": f"{100 * sample:g} %", "top": 64, "tokens_per_second": 2000},
+        "metrics": [{"metric": "drift", "role": "guardrail", "margin": 1.9, "clip": 2}],
+        "analysis": {"on_fail": "alert"},
+    })  # fmt: skip
+
+
+def assignment(count: int) -> list[float]:
+    """Microseconds to assign each of some requests, in the front end's own code."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "experiment.yaml")
+        file.write_text(experiment(0.02))
+        live = Live(reading.load(file).require(), file, {"lava": {}})
+        traffic = Traffic({"lava": None}, live=live, labels=LABELS)
+        manager = SimpleNamespace(enable_lora=False)
+
+        async def body() -> dict[str, Any]:
+            return {"user": "somebody"}
+
+        async def assign(key: str) -> float:
+            request = SimpleNamespace(headers={"x-smg-routing-key": key}, json=body)
+            obj = SimpleNamespace(
+                sampling_params={"temperature": 0.7}, lora_path=None, custom_labels=None, rid=None
+            )
+            begun = time.perf_counter()
+            await traffic.choose(manager, obj, request)
+            seconds = time.perf_counter() - begun
+            if "arm" not in obj.sampling_params["custom_params"]["kv_policy_assigned"]:
+                raise SystemExit("experiment_overhead: a request got no arm")
+            return 1e6 * seconds
+
+        async def all_of_them() -> list[float]:
+            return [await assign(f"user-{i}") for i in range(count)]
+
+        return asyncio.run(all_of_them())
+
+
+def round_of(url: str, prompts: list[list[int]], turn: int, options: Any) -> float:
+    """Requests per second of one round."""
+
+    def ask(i: int) -> None:
+        sampling = {"temperature": 0.7, "max_new_tokens": options.new, "ignore_eos": True}
+        body = {"input_ids": prompts[i], "sampling_params": sampling}
+        headers = {"x-smg-routing-key": f"{turn}-{i}"}
+        response = requests.post(f"{url}/generate", json=body, headers=headers, timeout=300)
+        response.raise_for_status()
+        if len(response.json()["output_ids"]) != options.new:
+            raise SystemExit("experiment_overhead: an answer is incomplete")
+
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(options.at_once) as pool:
+        list(pool.map(ask, range(len(prompts))))
+    return len(prompts) / (time.perf_counter() - begun)
+
+
+def main() -> None:
+    parser = report.arguments(__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--requests", type=int, default=200, help="of a round")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens")
+    parser.add_argument("--new", type=int, default=16, help="tokens generated")
+    parser.add_argument("--at-once", type=int, default=8)
+    parser.add_argument("--sample", type=float, default=0.02, help="share that is scored again")
+    options = parser.parse_args()
+    micros = assignment(20_000)
+    policy, settings = report.ROOT / "policies" / "lava.yaml", ["rate=0.5", "window=8"]
+    rates: dict[str, list[float]] = {"without an experiment": [], "with it": []}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "experiment.yaml")
+        file.write_text(experiment(options.sample))
+        flags = {"skip_tokenizer_init": True}
+        with (
+            serve(options.model, [policy], settings, progress=True, **flags) as plain,
+            serve(options.model, [policy], settings, kv_experiment=file, **flags) as ours,
+        ):
+            servers = list(zip(rates, (plain, ours), strict=True))
+            for turn in tqdm(range(options.rounds + 1), desc="rounds"):
+                rng = np.random.default_rng(options.seed + turn)
+                prompts = rng.integers(20, 500, (options.requests, options.prompt)).tolist()
+                for label, server in servers if turn % 2 else reversed(servers):
+                    server.flush()
+                    rate = round_of(server.url, prompts, turn, options)
+                    if turn:  # the first one warms up
+                        rates[label].append(rate)
+            found = ours.session.get(f"{ours.url}/kv_policy/experiment", timeout=60).json()
+    compared = sum(each["compared"] for each in found["shadow"].values())
+    first, second = rates.values()
+    ratios = [b / a for a, b in zip(first, second, strict=True)]
+    rows = [
+        [label, report.spread(values, 1), report.spread(
+            [v / f for v, f in zip(values, first, strict=True)], 1, 100)]
+        for label, values in rates.items()
+    ]  # fmt: skip
+    low, high = np.percentile(micros, [5, 95])
+    text = (
+        f"Assignment: {statistics.median(micros):.0f} us per request in the median, 5 % to 95 %: "
+        f"{low:.0f} to {high:.0f} us, of {len(micros):,}.\n\n"
+        f"{options.requests} requests of {options.prompt} tokens a round, {options.new} generated, "
+        f"{options.at_once} at once; median (min-max) of {options.rounds} rounds. Scored again: "
+        f"{100 * options.sample:g} % of the requests, {compared} in all.\n\n"
+        f"{report.table(HEADER, rows)}"
+    )
+    data = {"assignment_us": statistics.median(micros), "rates": rates, "ratios": ratios,
+            "shadow": found["shadow"]}  # fmt: skip
+    report.publish("experiment_overhead", "Cost of an experiment", text, data, options.save)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The policies that an experiment's arms need at start, beside those of `--kv-policy`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpolicy.experiments.experiment import Arm, Experiment
+from kvpolicy.sglang_ext.variants import text_of
+
+
+def alias(arm: Arm) -> str:
+    """By which name an arm's policy is served: one with settings of its own has its own name."""
+    return f"{arm.policy}@{arm.name}" if arm.settings else arm.policy
+
+
+def with_arms(
+    experiment: Experiment, policies: dict[str, str], settings: Sequence[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Policies and settings of a server, with those of the arms.
+
+    Args:
+        policies: paths by name.
+        settings: `POLICY.NAME=VALUE`, or `NAME=VALUE` where there is one policy.
+    """
+    names = list(policies)
+    given = [each if "." in each.partition("=")[0] else f"{names[0]}.{each}" for each in settings]
+    paths, values = dict(policies), list(settings)
+    for arm in experiment.arms:
+        if not arm.settings:
+            continue
+        values = given if values == list(settings) else values
+        name = alias(arm)
+        paths[name] = policies[arm.policy]
+        own = {key: text_of(value) for key, value in arm.settings.items()}
+        for setting in given:
+            left, _, value = setting.partition("=")
+            policy, _, key = left.strip().rpartition(".")
+            if policy == arm.policy:
+                own.setdefault(key, value)
+        values = [*values, *(f"{name}.{key}={value}" for key, value in own.items())]
+    return paths, values

@@ -1,0 +1,274 @@
+"""Endpoints on SGLang's own HTTP server: looking at the experiment, changing it, and the switch.
+
+    GET  /kv_policy                        what is served, and whether policies are applied
+    POST /kv_policy/disable, /enable       full KV for every request from the next one on, and back
+    PUT  /kv_policy/policies/NAME?dry_run= add a policy or replace one: YAML, or {"policy", "set"}
+    DELETE /kv_policy/policies/NAME        serve it no longer; requests that run keep it
+    GET  /kv_policy/experiment?keys=       where the experiment stands and what was seen
+    PUT  /kv_policy/experiment?dry_run=    another version of it, as YAML or JSON
+    POST /kv_policy/experiment/abort, /pause, /resume, /promote
+
+All but GET need the admin key (`--admin-api-key`), and are refused where none is configured.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.experiments.lifecycle import ENDED
+from kvpolicy.sglang_ext import compat
+from kvpolicy.sglang_ext.catalog import Catalog
+from kvpolicy.sglang_ext.errors import Refused
+from kvpolicy.sglang_ext.experiment.live import Live
+from kvpolicy.sglang_ext.experiment.server import Server
+from kvpolicy.sglang_ext.variants import text_of
+
+logger = logging.getLogger(__name__)
+
+_LONGEST = 1_000_000  # bytes of an experiment
+_LONGEST_REASON = 500  # characters
+
+
+class Control:
+    """The endpoints of one server."""
+
+    def __init__(self, server: Server, catalog: Catalog) -> None:
+        self._server, self._catalog = server, catalog
+
+    def install(self) -> None:
+        """Add the routes to SGLang's application."""
+        for method, path, endpoint in (
+            ("GET", "/kv_policy", self.show),
+            ("POST", "/kv_policy/disable", self.disable),
+            ("POST", "/kv_policy/enable", self.enable),
+            ("PUT", "/kv_policy/policies/{name}", self.put_policy),
+            ("DELETE", "/kv_policy/policies/{name}", self.withdraw_policy),
+            ("GET", "/kv_policy/experiment", self.experiment),
+            ("PUT", "/kv_policy/experiment", self.replace),
+            ("POST", "/kv_policy/experiment/abort", self.abort),
+            ("POST", "/kv_policy/experiment/pause", self.pause),
+            ("POST", "/kv_policy/experiment/resume", self.resume),
+            ("POST", "/kv_policy/experiment/promote", self.promote),
+        ):
+            compat.add_route(path, method, endpoint, admin=method != "GET")
+
+    async def show(self, request: Any) -> tuple[int, Any]:
+        """What is served."""
+        live = self._server.live
+        return 200, {
+            "enabled": self._server.traffic.enabled,
+            "policies": self._catalog.describe(),
+            "experiment": None if live is None else live.experiment.name,
+        }
+
+    async def disable(self, request: Any) -> tuple[int, Any]:
+        """Full KV for every request from the next one on."""
+        return self._switch(False)
+
+    async def enable(self, request: Any) -> tuple[int, Any]:
+        """Policies again."""
+        return self._switch(True)
+
+    def _switch(self, on: bool) -> tuple[int, Any]:
+        if self._server.apply(on):
+            logger.warning(
+                "KV-cache policies are %s: %s.",
+                "enabled" if on else "disabled",
+                "requests get theirs again"
+                if on
+                else "every request gets full KV from the next one on; those that run go on",
+            )
+        return 200, {"enabled": on}
+
+    async def put_policy(self, request: Any) -> tuple[int, Any]:
+        """Add a policy, or replace one; with `dry_run`, only try it."""
+        name, dry = request.path_params["name"], _flag(request, "dry_run")
+        content, live = await request.body(), self._server.live
+        if dry is None:
+            return _problem(400, "dry_run is neither true nor false")
+        if len(content) > _LONGEST:
+            return _problem(413, f"a policy has at most {_LONGEST} bytes")
+        if name in self._catalog.policies and live is not None and live.uses(name):
+            return _problem(
+                409,
+                f"experiment `{live.experiment.name}` compares `{name}`; add the new version under "
+                "another name, and give it an arm of its own",
+            )
+        try:
+            text, settings = _policy_in(content)
+            if dry:
+                policy = await self._catalog.check(name, text, settings)
+            else:
+                policy = await self._catalog.put(compat.manager(), name, text, settings)
+        except (Refused, UnicodeDecodeError) as error:
+            return _problem(400, str(error))
+        if not dry and live is not None:
+            live.serve(name)
+        return 200, {"name": name, "dry_run": dry, "warnings": policy.warnings or None}
+
+    async def withdraw_policy(self, request: Any) -> tuple[int, Any]:
+        """Serve a policy no longer."""
+        name, live = request.path_params["name"], self._server.live
+        if live is not None and live.uses(name):
+            return _problem(409, f"experiment `{live.experiment.name}` serves `{name}`")
+        if name not in self._catalog.policies:
+            return _problem(404, f"no policy is called `{name[:60]}`")
+        try:
+            await self._catalog.withdraw(compat.manager(), name)
+        except Refused as error:
+            return _problem(409, str(error))
+        if live is not None:
+            live.serve_no_longer(name)
+        return 200, {"name": name, "withdrawn": True}
+
+    async def experiment(self, request: Any) -> tuple[int, Any]:
+        """Where the experiment stands."""
+        live = self._server.live
+        keys = _flag(request, "keys", "true")
+        if keys is None:
+            return _problem(400, "keys is neither true nor false")
+        return _absent() if live is None else (200, live.document(with_keys=keys))
+
+    async def replace(self, request: Any) -> tuple[int, Any]:
+        """Another version of the experiment; with `dry_run`, only what it would change."""
+        live = self._server.live
+        if live is None:
+            return _absent()
+        dry = _flag(request, "dry_run")
+        if dry is None:
+            return _problem(400, "dry_run is neither true nor false")
+        content = await request.body()
+        if len(content) > _LONGEST:
+            return _problem(413, f"an experiment has at most {_LONGEST} bytes")
+        try:
+            experiment = live.read(content.decode("utf-8"), "request")
+        except (PolicyError, UnicodeDecodeError) as error:
+            return _problem(400, str(error))
+        if experiment.name != live.experiment.name:
+            return _problem(
+                409,
+                f"the server runs experiment `{live.experiment.name}`, and this one is "
+                f"`{experiment.name}`; start the server with it",
+            )
+        anew = experiment.revision != live.experiment.revision
+        if not dry:
+            live.replace(experiment)
+        return 200, {
+            "revision": experiment.revision,
+            "begins_anew": anew,
+            "dry_run": dry,
+            "state": live.lifecycle.state.value,
+        }
+
+    async def abort(self, request: Any) -> tuple[int, Any]:
+        """End the experiment, or one arm of it: requests get the default."""
+        return await self._end(request, _abort)
+
+    async def promote(self, request: Any) -> tuple[int, Any]:
+        """End the experiment: requests get an arm's policy."""
+        return await self._end(request, _promote)
+
+    async def pause(self, request: Any) -> tuple[int, Any]:
+        """Take no further steps."""
+        return await self._end(request, lambda live, body: live.pause())
+
+    async def resume(self, request: Any) -> tuple[int, Any]:
+        """Take steps again."""
+        return await self._end(request, lambda live, body: live.resume())
+
+    async def _end(self, request: Any, act: Any) -> tuple[int, Any]:
+        live = self._server.live
+        if live is None:
+            return _absent()
+        content = await request.body()
+        try:
+            body = json.loads(content) if content.strip() else {}
+        except ValueError:
+            body = None
+        if not isinstance(body, dict):
+            return _problem(400, "the body is not a JSON object")
+        state = live.lifecycle.state
+        if state in ENDED:
+            return _problem(
+                409,
+                f"experiment `{live.experiment.name}` (revision {live.experiment.revision}) is "
+                f"{state} already: {live.lifecycle.reason}; another revision begins anew",
+            )
+        try:
+            new = act(live, body)
+        except ValueError as error:
+            return _problem(409, str(error))
+        return 200, {"state": live.lifecycle.state.value, "changed": new}
+
+
+def _flag(request: Any, name: str, otherwise: str = "false") -> bool | None:
+    """Whether a query has a flag set; None where it says something else."""
+    text = request.query_params.get(name, otherwise).lower()
+    return {"true": True, "1": True, "false": False, "0": False}.get(text)
+
+
+def _policy_in(content: bytes) -> tuple[str, dict[str, str]]:
+    """Text and settings of a policy: a body is its YAML, or a JSON object with `policy` and `set`.
+
+    Raises:
+        Refused: the object is another one.
+        UnicodeDecodeError: it is no text.
+    """
+    text = content.decode("utf-8")
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text, {}
+    values = found.get("set", {}) if isinstance(found, dict) else None
+    if not isinstance(values, dict) or not isinstance(found.get("policy"), str):
+        raise Refused('expected a policy, or {"policy": "its YAML", "set": {"name": value}}')
+    for key, value in values.items():
+        if not isinstance(value, bool | int | float):
+            raise Refused(f"set.{key[:60]}: expected a number, true or false")
+    return found["policy"], {key: text_of(value) for key, value in values.items()}
+
+
+def _abort(live: Live, body: Mapping[str, Any]) -> bool:
+    reason = _reason(body, "an operator")
+    if "arm" not in body:
+        return live.abort(reason)
+    names = [arm.name for arm in live.experiment.arms[1:]]
+    if body["arm"] not in names:
+        raise ValueError(f"there is no such arm beside control; there is {', '.join(names)}")
+    return live.roll_back(body["arm"], reason)
+
+
+def _promote(live: Live, body: Mapping[str, Any]) -> bool:
+    name = body.get("arm")
+    names = [arm.name for arm in live.experiment.arms]
+    if name not in names:
+        listed = ", ".join(f"`{each}`" for each in names)
+        raise ValueError(f'say which arm, as in {{"arm": "{names[-1]}"}}; there are {listed}')
+    undecided = [
+        each.metric
+        for each in live.analysis.verdicts()
+        if each.role == "guardrail" and each.arm == name and each.outcome != "cleared"
+    ]
+    if undecided and body.get("force") is not True:
+        raise ValueError(
+            f"arm `{name}` is not cleared of {', '.join(undecided)} yet; wait, or send "
+            '{"force": true} with it'
+        )
+    return live.promote(live.experiment.arm(name), _reason(body, "an operator"))
+
+
+def _reason(body: Mapping[str, Any], otherwise: str) -> str:
+    reason = body.get("reason")
+    return reason[:_LONGEST_REASON] if isinstance(reason, str) and reason else otherwise
+
+
+def _problem(status: int, message: str) -> tuple[int, Any]:
+    return status, {"error": {"message": message}}
+
+
+def _absent() -> tuple[int, Any]:
+    return _problem(404, "the server was started without --kv-experiment")

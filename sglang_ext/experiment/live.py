@@ -1,0 +1,468 @@
+"""The experiment of one server: who is assigned what, what was seen, and how it ends."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.dsl.diagnostics import Diagnostic, PolicyError
+from kvpolicy.experiments import reading, state_file
+from kvpolicy.experiments.analysis import Analysis, Verdict
+from kvpolicy.experiments.assignment import Reason
+from kvpolicy.experiments.document import document
+from kvpolicy.experiments.experiment import NO_POLICY, Arm, Experiment
+from kvpolicy.experiments.lifecycle import ENDED, Lifecycle
+from kvpolicy.experiments.state_file import StateFileError
+from kvpolicy.sglang_ext.errors import Refused
+from kvpolicy.sglang_ext.experiment.arms import alias
+from kvpolicy.sglang_ext.experiment.series import Series
+
+logger = logging.getLogger(__name__)
+
+EXPERIMENT_LABEL, ARM_LABEL = LABELS = ("kv_experiment", "kv_arm")
+DEFAULT_CLIP = 2.0  # where drift is not among the metrics
+_EVERY = 1.0  # seconds between two looks at what finished requests say
+
+
+class Live:
+    """An experiment as it is served.
+
+    Attributes:
+        experiment: its latest version.
+        lifecycle: where it stands.
+        analysis: what was seen of its revision.
+        reloaded: whether the file, as it was last seen, is in use.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        file: Path,
+        served: Mapping[str, Mapping[str, Any]],
+        state: Path | None = None,
+    ) -> None:
+        """
+        Args:
+            file: where the experiment was read from.
+            served: names of the policies that are served, with the settings of those that are
+                arms' own.
+            state: file that keeps its end over a restart.
+
+        Raises:
+            Refused: the state file cannot be used.
+        """
+        self.file = file
+        self._served, self._state = dict(served), state
+        self.lifecycle = Lifecycle(experiment, self._saved(experiment))
+        self.analysis = self._began(experiment)
+        self.series = Series(experiment)
+        self.reloaded, self.state_saved = True, True
+        self._problem = ""  # of the file, as it was last seen
+        self._seen = self._digest(file.read_bytes())
+        self._number = 0  # requests that were shadowed
+        self._looked = 0.0
+        self._warned: set[str] = set()
+        self.save()
+
+    def _saved(self, experiment: Experiment) -> dict[str, Any] | None:
+        if self._state is None:
+            return None
+        try:
+            saved = state_file.load(self._state, experiment.name)
+            if saved is not None:
+                Lifecycle(experiment, saved)
+            return saved
+        except (StateFileError, ValueError) as error:
+            raise Refused(
+                f"--kv-experiment-state {self._state}: {error}; mend it, or remove it to begin anew"
+            ) from None
+
+    def _began(self, experiment: Experiment) -> Analysis:
+        self._analysed = time.monotonic()
+        analysis = Analysis(experiment)
+        for arm in self.lifecycle.rolled_back:
+            analysis.retire(arm)
+        return analysis
+
+    @property
+    def experiment(self) -> Experiment:
+        """Its latest version."""
+        return self.lifecycle.experiment
+
+    # Requests.
+
+    def assign(
+        self, place: int | None, key: str, seconds: float
+    ) -> tuple[str | None, dict[str, Any]]:
+        """The policy of a request, and what is noted in it.
+
+        Args:
+            place: of the key among the targeting keys; None where it has none.
+            key: what its arm is drawn by; empty where it has none.
+            seconds: the time of day.
+        """
+        drawn = self.lifecycle.assign(key if place is not None else None, seconds)
+        if drawn.reason != Reason.DISABLED:
+            self.analysis.key_source(place)
+        if drawn.arm is None:
+            self.series.assigned(None, drawn.reason)
+            return self.lifecycle.default, {"reason": drawn.reason.value}
+        arm = self.experiment.arm(drawn.arm)
+        number = _hash(self.experiment.name, key)
+        self.analysis.assigned(arm.name, number, seconds=seconds)
+        self.series.assigned(arm.name, drawn.reason)
+        assigned = {
+            "experiment": self.experiment.name,
+            "revision": self.experiment.revision,
+            "arm": arm.name,
+            "reason": drawn.reason.value,
+            "key": number,
+            "seconds": seconds,
+        }
+        shadow = self.experiment.shadow
+        if shadow is not None and random.random() < shadow.sample:
+            assigned["top"] = shadow.top
+        return alias(arm), assigned
+
+    def named_itself(self) -> dict[str, Any]:
+        """What is noted in a request that names a policy itself: it stays out of the analysis."""
+        self.series.assigned(None, Reason.TARGETING_MATCH)
+        return {"reason": Reason.TARGETING_MATCH.value}
+
+    def labels(self, arm: str | None) -> dict[str, str]:
+        """Labels of SGLang's own histograms for a request of an arm, or of none."""
+        return {
+            EXPERIMENT_LABEL: "" if arm is None else self.experiment.name,
+            ARM_LABEL: arm or "",
+        }
+
+    def finished(
+        self,
+        assigned: Mapping[str, Any],
+        *,
+        outcome: str,
+        facts: Mapping[str, Any],
+        token_bytes: int,
+        ttft: float | None,
+        e2e: float | None,
+    ) -> None:
+        """A request of an arm has ended.
+
+        Args:
+            outcome: `ok`, `failed`, or `aborted` by its client.
+            facts: what is reported of its policy.
+            token_bytes: of one prompt token with full KV.
+            ttft, e2e: seconds to the first token, and in all, where known.
+        """
+        arm = assigned["arm"]
+        self.series.finished(arm, outcome)
+        if not self.compares(assigned) or outcome == "aborted":
+            return
+        prompt = facts.get("prompt_tokens", 0)
+        before = facts.get("kv_bytes_before", token_bytes * prompt)
+        after = facts.get("kv_bytes_after", before)
+        self.series.memory(arm, before, after)
+        self.analysis.finished(
+            arm,
+            failed=outcome == "failed",
+            kv_bytes_per_prompt_token=after / prompt if prompt else None,
+            ttft=ttft,
+            e2e=e2e,
+            key_hash=assigned["key"],
+            seconds=assigned["seconds"],
+        )
+        now = time.monotonic()
+        if now - self._looked >= _EVERY:
+            self._looked = now
+            self.look()
+
+    def shadowed(
+        self, rid: str, assigned: Mapping[str, Any], drift: float, top1: float, tokens: int
+    ) -> None:
+        """A sampled request has been scored against full KV.
+
+        Args:
+            rid: its id, for the log; it is kept nowhere else.
+            drift: mean over its tokens of KL(policy || full), clipped, in nats.
+            top1: share of its tokens at which the most probable candidate is another.
+            tokens: that were compared.
+        """
+        arm = assigned["arm"]
+        self._number += 1
+        logger.log(
+            logging.INFO if drift > self._margin() else logging.DEBUG,
+            "KV-cache experiment %s: scored request %d of arm %s drifts by %.3f nats per token. "
+            "rid=%s",
+            self.experiment.name,
+            self._number,
+            arm,
+            drift,
+            rid,
+        )
+        self.series.drift(arm, drift, top1, tokens)
+        if not self.compares(assigned):
+            return
+        self.analysis.shadowed(
+            arm,
+            drift=drift,
+            top1=top1,
+            tokens=tokens,
+            number=self._number,
+            key_hash=assigned["key"],
+        )
+        self.look()
+
+    def compares(self, assigned: Mapping[str, Any]) -> bool:
+        """Whether a request belongs to what is compared now."""
+        same = assigned["revision"] == self.experiment.revision
+        gone = assigned["arm"] in self.lifecycle.rolled_back
+        return same and not gone and self.lifecycle.state not in ENDED
+
+    def _margin(self) -> float:
+        margins = [each.margin for each in self.experiment.metrics if each.metric == "drift"]
+        return margins[0] if margins and margins[0] is not None else math.inf
+
+    @property
+    def clip(self) -> float:
+        """Nats at which the drift of a token is cut."""
+        found = [each.clip for each in self.experiment.metrics if each.metric == "drift"]
+        return found[0] if found and found[0] is not None else DEFAULT_CLIP
+
+    # How it ends.
+
+    def look(self) -> None:
+        """End the experiment if a guardrail is breached; say what looks wrong, once."""
+        verdicts = self.analysis.verdicts()
+        self.series.statistics(self.analysis, verdicts)
+        for each in verdicts:
+            if each.outcome == "breached" and self.lifecycle.state not in ENDED:
+                self._breached(each)
+        for warning in self.analysis.warnings():
+            kind = warning.split(":")[0]
+            if kind not in self._warned:
+                self._warned.add(kind)
+                logger.warning("KV-cache experiment %s: %s", self.experiment.name, warning)
+
+    def _breached(self, verdict: Verdict) -> None:
+        if self.experiment.analysis.on_fail == "abort":
+            self.roll_back(verdict.arm, said(verdict))
+            return
+        told = f"{verdict.metric} of {verdict.arm}"
+        if told not in self._warned:
+            self._warned.add(told)
+            logger.error("KV-cache experiment %s: %s.", self.experiment.name, said(verdict))
+
+    def roll_back(self, arm: str, reason: str) -> bool:
+        """The keys of an arm get the default from now on, for good. Returns whether that is new.
+
+        The last arm beside control ends the experiment.
+        """
+        if not self.lifecycle.roll_back(arm, reason):
+            return False
+        self.analysis.retire(arm)
+        logger.error(
+            "KV-cache experiment %s (revision %s): arm %s is rolled back: %s. Its requests get "
+            "`%s` from now on%s.",
+            self.experiment.name,
+            self.experiment.revision,
+            arm,
+            reason,
+            self.lifecycle.default,
+            "; the experiment has ended" if self.lifecycle.state in ENDED else "",
+        )
+        self._changed()
+        return True
+
+    def abort(self, reason: str) -> bool:
+        """Requests get the default from now on, for good. Returns whether that is new."""
+        if not self.lifecycle.abort(reason):
+            return False
+        logger.error(
+            "KV-cache experiment %s (revision %s) is aborted: %s. Requests get `%s` from now on.",
+            self.experiment.name,
+            self.experiment.revision,
+            reason,
+            self.lifecycle.default,
+        )
+        self._changed()
+        return True
+
+    def promote(self, arm: Arm, reason: str) -> bool:
+        """All requests get an arm's policy from now on. Returns whether that is new."""
+        done = self.lifecycle.promote(arm.name, reason)
+        if done:
+            logger.info("KV-cache experiment %s: arm %s promoted.", self.experiment.name, arm.name)
+            self._changed()
+        return done
+
+    def pause(self) -> bool:
+        """Take no further steps. Returns whether that is new."""
+        return self._noted(self.lifecycle.pause())
+
+    def resume(self) -> bool:
+        """Take steps again. Returns whether that is new."""
+        return self._noted(self.lifecycle.resume())
+
+    def _noted(self, new: bool) -> bool:
+        if new:
+            self._changed()
+        return new
+
+    def _changed(self) -> None:
+        self.series.standing(self.lifecycle)
+        self.save()
+
+    def save(self) -> None:
+        """Write the state file; a disk that is full is said once, and nothing else stops."""
+        self.series.standing(self.lifecycle)
+        if self._state is None:
+            return
+        try:
+            state_file.save(self._state, self.lifecycle.saved())
+        except StateFileError as error:
+            if self.state_saved:
+                logger.error(
+                    "--kv-experiment-state %s: %s. The experiment goes on; a restart would forget "
+                    "what has changed since.",
+                    self._state,
+                    error,
+                )
+            self.state_saved = False
+        else:
+            self.state_saved = True
+        self.series.saved(self.state_saved)
+
+    # The policies of the server.
+
+    def serve(self, name: str) -> None:
+        """The server has a further policy, which arms may name."""
+        self._served[name] = {}
+
+    def serve_no_longer(self, name: str) -> None:
+        """The server has withdrawn a policy."""
+        self._served.pop(name, None)
+
+    def uses(self, name: str) -> bool:
+        """Whether requests may be given this policy."""
+        if name == self.lifecycle.default:
+            return True
+        ended = self.lifecycle.state in ENDED
+        return not ended and any(name in (a.policy, alias(a)) for a in self.experiment.arms)
+
+    # Other versions of it.
+
+    def read(self, text: str, name: str) -> Experiment:
+        """Another version of the experiment, as far as this server can serve it.
+
+        Raises:
+            PolicyError: it is wrong, or needs what this server does not have.
+        """
+        found = reading.read(text, name)
+        experiment = found.require()
+        problems = reading.check_policies(found, [*self._served, NO_POLICY])
+        problems += [
+            Diagnostic(
+                "name",
+                f"arm `{arm.name}` has settings that this server was not started with",
+                found.places.get(f"arms.{arm.name}.set"),
+                "settings of an arm are read when the server starts: start it with this file",
+            )
+            for arm in experiment.arms
+            if arm.settings and self._served.get(alias(arm)) != dict(arm.settings)
+        ]
+        if problems:
+            raise PolicyError(problems, found.source)
+        return experiment
+
+    def replace(self, experiment: Experiment) -> bool:
+        """Go on with another version. Returns whether the analysis begins anew."""
+        anew = self.lifecycle.replace(experiment)
+        if anew:
+            self.analysis = self._began(experiment)
+            self._warned.clear()
+            self.series.began(experiment)
+        logger.info(
+            "KV-cache experiment %s: %s.",
+            experiment.name,
+            self.lifecycle.log[-1]["what"] if self.lifecycle.log else "loaded",
+        )
+        self._changed()
+        return anew
+
+    def reload(self, content: bytes) -> None:
+        """The file holds this now; where it is wrong, the last good version stays."""
+        digest = self._digest(content)
+        if digest == self._seen:
+            return
+        self._seen = digest
+        try:
+            self.replace(self.read(content.decode("utf-8"), str(self.file)))
+        except (PolicyError, UnicodeDecodeError) as error:
+            self._failed(str(error))
+        else:
+            self.reloaded, self._problem = True, ""
+            self.series.reloaded(True)
+
+    def unreadable(self, error: OSError) -> None:
+        """The file cannot be read; the last good version stays."""
+        self._seen = ""
+        self._failed(f"{self.file} cannot be read: {error}")
+
+    def _failed(self, problem: str) -> None:
+        if problem != self._problem:
+            logger.error("The experiment stays as it was:\n%s", problem)
+        self.reloaded, self._problem = False, problem
+        self.series.reloaded(False)
+
+    @staticmethod
+    def _digest(content: bytes) -> str:
+        return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+    def summary(self) -> dict[str, Any]:
+        """What tells whether the replicas of a fleet serve the same."""
+        return {
+            "name": self.experiment.name,
+            "revision": self.experiment.revision,
+            "digest": self.experiment.digest,
+            "state": self.lifecycle.state.value,
+            "rolled_back": list(self.lifecycle.rolled_back),
+            "coverage": self.lifecycle.coverage,
+        }
+
+    def document(self, *, with_keys: bool = True) -> dict[str, Any]:
+        """What `GET /kv_policy/experiment` answers.
+
+        Args:
+            with_keys: also hashes of the keys, some bytes for each.
+        """
+        return document(
+            self.lifecycle,
+            self.analysis,
+            reload={"success": self.reloaded, "problem": self._problem or None},
+            state_saved=self.state_saved,
+            shadow=self.series.outcomes(),
+            analysed_seconds=time.monotonic() - self._analysed,
+            with_keys=with_keys,
+        )
+
+
+def said(verdict: Verdict) -> str:
+    """A breach in a sentence."""
+    what = "" if verdict.absolute else " more than control's"
+    return (
+        f"guardrail {verdict.metric} of arm {verdict.arm} is breached: {verdict.mean:.4g}{what} "
+        f"in {verdict.samples} samples, where {verdict.margin:g} is allowed "
+        f"(log evidence {verdict.log_e_breach:.1f})"
+    )
+
+
+def _hash(experiment: str, key: str) -> int:
+    """64 bits by which distinct keys are counted; the key itself is kept nowhere."""
+    text = f"{experiment}/count/{key}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)

@@ -1,0 +1,88 @@
+"""The experiment of `--kv-experiment` at the server's start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.dsl.diagnostics import PolicyError, render_all
+from kvpolicy.experiments import reading
+from kvpolicy.experiments.experiment import NO_POLICY, Experiment
+from kvpolicy.sglang_ext import compat, options
+from kvpolicy.sglang_ext.errors import Refused
+from kvpolicy.sglang_ext.experiment.arms import alias, with_arms
+from kvpolicy.sglang_ext.experiment.live import LABELS, Live
+from kvpolicy.sglang_ext.options import Policy
+
+
+def prepare(server_args: Any) -> None:
+    """On the command line: check the experiment, and serve its arms' policies.
+
+    Args:
+        server_args: SGLang's options, of which labels are added to.
+
+    Raises:
+        Refused: the file is wrong, or an arm's policy is not served.
+    """
+    file = options.experiment_file()
+    if file is None:
+        return
+    if not compat.has_step_outputs():
+        raise Refused(
+            f"--kv-experiment needs SGLang 0.5.23; {compat.installed_version()} is installed."
+        )
+    paths, settings = options.requested()
+    policies = options.load_policies(paths, settings)
+    experiment = read(file, [policy.name for policy in policies])
+    named = {policy.name: policy.path for policy in policies}
+    files, values = with_arms(experiment, named, settings)
+    added = [f"{name}={files[name]}" for name in files if name not in named]
+    if added:
+        os.environ[options.PATHS_VARIABLE] = os.pathsep.join([*paths, *added])
+        os.environ[options.SETTINGS_VARIABLE] = ",".join(values)
+    compat.allow_labels(server_args, LABELS)
+
+
+def read(file: Path, names: Sequence[str]) -> Experiment:
+    """The experiment in a file.
+
+    Args:
+        names: policies that are served.
+
+    Raises:
+        Refused: it is wrong; the message holds the diagnostics.
+    """
+    try:
+        found = reading.load(file)
+        experiment = found.require()
+        problems = reading.check_policies(found, [*names, NO_POLICY])
+    except PolicyError as error:
+        raise Refused(f"--kv-experiment {file}:\n{error}") from None
+    if problems:
+        raise Refused(f"--kv-experiment {file}:\n{render_all(problems, found.source)}")
+    return experiment
+
+
+def live(policies: Sequence[Policy], workers: int) -> Live | None:
+    """The experiment of the process that talks to clients; None if there is none.
+
+    Args:
+        workers: processes that talk to clients.
+
+    Raises:
+        Refused: its file or its state file cannot be used, or there are several processes.
+    """
+    file = options.experiment_file()
+    if file is None:
+        return None
+    if workers > 1:
+        raise Refused(
+            f"--tokenizer-worker-num {workers} cannot be combined with --kv-experiment: each "
+            "worker would count for itself."
+        )
+    experiment = read(file, [policy.name for policy in policies])
+    own = {alias(arm): dict(arm.settings) for arm in experiment.arms if arm.settings}
+    served = {policy.name: own.get(policy.name, {}) for policy in policies}
+    return Live(experiment, file, served, options.experiment_state())

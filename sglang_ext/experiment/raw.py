@@ -1,0 +1,158 @@
+"""In the scheduler: the model's own distributions of sampled requests, before any change to them.
+
+What SGLang reports of an output token is scaled by the temperature and follows logit bias,
+penalties and grammar. A comparison with full KV needs the logits as the model computed them. Of
+sampled requests alone the top K are taken at every output token, copied to the host with the rest
+of the step's result, and leave with the answer's last tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from kvpolicy.sglang_ext import compat
+
+RAW = "kv_policy_raw"  # in SGLang's customized_info, and of a request
+
+_ROWS = "kv_policy_raw_rows"  # of sampling options
+
+
+@dataclass
+class Recorded:
+    """What has been taken of one request.
+
+    Attributes:
+        top: K, how many of a token's candidates are taken.
+        logprobs, ids: of every output token [K], most probable first.
+        whole: whether none is missing.
+    """
+
+    top: int
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    ids: list[np.ndarray] = field(default_factory=list)
+    whole: bool = True
+
+    def add(self, index: int, logprobs: np.ndarray, ids: np.ndarray) -> None:
+        """Take the candidates of output token `index`, from 0."""
+        self.whole = self.whole and index == len(self.ids)
+        self.logprobs.append(logprobs)
+        self.ids.append(ids)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one forward that are taken, and K of each."""
+
+    rows: list[int]
+    tops: list[int]
+
+
+class Raw:
+    """The sampled requests of one scheduler."""
+
+    def __init__(self) -> None:
+        self._any = False  # request has been sampled since the start
+
+    def note(self, request: Any, top: int) -> None:
+        """Take a request's distributions from its first output token on."""
+        setattr(request, RAW, Recorded(top))
+        self._any = True
+
+    def prepare(self, batch: Any) -> None:
+        """Before a forward: note which of its rows are taken."""
+        if not self._any or not batch.reqs:
+            return
+        found = [
+            (row, getattr(request, RAW).top)
+            for row, request in enumerate(batch.reqs)
+            if getattr(request, RAW, None) is not None
+        ]
+        rows = Rows([row for row, _ in found], [top for _, top in found]) if found else None
+        # Without overlap scheduling the options of the last step come again.
+        setattr(batch.sampling_info, _ROWS, rows)
+
+    def sample(self, run: Callable[[], torch.Tensor], logits_output: Any, sampling: Any) -> Any:
+        """Sample; the raw logits are read before.
+
+        Args:
+            run: SGLang's sampling, which changes the logits in place.
+            sampling: the sampling options of the forward.
+        """
+        rows = getattr(sampling, _ROWS, None)
+        if rows is None:
+            return run()
+        taken = take(logits_output.next_token_logits, rows)
+        result = run()
+        compat.add_output(logits_output, taken)
+        return result
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """Candidates of some rows of a batch, R of them; copied by SGLang with the step's result.
+
+    Attributes:
+        logprobs: [R, K] float32.
+        ids: [R, K] int32.
+    """
+
+    rows: Rows
+    logprobs: torch.Tensor
+    ids: torch.Tensor
+
+    def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> OnHost:
+        """SGLang's call after the forward."""
+        return OnHost(self.rows, copy_tensor(self.logprobs), copy_tensor(self.ids))
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """The same on the host, once the copy is done."""
+
+    rows: Rows
+    logprobs: torch.Tensor
+    ids: torch.Tensor
+
+    def consume(self, batch: Any, commits: Sequence[Any]) -> None:
+        """SGLang's call when the step's tokens stand in the requests, before they are sent."""
+        logprobs, ids = self.logprobs.numpy(), self.ids.numpy()
+        for place, (row, top) in enumerate(zip(self.rows.rows, self.rows.tops, strict=True)):
+            request, commit = batch.reqs[row], commits[row]
+            recorded = getattr(request, RAW, None)
+            if recorded is None or commit is None:
+                continue
+            # The batch's tensors are not kept alive by what one request records.
+            recorded.add(commit.output_index, logprobs[place, :top].copy(), ids[place, :top].copy())
+            if request.finished():
+                _send(request, recorded)
+                setattr(request, RAW, None)
+
+
+def take(logits: torch.Tensor, rows: Rows) -> OnDevice:
+    """The most probable candidates of some rows of logits [B, V]."""
+    index = torch.tensor(rows.rows, device="cpu").to(logits.device, non_blocking=True)
+    # As SGLang computes logprobs of the input, so that equal logits give equal values.
+    logprobs = torch.log_softmax(logits[index].float(), dim=-1)
+    top = logprobs.topk(min(max(rows.tops), logprobs.shape[-1]), dim=-1)
+    return OnDevice(rows, top.values, top.indices.to(torch.int32))
+
+
+def _send(request: Any, recorded: Recorded) -> None:
+    """Let the answer's last tokens bring what was recorded."""
+    visible = len(request.output_ids) if request.finished_len is None else request.finished_len
+    if not recorded.whole or not 0 < visible <= len(recorded.ids):
+        return
+    payload = {
+        "prompt": np.asarray(request.origin_input_ids, dtype=np.int32),
+        "output": np.asarray(request.output_ids[:visible], dtype=np.int32),
+        "ids": np.stack(recorded.ids[:visible]),
+        "logprobs": np.stack(recorded.logprobs[:visible]),
+        "retracted": request.retraction_count,
+    }
+    # SGLang takes one element per output token.
+    values = [None] * (visible - 1) + [payload]
+    request.customized_info = {**(request.customized_info or {}), RAW: values}

@@ -1,0 +1,194 @@
+"""Prometheus series of an experiment, on SGLang's own /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvpolicy.experiments.assignment import Reason
+from kvpolicy.experiments.experiment import Experiment
+from kvpolicy.experiments.lifecycle import Lifecycle, State
+
+if TYPE_CHECKING:
+    from kvpolicy.experiments.analysis import Analysis, Verdict
+
+OUTCOMES = ("ok", "failed", "aborted")
+# What became of a sampled request: compared, or why not.
+COMPARED = "compared"
+SHADOWS = (
+    COMPARED,
+    "busy",  # no idle moment came in time
+    "queue_full",
+    "over_budget",  # tokens per second
+    "too_long",  # prompt and output fill the model's context
+    "one_token",  # its only token comes from the prefill
+    "not_comparable",  # its distributions were not all taken, or its prompt is not tokens
+    "superseded",  # it belongs to a revision, or an experiment, that has ended
+    "failed",
+)
+_PREFIX = "sglang:kv_experiment_"
+_DRIFT = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # nats per token
+
+_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "assignments_total": (
+        "Requests by the arm that they were assigned, and why; `kv_arm` is empty for none.",
+        ("kv_arm", "reason"),
+    ),
+    "finished_total": ("Requests of an arm that have ended, by outcome.", ("kv_arm", "outcome")),
+    "shadow_total": (
+        "Requests that were sampled to be scored against full KV, by what became of them.",
+        ("kv_arm", "outcome"),
+    ),
+    "shadow_tokens_total": ("Output tokens that were compared with full KV.", ("kv_arm",)),
+    "shadow_top1_disagreements_total": (
+        "Of these, the ones whose most probable candidate is another with full KV.",
+        ("kv_arm",),
+    ),
+    "prompt_bytes_total": ("KV memory of prompts before compression, in bytes.", ("kv_arm",)),
+    "saved_bytes_total": ("KV memory that compression of prompts saved, in bytes.", ("kv_arm",)),
+}
+_GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "state": ("1 for the state in which the experiment is, 0 for the others.", ("state",)),
+    "arm_enabled": ("1, or 0 if an arm has been rolled back.", ("kv_arm",)),
+    "coverage_ratio": ("Share of the keys that take part now.", ()),
+    "keys": ("Distinct targeting keys of an arm.", ("kv_arm",)),
+    "log_e_value": (
+        "Evidence on a metric against its margin: that it is beyond it (breach), that it is within "
+        "(clear); natural logarithm.",
+        ("kv_arm", "metric", "against"),
+    ),
+    "srm_p_value": (
+        "Sequential p-value of the shares of the arms, by stage; under 0.001 they are not what the "
+        "weights say.",
+        ("stage",),
+    ),
+    "reload_success": ("1 if the file is in use as it was last seen, else 0.", ()),
+    "state_saved": ("1 if --kv-experiment-state holds the present state, else 0.", ()),
+}
+
+
+class Series:
+    """The series of one experiment; without labels (metrics are off) nothing is exported."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._experiment = experiment
+        self._metrics: dict[str, Any] | None = None
+        self._base: dict[str, str] = {}
+        self._shadows = {arm.name: dict.fromkeys(SHADOWS, 0) for arm in experiment.arms}
+        self._standing: list[tuple[str, dict[str, str], float]] = []
+
+    def export(self, labels: Mapping[str, str]) -> None:
+        """Begin to export, by SGLang's own labels; what was noted before comes with it."""
+        # SGLang has set the multiprocess folder by now; imported earlier, the library misses it.
+        from prometheus_client import Counter, Gauge, Histogram
+
+        self._base = dict(labels)
+        names = [*labels, "kv_experiment"]
+        self._metrics = {
+            **{
+                n: Counter(_PREFIX + n, text, [*names, *own])
+                for n, (text, own) in _COUNTERS.items()
+            },
+            **{
+                n: Gauge(_PREFIX + n, text, [*names, *own], multiprocess_mode="mostrecent")
+                for n, (text, own) in _GAUGES.items()
+            },
+            "shadow_drift": Histogram(
+                _PREFIX + "shadow_drift",
+                "Mean over a request's tokens of KL(policy || full KV), in nats, clipped.",
+                [*names, "kv_arm"],
+                buckets=_DRIFT,
+            ),
+        }
+        for name, own, value in self._standing:
+            self._set(name, value, **own)
+        self._standing.clear()
+        self.began(self._experiment)
+
+    def began(self, experiment: Experiment) -> None:
+        """A revision begins: its arms' series exist from the start."""
+        self._experiment = experiment
+        for arm in experiment.arms:
+            self._shadows.setdefault(arm.name, dict.fromkeys(SHADOWS, 0))
+            self._count("assignments_total", 0, kv_arm=arm.name, reason=Reason.SPLIT.value)
+            for outcome in OUTCOMES:
+                self._count("finished_total", 0, kv_arm=arm.name, outcome=outcome)
+            for outcome in SHADOWS:
+                self._count("shadow_total", 0, kv_arm=arm.name, outcome=outcome)
+            for name in ("shadow_tokens_total", "shadow_top1_disagreements_total"):
+                self._count(name, 0, kv_arm=arm.name)
+            for name in ("prompt_bytes_total", "saved_bytes_total"):
+                self._count(name, 0, kv_arm=arm.name)
+            self._set("keys", 0, kv_arm=arm.name)
+
+    def assigned(self, arm: str | None, reason: Reason) -> None:
+        """A request has been assigned an arm, or none."""
+        self._count("assignments_total", 1, kv_arm=arm or "", reason=reason.value)
+
+    def finished(self, arm: str, outcome: str) -> None:
+        """A request of an arm has ended."""
+        self._count("finished_total", 1, kv_arm=arm, outcome=outcome)
+
+    def memory(self, arm: str, before: int, after: int) -> None:
+        """Bytes of a prompt before and after compression."""
+        self._count("prompt_bytes_total", before, kv_arm=arm)
+        self._count("saved_bytes_total", max(before - after, 0), kv_arm=arm)
+
+    def shadow(self, arm: str, outcome: str) -> None:
+        """What became of a sampled request, one of `SHADOWS`."""
+        self._shadows[arm][outcome] += 1
+        self._count("shadow_total", 1, kv_arm=arm, outcome=outcome)
+
+    def outcomes(self) -> dict[str, dict[str, int]]:
+        """What became of sampled requests, by arm."""
+        return {arm: dict(counts) for arm, counts in self._shadows.items()}
+
+    def drift(self, arm: str, drift: float, top1: float, tokens: int) -> None:
+        """A sampled request was compared with full KV."""
+        self._count("shadow_tokens_total", tokens, kv_arm=arm)
+        self._count("shadow_top1_disagreements_total", round(top1 * tokens), kv_arm=arm)
+        if self._metrics is not None:
+            self._labelled("shadow_drift", kv_arm=arm).observe(drift)
+
+    def statistics(self, analysis: Analysis, verdicts: Iterable[Verdict]) -> None:
+        """Evidence as it stands."""
+        for each in verdicts:
+            for against, value in (("breach", each.log_e_breach), ("clear", each.log_e_clear)):
+                if value is not None:
+                    own = {"kv_arm": each.arm, "metric": each.metric, "against": against}
+                    self._set("log_e_value", value, **own)
+        for stage, value in analysis.p_values().items():
+            self._set("srm_p_value", value, stage=stage)
+        for arm, keys in analysis.keys().items():
+            self._set("keys", keys, kv_arm=arm)
+
+    def standing(self, lifecycle: Lifecycle) -> None:
+        """Where the experiment stands."""
+        now = lifecycle.state
+        for state in State:
+            self._set("state", float(state == now), state=state.value)
+        self._set("coverage_ratio", lifecycle.coverage)
+        for arm in self._experiment.arms:
+            self._set("arm_enabled", float(arm.name not in lifecycle.rolled_back), kv_arm=arm.name)
+
+    def reloaded(self, success: bool) -> None:
+        """Whether the file is in use as it was last seen."""
+        self._set("reload_success", float(success))
+
+    def saved(self, success: bool) -> None:
+        """Whether the state file holds the present state."""
+        self._set("state_saved", float(success))
+
+    def _labelled(self, name: str, **own: str) -> Any:
+        assert self._metrics is not None
+        return self._metrics[name].labels(**self._base, kv_experiment=self._experiment.name, **own)
+
+    def _count(self, name: str, amount: float, **own: str) -> None:
+        if self._metrics is not None:
+            self._labelled(name, **own).inc(amount)
+
+    def _set(self, name: str, value: float, **own: str) -> None:
+        if self._metrics is None:
+            self._standing.append((name, own, value))
+        else:
+            self._labelled(name, **own).set(value)

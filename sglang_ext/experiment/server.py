@@ -1,0 +1,153 @@
+"""The front end's part for policies: it chooses them, and learns how requests end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from kvpolicy.sglang_ext import compat
+from kvpolicy.sglang_ext.asked import ASSIGNED
+from kvpolicy.sglang_ext.experiment.live import Live
+from kvpolicy.sglang_ext.experiment.shadow import Shadows
+from kvpolicy.sglang_ext.experiment.traffic import Traffic
+
+POLL = 2.0  # seconds between two looks at the experiment's file
+_STATUS = 500  # of an answer, from which on the server is to blame
+
+
+class Server:
+    """One per process that talks to clients.
+
+    Attributes:
+        traffic: which policy each request gets.
+        live: the experiment, if there is one.
+    """
+
+    def __init__(self, traffic: Traffic, *, token_bytes: int, context: int) -> None:
+        """
+        Args:
+            token_bytes: KV memory of one token with full KV.
+            context: tokens of the model's context.
+        """
+        self.traffic = traffic
+        self.live: Live | None = traffic.live
+        self.shadows: Shadows | None = None
+        self._token_bytes, self._context = token_bytes, context
+        self._began = False
+        self._watching: asyncio.Task | None = None
+        self._applied: Any = None  # gauge
+
+    async def arrived(self, manager: Any, obj: Any, request: Any) -> None:
+        """A request has arrived: choose its policy.
+
+        Raises:
+            ValueError: it asks for what it may not have.
+        """
+        if not compat.is_generation(obj) or compat.is_health_check(obj):
+            return
+        if not self._began:
+            self._began = True
+            self._begin(manager)
+        if not compat.is_starting(manager):  # or it is SGLang's warm-up
+            await self.traffic.choose(manager, obj, request)
+
+    def _begin(self, manager: Any) -> None:
+        labels = compat.front_end_labels(manager)
+        if labels is not None:
+            # SGLang has set the multiprocess folder by now; imported earlier, the library
+            # misses it.
+            from prometheus_client import Gauge
+
+            text = "1, or 0 while policies are disabled: every request gets full KV."
+            gauge = Gauge(
+                "sglang:kv_policy_applied", text, [*labels], multiprocess_mode="mostrecent"
+            )
+            self._applied = gauge.labels(**labels)
+            self._applied.set(1)
+        if self.live is not None:
+            if labels is not None:
+                self.live.series.export(labels)
+            self.shadows = Shadows(self.live, manager, self._context)
+            self._watching = asyncio.get_running_loop().create_task(self._watch(self.live))
+
+    def apply(self, on: bool) -> bool:
+        """Whether policies are applied from the next request on. Returns whether that is new."""
+        new = self.traffic.enabled != on
+        self.traffic.enabled = on
+        if self._applied is not None:
+            self._applied.set(int(on))
+        return new
+
+    async def _watch(self, live: Live) -> None:
+        """Follow the experiment's file, and the steps of its coverage."""
+        while True:
+            await asyncio.sleep(POLL)
+            try:
+                live.reload(await asyncio.to_thread(live.file.read_bytes))
+            except OSError as error:
+                live.unreadable(error)
+            live.series.standing(live.lifecycle)
+
+    def ended(
+        self, state: Any, meta_info: Mapping[str, Any], facts: Mapping[str, Any], recorded: Any
+    ) -> None:
+        """A request has ended.
+
+        Args:
+            state: SGLang's, of the request.
+            meta_info: of its answer.
+            facts: what is reported of its policy.
+            recorded: what the scheduler took of a sampled request; None where there is nothing.
+        """
+        assigned = assigned_to(state.obj)
+        if self.live is not None and "arm" in assigned:
+            # SGLang notes the times of the request after this.
+            loop = asyncio.get_running_loop()
+            prompt = {"prompt_tokens": meta_info.get("prompt_tokens", 0)}
+            outcome = _outcome(meta_info["finish_reason"])
+            loop.call_soon(
+                self._ended, self.live, assigned, state, {**prompt, **facts}, recorded, outcome
+            )
+
+    def _ended(
+        self,
+        live: Live,
+        assigned: Mapping[str, Any],
+        state: Any,
+        facts: Mapping[str, Any],
+        recorded: Any,
+        outcome: str,
+    ) -> None:
+        ttft, e2e = compat.latencies(state)
+        live.finished(
+            assigned,
+            outcome=outcome,
+            facts=facts,
+            token_bytes=self._token_bytes,
+            ttft=ttft,
+            e2e=e2e,
+        )
+        if assigned.get("top") and self.shadows is not None and outcome == "ok":
+            self.shadows.offer(assigned, recorded, facts, state.obj)
+
+
+def assigned_to(obj: Any) -> Mapping[str, Any]:
+    """What has been noted in a single request when its policy was chosen."""
+    params = getattr(obj, "sampling_params", None)
+    custom = params.get("custom_params") if isinstance(params, dict) else None
+    found = custom.get(ASSIGNED) if isinstance(custom, dict) else None
+    return found or {}
+
+
+def facts_of(assigned: Mapping[str, Any]) -> dict[str, Any]:
+    """What a client is told about its assignment."""
+    names = ("experiment", "revision", "arm", "reason")
+    return {name: assigned[name] for name in names if name in assigned}
+
+
+def _outcome(why: Any) -> str:
+    if not isinstance(why, dict) or why.get("type") != "abort":
+        return "ok"
+    status = why.get("status_code")
+    return "failed" if status is not None and int(status) >= _STATUS else "aborted"

@@ -1,0 +1,189 @@
+"""In the front end: sampled requests are scored again with full KV, at idle moments.
+
+What a request of an arm has generated is one prompt more, whose tokens an internal request scores
+with full KV; nothing is generated. The scores of both, before temperature, bias and grammar, give
+how far the policy moved the distributions on its own path. Only numbers are kept: no text, no
+tokens, no keys. One request is scored at a time, while nobody waits for a slot of a batch, and
+within a budget of tokens per second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from kvpolicy.experiments.drift import Candidates, disagreements, divergence
+from kvpolicy.sglang_ext import compat
+from kvpolicy.sglang_ext.asked import ASSIGNED, POLICY
+from kvpolicy.sglang_ext.experiment.live import Live
+from kvpolicy.sglang_ext.experiment.series import COMPARED
+
+logger = logging.getLogger(__name__)
+
+MOST_WAITING = 64  # sampled requests; their tokens are held meanwhile
+PATIENCE = 60.0  # seconds for which one waits for an idle moment
+LOOK = 0.05  # seconds between two looks whether it is idle
+MOST_USED = 0.8  # of the pool's slots
+_BURST = 10.0  # seconds of the budget that may be saved up
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sampled request that has ended.
+
+    Attributes:
+        rid: its id.
+        assigned: what was noted in it when it was assigned.
+        prompt, output: int32 tokens [P], [n].
+        policy: candidates of its n output tokens.
+        first: output tokens that are left out: the first one comes from a prefill that was
+            computed with all tokens.
+        namespace: of the radix cache, and adapter, as fields of SGLang's request.
+    """
+
+    rid: str
+    assigned: Mapping[str, Any]
+    prompt: np.ndarray
+    output: np.ndarray
+    policy: Candidates
+    first: int
+    namespace: Mapping[str, Any]
+    since: float
+
+
+class Budget:
+    """Tokens per second, of which some seconds may be saved up."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._left, self._at = math.inf, clock()
+
+    def take(self, tokens: int, rate: float) -> bool:
+        """Whether so many may be computed now; then they count. It may be overdrawn once."""
+        now = self._clock()
+        self._left = min(self._left + (now - self._at) * rate, rate * _BURST)
+        self._at = now
+        if self._left <= 0:
+            return False
+        self._left -= tokens
+        return True
+
+
+class Shadows:
+    """The sampled requests of one server."""
+
+    def __init__(self, live: Live, manager: Any, context: int) -> None:
+        """
+        Args:
+            manager: SGLang's tokenizer manager.
+            context: tokens of the model's context.
+        """
+        self._live, self._manager, self._context = live, manager, context
+        self._waiting: deque[Sample] = deque()
+        self._budget = Budget()
+        self._task: asyncio.Task | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing waits to be scored."""
+        return not self._waiting and (self._task is None or self._task.done())
+
+    def offer(
+        self,
+        assigned: Mapping[str, Any],
+        recorded: Mapping[str, Any] | None,
+        facts: Mapping[str, Any],
+        obj: Any,
+    ) -> None:
+        """A sampled request has ended.
+
+        Args:
+            recorded: what the scheduler took of it (raw.py); None if something is missing.
+            facts: what is reported of its policy.
+            obj: SGLang's request.
+        """
+        first = 0 if "propagated_tokens" in facts else 1
+        if recorded is None or not compat.has_only_tokens(obj):
+            self._live.series.shadow(assigned["arm"], "not_comparable")
+            return
+        problem = None
+        if len(recorded["output"]) <= first:
+            problem = "one_token"
+        elif len(recorded["prompt"]) + len(recorded["output"]) >= self._context:
+            problem = "too_long"
+        elif len(self._waiting) >= MOST_WAITING:
+            problem = "queue_full"
+        if problem is not None:
+            self._live.series.shadow(assigned["arm"], problem)
+            return
+        candidates = Candidates(recorded["ids"], recorded["logprobs"])
+        self._waiting.append(
+            Sample(
+                str(obj.rid),
+                assigned,
+                recorded["prompt"],
+                recorded["output"],
+                candidates,
+                first,
+                compat.cache_namespace(obj),
+                time.monotonic(),
+            )
+        )
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._work())
+
+    async def _work(self) -> None:
+        while self._waiting:
+            sample = self._waiting.popleft()
+            try:
+                outcome = await self._compare(sample)
+            except Exception as error:
+                outcome = "failed"
+                logger.warning(
+                    "A sampled request was not scored against full KV: %s: %s",
+                    type(error).__name__,
+                    error,
+                )
+            self._live.series.shadow(sample.assigned["arm"], outcome)
+
+    async def _compare(self, sample: Sample) -> str:
+        while not compat.is_idle(self._manager, MOST_USED):
+            if time.monotonic() - sample.since > PATIENCE:
+                return "busy"
+            await asyncio.sleep(LOOK)
+        shadow = self._live.experiment.shadow
+        if shadow is None or not self._live.compares(sample.assigned):
+            return "superseded"
+        tokens = len(sample.prompt) + len(sample.output)
+        if not self._budget.take(tokens, shadow.tokens_per_second):
+            return "over_budget"
+        full = await self._score(sample)
+        policy = Candidates(*(each[sample.first :] for each in sample.policy))
+        full = Candidates(*(each[sample.first :] for each in full))
+        each = np.minimum(divergence(policy, full), self._live.clip)
+        top1 = disagreements(policy, full)
+        drift, share = float(each.mean()), float(top1.mean())
+        self._live.shadowed(sample.rid, sample.assigned, drift, share, len(top1))
+        return COMPARED
+
+    async def _score(self, sample: Sample) -> Candidates:
+        """Candidates of the output tokens with full KV."""
+        tokens = np.concatenate([sample.prompt, sample.output]).tolist()
+        request = compat.scoring_request(
+            tokens,
+            start=len(sample.prompt) - 1,
+            top=sample.policy.ids.shape[1],
+            custom={POLICY: "none", ASSIGNED: {"scores": True}},
+            namespace=sample.namespace,
+        )
+        ids, logprobs = await compat.score(self._manager, request)
+        if len(ids) != len(sample.output):
+            raise RuntimeError(f"{len(ids)} of {len(sample.output)} tokens were scored")
+        return Candidates(ids, logprobs)

@@ -1,0 +1,186 @@
+"""In the front end: which policy each request gets, decided before SGLang sees it.
+
+What a request names itself comes first, where the operator allows it (`--kv-policy-override`): in
+`custom_params.kv_policy`, in the header `x-kv-policy`, or behind the model's name (`name:policy`).
+Else an experiment assigns an arm by the hash of a key. The choice is written into the request, so
+every rank of the server agrees on it. While policies are switched off, everybody gets full KV.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+from kvpolicy.experiments.assignment import Reason
+from kvpolicy.experiments.experiment import Key
+from kvpolicy.sglang_ext import compat
+from kvpolicy.sglang_ext.asked import ASSIGNED, POLICY, SET, named
+from kvpolicy.sglang_ext.experiment.live import Live
+from kvpolicy.sglang_ext.options import ANY, LISTED, NOBODY, NONE
+from kvpolicy.sglang_ext.variants import Allowed
+
+HEADER = "x-kv-policy"
+_LONGEST_KEY = 1024  # characters that are hashed
+
+
+class Traffic:
+    """The requests of one server.
+
+    Attributes:
+        enabled: whether policies are applied at all; an operator may switch them off and on.
+        live: the experiment, if there is one.
+    """
+
+    def __init__(
+        self,
+        policies: Mapping[str, Any],
+        override: str = ANY,
+        live: Live | None = None,
+        allowed: Allowed | None = None,
+        labels: Collection[str] = (),
+    ) -> None:
+        """
+        Args:
+            policies: by name, those that are served now.
+            override: what clients may name, one of `options.OVERRIDES`.
+            allowed: parameters that clients may set; None for no check.
+            labels: of SGLang's histograms that requests may have.
+        """
+        self.enabled = True
+        self.live = live
+        self._policies, self._override = policies, override
+        self._allowed, self._labels = allowed, labels
+
+    async def choose(self, manager: Any, obj: Any, request: Any) -> None:
+        """Write the policy of a request into it, where it is not the client's or the default.
+
+        Args:
+            manager: SGLang's tokenizer manager.
+            obj: SGLang's request, as its route has made it; one, or a batch.
+            request: the HTTP request; None for one that a program makes.
+
+        Raises:
+            ValueError: the client asks for what it may not have; the message is for it.
+        """
+        customs = _customs(obj)
+        if any(ASSIGNED in custom for custom in customs):
+            raise ValueError(f"custom_params.{ASSIGNED} is the server's own")
+        alias = self._alias(manager, obj)
+        if not self.enabled:
+            _write(obj, NONE, {"reason": Reason.DISABLED.value})
+            return
+        names = [custom[POLICY] for custom in customs if POLICY in custom]
+        elsewhere = None if request is None else request.headers.get(HEADER)
+        elsewhere = alias if elsewhere is None else elsewhere
+        for name in names or [elsewhere] * (elsewhere is not None):
+            self._check(name)
+        self._check_values(customs, elsewhere)
+        if names or elsewhere is not None:
+            assigned = {} if self.live is None else self.live.named_itself()
+            _write(obj, None if names else elsewhere, assigned)
+        elif self.live is not None:
+            place, key = await self._key(obj, request, self.live.experiment.targeting_key)
+            policy, assigned = self.live.assign(place, key, time.time())
+            _write(obj, policy, assigned)
+        if self.live is not None:
+            compat.set_labels(obj, self.live.labels(assigned.get("arm")), self._labels)
+
+    def _alias(self, manager: Any, obj: Any) -> str | None:
+        """The policy behind the model's name; SGLang takes it for a LoRA adapter's."""
+        name = getattr(obj, "lora_path", None)
+        if not isinstance(name, str) or name not in (*self._policies, NONE):
+            return None
+        if compat.is_adapter(manager, name):
+            return None
+        obj.lora_path = None
+        return name
+
+    def _check(self, name: Any) -> None:
+        if self._override == NOBODY:
+            raise ValueError(
+                f"custom_params.{POLICY} is {named(name)}, but this server chooses the policy of "
+                "every request (--kv-policy-override none)"
+            )
+        if self._override == LISTED and name == NONE:
+            known = ", ".join(f"`{each}`" for each in self._policies)
+            raise ValueError(
+                f"custom_params.{POLICY} is `{NONE}`, but this server gives no request full KV on "
+                f"demand (--kv-policy-override listed); it has {known}"
+            )
+
+    def _check_values(self, customs: Sequence[dict[str, Any]], elsewhere: str | None) -> None:
+        """Whether the request may set the parameters that it sets.
+
+        Raises:
+            ValueError: it may not.
+        """
+        for custom in customs:
+            if SET not in custom:
+                continue
+            name = custom.get(POLICY, elsewhere)
+            if name is None and (self.live is not None or self._override == NOBODY):
+                raise ValueError(
+                    f"custom_params.{SET} sets parameters, but the server chooses the policy of "
+                    f"this request; name one in custom_params.{POLICY}"
+                )
+            if self._allowed is not None:
+                self._allowed.check(name, custom[SET])
+
+    async def _key(self, obj: Any, request: Any, keys: Sequence[Key]) -> tuple[int | None, str]:
+        """The first of the keys that the request has, and its place among them."""
+        body: Mapping[str, Any] | None = None
+        for place, key in enumerate(keys):
+            found: Any = None
+            if key.kind == "header" and request is not None:
+                found = request.headers.get(key.name)
+            elif key.kind == "body" and request is not None:
+                if body is None:
+                    read = await request.json()  # it has been read already
+                    body = read if isinstance(read, dict) else {}
+                found = _field(body, key.name)
+            elif key.kind == "session_id":
+                found = compat.session_of(obj)
+            elif key.kind == "rid":
+                found = obj.rid[0] if isinstance(obj.rid, list) and obj.rid else obj.rid
+                found = found or uuid4().hex
+            if isinstance(found, (str, int)) and found != "" and not isinstance(found, bool):
+                return place, str(found)[:_LONGEST_KEY]
+        return None, ""
+
+
+def _field(body: Any, path: str) -> Any:
+    """A field of a JSON object, `a.b` inside of another; None if it is not there."""
+    for name in path.split("."):
+        body = body.get(name) if isinstance(body, Mapping) else None
+    return body
+
+
+def _customs(obj: Any) -> list[dict[str, Any]]:
+    """`custom_params` of a request's parts that have some; the scheduler refuses other types."""
+    found = [params.get("custom_params") for params in _parts(obj)]
+    return [custom for custom in found if isinstance(custom, dict)]
+
+
+def _parts(obj: Any) -> list[dict[str, Any]]:
+    """Sampling parameters of a request's parts, one where they share them."""
+    found = obj.sampling_params
+    if isinstance(found, list):
+        return [each for each in found if isinstance(each, dict)]
+    return [found] if isinstance(found, dict) else []
+
+
+def _write(obj: Any, policy: str | None, assigned: Mapping[str, Any]) -> None:
+    """Let a request have a policy (None: its own), and note how it came to it."""
+    written: dict[str, Any] = {} if policy is None else {POLICY: policy}
+    if assigned:
+        written[ASSIGNED] = dict(assigned)
+    if not written:
+        return
+    if obj.sampling_params is None:
+        obj.sampling_params = {}
+    for params in _parts(obj):
+        custom = params.get("custom_params")
+        if custom is None or isinstance(custom, dict):
+            params["custom_params"] = {**(custom or {}), **written}

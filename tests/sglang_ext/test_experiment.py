@@ -1,0 +1,447 @@
+"""An experiment in a real server: arms over every route, drift against full KV, ways to end it."""
+
+import json
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.server
+POLICIES = Path(__file__).parents[2] / "policies"
+LAVA, SINKS, GEMFILTER = (
+    str(POLICIES / f"{name}.yaml") for name in ("lava", "sinks-recent", "gemfilter")
+)
+STRICT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
+ADMIN = {"Authorization": "Bearer secret"}
+DOCUMENT = {
+    "experiment": "trial",
+    "targeting_key": ["header:x-key", "body:user", "rid"],
+    "coverage": "100 %",
+    "arms": {
+        "control": {"policy": "none"},
+        "same": {"policy": "lava", "set": {"capacity": 4096}},
+        "tight": {"policy": "sinks-recent", "set": {"capacity": 12}},
+    },
+    "shadow": {"sample": "100 %", "top": 64, "tokens_per_second": 1_000_000},
+    "metrics": [
+        {"metric": "drift", "role": "guardrail", "margin": 0.05, "clip": 2},
+        {"metric": "error_rate", "role": "guardrail", "margin": 0.2},
+    ],
+    "analysis": {"min_samples": 20, "on_fail": "alert"},
+}
+
+
+def prompt(seed, length):
+    rnd = random.Random(seed)
+    return [rnd.randrange(3, 500) for _ in range(length)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experiment")
+    (folder / "experiment.yaml").write_text(json.dumps(DOCUMENT))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model, folder):
+    """Arms: full KV, everything kept by lava, twelve entries; all requests are compared."""
+    from kvpolicy.evaluation.serving import serve
+
+    flags = {"enable_metrics": True, "admin_api_key": "secret", "kv_policy_override": "listed"}
+    flags |= {"kv_experiment": folder / "experiment.yaml", "env": STRICT}
+    flags |= {"kv_experiment_state": folder / "state.json", "chunked_prefill_size": 256}
+    flags |= {"kv_policy_allow_set": ["lava.rate", "lava.window", "gemfilter.capacity"]}
+    with serve(model, [LAVA, SINKS, GEMFILTER], ["gemfilter.capacity=40"], **flags) as server:
+        yield server
+
+
+def document(server):
+    response = server.session.get(server.url + "/kv_policy/experiment", timeout=60)
+    assert response.status_code == 200
+    return response.json()
+
+
+def settled(server, seconds=60):
+    """The document once every sampled request has been compared."""
+    end = time.monotonic() + seconds
+    while True:
+        found = document(server)
+        arms = found["analysis"]["arms"].values()
+        seen = sum(sum(each.values()) for each in found["shadow"].values())
+        if seen >= sum(arm["finished"] - arm["failed"] for arm in arms):
+            return found
+        assert time.monotonic() < end, found["shadow"]
+        time.sleep(0.1)
+
+
+def post(server, path, body, **headers):
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    return server.session.post(server.url + path, json=body, headers=headers, timeout=300)
+
+
+def generate(server, key, tokens, new=8, **sampling):
+    sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True, **sampling}
+    response = post(
+        server, "/generate", {"input_ids": tokens, "sampling_params": sampling}, x_key=key
+    )
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_a_key_has_one_arm_on_every_route(server):
+    text = " ".join(f"w{token}" for token in prompt(1, 90))
+    chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "temperature": 0}
+    sampling = {"max_new_tokens": 4, "temperature": 0}
+    seen = set()
+    for i in range(9):
+        key = f"user {i}"
+        facts = generate(server, key, prompt(i, 90))["meta_info"]["kv_policy"]
+        arm = facts["arm"]
+        seen.add(arm)
+        assert (facts["experiment"], facts["reason"]) == ("trial", "SPLIT")
+        policy = {"control": "none", "same": "lava@same", "tight": "sinks-recent@tight"}[arm]
+        assert facts["policy"] == policy
+        for path, body in (
+            ("/generate", {"text": [text, text + " w5"], "sampling_params": sampling}),
+            ("/generate", {"text": text, "sampling_params": {**sampling, "n": 2}}),
+            ("/v1/completions", {"prompt": text, "max_tokens": 4, "temperature": 0}),
+            ("/v1/chat/completions", chat),
+            ("/v1/messages", chat),
+        ):
+            body = {"model": "default", "user": key, **body}
+            header = post(server, path, body).headers["x-kv-policy"]
+            found = json.loads(header)
+            for each in found if isinstance(found, list) else [found]:
+                assert each["arm"] == arm, (path, each)
+        before = requests(server, arm)
+        for path, body in (("/generate", {"text": text, "sampling_params": sampling}),
+                           ("/v1/chat/completions", {"model": "default", **chat})):  # fmt: skip
+            assert post(server, path, {**body, "stream": True}, x_key=key).status_code == 200
+        assert requests(server, arm) == before + 2
+    assert seen == {"control", "same", "tight"}
+
+
+def requests(server, arm):
+    """Requests of an arm by SGLang's own histogram of times to the first token."""
+    settled(server)
+    name = "sglang:time_to_first_token_seconds_count"
+    labels = (f'kv_arm="{arm}"', 'kv_experiment="trial"')
+    found = server.metrics().items()
+    return sum(v for k, v in found if k.startswith(name) and all(each in k for each in labels))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 1.3, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
+        {"temperature": 0.7, "logit_bias": {"17": 9.0, "300": -9.0}},
+        {"temperature": 0.7, "frequency_penalty": 1.5, "presence_penalty": 1.0},
+        {"repetition_penalty": 1.4, "min_new_tokens": 6},
+        {"temperature": 0.9, "regex": "(w[12][0-9]*)+"},
+    ],
+    ids=lambda sampling: "-".join(sampling) or "greedy",
+)
+def test_full_kv_does_not_drift(server, sampling):
+    """Whatever changes the choice of tokens, the model's own distributions are compared."""
+    before = settled(server)
+    with ThreadPoolExecutor(6) as pool:
+        calls = [
+            pool.submit(generate, server, f"key {i}", prompt(100 + i, 30 + 37 * i), 12, **sampling)
+            for i in range(18)
+        ]
+        arms = [call.result()["meta_info"]["kv_policy"]["arm"] for call in calls]
+    after = settled(server)
+    for arm in ("control", "same"):
+        assert compared(after, arm) == compared(before, arm) + arms.count(arm)
+        means = after["analysis"]["arms"][arm]["tallies"]
+        assert means["drift"][1] == means["top1_disagreement"][1] == 0, arm
+    assert after["analysis"]["arms"]["tight"]["tallies"]["drift"][1] > 0
+    assert "drift" in sampling or after["state"] == "running"  # a breach is only told of
+
+
+def compared(found, arm):
+    return found["analysis"]["arms"][arm]["tallies"]["drift"][0]
+
+
+def test_the_tree_stays_as_if_no_shadow_had_run(server):
+    """What a shadow computes is not cached: the next turn finds what it would have found."""
+
+    def turns(first, **headers):
+        sampling = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
+        body = {"input_ids": prompt(first, 150), "sampling_params": sampling}
+        answer = post(server, "/generate", body, **headers).json()
+        settled(server)
+        body["input_ids"] = body["input_ids"] + answer["output_ids"] + prompt(8, 5)
+        return post(server, "/generate", body, **headers).json()["meta_info"]
+
+    seen = {}
+    for i in range(12):
+        found = turns(1000 + i, x_key=f"key {i}")
+        seen.setdefault(found["kv_policy"]["arm"], found["cached_tokens"])
+    # These requests name their policies, so nothing shadows them.
+    same = turns(2000, x_kv_policy="lava@same")["cached_tokens"]
+    tight = turns(2001, x_kv_policy="sinks-recent@tight")["cached_tokens"]
+    assert (same, tight) == (169, 150)
+    assert seen == {"control": same, "same": same, "tight": tight}
+
+
+def test_breaches_are_told_of_and_seen(server):
+    found = settled(server)
+    verdicts = {(each["arm"], each["metric"]): each for each in found["verdicts"]}
+    assert verdicts["tight", "drift"]["outcome"] == "breached"
+    assert verdicts["same", "drift"]["mean"] == 0
+    assert "guardrail drift of arm tight is breached" in server.log_text()
+    metrics = server.metrics()
+    values = {k: v for k, v in metrics.items() if k.startswith("sglang:kv_experiment_")}
+    [evidence] = [
+        v for k, v in values.items()
+        if "log_e_value" in k and '"tight"' in k and '"breach"' in k and '"drift"' in k
+    ]  # fmt: skip
+    assert evidence > 3
+    assert [v for k, v in values.items() if "_state{" in k and '"running"' in k] == [1]
+    assert [v for k, v in values.items() if "state_saved" in k] == [1]
+    assert found["analysis"]["arms"]["tight"]["tallies"]["kv_bytes_per_prompt_token"][0] > 0
+
+
+def test_what_a_client_may_not_do(server):
+    body = {"input_ids": prompt(3, 40), "sampling_params": {"max_new_tokens": 2}}
+    for custom, message in (
+        ({"kv_policy": "none"}, "gives no request full KV on demand"),
+        ({"kv_policy_assigned": {"top": 9}}, "is the server's own"),
+        ({"kv_policy": "gone"}, "this server has"),
+    ):
+        params = {"max_new_tokens": 2, "custom_params": custom}
+        response = post(server, "/generate", {**body, "sampling_params": params})
+        assert response.status_code == 400
+        assert message in response.text
+    labels = {"kv_arm": "forged", "other": "x"}
+    facts = post(server, "/generate", {**body, "custom_labels": labels}, x_kv_policy="lava").json()
+    assert facts["meta_info"]["kv_policy"]["policy"] == "lava"
+    assert not any("forged" in name for name in server.metrics())
+
+
+def test_requests_set_parameters(server):
+    def ask(custom, i=0):
+        params = {"temperature": 0, "max_new_tokens": 4, "custom_params": custom}
+        body = {"input_ids": prompt(30 + i, 200), "sampling_params": params}
+        return post(server, "/generate", body)
+
+    shares = [0.25, 0.5, 0.25, 0.75, 0.25]
+    with ThreadPoolExecutor(5) as pool:
+        asked = [{"kv_policy": "lava", "kv_policy_set": {"rate": x, "window": 8}} for x in shares]
+        found = [answer.json()["meta_info"]["kv_policy"] for answer in pool.map(ask, asked)]
+    for share, facts in zip(shares, found, strict=True):
+        assert facts["set"] == {"rate": share, "window": 8}
+        assert facts["entries_kept"] / facts["entries_before"] == pytest.approx(share, abs=0.03)
+    for custom, message in (
+        ({"kv_policy_set": {"rate": 0.5}}, "the server chooses the policy of this request"),
+        ({"kv_policy": "lava", "kv_policy_set": {"rate": 3}}, "kv_policy_set of `lava`: "),
+        ({"kv_policy": "lava", "kv_policy_set": {"window": 4.5}}, "kv_policy_set of `lava`: "),
+        ({"kv_policy": "lava", "kv_policy_set": {"kernel": 3}}, "only `rate` and `window`"),
+        ({"kv_policy": "sinks-recent", "kv_policy_set": {"rate": 1}}, "requests may set none"),
+        ({"kv_policy": "lava", "kv_policy_set": {"rate": "0.5"}}, "expected a number"),
+        ({"kv_policy": "lava", "kv_policy_set": [1]}, "expected a JSON object"),
+        ({"kv_policy": ["lava"], "kv_policy_set": {}}, "sets parameters of"),
+    ):
+        response = ask(custom)
+        assert (response.status_code, message in response.text) == (400, True), response.text
+
+
+def policy_url(server, name, dry_run="false"):
+    return f"{server.url}/kv_policy/policies/{name}?dry_run={dry_run}"
+
+
+def put_policy(server, name, body, dry_run="false"):
+    body = body if isinstance(body, str) else json.dumps(body)
+    return server.session.put(policy_url(server, name, dry_run), data=body, headers=ADMIN)
+
+
+def named(server, name, tokens, new=8):
+    params = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+    body = {"input_ids": tokens, "sampling_params": params}
+    return post(server, "/generate", body, x_kv_policy=name)
+
+
+def test_policies_come_and_go(server):
+    text = (POLICIES / "snapkv.yaml").read_text()
+    small = {"policy": text, "set": {"capacity": 20, "window": 4}}
+    assert put_policy(server, "mine", small, "true").json()["dry_run"] is True
+    assert named(server, "mine", prompt(1, 100)).status_code == 400
+    assert put_policy(server, "mine", small).status_code == 200
+    first = named(server, "mine", prompt(1, 100)).json()
+    assert first["meta_info"]["kv_policy"]["entries_kept"] == 4 * 2 * 20
+    # Who decodes keeps what it has; who comes later gets the new one.
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(named, server, "mine", prompt(i, 100), 400) for i in range(3)]
+        time.sleep(0.5)
+        large = {"policy": text, "set": {"capacity": 30, "window": 4}}
+        assert put_policy(server, "mine", large).status_code == 200
+        second = named(server, "mine", prompt(1, 100)).json()
+        kept = [each.result().json()["meta_info"]["kv_policy"]["entries_kept"] for each in running]
+    assert kept == [4 * 2 * 20] * 3
+    assert second["meta_info"]["kv_policy"]["entries_kept"] == 4 * 2 * 30
+    shown = server.session.get(server.url + "/kv_policy", timeout=60).json()["policies"]
+    assert shown[-1]["name"] == "mine"
+    for name in ("h2o", "streamingllm", "fastkv"):  # these decode on, turn keys, propagate
+        response = put_policy(server, name, (POLICIES / f"{name}.yaml").read_text())
+        assert response.status_code == 200, response.text
+        assert named(server, name, prompt(2, 60)).status_code == 200
+    for name in ("mine", "h2o", "streamingllm", "fastkv"):
+        response = server.session.delete(policy_url(server, name), headers=ADMIN, timeout=60)
+        assert response.json() == {"name": name, "withdrawn": True}
+        assert named(server, name, prompt(1, 100)).status_code == 400
+
+
+def test_policies_that_cannot_come(server):
+    minicache = (POLICIES / "minicache.yaml").read_text()
+    snapkv = (POLICIES / "snapkv.yaml").read_text()
+    for name, body, status, message in (
+        ("pairs", minicache, 400, "MiB for tables of layers in pairs, which this server did not"),
+        ("mine", "policy: [", 400, "mine:1:"),
+        ("mine", {"policy": snapkv, "set": {"capacity": -3}}, 400, "capacity"),
+        ("mine", {"text": snapkv}, 400, "its YAML"),
+        ("none", snapkv, 400, "cannot be a name"),
+        ("lava", snapkv, 409, "experiment `trial` compares `lava`"),
+    ):
+        response = put_policy(server, name, body)
+        assert (response.status_code, message in response.text) == (status, True), response.text
+    delete = server.session.delete
+    assert delete(policy_url(server, "gone"), headers=ADMIN, timeout=60).status_code == 404
+    assert delete(policy_url(server, "lava"), headers=ADMIN, timeout=60).status_code == 409
+    assert delete(policy_url(server, "gone"), timeout=60).status_code == 401
+
+
+def test_the_doors_need_the_admin_key(server):
+    for path in ("disable", "enable", "experiment/abort", "experiment/pause"):
+        assert post(server, f"/kv_policy/{path}", {}).status_code == 401
+    url = server.url + "/kv_policy/experiment"
+    assert server.session.put(url, data="x", timeout=60).status_code == 401
+    assert server.session.get(server.url + "/kv_policy", timeout=60).json()["enabled"] is True
+    info = server.session.get(server.url + "/server_info", headers=ADMIN, timeout=60).json()
+    [state] = info["internal_states"]
+    found = document(server)
+    assert state["kv_policy_applied"] is True
+    assert state["kv_experiment"] == {
+        "name": "trial", "revision": found["revision"], "digest": found["digest"],
+        "state": "running", "rolled_back": [], "coverage": 1.0,
+    }  # fmt: skip
+
+
+def test_the_switch(server):
+    assert post(server, "/kv_policy/disable", {}, **ADMIN).json() == {"enabled": False}
+    for key in ("key 1", "key 2", "key 3"):
+        assert "kv_policy" not in generate(server, key, prompt(4, 90))["meta_info"]
+    assert applied(server) == 0
+    assert post(server, "/kv_policy/enable", {}, **ADMIN).json() == {"enabled": True}
+    assert "arm" in generate(server, "key 1", prompt(4, 90))["meta_info"]["kv_policy"]
+    assert applied(server) == 1
+
+
+def applied(server):
+    [value] = [v for k, v in server.metrics().items() if k.startswith("sglang:kv_policy_applied")]
+    return value
+
+
+def put(server, text, dry_run="false"):
+    url = f"{server.url}/kv_policy/experiment?dry_run={dry_run}"
+    return server.session.put(url, data=text, headers=ADMIN, timeout=60)
+
+
+def test_other_versions_by_request_and_by_file(server, folder):
+    first = document(server)
+    smaller = {**DOCUMENT, "coverage": "50 %"}
+    assert put(server, json.dumps(smaller), "true").json()["begins_anew"] is False
+    assert document(server)["coverage"] == 1
+    assert put(server, json.dumps(smaller)).status_code == 200
+    now = document(server)
+    assert (now["coverage"], now["revision"]) == (0.5, first["revision"])
+    assert now["analysis"]["arms"]["tight"]["requests"] > 0
+    for text, status, message in (
+        ("coverage: [", 400, "request:1"),
+        (json.dumps({**DOCUMENT, "experiment": "other"}), 409, "runs experiment `trial`"),
+        (json.dumps({**DOCUMENT, "default": "gone"}), 400, "no policy `gone`"),
+    ):
+        response = put(server, text)
+        assert (response.status_code, message in response.text) == (status, True), response.text
+    # A mounted ConfigMap changes by a link; a broken file changes nothing.
+    file = folder / "experiment.yaml"
+    other = folder / "second.yaml"
+    weights = {**DOCUMENT["arms"], "tight": {**DOCUMENT["arms"]["tight"], "weight": 2}}
+    other.write_text(json.dumps({**DOCUMENT, "arms": weights}))
+    link = folder / "link"
+    link.symlink_to(other)
+    link.replace(file)
+    until(server, lambda found: found["revision"] != first["revision"])
+    assert document(server)["analysis"]["arms"]["tight"]["requests"] == 0
+    other.write_text("experiment: {")
+    found = until(server, lambda found: not found["reload"]["success"])
+    assert "second.yaml" in found["reload"]["problem"] or "experiment" in found["reload"]["problem"]
+    other.write_text(json.dumps({**DOCUMENT, "arms": weights}))
+    until(server, lambda found: found["reload"]["success"])
+
+
+def until(server, holds, seconds=30):
+    end = time.monotonic() + seconds
+    while not holds(found := document(server)):
+        assert time.monotonic() < end, found
+        time.sleep(0.1)
+    return found
+
+
+def test_a_breach_rolls_an_arm_back_and_a_restart_does_not_undo_it(server, folder, model):
+    from kvpolicy.evaluation.serving import serve
+
+    ending = {**DOCUMENT, "analysis": {"min_samples": 20, "on_fail": "abort"}, "default": "lava"}
+    assert put(server, json.dumps(ending)).json()["begins_anew"] is True
+    arms = {}
+    for i in range(200):
+        key = f"key {i}"
+        facts = generate(server, key, prompt(200 + i, 80))["meta_info"]["kv_policy"]
+        arms.setdefault(facts.get("arm"), key)
+        if i % 10 == 9 and settled(server)["rolled_back"]:
+            break
+    found = document(server)
+    assert found["state"] == "running"
+    assert "guardrail drift of arm tight is breached" in found["rolled_back"]["tight"]
+    for arm, policy in (("tight", "lava"), ("same", "lava@same"), ("control", "none")):
+        facts = generate(server, arms[arm], prompt(1, 80))["meta_info"]["kv_policy"]
+        assert (facts["policy"], facts.get("arm")) == (policy, None if arm == "tight" else arm)
+    enabled = {k: v for k, v in server.metrics().items() if "kv_experiment_arm_enabled" in k}
+    assert [v for k, v in enabled.items() if '"tight"' in k] == [0]
+    assert [v for k, v in enabled.items() if '"same"' in k] == [1]
+    # The last arm beside control takes the experiment with it.
+    url = "/kv_policy/experiment/abort"
+    assert post(server, url, {"arm": "gone"}, **ADMIN).status_code == 409
+    body = {"arm": "same", "reason": "enough seen"}
+    assert post(server, url, body, **ADMIN).json() == {"state": "aborted", "changed": True}
+    assert post(server, "/kv_policy/experiment/resume", {}, **ADMIN).status_code == 409
+    facts = generate(server, arms["same"], prompt(1, 80))["meta_info"]["kv_policy"]
+    assert (facts["policy"], "arm" in facts) == ("lava", False)
+    (folder / "ending.yaml").write_text(json.dumps(ending))
+    flags = {"kv_experiment": folder / "ending.yaml", "kv_experiment_state": folder / "state.json"}
+    with serve(model, [LAVA, SINKS], **flags) as again:
+        found = document(again)
+        assert (found["state"], found["reason"]) == ("aborted", "enough seen")
+        assert list(found["rolled_back"]) == ["tight", "same"]
+        facts = generate(again, arms["same"], prompt(1, 80))["meta_info"]["kv_policy"]
+        assert (facts["policy"], "arm" in facts) == ("lava", False)
+        # No admin key is configured: nobody may.
+        assert post(again, "/kv_policy/disable", {}).status_code == 403
+
+
+def test_nothing_is_left_behind(server):
+    assert post(server, "/flush_cache", {}, **ADMIN).status_code == 200
+    names = ("num_used_tokens", "kv_policy_private_slots", "num_running_reqs")
+    prefixes = tuple(f"sglang:{name}{{" for name in names)
+    end = time.monotonic() + 30  # SGLang reports them now and then
+    while left := {k: v for k, v in server.metrics().items() if k.startswith(prefixes) and v}:
+        assert time.monotonic() < end, left
+        time.sleep(0.2)

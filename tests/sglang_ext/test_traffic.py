@@ -1,0 +1,235 @@
+"""Which policy a request gets: what it names, what it may name, and what an experiment draws."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.experiments import state_file
+from kvpolicy.experiments.experiment import Arm, Experiment, Key, Metric, Shadow, as_document
+from kvpolicy.sglang_ext import asked
+from kvpolicy.sglang_ext.experiment.arms import alias, with_arms
+from kvpolicy.sglang_ext.experiment.live import Live
+from kvpolicy.sglang_ext.experiment.shadow import Budget
+from kvpolicy.sglang_ext.experiment.traffic import Traffic
+
+EXPERIMENT = Experiment(
+    name="trial",
+    targeting_key=(Key("header", "x-key"), Key("body", "metadata.user"), Key("session_id")),
+    coverage=0.5,
+    default="snapkv",
+    arms=(Arm("control", "none"), Arm("lava", "lava", 3.0, {"rate": 0.25})),
+    shadow=Shadow(1.0, top=8),
+    metrics=(Metric("error_rate", "guardrail", 0.1),),
+)
+
+
+@pytest.fixture
+def live(tmp_path):
+    file = tmp_path / "experiment.yaml"
+    file.write_text("")
+    served = {"snapkv": {}, "lava": {}, "lava@lava": {"rate": 0.25}}
+    return Live(EXPERIMENT, file, served)
+
+
+def request(headers=None, body=None):
+    async def json():
+        return body
+
+    return SimpleNamespace(headers=headers or {}, json=json)
+
+
+def choose(traffic, params=None, *, headers=None, body=None, adapters=(), **fields):
+    """What a request's sampling parameters say after its policy was chosen."""
+    fields = {"rid": None, "session_id": None, "session_params": None, "lora_path": None} | fields
+    obj = SimpleNamespace(sampling_params=params, custom_labels=None, **fields)
+    registry = SimpleNamespace(get_all_adapters=lambda: adapters)
+    manager = SimpleNamespace(enable_lora=bool(adapters), lora_registry=registry)
+    asyncio.run(traffic.choose(manager, obj, request(headers, body)))
+    return obj
+
+
+def custom(obj):
+    return (obj.sampling_params or {}).get("custom_params")
+
+
+def test_without_experiment_a_request_stays_as_it_is():
+    traffic = Traffic({"lava": 0})
+    assert choose(traffic).sampling_params is None
+    params = {"temperature": 0.5, "custom_params": {"kv_policy": "lava", "other": 1}}
+    assert choose(traffic, params).sampling_params == params
+    assert choose(traffic, {"custom_params": [1]}).sampling_params == {"custom_params": [1]}
+
+
+def test_a_header_or_the_models_name_chooses_too():
+    traffic = Traffic({"lava": 0, "snapkv": 0})
+    assert custom(choose(traffic, headers={"x-kv-policy": "lava"})) == {"kv_policy": "lava"}
+    named = choose(traffic, lora_path="snapkv")
+    assert (custom(named), named.lora_path) == ({"kv_policy": "snapkv"}, None)
+    assert custom(choose(traffic, lora_path="none")) == {"kv_policy": "none"}
+    # What stands in the body comes first, then the header.
+    both = {"headers": {"x-kv-policy": "lava"}, "lora_path": "snapkv"}
+    assert custom(choose(traffic, **both)) == {"kv_policy": "lava"}
+    body = {"custom_params": {"kv_policy": "none"}}
+    assert custom(choose(traffic, body, **both)) == {"kv_policy": "none"}
+    # Adapters of such a name are adapters.
+    adapter = choose(traffic, lora_path="lava", adapters=["lava"])
+    assert (custom(adapter), adapter.lora_path) == (None, "lava")
+    assert choose(traffic, lora_path="other").lora_path == "other"
+
+
+@pytest.mark.parametrize(
+    ("override", "name", "message"),
+    [
+        ("listed", "none", "gives no request full KV on demand .--kv-policy-override listed."),
+        ("none", "lava", "chooses the policy of every request .--kv-policy-override none."),
+        ("none", "none", "chooses the policy of every request"),
+    ],
+)
+@pytest.mark.parametrize("way", ["body", "header", "model"])
+def test_what_a_client_may_not_name(override, name, message, way):
+    traffic = Traffic({"lava": 0}, override)
+    given = {
+        "body": {"params": {"custom_params": {"kv_policy": name}}},
+        "header": {"headers": {"x-kv-policy": name}},
+        "model": {"lora_path": name},
+    }[way]
+    with pytest.raises(ValueError, match=message):
+        choose(traffic, **given)
+    if name == "none":
+        assert custom(choose(Traffic({"lava": 0}, "listed"), headers={"x-kv-policy": "lava"}))
+
+
+def test_parts_of_a_batch_are_looked_at_one_by_one():
+    traffic = Traffic({"lava": 0}, "listed")
+    parts = [{"custom_params": {"kv_policy": "lava"}}, {}, {"custom_params": {"kv_policy": "none"}}]
+    with pytest.raises(ValueError, match="full KV"):
+        choose(traffic, parts)
+    with pytest.raises(ValueError, match="kv_policy_assigned is the server's own"):
+        choose(Traffic({"lava": 0}), [{}, {"custom_params": {asked.ASSIGNED: {"top": 5}}}])
+
+
+def test_disabled_policies_give_everybody_full_kv(live):
+    for traffic in (Traffic({"lava": 0}, "none"), Traffic({"lava": 0}, live=live)):
+        traffic.enabled = False
+        for params in (None, {"custom_params": {"kv_policy": "lava", "mine": 1}}):
+            found = custom(choose(traffic, params, headers={"x-key": "a"}))
+            assert found["kv_policy"] == "none"
+            assert found["kv_policy_assigned"] == {"reason": "DISABLED"}
+        traffic.enabled = True
+    assert custom(choose(Traffic({"lava": 0}))) is None
+
+
+def test_an_experiment_draws_arms_by_key(live):
+    traffic = Traffic({"snapkv": 0, "lava": 0}, live=live)
+    seen = {}
+    for i in range(600):
+        ways = ({"headers": {"x-key": f"{i}"}}, {"body": {"metadata": {"user": i}}},
+                {"session_id": f"{i}"}, {"session_params": {"id": f"{i}"}})  # fmt: skip
+        obj = choose(traffic, **ways[i % 4])
+        assert custom(obj) == custom(choose(traffic, **ways[(i + 1) % 4])) | {
+            "kv_policy_assigned": custom(obj)["kv_policy_assigned"]
+        }
+        seen[i] = custom(obj)["kv_policy"]
+        noted = custom(obj)["kv_policy_assigned"]
+        arm = noted.get("arm")
+        assert obj.custom_labels == {
+            "kv_experiment": "trial" if arm else "", "kv_arm": arm or "",
+        }  # fmt: skip
+        expected = {"control": "none", "lava": "lava@lava", None: "snapkv"}[arm]
+        assert seen[i] == expected
+        assert noted["reason"] == ("SPLIT" if arm else "DEFAULT")
+        assert noted.get("top") == (8 if arm else None)
+    counts = [list(seen.values()).count(name) for name in ("snapkv", "none", "lava@lava")]
+    assert counts[0] == pytest.approx(300, abs=60)
+    assert counts[1] == pytest.approx(75, abs=35)
+    assert live.analysis.keys()["control"] == counts[1]
+    assert live.analysis.sources == [300, 300, 600]
+
+
+def test_a_request_without_a_key_gets_the_default(live):
+    obj = choose(Traffic({"snapkv": 0, "lava": 0}, live=live), {"max_new_tokens": 3}, body=["list"])
+    assert custom(obj)["kv_policy"] == "snapkv"
+    assert obj.sampling_params["max_new_tokens"] == 3
+    assert custom(obj)["kv_policy_assigned"] == {"reason": "DEFAULT"}
+
+
+def test_who_names_a_policy_stays_out_of_the_analysis(live):
+    traffic = Traffic({"snapkv": 0, "lava": 0}, live=live)
+    obj = choose(traffic, {"custom_params": {"kv_policy": "lava"}}, headers={"x-key": "a"})
+    assert custom(obj) == {
+        "kv_policy": "lava", "kv_policy_assigned": {"reason": "TARGETING_MATCH"},
+    }  # fmt: skip
+    assert obj.custom_labels == {"kv_experiment": "", "kv_arm": ""}
+    assert sum(live.analysis.keys().values()) == 0
+
+
+def test_after_an_abort_everybody_gets_the_default(live):
+    traffic = Traffic({"snapkv": 0, "lava": 0}, live=live)
+    live.abort("drift")
+    found = [custom(choose(traffic, headers={"x-key": f"{i}"})) for i in range(50)]
+    assert {each["kv_policy"] for each in found} == {"snapkv"}
+    assert found[0]["kv_policy_assigned"] == {"reason": "DISABLED"}
+
+
+def test_arms_with_settings_are_policies_of_their_own():
+    assert [alias(arm) for arm in EXPERIMENT.arms] == ["none", "lava@lava"]
+    paths, settings = with_arms(EXPERIMENT, {"lava": "/p/lava.yaml"}, ["window=16", "rate=0.5"])
+    assert paths == {"lava": "/p/lava.yaml", "lava@lava": "/p/lava.yaml"}
+    assert settings == [
+        "lava.window=16", "lava.rate=0.5", "lava@lava.rate=0.25", "lava@lava.window=16",
+    ]  # fmt: skip
+    two = {"snapkv": "/p/snapkv.yaml", "lava": "/p/lava.yaml"}
+    assert with_arms(EXPERIMENT, two, ["snapkv.capacity=9"])[1] == [
+        "snapkv.capacity=9", "lava@lava.rate=0.25",
+    ]  # fmt: skip
+
+
+def test_another_version_needs_what_the_server_has(live):
+    document = as_document(EXPERIMENT)
+    assert live.read(json.dumps(document), "request").digest == EXPERIMENT.digest
+    for change, message in (
+        ({"policy": "h2o"}, "request:1:.*: error.*h2o"),
+        ({"policy": "lava", "set": {"rate": 0.3}}, "`lava` has settings .* not started with"),
+    ):
+        document["arms"]["lava"] = change
+        with pytest.raises(PolicyError, match=message):
+            live.read(json.dumps(document), "request")
+
+
+def test_a_file_that_breaks_keeps_the_last_version(live, caplog):
+    live.reload(b"experiment: [")
+    assert (live.reloaded, live.experiment) == (False, EXPERIMENT)
+    assert "The experiment stays as it was" in caplog.text
+    assert live.document()["reload"]["problem"]
+    live.unreadable(OSError("gone"))
+    assert not live.reloaded
+
+
+def test_a_full_disk_is_said_and_nothing_stops(tmp_path, monkeypatch, caplog):
+    file = tmp_path / "experiment.yaml"
+    file.write_text("")
+
+    def full(*_):
+        raise state_file.StateFileError("it cannot be written: no space")
+
+    monkeypatch.setattr(state_file, "save", full)
+    live = Live(EXPERIMENT, file, {"snapkv": {}}, tmp_path / "state.json")
+    live.abort("drift")
+    assert live.lifecycle.state == "aborted"
+    assert not live.state_saved
+    assert caplog.text.count("it cannot be written: no space") == 1
+
+
+def test_the_budget_of_shadows():
+    now = [0.0]
+    budget = Budget(lambda: now[0])
+    assert budget.take(1000, 100)  # ten seconds' worth are saved up
+    assert not budget.take(1, 100)
+    now[0] = 0.5
+    assert budget.take(400, 100)  # once more than there is
+    now[0] = 3.0
+    assert not budget.take(1, 100)
+    now[0] = 4.5
+    assert budget.take(1, 100)
