@@ -8,7 +8,7 @@ PYTHON := $(VENV)/bin/python -P
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 CHECKED := $(addprefix tests/,dsl conformance commands run executions golden kernels)
 
-.PHONY: setup test check demo lint docs fuzz train bench-kernels tune-kernels clean
+.PHONY: setup test check demo demo-experiment lint docs fuzz train bench-kernels tune-kernels clean
 
 setup:
 	@SGLANG=$(SGLANG) VENV=$(VENV) bash tests/environment/setup.sh
@@ -22,6 +22,9 @@ check: setup lint
 
 demo: setup
 	@$(VENV)/bin/python examples/demo.py
+
+demo-experiment: setup
+	@$(VENV)/bin/python examples/demo_experiment.py
 
 lint: setup
 	$(VENV)/bin/ruff check .

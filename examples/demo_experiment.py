@@ -117,11 +117,12 @@ def told(document: dict[str, Any], needed: dict[str, int]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--most", type=int, default=3000, help="requests at most")
-    parser.add_argument("--out", type=Path, default=Path("experiment-report.html"))
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "experiment.html")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     flags = {"kv_experiment": ROOT / "examples" / "experiments" / "demo.yaml"}
     model, settings = ROOT / "examples" / "model-small", ["lava.window=8"]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with serve(model, POLICIES, settings, progress=True, **flags) as server:
             document, needed = run(server, options.most, options.seed)

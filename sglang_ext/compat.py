@@ -22,6 +22,7 @@ ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
 PUBLISH = "sglang.srt.runtime_context.publish"
 META_INFO = "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info"
+BATCH_OUTPUT = "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output"
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 FRONT_STATE = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state"
 CRASH_DUMP = "sglang.srt.managers.tokenizer_manager.TokenizerManager.dump_requests_before_crash"
@@ -593,6 +594,12 @@ def latencies(state: Any) -> tuple[float | None, float | None]:
     known = 0 < stats.first_token_time < stats.finished_time
     ttft = stats.get_first_token_latency() if known else None
     return ttft, stats.get_e2e_latency() if stats.finished_time else None
+
+
+def complete_output(output: Any) -> None:
+    """Have `META_INFO` called for every request of an output, also where nothing is collected."""
+    if getattr(output, "customized_info", {}) is None:
+        output.customized_info = {}
 
 
 def is_scoring(obj: Any) -> bool:

@@ -33,15 +33,23 @@ def install(server: Server) -> None:
         Refused: SGLang did not apply them.
     """
     compat.register(compat.META_INFO, around_meta_info(server), "around")
+    if server.live is not None:
+        compat.register(compat.BATCH_OUTPUT, _before_batch_output, "before")
     compat.register(compat.GENERATE, _around_generate(server), "around")
     compat.register(compat.CRASH_DUMP, _before_crash_dump, "before")
     compat.register(compat.FRONT_STATE, _around_state(server), "around")
     compat.apply_hooks()
-    hooks = (compat.META_INFO, compat.GENERATE, compat.CRASH_DUMP, compat.FRONT_STATE)
+    hooks = [compat.META_INFO, compat.GENERATE, compat.CRASH_DUMP, compat.FRONT_STATE]
+    hooks += [compat.BATCH_OUTPUT] if server.live is not None else []
     missing = [target for target in hooks if not compat.is_applied(target)]
     if missing:
         raise Refused(f"--kv-policy: SGLang did not apply the hooks on {', '.join(missing)}.")
     compat.add_middleware(FactsHeader)
+
+
+def _before_batch_output(manager: Any, output: Any, *args: Any) -> None:
+    """Before TokenizerManager._handle_batch_output."""
+    compat.complete_output(output)
 
 
 def around_meta_info(server: Server) -> Callable:

@@ -53,6 +53,17 @@ def test_demo():
     assert "192 of 256" in output  # slots freed at 64 entries
 
 
+def test_demo_experiment(tmp_path):
+    """The good arm is cleared, the bad one is rolled back, and the report says so."""
+    page = tmp_path / "report.html"
+    output = run("examples/demo_experiment.py", "--out", str(page))
+    lines = {line.split()[0]: line for line in output.splitlines() if "nats per token" in line}
+    assert "drift 0.0000" in lines["control"]
+    assert "cleared after" in lines["lava-50"]
+    assert lines["sinks-6"].endswith("rolled back by itself")
+    assert "sinks-6" in page.read_text()
+
+
 def test_quality(tmp_path):
     """Every part at its smallest: table, conversations, variants, layers, and going on."""
     names = "snapkv,sinks-recent,h2o,minicache"
@@ -178,6 +189,30 @@ def test_soak():
     assert (requests, different, leaked) == ("24", "0", "0")
     assert int(compared) > 12
     assert int(compressed) > 3
+
+
+def test_experiment_soak():
+    output = run("benchmarks/experiment_soak.py", "--requests", "150")
+    found, _, counts = output.partition("\n\n| requests | count |")
+    [row] = rows(found)
+    assert row[0] == "150"
+    assert (row[2], row[4], row[5], row[7], row[8]) == ("0", "0", "0", "tight", "0")
+    assert "| operator: POST experiment/abort | 1 |" in counts
+
+
+def test_experiment_null():
+    none, lava, one_key = rows(run("benchmarks/experiment_null.py", "--requests", "60"))
+    assert none[2:6] == ["60", "0", "0", "-"]
+    assert (lava[5], lava[7]) == ("-", "-")
+    assert float(lava[3]) > 0
+    assert one_key[7] == "all traffic in one arm"
+
+
+def test_experiment_overhead():
+    words = ("--rounds", "1", "--requests", "12", "--prompt", "40", "--new", "4", "--sample", "1")
+    output = run("benchmarks/experiment_overhead.py", *words)
+    assert "us per request in the median" in output
+    assert [row[0] for row in rows(output)] == ["without an experiment", "with it"]
 
 
 def test_long_generation(tmp_path):

@@ -63,6 +63,8 @@ class Live:
         self.analysis = self._began(experiment)
         self.series = Series(experiment)
         self.reloaded, self.state_saved = True, True
+        self.series.reloaded(True)
+        self.series.saved(True)
         self._problem = ""  # of the file, as it was last seen
         self._seen = self._digest(file.read_bytes())
         self._number = 0  # requests that were shadowed
@@ -110,6 +112,7 @@ class Live:
         drawn = self.lifecycle.assign(key if place is not None else None, seconds)
         if drawn.reason != Reason.DISABLED:
             self.analysis.key_source(place)
+            self.series.key_source(place)
         if drawn.arm is None:
             self.series.assigned(None, drawn.reason)
             return self.lifecycle.default, {"reason": drawn.reason.value}

@@ -34,6 +34,10 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         "Requests by the arm that they were assigned, and why; `kv_arm` is empty for none.",
         ("kv_arm", "reason"),
     ),
+    "key_sources_total": (
+        "Requests by the place where their targeting key was found; `none` for no key.",
+        ("source",),
+    ),
     "finished_total": ("Requests of an arm that have ended, by outcome.", ("kv_arm", "outcome")),
     "shadow_total": (
         "Requests that were sampled to be scored against full KV, by what became of them.",
@@ -49,6 +53,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "state": ("1 for the state in which the experiment is, 0 for the others.", ("state",)),
+    "arm_share_ratio": ("Share of the keys that take part that an arm is to have.", ("kv_arm",)),
     "arm_enabled": ("1, or 0 if an arm has been rolled back.", ("kv_arm",)),
     "coverage_ratio": ("Share of the keys that take part now.", ()),
     "keys": ("Distinct targeting keys of an arm.", ("kv_arm",)),
@@ -108,6 +113,8 @@ class Series:
     def began(self, experiment: Experiment) -> None:
         """A revision begins: its arms' series exist from the start."""
         self._experiment = experiment
+        for key in ("none", *map(str, experiment.targeting_key)):
+            self._count("key_sources_total", 0, source=key)
         for arm in experiment.arms:
             self._shadows.setdefault(arm.name, dict.fromkeys(SHADOWS, 0))
             self._count("assignments_total", 0, kv_arm=arm.name, reason=Reason.SPLIT.value)
@@ -124,6 +131,11 @@ class Series:
     def assigned(self, arm: str | None, reason: Reason) -> None:
         """A request has been assigned an arm, or none."""
         self._count("assignments_total", 1, kv_arm=arm or "", reason=reason.value)
+
+    def key_source(self, place: int | None) -> None:
+        """The key of a request was found at this place of the targeting key; None: nowhere."""
+        keys = self._experiment.targeting_key
+        self._count("key_sources_total", 1, source="none" if place is None else str(keys[place]))
 
     def finished(self, arm: str, outcome: str) -> None:
         """A request of an arm has ended."""
@@ -168,6 +180,9 @@ class Series:
         for state in State:
             self._set("state", float(state == now), state=state.value)
         self._set("coverage_ratio", lifecycle.coverage)
+        total = sum(arm.weight for arm in lifecycle.experiment.arms)
+        for arm in lifecycle.experiment.arms:
+            self._set("arm_share_ratio", arm.weight / total, kv_arm=arm.name)
         for arm in self._experiment.arms:
             self._set("arm_enabled", float(arm.name not in lifecycle.rolled_back), kv_arm=arm.name)
 

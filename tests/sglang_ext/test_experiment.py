@@ -335,6 +335,22 @@ def test_the_doors_need_the_admin_key(server):
     }  # fmt: skip
 
 
+def test_requests_that_are_not_sampled_count_too(server):
+    """SGLang completes no answers of a batch of which nothing is collected."""
+    fewer = {**DOCUMENT, "shadow": {**DOCUMENT["shadow"], "sample": "0.0001 %"}}
+    assert put(server, json.dumps(fewer)).json()["begins_anew"] is True
+    for i in range(12):
+        assert generate(server, f"key {i}", prompt(i, 30))["meta_info"]["kv_policy"]["arm"]
+    found = until(server, lambda found: sum(finished(found)) == 12)
+    assert finished(found) == [arm["requests"] for arm in found["analysis"]["arms"].values()]
+    assert min(finished(found)) > 0
+    assert put(server, json.dumps(DOCUMENT)).json()["begins_anew"] is True
+
+
+def finished(found):
+    return [arm["finished"] for arm in found["analysis"]["arms"].values()]
+
+
 def test_the_switch(server):
     assert post(server, "/kv_policy/disable", {}, **ADMIN).json() == {"enabled": False}
     for key in ("key 1", "key 2", "key 3"):
