@@ -2,10 +2,12 @@
 
 import json
 import random
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forked
 import pytest
 
 pytestmark = pytest.mark.server
@@ -451,6 +453,34 @@ def test_a_breach_rolls_an_arm_back_and_a_restart_does_not_undo_it(server, folde
         assert (facts["policy"], "arm" in facts) == ("lava", False)
         # No admin key is configured: nobody may.
         assert post(again, "/kv_policy/disable", {}).status_code == 403
+
+
+def changed(text, old, new):
+    assert old in text
+    return text.replace(old, new)
+
+
+def test_a_wrong_experiment_stops_the_launch(model, tmp_path):
+    """One message with the place, before anything is started."""
+    text = json.dumps(DOCUMENT, indent=1)
+    file, state = tmp_path / "experiment.yaml", tmp_path / "state.json"
+    state.write_text("{")
+    cases = {
+        changed(text, '"100 %",\n "arms"', '"101 %",\n "arms"'): f"{file}:8:14: error",
+        changed(text, '"policy": "lava"', '"policy": "lawa"'): "did you mean `lava`?",
+        changed(text, '"policy"', '"weight": 0, "policy"'): "error",
+        "experiment: [": f"{file}:",
+        text: f"--kv-experiment-state {state}: it is not JSON",
+    }
+    for content, message in cases.items():
+        file.write_text(content)
+        command = [sys.executable, "-P", "-m", "sglang.launch_server", "--model-path", model]
+        command += ["--device", "cpu", "--attention-backend", "torch_native", "--kv-policy", LAVA]
+        command += [SINKS, "--kv-experiment", str(file), "--kv-experiment-state", str(state)]
+        done = forked.run(command, timeout=200)
+        output = done.stdout + done.stderr
+        assert (done.returncode, message in output) == (1, True), output[-3000:]
+        assert "Traceback" not in output
 
 
 def test_nothing_is_left_behind(server):
