@@ -38,6 +38,11 @@ class Arm:
     weight: float = 1.0
     settings: Mapping[str, float | bool] = field(default_factory=dict, hash=False)
 
+    @property
+    def served_as(self) -> str:
+        """Name of the policy that a server has for the arm: with settings, one of its own."""
+        return f"{self.policy}@{self.name}" if self.settings else self.policy
+
 
 @dataclass(frozen=True)
 class Key:

@@ -144,7 +144,7 @@ class Lifecycle:
     def default(self) -> str:
         """Policy of requests that do not take part now."""
         if self.promoted is not None:
-            return self.experiment.arm(self.promoted).policy
+            return self.experiment.arm(self.promoted).served_as
         return self.experiment.default
 
     def assign(self, key: str | None, seconds: float) -> Assignment:

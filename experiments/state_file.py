@@ -15,8 +15,10 @@ class StateFileError(Exception):
     """The file cannot be read or written; the message is one sentence without the path."""
 
 
-def load(path: Path, experiment: str) -> dict[str, Any] | None:
-    """What was saved of an experiment; None where the file is not there or holds another one's.
+def load(path: Path) -> dict[str, Any] | None:
+    """What was saved; None where the file is not there.
+
+    It may be of another experiment that the server had: what has ended is noted by revision.
 
     Raises:
         StateFileError: it cannot be read, or holds something else.
@@ -33,7 +35,7 @@ def load(path: Path, experiment: str) -> dict[str, Any] | None:
         raise StateFileError(f"it is not JSON: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("experiment"), str):
         raise StateFileError("it is not the state of an experiment")
-    return found if found["experiment"] == experiment else None
+    return found
 
 
 def save(path: Path, saved: Mapping[str, Any]) -> None:

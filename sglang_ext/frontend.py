@@ -36,7 +36,7 @@ def install(server: Server) -> None:
     if server.live is not None:
         compat.register(compat.BATCH_OUTPUT, _before_batch_output, "before")
     compat.register(compat.GENERATE, _around_generate(server), "around")
-    compat.register(compat.CRASH_DUMP, _before_crash_dump, "before")
+    compat.register(compat.CRASH_DUMP, before_crash_dump, "before")
     compat.register(compat.FRONT_STATE, _around_state(server), "around")
     compat.apply_hooks()
     hooks = [compat.META_INFO, compat.GENERATE, compat.CRASH_DUMP, compat.FRONT_STATE]
@@ -128,7 +128,7 @@ def _around_state(server: Server) -> Callable:
     return around
 
 
-def _before_crash_dump(manager: Any, *args: Any, **options: Any) -> None:
+def before_crash_dump(manager: Any, *args: Any, **options: Any) -> None:
     """Before TokenizerManager.dump_requests_before_crash: scoring requests are nobody's."""
     for rid, state in list(manager.rid_to_state.items()):
         if compat.is_scoring(state.obj):

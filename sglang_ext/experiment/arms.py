@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpolicy.experiments.experiment import Arm, Experiment
+from kvpolicy.experiments.experiment import Experiment
 from kvpolicy.sglang_ext.variants import text_of
-
-
-def alias(arm: Arm) -> str:
-    """By which name an arm's policy is served: one with settings of its own has its own name."""
-    return f"{arm.policy}@{arm.name}" if arm.settings else arm.policy
 
 
 def with_arms(
@@ -29,7 +24,7 @@ def with_arms(
         if not arm.settings:
             continue
         values = given if values == list(settings) else values
-        name = alias(arm)
+        name = arm.served_as
         paths[name] = policies[arm.policy]
         own = {key: text_of(value) for key, value in arm.settings.items()}
         for setting in given:

@@ -20,7 +20,6 @@ from kvpolicy.experiments.experiment import NO_POLICY, Arm, Experiment
 from kvpolicy.experiments.lifecycle import ENDED, Lifecycle
 from kvpolicy.experiments.state_file import StateFileError
 from kvpolicy.sglang_ext.errors import Refused
-from kvpolicy.sglang_ext.experiment.arms import alias
 from kvpolicy.sglang_ext.experiment.series import Series
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ class Live:
         """
         self.file = file
         self._served, self._state = dict(served), state
-        self.lifecycle = Lifecycle(experiment, self._saved(experiment))
+        self.lifecycle = self._restored(experiment)
         self.analysis = self._began(experiment)
         self.series = Series(experiment)
         self.reloaded, self.state_saved = True, True
@@ -72,14 +71,10 @@ class Live:
         self._warned: set[str] = set()
         self.save()
 
-    def _saved(self, experiment: Experiment) -> dict[str, Any] | None:
-        if self._state is None:
-            return None
+    def _restored(self, experiment: Experiment) -> Lifecycle:
         try:
-            saved = state_file.load(self._state, experiment.name)
-            if saved is not None:
-                Lifecycle(experiment, saved)
-            return saved
+            saved = None if self._state is None else state_file.load(self._state)
+            return Lifecycle(experiment, saved)
         except (StateFileError, ValueError) as error:
             raise Refused(
                 f"--kv-experiment-state {self._state}: {error}; mend it, or remove it to begin anew"
@@ -131,7 +126,7 @@ class Live:
         shadow = self.experiment.shadow
         if shadow is not None and random.random() < shadow.sample:
             assigned["top"] = shadow.top
-        return alias(arm), assigned
+        return arm.served_as, assigned
 
     def named_itself(self) -> dict[str, Any]:
         """What is noted in a request that names a policy itself: it stays out of the analysis."""
@@ -356,7 +351,7 @@ class Live:
         if name == self.lifecycle.default:
             return True
         ended = self.lifecycle.state in ENDED
-        return not ended and any(name in (a.policy, alias(a)) for a in self.experiment.arms)
+        return not ended and any(name in (a.policy, a.served_as) for a in self.experiment.arms)
 
     # Other versions of it.
 
@@ -377,7 +372,7 @@ class Live:
                 "settings of an arm are read when the server starts: start it with this file",
             )
             for arm in experiment.arms
-            if arm.settings and self._served.get(alias(arm)) != dict(arm.settings)
+            if arm.settings and self._served.get(arm.served_as) != dict(arm.settings)
         ]
         if problems:
             raise PolicyError(problems, found.source)

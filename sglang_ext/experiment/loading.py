@@ -12,7 +12,7 @@ from kvpolicy.experiments import reading
 from kvpolicy.experiments.experiment import NO_POLICY, Experiment
 from kvpolicy.sglang_ext import compat, options
 from kvpolicy.sglang_ext.errors import Refused
-from kvpolicy.sglang_ext.experiment.arms import alias, with_arms
+from kvpolicy.sglang_ext.experiment.arms import with_arms
 from kvpolicy.sglang_ext.experiment.live import LABELS, Live
 from kvpolicy.sglang_ext.options import Policy
 
@@ -83,6 +83,6 @@ def live(policies: Sequence[Policy], workers: int) -> Live | None:
             "worker would count for itself."
         )
     experiment = read(file, [policy.name for policy in policies])
-    own = {alias(arm): dict(arm.settings) for arm in experiment.arms if arm.settings}
+    own = {arm.served_as: dict(arm.settings) for arm in experiment.arms if arm.settings}
     served = {policy.name: own.get(policy.name, {}) for policy in policies}
     return Live(experiment, file, served, options.experiment_state())

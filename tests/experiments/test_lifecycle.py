@@ -86,6 +86,16 @@ def test_what_has_ended_has_ended(clock):
     assert [each["what"] for each in life.log][1] == "aborted: drift"
 
 
+def test_another_experiment_on_the_way_does_not_undo_it(clock):
+    life = begin(clock)
+    life.abort("drift")
+    other = replace(EXPERIMENT, name="other")
+    assert life.replace(other)
+    saved = json.loads(json.dumps(life.saved()))
+    assert begin(clock, saved, other).state == State.RUNNING
+    assert begin(clock, saved).state == State.ABORTED
+
+
 def test_the_promoted_arm_serves_everybody(clock):
     life = begin(clock)
     assert life.promote("lava", "cleared")
@@ -157,11 +167,10 @@ def test_a_broken_state_is_refused(clock, change):
 
 def test_the_file_is_whole_or_as_it_was(tmp_path, monkeypatch, clock):
     path = tmp_path / "state.json"
-    assert state_file.load(path, "trial") is None
+    assert state_file.load(path) is None
     saved = begin(clock).saved()
     state_file.save(path, saved)
-    assert state_file.load(path, "trial") == saved
-    assert state_file.load(path, "another") is None
+    assert state_file.load(path) == saved
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -169,7 +178,7 @@ def test_the_file_is_whole_or_as_it_was(tmp_path, monkeypatch, clock):
     monkeypatch.setattr(state_file.os, "fsync", full)
     with pytest.raises(StateFileError, match=r"cannot be written: .*No space left"):
         state_file.save(path, {"experiment": "trial"})
-    assert state_file.load(path, "trial") == saved
+    assert state_file.load(path) == saved
     assert [each.name for each in tmp_path.iterdir()] == ["state.json"]
 
 
@@ -181,4 +190,4 @@ def test_a_file_of_something_else(tmp_path, text, message):
     path = tmp_path / "state.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(StateFileError, match=message):
-        state_file.load(path, "trial")
+        state_file.load(path)

@@ -8,11 +8,12 @@ import pytest
 from kvpolicy.dsl.diagnostics import PolicyError
 from kvpolicy.experiments import state_file
 from kvpolicy.experiments.experiment import Arm, Experiment, Key, Metric, Shadow, as_document
-from kvpolicy.sglang_ext import asked
-from kvpolicy.sglang_ext.experiment.arms import alias, with_arms
+from kvpolicy.sglang_ext import asked, compat
+from kvpolicy.sglang_ext.experiment.arms import with_arms
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.experiment.shadow import Budget
 from kvpolicy.sglang_ext.experiment.traffic import Traffic
+from kvpolicy.sglang_ext.frontend import before_crash_dump
 
 EXPERIMENT = Experiment(
     name="trial",
@@ -173,8 +174,16 @@ def test_after_an_abort_everybody_gets_the_default(live):
     assert found[0]["kv_policy_assigned"] == {"reason": "DISABLED"}
 
 
+def test_the_promoted_arm_serves_everybody_with_its_settings(live):
+    traffic = Traffic({"snapkv": 0, "lava": 0}, live=live)
+    live.promote(live.experiment.arm("lava"), "cleared")
+    found = [custom(choose(traffic, headers={"x-key": f"{i}"})) for i in range(20)]
+    assert {each["kv_policy"] for each in found} == {"lava@lava"}
+    assert live.document()["default"] == "lava@lava"
+
+
 def test_arms_with_settings_are_policies_of_their_own():
-    assert [alias(arm) for arm in EXPERIMENT.arms] == ["none", "lava@lava"]
+    assert [arm.served_as for arm in EXPERIMENT.arms] == ["none", "lava@lava"]
     paths, settings = with_arms(EXPERIMENT, {"lava": "/p/lava.yaml"}, ["window=16", "rate=0.5"])
     assert paths == {"lava": "/p/lava.yaml", "lava@lava": "/p/lava.yaml"}
     assert settings == [
@@ -233,3 +242,13 @@ def test_the_budget_of_shadows():
     assert not budget.take(1, 100)
     now[0] = 4.5
     assert budget.take(1, 100)
+
+
+def test_crash_dumps_hold_no_scoring_requests():
+    scoring = compat.scoring_request([1, 2, 3], start=1, top=4, custom={}, namespace={})
+    ordinary = SimpleNamespace(rid="kv-shadow-by-a-client")
+    states = {each.rid: SimpleNamespace(obj=each) for each in (scoring, ordinary)}
+    manager = SimpleNamespace(rid_to_state=states)
+    before_crash_dump(manager)
+    assert list(manager.rid_to_state) == ["kv-shadow-by-a-client"]
+    assert (scoring.log_metrics, scoring.no_logs) == (False, True)
