@@ -35,7 +35,7 @@ def questions(users: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Users and the bodies of their requests, without end."""
     rng = np.random.default_rng(seed)
     for number in itertools.count():
-        length = int(rng.integers(200, 480))
+        length = int(rng.integers(160, 360))
         sampling = {"max_new_tokens": 12, "temperature": 0.7, "ignore_eos": True}
         text = tasks.sample(KINDS[number % len(KINDS)], length, rng).text
         body = {"text": text, "sampling_params": sampling}

@@ -56,6 +56,11 @@ def assigned(request: Any) -> Mapping[str, Any]:
     return {} if found is None else found
 
 
+def scores(request: Any) -> bool:
+    """Whether a request is an internal one that scores another's tokens."""
+    return bool(assigned(request).get("scores"))
+
+
 def shown(value: Any) -> str:
     """A client's value as messages and logs repeat it, of limited length."""
     return _short(repr(value))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,10 @@ RUNNING_NEEDS = (
 )
 ADD_ONE = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
 ADD_CHUNKED = "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req"
+PREFILL_STATS = (
+    "sglang.srt.managers.scheduler_components.metrics_reporter."
+    "SchedulerMetricsReporter.report_prefill_stats"
+)
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
 SAMPLE_LOGITS = "sglang.srt.model_executor.model_runner.ModelRunner.sample"
 SAMPLE = "sglang.srt.layers.sampler.Sampler.forward"
@@ -432,6 +437,22 @@ def add_output(logits_output: Any, output: Any) -> None:
     logits_output.auxiliary_device_output = append_auxiliary_output(
         logits_output.auxiliary_device_output, output
     )
+
+
+def leave_out_of_metrics(request: Any) -> None:
+    """In the scheduler: observe no times of a request, and cache nothing that it computes."""
+    request.time_stats.enable_metrics = False
+    request.skip_radix_cache_insert = True
+
+
+@contextmanager
+def uncounted(adder: Any) -> Iterator[None]:
+    """What is admitted in the block is not counted among prefilled and cached tokens."""
+    counted = (adder.log_input_tokens, adder.log_hit_tokens)
+    try:
+        yield
+    finally:
+        adder.log_input_tokens, adder.log_hit_tokens = counted
 
 
 def end_with_error(request: Any, message: str) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from kvpolicy.dsl.bind import Bound
-from kvpolicy.sglang_ext import backend as backends
 from kvpolicy.sglang_ext import (
+    asked,
     compat,
     force,
     graphs,
@@ -21,6 +22,7 @@ from kvpolicy.sglang_ext import (
     refusals,
     reserved,
 )
+from kvpolicy.sglang_ext import backend as backends
 from kvpolicy.sglang_ext.arena import Arena, create_arena
 from kvpolicy.sglang_ext.changes import Changes
 from kvpolicy.sglang_ext.errors import Refused
@@ -74,6 +76,7 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Callable]]:
         (compat.RUNNING_NEEDS, "after", lambda n, _, req: runtime.still_needs(req, n)),
         (compat.ADD_ONE, "around", _around_add_one(runtime)),
         (compat.ADD_CHUNKED, "around", _around_add_chunked(runtime)),
+        (compat.PREFILL_STATS, "around", _around_prefill_stats),
         (compat.FORWARD, "around", _around_forward(runtime)),
         (compat.SAMPLE_LOGITS, "around", _around_sample_logits(runtime)),
         (compat.SAMPLE, "around", _around_sample(runtime)),
@@ -311,7 +314,8 @@ def _around_add_one(runtime: Runtime) -> Callable:
         """Around PrefillAdder.add_one_req."""
         if runtime.must_wait(adder, req, has_chunked_req):
             return compat.admitted_none()
-        result = original(adder, req, has_chunked_req, *args, **kw)
+        with _counted(adder, req):
+            result = original(adder, req, has_chunked_req, *args, **kw)
         admitted = bool(adder.can_run_list) and adder.can_run_list[-1] is req
         if admitted and runtime.end_early(req):
             # The rest follows as the next chunk; only one request at a time can be in chunks.
@@ -328,7 +332,8 @@ def _around_add_chunked(runtime: Runtime) -> Callable:
         if adder.rem_chunk_tokens is None:
             # Chunked prefill is off: this is a resumed request, and its last chunk has no limit.
             adder.rem_chunk_tokens = max(adder.rem_input_tokens, req.seqlen)
-        unfinished = original(adder, req)
+        with _counted(adder, req):
+            unfinished = original(adder, req)
         if not runtime.end_early(req):
             return unfinished
         # SGLang takes a request that is still in chunks to have used up the pass.
@@ -336,6 +341,19 @@ def _around_add_chunked(runtime: Runtime) -> Callable:
         return req
 
     return around
+
+
+def _counted(adder: Any, req: Any) -> AbstractContextManager:
+    """A block in which a request is admitted; internal ones are nobody's tokens."""
+    return compat.uncounted(adder) if asked.scores(req) else nullcontext()
+
+
+def _around_prefill_stats(
+    original: Callable, reporter: Any, batch: Any, *args: Any, **kw: Any
+) -> None:
+    """Around SchedulerMetricsReporter.report_prefill_stats."""
+    if batch is None or not batch.reqs or not all(asked.scores(req) for req in batch.reqs):
+        original(reporter, batch, *args, **kw)
 
 
 def _around_forward(runtime: Runtime) -> Callable:

@@ -37,7 +37,7 @@ class Reports:
     def without_policy(self, req: Any) -> None:
         """Note that the prompt of a request has ended that no policy applies to."""
         # A retracted one comes again, with what it has said so far.
-        internal = compat.is_health_check(req) or asked.assigned(req).get("scores")
+        internal = compat.is_health_check(req) or asked.scores(req)
         if not req.output_ids and not internal and req.to_finish is None:
             self._runtime.metrics.without_policy()
 

@@ -150,11 +150,11 @@ class Runtime:
         return served if served is None or not values else self.variants.of(served, values)
 
     def _take_assigned(self, req: Any) -> None:
-        assigned = asked.assigned(req)
-        if assigned.get("top"):
-            self.raw.note(req, assigned["top"])
-        if assigned.get("scores"):
-            req.skip_radix_cache_insert = True
+        top = asked.assigned(req).get("top")
+        if top:
+            self.raw.note(req, top)
+        if asked.scores(req):
+            compat.leave_out_of_metrics(req)
 
     def limit_prefix(self, req: Any, matched: int) -> int:
         """Longest prefix that may be taken from the radix cache.

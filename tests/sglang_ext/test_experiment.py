@@ -195,6 +195,32 @@ def test_the_tree_stays_as_if_no_shadow_had_run(server):
     assert seen == {"control": same, "same": same, "tight": tight}
 
 
+def test_metrics_and_logs_do_not_have_the_shadows(server):
+    """What the scheduler counts of prompts is what clients sent."""
+
+    def counted():
+        names = ("prompt_tokens_total", "queue_time_seconds_count", "realtime_tokens_total",
+                 "kv_policy_requests_total", "num_requests_total")  # fmt: skip
+        values = server.metrics().items()
+        return [
+            sum(v for k, v in values if k.startswith(f"sglang:{name}{{") and "decode" not in k)
+            for name in names
+        ]
+
+    settled(server)
+    before, text = counted(), len(server.log_text())
+    for i in range(6):
+        generate(server, f"key {i}", prompt(3000 + i, 100))
+    settled(server)
+    until(server, lambda _: counted()[4] == before[4] + 6)
+    prompts, queued, prefilled, policies, requests = (
+        after - was for after, was in zip(counted(), before, strict=True)
+    )
+    assert (prompts, queued, requests, policies) == (600, 6, 6, 6)
+    assert prefilled == 600
+    assert server.log_text()[text:].count("Prefill batch") == 6
+
+
 def test_breaches_are_told_of_and_seen(server):
     found = settled(server)
     verdicts = {(each["arm"], each["metric"]): each for each in found["verdicts"]}
@@ -485,9 +511,17 @@ def test_a_wrong_experiment_stops_the_launch(model, tmp_path):
 
 def test_nothing_is_left_behind(server):
     assert post(server, "/flush_cache", {}, **ADMIN).status_code == 200
-    names = ("num_used_tokens", "kv_policy_private_slots", "num_running_reqs")
-    prefixes = tuple(f"sglang:{name}{{" for name in names)
-    end = time.monotonic() + 30  # SGLang reports them now and then
-    while left := {k: v for k, v in server.metrics().items() if k.startswith(prefixes) and v}:
-        assert time.monotonic() < end, left
+    end = time.monotonic() + 30
+    while any(used(server)):
+        assert time.monotonic() < end, used(server)
         time.sleep(0.2)
+
+
+def used(server):
+    """Slots in use by SGLang's load and by compressed entries."""
+    loads = server.session.get(server.url + "/v1/loads", headers=ADMIN, timeout=60).json()["loads"]
+    values = server.metrics().items()
+    private = [v for k, v in values if k.startswith("sglang:kv_policy_private_slots{")]
+    assert loads
+    assert private
+    return [each["num_used_tokens"] for each in loads] + private

@@ -35,6 +35,7 @@ SIGNATURES = {
     compat.SLOT_RESERVE: ["self", "req", "extend_input_len"],
     compat.ADD_ONE: ["self", "req", "has_chunked_req"],
     compat.ADD_CHUNKED: ["self", "req"],
+    compat.PREFILL_STATS: ["self", "batch", "prefill_stats"],
     compat.FORWARD: ["self", "batch"],
     compat.SAMPLE_LOGITS: ["self", "logits_output", "forward_batch"],
     compat.SAMPLE: ["self", "logits_output", "sampling_info"],
@@ -106,7 +107,8 @@ def test_attributes_that_are_read_or_written_exist():
     source = inspect.getsource(adder.__init__)
     for name in (
         "memory_budget", "rem_chunk_tokens", "rem_input_tokens", "new_chunked_req",
-        "can_run_list", "per_req_token_overhead", "page_size",
+        "can_run_list", "per_req_token_overhead", "page_size", "log_hit_tokens",
+        "log_input_tokens",
     ):  # fmt: skip
         assert f"self.{name}" in source, name
 
