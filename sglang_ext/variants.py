@@ -8,6 +8,7 @@ text, not on its parameters, so a variant needs nothing more.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +24,8 @@ from kvpolicy.sglang_ext.catalog import Catalog
 from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.options import Policy
 from kvpolicy.sglang_ext.request import Served
+
+logger = logging.getLogger(__name__)
 
 MOST = 64  # variants that a scheduler keeps
 _MOST_CHECKED = 1024
@@ -120,6 +123,12 @@ class Variants:
                 variant = self._make(policy, policy.bind(self._shape))
             except Refused as error:
                 raise ValueError(f"custom_params.{SET}: {error}") from None
+            except Exception as error:
+                logger.exception("KV-cache policy %s cannot be served with %s.", base.name, texts)
+                raise ValueError(
+                    f"custom_params.{SET}: `{base.name}` failed with these values; the server's "
+                    "log says why"
+                ) from error
             variant.standing = base.standing
             variant.set = dict(values)
             self._kept[key] = variant

@@ -8,6 +8,7 @@ of the step's result, and leave with the answer's last tokens.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from kvpolicy.sglang_ext import compat
+
+logger = logging.getLogger(__name__)
 
 RAW = "kv_policy_raw"  # in SGLang's customized_info, and of a request
 
@@ -85,9 +88,14 @@ class Raw:
         rows = getattr(sampling, _ROWS, None)
         if rows is None:
             return run()
-        taken = take(logits_output.next_token_logits, rows)
+        taken = None
+        try:
+            taken = take(logits_output.next_token_logits, rows)
+        except Exception:  # then these requests are not compared
+            logger.exception("The distributions of sampled requests were not taken.")
         result = run()
-        compat.add_output(logits_output, taken)
+        if taken is not None:
+            compat.add_output(logits_output, taken)
         return result
 
 
@@ -125,11 +133,16 @@ class OnHost:
             recorded = getattr(request, RAW, None)
             if recorded is None or commit is None:
                 continue
-            # The batch's tensors are not kept alive by what one request records.
-            recorded.add(commit.output_index, logprobs[place, :top].copy(), ids[place, :top].copy())
-            if request.finished():
-                _send(request, recorded)
+            try:
+                # The batch's tensors are not kept alive by what one request records.
+                candidates = logprobs[place, :top].copy(), ids[place, :top].copy()
+                recorded.add(commit.output_index, *candidates)
+                if request.finished():
+                    _send(request, recorded)
+                    setattr(request, RAW, None)
+            except Exception:  # the request goes on, and is not compared
                 setattr(request, RAW, None)
+                logger.exception("A sampled request is not compared. rid=%s", request.rid)
 
 
 def take(logits: torch.Tensor, rows: Rows) -> OnDevice:

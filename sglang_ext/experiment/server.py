@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from kvpolicy.sglang_ext.asked import ASSIGNED
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.experiment.shadow import Shadows
 from kvpolicy.sglang_ext.experiment.traffic import Traffic
+
+logger = logging.getLogger(__name__)
 
 POLL = 2.0  # seconds between two looks at the experiment's file
 _STATUS = 500  # of an answer, from which on the server is to blame
@@ -35,6 +38,7 @@ class Server:
         self.shadows: Shadows | None = None
         self._token_bytes, self._context = token_bytes, context
         self._began = False
+        self._noted: set[tuple[str, type]] = set()
         self._watching: asyncio.Task | None = None
         self._applied: Any = None  # gauge
 
@@ -49,8 +53,21 @@ class Server:
         if not self._began:
             self._began = True
             self._begin(manager)
-        if not compat.is_starting(manager):  # or it is SGLang's warm-up
+        if compat.is_starting(manager):  # SGLang's warm-up
+            return
+        try:
             await self.traffic.choose(manager, obj, request)
+        except ValueError:  # the client's matter
+            raise
+        except Exception as error:
+            self._note("a request was not assigned and gets the server's default", error)
+
+    def _note(self, what: str, error: Exception) -> None:
+        """An experiment that fails fails nobody's request; logged once for each kind."""
+        kind = (what, type(error))
+        if kind not in self._noted:
+            self._noted.add(kind)
+            logger.error("KV-cache experiment: %s.", what, exc_info=error)
 
     def _begin(self, manager: Any) -> None:
         labels = compat.front_end_labels(manager)
@@ -84,10 +101,12 @@ class Server:
         while True:
             await asyncio.sleep(POLL)
             try:
+                live.series.standing(live.lifecycle)
                 live.reload(await asyncio.to_thread(live.file.read_bytes))
             except OSError as error:
                 live.unreadable(error)
-            live.series.standing(live.lifecycle)
+            except Exception as error:
+                self._note("its file was not looked at", error)
 
     def ended(
         self, state: Any, meta_info: Mapping[str, Any], facts: Mapping[str, Any], recorded: Any
@@ -103,12 +122,10 @@ class Server:
         assigned = assigned_to(state.obj)
         if self.live is not None and "arm" in assigned:
             # SGLang notes the times of the request after this.
-            loop = asyncio.get_running_loop()
             prompt = {"prompt_tokens": meta_info.get("prompt_tokens", 0)}
             outcome = _outcome(meta_info["finish_reason"])
-            loop.call_soon(
-                self._ended, self.live, assigned, state, {**prompt, **facts}, recorded, outcome
-            )
+            given = (self.live, assigned, state, {**prompt, **facts}, recorded, outcome)
+            asyncio.get_running_loop().call_soon(self._ended, *given)
 
     def _ended(
         self,
@@ -119,17 +136,20 @@ class Server:
         recorded: Any,
         outcome: str,
     ) -> None:
-        ttft, e2e = compat.latencies(state)
-        live.finished(
-            assigned,
-            outcome=outcome,
-            facts=facts,
-            token_bytes=self._token_bytes,
-            ttft=ttft,
-            e2e=e2e,
-        )
-        if assigned.get("top") and self.shadows is not None and outcome == "ok":
-            self.shadows.offer(assigned, recorded, facts, state.obj)
+        try:
+            ttft, e2e = compat.latencies(state)
+            live.finished(
+                assigned,
+                outcome=outcome,
+                facts=facts,
+                token_bytes=self._token_bytes,
+                ttft=ttft,
+                e2e=e2e,
+            )
+            if assigned.get("top") and self.shadows is not None and outcome == "ok":
+                self.shadows.offer(assigned, recorded, facts, state.obj)
+        except Exception as error:
+            self._note("a request that has ended was not counted", error)
 
 
 def assigned_to(obj: Any) -> Mapping[str, Any]:

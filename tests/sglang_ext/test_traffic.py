@@ -11,6 +11,7 @@ from kvpolicy.experiments.experiment import Arm, Experiment, Key, Metric, Shadow
 from kvpolicy.sglang_ext import asked, compat
 from kvpolicy.sglang_ext.experiment.arms import with_arms
 from kvpolicy.sglang_ext.experiment.live import Live
+from kvpolicy.sglang_ext.experiment.server import Server
 from kvpolicy.sglang_ext.experiment.shadow import Budget
 from kvpolicy.sglang_ext.experiment.traffic import Traffic
 from kvpolicy.sglang_ext.frontend import before_crash_dump
@@ -242,6 +243,36 @@ def test_the_budget_of_shadows():
     assert not budget.take(1, 100)
     now[0] = 4.5
     assert budget.take(1, 100)
+
+
+def test_an_experiment_that_fails_fails_nobodys_request(live, monkeypatch, caplog):
+    server = Server(Traffic({"snapkv": 0, "lava": 0}, live=live), token_bytes=8, context=99)
+    state = SimpleNamespace(time_stats=None)
+
+    def broken(*_, **__):
+        raise RuntimeError("on purpose")
+
+    async def serve():
+        obj = compat.scoring_request([1, 2], start=0, top=1, custom={}, namespace={})
+        obj.sampling_params = {"temperature": 0}
+        manager = SimpleNamespace(enable_lora=False, enable_metrics=False)
+        monkeypatch.setattr(compat, "is_starting", lambda _: False)
+        with monkeypatch.context() as patch:
+            patch.setattr(live, "assign", broken)
+            await server.arrived(manager, obj, request({"x-key": "a"}))
+        assert obj.sampling_params == {"temperature": 0}
+        for i in range(3):  # until one has an arm
+            await server.arrived(manager, obj, request({"x-key": f"{i}"}))
+            state.obj = obj
+            monkeypatch.setattr(compat, "latencies", broken)
+            meta = {"finish_reason": {"type": "stop"}, "prompt_tokens": 5}
+            server.ended(state, meta, {}, None)
+            obj.sampling_params = {}
+        await asyncio.sleep(0.01)
+
+    asyncio.run(serve())
+    assert caplog.text.count("a request was not assigned and gets the server's default") == 1
+    assert caplog.text.count("a request that has ended was not counted") == 1
 
 
 def test_crash_dumps_hold_no_scoring_requests():

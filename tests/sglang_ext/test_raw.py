@@ -1,0 +1,89 @@
+"""The distributions of sampled requests: taken before they change, whole, or not at all."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from kvpolicy.sglang_ext.experiment.raw import RAW, OnHost, Raw, Rows, take
+
+V = 31
+
+
+def req(rid="r", output=(), finished=False):
+    made = SimpleNamespace(
+        rid=rid, output_ids=list(output), finished_len=None, origin_input_ids=[5, 6, 7],
+        retraction_count=0, customized_info=None,
+    )  # fmt: skip
+    made.finished = lambda: finished
+    return made
+
+
+def commit(index):
+    return SimpleNamespace(output_index=index)
+
+
+def test_the_most_probable_of_the_sampled_rows():
+    logits = torch.randn(5, V, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    taken = take(logits, Rows([3, 1], [4, 9]))
+    wanted = torch.log_softmax(logits[[3, 1]].float(), dim=-1).topk(9)
+    assert torch.equal(taken.logprobs, wanted.values)
+    assert torch.equal(taken.ids.long(), wanted.indices)
+    assert take(logits, Rows([0], [1000])).ids.shape == (1, V)
+
+
+def test_a_request_leaves_with_what_was_recorded():
+    raw, requests = Raw(), [req("a"), req("b", [9, 8], True), req("c")]
+    raw.note(requests[1], 3)
+    batch = SimpleNamespace(reqs=requests, sampling_info=SimpleNamespace())
+    raw.prepare(batch)
+    output = SimpleNamespace(next_token_logits=torch.randn(3, V), auxiliary_device_output=None)
+    before = output.next_token_logits.clone()
+
+    def run():
+        output.next_token_logits.fill_(0.0)  # bias, temperature, grammar
+        return "ids"
+
+    assert raw.sample(run, output, batch.sampling_info) == "ids"
+    host = output.auxiliary_device_output.copy_to_host(lambda tensor: tensor.clone())
+    first = OnHost(host.rows, host.logprobs, host.ids)
+    requests[1].finished = lambda: False
+    first.consume(batch, [commit(0), commit(0), commit(0)])
+    requests[1].finished = lambda: True
+    host.consume(batch, [None, commit(1), None])
+    payload = requests[1].customized_info[RAW][-1]
+    assert payload["prompt"].tolist() == [5, 6, 7]
+    assert payload["output"].tolist() == [9, 8]
+    wanted = torch.log_softmax(before[1], dim=-1).topk(3)
+    assert payload["ids"].tolist() == [wanted.indices.tolist()] * 2
+    assert np.allclose(payload["logprobs"], wanted.values)
+    assert requests[0].customized_info is requests[2].customized_info is None
+
+
+@pytest.mark.parametrize("wrong", ["a step is missing", "an array is short", "nothing is known"])
+def test_what_is_not_whole_is_not_sent(wrong, caplog):
+    raw, request = Raw(), req("a", [9, 8], True)
+    raw.note(request, 3)
+    ids, logprobs = torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, 3)
+    index = 0
+    if wrong == "a step is missing":
+        index = 1
+    elif wrong == "an array is short":
+        ids = ids[:0]
+    else:
+        request.finished = None
+    host = OnHost(Rows([0], [3]), logprobs, ids)
+    host.consume(SimpleNamespace(reqs=[request]), [commit(index)])
+    assert request.customized_info is None
+    assert ("A sampled request is not compared" in caplog.text) == (wrong != "a step is missing")
+
+
+def test_logits_that_cannot_be_read_stop_nobody(caplog):
+    raw, request = Raw(), req("a")
+    raw.note(request, 3)
+    batch = SimpleNamespace(reqs=[request], sampling_info=SimpleNamespace())
+    raw.prepare(batch)
+    output = SimpleNamespace(next_token_logits=None, auxiliary_device_output=None)
+    assert raw.sample(lambda: "ids", output, batch.sampling_info) == "ids"
+    assert output.auxiliary_device_output is None
+    assert "were not taken" in caplog.text
