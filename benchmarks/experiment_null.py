@@ -113,7 +113,7 @@ def main() -> None:
         with serve(options.model, [policy], settings, progress=True, **flags) as server:
             server.session.headers["Authorization"] = "Bearer secret"
             keys = [f"user-{i}" for i in range(options.requests)]
-            few = ["gateway"] * max(options.requests // 8, 250)
+            few = ["gateway"] * max(options.requests // 8, 210)
             # Random text moves any policy far; what matters is that both arms move alike.
             for label, document, sent in (
                 ("none, none", experiment("none", 0.04), keys),

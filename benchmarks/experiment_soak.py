@@ -75,7 +75,7 @@ class Soak:
     def __init__(self, server: Server, file: Path, count: int, at_once: int, seed: int) -> None:
         self.server, self.file, self.count, self.at_once = server, file, count, at_once
         rng = np.random.default_rng(seed)
-        lengths = np.exp(rng.uniform(0, np.log(400), 30)).astype(int)
+        lengths = np.exp(rng.uniform(0, np.log(400), min(count // 20, 30))).astype(int)
         self.prompts = [rng.integers(20, 500, length).tolist() for length in lengths]
         self.random = random.Random(seed)
         self.seen = Seen()
@@ -182,7 +182,7 @@ class Soak:
     def operate(self, stop: threading.Event) -> None:
         """What operators do, again and again."""
         actions = self.actions()
-        while not stop.wait(1.0):
+        while not stop.wait(max(self.count / 10_000, 0.1)):
             next(actions)()
 
     def actions(self) -> Iterator[Any]:

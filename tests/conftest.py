@@ -33,6 +33,8 @@ _LONG = (
     "test_scheduler.py",
     "test_server.py",
     "test_served.py",
+    "test_experiment.py",
+    "test_stack.py",
 )
 
 

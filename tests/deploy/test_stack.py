@@ -221,7 +221,7 @@ def traffic(stack):
             facts(post(stack.gateway, "/v1/completions", f"{i} {TEXT}", new=24, **named))
 
     with ThreadPoolExecutor(4) as pool:
-        for begin in range(0, 80, 8):
+        for begin in range(0, 48, 8):
             list(pool.map(one, range(begin, begin + 8)))
             time.sleep(0.5)  # rates need samples at different times
 

@@ -10,7 +10,7 @@ from kvpolicy.sglang_ext.reasons import Reason
 class Served:
     """Keeps 64 entries per list."""
 
-    name, enabled = "snapkv", True
+    name, standing = "snapkv", request.Standing()
 
     def plan(self, prompt):
         return None
@@ -129,7 +129,7 @@ def test_why_tokens_do_not_leave_the_prefill(changes, layer, reason):
 
 def test_requests_of_a_disabled_policy_are_served_in_full():
     disabled = Served()
-    disabled.enabled = False
+    disabled.standing = request.Standing(enabled=False)
     req = make_request()
     request.assign(req, disabled)
     state = request.state_of(req)
