@@ -229,7 +229,7 @@ def test_kept_is_said_to_those_who_ask(custom, wanted):
         ),
         (
             {"kv_": 1},
-            "which is not known; there are `kv_policy`, `kv_policy_set`, `kv_policy_kept` and `kv_policy_f",
+            "which is not known; there are `kv_policy`, `kv_policy_set`, `kv_policy_kept` and",
         ),
         ({"kv_" + "x" * 10**6: 1}, r"^custom_params has `kv_x{54}\.\.\.`, which is not known"),
     ],
