@@ -114,3 +114,12 @@ def test_an_assignment_takes_microseconds():
 
     best = min(timeit.repeat(one, number=2_000, repeat=5)) / 2_000
     assert best < 20e-6
+
+
+@pytest.mark.parametrize("coverage", [0.1, 0.5])
+def test_shares_are_as_weighted_among_the_keys_that_take_part(coverage):
+    """Taking part and the arm are drawn apart: else few keys would mean the first arm only."""
+    drawn = [arm for arm in arms(THREE, coverage=coverage) if arm is not None]
+    assert len(drawn) / len(KEYS) == pytest.approx(coverage, abs=0.02)
+    for arm in THREE.arms:
+        assert drawn.count(arm.name) / len(drawn) == pytest.approx(arm.weight / 8, abs=0.03)

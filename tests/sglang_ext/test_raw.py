@@ -73,6 +73,10 @@ def test_what_is_not_whole_is_not_sent(wrong, caplog):
     else:
         request.finished = None
     host = OnHost(Rows([0], [3]), logprobs, ids)
+    if wrong == "a step is missing":
+        request.finished = lambda: False
+        host.consume(SimpleNamespace(reqs=[request]), [commit(2)])
+        request.finished = lambda: True
     host.consume(SimpleNamespace(reqs=[request]), [commit(index)])
     assert request.customized_info is None
     assert ("A sampled request is not compared" in caplog.text) == (wrong != "a step is missing")

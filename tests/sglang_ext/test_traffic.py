@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -181,6 +182,26 @@ def test_the_promoted_arm_serves_everybody_with_its_settings(live):
     found = [custom(choose(traffic, headers={"x-key": f"{i}"})) for i in range(20)]
     assert {each["kv_policy"] for each in found} == {"lava@lava"}
     assert live.document()["default"] == "lava@lava"
+
+
+def test_what_runs_while_its_arm_is_rolled_back_counts_no_more(live):
+    live.replace(replace(EXPERIMENT, arms=(*EXPERIMENT.arms, Arm("third", "snapkv"))))
+    assigned = [live.assign(0, f"{i}", 0.0)[1] for i in range(40)]
+    [*_, late] = [each for each in assigned if each.get("arm") == "lava"]
+    ended = {
+        "outcome": "ok",
+        "facts": {"prompt_tokens": 9},
+        "token_bytes": 8,
+        "ttft": 0.1,
+        "e2e": 1.0,
+    }
+    live.finished(late, **ended)
+    live.roll_back("lava", "drift")
+    live.finished(late, **ended)
+    live.shadowed("rid", late, 0.5, 0.1, 7)
+    assert live.lifecycle.state == "running"
+    record = live.analysis.records["lava"]
+    assert (record.finished, record.shadowed) == (1, 0)
 
 
 def test_arms_with_settings_are_policies_of_their_own():
