@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from kvpolicy.dsl.blocks import Block
 from kvpolicy.dsl.check_expr import Context, Typer
 from kvpolicy.dsl.ir import Data, Node, Param
-from kvpolicy.dsl.parse import Block
 from kvpolicy.dsl.ranges import range_problem
 from kvpolicy.dsl.scope import Definition, Scope, Uses
 from kvpolicy.dsl.source import Span

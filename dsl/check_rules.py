@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvpolicy.dsl.blocks import Block, Item
 from kvpolicy.dsl.check_arguments import is_no_share, is_token_count
 from kvpolicy.dsl.check_expr import Context, Typer
 from kvpolicy.dsl.check_selection import type_selection
 from kvpolicy.dsl.ir import Merge, Node, Propagate, Rules, Share, State, When
-from kvpolicy.dsl.parse import Block, Item
 from kvpolicy.dsl.ranges import shown
 from kvpolicy.dsl.scope import Definition, Scope
 from kvpolicy.dsl.syntax import Call, Expr, Name

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvpolicy.dsl.blocks import Block
 from kvpolicy.dsl.check_expr import Context, Typer
 from kvpolicy.dsl.ir import Node, State, Type
-from kvpolicy.dsl.parse import Block
 from kvpolicy.dsl.source import Span
 from kvpolicy.dsl.syntax import Expr
 from kvpolicy.dsl.traverse import nodes_of

@@ -127,19 +127,30 @@ def _fmt(args: argparse.Namespace) -> int:
     from kvpolicy.dsl.fmt import format_file
     from kvpolicy.dsl.library import TEST_SUFFIX
 
+    # Tests have no canonical form.
+    files = [file for file in args.files if not file.endswith(TEST_SUFFIX)]
+    return format_files(files, format_file, check=args.check)
+
+
+def format_files(files: Sequence[str], format_file: Callable[..., bool], *, check: bool) -> int:
+    """Formats files, or says which would change; returns the exit code.
+
+    Args:
+        format_file: from a path, and whether to `write`, to whether anything changes; raises
+            `PolicyError`.
+        check: nothing is written, and a file that would change is a failure.
+    """
     code = 0
-    for file in args.files:
-        if file.endswith(TEST_SUFFIX):
-            continue  # tests have no canonical form
+    for file in files:
         try:
-            changed = format_file(Path(file), write=not args.check)
+            changed = format_file(Path(file), write=not check)
         except PolicyError as error:
             print(error, file=sys.stderr)
             code = 2
             continue
         if changed:
-            print(f"{file}: {'would be formatted' if args.check else 'formatted'}")
-            code = max(code, 1 if args.check else 0)
+            print(f"{file}: {'would be formatted' if check else 'formatted'}")
+            code = max(code, 1 if check else 0)
     return code
 
 

@@ -7,56 +7,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from kvpolicy.dsl.blocks import TRUTHS, Block, Item, read_block, whole
 from kvpolicy.dsl.diagnostics import Diagnostic, did_you_mean, listed
 from kvpolicy.dsl.expression import MAX_EXPONENT, ExpressionError, parse_expression
 from kvpolicy.dsl.sections import FILE, Key
 from kvpolicy.dsl.source import Source, Span
 from kvpolicy.dsl.syntax import Expr
-from kvpolicy.dsl.yaml_nodes import Mapping, Node, Scalar, Sequence, read_yaml
+from kvpolicy.dsl.yaml_nodes import POLICY, Mapping, Node, Scalar, Sequence, read_yaml
 
 MAX_NAMES = 64
 
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]{1,4})?")
 _POLICY = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-
-
-# What other languages, and YAML, write for truth values.
-_TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-
-
-@dataclass
-class Item:
-    """What stands under a key. `value` depends on the key's form; None if it is unusable.
-
-    An expression is an `Expr`, a number a `Fraction`, text a `str`, a mapping a `Block`; a list is
-    a list of `Item`.
-    """
-
-    path: str  # `budget`, `propagate.first`, ...
-    key: Span
-    span: Span
-    value: Any
-
-
-@dataclass
-class Block:
-    """The keys of a mapping, in the order of writing."""
-
-    span: Span
-    items: dict[str, Item] = field(default_factory=dict)
-
-    def get(self, name: str) -> Any:
-        """The usable value under a key, or None."""
-        item = self.items.get(name)
-        return item.value if item else None
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.items
 
 
 def parse(source: Source, report: Callable[[Diagnostic], None]) -> Block | None:
@@ -77,32 +43,14 @@ class _Reader:
         self.emit(Diagnostic(code, message, span, help))
 
     def file(self, root: Node) -> Block | None:
-        if not isinstance(root, Mapping):
-            span = Span(root.span.start, min(root.span.end, root.span.start + 1))
-            self.error("yaml", "a policy file is a mapping", span, "start with `policy: my-name`")
+        mapping = whole(root, POLICY, self.emit)
+        if mapping is None:
             return None
-        return self.block(root, FILE, "", Span(root.span.start, root.span.start))
+        return self.block(mapping, FILE, "", Span(root.span.start, root.span.start))
 
-    def block(self, node: Mapping, keys: tuple[Key, ...], path: str, whole: Span) -> Block:
-        """A mapping with the given keys; `whole` is where a missing key is reported."""
-        block = Block(whole)
-        known = {key.name: key for key in keys}
-        for name, value in node.entries:
-            key = known.get(name.text)
-            if key is None:
-                inside = f" in `{path}`" if path else ""
-                help = did_you_mean(name.text, known) or f"the keys here are {listed(known, 'and')}"
-                self.error("key", f"unknown key `{name.text}`{inside}", name.span, help)
-                continue
-            below = f"{path}.{name.text}" if path else name.text
-            read = self.value(value, key, below, name.span)
-            block.items[name.text] = Item(below, name.span, value.span, read)
-        for key in keys:
-            if key.required and key.name not in block:
-                inside = f"`{path}`" if path else "the file"
-                message = f"{inside} needs the key `{key.name}`"
-                self.error("key", message, whole, f"{key.name}: {key.meaning}")
-        return block
+    def block(self, node: Mapping, keys: tuple[Key, ...], path: str, place: Span) -> Block:
+        """A mapping with the given keys; `place` is where a missing key is reported."""
+        return read_block(node, keys, path, place, self.value, self.emit)
 
     def value(self, node: Node, key: Key, path: str, name: Span) -> Any:
         """What stands under a key, read as its form says."""
@@ -225,8 +173,8 @@ class _Reader:
     def default(self, node: Scalar, key: Key, path: str) -> Any:
         if node.text in ("true", "false") or _NUMBER.fullmatch(node.text):
             return self.literal(node, key, path)
-        if node.text.lower() in _TRUTHS:
-            value = _TRUTHS[node.text.lower()]
+        if node.text.lower() in TRUTHS:
+            value = TRUTHS[node.text.lower()]
             message = f"`{path}` is `{node.text}`; truth values are `true` and `false`"
             help = f"write `{'true' if value else 'false'}`"
             self.error("key", message, _visible(node), help)

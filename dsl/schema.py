@@ -6,9 +6,13 @@ It knows the form of a file, not the language of its expressions: `kvpolicy chec
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvpolicy.dsl.blocks import K
 from kvpolicy.dsl.sections import FILE, Key
+
+Value = Callable[[Any], dict[str, Any]]
 
 NAME = "^[a-z][a-z0-9_]*$"
 POLICY = "^[a-z][a-z0-9]*(-[a-z0-9]+)*$"
@@ -29,38 +33,53 @@ _FORMS: dict[str, dict[str, Any]] = {
 
 def schema() -> dict[str, Any]:
     """The schema as a JSON value."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "KV-cache policy",
-        **_mapping(FILE),
-    }
+    return document("KV-cache policy", FILE, _value)
 
 
 def schema_text() -> str:
     """The schema as text."""
-    return json.dumps(schema(), indent=2) + "\n"
+    return as_text(schema())
 
 
-def _mapping(keys: tuple[Key, ...]) -> dict[str, Any]:
+def as_text(schema: dict[str, Any]) -> str:
+    """A schema as it is written to a file."""
+    return json.dumps(schema, indent=2) + "\n"
+
+
+def document(title: str, keys: Sequence[K], value: Value) -> dict[str, Any]:
+    """The schema of files that are mappings of known keys; arguments as of `mapping`."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": title,
+        **mapping(keys, value),
+    }
+
+
+def mapping(keys: Sequence[K], value: Value) -> dict[str, Any]:
+    """The schema of a mapping.
+
+    Args:
+        value: from a key to the schema of what stands under it.
+    """
     return {
         "type": "object",
         "additionalProperties": False,
         "required": [key.name for key in keys if key.required],
-        "properties": {key.name: _described(key) for key in keys},
+        "properties": {key.name: _described(key, value) for key in keys},
     }
 
 
-def _described(key: Key) -> dict[str, Any]:
-    return {"description": key.meaning, **_value(key)} if key.meaning else _value(key)
+def _described(key: K, value: Value) -> dict[str, Any]:
+    return {"description": key.meaning, **value(key)} if key.meaning else value(key)
 
 
 def _value(key: Key) -> dict[str, Any]:
     if key.form == "keys":
-        return _mapping(key.keys)
+        return mapping(key.keys, _value)
     if key.form == "same":
-        return {"anyOf": [{"const": "same"}, _mapping(key.keys)]}
+        return {"anyOf": [{"const": "same"}, mapping(key.keys, _value)]}
     if key.form == "either":
-        return {"anyOf": [_VALUE, _mapping(key.keys)]}
+        return {"anyOf": [_VALUE, mapping(key.keys, _value)]}
     if key.form == "choice":
         return {"enum": list(key.choices)}
     if key.form == "choices":

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
+from kvpolicy.dsl.blocks import Block, Item
 from kvpolicy.dsl.check_expr import COMPARISONS, LOGIC, Context, Typer, is_across, is_whole_map
 from kvpolicy.dsl.check_states import States
 from kvpolicy.dsl.diagnostics import Diagnostic, did_you_mean
@@ -18,7 +19,7 @@ from kvpolicy.dsl.functions import FUNCTIONS, RESERVED
 from kvpolicy.dsl.graph import Graph
 from kvpolicy.dsl.ir import Node, When
 from kvpolicy.dsl.names import BUILTINS
-from kvpolicy.dsl.parse import MAX_NAMES, Block, Item
+from kvpolicy.dsl.parse import MAX_NAMES
 from kvpolicy.dsl.source import Source, Span
 from kvpolicy.dsl.syntax import Call, Chain, Expr, Name, Operation, Where
 

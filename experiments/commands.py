@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvpolicy.dsl.cli import format_files
 from kvpolicy.dsl.diagnostics import PolicyError, refused, render_all
 
 if TYPE_CHECKING:
@@ -106,18 +107,7 @@ def summary(experiment: Experiment) -> str:
 def _fmt(args: argparse.Namespace) -> int:
     from kvpolicy.experiments.fmt import format_file
 
-    code = 0
-    for file in args.files:
-        try:
-            changed = format_file(Path(file), write=not args.check)
-        except PolicyError as error:
-            print(error, file=sys.stderr)
-            code = 2
-            continue
-        if changed:
-            print(f"{file}: {'would be formatted' if args.check else 'formatted'}")
-            code = max(code, 1 if args.check else 0)
-    return code
+    return format_files(args.files, format_file, check=args.check)
 
 
 def _schema(args: argparse.Namespace) -> int:

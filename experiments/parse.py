@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from kvpolicy.dsl.blocks import TRUTHS, Block, Item, read_block, whole
 from kvpolicy.dsl.diagnostics import Diagnostic, did_you_mean, listed
 from kvpolicy.dsl.source import Source, Span
 from kvpolicy.dsl.yaml_nodes import Mapping, Node, Scalar, read_yaml
@@ -36,35 +36,6 @@ from kvpolicy.experiments.quantities import (
 )
 
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]{1,3})?")
-_TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-
-
-@dataclass
-class Item:
-    """What stands under a key: its value, None if it is unusable, and where both stand.
-
-    A mapping's value is a `Block`, a list's a list of `Item`, a targeting key's a `Key`.
-    """
-
-    key: Span
-    span: Span
-    value: Any
-
-
-@dataclass
-class Block:
-    """The keys of a mapping, in the order of writing."""
-
-    span: Span
-    items: dict[str, Item] = field(default_factory=dict)
-
-    def get(self, name: str) -> Any:
-        """The usable value under a key, or None."""
-        item = self.items.get(name)
-        return item.value if item else None
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.items
 
 
 def parse(source: Source, report: Callable[[Diagnostic], None]) -> Block | None:
@@ -72,12 +43,10 @@ def parse(source: Source, report: Callable[[Diagnostic], None]) -> Block | None:
     root = nodes(source, report)
     if root is None:
         return None
-    if not isinstance(root, Mapping):
-        span = Span(root.span.start, min(root.span.end, root.span.start + 1))
-        help = f"start with `{EXPERIMENT.begins}`"
-        report(Diagnostic("yaml", "an experiment file is a mapping", span, help))
+    mapping = whole(root, EXPERIMENT, report)
+    if mapping is None:
         return None
-    return _Reader(report).block(root, FILE, "", Span(root.span.start, root.span.start))
+    return _Reader(report).block(mapping, FILE, "", Span(root.span.start, root.span.start))
 
 
 def nodes(source: Source, report: Callable[[Diagnostic], None]) -> Node | None:
@@ -95,25 +64,13 @@ class _Reader:
     def error(self, code: str, message: str, span: Span, help: str | None = None) -> None:
         self.emit(Diagnostic(code, message, span, help))
 
-    def block(self, node: Mapping, fields: Sequence[Field], path: str, whole: Span) -> Block:
-        """A mapping with the given keys; `whole` is where a missing key is reported."""
-        block = Block(whole)
-        known = {each.name: each for each in fields}
-        for name, value in node.entries:
-            each = known.get(name.text)
-            if each is None:
-                inside = f" in `{path}`" if path else ""
-                help = did_you_mean(name.text, known) or f"the keys here are {listed(known, 'and')}"
-                self.error("key", f"unknown key `{name.text}`{inside}", name.span, help)
-                continue
-            below = f"{path}.{name.text}" if path else name.text
-            block.items[name.text] = Item(name.span, value.span, self.value(value, each, below))
-        for each in fields:
-            if each.required and each.name not in block:
-                inside = f"`{path}`" if path else "the file"
-                message = f"{inside} needs the key `{each.name}`"
-                self.error("key", message, whole, f"{each.name}: {each.meaning}")
-        return block
+    def block(self, node: Mapping, fields: Sequence[Field], path: str, place: Span) -> Block:
+        """A mapping with the given keys; `place` is where a missing key is reported."""
+        return read_block(node, fields, path, place, self.under, self.emit)
+
+    def under(self, node: Node, each: Field, path: str, _: Span) -> Any:
+        """What stands under a key; problems are shown where the value begins."""
+        return self.value(node, each, path)
 
     def value(self, node: Node, each: Field, path: str) -> Any:
         """What stands under a key, read as its form says."""
@@ -167,7 +124,7 @@ class _Reader:
                     help = "a small letter, then small letters, digits and `_`"
                     self.error("key", f"`{name.text}` is no parameter's name", name.span, help)
                 read = self.setting(value, below)
-            block.items[name.text] = Item(name.span, value.span, read)
+            block.items[name.text] = Item(below, name.span, value.span, read)
         self.number_of(len(node.entries), MAX_ARMS if arms else MAX_ITEMS, path, node)
         return block
 
@@ -189,7 +146,7 @@ class _Reader:
                 value = self.place(item)
             else:
                 self.error("key", f"`{path}` lists words", _first(item))
-            read.append(Item(item.span, item.span, value))
+            read.append(Item(path, item.span, item.span, value))
         self.number_of(len(node.items), MAX_ITEMS, path, node)
         return read
 
@@ -225,7 +182,7 @@ class _Reader:
         if node.text in ("true", "false") and node.style is None:
             return node.text == "true"
         message = f"`{path}` is `true` or `false`, not {_shown(node)}"
-        value = _TRUTHS.get(node.text.lower())
+        value = TRUTHS.get(node.text.lower())
         help = None if value is None else f"write `{str(value).lower()}`"
         self.error("key", message, _visible(node), help)
         return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.dsl.blocks import Block, Item
 from kvpolicy.dsl.diagnostics import Diagnostic, PolicyError, did_you_mean, in_order, listed
 from kvpolicy.dsl.library import read_file
 from kvpolicy.dsl.source import Source, Span
@@ -23,7 +24,7 @@ from kvpolicy.experiments.experiment import (
     as_document,
 )
 from kvpolicy.experiments.metrics import METRICS
-from kvpolicy.experiments.parse import Block, Item, parse
+from kvpolicy.experiments.parse import parse
 
 # `as_document` is here because it makes what `read` takes.
 __all__ = ["Read", "as_document", "check_policies", "load", "read"]

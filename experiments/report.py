@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import html
-import json
 from datetime import UTC, datetime
 from pathlib import Path
 
 from kvpolicy.experiments.headline import headline
+from kvpolicy.experiments.offline_page import filled, inline_json
 from kvpolicy.experiments.overview import Overview
 from kvpolicy.experiments.report_charts import charts
 from kvpolicy.experiments.report_sections import Section, facts, prose, sections
@@ -20,22 +20,16 @@ def page(overview: Overview) -> str:
     """The page as HTML."""
     drawn = charts(overview)
     parts = sections(overview, drawn)
-    data = json.dumps(drawn, ensure_ascii=False, separators=(",", ":"))
-    filled = {
+    named = {
         "TITLE": html.escape(f"Experiment {overview.experiment.name} - kvpolicy"),
         "STYLE": _source("experiment.css"),
         "HEADER": _header(overview),
         "NAV": "\n".join(f'<a href="#{part.id}">{html.escape(part.title)}</a>' for part in parts),
         "SECTIONS": "\n\n".join(map(_section, parts)),
-        # Nothing inside can end the element: < is written as JSON's \\u003c.
-        "DATA": data.replace("<", "\\u003c"),
+        "DATA": inline_json(drawn),
         "SCRIPTS": _scripts(),
     }
-    text = _source("experiment.html")
-    for name, part in filled.items():
-        before, _, after = text.partition(f"<!-- {name} -->")
-        text = before + part + after
-    return text
+    return filled(_source("experiment.html"), named)
 
 
 def _source(name: str) -> str:

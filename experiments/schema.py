@@ -5,9 +5,9 @@ It knows the form of a file; what values mean together, reading it tells.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from kvpolicy.dsl.schema import as_text, document, mapping
 from kvpolicy.experiments.form import FILE, MAX_ARMS, MAX_ITEMS, MAX_NAME, NAME, PARAMETER, PLACE
 from kvpolicy.experiments.form import Field as Key
 from kvpolicy.experiments.metrics import METRICS
@@ -26,25 +26,12 @@ _BOUNDS = (
 
 def schema() -> dict[str, Any]:
     """The schema as a JSON value."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "Experiment with KV-cache policies",
-        **_mapping(FILE),
-    }
+    return document("Experiment with KV-cache policies", FILE, _value)
 
 
 def schema_text() -> str:
     """The schema as text."""
-    return json.dumps(schema(), indent=2) + "\n"
-
-
-def _mapping(keys: tuple[Key, ...]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "additionalProperties": False,
-        "required": [key.name for key in keys if key.required],
-        "properties": {key.name: {"description": key.meaning, **_value(key)} for key in keys},
-    }
+    return as_text(schema())
 
 
 def _choice(key: Key) -> dict[str, Any]:
@@ -84,7 +71,7 @@ def _value(key: Key) -> dict[str, Any]:
     }
     if key.form in forms:
         return forms[key.form]
-    inner = _mapping(key.fields)
+    inner = mapping(key.fields, _value)
     if key.form == "arms":
         return {
             "type": "object",

@@ -12,7 +12,7 @@ from kvpolicy.dsl.model_config import ModelConfig
 from kvpolicy.sglang_ext import compat, options
 from kvpolicy.sglang_ext.changes import COMMIT, DONE, FAILED, LOOK, PREPARE, READY, WITHDRAW
 from kvpolicy.sglang_ext.errors import Refused
-from kvpolicy.sglang_ext.options import NONE, Policy
+from kvpolicy.sglang_ext.options import Policy
 
 LOOK_EVERY = 0.1  # seconds
 PATIENCE = 600.0  # seconds for compiling
@@ -104,7 +104,3 @@ class Catalog:
         async with self._changing:
             del self.policies[name]
             await compat.change_policies(manager, {"action": WITHDRAW, "name": name})
-
-    def names(self) -> list[str]:
-        """What requests may name."""
-        return [*self.policies, NONE]

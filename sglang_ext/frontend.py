@@ -11,13 +11,14 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
+from kvpolicy.experiments.experiment import NO_POLICY
 from kvpolicy.sglang_ext import compat
 from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.experiment.raw import RAW
 from kvpolicy.sglang_ext.experiment.server import Server, assigned_to, facts_of
+from kvpolicy.sglang_ext.experiment.traffic import HEADER
 
 KEY = "kv_policy"  # in an answer's meta_info
-HEADER = "x-kv-policy"
 MOST_CHOICES = 8  # of an answer, whose facts its header holds
 
 Answers = AsyncGenerator[Any, None]  # of one request, as SGLang makes them
@@ -77,7 +78,7 @@ def around_meta_info(server: Server) -> Callable:
         facts = getattr(state, _FACTS, {})
         assigned = facts_of(assigned_to(state.obj))
         if facts or "arm" in assigned:
-            meta_info[KEY] = {**({} if facts else {"policy": "none"}), **facts, **assigned}
+            meta_info[KEY] = {**({} if facts else {"policy": NO_POLICY}), **facts, **assigned}
         if meta_info.get("finish_reason") is not None:
             recorded = [each for each in (info.get(RAW) or {index: ()})[index] if each is not None]
             server.ended(state, meta_info, facts, recorded[-1] if recorded else None)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from kvpolicy.experiments.experiment import NO_POLICY
 from kvpolicy.sglang_ext.reasons import Reason
-
-NONE = "none"  # the label `policy` of requests that no policy applies to
 
 # Seconds; compression of a prompt takes from under a millisecond to some seconds.
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 # Name without `sglang:kv_policy_`, and what it counts. Series of the last ones have a reason.
-_COUNTERS = {
+COUNTERS = {
     "requests_total": "Requests by policy, at the end of their prefill; `none`: without one.",
     "prompt_tokens_total": "Prompt tokens of requests that were compressed.",
     "prompt_entries_total": "Entries of compressed prompts before compression; an entry is one key "
@@ -29,7 +28,7 @@ _COUNTERS = {
     "skipped_folds_total": "Times that entries should have left, but there were no slots for what "
     "would stay.",
 }
-_BY_REASON: dict[str, tuple[str, tuple[Reason, ...]]] = {
+BY_REASON: dict[str, tuple[str, tuple[Reason, ...]]] = {
     "uncompressed_requests_total": (
         "Requests of a policy that were served in full, by reason.",
         tuple(Reason),
@@ -39,12 +38,12 @@ _BY_REASON: dict[str, tuple[str, tuple[Reason, ...]]] = {
         (Reason.POLICY_ERROR,),
     ),
 }
-_HISTOGRAMS = {
+HISTOGRAMS = {
     "compression_seconds": "Time spent on scoring and compacting one prompt.",
     "fold_seconds": "Time spent on one fold of one request: waiting for how many stay, and "
     "writing.",
 }
-_GAUGES = {
+GAUGES = {
     "private_slots": "Slots (of one token in every layer) that hold compressed entries now.",
     "enabled": "1, or 0 if the policy has failed so often that its requests are served in full.",
 }
@@ -69,22 +68,22 @@ class Metrics:
         names, prefix = [*labels, "policy"], "sglang:kv_policy_"
         reasons = [*names, "reason"]
         self._metrics: dict[str, Any] = {
-            **{name: Counter(prefix + name, text, names) for name, text in _COUNTERS.items()},
-            **{name: Counter(prefix + name, t, reasons) for name, (t, _) in _BY_REASON.items()},
+            **{name: Counter(prefix + name, text, names) for name, text in COUNTERS.items()},
+            **{name: Counter(prefix + name, t, reasons) for name, (t, _) in BY_REASON.items()},
             **{
                 name: Histogram(prefix + name, text, names, buckets=_BUCKETS)
-                for name, text in _HISTOGRAMS.items()
+                for name, text in HISTOGRAMS.items()
             },
             **{
                 name: Gauge(prefix + name, text, names, multiprocess_mode="mostrecent")
-                for name, text in _GAUGES.items()
+                for name, text in GAUGES.items()
             },
         }
-        self._of("requests_total", NONE)
+        self._of("requests_total", NO_POLICY)
         for policy in policies:
-            for name in (*_COUNTERS, *_HISTOGRAMS):
+            for name in (*COUNTERS, *HISTOGRAMS):
                 self._of(name, policy)
-            for name, (_, values) in _BY_REASON.items():
+            for name, (_, values) in BY_REASON.items():
                 for reason in values:
                     self._of(name, policy, reason=reason.value)
             self.private_slots(policy, 0)
@@ -104,7 +103,7 @@ class Metrics:
 
     def without_policy(self) -> None:
         """The prefill of a request that no policy applies to has ended."""
-        self._add(NONE, requests_total=1)
+        self._add(NO_POLICY, requests_total=1)
 
     def compressed(
         self,

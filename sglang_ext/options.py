@@ -27,6 +27,7 @@ from kvpolicy.dsl.diagnostics import PolicyError, render_all
 from kvpolicy.dsl.ir import ModelShape, Program
 from kvpolicy.dsl.model_config import ModelConfig
 from kvpolicy.dsl.source import Source
+from kvpolicy.experiments.experiment import NO_POLICY
 from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.errors import Refused
 
@@ -54,7 +55,6 @@ DEFAULT_COST = 50
 # Requests for which a policy may fail before it is disabled.
 DEFAULT_FAILURES = 3
 
-NONE = "none"  # stands for no policy
 REQUEST = "request"  # the path of a policy that came while the server ran
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9@._-]*")
 
@@ -451,8 +451,8 @@ def load_policies(values: Sequence[str], settings: Sequence[str]) -> tuple[Polic
         if path not in read:
             read[path] = _checked(path)
         name = given or read[path].require().name
-        if name == NONE:
-            raise Refused(f"--kv-policy {value}: the name `{NONE}` stands for no policy")
+        if name == NO_POLICY:
+            raise Refused(f"--kv-policy {value}: the name `{NO_POLICY}` stands for no policy")
         if name in named:
             raise Refused(
                 f"--kv-policy {value}: {named[name]} is also called `{name}`; give one of them "
@@ -474,7 +474,7 @@ def policy_of(name: str, text: str, settings: Mapping[str, str]) -> Policy:
     Raises:
         Refused: the name cannot be one, or the text is wrong or needs what is not served.
     """
-    if name == NONE or not _NAME.fullmatch(name):
+    if name == NO_POLICY or not _NAME.fullmatch(name):
         raise Refused(f"`{name[:60]}` cannot be a name: it has letters, digits, `@`, `.`, `_`, `-`")
     checked = load(Source(name, text))
     if checked.program is None:

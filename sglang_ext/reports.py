@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from kvpolicy.experiments.experiment import NO_POLICY
 from kvpolicy.sglang_ext import asked, compat, kept
 from kvpolicy.sglang_ext.reasons import Reason
 from kvpolicy.sglang_ext.request import State, state_of
@@ -31,7 +32,7 @@ class Reports:
             return
         # Nothing will leave, and no policy will report it.
         prompt = len(req.origin_input_ids)
-        facts = {"policy": "none", "prompt_tokens": prompt, "kept": self._everything(prompt)}
+        facts = {"policy": NO_POLICY, "prompt_tokens": prompt, "kept": self._everything(prompt)}
         self._send(req, facts)
 
     def without_policy(self, req: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.torch_kernels import Slots
 from kvpolicy.dsl.torch_program import TorchProgram
+from kvpolicy.experiments.experiment import NO_POLICY
 from kvpolicy.sglang_ext import propagation, share
 from kvpolicy.sglang_ext.arena import Arena
 from kvpolicy.sglang_ext.asked import POLICY, named
@@ -288,10 +289,10 @@ def choose(policies: Mapping[str, Served], default: str, asked: Mapping[str, Any
         ValueError: the name is unknown or not a string; the message is for the client.
     """
     name = asked.get(POLICY, default)
-    if name == "none":
+    if name == NO_POLICY:
         return None
     if not isinstance(name, str) or name not in policies:
-        known = ", ".join(f"`{each}`" for each in (*policies, "none"))
+        known = ", ".join(f"`{each}`" for each in (*policies, NO_POLICY))
         raise ValueError(f"custom_params.{POLICY} is {named(name)}; this server has {known}")
     return policies[name]
 

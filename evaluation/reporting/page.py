@@ -17,6 +17,7 @@ from kvpolicy.evaluation.reporting.plot_style import MOST, OTHERS, style
 from kvpolicy.evaluation.reporting.plots import telling_budget
 from kvpolicy.evaluation.reporting.results import Series
 from kvpolicy.evaluation.reporting.summary import COSTS, Row, Summary, Turns, front, named
+from kvpolicy.experiments.offline_page import filled, inline_json
 
 SOURCES = Path(__file__).parents[1] / "pages"
 SCRIPTS = ("kept_map.js", "report_svg.js", "report_charts.js", "report_tables.js", "report.js")
@@ -26,20 +27,14 @@ SHADES = 21
 
 def text(summary: Summary) -> str:
     """The page."""
-    data = json.dumps(page_data(summary), ensure_ascii=False, separators=(",", ":"))
     scripts = (f"<script>\n{_source(name)}</script>" for name in SCRIPTS)
     parts = {
         "STYLE": _source("report.css"),
         "HEADER": _header(summary),
-        # Nothing inside can end the element: < is written as JSON's \\u003c.
-        "DATA": data.replace("<", "\\u003c"),
+        "DATA": inline_json(page_data(summary)),
         "SCRIPTS": "\n".join(scripts),
     }
-    page = _source("report.html")
-    for name, part in parts.items():
-        before, _, after = page.partition(f"<!-- {name} -->")
-        page = before + part + after
-    return page
+    return filled(_source("report.html"), parts)
 
 
 def _source(name: str) -> str:

@@ -18,6 +18,7 @@ from kvpolicy.experiments.assignment import Reason
 from kvpolicy.experiments.document import document
 from kvpolicy.experiments.experiment import NO_POLICY, Arm, Experiment
 from kvpolicy.experiments.lifecycle import ENDED, Lifecycle
+from kvpolicy.experiments.metrics import METRICS
 from kvpolicy.experiments.state_file import StateFileError
 from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.experiment.series import Series
@@ -25,7 +26,6 @@ from kvpolicy.sglang_ext.experiment.series import Series
 logger = logging.getLogger(__name__)
 
 EXPERIMENT_LABEL, ARM_LABEL = LABELS = ("kv_experiment", "kv_arm")
-DEFAULT_CLIP = 2.0  # where drift is not among the metrics
 _EVERY = 1.0  # seconds between two looks at what finished requests say
 
 
@@ -230,7 +230,7 @@ class Live:
     def clip(self) -> float:
         """Nats at which the drift of a token is cut."""
         found = [each.clip for each in self.experiment.metrics if each.metric == "drift"]
-        return found[0] if found and found[0] is not None else DEFAULT_CLIP
+        return next(filter(None, [*found, METRICS["drift"].default_clip]), math.inf)
 
     # How it ends.
 
@@ -274,7 +274,7 @@ class Live:
             self.lifecycle.default,
             "; the experiment has ended" if self.lifecycle.state in ENDED else "",
         )
-        self._changed()
+        self.save()
         return True
 
     def abort(self, reason: str) -> bool:
@@ -288,7 +288,7 @@ class Live:
             reason,
             self.lifecycle.default,
         )
-        self._changed()
+        self.save()
         return True
 
     def promote(self, arm: Arm, reason: str) -> bool:
@@ -296,7 +296,7 @@ class Live:
         done = self.lifecycle.promote(arm.name, reason)
         if done:
             logger.info("KV-cache experiment %s: arm %s promoted.", self.experiment.name, arm.name)
-            self._changed()
+            self.save()
         return done
 
     def pause(self) -> bool:
@@ -309,12 +309,8 @@ class Live:
 
     def _noted(self, new: bool) -> bool:
         if new:
-            self._changed()
+            self.save()
         return new
-
-    def _changed(self) -> None:
-        self.series.standing(self.lifecycle)
-        self.save()
 
     def save(self) -> None:
         """Write the state file; a disk that is full is said once, and nothing else stops."""
@@ -390,7 +386,7 @@ class Live:
             experiment.name,
             self.lifecycle.log[-1]["what"] if self.lifecycle.log else "loaded",
         )
-        self._changed()
+        self.save()
         return anew
 
     def reload(self, content: bytes) -> None:

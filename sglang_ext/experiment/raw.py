@@ -164,7 +164,6 @@ def _send(request: Any, recorded: Recorded) -> None:
         "output": np.asarray(request.output_ids[:visible], dtype=np.int32),
         "ids": np.stack(recorded.ids[:visible]),
         "logprobs": np.stack(recorded.logprobs[:visible]),
-        "retracted": request.retraction_count,
     }
     # SGLang takes one element per output token.
     values = [None] * (visible - 1) + [payload]

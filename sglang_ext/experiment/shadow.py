@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 from kvpolicy.experiments.drift import Candidates, disagreements, divergence
+from kvpolicy.experiments.experiment import NO_POLICY
 from kvpolicy.sglang_ext import compat
 from kvpolicy.sglang_ext.asked import ASSIGNED, POLICY
 from kvpolicy.sglang_ext.experiment.live import Live
@@ -89,11 +90,6 @@ class Shadows:
         self._waiting: deque[Sample] = deque()
         self._budget = Budget()
         self._task: asyncio.Task | None = None
-
-    @property
-    def settled(self) -> bool:
-        """Whether nothing waits to be scored."""
-        return not self._waiting and (self._task is None or self._task.done())
 
     def offer(
         self,
@@ -180,7 +176,7 @@ class Shadows:
             tokens,
             start=len(sample.prompt) - 1,
             top=sample.policy.ids.shape[1],
-            custom={POLICY: "none", ASSIGNED: {"scores": True}},
+            custom={POLICY: NO_POLICY, ASSIGNED: {"scores": True}},
             namespace=sample.namespace,
         )
         ids, logprobs = await compat.score(self._manager, request)

@@ -14,14 +14,14 @@ from typing import Any
 from uuid import uuid4
 
 from kvpolicy.experiments.assignment import Reason
-from kvpolicy.experiments.experiment import Key
+from kvpolicy.experiments.experiment import NO_POLICY, Key
 from kvpolicy.sglang_ext import compat
 from kvpolicy.sglang_ext.asked import ASSIGNED, POLICY, SET, named
 from kvpolicy.sglang_ext.experiment.live import Live
-from kvpolicy.sglang_ext.options import ANY, LISTED, NOBODY, NONE
+from kvpolicy.sglang_ext.options import ANY, LISTED, NOBODY
 from kvpolicy.sglang_ext.variants import Allowed
 
-HEADER = "x-kv-policy"
+HEADER = "x-kv-policy"  # of requests; answers have their facts in one of the same name
 _LONGEST_KEY = 1024  # characters that are hashed
 
 
@@ -69,7 +69,7 @@ class Traffic:
             raise ValueError(f"custom_params.{ASSIGNED} is the server's own")
         alias = self._alias(manager, obj)
         if not self.enabled:
-            _write(obj, NONE, {"reason": Reason.DISABLED.value})
+            _write(obj, NO_POLICY, {"reason": Reason.DISABLED.value})
             return
         names = [custom[POLICY] for custom in customs if POLICY in custom]
         elsewhere = None if request is None else request.headers.get(HEADER)
@@ -90,7 +90,7 @@ class Traffic:
     def _alias(self, manager: Any, obj: Any) -> str | None:
         """The policy behind the model's name; SGLang takes it for a LoRA adapter's."""
         name = getattr(obj, "lora_path", None)
-        if not isinstance(name, str) or name not in (*self._policies, NONE):
+        if not isinstance(name, str) or name not in (*self._policies, NO_POLICY):
             return None
         if compat.is_adapter(manager, name):
             return None
@@ -103,11 +103,11 @@ class Traffic:
                 f"custom_params.{POLICY} is {named(name)}, but this server chooses the policy of "
                 "every request (--kv-policy-override none)"
             )
-        if self._override == LISTED and name == NONE:
+        if self._override == LISTED and name == NO_POLICY:
             known = ", ".join(f"`{each}`" for each in self._policies)
             raise ValueError(
-                f"custom_params.{POLICY} is `{NONE}`, but this server gives no request full KV on "
-                f"demand (--kv-policy-override listed); it has {known}"
+                f"custom_params.{POLICY} is `{NO_POLICY}`, but this server gives no request full "
+                f"KV on demand (--kv-policy-override listed); it has {known}"
             )
 
     def _check_values(self, customs: Sequence[dict[str, Any]], elsewhere: str | None) -> None:

@@ -15,11 +15,12 @@ from pathlib import Path
 from random import Random
 
 import grammar
+from kvpolicy.dsl.blocks import Block, Item
 from kvpolicy.dsl.expression import ExpressionError, tokenize
 from kvpolicy.dsl.functions import FUNCTIONS
 from kvpolicy.dsl.library import shipped
 from kvpolicy.dsl.names import BUILTINS
-from kvpolicy.dsl.parse import Block, Item, parse
+from kvpolicy.dsl.parse import parse
 from kvpolicy.dsl.source import Source, Span
 from kvpolicy.dsl.syntax import Call, Expr, Name, Number, Operation
 

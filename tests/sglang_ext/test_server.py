@@ -339,18 +339,18 @@ def test_metrics_count_what_policies_did(server):
 
 def test_every_series_exists_from_the_start(server):
     """`snap@0.5` has had one request at most."""
-    from kvpolicy.sglang_ext.metrics import _BY_REASON, _COUNTERS, _GAUGES
+    from kvpolicy.sglang_ext.metrics import BY_REASON, COUNTERS, GAUGES
     from kvpolicy.sglang_ext.reasons import Reason
 
     samples = [name for name in server.metrics() if 'policy="snap@0.5"' in name]
-    for name in (*_COUNTERS, *_GAUGES, "compression_seconds_count", "fold_seconds_count"):
+    for name in (*COUNTERS, *GAUGES, "compression_seconds_count", "fold_seconds_count"):
         assert sum(each.startswith(f"sglang:kv_policy_{name}{{") for each in samples) == 1, name
     found = [each for each in samples if "uncompressed_requests_total" in each]
     for reason in Reason:
         assert sum(f'reason="{reason}"' in each for each in found) == 1, reason
     assert count(server, "failed_requests_total", "snap@0.5", reason="policy_error") == 0
     assert count(server, "enabled", "snap@0.5") == 1
-    assert set(_BY_REASON) == {"uncompressed_requests_total", "failed_requests_total"}
+    assert set(BY_REASON) == {"uncompressed_requests_total", "failed_requests_total"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
