@@ -1,4 +1,8 @@
-"""The file that keeps over a restart that an experiment has ended (`--kv-experiment-state`)."""
+"""What is kept of an experiment over a restart (`--kv-experiment-state`).
+
+Where it stands is in one file, written at every change; what was seen is beside it in another one,
+which grows with the number of keys and is written now and then.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,11 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+
+def evidence_file(state: Path) -> Path:
+    """The file of what was seen."""
+    return state.with_name(f"{state.name}.evidence")
 
 
 class StateFileError(Exception):

@@ -51,6 +51,7 @@ PREFILL_STATS = (
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
 SAMPLE_LOGITS = "sglang.srt.model_executor.model_runner.ModelRunner.sample"
 SAMPLE = "sglang.srt.layers.sampler.Sampler.forward"
+MATCH_PREFIX = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.match_prefix"
 LOGPROBS = "sglang.srt.layers.logprob_processor.OutputLogprobProcessor.compute_logprobs"
 END_OUTPUT = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
@@ -443,6 +444,14 @@ def leave_out_of_metrics(request: Any) -> None:
     """In the scheduler: observe no times of a request, and cache nothing that it computes."""
     request.time_stats.enable_metrics = False
     request.skip_radix_cache_insert = True
+
+
+def found_unnoticed(tree: Any, key: Any) -> Any:
+    """What the radix cache has of `key`; its order of eviction and its nodes stay as they are."""
+    from sglang.srt.mem_cache.base_prefix_cache import MatchResult
+
+    length, node, _ = tree.tree_core.match_full_device_prefix(key)
+    return MatchResult(length, node, node, node)
 
 
 @contextmanager

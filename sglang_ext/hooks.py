@@ -74,6 +74,7 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Callable]]:
         (compat.PREPARE_FOR_EXTEND, "after", lambda _, batch: runtime.allocate(batch)),
         (compat.SLOT_RESERVE, "after", _after_reserve(runtime)),
         (compat.RUNNING_NEEDS, "after", lambda n, _, req: runtime.still_needs(req, n)),
+        (compat.MATCH_PREFIX, "around", _around_match_prefix),
         (compat.ADD_ONE, "around", _around_add_one(runtime)),
         (compat.ADD_CHUNKED, "around", _around_add_chunked(runtime)),
         (compat.PREFILL_STATS, "around", _around_prefill_stats),
@@ -346,6 +347,13 @@ def _around_add_chunked(runtime: Runtime) -> Callable:
 def _counted(adder: Any, req: Any) -> AbstractContextManager:
     """A block in which a request is admitted; internal ones are nobody's tokens."""
     return compat.uncounted(adder) if asked.scores(req) else nullcontext()
+
+
+def _around_match_prefix(original: Callable, tree: Any, params: Any) -> Any:
+    """Around UnifiedRadixCache.match_prefix; what internal requests find is not used by it."""
+    if params.req is None or tree.disable or not asked.scores(params.req):
+        return original(tree, params)
+    return compat.found_unnoticed(tree, params.key)
 
 
 def _around_prefill_stats(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import math
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvpolicy.experiments import reading, state_file
 from kvpolicy.experiments.analysis import Analysis, Verdict
 from kvpolicy.experiments.assignment import Reason
 from kvpolicy.experiments.document import document
+from kvpolicy.experiments.evidence import Evidence
 from kvpolicy.experiments.experiment import NO_POLICY, Arm, Experiment
 from kvpolicy.experiments.lifecycle import ENDED, Lifecycle
 from kvpolicy.experiments.metrics import METRICS
@@ -27,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 EXPERIMENT_LABEL, ARM_LABEL = LABELS = ("kv_experiment", "kv_arm")
 _EVERY = 1.0  # seconds between two looks at what finished requests say
+_KEEP_EVERY = 30.0  # seconds after which evidence is written to a file again
 
 
 class Live:
@@ -59,14 +62,17 @@ class Live:
         self.file = file
         self._served, self._state = dict(served), state
         self.lifecycle = self._restored(experiment)
+        self._number = 0  # requests that were shadowed
         self.analysis = self._began(experiment)
+        self._resume()
         self.series = Series(experiment)
-        self.reloaded, self.state_saved = True, True
+        self.reloaded = True
         self.series.reloaded(True)
         self.series.saved(True)
+        self._unsaved: set[Path] = set()  # files that could not be written
+        self._kept = (-math.inf, 0)  # when evidence was written, and of how many requests
         self._problem = ""  # of the file, as it was last seen
         self._seen = self._digest(file.read_bytes())
-        self._number = 0  # requests that were shadowed
         self._looked = 0.0
         self._warned: set[str] = set()
         self.save()
@@ -86,6 +92,23 @@ class Live:
         for arm in self.lifecycle.rolled_back:
             analysis.retire(arm)
         return analysis
+
+    def _resume(self) -> None:
+        """Go on with the evidence from before a restart; what is damaged is begun anew."""
+        if self._state is None:
+            return
+        file = state_file.evidence_file(self._state)
+        try:
+            saved = state_file.load(file)
+            found = None if saved is None else Evidence.restored(self.experiment, saved)
+        except (StateFileError, ValueError) as error:
+            logger.warning("The evidence in %s is not used, and begins anew: %s.", file, error)
+            return
+        if found is not None:
+            self.analysis, self._number = found.analysis, found.shadowed
+            self._analysed -= found.seconds
+            for arm in self.lifecycle.rolled_back:
+                self.analysis.retire(arm)
 
     @property
     def experiment(self) -> Experiment:
@@ -313,24 +336,58 @@ class Live:
         return new
 
     def save(self) -> None:
-        """Write the state file; a disk that is full is said once, and nothing else stops."""
+        """Write where the experiment stands; evidence follows soon."""
         self.series.standing(self.lifecycle)
         if self._state is None:
             return
+        self._kept = (-math.inf, self._kept[1])
         try:
             state_file.save(self._state, self.lifecycle.saved())
         except StateFileError as error:
-            if self.state_saved:
-                logger.error(
-                    "--kv-experiment-state %s: %s. The experiment goes on; a restart would forget "
-                    "what has changed since.",
-                    self._state,
-                    error,
-                )
-            self.state_saved = False
+            self._not_saved(self._state, error)
         else:
-            self.state_saved = True
+            self._saved(self._state)
+
+    async def keep_evidence(self) -> None:
+        """Write what was seen, if it is time to and there is something new."""
+        now, seen = time.monotonic(), sum(self._counts())
+        if self._state is None or now < self._kept[0] + _KEEP_EVERY or seen == self._kept[1]:
+            return
+        self._kept = (now, seen)
+        file = state_file.evidence_file(self._state)
+        saved = Evidence(self.analysis, now - self._analysed, self._number).saved()
+        try:
+            await asyncio.to_thread(state_file.save, file, saved)
+        except StateFileError as error:
+            self._kept = (now, -1)
+            self._not_saved(file, error)
+        else:
+            self._saved(file)
+
+    def _counts(self) -> Iterator[int]:
+        for record in self.analysis.records.values():
+            yield from (record.requests, record.finished, record.shadowed)
+
+    def _not_saved(self, file: Path, error: StateFileError) -> None:
+        """A disk that is full is said once, and nothing else stops."""
+        if file not in self._unsaved:
+            self._unsaved.add(file)
+            logger.error(
+                "--kv-experiment-state: %s: %s. The experiment goes on; a restart would forget "
+                "what has changed since.",
+                file,
+                error,
+            )
+        self.series.saved(False)
+
+    def _saved(self, file: Path) -> None:
+        self._unsaved.discard(file)
         self.series.saved(self.state_saved)
+
+    @property
+    def state_saved(self) -> bool:
+        """Whether the latest state, and evidence when it was last due, could be written."""
+        return not self._unsaved
 
     # The policies of the server.
 

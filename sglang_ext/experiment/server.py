@@ -97,10 +97,11 @@ class Server:
         return new
 
     async def _watch(self, live: Live) -> None:
-        """Follow the experiment's file, and the steps of its coverage."""
+        """Follow the experiment's file, and the steps of its coverage; keep what was seen."""
         while True:
             await asyncio.sleep(POLL)
             try:
+                await live.keep_evidence()
                 live.series.standing(live.lifecycle)
                 live.reload(await asyncio.to_thread(live.file.read_bytes))
             except OSError as error:

@@ -64,28 +64,40 @@ class Traffic:
         Raises:
             ValueError: the client asks for what it may not have; the message is for it.
         """
-        customs = _customs(obj)
+        parts = _parts(obj)
+        customs = [custom for custom in map(_custom, parts) if custom is not None]
         if any(ASSIGNED in custom for custom in customs):
             raise ValueError(f"custom_params.{ASSIGNED} is the server's own")
         alias = self._alias(manager, obj)
         if not self.enabled:
-            _write(obj, NO_POLICY, {"reason": Reason.DISABLED.value})
+            _write(obj, parts, NO_POLICY, {"reason": Reason.DISABLED.value})
             return
-        names = [custom[POLICY] for custom in customs if POLICY in custom]
         elsewhere = None if request is None else request.headers.get(HEADER)
         elsewhere = alias if elsewhere is None else elsewhere
-        for name in names or [elsewhere] * (elsewhere is not None):
-            self._check(name)
+        named_itself: list[dict[str, Any]] = []
+        others: list[dict[str, Any]] = []
+        for part in parts:
+            custom = _custom(part) or {}
+            if POLICY in custom:
+                self._check(custom[POLICY])
+            (named_itself if POLICY in custom else others).append(part)
+        if others and elsewhere is not None:
+            self._check(elsewhere)
         self._check_values(customs, elsewhere)
-        if names or elsewhere is not None:
-            assigned = {} if self.live is None else self.live.named_itself()
-            _write(obj, None if names else elsewhere, assigned)
-        elif self.live is not None:
+        arm = None
+        if named_itself or elsewhere is not None:
+            noted = {} if self.live is None else self.live.named_itself()
+            _write(obj, named_itself, None, noted)
+            if elsewhere is not None:
+                _write(obj, others, elsewhere, noted)
+        if others and elsewhere is None and self.live is not None:
             place, key = await self._key(obj, request, self.live.experiment.targeting_key)
             policy, assigned = self.live.assign(place, key, time.time())
-            _write(obj, policy, assigned)
+            _write(obj, others, policy, assigned)
+            # Parts share their labels.
+            arm = None if named_itself else assigned.get("arm")
         if self.live is not None:
-            compat.set_labels(obj, self.live.labels(assigned.get("arm")), self._labels)
+            compat.set_labels(obj, self.live.labels(arm), self._labels)
 
     def _alias(self, manager: Any, obj: Any) -> str | None:
         """The policy behind the model's name; SGLang takes it for a LoRA adapter's."""
@@ -157,10 +169,10 @@ def _field(body: Any, path: str) -> Any:
     return body
 
 
-def _customs(obj: Any) -> list[dict[str, Any]]:
-    """`custom_params` of a request's parts that have some; the scheduler refuses other types."""
-    found = [params.get("custom_params") for params in _parts(obj)]
-    return [custom for custom in found if isinstance(custom, dict)]
+def _custom(part: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`custom_params` of a part, if it has some; the scheduler refuses other types."""
+    found = part.get("custom_params")
+    return found if isinstance(found, dict) else None
 
 
 def _parts(obj: Any) -> list[dict[str, Any]]:
@@ -168,19 +180,23 @@ def _parts(obj: Any) -> list[dict[str, Any]]:
     found = obj.sampling_params
     if isinstance(found, list):
         return [each for each in found if isinstance(each, dict)]
+    if found is None:
+        return [{}]  # becomes the request's when something is written
     return [found] if isinstance(found, dict) else []
 
 
-def _write(obj: Any, policy: str | None, assigned: Mapping[str, Any]) -> None:
-    """Let a request have a policy (None: its own), and note how it came to it."""
+def _write(
+    obj: Any, parts: Sequence[dict[str, Any]], policy: str | None, assigned: Mapping[str, Any]
+) -> None:
+    """Let parts of a request have a policy (None: their own), and note how they came to it."""
     written: dict[str, Any] = {} if policy is None else {POLICY: policy}
     if assigned:
         written[ASSIGNED] = dict(assigned)
     if not written:
         return
-    if obj.sampling_params is None:
-        obj.sampling_params = {}
-    for params in _parts(obj):
+    for params in parts:
+        if obj.sampling_params is None:
+            obj.sampling_params = params
         custom = params.get("custom_params")
         if custom is None or isinstance(custom, dict):
             params["custom_params"] = {**(custom or {}), **written}

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import sys
+from array import array
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -211,12 +212,49 @@ def tight(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     return result | driver.left_over()
 
 
+def evicted(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """What is left of two prompts in a full pool, when a later request has found the older one."""
+    driver = start(model, {"max_total_tokens": 400, **flags})
+    rnd = random.Random(5)
+    result = {}
+    internal = {"kv_policy_assigned": {"scores": True}}
+    for name, length, custom in (
+        ("client", 110, {}),
+        ("shadow", 110, internal),
+        ("shadow of a part", 60, internal),
+    ):
+        older, newer = prompt(rnd, 100), prompt(rnd, 100)
+        later = {"older": older, "newer": newer, "finds": (older + prompt(rnd, 10))[:length]}
+        for rid, tokens in later.items():
+            options = {"custom": custom, "max_new_tokens": 0} if rid == "finds" else {}
+            driver.send(
+                f"{name} {rid}", tokens, **{"policy": "none", "max_new_tokens": 2} | options
+            )
+            driver.finish()
+        driver.send(f"{name} fills", prompt(rnd, 250), policy="none", max_new_tokens=2)
+        driver.finish()
+        for rid in ("newer", "older"):
+            result[f"{name}: {rid}"] = _found(driver, later[rid])
+        result[f"{name}: found"] = driver.answers[f"{name} finds"].cached_tokens
+        driver.flush()
+    return result
+
+
+def _found(driver: Driver, tokens: list[int]) -> int:
+    """Tokens of a prompt that are in the radix cache."""
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    core = driver.scheduler.tree_cache.tree_core
+    return core.match_full_device_prefix(RadixKey(array("q", tokens), None))[0]
+
+
 SCENARIOS = {
     "choices": choices,
     "mixed": mixed,
     "prefix": prefix,
     "capacity": capacity,
     "tight": tight,
+    "evicted": evicted,
 }
 
 

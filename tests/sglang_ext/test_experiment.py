@@ -432,6 +432,27 @@ def test_other_versions_by_request_and_by_file(server, folder):
     until(server, lambda found: found["reload"]["success"])
 
 
+def test_arms_take_turns(server):
+    """With `design: switchback` the arm is the hour's, and so is latency."""
+    latency = {"metric": "e2e_seconds", "role": "guardrail", "margin": 0.5, "clip": 5}
+    turns = {**DOCUMENT, "metrics": [latency], "shadow": {"sample": "0.0001 %"}}
+    turns["design"] = {"switchback": {"window": "1h", "burn_in": "0s"}}
+    assert put(server, json.dumps(turns)).json()["begins_anew"] is True
+    hours = {int(time.time() // 3600)}
+    facts = [
+        generate(server, f"key {i}", prompt(i, 40))["meta_info"]["kv_policy"] for i in range(9)
+    ]
+    arms = {each["arm"] for each in facts}
+    hours.add(int(time.time() // 3600))
+    assert len(arms) <= len(hours)
+    found = until(server, lambda found: sum(finished(found)) == 9)
+    windows = found["analysis"]["windows"]["windows"]
+    assert {int(hour) for hour in windows} <= hours
+    assert {arm for arm, *_ in windows.values()} == arms
+    assert sum(count for _, count, _ in windows.values()) == 9
+    assert put(server, json.dumps(DOCUMENT)).json()["begins_anew"] is True
+
+
 def until(server, holds, seconds=30):
     end = time.monotonic() + seconds
     while not holds(found := document(server)):
@@ -470,11 +491,15 @@ def test_a_breach_rolls_an_arm_back_and_a_restart_does_not_undo_it(server, folde
     facts = generate(server, arms["same"], prompt(1, 80))["meta_info"]["kv_policy"]
     assert (facts["policy"], "arm" in facts) == ("lava", False)
     (folder / "ending.yaml").write_text(json.dumps(ending))
+    seen = document(server)["analysis"]
+    evidence = folder / "state.json.evidence"
+    until(server, lambda _: json.loads(evidence.read_text())["analysis"] == seen)
     flags = {"kv_experiment": folder / "ending.yaml", "kv_experiment_state": folder / "state.json"}
     with serve(model, [LAVA, SINKS], **flags) as again:
         found = document(again)
         assert (found["state"], found["reason"]) == ("aborted", "enough seen")
         assert list(found["rolled_back"]) == ["tight", "same"]
+        assert found["analysis"]["arms"] == seen["arms"]
         facts = generate(again, arms["same"], prompt(1, 80))["meta_info"]["kv_policy"]
         assert (facts["policy"], "arm" in facts) == ("lava", False)
         # No admin key is configured: nobody may.

@@ -103,3 +103,16 @@ def test_many_more_requests_decode_at_once(run):
     assert seen["none"] == 3
     assert seen["sinks-recent"] >= 4 * seen["none"]
     assert seen["freed_share"] >= 0.98
+
+
+@pytest.mark.parametrize("page", [1, 8])
+def test_internal_requests_leave_the_order_of_eviction(run, page):
+    """What a shadow has found is as old as before; what a client has found is new."""
+    seen = run("evicted", page_size=page)
+    whole, part = 100 // page * page, 59 // page * page
+    assert seen["client: found"] == seen["shadow: found"] == whole
+    assert seen["shadow of a part: found"] == part
+    assert seen["client: older"] == seen["shadow: newer"] == whole
+    assert seen["shadow of a part: newer"] == whole
+    for rid in ("client: newer", "shadow: older", "shadow of a part: older"):
+        assert seen[rid] < whole, rid

@@ -113,6 +113,27 @@ def test_parts_of_a_batch_are_looked_at_one_by_one():
         choose(Traffic({"lava": 0}), [{}, {"custom_params": {asked.ASSIGNED: {"top": 5}}}])
 
 
+def test_parts_that_name_no_policy_are_the_experiments(live):
+    traffic = Traffic({"snapkv": 0, "lava": 0}, live=live)
+    for i in range(20):
+        headers = {"x-key": f"key {i}"}
+        alone = choose(traffic, {}, headers=headers).sampling_params["custom_params"]
+        params = [{"custom_params": {"kv_policy": "none"}}, {}, {"custom_params": {"mine": 1}}]
+        first, second, third = choose(traffic, params, headers=headers).sampling_params
+        assert first["custom_params"]["kv_policy"] == "none"
+        assert first["custom_params"]["kv_policy_assigned"]["reason"] == "TARGETING_MATCH"
+        seconds = {"seconds": 0, "top": 0}  # these differ from request to request
+        for part in (second, third):
+            given = part["custom_params"]
+            assert given.get("kv_policy") == alone.get("kv_policy")
+            same = given["kv_policy_assigned"] | seconds, alone["kv_policy_assigned"] | seconds
+            assert same[0] == same[1]
+        assert third["custom_params"]["mine"] == 1
+    params = [{"custom_params": {"kv_policy": "none"}}, {}]
+    _, second = choose(traffic, params, headers={"x-kv-policy": "lava"}).sampling_params
+    assert second["custom_params"]["kv_policy"] == "lava"
+
+
 def test_disabled_policies_give_everybody_full_kv(live):
     for traffic in (Traffic({"lava": 0}, "none"), Traffic({"lava": 0}, live=live)):
         traffic.enabled = False
@@ -251,6 +272,55 @@ def test_a_full_disk_is_said_and_nothing_stops(tmp_path, monkeypatch, caplog):
     assert live.lifecycle.state == "aborted"
     assert not live.state_saved
     assert caplog.text.count("it cannot be written: no space") == 1
+    live.analysis.assigned("control", 1)
+    asyncio.run(live.keep_evidence())
+    assert caplog.text.count("it cannot be written: no space") == 2  # of the other file
+    monkeypatch.undo()
+    live.save()
+    assert not live.state_saved
+    asyncio.run(live.keep_evidence())
+    assert live.state_saved
+
+
+def assigned_number(live):
+    return sum(record.requests for record in live.analysis.records.values())
+
+
+def test_evidence_outlives_a_restart(tmp_path, caplog, monkeypatch):
+    file, state = tmp_path / "experiment.yaml", tmp_path / "state.json"
+    file.write_text("")
+    live = Live(EXPERIMENT, file, {"snapkv": {}}, state)
+    for i in range(50):
+        live.assign(0, f"key {i}", 0.0)
+    asyncio.run(live.keep_evidence())
+    first = assigned_number(live)
+    for i in range(50, 100):
+        live.assign(0, f"key {i}", 0.0)
+    asyncio.run(live.keep_evidence())
+    arm = live.experiment.arms[1].name
+    live.roll_back(arm, "drift")
+    again = Live(EXPERIMENT, file, {"snapkv": {}}, state)
+    assert 0 < assigned_number(again) == first < assigned_number(live)  # it was written lately
+    assert arm in again.analysis.distinct.retired
+    asyncio.run(live.keep_evidence())  # a change of the state brings the rest
+    again = Live(EXPERIMENT, file, {"snapkv": {}}, state)
+    assert assigned_number(again) == assigned_number(live)
+    other = replace(EXPERIMENT, metrics=(Metric("error_rate", "guardrail", 0.2),))
+    assert assigned_number(Live(other, file, {"snapkv": {}}, state)) == 0
+    assert "evidence" not in caplog.text
+    evidence = state_file.evidence_file(state)
+    saved = evidence.read_text()
+    for text, why in (
+        (saved[:100], "it is not JSON"),
+        (saved.replace('"format": 1', '"format": 9'), "its format is 9"),
+        (saved.replace('"arms"', '"legs"'), "damaged"),
+        (saved.replace('"shadowed": 0,\n "analysis"', '"analysis"'), "it lacks something"),
+    ):
+        caplog.clear()
+        evidence.write_text(text)
+        assert assigned_number(Live(EXPERIMENT, file, {"snapkv": {}}, state)) == 0
+        assert "begins anew" in caplog.text
+        assert why in caplog.text
 
 
 def test_the_budget_of_shadows():

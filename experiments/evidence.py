@@ -1,0 +1,57 @@
+"""What was seen of an experiment, as it is kept over a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvpolicy.experiments.analysis import Analysis
+from kvpolicy.experiments.bounded_mean import finite
+from kvpolicy.experiments.experiment import Experiment
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was seen of one revision by one replica.
+
+    Attributes:
+        analysis: of its requests.
+        seconds: for which it has been seen.
+        shadowed: requests that were scored again; the next one gets the number after it.
+    """
+
+    analysis: Analysis
+    seconds: float
+    shadowed: int
+
+    def saved(self) -> dict[str, Any]:
+        """What is to be kept over a restart."""
+        experiment = self.analysis.experiment
+        return {
+            "format": FORMAT,
+            "experiment": experiment.name,
+            "revision": experiment.revision,
+            "seconds": round(self.seconds, 1),
+            "shadowed": self.shadowed,
+            "analysis": self.analysis.as_document(),
+        }
+
+    @classmethod
+    def restored(cls, experiment: Experiment, saved: Mapping[str, Any]) -> Evidence | None:
+        """What `saved` returned before a restart; None if it is of another revision.
+
+        Raises:
+            ValueError: it is not what `saved` returns.
+        """
+        if saved.get("format") != FORMAT:
+            raise ValueError(f"its format is {saved.get('format')!r}, not {FORMAT}")
+        if saved.get("revision") != experiment.revision:
+            return None
+        try:
+            analysis = Analysis.from_document(experiment, saved["analysis"])
+            return cls(analysis, finite(saved["seconds"]), int(saved["shadowed"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"it lacks something: {error!r}") from None
