@@ -179,14 +179,16 @@ def serve(
     # -P keeps the current folder off sys.path: `kernels/` would shadow a package of that name.
     command = [sys.executable, "-P", "-m", "sglang.launch_server", *command_line(flags)]
     command += arguments
-    threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    defaults = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    # A health check that generates takes a second; the warm-up has generated already.
+    defaults["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
     log = log or Path(tempfile.mkstemp(prefix="kvpolicy-server-", suffix=".log")[1])
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**threads, **os.environ, **(env or {})},
+            env={**defaults, **os.environ, **(env or {})},
             start_new_session=True,
             preexec_fn=_ends_with_parent,
         )
@@ -211,9 +213,9 @@ def _wait_until_ready(server: Server, timeout: float, progress: bool) -> None:
         if waited > timeout:
             raise ServerFailed(_last_words(server, f"did not answer within {timeout:.0f} s"))
         with contextlib.suppress(requests.RequestException):
-            if server.session.get(server.url + "/health_generate", timeout=30).ok:
+            if server.session.get(server.url + "/health", timeout=30).ok:
                 break
-        time.sleep(0.25)
+        time.sleep(0.1)
     if progress:
         start = "\r" if sys.stderr.isatty() else ""
         print(f"{start}starting SGLang ... ready after {waited:.0f} s", file=sys.stderr, flush=True)

@@ -36,7 +36,7 @@ import forked
 import quicker
 from messages import place, receive, send
 
-# What schedulers, servers and evaluations import; nothing of it is the project's.
+# What schedulers, servers and evaluations import.
 MODULES = (
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
@@ -44,6 +44,13 @@ MODULES = (
     "transformers",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
+    "kvpolicy.sglang_ext.hooks",
+    "kvpolicy.sglang_ext.frontend",
+    "kvpolicy.sglang_ext.experiment.control",
+    "kvpolicy.sglang_ext.experiment.loading",
+    "kvpolicy.evaluation.cli",
+    "kvpolicy.evaluation.asking.eval",
+    "kvpolicy.evaluation.reporting.report",
 )
 # Plugins tell by them what a process is, and the first reads SGLANG_TEST_RETRACT when it is
 # imported: they and what imports them are left to the forks.
@@ -54,6 +61,7 @@ READ_LATER = (
     "SGLANG_KV_POLICY",
     "SGLANG_PLUGINS",
     "SGLANG_TEST_RETRACT",
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS",
     "PYTEST_",
@@ -284,6 +292,7 @@ if __name__ == "__main__":
     before = dict(os.environ)
     import_modules()
     quicker.hooks()
+    quicker.starts()
     quicker.kernels()
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,21 +20,35 @@ def hooks() -> None:
     from sglang.srt.plugins import hook_registry
 
     imported = dict(sys.modules)
-    modules = [getattr(module, "__dict__", {}) for module in imported.values()]
-    held = {id(value) for names in modules for value in names.values()}
+    holders: dict[int, list[str]] = {}
+    for name, module in imported.items():
+        for value in getattr(module, "__dict__", {}).values():
+            holders.setdefault(id(value), []).append(name)
     propagate = hook_registry._propagate_patch
 
     def propagate_patch(original: object, wrapped: object, source: object) -> int:
-        later = {name: x for name, x in sys.modules.items() if imported.get(name) is not x}
-        searched = sys.modules if id(original) in held else later
+        searched = {name: x for name, x in sys.modules.items() if imported.get(name) is not x}
+        searched |= {name: imported[name] for name in holders.get(id(original), ())}
         hook_registry.sys = SimpleNamespace(modules=searched)
         return propagate(original, wrapped, source)
 
     hook_registry._propagate_patch = propagate_patch
 
 
+def starts() -> None:
+    """Has SGLang's warm-up look for its server at once; it does so after each whole second."""
+    sleep, looks = time.sleep, itertools.count(1)
+
+    def sleep_less(seconds: float) -> None:
+        if sys._getframe(1).f_code.co_name == "_execute_server_warmup":
+            seconds = min(seconds, 0.05 * next(looks))
+        sleep(seconds)
+
+    time.sleep = sleep_less
+
+
 def kernels() -> None:
-    """Has Triton's interpreter list once what it replaces at every call of a kernel or a helper."""
+    """Has Triton's interpreter list its functions once, and not compute what nobody reads."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -47,3 +64,15 @@ def kernels() -> None:
                 interpreter._patch_attr(owner, name, member, builder, scope)
 
     interpreter._patch_builtin = patch_builtin
+    find, found = interpreter._get_np_dtype, {}
+
+    def numpy_type(of: Any) -> Any:
+        scalar = of.element_ty if isinstance(of, tl.core.block_type) else of
+        if scalar.name not in found:
+            found[scalar.name] = find(scalar)
+        return found[scalar.name]
+
+    interpreter._get_np_dtype = numpy_type
+    # Whether 32 bits overflow is computed at each sum and product, for an assertion that is off.
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)

@@ -187,7 +187,7 @@ def capacity(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 def tight(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     """Requests in a pool that holds one prompt and its copy, but not its output besides."""
-    length, output, kept = 320, 100, 40  # of `sinks-recent`
+    length, output, kept = 320, 48, 40  # of `sinks-recent`
     driver = start(model, {"max_total_tokens": length + kept + 24, **flags})
     rnd = random.Random(4)
     prompts = [prompt(rnd, length) for _ in range(6)]

@@ -39,6 +39,7 @@ SIGNATURES = {
     compat.FORWARD: ["self", "batch"],
     compat.SAMPLE_LOGITS: ["self", "logits_output", "forward_batch"],
     compat.SAMPLE: ["self", "logits_output", "sampling_info"],
+    compat.MATCH_PREFIX: ["self", "params"],
     compat.LOGPROBS: [
         "self",
         "logprobs",
