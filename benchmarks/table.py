@@ -1,4 +1,6 @@
-"""The README's table of methods, from the committed results: prints it, or with --write puts it in.
+"""The tables of methods in README.md and docs/methods.md, from the committed results.
+
+Prints the longer one, or with --write puts both in.
 
 What a method decides and what its policy was compared with stand here; lines are counted, figures
 come from docs/results/methods.json and quality.json; those of policies that were added since the
@@ -10,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import report
 
-README = report.ROOT / "README.md"
 HEADER = (
     "policy",
     "paper or code",
@@ -27,6 +29,10 @@ HEADER = (
     "decode step",
     "score, %",
 )
+FILES = {
+    report.ROOT / "README.md": ("policy", "paper or code", "decides", "held, %", "score, %"),
+    report.ROOT / "docs" / "methods.md": HEADER,
+}
 SHARE = 0.125  # of the prompt kept, in the last column
 
 
@@ -112,46 +118,45 @@ def scores(name: str) -> dict[str, float]:
     return {r["policy"]: r["score"] for r in rows if r["budget"] in (None, SHARE)}
 
 
-def line(method: Method, measured: dict, added: dict, score: float) -> list[str]:
-    """A row of the table."""
+def cells(method: Method, measured: dict, added: dict, score: float, root: str) -> dict[str, str]:
+    """What is said of a method, by column; `root` leads from the table's file to the project."""
     path = f"policies/{method.name}.yaml"
     lines = len((report.ROOT / path).read_text(encoding="utf-8").splitlines())
     mine = measured.get(method.name) or added[method.name]
     time = "{:.2f}" if method.name in measured else "({:.2f})"
-    return [
-        f"[{method.name}]({path})",
-        method.source,
-        method.decides,
-        str(lines),
-        method.compared,
-        f"{100 * sum(mine['held']) / len(mine['held']):.0f}",
-        time.format(median(mine["prefill"])),
-        time.format(median(mine["decode"])),
-        f"{100 * score:.0f}",
-    ]
+    held = f"{100 * sum(mine['held']) / len(mine['held']):.0f}"
+    times = [time.format(median(mine[each])) for each in ("prefill", "decode")]
+    first = [f"[{method.name}]({root}{path})", method.source, method.decides, str(lines)]
+    all_of_it = [*first, method.compared, held, *times, f"{100 * score:.0f}"]
+    return dict(zip(HEADER, all_of_it, strict=True))
 
 
-def table() -> str:
-    """The table in Markdown."""
+def table(file: Path) -> str:
+    """The table of a file in Markdown."""
     measured, added = results("methods"), results("methods_added")
     found = {**scores("quality_added"), **scores("quality")}
-    return report.table(HEADER, [line(m, measured, added, found[m.name]) for m in METHODS])
+    root = "../" * len(file.relative_to(report.ROOT).parts[1:])
+    columns = FILES[file]
+    rows = [cells(method, measured, added, found[method.name], root) for method in METHODS]
+    return report.table(columns, [[row[name] for name in columns] for row in rows])
 
 
-def written(readme: str) -> str:
-    """The README with the table of today's results in the place of the old one."""
-    start = readme.index("| policy | paper or code |")
-    end = readme.index("\n\n", start)
-    return readme[:start] + table() + readme[end:]
+def written(file: Path) -> str:
+    """A file's text with the table of today's results in the place of the old one."""
+    text = file.read_text(encoding="utf-8")
+    start = text.index("| policy | paper or code |")
+    end = text.index("\n\n", start)
+    return text[:start] + table(file) + text[end:]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--write", action="store_true", help="put it into README.md")
+    parser.add_argument("--write", action="store_true", help="put both into their files")
     if parser.parse_args().write:
-        README.write_text(written(README.read_text(encoding="utf-8")), encoding="utf-8")
+        for file in FILES:
+            file.write_text(written(file), encoding="utf-8")
     else:
-        print(table())
+        print(table(report.ROOT / "docs" / "methods.md"))
 
 
 if __name__ == "__main__":
