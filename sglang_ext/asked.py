@@ -14,6 +14,7 @@ FORCE = "kv_policy_force"
 SET = "kv_policy_set"
 
 ASSIGNED = "kv_policy_assigned"  # written by the front end, which refuses it from clients
+NO_ROOM = "kv_policy: no slots are free"  # how an internal request is refused
 
 _KEYS = (POLICY, SET, KEPT, FORCE)
 _INSPECTION = (KEPT, FORCE)

@@ -454,6 +454,18 @@ def found_unnoticed(tree: Any, key: Any) -> Any:
     return MatchResult(length, node, node, node)
 
 
+def needs_eviction(tree: Any, allocator: Any, request: Any) -> bool:
+    """Whether the radix cache must give slots for a request's prompt; one page is spare."""
+    from sglang.srt.mem_cache.common import _req_radix_key
+
+    prompt = request.origin_input_ids
+    found = 0
+    if not tree.disable:
+        found = tree.tree_core.match_full_device_prefix(_req_radix_key(tree, request, prompt))[0]
+    pages = -(-(len(prompt) - found) // allocator.page_size) + 1
+    return pages * allocator.page_size > allocator.available_size()
+
+
 @contextmanager
 def uncounted(adder: Any) -> Iterator[None]:
     """What is admitted in the block is not counted among prefilled and cached tokens."""

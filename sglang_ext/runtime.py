@@ -155,6 +155,9 @@ class Runtime:
             self.raw.note(req, top)
         if asked.scores(req):
             compat.leave_out_of_metrics(req)
+            # Nobody's prompt is to leave the cache for it.
+            if self.tree is None or compat.needs_eviction(self.tree, self.store.allocator, req):
+                raise ValueError(asked.NO_ROOM)
 
     def limit_prefix(self, req: Any, matched: int) -> int:
         """Longest prefix that may be taken from the radix cache.

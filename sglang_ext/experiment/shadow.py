@@ -3,8 +3,8 @@
 What a request of an arm has generated is one prompt more, whose tokens an internal request scores
 with full KV; nothing is generated. The scores of both, before temperature, bias and grammar, give
 how far the policy moved the distributions on its own path. Only numbers are kept: no text, no
-tokens, no keys. One request is scored at a time, while nobody waits for a slot of a batch, and
-within a budget of tokens per second.
+tokens, no keys. One request is scored at a time, while nobody waits for a slot of a batch, in slots
+that are free, and within a budget of tokens per second.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ import numpy as np
 from kvpolicy.experiments.drift import Candidates, disagreements, divergence
 from kvpolicy.experiments.experiment import NO_POLICY
 from kvpolicy.sglang_ext import compat
-from kvpolicy.sglang_ext.asked import ASSIGNED, POLICY
+from kvpolicy.sglang_ext.asked import ASSIGNED, NO_ROOM, POLICY
 from kvpolicy.sglang_ext.experiment.live import Live
-from kvpolicy.sglang_ext.experiment.series import COMPARED
+from kvpolicy.sglang_ext.experiment.series import COMPARED, NO_SLOTS
 
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 64  # sampled requests; their tokens are held meanwhile
 PATIENCE = 60.0  # seconds for which one waits for an idle moment
 LOOK = 0.05  # seconds between two looks whether it is idle
+AGAIN = 0.5  # seconds after which one without room is tried again
 MOST_USED = 0.8  # of the pool's slots
 _BURST = 10.0  # seconds of the budget that may be saved up
 
@@ -58,6 +59,10 @@ class Sample:
     namespace: Mapping[str, Any]
     since: float
 
+    def is_late(self) -> bool:
+        """Whether it has waited long enough."""
+        return time.monotonic() - self.since > PATIENCE
+
 
 class Budget:
     """Tokens per second, of which some seconds may be saved up."""
@@ -75,6 +80,10 @@ class Budget:
             return False
         self._left -= tokens
         return True
+
+    def give_back(self, tokens: int) -> None:
+        """These tokens were not computed."""
+        self._left += tokens
 
 
 class Shadows:
@@ -147,11 +156,15 @@ class Shadows:
                     type(error).__name__,
                     error,
                 )
-            self._live.series.shadow(sample.assigned["arm"], outcome)
+            if outcome == NO_SLOTS and not sample.is_late():
+                self._waiting.append(sample)  # others may need fewer
+                await asyncio.sleep(AGAIN)
+            else:
+                self._live.series.shadow(sample.assigned["arm"], outcome)
 
     async def _compare(self, sample: Sample) -> str:
         while not compat.is_idle(self._manager, MOST_USED):
-            if time.monotonic() - sample.since > PATIENCE:
+            if sample.is_late():
                 return "busy"
             await asyncio.sleep(LOOK)
         shadow = self._live.experiment.shadow
@@ -161,6 +174,9 @@ class Shadows:
         if not self._budget.take(tokens, shadow.tokens_per_second):
             return "over_budget"
         full = await self._score(sample)
+        if full is None:
+            self._budget.give_back(tokens)
+            return NO_SLOTS
         policy = Candidates(*(each[sample.first :] for each in sample.policy))
         full = Candidates(*(each[sample.first :] for each in full))
         each = np.minimum(divergence(policy, full), self._live.clip)
@@ -169,8 +185,8 @@ class Shadows:
         self._live.shadowed(sample.rid, sample.assigned, drift, share, len(top1))
         return COMPARED
 
-    async def _score(self, sample: Sample) -> Candidates:
-        """Candidates of the output tokens with full KV."""
+    async def _score(self, sample: Sample) -> Candidates | None:
+        """Candidates of the output tokens with full KV; None where no slots are free for it."""
         tokens = np.concatenate([sample.prompt, sample.output]).tolist()
         request = compat.scoring_request(
             tokens,
@@ -179,7 +195,12 @@ class Shadows:
             custom={POLICY: NO_POLICY, ASSIGNED: {"scores": True}},
             namespace=sample.namespace,
         )
-        ids, logprobs = await compat.score(self._manager, request)
+        try:
+            ids, logprobs = await compat.score(self._manager, request)
+        except ValueError as error:
+            if NO_ROOM in str(error):
+                return None
+            raise
         if len(ids) != len(sample.output):
             raise RuntimeError(f"{len(ids)} of {len(sample.output)} tokens were scored")
         return Candidates(ids, logprobs)

@@ -237,7 +237,15 @@ def evicted(model: str, flags: dict[str, Any]) -> dict[str, Any]:
             result[f"{name}: {rid}"] = _found(driver, later[rid])
         result[f"{name}: found"] = driver.answers[f"{name} finds"].cached_tokens
         driver.flush()
-    return result
+    older = prompt(rnd, 300)
+    driver.send("older", older, policy="none", max_new_tokens=2)
+    driver.finish()
+    for length in (60, 150):
+        options = {"policy": "none", "custom": internal, "max_new_tokens": 0}
+        driver.send(f"{length} new", prompt(rnd, length), **options)
+        driver.finish()
+        result[f"{length} new"] = driver.answers[f"{length} new"].finish
+    return result | {"still found": _found(driver, older), **driver.left_over()}
 
 
 def _found(driver: Driver, tokens: list[int]) -> int:

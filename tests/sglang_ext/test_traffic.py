@@ -330,6 +330,8 @@ def test_the_budget_of_shadows():
     assert not budget.take(1, 100)
     now[0] = 0.5
     assert budget.take(400, 100)  # once more than there is
+    budget.give_back(400)
+    assert budget.take(400, 100)
     now[0] = 3.0
     assert not budget.take(1, 100)
     now[0] = 4.5

@@ -1,0 +1,84 @@
+"""Samples that wait for free slots: they are tried again, and others may go first."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from kvpolicy.experiments.drift import Candidates
+from kvpolicy.sglang_ext import compat
+from kvpolicy.sglang_ext.asked import NO_ROOM
+from kvpolicy.sglang_ext.experiment import shadow
+from kvpolicy.sglang_ext.experiment.shadow import Shadows
+
+TOKENS = 3
+
+
+def candidates():
+    ids = np.tile(np.arange(4, dtype=np.int32), (TOKENS, 1))
+    return Candidates(ids, np.log(np.full((TOKENS, 4), 0.2, dtype=np.float32)))
+
+
+@pytest.fixture
+def compare(monkeypatch):
+    """Runs samples by name against a server that has no room for each so many times."""
+
+    def run(refusals, error=NO_ROOM):
+        outcomes, tried, drifts = [], [], []
+        series = SimpleNamespace(shadow=lambda arm, outcome: outcomes.append((arm, outcome)))
+        live = SimpleNamespace(
+            series=series,
+            clip=2.0,
+            compares=lambda assigned: True,
+            experiment=SimpleNamespace(shadow=SimpleNamespace(tokens_per_second=10**6)),
+            shadowed=lambda rid, assigned, drift, top1, tokens: drifts.append((rid, drift, tokens)),
+        )
+        left = dict(refusals)
+
+        async def score(manager, request):
+            tried.append(request)
+            if left[request]:
+                left[request] -= 1
+                raise ValueError(error)
+            scored = candidates()
+            return scored.ids, scored.logprobs
+
+        monkeypatch.setattr(shadow, "AGAIN", 0.0)
+        monkeypatch.setattr(compat, "is_idle", lambda *_: True)
+        monkeypatch.setattr(compat, "has_only_tokens", lambda obj: True)
+        monkeypatch.setattr(compat, "cache_namespace", lambda obj: {"name": obj.rid})
+        monkeypatch.setattr(compat, "scoring_request", lambda *_, **k: k["namespace"]["name"])
+        monkeypatch.setattr(compat, "score", score)
+
+        async def all_of_them():
+            shadows = Shadows(live, None, 100)
+            for name in refusals:
+                recorded = {"prompt": np.arange(5), "output": np.arange(TOKENS)}
+                found = candidates()
+                recorded |= {"ids": found.ids, "logprobs": found.logprobs}
+                shadows.offer({"arm": name}, recorded, {}, SimpleNamespace(rid=name))
+            while len(outcomes) < len(refusals):
+                await asyncio.sleep(0)
+
+        asyncio.run(asyncio.wait_for(all_of_them(), 20))
+        return outcomes, tried, drifts
+
+    return run
+
+
+def test_what_finds_no_room_is_tried_again_after_the_others(compare):
+    outcomes, tried, drifts = compare({"a": 2, "b": 0, "c": 1})
+    assert tried == ["a", "b", "c", "a", "c", "a"]
+    assert outcomes == [("b", "compared"), ("c", "compared"), ("a", "compared")]
+    assert drifts == [(name, 0.0, TOKENS - 1) for name in ("b", "c", "a")]
+
+
+def test_what_never_finds_room_is_left_out(compare, monkeypatch):
+    monkeypatch.setattr(shadow, "PATIENCE", -1.0)
+    assert compare({"a": 1, "b": 0})[0] == [("a", "no_room"), ("b", "compared")]
+
+
+def test_what_fails_otherwise_is_not_tried_again(compare, caplog):
+    outcomes, tried, _ = compare({"a": 1}, error="something else")
+    assert (outcomes, tried) == ([("a", "failed")], ["a"])
+    assert "something else" in caplog.text
