@@ -7,6 +7,7 @@ import itertools
 import sys
 import time
 from dataclasses import replace
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,6 +74,28 @@ def kernels() -> None:
         return found[scalar.name]
 
     interpreter._get_np_dtype = numpy_type
+    _remember_types(tl.core)
     # Whether 32 bits overflow is computed at each sum and product, for an assertion that is off.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _remember_types(core: Any) -> None:
+    """Has Triton make what its types and tensors say of a shape once for each shape."""
+    make_block, blocks = core.block_type.__init__, {}
+    scalar = core.constexpr(1), core.tuple([])
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *[getattr(size, "value", size) for size in shape])
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            sizes = [core.constexpr(size) for size in self.shape]
+            self.of_tensors = core.constexpr(prod(self.shape)), core.tuple(sizes)
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key], element_ty=element_ty)
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = type.of_tensors if type.is_block() else scalar
+
+    core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor

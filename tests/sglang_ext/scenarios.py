@@ -114,7 +114,7 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     for i in range(count):
         base = rnd.choice(bases)
         tokens = base[: rnd.randrange(1, len(base) + 1)] + prompt(rnd, rnd.randrange(0, 40))
-        requests.append((f"{i:04}", tokens, rnd.choice([*POLICIES, "none"]), rnd.randrange(1, 40)))
+        requests.append((f"{i:04}", tokens, rnd.choice([*POLICIES, "none"]), rnd.randrange(1, 24)))
     alone = driver.alone(requests)
     aborted = set()
     for rid, tokens, policy, output in requests:

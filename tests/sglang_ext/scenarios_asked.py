@@ -187,7 +187,7 @@ def _drawn(rnd: random.Random, names: list[str], count: int, seed: int) -> dict[
     """Token ids and options of requests, by id."""
     requests = {}
     for i in range(count):
-        options = {"policy": rnd.choice(names), "max_new_tokens": rnd.randrange(2, 40)}
+        options = {"policy": rnd.choice(names), "max_new_tokens": rnd.randrange(2, 28)}
         if i % 3 == 0:
             forced = [rnd.randrange(END, 500) for _ in range(rnd.randrange(1, 20))]
             options |= {"custom": {FORCE: forced}, "top": 2, "stop_token_ids": [END]}

@@ -124,7 +124,7 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     requests = []
     for i in range(count):
         tokens = prompt(rnd.randrange(1, 300), seed * count + i)
-        requests.append((f"{i:04}", tokens, rnd.choice(names), rnd.randrange(1, 30)))
+        requests.append((f"{i:04}", tokens, rnd.choice(names), rnd.randrange(1, 20)))
     alone = driver.alone(requests)
     aborted = set()
     for rid, tokens, policy, output in requests:
