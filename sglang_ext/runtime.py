@@ -155,9 +155,12 @@ class Runtime:
             self.raw.note(req, top)
         if asked.scores(req):
             compat.leave_out_of_metrics(req)
-            # Nobody's prompt is to leave the cache for it.
-            if self.tree is None or compat.needs_eviction(self.tree, self.store.allocator, req):
+            if not asked.may_evict(req) and self._needs_eviction(req):
                 raise ValueError(asked.NO_ROOM)
+
+    def _needs_eviction(self, req: Any) -> bool:
+        allocator = self.store.allocator
+        return self.tree is not None and compat.needs_eviction(self.tree, allocator, req)
 
     def limit_prefix(self, req: Any, matched: int) -> int:
         """Longest prefix that may be taken from the radix cache.

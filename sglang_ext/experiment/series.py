@@ -14,11 +14,10 @@ if TYPE_CHECKING:
 
 OUTCOMES = ("ok", "failed", "aborted")
 # What became of a sampled request: compared, or why not.
-COMPARED, NO_SLOTS = "compared", "no_room"
+COMPARED = "compared"
 SHADOWS = (
     COMPARED,
     "busy",  # no idle moment came in time
-    NO_SLOTS,  # nor one with so many free slots
     "queue_full",
     "over_budget",  # tokens per second
     "too_long",  # prompt and output fill the model's context

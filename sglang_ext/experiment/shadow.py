@@ -4,7 +4,7 @@ What a request of an arm has generated is one prompt more, whose tokens an inter
 with full KV; nothing is generated. The scores of both, before temperature, bias and grammar, give
 how far the policy moved the distributions on its own path. Only numbers are kept: no text, no
 tokens, no keys. One request is scored at a time, while nobody waits for a slot of a batch, in slots
-that are free, and within a budget of tokens per second.
+that are free where some come free soon, and within a budget of tokens per second.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from kvpolicy.experiments.experiment import NO_POLICY
 from kvpolicy.sglang_ext import compat
 from kvpolicy.sglang_ext.asked import ASSIGNED, NO_ROOM, POLICY
 from kvpolicy.sglang_ext.experiment.live import Live
-from kvpolicy.sglang_ext.experiment.series import COMPARED, NO_SLOTS
+from kvpolicy.sglang_ext.experiment.series import COMPARED
 
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 64  # sampled requests; their tokens are held meanwhile
 PATIENCE = 60.0  # seconds for which one waits for an idle moment
 LOOK = 0.05  # seconds between two looks whether it is idle
-AGAIN = 0.5  # seconds after which one without room is tried again
+AGAIN = 0.25  # seconds after which one for which no slots are free is tried again
+GRACE = 2.0  # seconds for which one waits for free slots; then it may evict
 MOST_USED = 0.8  # of the pool's slots
 _BURST = 10.0  # seconds of the budget that may be saved up
 
@@ -59,9 +60,9 @@ class Sample:
     namespace: Mapping[str, Any]
     since: float
 
-    def is_late(self) -> bool:
-        """Whether it has waited long enough."""
-        return time.monotonic() - self.since > PATIENCE
+    def has_waited(self, seconds: float) -> bool:
+        """Whether its request ended so long ago."""
+        return time.monotonic() - self.since > seconds
 
 
 class Budget:
@@ -156,15 +157,16 @@ class Shadows:
                     type(error).__name__,
                     error,
                 )
-            if outcome == NO_SLOTS and not sample.is_late():
+            if outcome is None:
                 self._waiting.append(sample)  # others may need fewer
                 await asyncio.sleep(AGAIN)
             else:
                 self._live.series.shadow(sample.assigned["arm"], outcome)
 
-    async def _compare(self, sample: Sample) -> str:
+    async def _compare(self, sample: Sample) -> str | None:
+        """What became of a sample; None where it has to wait for free slots."""
         while not compat.is_idle(self._manager, MOST_USED):
-            if sample.is_late():
+            if sample.has_waited(PATIENCE):
                 return "busy"
             await asyncio.sleep(LOOK)
         shadow = self._live.experiment.shadow
@@ -176,7 +178,7 @@ class Shadows:
         full = await self._score(sample)
         if full is None:
             self._budget.give_back(tokens)
-            return NO_SLOTS
+            return None
         policy = Candidates(*(each[sample.first :] for each in sample.policy))
         full = Candidates(*(each[sample.first :] for each in full))
         each = np.minimum(divergence(policy, full), self._live.clip)
@@ -188,11 +190,12 @@ class Shadows:
     async def _score(self, sample: Sample) -> Candidates | None:
         """Candidates of the output tokens with full KV; None where no slots are free for it."""
         tokens = np.concatenate([sample.prompt, sample.output]).tolist()
+        noted = {"scores": True, "evicts": sample.has_waited(GRACE)}
         request = compat.scoring_request(
             tokens,
             start=len(sample.prompt) - 1,
             top=sample.policy.ids.shape[1],
-            custom={POLICY: NO_POLICY, ASSIGNED: {"scores": True}},
+            custom={POLICY: NO_POLICY, ASSIGNED: noted},
             namespace=sample.namespace,
         )
         try:

@@ -245,7 +245,12 @@ def evicted(model: str, flags: dict[str, Any]) -> dict[str, Any]:
         driver.send(f"{length} new", prompt(rnd, length), **options)
         driver.finish()
         result[f"{length} new"] = driver.answers[f"{length} new"].finish
-    return result | {"still found": _found(driver, older), **driver.left_over()}
+    result["still found"] = _found(driver, older)
+    evicting = {"kv_policy_assigned": {"scores": True, "evicts": True}}
+    driver.send("evicts", prompt(rnd, 150), policy="none", custom=evicting, max_new_tokens=0)
+    driver.finish()
+    result["evicts"] = driver.answers["evicts"].finish
+    return result | driver.left_over()
 
 
 def _found(driver: Driver, tokens: list[int]) -> int:

@@ -117,7 +117,8 @@ def test_internal_requests_leave_the_order_of_eviction(run, page):
     assert seen["shadow of a part: newer"] == whole
     for rid in ("client: newer", "shadow: older", "shadow of a part: older"):
         assert seen[rid] < whole, rid
-    # In a full pool it is refused; nobody's prompt leaves for it.
+    # In a full pool it is refused, and nobody's prompt leaves for it, unless it may evict.
+    assert seen["evicts"]["type"] == "length"
     assert seen["60 new"]["type"] == "length"
     assert (seen["150 new"]["type"], seen["150 new"]["message"]) == ("abort", NO_ROOM)
     assert seen["still found"] == 300 // page * page

@@ -36,18 +36,22 @@ def compare(monkeypatch):
         left = dict(refusals)
 
         async def score(manager, request):
-            tried.append(request)
-            if left[request]:
-                left[request] -= 1
+            name, evicts = request
+            tried.append(f"{name} evicts" if evicts else name)
+            if left[name] and not evicts:
+                left[name] -= 1
                 raise ValueError(error)
             scored = candidates()
             return scored.ids, scored.logprobs
+
+        def request(*_, namespace, custom, **options):
+            return namespace["name"], custom["kv_policy_assigned"]["evicts"]
 
         monkeypatch.setattr(shadow, "AGAIN", 0.0)
         monkeypatch.setattr(compat, "is_idle", lambda *_: True)
         monkeypatch.setattr(compat, "has_only_tokens", lambda obj: True)
         monkeypatch.setattr(compat, "cache_namespace", lambda obj: {"name": obj.rid})
-        monkeypatch.setattr(compat, "scoring_request", lambda *_, **k: k["namespace"]["name"])
+        monkeypatch.setattr(compat, "scoring_request", request)
         monkeypatch.setattr(compat, "score", score)
 
         async def all_of_them():
@@ -73,9 +77,11 @@ def test_what_finds_no_room_is_tried_again_after_the_others(compare):
     assert drifts == [(name, 0.0, TOKENS - 1) for name in ("b", "c", "a")]
 
 
-def test_what_never_finds_room_is_left_out(compare, monkeypatch):
-    monkeypatch.setattr(shadow, "PATIENCE", -1.0)
-    assert compare({"a": 1, "b": 0})[0] == [("a", "no_room"), ("b", "compared")]
+def test_what_finds_no_room_for_long_may_evict(compare, monkeypatch):
+    monkeypatch.setattr(shadow, "GRACE", -1.0)
+    outcomes, tried, _ = compare({"a": 100, "b": 0})
+    assert tried == ["a evicts", "b evicts"]
+    assert outcomes == [("a", "compared"), ("b", "compared")]
 
 
 def test_what_fails_otherwise_is_not_tried_again(compare, caplog):
