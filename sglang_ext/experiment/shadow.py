@@ -33,6 +33,7 @@ PATIENCE = 60.0  # seconds for which one waits for an idle moment
 LOOK = 0.05  # seconds between two looks whether it is idle
 AGAIN = 0.25  # seconds after which one for which no slots are free is tried again
 GRACE = 2.0  # seconds for which one waits for free slots; then it may evict
+MANY = 4  # waiting ones, from which on none waits for free slots
 MOST_USED = 0.8  # of the pool's slots
 _BURST = 10.0  # seconds of the budget that may be saved up
 
@@ -190,7 +191,8 @@ class Shadows:
     async def _score(self, sample: Sample) -> Candidates | None:
         """Candidates of the output tokens with full KV; None where no slots are free for it."""
         tokens = np.concatenate([sample.prompt, sample.output]).tolist()
-        noted = {"scores": True, "evicts": sample.has_waited(GRACE)}
+        evicts = sample.has_waited(GRACE) or len(self._waiting) >= MANY
+        noted = {"scores": True, "evicts": evicts}
         request = compat.scoring_request(
             tokens,
             start=len(sample.prompt) - 1,

@@ -84,6 +84,13 @@ def test_what_finds_no_room_for_long_may_evict(compare, monkeypatch):
     assert outcomes == [("a", "compared"), ("b", "compared")]
 
 
+def test_where_many_wait_they_may_evict(compare):
+    names = [f"{i}" for i in range(shadow.MANY + 2)]
+    outcomes, tried, _ = compare(dict.fromkeys(names, 1))
+    assert tried[:3] == ["0 evicts", "1 evicts", "2"]
+    assert sorted(outcomes) == [(name, "compared") for name in names]
+
+
 def test_what_fails_otherwise_is_not_tried_again(compare, caplog):
     outcomes, tried, _ = compare({"a": 1}, error="something else")
     assert (outcomes, tried) == ([("a", "failed")], ["a"])
