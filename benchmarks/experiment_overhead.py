@@ -2,9 +2,9 @@
 
 Two servers with the same policy take turns, round by round, with the same requests many at once:
 one without an experiment, and one with two equal arms of which a share is scored again with full
-KV. Every answer is checked to have been given in full, and every sampled request to have been
-compared. Throughput scatters on a shared machine; seconds of a core per request, of all processes
-of a server and until its shadows have run, scatter less and leave no cost out.
+KV. Every answer is checked to have been given in full, and no sampled request to have been left
+out. Throughput scatters on a shared machine; seconds of a core per request, of all processes of a
+server and until its shadows have run, scatter less and leave no cost out.
 """
 
 from __future__ import annotations

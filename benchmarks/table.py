@@ -29,9 +29,10 @@ HEADER = (
     "decode step",
     "score, %",
 )
+WHOLE = report.ROOT / "docs" / "methods.md"
 FILES = {
     report.ROOT / "README.md": ("policy", "paper or code", "decides", "held, %", "score, %"),
-    report.ROOT / "docs" / "methods.md": HEADER,
+    WHOLE: HEADER,
 }
 SHARE = 0.125  # of the prompt kept, in the last column
 
@@ -156,7 +157,7 @@ def main() -> None:
         for file in FILES:
             file.write_text(written(file), encoding="utf-8")
     else:
-        print(table(report.ROOT / "docs" / "methods.md"))
+        print(table(WHOLE))
 
 
 if __name__ == "__main__":

@@ -466,6 +466,18 @@ def needs_eviction(tree: Any, allocator: Any, request: Any) -> bool:
     return pages * allocator.page_size > allocator.available_size()
 
 
+def refuse_unnoticed(request: Any, message: str) -> None:
+    """What SGLang's `set_finish_with_abort` does to an internal request, without an error's log."""
+    from array import array
+    from http import HTTPStatus
+
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    request.origin_input_ids = array("q", [0])  # one token, as the prefill is not needed
+    request.return_logprob, request.logprob_start_len = False, -1
+    request.to_finish = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
+
+
 @contextmanager
 def uncounted(adder: Any) -> Iterator[None]:
     """What is admitted in the block is not counted among prefilled and cached tokens."""

@@ -350,7 +350,7 @@ def _counted(adder: Any, req: Any) -> AbstractContextManager:
 
 
 def _around_match_prefix(original: Callable, tree: Any, params: Any) -> Any:
-    """Around UnifiedRadixCache.match_prefix; what internal requests find is not used by it."""
+    """Around UnifiedRadixCache.match_prefix; what internal requests find counts as unused."""
     if params.req is None or tree.disable or not asked.scores(params.req):
         return original(tree, params)
     return compat.found_unnoticed(tree, params.key)

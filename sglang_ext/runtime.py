@@ -156,7 +156,7 @@ class Runtime:
         if asked.scores(req):
             compat.leave_out_of_metrics(req)
             if not asked.may_evict(req) and self._needs_eviction(req):
-                raise ValueError(asked.NO_ROOM)
+                compat.refuse_unnoticed(req, asked.NO_ROOM)
 
     def _needs_eviction(self, req: Any) -> bool:
         allocator = self.store.allocator

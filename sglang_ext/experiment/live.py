@@ -63,7 +63,7 @@ class Live:
         self._served, self._state = dict(served), state
         self.lifecycle = self._restored(experiment)
         self._number = 0  # requests that were shadowed
-        self.analysis = self._began(experiment)
+        self._begin(Analysis(experiment))
         self._resume()
         self.series = Series(experiment)
         self.reloaded = True
@@ -86,12 +86,11 @@ class Live:
                 f"--kv-experiment-state {self._state}: {error}; mend it, or remove it to begin anew"
             ) from None
 
-    def _began(self, experiment: Experiment) -> Analysis:
-        self._analysed = time.monotonic()
-        analysis = Analysis(experiment)
+    def _begin(self, analysis: Analysis, seconds: float = 0.0) -> None:
+        """Count what is seen from now on in an analysis, which has seen so many seconds already."""
+        self.analysis, self._analysed = analysis, time.monotonic() - seconds
         for arm in self.lifecycle.rolled_back:
             analysis.retire(arm)
-        return analysis
 
     def _resume(self) -> None:
         """Go on with the evidence from before a restart; what is damaged is begun anew."""
@@ -105,10 +104,8 @@ class Live:
             logger.warning("The evidence in %s is not used, and begins anew: %s.", file, error)
             return
         if found is not None:
-            self.analysis, self._number = found.analysis, found.shadowed
-            self._analysed -= found.seconds
-            for arm in self.lifecycle.rolled_back:
-                self.analysis.retire(arm)
+            self._begin(found.analysis, found.seconds)
+            self._number = found.shadowed
 
     @property
     def experiment(self) -> Experiment:
@@ -435,7 +432,7 @@ class Live:
         """Go on with another version. Returns whether the analysis begins anew."""
         anew = self.lifecycle.replace(experiment)
         if anew:
-            self.analysis = self._began(experiment)
+            self._begin(Analysis(experiment))
             self._warned.clear()
             self.series.began(experiment)
         logger.info(

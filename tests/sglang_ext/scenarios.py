@@ -7,6 +7,7 @@ it saw as JSON; the assertions are the tests'.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import sys
@@ -237,6 +238,10 @@ def evicted(model: str, flags: dict[str, Any]) -> dict[str, Any]:
             result[f"{name}: {rid}"] = _found(driver, later[rid])
         result[f"{name}: found"] = driver.answers[f"{name} finds"].cached_tokens
         driver.flush()
+    said: list[str] = []
+    log = logging.Handler(logging.WARNING)
+    log.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger().addHandler(log)
     older = prompt(rnd, 300)
     driver.send("older", older, policy="none", max_new_tokens=2)
     driver.finish()
@@ -249,7 +254,7 @@ def evicted(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     evicting = {"kv_policy_assigned": {"scores": True, "evicts": True}}
     driver.send("evicts", prompt(rnd, 150), policy="none", custom=evicting, max_new_tokens=0)
     driver.finish()
-    result["evicts"] = driver.answers["evicts"].finish
+    result |= {"evicts": driver.answers["evicts"].finish, "said": said}
     return result | driver.left_over()
 
 

@@ -121,5 +121,6 @@ def test_internal_requests_leave_the_order_of_eviction(run, page):
     assert seen["evicts"]["type"] == "length"
     assert seen["60 new"]["type"] == "length"
     assert (seen["150 new"]["type"], seen["150 new"]["message"]) == ("abort", NO_ROOM)
+    assert seen["said"] == []
     assert seen["still found"] == 300 // page * page
     assert (seen["used"], seen["private"], seen["missing_after_flush"]) == (0, 0, 0)
