@@ -62,11 +62,6 @@ def scores(request: Any) -> bool:
     return bool(assigned(request).get("scores"))
 
 
-def may_evict(request: Any) -> bool:
-    """Whether such a request may take slots of cached prompts, as any other may."""
-    return bool(assigned(request).get("evicts"))
-
-
 def shown(value: Any) -> str:
     """A client's value as messages and logs repeat it, of limited length."""
     return _short(repr(value))

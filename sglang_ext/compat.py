@@ -454,18 +454,6 @@ def found_unnoticed(tree: Any, key: Any) -> Any:
     return MatchResult(length, node, node, node)
 
 
-def needs_eviction(tree: Any, allocator: Any, request: Any) -> bool:
-    """Whether the radix cache must give slots for a request's prompt; one page is spare."""
-    from sglang.srt.mem_cache.common import _req_radix_key
-
-    prompt = request.origin_input_ids
-    found = 0
-    if not tree.disable:
-        found = tree.tree_core.match_full_device_prefix(_req_radix_key(tree, request, prompt))[0]
-    pages = -(-(len(prompt) - found) // allocator.page_size) + 1
-    return pages * allocator.page_size > allocator.available_size()
-
-
 def refuse_unnoticed(request: Any, message: str) -> None:
     """What SGLang's `set_finish_with_abort` does to an internal request, without an error's log."""
     from array import array
@@ -510,6 +498,13 @@ def admitted_none() -> Any:
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     return AddReqResult.OTHER
+
+
+def passed_over() -> Any:
+    """The prefill adder's answer "this one stays in the queue, the next may be admitted"."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return AddReqResult.CONTINUE
 
 
 def simulates_output(adder: Any, request: Any) -> bool:

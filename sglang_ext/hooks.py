@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from kvpolicy.sglang_ext import (
     force,
     graphs,
     host,
+    internal,
     layers,
     options,
     propagate,
@@ -31,6 +32,7 @@ from kvpolicy.sglang_ext.options import Policy
 from kvpolicy.sglang_ext.request import Served
 from kvpolicy.sglang_ext.rotary import of_model
 from kvpolicy.sglang_ext.runtime import Runtime
+from kvpolicy.sglang_ext.set_aside import SetAside
 from kvpolicy.sglang_ext.store import Store
 from kvpolicy.sglang_ext.tables import DeviceTables
 from kvpolicy.sglang_ext.variants import Variants
@@ -92,7 +94,7 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Callable]]:
         (compat.CAN_RUN_GRAPH, "around", _around_can_run_graph(runtime)),
         (compat.GRAPH_VARIANTS, "after", _after_graph_variants(runtime)),
         (compat.CREATE_ROWS, "after", _after_rows(runtime)),
-        (compat.UNCACHED_SIZES, "after", lambda r, _: (r[0] + runtime.store.held, *r[1:])),
+        (compat.UNCACHED_SIZES, "after", lambda r, _: (r[0] + runtime.store.uncached, *r[1:])),
     ]
 
 
@@ -124,10 +126,16 @@ def _create_buffers(runtime: Runtime, pool: Any) -> None:
 
 
 def _after_pool(runtime: Runtime) -> Callable:
-    def after(_: None, runner: Any, *args: Any, **options: Any) -> None:
+    def after(_: None, runner: Any, *args: Any, **kw: Any) -> None:
         """After ModelRunner.alloc_memory_pool."""
         allocator = runner.token_to_kv_pool_allocator
         rows = compat.slot_table(runner).shape[0]
+        try:
+            aside = options.experiment_slots(allocator.size, runner.model_config.context_len)
+        except Refused as error:
+            raise stop(error) from None
+        if aside:
+            logger.info("%d slots of the pool are set aside for scoring requests again.", aside)
         runtime.tables = DeviceTables(
             runtime.arena, rows, allocator.size, runtime.streams, pairs=runtime.shares
         )
@@ -137,6 +145,7 @@ def _after_pool(runtime: Runtime) -> Callable:
             lambda policy, slots: runtime.metrics.private_slots(policy, slots),
             runtime.tables,
             runtime.streams,
+            SetAside(allocator, aside),
         )
         runner.req_to_token_pool.attach_aux_cache(runtime.store)
 
@@ -315,8 +324,13 @@ def _around_add_one(runtime: Runtime) -> Callable:
         """Around PrefillAdder.add_one_req."""
         if runtime.must_wait(adder, req, has_chunked_req):
             return compat.admitted_none()
-        with _counted(adder, req):
-            result = original(adder, req, has_chunked_req, *args, **kw)
+
+        def add() -> Any:
+            return original(adder, req, has_chunked_req, *args, **kw)
+
+        if asked.scores(req):
+            return internal.admit(runtime.store.set_aside, adder, req, add)
+        result = add()
         admitted = bool(adder.can_run_list) and adder.can_run_list[-1] is req
         if admitted and runtime.end_early(req):
             # The rest follows as the next chunk; only one request at a time can be in chunks.
@@ -333,7 +347,7 @@ def _around_add_chunked(runtime: Runtime) -> Callable:
         if adder.rem_chunk_tokens is None:
             # Chunked prefill is off: this is a resumed request, and its last chunk has no limit.
             adder.rem_chunk_tokens = max(adder.rem_input_tokens, req.seqlen)
-        with _counted(adder, req):
+        with compat.uncounted(adder) if asked.scores(req) else nullcontext():
             unfinished = original(adder, req)
         if not runtime.end_early(req):
             return unfinished
@@ -342,11 +356,6 @@ def _around_add_chunked(runtime: Runtime) -> Callable:
         return req
 
     return around
-
-
-def _counted(adder: Any, req: Any) -> AbstractContextManager:
-    """A block in which a request is admitted; internal ones are nobody's tokens."""
-    return compat.uncounted(adder) if asked.scores(req) else nullcontext()
 
 
 def _around_match_prefix(original: Callable, tree: Any, params: Any) -> Any:

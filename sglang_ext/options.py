@@ -45,12 +45,16 @@ ALLOW_SET_VARIABLE = "SGLANG_KV_POLICY_ALLOW_SET"  # policy.name, separated by c
 OVERRIDE_VARIABLE = "SGLANG_KV_POLICY_OVERRIDE"  # one of OVERRIDES
 EXPERIMENT_VARIABLE = "SGLANG_KV_POLICY_EXPERIMENT"  # path
 STATE_VARIABLE = "SGLANG_KV_POLICY_EXPERIMENT_STATE"  # path
+SLOTS_VARIABLE = "SGLANG_KV_POLICY_EXPERIMENT_SLOTS"  # of the pool
 
 # Decode steps from one fold to the next; docs/results/fold_interval.md has the measurement.
 DEFAULT_INTERVAL = 16
 
 # Percent of the time of a prefill of the model's context length that a policy may take.
 DEFAULT_COST = 50
+
+# Share of the pool that is set aside for scoring requests again.
+DEFAULT_SET_ASIDE = 0.02
 
 # Requests for which a policy may fail before it is disabled.
 DEFAULT_FAILURES = 3
@@ -226,6 +230,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="FILE",
         help="Where it is kept that the experiment has ended, so that a restart does not undo it.",
     )
+    group.add_argument(
+        "--kv-experiment-slots",
+        metavar="SLOTS",
+        help="Slots of the KV pool that are set aside for scoring requests again with full KV; "
+        "no other request loses cached tokens for it. Default: 2 %% of the pool, no more than the "
+        "model's context, and 0 where the experiment has no `shadow`.",
+    )
 
 
 def export(arguments: Namespace) -> None:
@@ -260,6 +271,7 @@ def export(arguments: Namespace) -> None:
         ("kv_policy_override", OVERRIDE_VARIABLE, override),
         ("kv_experiment", EXPERIMENT_VARIABLE, experiment_file),
         ("kv_experiment_state", STATE_VARIABLE, experiment_state),
+        ("kv_experiment_slots", SLOTS_VARIABLE, experiment_slots),
     ):
         value = getattr(arguments, option, None)
         if value is None or value is False:
@@ -381,6 +393,29 @@ def experiment_state() -> Path | None:
     if not os.path.isdir(os.path.dirname(found)):
         raise Refused(f"--kv-experiment-state {found}: its folder is not there")
     return Path(found)
+
+
+def experiment_slots(pool: int = 0, context: int = 0) -> int:
+    """Slots set aside for scoring requests again, from the environment.
+
+    Args:
+        pool: slots that there are.
+        context: tokens of the model's context.
+
+    Raises:
+        Refused: it is not a whole number, there is no experiment, or more than half of the pool.
+    """
+    flag = "--kv-experiment-slots"
+    found = _whole(SLOTS_VARIABLE, flag, 0)
+    if experiment_file() is None:
+        if found:
+            raise Refused(f"{flag} {found}: there is no --kv-experiment")
+        return 0
+    if found is None:
+        return min(int(DEFAULT_SET_ASIDE * pool), context)
+    if pool and found > pool // 2:
+        raise Refused(f"{flag} {found}: more than half of the pool, which has {pool} slots")
+    return found
 
 
 def kernels() -> str:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvpolicy.sglang_ext import admission, asked, compat, kept, request
+from kvpolicy.sglang_ext import admission, asked, compat, internal, kept, request
 from kvpolicy.sglang_ext.arena import Arena
 from kvpolicy.sglang_ext.changes import Changes
 from kvpolicy.sglang_ext.experiment.raw import Raw
@@ -154,13 +154,7 @@ class Runtime:
         if top:
             self.raw.note(req, top)
         if asked.scores(req):
-            compat.leave_out_of_metrics(req)
-            if not asked.may_evict(req) and self._needs_eviction(req):
-                compat.refuse_unnoticed(req, asked.NO_ROOM)
-
-    def _needs_eviction(self, req: Any) -> bool:
-        allocator = self.store.allocator
-        return self.tree is not None and compat.needs_eviction(self.tree, allocator, req)
+            internal.queue(req)
 
     def limit_prefix(self, req: Any, matched: int) -> int:
         """Longest prefix that may be taken from the radix cache.
@@ -207,11 +201,12 @@ class Runtime:
         return needs
 
     def admit_again(self, running: Any) -> None:
-        """Let the scheduler admit requests if prompts have been given up since it last tried.
+        """The scheduler is about to admit requests.
 
         SGLang takes a batch to be full until one of its requests ends, because only that frees
         memory there; leaving a prompt to the radix cache frees memory too.
         """
+        self.store.set_aside.take_back(self.evict)
         if self._has_room:
             running.batch_is_full = False
             self._has_room = False
@@ -338,6 +333,7 @@ class Runtime:
         One whose first token ended it may have had a decode step meanwhile: what that computed from
         chosen entries must not be left to the radix cache.
         """
+        self.store.set_aside.ended(req.rid)
         state = state_of(req)
         if state is None or state.private is None or not state.private.ready:
             return

@@ -2,7 +2,8 @@
 
 Slots come from SGLang's own allocator and are counted in its unit, so that admission, eviction,
 retraction and the leak checks see one pool:
-available + evictable + protected + session + uncached + private == total at every step.
+available + evictable + protected + session + uncached + private == total at every step, where
+slots set aside for internal requests are in none of them but while they are lent.
 The store is also the pool's "aux cache": SGLang tells it when a request's row is freed or when
 everything is flushed. Private slots are tensors of the scheduler's stream, wherever they are taken;
 what is laid out in them belongs to the forwards' (see streams.py).
@@ -12,24 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from kvpolicy.sglang_ext.arena import Arena
 from kvpolicy.sglang_ext.host import to_device
+from kvpolicy.sglang_ext.set_aside import Allocator, SetAside
 from kvpolicy.sglang_ext.share import Shared
 from kvpolicy.sglang_ext.streams import Streams
 from kvpolicy.sglang_ext.tables import DeviceTables
-
-
-class Allocator(Protocol):
-    """The part of SGLang's slot allocator that is used."""
-
-    page_size: int
-    size: int
-
-    def alloc(self, need_size: int) -> torch.Tensor | None: ...
-    def free(self, free_index: torch.Tensor) -> None: ...
 
 
 @dataclass
@@ -93,18 +84,21 @@ class Store:
         changed: Callable[[str, int], None] = lambda policy, slots: None,
         tables: DeviceTables | None = None,
         streams: Streams | None = None,
+        set_aside: SetAside | None = None,
     ) -> None:
         """
         Args:
             changed: called with a policy's name and the slots it now holds, after every change.
             tables: what decode steps read on the device, if they do.
             streams: on which slots are taken and given back.
+            set_aside: slots of internal requests, if there are any.
         """
         self.arena = arena
         self.allocator = allocator
         self._changed = changed
         self._tables = tables
         self._streams = streams or Streams()
+        self.set_aside = set_aside or SetAside(allocator, 0)
         self.by_row: dict[int, Private] = {}
         self._held: dict[str, int] = {}
 
@@ -115,8 +109,13 @@ class Store:
 
     @property
     def dense_capacity(self) -> int:
-        """Tokens that SGLang may schedule: the store takes nothing away in advance."""
-        return self.allocator.size
+        """Tokens that SGLang may schedule: all but what is set aside."""
+        return self.allocator.size - self.set_aside.total
+
+    @property
+    def uncached(self) -> int:
+        """Slots of that capacity that are neither free nor SGLang's own."""
+        return self.held - self.set_aside.lent
 
     def whole_pages(self, slots: int) -> int:
         """Rounded up to what the allocator hands out."""
@@ -265,7 +264,8 @@ class Store:
             self._count(policy, -slots)
 
     def reset_allocator(self) -> None:
-        """SGLang has emptied its allocator; nothing is kept here."""
+        """SGLang has emptied its allocator; private slots come with the next requests."""
+        self.set_aside.take()
 
     def alloc_to_lengths(self, **_: object) -> None:
         """SGLang has lengthened rows; private slots do not grow."""
@@ -280,9 +280,10 @@ class Store:
             RuntimeError: says which slots are wrong.
         """
         slots = [p.slots.to(torch.int64) for p in self.by_row.values()]
-        held = torch.cat(slots) if slots else free.new_empty(0)
-        if held.numel() != self.held:
-            raise RuntimeError(f"{held.numel()} slots are listed but {self.held} are counted")
+        held = torch.cat([*slots, self.set_aside.slots.to(free.device)])
+        counted = self.held + self.set_aside.total - self.set_aside.lent
+        if held.numel() != counted:
+            raise RuntimeError(f"{held.numel()} slots are listed but {counted} are counted")
         unique, times = held.unique(return_counts=True)
         if (times > 1).any():
             raise RuntimeError(f"slots held twice: {unique[times > 1][:8].tolist()}")

@@ -42,6 +42,8 @@ def prepare(server_args: Any) -> None:
     if added:
         os.environ[options.PATHS_VARIABLE] = os.pathsep.join([*paths, *added])
         os.environ[options.SETTINGS_VARIABLE] = ",".join(values)
+    if experiment.shadow is None:
+        os.environ.setdefault(options.SLOTS_VARIABLE, "0")
     compat.allow_labels(server_args, LABELS)
 
 

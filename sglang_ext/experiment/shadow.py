@@ -4,7 +4,7 @@ What a request of an arm has generated is one prompt more, whose tokens an inter
 with full KV; nothing is generated. The scores of both, before temperature, bias and grammar, give
 how far the policy moved the distributions on its own path. Only numbers are kept: no text, no
 tokens, no keys. One request is scored at a time, while nobody waits for a slot of a batch, in slots
-that are free where some come free soon, and within a budget of tokens per second.
+set aside or free, and within a budget of tokens per second.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ from kvpolicy.sglang_ext.experiment.series import COMPARED
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 64  # sampled requests; their tokens are held meanwhile
-PATIENCE = 60.0  # seconds for which one waits for an idle moment
+PATIENCE = 60.0  # seconds for which one waits for an idle moment, or for slots
 LOOK = 0.05  # seconds between two looks whether it is idle
 AGAIN = 0.25  # seconds after which one for which no slots are free is tried again
-GRACE = 2.0  # seconds for which one waits for free slots; then it may evict
-MANY = 4  # waiting ones, from which on none waits for free slots
 MOST_USED = 0.8  # of the pool's slots
 _BURST = 10.0  # seconds of the budget that may be saved up
 
@@ -158,6 +156,8 @@ class Shadows:
                     type(error).__name__,
                     error,
                 )
+            if outcome is None and sample.has_waited(PATIENCE):
+                outcome = "no_room"
             if outcome is None:
                 self._waiting.append(sample)  # others may need fewer
                 await asyncio.sleep(AGAIN)
@@ -165,7 +165,7 @@ class Shadows:
                 self._live.series.shadow(sample.assigned["arm"], outcome)
 
     async def _compare(self, sample: Sample) -> str | None:
-        """What became of a sample; None where it has to wait for free slots."""
+        """What became of a sample; None where it has to wait for slots."""
         while not compat.is_idle(self._manager, MOST_USED):
             if sample.has_waited(PATIENCE):
                 return "busy"
@@ -189,15 +189,13 @@ class Shadows:
         return COMPARED
 
     async def _score(self, sample: Sample) -> Candidates | None:
-        """Candidates of the output tokens with full KV; None where no slots are free for it."""
+        """Candidates of the output tokens with full KV; None where there are no slots for it."""
         tokens = np.concatenate([sample.prompt, sample.output]).tolist()
-        evicts = sample.has_waited(GRACE) or len(self._waiting) >= MANY
-        noted = {"scores": True, "evicts": evicts}
         request = compat.scoring_request(
             tokens,
             start=len(sample.prompt) - 1,
             top=sample.policy.ids.shape[1],
-            custom={POLICY: NO_POLICY, ASSIGNED: noted},
+            custom={POLICY: NO_POLICY, ASSIGNED: {"scores": True}},
             namespace=sample.namespace,
         )
         try:

@@ -17,6 +17,9 @@ class Allocator:
         taken, self.free_slots = self.free_slots[:need_size], self.free_slots[need_size:]
         return taken
 
+    def available_size(self):
+        return self.free_slots.numel()
+
     def free(self, free_index):
         self.free_slots = torch.cat([self.free_slots, free_index])
 

@@ -187,14 +187,18 @@ class Driver:
     def used_slots(self) -> int:
         """Slots that are neither free nor in the radix cache."""
         allocator, tree = self.scheduler.token_to_kv_pool_allocator, self.scheduler.tree_cache
-        return allocator.size - allocator.available_size() - tree.evictable_size()
+        return self._capacity - allocator.available_size() - tree.evictable_size()
 
     def left_over(self) -> dict[str, int]:
         """Slots in use, private ones and, after a flush, missing ones: all 0 on an idle server."""
         counts = {"used": self.used_slots(), "private": self.store.held}
         self.flush()
         allocator = self.scheduler.token_to_kv_pool_allocator
-        return counts | {"missing_after_flush": allocator.size - allocator.available_size()}
+        return counts | {"missing_after_flush": self._capacity - allocator.available_size()}
+
+    @property
+    def _capacity(self) -> int:
+        return self.scheduler.max_total_num_tokens
 
     def _receive(self, local: Sequence[Any]) -> list[Any]:
         if self._started:

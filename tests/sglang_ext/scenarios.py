@@ -215,9 +215,13 @@ def tight(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 def evicted(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     """What is left of two prompts in a full pool, when a later request has found the older one."""
-    driver = start(model, {"max_total_tokens": 400, **flags})
+    os.environ["SGLANG_KV_POLICY_EXPERIMENT"] = "experiment.yaml"  # of the front end
+    os.environ["SGLANG_KV_POLICY_EXPERIMENT_SLOTS"] = "128"
+    driver = start(model, {"max_total_tokens": 528, **flags})
+    aside, lent = driver.store.set_aside, {0}
+    driver.each_step.append(lambda: lent.add(aside.lent))
     rnd = random.Random(5)
-    result = {}
+    result = {"dense": driver.scheduler.max_total_num_tokens}
     internal = {"kv_policy_assigned": {"scores": True}}
     for name, length, custom in (
         ("client", 110, {}),
@@ -242,19 +246,16 @@ def evicted(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     log = logging.Handler(logging.WARNING)
     log.emit = lambda record: said.append(record.getMessage())
     logging.getLogger().addHandler(log)
-    older = prompt(rnd, 300)
+    older = prompt(rnd, 340)
     driver.send("older", older, policy="none", max_new_tokens=2)
     driver.finish()
-    for length in (60, 150):
+    for length in (60, 100, 150):
         options = {"policy": "none", "custom": internal, "max_new_tokens": 0}
         driver.send(f"{length} new", prompt(rnd, length), **options)
         driver.finish()
         result[f"{length} new"] = driver.answers[f"{length} new"].finish
     result["still found"] = _found(driver, older)
-    evicting = {"kv_policy_assigned": {"scores": True, "evicts": True}}
-    driver.send("evicts", prompt(rnd, 150), policy="none", custom=evicting, max_new_tokens=0)
-    driver.finish()
-    result |= {"evicts": driver.answers["evicts"].finish, "said": said}
+    result |= {"said": said, "lent": [aside.lent, max(lent)]}
     return result | driver.left_over()
 
 

@@ -347,3 +347,27 @@ def test_a_policy_that_costs_too_much_is_refused_with_the_limit_that_allows_it(m
     monkeypatch.setenv("SGLANG_KV_POLICY_MAX_COST", str(int(enough) - 1))
     with pytest.raises(Refused):
         check(4096)
+
+
+@pytest.mark.parametrize(
+    ("text", "pool", "slots"),
+    [("", 10_000, 200), ("", 10**7, 4096), ("0", 10_000, 0), ("5000", 10_000, 5000)],
+)
+def test_slots_set_aside_for_an_experiment(monkeypatch, text, pool, slots):
+    monkeypatch.setenv(options.SLOTS_VARIABLE, text)
+    monkeypatch.setenv(options.EXPERIMENT_VARIABLE, "")
+    if text not in ("", "0"):
+        with pytest.raises(Refused, match="--kv-experiment-slots 5000: there is no --kv-exp"):
+            options.experiment_slots(pool, 4096)
+    else:
+        assert options.experiment_slots(pool, 4096) == 0
+    monkeypatch.setenv(options.EXPERIMENT_VARIABLE, "/experiment.yaml")
+    assert options.experiment_slots(pool, 4096) == slots
+
+
+def test_what_is_set_aside_leaves_half_of_the_pool(monkeypatch):
+    monkeypatch.setenv(options.SLOTS_VARIABLE, "501")
+    monkeypatch.setenv(options.EXPERIMENT_VARIABLE, "/experiment.yaml")
+    with pytest.raises(Refused, match="501: more than half of the pool, which has 1000 slots"):
+        options.experiment_slots(1000, 4096)
+    assert options.experiment_slots() == 501  # on the command line no pool is known

@@ -117,10 +117,12 @@ def test_internal_requests_leave_the_order_of_eviction(run, page):
     assert seen["shadow of a part: newer"] == whole
     for rid in ("client: newer", "shadow: older", "shadow of a part: older"):
         assert seen[rid] < whole, rid
-    # In a full pool it is refused, and nobody's prompt leaves for it, unless it may evict.
-    assert seen["evicts"]["type"] == "length"
-    assert seen["60 new"]["type"] == "length"
+    # In a full pool it has what is set aside, and nobody's prompt leaves for it.
+    assert seen["dense"] == 400
+    for length in (60, 100):
+        assert seen[f"{length} new"]["type"] == "length", length
     assert (seen["150 new"]["type"], seen["150 new"]["message"]) == ("abort", NO_ROOM)
     assert seen["said"] == []
-    assert seen["still found"] == 300 // page * page
+    assert seen["still found"] == 340 // page * page
+    assert seen["lent"] == [0, (-(-100 // page) + 1) * page]  # at the end, and at most
     assert (seen["used"], seen["private"], seen["missing_after_flush"]) == (0, 0, 0)

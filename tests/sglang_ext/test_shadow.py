@@ -36,16 +36,16 @@ def compare(monkeypatch):
         left = dict(refusals)
 
         async def score(manager, request):
-            name, evicts = request
-            tried.append(f"{name} evicts" if evicts else name)
-            if left[name] and not evicts:
+            name = request
+            tried.append(name)
+            if left[name]:
                 left[name] -= 1
                 raise ValueError(error)
             scored = candidates()
             return scored.ids, scored.logprobs
 
         def request(*_, namespace, custom, **options):
-            return namespace["name"], custom["kv_policy_assigned"]["evicts"]
+            return namespace["name"]
 
         monkeypatch.setattr(shadow, "AGAIN", 0.0)
         monkeypatch.setattr(compat, "is_idle", lambda *_: True)
@@ -77,18 +77,11 @@ def test_what_finds_no_room_is_tried_again_after_the_others(compare):
     assert drifts == [(name, 0.0, TOKENS - 1) for name in ("b", "c", "a")]
 
 
-def test_what_finds_no_room_for_long_may_evict(compare, monkeypatch):
-    monkeypatch.setattr(shadow, "GRACE", -1.0)
+def test_what_finds_no_room_for_long_is_left_out(compare, monkeypatch):
+    monkeypatch.setattr(shadow, "PATIENCE", -1.0)
     outcomes, tried, _ = compare({"a": 100, "b": 0})
-    assert tried == ["a evicts", "b evicts"]
-    assert outcomes == [("a", "compared"), ("b", "compared")]
-
-
-def test_where_many_wait_they_may_evict(compare):
-    names = [f"{i}" for i in range(shadow.MANY + 2)]
-    outcomes, tried, _ = compare(dict.fromkeys(names, 1))
-    assert tried[:3] == ["0 evicts", "1 evicts", "2"]
-    assert sorted(outcomes) == [(name, "compared") for name in names]
+    assert tried == ["a", "b"]
+    assert outcomes == [("a", "no_room"), ("b", "compared")]
 
 
 def test_what_fails_otherwise_is_not_tried_again(compare, caplog):

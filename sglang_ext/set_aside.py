@@ -1,0 +1,97 @@
+"""Slots set aside for internal requests, so that those take nobody's.
+
+They are taken from SGLang's allocator at the start and are no part of the capacity that it
+schedules. While an internal request is computed, as many as it needs are lent to the allocator: all
+others find as many free slots as without it, and nobody's prompt leaves the radix cache for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+AMPLE = 0.1  # of the pool: what is free beyond it may be taken too
+
+
+class Allocator(Protocol):
+    """The part of SGLang's slot allocator that is used."""
+
+    page_size: int
+    size: int
+
+    def alloc(self, need_size: int) -> torch.Tensor | None: ...
+    def free(self, free_index: torch.Tensor) -> None: ...
+    def available_size(self) -> int: ...
+
+
+class SetAside:
+    """The slots of one scheduler's internal requests."""
+
+    def __init__(self, allocator: Allocator, slots: int) -> None:
+        """
+        Args:
+            slots: how many; whole pages of them are taken.
+        """
+        self._allocator = allocator
+        self.total = slots // allocator.page_size * allocator.page_size
+        self._lent: dict[str, int] = {}
+        self._ended: list[str] = []
+        self.take()
+
+    def take(self) -> None:
+        """Take all of them from an allocator that nobody has taken anything from."""
+        self._lent.clear()
+        self._ended.clear()
+        self.slots = torch.empty(0, dtype=torch.int64)  # [S] those that are not lent
+        if self.total:
+            taken = self._allocator.alloc(self.total)
+            if taken is None:
+                raise RuntimeError(f"{self.total} slots cannot be set aside in an empty pool")
+            self.slots = taken.to(torch.int64)
+
+    @property
+    def lent(self) -> int:
+        """Slots that the allocator has on loan."""
+        return sum(self._lent.values())
+
+    def lend(self, rid: str, tokens: int) -> bool:
+        """Lend what a request needs for so many tokens; False, and nothing, if that is too much.
+
+        Where there are too few, free slots of which SGLang has ample do for the rest.
+        """
+        page = self._allocator.page_size
+        needed = (-(-tokens // page) + 1) * page  # SGLang wants a page more for each request
+        most = min(needed, self.slots.numel())
+        ample = self._allocator.available_size() - AMPLE * self._allocator.size
+        if needed - most > max(ample, 0):
+            return False
+        if most:
+            self._allocator.free(self.slots[:most])
+            self.slots = self.slots[most:].clone()
+        self._lent[rid] = most
+        return True
+
+    def ended(self, rid: str) -> None:
+        """The slots of a request are free, or will be at the end of this step."""
+        if rid in self._lent:
+            self._ended.append(rid)
+
+    def take_back(self, evict: Callable[[int], object]) -> None:
+        """Take back what was lent to requests that have ended.
+
+        Args:
+            evict: asks the radix cache to make so many slots available; somebody may have taken
+                the page that SGLang wants more for each request and does not use.
+        """
+        for rid in list(self._ended):
+            lent = self._lent[rid]
+            if lent > self._allocator.available_size():
+                evict(lent)
+            taken = self._allocator.alloc(lent) if lent else self.slots[:0]
+            if taken is None:
+                continue  # until more are free
+            self.slots = torch.cat([self.slots, taken.to(torch.int64)])
+            self._ended.remove(rid)
+            del self._lent[rid]
