@@ -17,17 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.sglang_ext import compat, graphs
-from kvpolicy.sglang_ext.arena import Arena
-from kvpolicy.sglang_ext.lists import Lists
+from kvpolicy.sglang_ext.attend import attend
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.decode_step import DecodeStep
-    from kvpolicy.sglang_ext.runtime import Runtime
+    from kvpolicy.sglang_ext.services import Services
 
 REFERENCE = "torch_native"
 
 
-def attach(backend: Any, name: str, runtime: Runtime, heads: int, dtype: torch.dtype) -> Any:
+def attach(backend: Any, name: str, services: Services, heads: int, dtype: torch.dtype) -> Any:
     """Make a stock backend instance read compressed entries.
 
     Args:
@@ -43,20 +42,20 @@ def attach(backend: Any, name: str, runtime: Runtime, heads: int, dtype: torch.d
     if name == REFERENCE:
         from kvpolicy.kernels.paged_attention import paged_attention
 
-        members = {"forward_decode": _decode_by_lists(stock, runtime, paged_attention)}
+        members = {"forward_decode": _decode_by_lists(stock, services, paged_attention)}
     else:
         # Triton decides when its kernels are made whether they are interpreted, and the reference
         # does not need it.
         from kvpolicy.kernels.paged_attention_triton import paged_attention
 
-        reader = TablesReader(runtime, heads, dtype)
-        members = _decode_by_tables(stock, runtime, reader)
+        reader = TablesReader(services, heads, dtype)
+        members = _decode_by_tables(stock, services, reader)
 
     def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, **options):
         out = stock.forward_extend(self, q, k, v, layer, batch, save_kv_cache, **options)
         # Where SGLang replays a prefill's graph in pieces, attention runs between them: once per
         # forward, on the rows that are no padding, with this forward's step.
-        step = runtime.step
+        step = services.step
         if step is not None and step.prefill is not None:
             heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
             step.prefill.observe(layer, heads)
@@ -69,24 +68,11 @@ def attach(backend: Any, name: str, runtime: Runtime, heads: int, dtype: torch.d
     return backend
 
 
-def attend(
-    arena: Arena, layer: Any, read: Callable[..., torch.Tensor], lists: Lists, queries: torch.Tensor
-) -> torch.Tensor:
-    """Attention of [B, T, H, D] queries over the entry lists of a layer.
-
-    Args:
-        read: `paged_attention`.
-    """
-    indptr, indices, options = lists.layer(layer.layer_id)
-    pool = (arena.entries, arena.values)
-    return read(queries, *pool, indptr, indices, scale=layer.scaling, **options)
-
-
 def _decode_by_lists(
-    stock: type, runtime: Runtime, read: Callable[..., torch.Tensor]
+    stock: type, services: Services, read: Callable[..., torch.Tensor]
 ) -> Callable[..., torch.Tensor]:
     def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True, **options):
-        step = _step(runtime)
+        step = _step(services)
         heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = None
         if step is not None and step.reads:
@@ -96,25 +82,25 @@ def _decode_by_lists(
                 made, plain = torch.empty_like(heads), step.plain
                 if plain.numel():
                     made[plain] = compat.stock_decode_rows(self, layer, batch, heads, plain)
-                step.overwrite(heads, made, partial(attend, runtime.arena, layer, read))
+                step.overwrite(heads, made, partial(attend, services.arena, layer, read))
                 out = made.view(q.shape)
         if out is None:
             out = stock.forward_decode(self, q, k, v, layer, batch, save_kv_cache, **options)
-        if graphs.notes_queries(runtime):
-            runtime.queries.write(layer, heads, runtime.arena.layers)
+        if graphs.notes_queries(services):
+            services.queries.write(layer, heads, services.arena.layers)
         return out
 
     return forward_decode
 
 
 def _decode_by_tables(
-    stock: type, runtime: Runtime, tables: TablesReader
+    stock: type, services: Services, tables: TablesReader
 ) -> dict[str, Callable[..., Any]]:
     def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True, **options):
         heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = None
-        if graphs.reads_tables(runtime):
-            step = _step(runtime)  # None while a graph is captured
+        if graphs.reads_tables(services):
+            step = _step(services)  # None while a graph is captured
             with nullcontext() if step is None else step.reading():
                 if save_kv_cache and k is not None:
                     compat.save_kv(self, layer, batch, k, v)
@@ -122,8 +108,8 @@ def _decode_by_tables(
                 out = made.view(q.shape)
         if out is None:
             out = stock.forward_decode(self, q, k, v, layer, batch, save_kv_cache, **options)
-        if graphs.notes_queries(runtime):
-            runtime.queries.write(layer, heads, runtime.arena.layers)
+        if graphs.notes_queries(services):
+            services.queries.write(layer, heads, services.arena.layers)
         return out
 
     def init_cuda_graph_state(self, max_bs, *arguments, **options):
@@ -134,7 +120,7 @@ def _decode_by_tables(
         declared = stock.shared_read_ends(self, mode)
         # The scheduler may write to its table of slots once they are over; ours reads it in every
         # layer.
-        return compat.read_during_layers(declared) if graphs.reads_tables(runtime) else declared
+        return compat.read_during_layers(declared) if graphs.reads_tables(services) else declared
 
     return {
         "forward_decode": forward_decode,
@@ -143,8 +129,8 @@ def _decode_by_tables(
     }
 
 
-def _step(runtime: Runtime) -> DecodeStep | None:
-    return None if runtime.step is None else runtime.step.decode
+def _step(services: Services) -> DecodeStep | None:
+    return None if services.step is None else services.step.decode
 
 
 @dataclass
@@ -157,7 +143,7 @@ class TablesReader:
         workspace: float32 that captured graphs write to; None before a capture.
     """
 
-    runtime: Runtime
+    services: Services
     heads: int
     dtype: torch.dtype
     requests: int = 0
@@ -167,13 +153,13 @@ class TablesReader:
         """Allocate what batches of so many requests need, before they are captured."""
         from kvpolicy.kernels.decode_attention_triton import workspace_elements
 
-        storage = self.runtime.arena.storage
+        storage = self.services.arena.storage
         sizes = (self.heads, storage.shape[3], storage.shape[4])
         elements = workspace_elements(requests, *sizes, storage.device)
         self.workspace = torch.empty(elements, dtype=torch.float32, device=storage.device)
         self.requests = requests
         noted = (storage.shape[0], requests, self.heads, storage.shape[4])
-        self.runtime.queries.reserve(noted, self.dtype, storage.device)
+        self.services.queries.reserve(noted, self.dtype, storage.device)
 
     def attend(
         self, heads: torch.Tensor, layer: Any, batch: Any, req_to_token: torch.Tensor
@@ -187,14 +173,14 @@ class TablesReader:
         """
         from kvpolicy.kernels import decode_readers
 
-        runtime = self.runtime
+        services = self.services
         # None while a graph is captured, which only Triton's kernel may be in.
-        step = _step(runtime)
+        step = _step(services)
         counts = step is not None and decode_readers.others_may_read(heads.device)
         return decode_readers.decode_attention(
             heads,
-            runtime.arena.storage,
-            runtime.tables.tables,
+            services.arena.storage,
+            services.tables.tables,
             batch.req_pool_indices,
             batch.seq_lens,
             req_to_token,

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from kvpolicy.dsl.bind import Bound
@@ -24,10 +24,9 @@ from kvpolicy.sglang_ext.queries import may_read, most_bytes
 from kvpolicy.sglang_ext.request import Served
 from kvpolicy.sglang_ext.reserved import SCRATCH
 from kvpolicy.sglang_ext.rotary import Rotary, of_model
+from kvpolicy.sglang_ext.served import ServedPolicies
+from kvpolicy.sglang_ext.services import Services
 from kvpolicy.sglang_ext.tables import DeviceTables
-
-if TYPE_CHECKING:
-    from kvpolicy.sglang_ext.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,8 @@ class Changes:
 
     def __init__(
         self,
-        runtime: Runtime,
+        services: Services,
+        policies: ServedPolicies,
         runner: Any,
         shape: ModelShape,
         make: Callable[[Policy, Bound], Served],
@@ -54,7 +54,8 @@ class Changes:
             make: from a policy and its binding to what is served, compiled.
             captured: requests of the largest captured decode batch; 0 if none is captured.
         """
-        self._runtime, self._runner, self._shape = runtime, runner, shape
+        self._services, self._policies = services, policies
+        self._runner, self._shape = runner, shape
         self._make, self._captured = make, captured
         self._ticket: str | None = None
         self._policy: Policy | None = None
@@ -120,28 +121,28 @@ class Changes:
         Raises:
             Refused: says what is missing, and how much.
         """
-        runtime = self._runtime
+        services = self._services
         rows, width = compat.slot_table(self._runner).shape
-        if program.propagate is not None and not runtime.layers:
+        if program.propagate is not None and not services.layers:
             missing = SCRATCH * width * 4
             what = f"{SCRATCH} rows of SGLang's table of slots, in which tokens leave the prefill"
             raise _lacking(missing, what)
-        if program.share is not None and not runtime.shares:
-            sizes = (rows, self._shape.layers, self._shape.kv_heads, runtime.store.allocator.size)
+        if program.share is not None and not services.shares:
+            sizes = (rows, self._shape.layers, self._shape.kv_heads, services.store.allocator.size)
             tables = [DeviceTables.empty(*sizes, "meta", pairs=pairs) for pairs in (True, False)]
             raise _lacking(tables[0].bytes - tables[1].bytes, "tables of layers in pairs")
-        if may_read(program) and self._captured and not runtime.queries.needed:
-            storage, shape = runtime.arena.storage, self._shape
+        if may_read(program) and self._captured and not services.queries.needed:
+            storage, shape = services.arena.storage, self._shape
             step = shape.layers * self._captured * shape.heads * shape.head_dim
             raise _lacking(most_bytes(step * storage.element_size()), "queries of decode steps")
 
     def _commit(self) -> dict[str, Any]:
-        served, policy, runtime = self._served, self._policy, self._runtime
+        served, policy = self._served, self._policy
         if served is None or policy is None:
             return self._state()
         if self._rotary is not None:
-            runtime.rotary = self._rotary
-        runtime.replace(policy, served)
+            self._services.rotary = self._rotary
+        self._policies.replace(policy, served)
         self._ticket = self._served = self._policy = None
         logger.info(
             "KV-cache policy %s is served from now on. digest=%s",
@@ -151,7 +152,7 @@ class Changes:
         return {"state": DONE}
 
     def _withdraw(self, name: str) -> dict[str, Any]:
-        self._runtime.withdraw(name)
+        self._policies.withdraw(name)
         logger.info("KV-cache policy %s is withdrawn; requests that run keep it.", name)
         return {"state": DONE}
 

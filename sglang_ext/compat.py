@@ -7,6 +7,7 @@ command line, and most of SGLang takes seconds to import.
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -399,6 +400,14 @@ def stock_decode_rows(
         enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
         causal=False,
     )
+
+
+def scaled(queries: torch.Tensor, layer: Any) -> torch.Tensor:
+    """Queries as a policy sees them: its attention is softmax(q k / sqrt(D)); the model's may
+    be scaled otherwise.
+    """
+    factor = layer.scaling * math.sqrt(layer.qk_head_dim)
+    return queries if math.isclose(factor, 1.0, rel_tol=1e-6) else queries * factor
 
 
 def evict(tree: Any, slots: int) -> None:

@@ -10,11 +10,11 @@ from kvpolicy.sglang_ext.reasons import Reason
 from kvpolicy.sglang_ext.request import State
 
 if TYPE_CHECKING:
-    from kvpolicy.sglang_ext.runtime import Runtime
+    from kvpolicy.sglang_ext.services import Services
 
 
 def compress(
-    runtime: Runtime,
+    services: Services,
     state: State,
     row: int,
     slots: torch.Tensor,
@@ -34,35 +34,35 @@ def compress(
         counts: [L, G] int64 on the host, how many entries of each list are kept.
         run: of the policy's program, finished.
     """
-    store = runtime.store
+    store = services.store
     # Where tokens have left the prefill, the prompt's own slots lack entries of deeper layers.
     left = state.progress.layer is not None
     if int(counts.sum()) == kept.numel() and not left:
-        _give_back(runtime, state)
+        _give_back(services, state)
         return
     if state.private is None:
-        state.private = store.allocate(row, state.served.name, 0, state.prompt, runtime.evict)
+        state.private = store.allocate(row, state.served.name, 0, state.prompt, services.evict)
     if not state.folds and not left and not store.saves(state.private, counts):
-        _give_back(runtime, state)
+        _give_back(services, state)
         return
-    if not store.grow(state.private, store.slots_for(counts), runtime.evict):
-        _give_back(runtime, state)
+    if not store.grow(state.private, store.slots_for(counts), services.evict):
+        _give_back(services, state)
         state.uncompressed = Reason.NO_SLOTS
         state.forget()
         return
     store.fill(state.private, counts)
     state.uncompressed = None
-    copy_kept(runtime, state, slots, kept, counts, run)
+    copy_kept(services, state, slots, kept, counts, run)
 
 
-def _give_back(runtime: Runtime, state: State) -> None:
+def _give_back(services: Services, state: State) -> None:
     if state.private is not None:
-        runtime.store.release(state.private)
+        services.store.release(state.private)
         state.private = None
 
 
 def copy_kept(
-    runtime: Runtime,
+    services: Services,
     state: State,
     slots: torch.Tensor,
     kept: torch.Tensor,
@@ -70,7 +70,7 @@ def copy_kept(
     run: Any,
 ) -> None:
     """Write all layers' kept entries, merged and rotated where the policy says so."""
-    arena, bound, private = runtime.arena, run.program.bound, state.private
+    arena, bound, private = services.arena, run.program.bound, state.private
     kernels = state.served.kernels
     if bound.rules.merge is None and bound.positions != "slots":
         kernels.compact_layers(arena.storage, slots, kept, private.slots, private.first_page)
@@ -84,7 +84,7 @@ def copy_kept(
                 k, v = run.merged(layer, k, v, most)
         shift = run.shift(layer)
         if shift is not None:
-            k = runtime.rotary.move(k, shift, kernels.rotate)
+            k = services.rotary.move(k, shift, kernels.rotate)
         own = pages[start:]
         kernels.place(arena.entries, k, v, kept[layer], own, value_offset=arena.value_offset)
 

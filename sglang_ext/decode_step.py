@@ -22,11 +22,11 @@ from kvpolicy.sglang_ext.fold import Fold, Room
 from kvpolicy.sglang_ext.follow import Following, Reader, may_leave, no_queries
 from kvpolicy.sglang_ext.host import to_device
 from kvpolicy.sglang_ext.lists import Lists
+from kvpolicy.sglang_ext.private import Private
 from kvpolicy.sglang_ext.request import State, state_of
-from kvpolicy.sglang_ext.store import Private
 
 if TYPE_CHECKING:
-    from kvpolicy.sglang_ext.runtime import Runtime
+    from kvpolicy.sglang_ext.services import Services
 
 Attend = Callable[[Lists, torch.Tensor], torch.Tensor]
 
@@ -49,7 +49,7 @@ class _Follower:
 class DecodeStep:
     """The rows of one decode forward."""
 
-    def __init__(self, runtime: Runtime, batch: Any) -> None:
+    def __init__(self, runtime: Services, batch: Any) -> None:
         self._runtime, self._arena = runtime, runtime.arena
         self._table = batch.req_to_token_pool.req_to_token
         self._lengths = batch.seq_lens_cpu.tolist()
@@ -173,7 +173,7 @@ class DecodeStep:
         request, state, length = follower.request, follower.state, follower.length
         reader = Reader.of(self._arena, self._table, request, state, length)
         nothing = no_queries(state, self._arena)
-        queries = state.notes.queries(self._runtime.queries, nothing)
+        queries = state.notes.queries(self._runtime.queries.scaled, nothing)
         following = Following(request, state, length, state.notes.positions, queries, reader)
         fold = following.go(self._runtime, leaves=leaves)
         state.notes.clear()

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpolicy.sglang_ext import compat
+from kvpolicy.sglang_ext.metrics import Metrics
 from kvpolicy.sglang_ext.reasons import Reason
+from kvpolicy.sglang_ext.reports import Reports
 from kvpolicy.sglang_ext.request import Served, State, state_of
-
-if TYPE_CHECKING:
-    from kvpolicy.sglang_ext.runtime import Runtime
+from kvpolicy.sglang_ext.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,9 @@ class Failures:
         most: failing requests after which a policy is disabled; 0 for never.
     """
 
-    def __init__(self, runtime: Runtime, most: int) -> None:
-        self._runtime, self._most = runtime, most
+    def __init__(self, store: Store, metrics: Metrics, reports: Reports, most: int) -> None:
+        self._store, self._metrics, self._reports = store, metrics, reports
+        self._most = most
         self._logged: set[tuple[str, str, type]] = set()
 
     def contained(self, req: Any, stage: str, *, whole: bool | None = None) -> Contained:
@@ -83,7 +84,7 @@ class Failures:
         )
 
     def _serve_in_full(self, req: Any, state: State) -> None:
-        runtime, private = self._runtime, state.private
+        private = state.private
         if state.progress.barred:
             # All layers have all entries: others may use them.
             req.skip_radix_cache_insert = state.progress.barred = False
@@ -92,10 +93,10 @@ class Failures:
             if private.ready and req.kv.kv_committed_len > state.prompt:
                 # Tokens were decoded from chosen entries; others must not reuse them.
                 req.skip_radix_cache_insert = True
-            runtime.store.free(private.row)
+            self._store.free(private.row)
         state.give_up(Reason.POLICY_ERROR)
         if state.counted:
-            runtime.reports.gave_up(req, state, Reason.POLICY_ERROR)
+            self._reports.gave_up(req, state, Reason.POLICY_ERROR)
 
     def _end(self, req: Any, state: State, stage: str) -> None:
         name = state.served.name
@@ -104,7 +105,7 @@ class Failures:
             # nothing that was half written.
             latest = max(state.prompt, req.kv.kv_allocated_len - 1)
             try:
-                self._runtime.store.empty(state.private, latest)
+                self._store.empty(state.private, latest)
             except Exception:  # its slots are given back with its row
                 logger.exception("Slots of a failed request are still held. rid=%s", req.rid)
                 state.private = None
@@ -114,7 +115,7 @@ class Failures:
             f"KV-cache policy `{name}` failed at {stage} of this request, and its full KV is gone. "
             f"Send it again with custom_params.kv_policy `none`; the server's log says why.",
         )
-        self._runtime.metrics.failed(name, Reason.POLICY_ERROR)
+        self._metrics.failed(name, Reason.POLICY_ERROR)
 
     def _count(self, served: Served) -> None:
         standing = served.standing
@@ -122,7 +123,7 @@ class Failures:
         if standing.failures != self._most:
             return
         standing.enabled = False
-        self._runtime.metrics.enabled(served.name, on=False)
+        self._metrics.enabled(served.name, on=False)
         logger.error(
             "KV-cache policy %s failed in %d requests and is disabled: its requests are served in "
             "full until the server is started again (--kv-policy-max-failures).",

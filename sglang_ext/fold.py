@@ -34,7 +34,7 @@ from kvpolicy.sglang_ext.request import State
 
 if TYPE_CHECKING:
     from kvpolicy.dsl.torch_decode import Choice
-    from kvpolicy.sglang_ext.runtime import Runtime
+    from kvpolicy.sglang_ext.services import Services
 
 # From a layer and `there` [G, M] or None to k, v [G, M, D].
 Read = Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
@@ -49,7 +49,7 @@ class Room:
     A policy cannot take back what it let leave, so a fold is begun only if it can be finished.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Services) -> None:
         self._runtime = runtime
         self._promised = 0
 
@@ -101,7 +101,7 @@ class Fold:
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: Services,
         request: Any,
         state: State,
         length: int,

@@ -16,7 +16,7 @@ from kvpolicy.sglang_ext.lists import Lists
 from kvpolicy.sglang_ext.request import State
 
 if TYPE_CHECKING:
-    from kvpolicy.sglang_ext.runtime import Runtime
+    from kvpolicy.sglang_ext.services import Services
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Following:
     reader: Reader
     read: Read | None = None
 
-    def go(self, runtime: Runtime, *, leaves: bool) -> Fold | None:
+    def go(self, runtime: Services, *, leaves: bool) -> Fold | None:
         """Take the policy through the steps.
 
         The host does not wait for the device unless entries are merged.
@@ -142,7 +142,7 @@ class Following:
             raise RuntimeError(f"request {self.request.rid}: a fold kept other numbers of entries")
 
 
-def may_leave(runtime: Runtime, room: Room, request: Any, state: State, length: int) -> bool:
+def may_leave(runtime: Services, room: Room, request: Any, state: State, length: int) -> bool:
     """Whether entries leave at the decode step of a request's last token.
 
     If they should, and there is no room for what might stay, the step is noted as skipped.

@@ -19,7 +19,7 @@ from kvpolicy.sglang_ext import compat
 from kvpolicy.sglang_ext.errors import Refused
 
 if TYPE_CHECKING:
-    from kvpolicy.sglang_ext.runtime import Runtime
+    from kvpolicy.sglang_ext.services import Services
 
 PLAIN = "kv_policy_plain"
 COMPRESSED = "kv_policy_compressed"
@@ -32,15 +32,15 @@ class GraphVariants:
     # capture of a batch size, and only the plain graph reads them.
     capture_labels: ClassVar[tuple[str, ...]] = (COMPRESSED, PLAIN)
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
     def select(self, forward_batch: Any) -> str:
         """The variant for the batch of the forward that is going on."""
-        return COMPRESSED if reads_tables(self._runtime) else PLAIN
+        return COMPRESSED if reads_tables(self._services) else PLAIN
 
 
-def reads_tables(runtime: Runtime) -> bool:
+def reads_tables(services: Services) -> bool:
     """Whether attention of a decode forward, or of a capture, is to read the device tables.
 
     Outside of a scheduled forward (SGLang warms up with batches of its own) it is not.
@@ -48,16 +48,16 @@ def reads_tables(runtime: Runtime) -> bool:
     capturing = compat.captured_attention()
     if capturing is not None:
         return capturing == COMPRESSED
-    step = None if runtime.step is None else runtime.step.decode
+    step = None if services.step is None else services.step.decode
     return step is not None and (step.reads or step.notes)
 
 
-def notes_queries(runtime: Runtime) -> bool:
+def notes_queries(services: Services) -> bool:
     """Whether a decode forward, or a capture, is to note its queries."""
     capturing = compat.captured_attention()
     if capturing is not None:
-        return capturing == COMPRESSED and runtime.queries.needed
-    step = None if runtime.step is None else runtime.step.decode
+        return capturing == COMPRESSED and services.queries.needed
+    step = None if services.step is None else services.step.decode
     return step is not None and step.notes
 
 

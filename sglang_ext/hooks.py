@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from kvpolicy.dsl.bind import Bound
 from kvpolicy.sglang_ext import (
     asked,
     compat,
@@ -17,25 +15,20 @@ from kvpolicy.sglang_ext import (
     graphs,
     host,
     internal,
-    layers,
     options,
     propagate,
     refusals,
     reserved,
 )
 from kvpolicy.sglang_ext import backend as backends
-from kvpolicy.sglang_ext.arena import Arena, create_arena
-from kvpolicy.sglang_ext.changes import Changes
+from kvpolicy.sglang_ext.arena import create_arena
 from kvpolicy.sglang_ext.errors import Refused
-from kvpolicy.sglang_ext.metrics import Metrics
-from kvpolicy.sglang_ext.options import Policy
-from kvpolicy.sglang_ext.request import Served
-from kvpolicy.sglang_ext.rotary import of_model
 from kvpolicy.sglang_ext.runtime import Runtime
+from kvpolicy.sglang_ext.services import Services
 from kvpolicy.sglang_ext.set_aside import SetAside
+from kvpolicy.sglang_ext.start import start
 from kvpolicy.sglang_ext.store import Store
 from kvpolicy.sglang_ext.tables import DeviceTables
-from kvpolicy.sglang_ext.variants import Variants
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +48,7 @@ def install(runtime: Runtime) -> None:
             backend = factory(runner)
             if name in refusals.SERVED_BACKENDS:
                 heads = refusals.model_shape(runner.model_config).heads
-                return backends.attach(backend, name, runtime, heads, runner.dtype)
+                return backends.attach(backend, name, runtime.services, heads, runner.dtype)
             raise stop(Refused(f"--attention-backend {name} cannot read compressed entries."))
 
         return build
@@ -65,10 +58,10 @@ def install(runtime: Runtime) -> None:
 
 def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Callable]]:
     return [
-        (compat.SIZE_POOL, "around", _around_size_pool(runtime)),
-        (compat.CREATE_BUFFERS, "around", lambda original, pool: _create_buffers(runtime, pool)),
-        (compat.ALLOC_MEMORY_POOL, "after", _after_pool(runtime)),
-        (compat.INIT_MODEL_WORKER, "after", lambda _, scheduler: _start(runtime, scheduler)),
+        (compat.SIZE_POOL, "around", _around_size_pool(runtime.services)),
+        (compat.CREATE_BUFFERS, "around", lambda _, pool: _create_buffers(runtime.services, pool)),
+        (compat.ALLOC_MEMORY_POOL, "after", _after_pool(runtime.services)),
+        (compat.INIT_MODEL_WORKER, "after", _after_start(runtime)),
         (compat.ADD_REQUEST, "before", _before_queue(runtime)),
         (compat.NEW_PREFILL, "before", lambda _, running: runtime.admit_again(running)),
         (compat.MAX_PREFIX_LEN, "after", lambda r, req, *_: runtime.limit_prefix(req, r)),
@@ -91,19 +84,30 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Callable]]:
         (compat.RELEASE, "before", lambda req, *_, **options: runtime.released(req)),
         (compat.OWNED, "after", lambda length, req: runtime.owned(req, length)),
         (compat.POSITIONS, "after", _after_positions),
-        (compat.CAN_RUN_GRAPH, "around", _around_can_run_graph(runtime)),
-        (compat.GRAPH_VARIANTS, "after", _after_graph_variants(runtime)),
-        (compat.CREATE_ROWS, "after", _after_rows(runtime)),
-        (compat.UNCACHED_SIZES, "after", lambda r, _: (r[0] + runtime.store.uncached, *r[1:])),
+        (compat.CAN_RUN_GRAPH, "around", _around_can_run_graph(runtime.services)),
+        (compat.GRAPH_VARIANTS, "after", _after_graph_variants(runtime.services)),
+        (compat.CREATE_ROWS, "after", _after_rows(runtime.services)),
+        (compat.UNCACHED_SIZES, "after", _after_uncached(runtime.services)),
     ]
 
 
-def _around_size_pool(runtime: Runtime) -> Callable:
+def _after_uncached(services: Services) -> Callable:
+    def after(sizes: tuple[int, ...], _: Any) -> tuple[int, ...]:
+        """After SchedulerInvariantChecker._get_total_uncached_sizes."""
+        return (sizes[0] + services.store.uncached, *sizes[1:])
+
+    return after
+
+
+def _around_size_pool(services: Services) -> Callable:
     def around(original: Callable, configurator: Any, budget: int, **options: Any) -> Any:
         """Around KVCacheConfigurator.config_from_budget: from bytes to tokens of the pool."""
         try:
             return reserved.size_pool(
-                runtime, lambda left: original(configurator, left, **options), configurator, budget
+                services,
+                lambda left: original(configurator, left, **options),
+                configurator,
+                budget,
             )
         except Refused as error:
             raise stop(error) from None
@@ -111,21 +115,21 @@ def _around_size_pool(runtime: Runtime) -> Callable:
     return around
 
 
-def _create_buffers(runtime: Runtime, pool: Any) -> None:
+def _create_buffers(services: Services, pool: Any) -> None:
     """Instead of MHATokenToKVPool._create_buffers_normal: all layers in one tensor."""
     if not compat.is_plain_pool(pool):
         raise stop(Refused("--kv-policy: this model's KV pool is not laid out as plain K and V."))
     rows = pool.size + pool.page_size
     padded = -(-rows // pool.page_size) * pool.page_size
     with compat.kv_memory_region(pool):
-        runtime.arena = create_arena(
+        services.arena = create_arena(
             pool.layer_num, padded, pool.head_num, pool.head_dim, pool.store_dtype, pool.device
         )
-    pool.k_buffer = [layer[0, :rows] for layer in runtime.arena.storage]
-    pool.v_buffer = [layer[1, :rows] for layer in runtime.arena.storage]
+    pool.k_buffer = [layer[0, :rows] for layer in services.arena.storage]
+    pool.v_buffer = [layer[1, :rows] for layer in services.arena.storage]
 
 
-def _after_pool(runtime: Runtime) -> Callable:
+def _after_pool(services: Services) -> Callable:
     def after(_: None, runner: Any, *args: Any, **kw: Any) -> None:
         """After ModelRunner.alloc_memory_pool."""
         allocator = runner.token_to_kv_pool_allocator
@@ -136,30 +140,30 @@ def _after_pool(runtime: Runtime) -> Callable:
             raise stop(error) from None
         if aside:
             logger.info("%d slots of the pool are set aside for scoring requests again.", aside)
-        runtime.tables = DeviceTables(
-            runtime.arena, rows, allocator.size, runtime.streams, pairs=runtime.shares
+        services.tables = DeviceTables(
+            services.arena, rows, allocator.size, services.streams, pairs=services.shares
         )
-        runtime.store = Store(
-            runtime.arena,
+        services.store = Store(
+            services.arena,
             allocator,
-            lambda policy, slots: runtime.metrics.private_slots(policy, slots),
-            runtime.tables,
-            runtime.streams,
+            lambda policy, slots: services.metrics.private_slots(policy, slots),
+            services.tables,
+            services.streams,
             SetAside(allocator, aside),
         )
-        runner.req_to_token_pool.attach_aux_cache(runtime.store)
+        runner.req_to_token_pool.attach_aux_cache(services.store)
 
     return after
 
 
-def _after_rows(runtime: Runtime) -> Callable:
+def _after_rows(services: Services) -> Callable:
     def after(_: None, pool: Any, *args: Any, **options: Any) -> None:
         """After ReqToTokenPool.__init__: rows of its table for the views of propagating prompts."""
-        if runtime.propagates:
+        if services.propagates:
             table = pool.req_to_token
             scratch = table.new_zeros((reserved.SCRATCH, table.shape[1]))
             pool.req_to_token = torch.cat([table, scratch])
-            runtime.scratch_rows = range(table.shape[0], pool.req_to_token.shape[0])
+            services.scratch_rows = range(table.shape[0], pool.req_to_token.shape[0])
 
     return after
 
@@ -174,10 +178,10 @@ def _after_positions(forward_batch: Any, cls: type, batch: Any, *args: Any, **op
     return forward_batch
 
 
-def _around_can_run_graph(runtime: Runtime) -> Callable:
+def _around_can_run_graph(services: Services) -> Callable:
     def around(original: Callable, runner: Any, forward_batch: Any) -> bool:
         """Around PrefillCudaGraphRunner.can_run_graph: rows cannot leave a captured prefill."""
-        step = runtime.step
+        step = services.step
         if step is not None and step.propagate is not None:
             return False
         return original(runner, forward_batch)
@@ -185,122 +189,25 @@ def _around_can_run_graph(runtime: Runtime) -> Callable:
     return around
 
 
-def _after_graph_variants(runtime: Runtime) -> Callable:
+def _after_graph_variants(services: Services) -> Callable:
     def after(variants: Any, *args: Any, **options: Any) -> Any:
         """After create_attention_graph_variants: a graph for batches that read compressed ones."""
         if variants is not None:
             raise stop(Refused("--kv-policy: this model's attention has graph variants already."))
-        return graphs.GraphVariants(runtime)
+        return graphs.GraphVariants(services)
 
     return after
 
 
-def _start(runtime: Runtime, scheduler: Any) -> None:
-    """After Scheduler.init_model_worker: verify everything and bind the policies."""
-    try:
-        verify(runtime, scheduler)
-        runtime.streams.bind(scheduler)
-        config = scheduler.model_config
-        shape = refusals.model_shape(config)
-        refusals.check_layers(
-            compat.attention_layers(scheduler.tp_worker.model_runner.model), shape
-        )
-        if any(policy.program.positions == "slots" for policy in runtime.policies):
-            runtime.rotary = of_model(scheduler.tp_worker.model_runner.model)
+def _after_start(runtime: Runtime) -> Callable:
+    def after(_: None, scheduler: Any) -> None:
+        """After Scheduler.init_model_worker."""
+        try:
+            start(runtime, scheduler, [target for target, _, _ in _scheduler_hooks(runtime)])
+        except Refused as error:
+            raise stop(error) from None
 
-        def make(policy: Policy, bound: Bound) -> Served:
-            page_size = runtime.store.allocator.page_size
-            return Served(policy, bound, runtime.arena, page_size)
-
-        for policy in runtime.policies:
-            served = make(policy, policy.bind(shape))
-            started = time.perf_counter()
-            _warm(served, policy)
-            runtime.served[policy.name] = served
-            params = ", ".join(f"{k}={_shown(v)}" for k, v in served.bound.params.items())
-            logger.info(
-                "KV-cache policy %s (%s): %s. digest=%s, ready in %.1f s",
-                policy.name,
-                policy.path,
-                params or "no parameters",
-                served.bound.digest[:12],
-                time.perf_counter() - started,
-            )
-        if any(served.bound.propagates for served in runtime.served.values()):
-            layers.wrap(runtime, scheduler.tp_worker.model_runner)
-            chunk = compat.resolved(scheduler.server_args).chunked_prefill_size
-            runtime.one_piece = options.one_piece(chunk)
-        runtime.variants = Variants(shape, _within(runtime, make))
-        resolved = compat.resolved(scheduler.server_args)
-        runtime.changes = Changes(
-            runtime,
-            scheduler.tp_worker.model_runner,
-            shape,
-            _within(runtime, make),
-            compat.captured_requests(resolved),
-        )
-    except Refused as error:
-        raise stop(error) from None
-    runtime.metrics = Metrics(compat.metric_labels(scheduler), runtime.served)
-
-
-def _within(
-    runtime: Runtime, make: Callable[[Policy, Bound], Served]
-) -> Callable[[Policy, Bound], Served]:
-    """Makes policies that need nothing but what was prepared when the server started."""
-
-    def within(policy: Policy, bound: Bound) -> Served:
-        if bound.propagates and not runtime.layers:
-            raise Refused("tokens would leave the prefill, and this server is not prepared for it")
-        served = make(policy, bound)
-        _warm(served, policy)
-        return served
-
-    return within
-
-
-def _warm(served: Served, policy: Policy) -> None:
-    try:
-        served.warm()
-    except Exception as error:
-        logger.exception("Compilation of kernels failed.")
-        what = f"its kernels cannot be compiled: {type(error).__name__}: {error}"
-        help_ = "--kv-policy-kernels torch serves it without them"
-        raise Refused(f"{policy.option}: {what}; {help_}") from error
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{float(value):g}"
-
-
-def verify(runtime: Runtime, scheduler: Any) -> None:
-    """Refuse to serve unless every part of the plugin is in place.
-
-    Raises:
-        Refused: says what is missing.
-    """
-    refusals.check_version()
-    refusals.check_options(compat.resolved(scheduler.server_args))
-    refusals.check_model(scheduler.model_config)
-    targets = [target for target, _, _ in _scheduler_hooks(runtime)]
-    missing = [target for target in targets if not compat.is_applied(target)]
-    if missing:
-        raise Refused(f"--kv-policy: SGLang did not apply the hooks on {', '.join(missing)}.")
-    runner = scheduler.tp_worker.model_runner
-    _verify_arena(runtime.arena, runner.token_to_kv_pool)
-    used = compat.backends_in_use(runner)
-    if any(backend.forward_decode.__module__ != backends.__name__ for backend in used):
-        raise Refused("--kv-policy: the attention backend was replaced after it was made.")
-    graphs.verify(runner)
-
-
-def _verify_arena(arena: Arena, pool: Any) -> None:
-    for layer, (k, v) in enumerate(zip(pool.k_buffer, pool.v_buffer, strict=True)):
-        keys, values = arena.storage[layer]
-        if k.data_ptr() != keys.data_ptr() or v.data_ptr() != values.data_ptr():
-            raise Refused("--kv-policy: the KV pool is not in the memory laid out for policies.")
-    if arena.storage.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise Refused(f"--kv-cache-dtype {arena.storage.dtype} is not served with --kv-policy.")
+    return after
 
 
 def _before_queue(runtime: Runtime) -> Callable:
@@ -329,7 +236,7 @@ def _around_add_one(runtime: Runtime) -> Callable:
             return original(adder, req, has_chunked_req, *args, **kw)
 
         if asked.scores(req):
-            return internal.admit(runtime.store.set_aside, adder, req, add)
+            return internal.admit(runtime.services.store.set_aside, adder, req, add)
         result = add()
         admitted = bool(adder.can_run_list) and adder.can_run_list[-1] is req
         if admitted and runtime.end_early(req):
@@ -429,7 +336,7 @@ def _around_control(runtime: Runtime) -> Callable:
 def _after_internal_state(runtime: Runtime) -> Callable:
     def after(answer: Any, *args: Any) -> Any:
         """After Scheduler.get_internal_state, which GET /server_info shows."""
-        answer.internal_state["kv_policy"] = runtime.describe()
+        answer.internal_state["kv_policy"] = runtime.policies.describe()
         answer.internal_state["kv_policy_inspection"] = runtime.inspection
         return answer
 

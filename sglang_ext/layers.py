@@ -2,52 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy.sglang_ext import compat
 from kvpolicy.sglang_ext.errors import Refused
 
 if TYPE_CHECKING:
-    from kvpolicy.sglang_ext.runtime import Runtime
+    from kvpolicy.sglang_ext.services import Services
 
 
-def wrap(runtime: Runtime, runner: Any) -> None:
+def wrap(services: Services, runner: Any, names: Sequence[str]) -> None:
     """Wrap every decoder layer of a loaded model.
 
     Args:
         runner: SGLang's model runner.
+        names: of the policies that need it.
 
     Raises:
         Refused: layers of the model's class do not pass their rows on in the known way.
     """
-    model = runner.model
+    model, listed = runner.model, ", ".join(f"`{name}`" for name in names)
     layers = compat.decoder_layers(model)
     if layers is None:
         raise Refused(
-            f"--kv-policy: {_names(runtime)} propagates chosen tokens only, which is served for "
+            f"--kv-policy: {listed} propagates chosen tokens only, which is served for "
             f"Llama, Mistral, Qwen2 and Qwen3; the model's class is {type(model).__name__}."
         )
     if runner.lora_manager is not None:
         raise Refused(
-            f"--enable-lora cannot be combined with --kv-policy {_names(runtime)}: adapters are "
+            f"--enable-lora cannot be combined with --kv-policy {listed}: adapters are "
             f"applied to all rows of a batch, and rows of chosen tokens only go through."
         )
-    runtime.runner = runner
-    runtime.layers = [layer.forward for layer in layers]
+    services.runner = runner
+    services.layers = [layer.forward for layer in layers]
     for number, layer in enumerate(layers):
-        layer.forward = _wrapped(runtime, number, layer.forward)
+        layer.forward = _wrapped(services, number, layer.forward)
     _verify(layers)
 
 
-def _names(runtime: Runtime) -> str:
-    names = [name for name, served in runtime.served.items() if served.bound.propagates]
-    return ", ".join(f"`{name}`" for name in names)
-
-
-def _wrapped(runtime: Runtime, number: int, run: Callable) -> Callable:
+def _wrapped(services: Services, number: int, run: Callable) -> Callable:
     def forward(positions: Any, hidden_states: Any, forward_batch: Any, **options: Any) -> Any:
-        step = runtime.step
+        step = services.step
         if step is None or step.propagate is None:
             return run(positions, hidden_states, forward_batch, **options)
         return step.propagate.layer(number, run, positions, hidden_states, forward_batch, **options)

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-from kvpolicy.sglang_ext import share
 from kvpolicy.sglang_ext.arena import Arena
 from kvpolicy.sglang_ext.host import to_device
-from kvpolicy.sglang_ext.store import Private
+from kvpolicy.sglang_ext.private import Private
+from kvpolicy.sglang_ext.shared import separate
 
 
 class Lists:
@@ -89,7 +89,7 @@ class Lists:
 
         # On the host, which alone is asked where lists begin.
         starts = torch.tensor([0, *itertools.accumulate(self._sizes(layer))])
-        apart = share.separate(self._shared, layer, self._arena, starts, indices, entry_at)
+        apart = separate(self._shared, layer, self._arena, starts, indices, entry_at)
         return indptr, *apart
 
     def _together(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,14 +15,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.traverse import nodes_of, state_roots
-
-if TYPE_CHECKING:
-    from kvpolicy.sglang_ext.queries import QueryBuffer
 
 LONGEST = 64  # decode steps that a policy is taken through at once, at most
 
@@ -71,12 +67,15 @@ class Notes:
         if taken is not None:
             self.rows.append(taken)
 
-    def queries(self, buffer: QueryBuffer, nothing: torch.Tensor) -> Callable[[int], torch.Tensor]:
+    def queries(
+        self, scaled: Callable[[torch.Tensor, int], torch.Tensor], nothing: torch.Tensor
+    ) -> Callable[[int], torch.Tensor]:
         """From a layer to the T steps' queries [H, T, D] as policies see them.
 
         Those of steps that the policy does not read are zero.
 
         Args:
+            scaled: from queries and their layer to queries as a policy sees them.
             nothing: [H, 1, D] zeros, for a policy that reads none.
         """
         steps = len(self.positions)
@@ -87,7 +86,7 @@ class Notes:
         def of(layer: int) -> torch.Tensor:
             if not held:
                 held.append(torch.stack([step[:, row] for step, row in self.rows], 2))
-            own = buffer.scaled(held[0][layer], layer)
+            own = scaled(held[0][layer], layer)
             missing = steps - own.shape[1]
             if missing == 0:
                 return own

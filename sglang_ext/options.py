@@ -16,7 +16,7 @@ import re
 import time
 from argparse import ArgumentParser, Namespace, _StoreAction
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from kvpolicy.dsl.ir import ModelShape, Program
 from kvpolicy.dsl.model_config import ModelConfig
 from kvpolicy.dsl.source import Source
 from kvpolicy.experiments.experiment import NO_POLICY
-from kvpolicy.sglang_ext import share
+from kvpolicy.sglang_ext import pairing
 from kvpolicy.sglang_ext.errors import Refused
 
 logger = logging.getLogger(__name__)
@@ -94,6 +94,10 @@ class Policy:
         named = "" if self.name == self.program.name else f"{self.name}="
         return f"--kv-policy {named}{self.path}"
 
+    def with_settings(self, values: Sequence[tuple[str, str]]) -> Policy:
+        """The same with other values of some parameters."""
+        return replace(self, settings={**self.settings, **dict(values)})
+
     def bind(self, shape: ModelShape) -> Bound:
         """The policy for a model.
 
@@ -104,10 +108,15 @@ class Policy:
             bound = bind(self.program, shape, self.settings, fold_interval=fold_interval())
         except PolicyError as error:
             raise Refused(f"{self.option}: {error}") from None
-        sentence = share.unserved(bound)
+        sentence = pairing.unserved(bound)
         if sentence:
             raise Refused(f"{self.option}: {sentence}")
         return bound
+
+
+def text_of(value: float | bool) -> str:
+    """A parameter's value as settings write it."""
+    return str(value).lower() if isinstance(value, bool) else f"{value:.17g}"
 
 
 def check_policies(policies: Sequence[Policy], model: ModelConfig, length: int) -> None:

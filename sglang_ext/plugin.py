@@ -141,12 +141,12 @@ def _serve_clients(policies: Sequence[Any], config: Any, workers: int) -> None:
         workers: processes that talk to clients.
     """
     from kvpolicy.sglang_ext import compat, frontend, options, refusals
+    from kvpolicy.sglang_ext.allowed import Allowed
     from kvpolicy.sglang_ext.catalog import Catalog
     from kvpolicy.sglang_ext.experiment import loading
     from kvpolicy.sglang_ext.experiment.control import Control
     from kvpolicy.sglang_ext.experiment.server import Server
     from kvpolicy.sglang_ext.experiment.traffic import Traffic
-    from kvpolicy.sglang_ext.variants import Allowed
 
     live = loading.live(policies, workers)
     catalog = Catalog(policies, refusals.model_sizes(config), config.context_len)

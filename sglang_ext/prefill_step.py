@@ -16,14 +16,13 @@ makes it wait:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.dsl.torch_decode import Held
 from kvpolicy.dsl.torch_kernels import Slots
-from kvpolicy.sglang_ext import share
+from kvpolicy.sglang_ext import compat, share
 from kvpolicy.sglang_ext.compress import compress, timed
 from kvpolicy.sglang_ext.failures import CHOOSING, COMPACTION, SCORING
 from kvpolicy.sglang_ext.frame import Frame
@@ -32,7 +31,7 @@ from kvpolicy.sglang_ext.kept import described
 from kvpolicy.sglang_ext.request import State, iterate_rows
 
 if TYPE_CHECKING:
-    from kvpolicy.sglang_ext.runtime import Runtime
+    from kvpolicy.sglang_ext.services import Services
 
 
 @dataclass
@@ -111,8 +110,8 @@ class _Chosen:
 class PrefillStep:
     """What the policies see and decide in one extend forward."""
 
-    def __init__(self, runtime: Runtime, batch: Any, frame: Frame) -> None:
-        self._runtime, self._frame = runtime, frame
+    def __init__(self, services: Services, batch: Any, frame: Frame) -> None:
+        self._services, self._frame = services, frame
         self.scored: list[Scored] = []
         self._windowed: list[_Windowed] = []
         self._accumulated: list[_Accumulated] = []
@@ -120,7 +119,7 @@ class PrefillStep:
         for request, state, rows, prefix in iterate_rows(batch):
             length = prefix + rows.stop - rows.start
             slots = table[request.kv.req_pool_idx, :length].to(torch.int64)
-            with runtime.failures.contained(request, SCORING):
+            with services.failures.contained(request, SCORING):
                 self._begin(request, state, slots, prefix)
 
     def _begin(self, request: Any, state: State, slots: torch.Tensor, prefix: int) -> None:
@@ -157,7 +156,7 @@ class PrefillStep:
             if rows is not None:
                 window = heads[rows.stop - each.count : rows.stop].clone()
                 each.state.window.setdefault(layer.layer_id, []).append(window)
-        failures = self._runtime.failures
+        failures = self._services.failures
         for chunk in self._accumulated:
             rows = self._frame.rows(chunk.request)
             if rows is not None and not chunk.state.failed:
@@ -172,7 +171,7 @@ class PrefillStep:
     def _accumulate(self, chunk: _Accumulated, layer: Any, heads: torch.Tensor) -> None:
         state = chunk.state
         k, v = self._entries(state, layer, chunk.slots)
-        queries = scaled(heads, layer).transpose(0, 1)
+        queries = compat.scaled(heads, layer).transpose(0, 1)
         state.run.accumulate(layer.layer_id, queries, k, v)
         tail = state.served.tail(state.prompt)
         earlier = state.window.get(layer.layer_id, [])
@@ -183,7 +182,7 @@ class PrefillStep:
         self, state: State, layer: Any, slots: torch.Tensor
     ) -> tuple[torch.Tensor | Slots, torch.Tensor | Slots | None]:
         """Keys and values of one layer at the slots [n], as a policy's program takes them."""
-        own = [Slots(pool, slots) for pool in self._runtime.arena.storage[layer.layer_id]]
+        own = [Slots(pool, slots) for pool in self._services.arena.storage[layer.layer_id]]
         if not state.served.kernels.read_the_pool:
             own = [each.dense() for each in own]
         return own[0], own[1] if state.served.bound.needs_values else None
@@ -200,7 +199,7 @@ class PrefillStep:
                 f"request {scored.request.rid}: {queries.shape[0]} of the last {wanted} "
                 f"queries of its prompt were computed"
             )
-        queries = scaled(queries, layer)
+        queries = compat.scaled(queries, layer)
         k, v = self._entries(state, layer, scored.slots)
         scored.chosen = scored.run.observe(
             layer.layer_id, queries.transpose(0, 1), k, v, scored.tokens
@@ -208,7 +207,7 @@ class PrefillStep:
 
     def finish(self) -> None:
         """After the forward: choose what is kept and copy it to private pages."""
-        failures, chosen = self._runtime.failures, []
+        failures, chosen = self._services.failures, []
         for each in self.scored:
             if each.state.failed:
                 continue
@@ -241,10 +240,10 @@ class PrefillStep:
         state.window.clear()
         state.run = None
         if state.served.upper_layers:
-            share.compress(self._runtime, state, scored.prompt_slots, run)
+            share.compress(self._services, state, scored.prompt_slots, run)
             return
         row = scored.request.kv.req_pool_idx
-        compress(self._runtime, state, row, scored.prompt_slots, kept, counts, run)
+        compress(self._services, state, row, scored.prompt_slots, kept, counts, run)
 
     @staticmethod
     def _describe(scored: Scored, kept: torch.Tensor) -> None:
@@ -260,12 +259,4 @@ class PrefillStep:
             # All layers have all entries: others may use them.
             scored.request.skip_radix_cache_insert = progress.barred = False
         finite = not scored.run.not_finite
-        self._runtime.reports.finished_prompt(scored.request, scored.state, kept, finite=finite)
-
-
-def scaled(queries: torch.Tensor, layer: Any) -> torch.Tensor:
-    """Queries as a policy sees them: its attention is softmax(q k / sqrt(D)); the model's may
-    be scaled otherwise.
-    """
-    factor = layer.scaling * math.sqrt(layer.qk_head_dim)
-    return queries if math.isclose(factor, 1.0, rel_tol=1e-6) else queries * factor
+        self._services.reports.finished_prompt(scored.request, scored.state, kept, finite=finite)

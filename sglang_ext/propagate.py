@@ -29,7 +29,7 @@ from kvpolicy.sglang_ext.propagation import Rows
 from kvpolicy.sglang_ext.request import State, state_of
 
 if TYPE_CHECKING:
-    from kvpolicy.sglang_ext.runtime import Runtime
+    from kvpolicy.sglang_ext.services import Services
 
 Layer = Callable[..., torch.Tensor]
 
@@ -84,9 +84,9 @@ def shifts(batch: Any) -> torch.Tensor | None:
 class PropagateStep:
     """The propagating requests of one extend forward, and who else is in it."""
 
-    def __init__(self, runtime: Runtime, batch: Any, frame: Frame, prefill: PrefillStep) -> None:
-        self._runtime, self._frame = runtime, frame
-        self._kernels = in_use(runtime.arena.storage.device)
+    def __init__(self, services: Services, batch: Any, frame: Frame, prefill: PrefillStep) -> None:
+        self._services, self._frame = services, frame
+        self._kernels = in_use(services.arena.storage.device)
         self._batch: Any = None  # SGLang's forward batch
         self._view: Any = None  # what deeper layers get instead
         self._rows = 0  # at the current layer
@@ -98,7 +98,7 @@ class PropagateStep:
                 zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)
             )
         ]
-        self._scratch = iter(runtime.scratch_rows)
+        self._scratch = iter(services.scratch_rows)
 
     def _part(self, index: int, request: Any, length: int, scored: Scored | None) -> _Part:
         state = state_of(request)
@@ -135,13 +135,13 @@ class PropagateStep:
             hidden = run(positions, hidden, current, **kw)
         if any(self._leaves(part, number) for part in self._parts):
             hidden = self._narrow(number, hidden, current)
-        last = number == self._runtime.arena.layers - 1
+        last = number == self._services.arena.layers - 1
         changed = self._view is not None or any(part.lost for part in self._parts)
         return self._widen(hidden) if last and changed else hidden
 
     def finish(self) -> None:
         """After the forward; it fails for the requests if SGLang did not go through the layers."""
-        if self._reached == self._runtime.arena.layers - 1:
+        if self._reached == self._services.arena.layers - 1:
             return
         error = RuntimeError(
             f"a prefill with --kv-policy ended at layer {self._reached}: SGLang did not call the "
@@ -149,7 +149,7 @@ class PropagateStep:
         )
         for part in self._parts:
             if part.state is not None:
-                self._runtime.failures.note(part.request, PROPAGATION, error, whole=False)
+                self._services.failures.note(part.request, PROPAGATION, error, whole=False)
 
     def _leaves(self, part: _Part, layer: int) -> bool:
         """Whether rows of a request leave or join after a layer."""
@@ -159,7 +159,7 @@ class PropagateStep:
         if part.scored is None:
             return stops and part.state.propagates
         if part.scored.chosen is not None:
-            deepest = layer == self._runtime.arena.layers - 1
+            deepest = layer == self._services.arena.layers - 1
             return part.state.plan.restarts or not deepest
         return stops and part.state.progress.stopped
 
@@ -174,7 +174,7 @@ class PropagateStep:
             for part, _ in pieces:
                 if not part.keeps_rows:
                     part.lost = True
-                    self._runtime.failures.note(part.request, PROPAGATION, error, whole=False)
+                    self._services.failures.note(part.request, PROPAGATION, error, whole=False)
             return compat.put_stream(batch, rows.hidden, rows.residual, update)
 
     def _pieces(self, layer: int, rows: Rows) -> list[tuple[_Part, Rows]]:
@@ -192,7 +192,7 @@ class PropagateStep:
                 piece = again[id(part.request)]
             elif not part.lost and self._leaves(part, layer):
                 own, piece, part.lost = piece, None, True  # unless it succeeds
-                with self._runtime.failures.contained(part.request, PROPAGATION, whole=False):
+                with self._services.failures.contained(part.request, PROPAGATION, whole=False):
                     piece, part.lost = self._chosen(part, layer, own), False
             if not part.lost and piece is not None and piece.ids.numel():
                 pieces.append((part, piece))
@@ -212,7 +212,7 @@ class PropagateStep:
             frame[id(part.request)] = slice(end, end + count)
             end += count
         joined = Rows.cat([piece for _, piece in pieces]) if pieces else rows.take(slice(0))
-        self._view = view.make(self._runtime.runner, self._batch, extents, joined)
+        self._view = view.make(self._services.runner, self._batch, extents, joined)
         self._frame.replace(frame)
         self._rows = end
         return compat.put_stream(self._view, joined.hidden, joined.residual, update)
@@ -251,10 +251,10 @@ class PropagateStep:
 
     def _point(self, part: _Part, slots: torch.Tensor) -> None:
         """Make a scratch row of the table hold the slots of the tokens that are there."""
-        if part.row not in self._runtime.scratch_rows:
+        if part.row not in self._services.scratch_rows:
             part.row = next(self._scratch)
         part.length = slots.numel()
-        table = compat.slot_table(self._runtime.runner)
+        table = compat.slot_table(self._services.runner)
         table[part.row, : part.length] = slots.to(table.dtype)
 
     def _again(self, layer: int) -> dict[int, Rows]:
@@ -268,7 +268,7 @@ class PropagateStep:
         starts, extents, frame, end = [], [], {}, 0
         for part in parts:
             part.lost = True  # unless it succeeds
-            with self._runtime.failures.contained(part.request, PROPAGATION, whole=False):
+            with self._services.failures.contained(part.request, PROPAGATION, whole=False):
                 starts.append(self._start(part, layer))
                 extents.append(view.Extent(part.row, part.length, part.length, part.index))
                 frame[id(part.request)] = slice(end, end + part.length)
@@ -279,7 +279,7 @@ class PropagateStep:
             again = self._start_again(layer, starts, extents, frame)
         except Exception as error:
             for part in parts:
-                self._runtime.failures.note(part.request, PROPAGATION, error, whole=False)
+                self._services.failures.note(part.request, PROPAGATION, error, whole=False)
             return {}
         for part in parts:
             part.lost = id(part.request) not in again
@@ -299,13 +299,13 @@ class PropagateStep:
             extents, frame: where each request's rows are.
         """
         ids, positions, slots = (torch.cat(each) for each in zip(*starts, strict=True))
-        hidden = compat.embed(self._runtime.runner.model, ids)
+        hidden = compat.embed(self._services.runner.model, ids)
         rows = Rows(hidden, hidden, ids, positions, slots)
-        batch = view.make(self._runtime.runner, self._batch, extents, rows)
+        batch = view.make(self._services.runner, self._batch, extents, rows)
         compat.start_stream(batch)
         earlier = self._frame.replace(frame)
         try:
-            for run in self._runtime.layers[: layer + 1]:
+            for run in self._services.layers[: layer + 1]:
                 hidden = run(positions, hidden, batch)
         finally:
             self._frame.replace(earlier)

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from kvpolicy.dsl.ir import Program
 from kvpolicy.dsl.traverse import merge_roots, nodes_of, state_roots
+from kvpolicy.sglang_ext import compat
 from kvpolicy.sglang_ext.host import to_device
 from kvpolicy.sglang_ext.notes import LONGEST
-from kvpolicy.sglang_ext.prefill_step import scaled
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class QueryBuffer:
 
     def scaled(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
         """Queries of a layer as a policy sees them."""
-        return scaled(queries, self._layers[layer])
+        return compat.scaled(queries, self._layers[layer])
 
     def _of(self, rows: int) -> torch.Tensor | None:
         """The buffer in which a forward of so many rows finds its place."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpolicy.experiments.experiment import NO_POLICY
 from kvpolicy.sglang_ext import asked, compat, kept
+from kvpolicy.sglang_ext.arena import Arena
+from kvpolicy.sglang_ext.metrics import Metrics
 from kvpolicy.sglang_ext.reasons import Reason
 from kvpolicy.sglang_ext.request import State, state_of
-
-if TYPE_CHECKING:
-    from kvpolicy.sglang_ext.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -19,8 +18,8 @@ logger = logging.getLogger(__name__)
 class Reports:
     """The reports of one scheduler."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, arena: Arena, metrics: Metrics) -> None:
+        self._arena, self._metrics = arena, metrics
 
     def queued(self, req: Any, *, shows_kept: bool) -> None:
         """Note at its arrival whether a request asks which positions are kept."""
@@ -40,7 +39,7 @@ class Reports:
         # A retracted one comes again, with what it has said so far.
         internal = compat.is_health_check(req) or asked.scores(req)
         if not req.output_ids and not internal and req.to_finish is None:
-            self._runtime.metrics.without_policy()
+            self._metrics.without_policy()
 
     def finished_prompt(self, req: Any, state: State, entries: int, *, finite: bool) -> None:
         """Note the outcome of compressing a prompt of which so many entries were chosen.
@@ -60,7 +59,7 @@ class Reports:
         state.counted = True
         facts = self._of_compressed(state, entries)
         self._report(req, state, facts)
-        self._runtime.metrics.compressed(
+        self._metrics.compressed(
             state.served.name,
             prompt=state.prompt,
             entries=(facts["entries_before"], entries),
@@ -69,7 +68,7 @@ class Reports:
         )
 
     def _of_compressed(self, state: State, entries: int) -> dict[str, Any]:
-        arena, name = self._runtime.arena, state.served.name
+        arena, name = self._arena, state.served.name
         after = state.private.slots.numel()
         facts = {
             "policy": name,
@@ -83,7 +82,7 @@ class Reports:
         }
         if state.propagates:
             facts |= state.progress.facts(state.prompt)
-            self._runtime.metrics.propagated(name, facts["propagated_tokens"])
+            self._metrics.propagated(name, facts["propagated_tokens"])
         if state.shows_kept:
             facts["kept"] = state.kept or self._everything(state.prompt)
         return facts
@@ -102,12 +101,12 @@ class Reports:
         if state.shows_kept:
             facts["kept"] = self._everything(state.prompt)
         self._report(req, state, facts)
-        self._runtime.metrics.uncompressed(state.served.name, reason)
+        self._metrics.uncompressed(state.served.name, reason)
 
     def gave_up(self, req: Any, state: State, reason: Reason) -> None:
         """Note that a request whose prompt has ended goes on without its policy."""
         self._report_again(req, state, {"uncompressed": reason.value})
-        self._runtime.metrics.gave_up(state.served.name, reason)
+        self._metrics.gave_up(state.served.name, reason)
 
     def finished_fold(self, req: Any, state: State, dropped: int, seconds: float) -> None:
         """Note that so many entries of a request have left at a decode step."""
@@ -115,16 +114,16 @@ class Reports:
         state.dropped += dropped
         now = {"folds": state.folded, "entries_dropped_in_decode": state.dropped}
         self._report_again(req, state, now)
-        self._runtime.metrics.folded(state.served.name, dropped, seconds)
+        self._metrics.folded(state.served.name, dropped, seconds)
 
     def skipped_fold(self, req: Any, state: State, step: int) -> None:
         """Note that there were no slots for a fold at a decode step."""
         state.skipped.add(step)
         self._report_again(req, state, {"skipped_folds": len(state.skipped)})
-        self._runtime.metrics.skipped_fold(state.served.name)
+        self._metrics.skipped_fold(state.served.name)
 
     def _everything(self, prompt: int) -> dict[str, Any]:
-        arena = self._runtime.arena
+        arena = self._arena
         return kept.everything(arena.layers, arena.kv_heads, prompt)
 
     def _report(self, req: Any, state: State, facts: dict[str, Any]) -> None:

@@ -12,16 +12,16 @@ from kvpolicy.dsl.bind import Bound
 from kvpolicy.dsl.torch_kernels import Slots
 from kvpolicy.dsl.torch_program import TorchProgram
 from kvpolicy.experiments.experiment import NO_POLICY
-from kvpolicy.sglang_ext import propagation, share
+from kvpolicy.sglang_ext import pairing, propagation
 from kvpolicy.sglang_ext.arena import Arena
 from kvpolicy.sglang_ext.asked import POLICY, named
 from kvpolicy.sglang_ext.growth import ENDLESS, Growth
 from kvpolicy.sglang_ext.kernels_in_use import in_use
 from kvpolicy.sglang_ext.notes import Notes, wanted
 from kvpolicy.sglang_ext.options import Policy
+from kvpolicy.sglang_ext.private import Private
 from kvpolicy.sglang_ext.propagation import Plan, Progress
 from kvpolicy.sglang_ext.reasons import Reason
-from kvpolicy.sglang_ext.store import Private
 
 if TYPE_CHECKING:
     from kvpolicy.dsl.torch_decode import Held, Memory
@@ -56,7 +56,7 @@ class Served:
         self.bound = bound
         self.kernels = in_use(arena.storage.device)
         self.program = TorchProgram(bound, kernels=self.kernels.table)
-        self.upper_layers = share.upper_layers(bound)
+        self.upper_layers = pairing.upper_layers(bound)
         self._arena = arena
         self.growth = Growth(bound, arena, page_size)
         # Both are asked for at every attempt to admit a request, by prompt length.

@@ -21,7 +21,7 @@ from kvpolicy.sglang_ext.queries import most_bytes
 from kvpolicy.sglang_ext.tables import DeviceTables
 
 if TYPE_CHECKING:
-    from kvpolicy.sglang_ext.runtime import Runtime
+    from kvpolicy.sglang_ext.services import Services
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ SCRATCH = 32  # rows of SGLang's table of slots for propagating prompts of one f
 
 
 def size_pool(
-    runtime: Runtime, original: Callable[[int], Any], configurator: Any, budget: int
+    services: Services, original: Callable[[int], Any], configurator: Any, budget: int
 ) -> Any:
     """SGLang's sizes of the pool, made for what the plugin leaves of a budget.
 
@@ -45,7 +45,7 @@ def size_pool(
     """
     sizes = original(budget)
     options = compat.resolved(configurator.server_args)
-    parts = reckon(runtime, configurator, options, sizes.max_total_num_tokens)
+    parts = reckon(services, configurator, options, sizes.max_total_num_tokens)
     held = sum(parts.values())
     given, before = options.max_total_tokens, sizes.max_total_num_tokens
     if given is not None and before >= given // options.page_size * options.page_size:
@@ -66,7 +66,7 @@ def size_pool(
     return sizes
 
 
-def reckon(runtime: Runtime, configurator: Any, options: Any, tokens: int) -> dict[str, int]:
+def reckon(services: Services, configurator: Any, options: Any, tokens: int) -> dict[str, int]:
     """Bytes of each part beside a pool of so many tokens; of a smaller pool none is larger.
 
     Args:
@@ -75,10 +75,10 @@ def reckon(runtime: Runtime, configurator: Any, options: Any, tokens: int) -> di
     config = configurator.model_config
     shape = refusals.model_shape(config)
     requests = configurator.resolve_max_num_reqs(tokens)
-    scratch = SCRATCH if runtime.propagates else 0
+    scratch = SCRATCH if services.propagates else 0
     rows = requests + 1 + scratch
     sizes = (rows, shape.layers, shape.kv_heads, tokens)
-    tables = DeviceTables.empty(*sizes, "meta", pairs=runtime.shares)
+    tables = DeviceTables.empty(*sizes, "meta", pairs=services.shares)
     row = config.context_len + 64  # SGLang's rows are a few tokens longer than the context
     parts = {"tables": tables.bytes, "rows of propagating prompts": scratch * row * 4}
     captured = min(compat.captured_requests(options), requests)
@@ -88,7 +88,7 @@ def reckon(runtime: Runtime, configurator: Any, options: Any, tokens: int) -> di
         sizes = (shape.heads, shape.kv_heads, shape.head_dim)
         device = torch.device(configurator.device)
         parts["decode attention"] = 4 * workspace_elements(captured, *sizes, device)
-        if runtime.queries.needed:
+        if services.queries.needed:
             step = math.prod((shape.layers, captured, shape.heads, shape.head_dim))
             parts["queries"] = most_bytes(step * configurator.model_dtype.itemsize)
     return parts

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvpolicy.dsl.torch_decode import Read
 from kvpolicy.dsl.torch_kernels import Entries, Keys
-from kvpolicy.sglang_ext.backend import attend
+from kvpolicy.sglang_ext import compat
+from kvpolicy.sglang_ext.attend import attend
 from kvpolicy.sglang_ext.failures import DECODING, FOLD, READING
 from kvpolicy.sglang_ext.fold import Fold, Room
 from kvpolicy.sglang_ext.follow import Following, Reader, may_leave, no_queries
 from kvpolicy.sglang_ext.frame import Frame
 from kvpolicy.sglang_ext.notes import LONGEST
-from kvpolicy.sglang_ext.prefill_step import scaled
 from kvpolicy.sglang_ext.request import State, iterate_rows
 
 if TYPE_CHECKING:
-    from kvpolicy.sglang_ext.runtime import Runtime
+    from kvpolicy.sglang_ext.services import Services
 
 
 @dataclass
@@ -83,15 +83,15 @@ def _without_last(x: torch.Tensor | Entries, later: int) -> Keys:
 class ResumeStep:
     """The resumed requests of one extend forward."""
 
-    def __init__(self, runtime: Runtime, batch: Any, frame: Frame) -> None:
-        self._runtime, self._frame = runtime, frame
+    def __init__(self, services: Services, batch: Any, frame: Frame) -> None:
+        self._services, self._frame = services, frame
         self._resumed: list[_Resumed] = []
-        arena, table = runtime.arena, batch.req_to_token_pool.req_to_token
+        arena, table = services.arena, batch.req_to_token_pool.req_to_token
         for request, state, rows, prefix in iterate_rows(batch):
             if prefix < state.prompt:
                 continue
             length = prefix + rows.stop - rows.start
-            with runtime.failures.contained(request, READING):
+            with services.failures.contained(request, READING):
                 reader = Reader.of(arena, table, request, state, length)
                 self._resumed.append(_Resumed(request, state, prefix, length, reader))
 
@@ -107,9 +107,9 @@ class ResumeStep:
             rows, lists = self._frame.rows(each.request), each.reader.lists
             if rows is None or lists is None or each.state.failed:
                 continue
-            with self._runtime.failures.contained(each.request, READING):
+            with self._services.failures.contained(each.request, READING):
                 queries = heads[rows].unsqueeze(0)
-                out[rows] = attend(self._runtime.arena, layer, read, lists, queries)[0]
+                out[rows] = attend(self._services.arena, layer, read, lists, queries)[0]
 
     def observe(self, layer: Any, heads: torch.Tensor) -> None:
         """Note the queries of a layer for the policies that go on.
@@ -121,7 +121,7 @@ class ResumeStep:
             rows = self._frame.rows(each.request)
             state = each.state
             if rows is not None and state.memory is not None and state.notes.wanted != 0:
-                queries = scaled(heads[rows], layer).transpose(0, 1)
+                queries = compat.scaled(heads[rows], layer).transpose(0, 1)
                 each.queries[layer.layer_id] = queries.clone()
 
     def finish(self) -> None:
@@ -130,25 +130,25 @@ class ResumeStep:
         Entries leave at a pass's last token only; before it come as many steps at once as are
         noted at most while decoding.
         """
-        room = Room(self._runtime)
+        room = Room(self._services)
         for each in self._resumed:
             if each.state.memory is None:
                 continue
             fold = None
-            with self._runtime.failures.contained(each.request, DECODING):
+            with self._services.failures.contained(each.request, DECODING):
                 fold = self._follow(each, room)
             if fold is not None:
-                with self._runtime.failures.contained(each.request, FOLD):
+                with self._services.failures.contained(each.request, FOLD):
                     fold.finish()
 
     def _follow(self, resumed: _Resumed, room: Room) -> Fold | None:
         """Take the policy through all tokens of the pass; what is to be written, if any leave."""
-        fold, runtime = None, self._runtime
-        nothing = no_queries(resumed.state, runtime.arena)
+        fold, services = None, self._services
+        nothing = no_queries(resumed.state, services.arena)
         for first in range(resumed.first, resumed.end, LONGEST):
             end = min(first + LONGEST, resumed.end)
             leaves = end == resumed.end and may_leave(
-                runtime, room, resumed.request, resumed.state, end
+                services, room, resumed.request, resumed.state, end
             )
-            fold = resumed.following(first, end, nothing).go(runtime, leaves=leaves)
+            fold = resumed.following(first, end, nothing).go(services, leaves=leaves)
         return fold

@@ -19,29 +19,22 @@ A policy's work at any of these is contained (failures.py): where it fails, it f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvpolicy.sglang_ext import admission, asked, compat, internal, kept, request
-from kvpolicy.sglang_ext.arena import Arena
 from kvpolicy.sglang_ext.changes import Changes
 from kvpolicy.sglang_ext.experiment.raw import Raw
-from kvpolicy.sglang_ext.failures import ADMISSION, Failures
+from kvpolicy.sglang_ext.failures import ADMISSION
 from kvpolicy.sglang_ext.force import Forcing
-from kvpolicy.sglang_ext.metrics import Metrics
 from kvpolicy.sglang_ext.notes import Notes
 from kvpolicy.sglang_ext.options import Policy
 from kvpolicy.sglang_ext.propagation import Progress
-from kvpolicy.sglang_ext.queries import QueryBuffer
 from kvpolicy.sglang_ext.reasons import Reason
-from kvpolicy.sglang_ext.reports import Reports
-from kvpolicy.sglang_ext.request import Served, State, iterate_finishing, state_of
-from kvpolicy.sglang_ext.rotary import Rotary
+from kvpolicy.sglang_ext.request import State, iterate_finishing, state_of
+from kvpolicy.sglang_ext.served import ServedPolicies
+from kvpolicy.sglang_ext.services import Services
 from kvpolicy.sglang_ext.step import Step
-from kvpolicy.sglang_ext.store import Store
-from kvpolicy.sglang_ext.streams import Streams
-from kvpolicy.sglang_ext.tables import DeviceTables
-from kvpolicy.sglang_ext.variants import Variants
 
 
 class Runtime:
@@ -55,74 +48,16 @@ class Runtime:
             max_failures: requests for which a policy may fail before it is disabled; 0: any number.
             inspection: whether clients may ask which positions are kept, and prescribe output.
         """
-        self.inspection = inspection
-        self.policies = tuple(policies)
-        self.served: dict[str, Served] = {}
-        self.metrics = Metrics(None, ())
-        self.reports = Reports(self)
-        self.failures = Failures(self, max_failures)
+        self.inspection, self.max_failures = inspection, max_failures
+        self.asked_for = tuple(policies)
+        self.services = Services([policy.program for policy in policies])
         self.forcing = Forcing()
         self.raw = Raw()
-        self.streams = Streams()
-        self.queries = QueryBuffer([policy.program for policy in self.policies])
-        self.step: Step | None = None
-        self.tree: Any = None  # SGLang's radix cache, from the first batch on
-        self._has_room = False
-        # For policies by which tokens leave the prefill.
-        self.one_piece: int | None = None  # tokens of a prompt that may not be split
-        self.scratch_rows = range(0)  # of SGLang's table of slots
-        self.runner: Any = None  # SGLang's model runner
-        self.layers: list[Callable[..., Any]] = []  # forwards of the model's decoder layers
-        self.arena: Arena
-        self.tables: DeviceTables
-        self.store: Store
-        self.rotary: Rotary
-        self.variants: Variants
+        # Tokens of a prompt that may not be split, for policies by which tokens leave the prefill.
+        self.one_piece: int | None = None
+        # From the start on, when they are bound to the model.
+        self.policies: ServedPolicies
         self.changes: Changes
-
-    @property
-    def propagates(self) -> bool:
-        """Whether any policy lets tokens leave the prefill."""
-        return any(policy.program.propagate is not None for policy in self.policies)
-
-    @property
-    def shares(self) -> bool:
-        """Whether any policy stores layers in pairs."""
-        return any(policy.program.share is not None for policy in self.policies)
-
-    @property
-    def default(self) -> str:
-        """Name of the policy of requests that name none."""
-        return self.policies[0].name
-
-    def describe(self) -> list[dict[str, Any]]:
-        """The policies that are served, for clients that ask the server."""
-        return [
-            {
-                "name": policy.name,
-                "path": policy.path,
-                "settings": dict(policy.settings),
-                "default": policy.name == self.default,
-                "enabled": self.served[policy.name].standing.enabled,
-                "failures": self.served[policy.name].standing.failures,
-            }
-            for policy in self.policies
-        ]
-
-    def replace(self, policy: Policy, served: Served) -> None:
-        """Serve a policy from the next request on, in place of one of its name."""
-        others = [each for each in self.policies if each.name != policy.name]
-        place = next((i for i, p in enumerate(self.policies) if p.name == policy.name), len(others))
-        self.policies = (*others[:place], policy, *others[place:])
-        self.served[policy.name] = served
-        self.variants.forget(policy.name)
-        self.metrics.enabled(policy.name, on=True)
-
-    def withdraw(self, name: str) -> None:
-        """Serve a policy no longer; requests that have it keep it."""
-        self.policies = tuple(each for each in self.policies if each.name != name)
-        self.served.pop(name, None)
-        self.variants.forget(name)
 
     # Queued and admitted.
 
@@ -137,17 +72,12 @@ class Runtime:
                 shows_kept = kept.wanted(wanted)
                 self.forcing.note(req, wanted)
                 self._take_assigned(req)
-                served = self._policy_of(wanted)
+                served = self.policies.choose(wanted)
             except ValueError as error:
                 req.set_finish_with_abort(str(error))
-        with self.failures.contained(req, ADMISSION):
+        with self.services.failures.contained(req, ADMISSION):
             request.assign(req, served, self.one_piece)
-        self.reports.queued(req, shows_kept=shows_kept)
-
-    def _policy_of(self, wanted: Mapping[str, Any]) -> Served | None:
-        served = request.choose(self.served, self.default, wanted)
-        values = wanted.get(asked.SET)
-        return served if served is None or not values else self.variants.of(served, values)
+        self.services.reports.queued(req, shows_kept=shows_kept)
 
     def _take_assigned(self, req: Any) -> None:
         top = asked.assigned(req).get("top")
@@ -165,7 +95,7 @@ class Runtime:
         state, most = state_of(req), matched
         if state is None or not state.observed:
             return matched
-        with self.failures.contained(req, ADMISSION):
+        with self.services.failures.contained(req, ADMISSION):
             most = state.prompt - max(state.queries, 1)
             if state.propagates:
                 most = min(most, state.plan.most_prefix)
@@ -183,8 +113,8 @@ class Runtime:
         state, more = state_of(req), 0
         if state is None or not state.observed or state.private is not None:
             return 0
-        with self.failures.contained(req, ADMISSION):
-            more = admission.reserve(self.store, adder, req, state, extend)
+        with self.services.failures.contained(req, ADMISSION):
+            more = admission.reserve(self.services.store, adder, req, state, extend)
         return more
 
     def still_needs(self, req: Any, estimate: float) -> float:
@@ -196,7 +126,7 @@ class Runtime:
         state, needs = state_of(req), estimate
         if state is None or state.memory is None:
             return estimate
-        with self.failures.contained(req, ADMISSION):
+        with self.services.failures.contained(req, ADMISSION):
             needs = admission.still_needs(req, state, estimate)
         return needs
 
@@ -206,10 +136,10 @@ class Runtime:
         SGLang takes a batch to be full until one of its requests ends, because only that frees
         memory there; leaving a prompt to the radix cache frees memory too.
         """
-        self.store.set_aside.take_back(self.evict)
-        if self._has_room:
+        self.services.store.set_aside.take_back(self.services.evict)
+        if self.services.has_room:
             running.batch_is_full = False
-            self._has_room = False
+            self.services.has_room = False
 
     def must_wait(self, adder: Any, req: Any, has_chunked: bool) -> bool:
         """Whether a request cannot be admitted now.
@@ -220,7 +150,8 @@ class Runtime:
         state = state_of(req)
         if state is None or not state.observed:
             return False
-        if state.propagates and admission.must_wait(adder, req, state, len(self.scratch_rows)):
+        rows = len(self.services.scratch_rows)
+        if state.propagates and admission.must_wait(adder, req, state, rows):
             return True
         return state.resumes and (has_chunked or adder.new_chunked_req is not None)
 
@@ -230,7 +161,7 @@ class Runtime:
         if state is None or not state.resumes:
             return False
         end = req.extend_end
-        with self.failures.contained(req, ADMISSION):
+        with self.services.failures.contained(req, ADMISSION):
             end = state.next_end(req.prefix_len, req.extend_end)
         cut = end < req.extend_end
         req.extend_end = end
@@ -244,19 +175,21 @@ class Runtime:
         One that propagates takes them with its first chunk: once its deeper layers have been left
         out, it cannot be served in full any more.
         """
-        self.tree = batch.tree_cache
+        self.services.tree = batch.tree_cache
         for req in batch.reqs:
             state = state_of(req)
             if state is None or not state.wanted or state.private is not None:
                 continue
             if req.extend_end != state.prompt and not state.propagates:
                 continue
-            with self.failures.contained(req, ADMISSION):
+            with self.services.failures.contained(req, ADMISSION):
                 self._allocate(req, state)
 
     def _allocate(self, req: Any, state: State) -> None:
-        row, name = req.kv.req_pool_idx, state.served.name
-        state.private = self.store.allocate(row, name, state.slots, state.prompt, self.evict)
+        row, name, services = req.kv.req_pool_idx, state.served.name, self.services
+        state.private = services.store.allocate(
+            row, name, state.slots, state.prompt, services.evict
+        )
         if state.private is None:
             state.uncompressed = Reason.NO_SLOTS
             state.forget()
@@ -264,28 +197,24 @@ class Runtime:
             # Deeper layers will have entries of chosen tokens only.
             req.skip_radix_cache_insert = state.progress.barred = True
 
-    def evict(self, slots: int) -> None:
-        """Ask the radix cache to make so many slots available."""
-        compat.evict(self.tree, slots)
-
     def forward(self, run: Callable[[], Any], batch: Any) -> Any:
         """Run a batch's forward with the plugin's part in it."""
-        self.tree = batch.tree_cache
-        self.tables.write()
+        self.services.tree = batch.tree_cache
+        self.services.tables.write()
         self.forcing.prepare(batch)
         self.raw.prepare(batch)
-        self.step = Step(self, batch)
+        self.services.step = step = Step(self.services, batch)
         try:
             result = run()
-            self.step.finish()
+            step.finish()
         finally:
-            self.step = None
+            self.services.step = None
         if batch.forward_mode.is_extend():
             for req, state in iterate_finishing(batch):
                 if state is None:
-                    self.reports.without_policy(req)
+                    self.services.reports.without_policy(req)
                 elif state.uncompressed is not None:
-                    self.reports.served_in_full(req, state, state.uncompressed)
+                    self.services.reports.served_in_full(req, state, state.uncompressed)
         return result
 
     # Published, retracted.
@@ -297,35 +226,7 @@ class Runtime:
             return
         state.published = True
         if state.private is not None and state.private.ready:
-            self.detach(req, state)
-
-    def detach(self, req: Any, state: State) -> None:
-        """Give up the slots of what has been copied to private pages, the prompt's among them.
-
-        The prompt is left to the radix cache. Before it has been offered there, nothing is done:
-        `published` comes back to it.
-        """
-        if state.published:
-            with self.streams.scheduling():
-                self._detach(req, state)
-
-    def _detach(self, req: Any, state: State) -> None:
-        tree, first = self.tree, req.kv.cache_protected_len if state.detached else 0
-        end = state.private.tail_start // tree.page_size * tree.page_size
-        if req.kv.cache_protected_len < end:
-            # The tail; and of the prompt what the cache, if it is on, has not taken.
-            tree.free_kv_row(req.kv, [(req.kv.cache_protected_len, end)])
-            req.kv.cache_protected_len = end
-        if not state.detached:
-            tree.unlock(req.lock)
-            req.lock = None
-            # What is decoded from here on was computed from chosen entries; others must not reuse
-            # it.
-            req.skip_radix_cache_insert = True
-            state.detached = True
-        # The slots may be someone else's soon; a stray read must not find them.
-        tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, first:end] = 0
-        self._has_room = True
+            self.services.detach(req, state)
 
     def released(self, req: Any) -> None:
         """SGLang is about to free a finished request.
@@ -333,7 +234,7 @@ class Runtime:
         One whose first token ended it may have had a decode step meanwhile: what that computed from
         chosen entries must not be left to the radix cache.
         """
-        self.store.set_aside.ended(req.rid)
+        self.services.store.set_aside.ended(req.rid)
         state = state_of(req)
         if state is None or state.private is None or not state.private.ready:
             return

@@ -10,74 +10,21 @@ ordinary slots, whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvpolicy.dsl.bind import Bound
 from kvpolicy.kernels import pairs
-from kvpolicy.kernels.pairs import BELOW, OWN
 from kvpolicy.sglang_ext.arena import Arena
 from kvpolicy.sglang_ext.host import to_device, to_host
+from kvpolicy.sglang_ext.shared import Shared
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.request import State
-    from kvpolicy.sglang_ext.runtime import Runtime
+    from kvpolicy.sglang_ext.services import Services
 
 
-@dataclass(frozen=True)
-class Shared:
-    """Which layers of a request are stored in pairs.
-
-    Attributes:
-        uppers: upper layers.
-        tokens: N of the prompt.
-        paired: int32 [L] on the device, as in the device tables.
-    """
-
-    uppers: frozenset[int]
-    tokens: int
-    paired: torch.Tensor
-
-    @classmethod
-    def of(cls, uppers: Sequence[int], tokens: int, arena: Arena) -> Shared:
-        """Of a prompt of so many tokens."""
-        paired = torch.zeros(arena.layers, dtype=torch.int32)
-        paired[list(uppers)] = 1 + OWN
-        paired[[upper - 1 for upper in uppers]] = 1 + BELOW
-        on_device = to_device(paired, torch.int32, arena.storage.device)
-        return cls(frozenset(uppers), tokens, on_device)
-
-    def at(self, layer: int) -> int | None:
-        """Which of a pair a layer is; None if it is whole."""
-        if layer in self.uppers:
-            return OWN
-        return BELOW if layer + 1 in self.uppers else None
-
-
-def upper_layers(bound: Bound) -> list[int]:
-    """Layers that are stored with the one below, from the bottom."""
-    if bound.share is None:
-        return []
-    return [n for n in range(bound.shape.layers) if bound.number(bound.share.when, 1, n)]
-
-
-def unserved(bound: Bound) -> str | None:
-    """Why sharing would save nothing, in one sentence; None if it does or is not asked for."""
-    if bound.share is None:
-        return None
-    if not upper_layers(bound):
-        layers = bound.shape.layers
-        return (
-            f"`share.when` holds at none of the model's {layers} layers; nothing would be shared."
-        )
-    if set(bound.share.apply) != {"key", "value"}:
-        return "`share.apply` leaves out keys or values; a server shares both or saves nothing."
-    return None
-
-
-def compress(runtime: Runtime, state: State, slots: torch.Tensor, run: Any) -> None:
+def compress(services: Services, state: State, slots: torch.Tensor, run: Any) -> None:
     """Store a prompt's layers in pairs in its private pages, or give these back.
 
     They are given back where so many tokens are excepted that no slot is saved, or where the
@@ -87,7 +34,7 @@ def compress(runtime: Runtime, state: State, slots: torch.Tensor, run: Any) -> N
         slots: [N] int64 slots of the prompt.
         run: of the policy's program, finished.
     """
-    private, store, arena = state.private, runtime.store, runtime.arena
+    private, store, arena = state.private, services.store, services.arena
     kernels, uppers = state.served.kernels, state.served.upper_layers
     whole = [n for n in range(arena.layers) if n not in uppers and n + 1 not in uppers]
     lists = torch.zeros((arena.layers, arena.kv_heads), dtype=torch.int64)
@@ -186,44 +133,3 @@ def _list(
     first = (~excepted).to(torch.uint8).argsort(dim=1, stable=True)[:, :more]
     lower = below.gather(1, first[:, :, None].expand(-1, -1, below.shape[2]))
     return torch.cat([rows, lower.to(rows.dtype)], dim=1)
-
-
-def separate(
-    shared: Mapping[int, Shared],
-    layer: int,
-    arena: Arena,
-    indptr: torch.Tensor,
-    indices: torch.Tensor,
-    entry_at: Callable[[int, torch.Tensor], torch.Tensor],
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Entry lists of a layer where some requests store it in a pair.
-
-    Args:
-        shared: such requests among the B, by their index; all their lists at this layer are equally
-            long and begin with the N tokens of the prompt.
-        indptr: [B * G + 1] int64, on the host.
-        indices: [nnz] int64; what stands there for these tokens is not used.
-        entry_at: from (a request's index, places [G, n] or [n] in its pages) to entries [G, n].
-
-    Returns:
-        indices [nnz], and what `paged_attention` takes besides: `value_indices`, `key_scale` and
-        `value_scale`.
-    """
-    found = {i: (s.at(layer), s.tokens) for i, s in shared.items() if s.at(layer) is not None}
-    if not found:
-        return indices, {}
-    numbers, heads = pairs.numbers(arena.storage), arena.kv_heads
-    by_tensor = [indices.clone(), indices.clone()]
-    scale = torch.ones((2, indices.numel()), device=indices.device)
-    for i, (which, tokens) in found.items():
-        block = slice(int(indptr[i * heads]), int(indptr[(i + 1) * heads]))
-        rows = pairs.code_rows(tokens, numbers.shape[1])
-        token = torch.arange(tokens, device=indices.device)
-        codes_at = entry_at(i, torch.arange(which * rows, (which + 1) * rows, device=token.device))
-        for tensor, entries in enumerate(by_tensor):
-            codes = numbers[codes_at + tensor * arena.value_offset].flatten(1)[:, :tokens]
-            place, by = pairs.decode(codes, token)
-            entries[block].view(heads, -1)[:, :tokens] = entry_at(i, 2 * rows + place)
-            scale[tensor, block].view(heads, -1)[:, :tokens] = by
-    beside = {"value_indices": by_tensor[1], "key_scale": scale[0], "value_scale": scale[1]}
-    return by_tensor[0], beside

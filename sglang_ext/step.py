@@ -11,21 +11,21 @@ from kvpolicy.sglang_ext.propagate import PropagateStep
 from kvpolicy.sglang_ext.resume import ResumeStep
 
 if TYPE_CHECKING:
-    from kvpolicy.sglang_ext.runtime import Runtime
+    from kvpolicy.sglang_ext.services import Services
 
 
 class Step:
     """The plugin's part in one forward; each part is None in a forward of another kind."""
 
-    def __init__(self, runtime: Runtime, batch: Any) -> None:
+    def __init__(self, services: Services, batch: Any) -> None:
         mode = batch.forward_mode
         extend = mode.is_extend()
         frame = Frame(batch) if extend else None
-        self.prefill = PrefillStep(runtime, batch, frame) if extend else None
-        self.resume = ResumeStep(runtime, batch, frame) if extend else None
+        self.prefill = PrefillStep(services, batch, frame) if extend else None
+        self.resume = ResumeStep(services, batch, frame) if extend else None
         propagates = extend and PropagateStep.wanted(batch)
-        self.propagate = PropagateStep(runtime, batch, frame, self.prefill) if propagates else None
-        self.decode = DecodeStep(runtime, batch) if mode.is_decode() else None
+        self.propagate = PropagateStep(services, batch, frame, self.prefill) if propagates else None
+        self.decode = DecodeStep(services, batch) if mode.is_decode() else None
 
     def finish(self) -> None:
         """After the forward: compress the prompts that ended in it, and fold."""

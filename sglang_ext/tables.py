@@ -17,7 +17,7 @@ from kvpolicy.sglang_ext.arena import Arena
 from kvpolicy.sglang_ext.streams import Streams
 
 if TYPE_CHECKING:
-    from kvpolicy.sglang_ext.store import Private
+    from kvpolicy.sglang_ext.private import Private
 
 
 class DeviceTables:

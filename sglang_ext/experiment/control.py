@@ -25,7 +25,7 @@ from kvpolicy.sglang_ext.catalog import Catalog
 from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.experiment.server import Server
-from kvpolicy.sglang_ext.variants import text_of
+from kvpolicy.sglang_ext.options import text_of
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from uuid import uuid4
 from kvpolicy.experiments.assignment import Reason
 from kvpolicy.experiments.experiment import NO_POLICY, Key
 from kvpolicy.sglang_ext import compat
+from kvpolicy.sglang_ext.allowed import Allowed
 from kvpolicy.sglang_ext.asked import ASSIGNED, POLICY, SET, named
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.options import ANY, LISTED, NOBODY
-from kvpolicy.sglang_ext.variants import Allowed
 
 HEADER = "x-kv-policy"  # of requests; answers have their facts in one of the same name
 _LONGEST_KEY = 1024  # characters that are hashed

@@ -18,7 +18,7 @@ from kvpolicy.sglang_ext.arena import create_arena
 from kvpolicy.sglang_ext.decode_step import DecodeStep
 from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.queries import QueryBuffer
-from kvpolicy.sglang_ext.runtime import Runtime
+from kvpolicy.sglang_ext.services import Services
 from kvpolicy.sglang_ext.tables import DeviceTables
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -72,8 +72,8 @@ class Step:
 
 
 @pytest.fixture
-def runtime():
-    made = Runtime(())
+def services():
+    made = Services(())
     made.arena = create_arena(LAYERS, SLOTS, KV_HEADS, SIZE, torch.float32, "cpu")
     made.arena.storage.normal_(generator=torch.Generator().manual_seed(0))
     made.tables = DeviceTables(made.arena, ROWS, SLOTS)
@@ -87,9 +87,9 @@ def capturing():
     capture_mode._set_capture_attention_variant(None)
 
 
-def going_on(runtime, **step):
-    runtime.step = SimpleNamespace(decode=Step(**step))
-    return runtime.step.decode
+def going_on(services, **step):
+    services.step = SimpleNamespace(decode=Step(**step))
+    return services.step.decode
 
 
 def decode(backend, requests=2, seed=1):
@@ -103,77 +103,77 @@ def decode(backend, requests=2, seed=1):
     return out
 
 
-def test_a_backend_stays_what_it_was(runtime):
-    backend = backends.attach(Stock(), "triton", runtime, HEADS, torch.float32)
+def test_a_backend_stays_what_it_was(services):
+    backend = backends.attach(Stock(), "triton", services, HEADS, torch.float32)
     assert isinstance(backend, Stock)
     assert type(backend).__name__ == "KVPolicyStock"
     assert backend.calls == []
 
 
-def test_plain_batches_and_warm_ups_are_the_stock_backends(runtime):
-    backend = backends.attach(Stock(), "triton", runtime, HEADS, torch.float32)
+def test_plain_batches_and_warm_ups_are_the_stock_backends(services):
+    backend = backends.attach(Stock(), "triton", services, HEADS, torch.float32)
     assert decode(backend).eq(1).all()  # SGLang's own batch, outside of any scheduled forward
-    going_on(runtime, reads=False)
+    going_on(services, reads=False)
     assert decode(backend).eq(1).all()
     assert backend.calls == ["forward_decode"] * 2
-    assert runtime.queries.written == []
+    assert services.queries.written == []
 
 
-def test_a_batch_that_reads_compressed_entries_takes_the_tables(runtime):
-    backend = backends.attach(Stock(), "triton", runtime, HEADS, torch.float32)
-    going_on(runtime, reads=True)
+def test_a_batch_that_reads_compressed_entries_takes_the_tables(services):
+    backend = backends.attach(Stock(), "triton", services, HEADS, torch.float32)
+    going_on(services, reads=True)
     assert not decode(backend).eq(1).any()
     assert backend.calls == []
-    assert runtime.queries.written == []
+    assert services.queries.written == []
 
 
 @pytest.mark.parametrize(
     ("name", "reads"), [("triton", False), ("triton", True), ("torch_native", False)]
 )
-def test_queries_are_noted_where_a_policy_will_read_them(runtime, name, reads):
-    backend = backends.attach(Stock(), name, runtime, HEADS, torch.float32)
-    going_on(runtime, reads=reads, notes=True)
+def test_queries_are_noted_where_a_policy_will_read_them(services, name, reads):
+    backend = backends.attach(Stock(), name, services, HEADS, torch.float32)
+    going_on(services, reads=reads, notes=True)
     out = decode(backend, requests=3)
     assert out.eq(1).all() == (name == "torch_native")
     q = torch.randn(3, HEADS, SIZE, generator=torch.Generator().manual_seed(1))
-    noted = runtime.queries.take([2, 0], 3)
+    noted = services.queries.take([2, 0], 3)
     assert noted.shape == (LAYERS, 2, HEADS, SIZE)
     assert torch.equal(noted[1], q[[2, 0]])
     assert noted[0].eq(0).all()  # layer 1 alone has been computed
 
 
-def test_a_capture_notes_queries_in_one_variant_and_where_replays_find_them(runtime, capturing):
-    backend = backends.attach(Stock(), "triton", runtime, HEADS, torch.float32)
+def test_a_capture_notes_queries_in_one_variant_and_where_replays_find_them(services, capturing):
+    backend = backends.attach(Stock(), "triton", services, HEADS, torch.float32)
     backend.init_cuda_graph_state(4, 4)
     capturing(graphs.PLAIN)
     decode(backend)
-    assert runtime.queries.take(range(4), 4).eq(0).all()
+    assert services.queries.take(range(4), 4).eq(0).all()
     capturing(graphs.COMPRESSED)
     decode(backend, requests=4)
-    captured = runtime.queries.take(range(4), 4)
+    captured = services.queries.take(range(4), 4)
     assert not captured[1].eq(0).any()
     capturing(None)
-    going_on(runtime, reads=False, notes=True)
+    going_on(services, reads=False, notes=True)
     decode(backend, requests=2, seed=2)  # a step that runs without a graph
-    noted = runtime.queries.take(range(4), 4)
+    noted = services.queries.take(range(4), 4)
     assert not noted[1, :2].eq(captured[1, :2]).any()
     assert torch.equal(noted[1, 2:], captured[1, 2:])
 
 
-def test_a_server_whose_policies_read_no_queries_notes_none(runtime, capturing):
-    runtime.queries = NotedQueries([load(str(POLICIES / "streamingllm.yaml")).require()])
-    backend = backends.attach(Stock(), "triton", runtime, HEADS, torch.float32)
+def test_a_server_whose_policies_read_no_queries_notes_none(services, capturing):
+    services.queries = NotedQueries([load(str(POLICIES / "streamingllm.yaml")).require()])
+    backend = backends.attach(Stock(), "triton", services, HEADS, torch.float32)
     backend.init_cuda_graph_state(4, 4)
     capturing(graphs.COMPRESSED)
     decode(backend)
-    assert runtime.queries.written == []
+    assert services.queries.written == []
 
 
-def test_a_capture_decides_for_its_variant_alone(runtime, capturing):
-    backend = backends.attach(Stock(), "triton", runtime, HEADS, torch.float32)
-    going_on(runtime, reads=True)
+def test_a_capture_decides_for_its_variant_alone(services, capturing):
+    backend = backends.attach(Stock(), "triton", services, HEADS, torch.float32)
+    going_on(services, reads=True)
     wanted = decode(backend)
-    runtime.step = None
+    services.step = None
     capturing(graphs.COMPRESSED)
     captured = decode(backend, requests=4)  # two rows of padding
     torch.testing.assert_close(captured[:2], wanted, atol=1e-6, rtol=1e-6)
@@ -184,7 +184,7 @@ def test_a_capture_decides_for_its_variant_alone(runtime, capturing):
     assert backend.calls == ["forward_decode"]
 
 
-def test_captured_batches_share_one_workspace(runtime, monkeypatch):
+def test_captured_batches_share_one_workspace(services, monkeypatch):
     from kvpolicy.kernels import decode_attention_triton as kernel
     from kvpolicy.kernels import decode_readers
 
@@ -195,8 +195,8 @@ def test_captured_batches_share_one_workspace(runtime, monkeypatch):
         return torch.zeros_like(q)
 
     monkeypatch.setattr(decode_readers, "decode_attention", noting)
-    backend = backends.attach(Stock(), "fa3", runtime, HEADS, torch.float32)
-    going_on(runtime, reads=True)
+    backend = backends.attach(Stock(), "fa3", services, HEADS, torch.float32)
+    going_on(services, reads=True)
     decode(backend)
     backend.init_cuda_graph_state(3, 7)
     for requests in (1, 3, 4):
@@ -211,7 +211,7 @@ def test_captured_batches_share_one_workspace(runtime, monkeypatch):
 
 
 def test_entries_are_counted_where_another_reader_was_measured(
-    runtime, monkeypatch, capturing, tmp_path
+    services, monkeypatch, capturing, tmp_path
 ):
     from kvpolicy.kernels import decode_readers, tuned
 
@@ -223,11 +223,11 @@ def test_entries_are_counted_where_another_reader_was_measured(
 
     monkeypatch.setattr(decode_readers, "decode_attention", noting)
     monkeypatch.setenv(tuned.FOLDER_VARIABLE, str(tmp_path))
-    backend = backends.attach(Stock(), "fa3", runtime, HEADS, torch.float32)
-    step = going_on(runtime, reads=True)
+    backend = backends.attach(Stock(), "fa3", services, HEADS, torch.float32)
+    step = going_on(services, reads=True)
     # Row 0 holds 3 and 5 entries of the layer in pages and a tail of 2, row 1 is plain.
     private = SimpleNamespace(tail_start=9, entries=lambda layer: [[1, 1], [3, 5]][layer])
-    holds = SimpleNamespace(_arena=runtime.arena, _lengths=[11, 4], _private={0: private})
+    holds = SimpleNamespace(_arena=services.arena, _lengths=[11, 4], _private={0: private})
     step.entries = partial(DecodeStep.entries, holds)
     choice = {"kernel": "decode_reader", "choice": {"reader": "fa3"}}
     choice["where"] = {"dtype": "float16", "head_dim": 64, "group": 2, "lists": 8, "entries": 9}
@@ -237,7 +237,7 @@ def test_entries_are_counted_where_another_reader_was_measured(
             text = json.dumps({"device": "cpu", "runs": runs})
             (tmp_path / "cpu.json").write_text(text)
             decode(backend)
-        runtime.step = None
+        services.step = None
         capturing(graphs.COMPRESSED)
         decode(backend)
     finally:
@@ -245,30 +245,30 @@ def test_entries_are_counted_where_another_reader_was_measured(
     assert given == [None, (3 + 5 + 2 * 2) + 2 * 4, None]
 
 
-def test_reads_of_the_table_of_slots_end_with_the_layers(runtime):
-    backend = backends.attach(Stock(), "flashinfer", runtime, HEADS, torch.float32)
+def test_reads_of_the_table_of_slots_end_with_the_layers(services):
+    backend = backends.attach(Stock(), "flashinfer", services, HEADS, torch.float32)
     assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.IN_REPLAY
-    going_on(runtime, reads=False)
+    going_on(services, reads=False)
     assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.IN_REPLAY
-    going_on(runtime, reads=True)
+    going_on(services, reads=True)
     assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.POST_REPLAY
-    runtime.step = SimpleNamespace(decode=None)  # a prefill
+    services.step = SimpleNamespace(decode=None)  # a prefill
     assert backend.shared_read_ends(ForwardMode.EXTEND) is SharedReadEnds.UNKNOWN
 
 
-def test_the_two_variants_are_two_graphs(runtime):
+def test_the_two_variants_are_two_graphs(services):
     graph_runner = object.__new__(DecodeCudaGraphRunner)
-    graph_runner.attention_graph_variants = variants = graphs.GraphVariants(runtime)
-    going_on(runtime, reads=False)
+    graph_runner.attention_graph_variants = variants = graphs.GraphVariants(services)
+    going_on(services, reads=False)
     plain = graph_runner._resolve_attention_variant(None, 2)
-    going_on(runtime, reads=True)
+    going_on(services, reads=True)
     compressed = graph_runner._resolve_attention_variant(None, 2)
     keys = {graph_runner._make_graph_key(2, attention_variant=v) for v in (plain, compressed)}
     assert len(keys) == 2
     assert set(variants.capture_labels) == {plain, compressed}
 
 
-def test_the_stock_graph_of_a_batch_size_is_captured_last(runtime):
+def test_the_stock_graph_of_a_batch_size_is_captured_last(services):
     """FlashInfer plans every replay in the buffers of the last capture of its batch size."""
     from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
@@ -282,7 +282,7 @@ def test_the_stock_graph_of_a_batch_size_is_captured_last(runtime):
     assert graphs.GraphVariants.capture_labels[-1] == graphs.PLAIN
 
 
-def test_graphs_without_the_variant_are_refused(runtime):
+def test_graphs_without_the_variant_are_refused(services):
     def runner(sizes, variants):
         graph_runner = SimpleNamespace(attention_graph_variants=variants)
         return SimpleNamespace(
@@ -290,16 +290,16 @@ def test_graphs_without_the_variant_are_refused(runtime):
         )
 
     graphs.verify(runner([], None))  # nothing was captured
-    graphs.verify(runner([1, 2], graphs.GraphVariants(runtime)))
+    graphs.verify(runner([1, 2], graphs.GraphVariants(services)))
     with pytest.raises(Refused, match=r"without one that reads compressed entries; .*\.$"):
         graphs.verify(runner([1, 2], None))
 
 
-def test_a_batch_that_notes_queries_replays_the_graph_that_does(runtime):
-    variants = graphs.GraphVariants(runtime)
-    going_on(runtime, reads=False, notes=True)
+def test_a_batch_that_notes_queries_replays_the_graph_that_does(services):
+    variants = graphs.GraphVariants(services)
+    going_on(services, reads=False, notes=True)
     assert variants.select(None) == graphs.COMPRESSED
-    going_on(runtime, reads=False)
+    going_on(services, reads=False)
     assert variants.select(None) == graphs.PLAIN
 
 

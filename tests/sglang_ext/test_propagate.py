@@ -389,11 +389,10 @@ def test_other_models_are_refused_by_class():
     pytest.importorskip("sglang")
     from kvpolicy.sglang_ext import layers
     from kvpolicy.sglang_ext.errors import Refused
+    from kvpolicy.sglang_ext.services import Services
 
-    served = {"fastkv": SimpleNamespace(bound=SimpleNamespace(propagates=True))}
-    runtime = SimpleNamespace(served=served)
     with pytest.raises(Refused, match=r"`fastkv` .*Qwen2 and Qwen3; the model's class is Other\.$"):
-        layers.wrap(runtime, SimpleNamespace(model=Other(), lora_manager=None))
+        layers.wrap(Services(()), SimpleNamespace(model=Other(), lora_manager=None), ["fastkv"])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fake_allocator import Allocator
 from kvpolicy.sglang_ext.arena import create_arena
-from kvpolicy.sglang_ext.runtime import Runtime
+from kvpolicy.sglang_ext.services import Services
 from kvpolicy.sglang_ext.store import Store
 from kvpolicy.sglang_ext.streams import Streams
 
@@ -126,16 +126,16 @@ def test_what_a_request_gives_up_is_given_up_on_the_schedulers_stream(device):
         def unlock(self, lock):
             device.note("unlock")
 
-    runtime = Runtime(())
-    runtime.streams.bind(device)
-    runtime.tree = Tree()
+    services = Services(())
+    services.streams.bind(device)
+    services.tree = Tree()
     kv = SimpleNamespace(cache_protected_len=7, req_pool_idx=1)
     request = SimpleNamespace(kv=kv, lock=object(), skip_radix_cache_insert=False)
     private = SimpleNamespace(tail_start=20)
     state = SimpleNamespace(published=False, detached=False, private=private)
-    runtime.detach(request, state)
+    services.detach(request, state)
     assert device.taken() == []
     state.published = True
-    runtime.detach(request, state)
+    services.detach(request, state)
     assert device.taken() == ordered("free [(7, 20)]", "unlock")
     assert Tree.req_to_token_pool.req_to_token[1].sum() == 10

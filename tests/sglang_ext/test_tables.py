@@ -10,7 +10,7 @@ from kvpolicy.kernels.decode_attention import decode_attention
 from kvpolicy.kernels.paged_attention import paged_attention
 from kvpolicy.sglang_ext.arena import create_arena
 from kvpolicy.sglang_ext.lists import Lists
-from kvpolicy.sglang_ext.share import Shared
+from kvpolicy.sglang_ext.shared import Shared
 from kvpolicy.sglang_ext.store import Store
 from kvpolicy.sglang_ext.tables import DeviceTables
 
@@ -171,7 +171,8 @@ def test_tables_are_written_before_the_forward():
 
     store, tables = make()
     runtime = Runtime(())
-    runtime.store, runtime.tables, runtime.arena = store, tables, store.arena
+    services = runtime.services
+    services.store, services.tables, services.arena = store, tables, store.arena
     fill(store, 1, counts_of(1))
     mode = SimpleNamespace(is_extend=lambda: False, is_decode=lambda: False)
     seen = []

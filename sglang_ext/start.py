@@ -1,0 +1,139 @@
+"""The start of a scheduler: everything is verified, policies are bound, kernels compiled."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from kvpolicy.dsl.bind import Bound
+from kvpolicy.sglang_ext import backend as backends
+from kvpolicy.sglang_ext import compat, graphs, layers, options, refusals
+from kvpolicy.sglang_ext.arena import Arena
+from kvpolicy.sglang_ext.changes import Changes
+from kvpolicy.sglang_ext.errors import Refused
+from kvpolicy.sglang_ext.metrics import Metrics
+from kvpolicy.sglang_ext.options import Policy
+from kvpolicy.sglang_ext.request import Served
+from kvpolicy.sglang_ext.rotary import of_model
+from kvpolicy.sglang_ext.runtime import Runtime
+from kvpolicy.sglang_ext.served import ServedPolicies
+from kvpolicy.sglang_ext.services import Services
+from kvpolicy.sglang_ext.variants import Variants
+
+logger = logging.getLogger(__name__)
+
+
+def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
+    """Verify everything, bind the policies to the model and compile what they need.
+
+    Args:
+        scheduler: SGLang's, with its model loaded.
+        targets: what hooks were registered on.
+
+    Raises:
+        Refused: the server cannot serve what it was asked for.
+    """
+    verify(runtime, scheduler, targets)
+    services, runner = runtime.services, scheduler.tp_worker.model_runner
+    services.streams.bind(scheduler)
+    shape = refusals.model_shape(scheduler.model_config)
+    refusals.check_layers(compat.attention_layers(runner.model), shape)
+    if any(policy.program.positions == "slots" for policy in runtime.asked_for):
+        services.rotary = of_model(runner.model)
+
+    def make(policy: Policy, bound: Bound) -> Served:
+        return Served(policy, bound, services.arena, services.store.allocator.page_size)
+
+    served = [_served(policy, make(policy, policy.bind(shape))) for policy in runtime.asked_for]
+    names = [each.name for each in served]
+    resolved = compat.resolved(scheduler.server_args)
+    propagating = [each.name for each in served if each.bound.propagates]
+    if propagating:
+        layers.wrap(services, runner, propagating)
+        runtime.one_piece = options.one_piece(resolved.chunked_prefill_size)
+    metrics = Metrics(compat.metric_labels(scheduler), names)
+    services.start(metrics, runtime.max_failures)
+    within = _within(services, make)
+    runtime.policies = ServedPolicies(served, Variants(shape, within), metrics)
+    captured = compat.captured_requests(resolved)
+    runtime.changes = Changes(services, runtime.policies, runner, shape, within, captured)
+
+
+def _served(policy: Policy, served: Served) -> Served:
+    """A policy of the start, compiled and announced."""
+    started = time.perf_counter()
+    _warm(served, policy)
+    params = ", ".join(f"{k}={_shown(v)}" for k, v in served.bound.params.items())
+    logger.info(
+        "KV-cache policy %s (%s): %s. digest=%s, ready in %.1f s",
+        policy.name,
+        policy.path,
+        params or "no parameters",
+        served.bound.digest[:12],
+        time.perf_counter() - started,
+    )
+    return served
+
+
+def _within(
+    services: Services, make: Callable[[Policy, Bound], Served]
+) -> Callable[[Policy, Bound], Served]:
+    """Makes policies that need nothing but what was prepared when the server started."""
+
+    def within(policy: Policy, bound: Bound) -> Served:
+        if bound.propagates and not services.layers:
+            raise Refused("tokens would leave the prefill, and this server is not prepared for it")
+        served = make(policy, bound)
+        _warm(served, policy)
+        return served
+
+    return within
+
+
+def _warm(served: Served, policy: Policy) -> None:
+    try:
+        served.warm()
+    except Exception as error:
+        logger.exception("Compilation of kernels failed.")
+        what = f"its kernels cannot be compiled: {type(error).__name__}: {error}"
+        help_ = "--kv-policy-kernels torch serves it without them"
+        raise Refused(f"{policy.option}: {what}; {help_}") from error
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{float(value):g}"
+
+
+def verify(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
+    """Refuse to serve unless every part of the plugin is in place.
+
+    Args:
+        targets: what hooks were registered on.
+
+    Raises:
+        Refused: says what is missing.
+    """
+    refusals.check_version()
+    refusals.check_options(compat.resolved(scheduler.server_args))
+    refusals.check_model(scheduler.model_config)
+    missing = [target for target in targets if not compat.is_applied(target)]
+    if missing:
+        raise Refused(f"--kv-policy: SGLang did not apply the hooks on {', '.join(missing)}.")
+    runner = scheduler.tp_worker.model_runner
+    _verify_arena(runtime.services.arena, runner.token_to_kv_pool)
+    used = compat.backends_in_use(runner)
+    if any(backend.forward_decode.__module__ != backends.__name__ for backend in used):
+        raise Refused("--kv-policy: the attention backend was replaced after it was made.")
+    graphs.verify(runner)
+
+
+def _verify_arena(arena: Arena, pool: Any) -> None:
+    for layer, (k, v) in enumerate(zip(pool.k_buffer, pool.v_buffer, strict=True)):
+        keys, values = arena.storage[layer]
+        if k.data_ptr() != keys.data_ptr() or v.data_ptr() != values.data_ptr():
+            raise Refused("--kv-policy: the KV pool is not in the memory laid out for policies.")
+    if arena.storage.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise Refused(f"--kv-cache-dtype {arena.storage.dtype} is not served with --kv-policy.")
