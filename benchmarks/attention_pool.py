@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from cases import Model
-from kvpolicy.kernels.tables import Tables
+from kvpolicy.kernels.entries.tables import Tables
 
 # Layers in the pool: enough that pages of one layer lie in the rows of another.
 LAYERS = 2

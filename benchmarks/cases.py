@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
-from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.ir.nodes import ModelShape
 from timing import Clock, Times
 
 
@@ -76,7 +76,7 @@ class Tuning:
     """What a file of measured choices says of a case whose calls differ in the values of knobs.
 
     Attributes:
-        kernel: its name in `kvpolicy.kernels.tuned.KERNELS`.
+        kernel: its name in `kvpolicy.kernels.launch.tuned.KERNELS`.
         where: the sizes that are named there.
         knobs: of each call but the first, which takes the wrapper's own values.
         called: whether the times as called decide, not those of the kernels alone.

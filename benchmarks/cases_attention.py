@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from attention_pool import LAYERS, PAGE, TAIL, Cache
 from cases import Bench, Case, Planned, Target, within
-from kvpolicy.kernels import paged_attention_fa3, paged_attention_flashinfer
-from kvpolicy.kernels.decode_attention_triton import decode_attention
+from kvpolicy.kernels.attention import paged_attention_fa3, paged_attention_flashinfer
+from kvpolicy.kernels.attention.decode_attention_triton import decode_attention
 from timing import Times
 
 # A pool that holds the whole cache is built up to this size.

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from cases import Bench, Case, Planned
 from cases_scoring import OURS, PROGRAM, Watched
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.torch_across import known_before
-from kvpolicy.dsl.torch_evaluate import Evaluation
-from kvpolicy.dsl.torch_kernels import NONE, Entries, Kernels
-from kvpolicy.dsl.torch_steps import Steps
-from kvpolicy.dsl.torch_values import Frame, Value
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.across import known_before
+from kvpolicy.dsl.execute.evaluate import Evaluation
+from kvpolicy.dsl.execute.kernels import NONE, Entries, Kernels
+from kvpolicy.dsl.execute.steps import Steps
+from kvpolicy.dsl.execute.values import Frame, Value
 from kvpolicy.kernels.table import TRITON
 
 # Steps between two folds, and the share of the positions that a KV head holds.

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 import torch
 from cases import Bench, Case, Model, Planned, Target
-from kvpolicy.kernels import compact_layers as reference
-from kvpolicy.kernels import settle as settle_reference
-from kvpolicy.kernels.compact_layers_triton import compact_layers
-from kvpolicy.kernels.gather_triton import gather
-from kvpolicy.kernels.place_triton import place
-from kvpolicy.kernels.rows_triton import put_rows, take_rows
-from kvpolicy.kernels.select import ABSENT
-from kvpolicy.kernels.select import top as torch_top
-from kvpolicy.kernels.settle_triton import settle
+from kvpolicy.kernels.entries import compact_layers as reference
+from kvpolicy.kernels.entries import settle as settle_reference
+from kvpolicy.kernels.entries.compact_layers_triton import compact_layers
+from kvpolicy.kernels.entries.gather_triton import gather
+from kvpolicy.kernels.entries.place_triton import place
+from kvpolicy.kernels.entries.rows_triton import put_rows, take_rows
+from kvpolicy.kernels.entries.settle_triton import settle
+from kvpolicy.kernels.entries.tables import Tables
+from kvpolicy.kernels.scoring.select import ABSENT
+from kvpolicy.kernels.scoring.select import top as torch_top
 from kvpolicy.kernels.table import TRITON
-from kvpolicy.kernels.tables import Tables
 
 OURS, TORCH = "ours", "torch, the reference"
 # Entries per layer and KV head, of how many; the size of the target.

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 import torch
 from cases import Bench, Case, Model, Planned, within
 from cases_scoring import OURS, PROGRAM, Watched, scores
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.torch_kernels import NONE, Kernels, Slots
-from kvpolicy.dsl.torch_program import TorchProgram
-from kvpolicy.dsl.torch_run import Run
-from kvpolicy.kernels import merge_rows as reference_rows
-from kvpolicy.kernels import nearest as reference
-from kvpolicy.kernels.merge_rows_triton import merge_rows
-from kvpolicy.kernels.nearest_triton import nearest
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.kernels import NONE, Kernels, Slots
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.execute.run import Run
+from kvpolicy.kernels.merging import merge_rows as reference_rows
+from kvpolicy.kernels.merging import nearest as reference
+from kvpolicy.kernels.merging.merge_rows_triton import merge_rows
+from kvpolicy.kernels.merging.nearest_triton import nearest
 from kvpolicy.kernels.table import TRITON
 
 # Longest prompts for which float64 over all pairs, and torch in the model's dtype, are waited for.

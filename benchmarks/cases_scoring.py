@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from cases import Bench, Case, Model, Planned, Target
-from kvpolicy.dsl.bind import Bound, bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.library import read_source
-from kvpolicy.dsl.source import Source
-from kvpolicy.dsl.torch_kernels import NONE, Kernels, Slots
-from kvpolicy.dsl.torch_program import TorchProgram
-from kvpolicy.dsl.torch_run import Run
+from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.kernels import NONE, Kernels, Slots
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.execute.run import Run
+from kvpolicy.dsl.syntax.library import read_source
+from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.table import TRITON
 from timing import Times
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from cases import Bench, Case, Planned, within
-from kvpolicy.kernels import order, over_layers, spread
+from kvpolicy.kernels.scoring import order, over_layers, spread
 from kvpolicy.kernels.table import TRITON
 
 OURS, TORCH = "ours", "torch, the reference"

@@ -19,11 +19,15 @@ from cases import Bench, Case, Planned, Tuning, within
 from cases_attention import checked, exact, ours
 from cases_scoring import OURS, Prompt, bound, observed, off, scores
 from cases_tuning_moves import ALL, TOPIC, Knobs, named
-from kvpolicy.dsl.torch_program import TorchProgram
-from kvpolicy.kernels import decode_attention_triton, decode_readers, paged_attention_triton
-from kvpolicy.kernels.paged_attention_tiles_triton import Tile
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.kernels.attention import (
+    decode_attention_triton,
+    decode_readers,
+    paged_attention_triton,
+)
+from kvpolicy.kernels.attention.paged_attention_tiles_triton import Tile
+from kvpolicy.kernels.launch.tuned import plain
 from kvpolicy.kernels.table import TRITON
-from kvpolicy.kernels.tuned import plain
 from triton.runtime.errors import OutOfResources
 
 # Tokens and requests of each decode case.

@@ -11,22 +11,22 @@ from cases import Bench, Case, Tuning, within
 from cases_memory import TAIL, Fold, bits, prompt_of, sort_keys
 from cases_merging import links_of, lists_of
 from cases_scoring import OURS
-from kvpolicy.kernels import compact_layers as reference_compaction
-from kvpolicy.kernels import gather as reference_gather
-from kvpolicy.kernels import merge_rows as reference_rows
-from kvpolicy.kernels import nearest as reference_nearest
-from kvpolicy.kernels import place as reference_place
-from kvpolicy.kernels import settle as reference_settle
-from kvpolicy.kernels.compact_layers_triton import compact_layers
-from kvpolicy.kernels.gather_triton import gather
-from kvpolicy.kernels.merge_rows_triton import merge_rows
-from kvpolicy.kernels.nearest_triton import nearest
-from kvpolicy.kernels.place_triton import place
-from kvpolicy.kernels.rows_triton import put_rows, take_rows
-from kvpolicy.kernels.select import top as reference_top
-from kvpolicy.kernels.select_triton import top
-from kvpolicy.kernels.settle_triton import settle
-from kvpolicy.kernels.tuned import plain
+from kvpolicy.kernels.entries import compact_layers as reference_compaction
+from kvpolicy.kernels.entries import gather as reference_gather
+from kvpolicy.kernels.entries import place as reference_place
+from kvpolicy.kernels.entries import settle as reference_settle
+from kvpolicy.kernels.entries.compact_layers_triton import compact_layers
+from kvpolicy.kernels.entries.gather_triton import gather
+from kvpolicy.kernels.entries.place_triton import place
+from kvpolicy.kernels.entries.rows_triton import put_rows, take_rows
+from kvpolicy.kernels.entries.settle_triton import settle
+from kvpolicy.kernels.launch.tuned import plain
+from kvpolicy.kernels.merging import merge_rows as reference_rows
+from kvpolicy.kernels.merging import nearest as reference_nearest
+from kvpolicy.kernels.merging.merge_rows_triton import merge_rows
+from kvpolicy.kernels.merging.nearest_triton import nearest
+from kvpolicy.kernels.scoring.select import top as reference_top
+from kvpolicy.kernels.scoring.select_triton import top
 
 TOPIC = "tuning"
 

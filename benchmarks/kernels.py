@@ -43,8 +43,8 @@ import pictures
 import report
 import tuned_file
 from cases import Bench, Case, Model, Planned
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.kernels import tuned
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.kernels.launch import tuned
 from timing import Clock, Times
 from tqdm import tqdm
 

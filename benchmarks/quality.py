@@ -23,7 +23,7 @@ from pathlib import Path
 import quality_layers
 import quality_tables as tables
 import report
-from kvpolicy.dsl.library import shipped
+from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.evaluation.records import FULL, Record
 from kvpolicy.evaluation.reporting import report as pages
 from kvpolicy.evaluation.reporting import results

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import report
-from kvpolicy.dsl.library import POLICIES
+from kvpolicy.dsl.syntax.library import POLICIES
 from kvpolicy.evaluation.questions import catalog
 from kvpolicy.evaluation.reporting.summary_text import percent
 from kvpolicy.evaluation.serving import Server, serve

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvpolicy.dsl.library import POLICIES
+from kvpolicy.dsl.syntax.library import POLICIES
 from kvpolicy.evaluation import records
 from kvpolicy.evaluation.records import FULL
 from quality_orderings import LOOSER, WIDE, early

@@ -29,8 +29,8 @@ import numpy as np
 import pictures
 import report
 import requests
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.library import read_source
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.syntax.library import read_source
 from kvpolicy.evaluation.asking.facts import held, lists_of
 from kvpolicy.evaluation.serving import Server, has_gpu, serve
 from serving_report import STOCK, text

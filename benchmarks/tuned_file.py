@@ -14,7 +14,7 @@ from pathlib import Path
 
 import report
 import torch
-from kvpolicy.kernels import tuned
+from kvpolicy.kernels.launch import tuned
 
 
 def chosen(case: dict) -> dict:

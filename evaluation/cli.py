@@ -7,8 +7,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from kvpolicy.dsl import cli
-from kvpolicy.dsl.cli import Command
+from kvpolicy.dsl.tools import cli
+from kvpolicy.dsl.tools.cli import Command
 
 # Packages that `check` and other commands of dsl/ do without.
 _OPTIONAL = ("matplotlib", "numpy", "requests", "tqdm", "transformers")

@@ -14,8 +14,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from kvpolicy.dsl.commands import bound_policy, execute
-from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.tools.commands import bound_policy, execute
 from record import record
 
 sys.path.insert(0, str(Path(__file__).parent / "train"))

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpolicy.dsl.cli import format_files
-from kvpolicy.dsl.diagnostics import PolicyError, refused, render_all
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, render_all
+from kvpolicy.dsl.tools.cli import format_files
 
 if TYPE_CHECKING:
     from kvpolicy.experiments.experiment import Experiment

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import yaml
-from kvpolicy.dsl.comments import Comment, find_comments
-from kvpolicy.dsl.diagnostics import Diagnostic, PolicyError
-from kvpolicy.dsl.source import Source
-from kvpolicy.dsl.yaml_nodes import Mapping, Node, Scalar
-from kvpolicy.dsl.yaml_nodes import Sequence as NodeList
+from kvpolicy.dsl.syntax.comments import Comment, find_comments
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError
+from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.syntax.yaml_nodes import Mapping, Node, Scalar
+from kvpolicy.dsl.syntax.yaml_nodes import Sequence as NodeList
 from kvpolicy.experiments.form import FILE, Field
 from kvpolicy.experiments.parse import nodes
 from kvpolicy.experiments.quantities import (

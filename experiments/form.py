@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpolicy.dsl.yaml_nodes import Kind
+from kvpolicy.dsl.syntax.yaml_nodes import Kind
 from kvpolicy.experiments.metrics import METRICS
 
 EXPERIMENT = Kind("an experiment file", "experiments", "experiment: my-name")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from kvpolicy.dsl.diagnostics import listed
+from kvpolicy.dsl.syntax.diagnostics import listed
 from kvpolicy.experiments import words
 from kvpolicy.experiments.experiment import NO_POLICY
 from kvpolicy.experiments.lifecycle import State

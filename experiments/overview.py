@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from kvpolicy.dsl.diagnostics import PolicyError, listed, refused
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, listed, refused
 from kvpolicy.experiments import reading
 from kvpolicy.experiments.analysis import WORST, Analysis, pooled
 from kvpolicy.experiments.experiment import Experiment

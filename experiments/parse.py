@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvpolicy.dsl.blocks import TRUTHS, Block, Item, read_block, whole
-from kvpolicy.dsl.diagnostics import Diagnostic, did_you_mean, listed
-from kvpolicy.dsl.source import Source, Span
-from kvpolicy.dsl.yaml_nodes import Mapping, Node, Scalar, read_yaml
-from kvpolicy.dsl.yaml_nodes import Sequence as NodeList
+from kvpolicy.dsl.syntax.blocks import TRUTHS, Block, Item, read_block, whole
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic, did_you_mean, listed
+from kvpolicy.dsl.syntax.source import Source, Span
+from kvpolicy.dsl.syntax.yaml_nodes import Mapping, Node, Scalar, read_yaml
+from kvpolicy.dsl.syntax.yaml_nodes import Sequence as NodeList
 from kvpolicy.experiments.experiment import Key
 from kvpolicy.experiments.form import (
     EXPERIMENT,

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.dsl.blocks import Block, Item
-from kvpolicy.dsl.diagnostics import Diagnostic, PolicyError, did_you_mean, in_order, listed
-from kvpolicy.dsl.library import read_file
-from kvpolicy.dsl.source import Source, Span
+from kvpolicy.dsl.syntax.blocks import Block, Item
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, did_you_mean, in_order, listed
+from kvpolicy.dsl.syntax.library import read_file
+from kvpolicy.dsl.syntax.source import Source, Span
 from kvpolicy.experiments.experiment import (
     DEFAULT_TARGETING_KEY,
     NO_POLICY,

@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from kvpolicy.dsl.diagnostics import PolicyError, refused
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
 
 PATH = "/kv_policy/experiment"
 PATIENCE = 20  # seconds without an answer

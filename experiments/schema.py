@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpolicy.dsl.schema import as_text, document, mapping
+from kvpolicy.dsl.syntax.schema import as_text, document, mapping
 from kvpolicy.experiments.form import FILE, MAX_ARMS, MAX_ITEMS, MAX_NAME, NAME, PARAMETER, PLACE
 from kvpolicy.experiments.form import Field as Key
 from kvpolicy.experiments.metrics import METRICS

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.experiments.lifecycle import State
 from kvpolicy.experiments.replica import Declined, Replica
 

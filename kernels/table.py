@@ -1,17 +1,15 @@
-"""The kernels that a policy's program may use on a GPU, by the names of `dsl/torch_kernels.py`."""
+"""The kernels of a policy's program on a GPU, by the names of `dsl/execute/kernels.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpolicy.kernels import (
+from kvpolicy.kernels.merging import merge_rows_triton, nearest_triton, share_triton
+from kvpolicy.kernels.scoring import (
     generated,
-    merge_rows_triton,
-    nearest_triton,
     order_triton,
     over_layers_triton,
     select_triton,
-    share_triton,
     split_triton,
     spread_triton,
 )

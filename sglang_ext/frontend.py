@@ -12,11 +12,11 @@ from contextlib import aclosing
 from typing import Any
 
 from kvpolicy.experiments.experiment import NO_POLICY
-from kvpolicy.sglang_ext import compat
-from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.experiment.raw import RAW
 from kvpolicy.sglang_ext.experiment.server import Server, assigned_to, facts_of
 from kvpolicy.sglang_ext.experiment.traffic import HEADER
+from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face.errors import Refused
 
 KEY = "kv_policy"  # in an answer's meta_info
 MOST_CHOICES = 8  # of an answer, whose facts its header holds

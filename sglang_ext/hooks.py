@@ -8,27 +8,20 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from kvpolicy.sglang_ext import (
-    asked,
-    compat,
-    force,
-    graphs,
-    host,
-    internal,
-    options,
-    propagate,
-    refusals,
-    reserved,
-)
-from kvpolicy.sglang_ext import backend as backends
-from kvpolicy.sglang_ext.arena import create_arena
-from kvpolicy.sglang_ext.errors import Refused
+from kvpolicy.sglang_ext.attention import backend as backends
+from kvpolicy.sglang_ext.attention import graphs
+from kvpolicy.sglang_ext.face import asked, compat, host, options, refusals
+from kvpolicy.sglang_ext.face.errors import Refused
+from kvpolicy.sglang_ext.forward import propagate
+from kvpolicy.sglang_ext.forward.services import Services
+from kvpolicy.sglang_ext.memory.arena import create_arena
+from kvpolicy.sglang_ext.memory.set_aside import SetAside
+from kvpolicy.sglang_ext.memory.store import Store
+from kvpolicy.sglang_ext.memory.tables import DeviceTables
+from kvpolicy.sglang_ext.request import force, internal
 from kvpolicy.sglang_ext.runtime import Runtime
-from kvpolicy.sglang_ext.services import Services
-from kvpolicy.sglang_ext.set_aside import SetAside
+from kvpolicy.sglang_ext.serving import reserved
 from kvpolicy.sglang_ext.start import start
-from kvpolicy.sglang_ext.store import Store
-from kvpolicy.sglang_ext.tables import DeviceTables
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvpolicy.sglang_ext.errors import Refused
+from kvpolicy.sglang_ext.face.errors import Refused
 
 WORKER_APP = "kvpolicy.sglang_ext.worker:app"
 
@@ -23,10 +23,10 @@ _command_line = False  # whether SGLang has parsed one in this process
 
 def register() -> None:
     """Add the command line options; with policies given, install what this process needs."""
-    from kvpolicy.sglang_ext import compat
+    from kvpolicy.sglang_ext.face import compat
 
     try:
-        from kvpolicy.sglang_ext import options
+        from kvpolicy.sglang_ext.face import options
 
         compat.register(compat.ADD_CLI_ARGS, _add_cli_args, "after")
         compat.register(compat.FROM_CLI_ARGS, _from_cli_args, "after")
@@ -58,7 +58,7 @@ def _stop(error: Exception, *, command_line: bool) -> BaseException:
 
 
 def _install(paths: list[str], settings: list[str]) -> None:
-    from kvpolicy.sglang_ext import compat, options, refusals
+    from kvpolicy.sglang_ext.face import compat, options, refusals
 
     refusals.check_version()
     if compat.in_scheduler():
@@ -78,7 +78,7 @@ def _install(paths: list[str], settings: list[str]) -> None:
 
 def _add_cli_args(result: Any, parser: ArgumentParser, *args: Any, **kwargs: Any) -> None:
     """After ServerArgs.add_cli_args, which SGLang may call more than once on a parser."""
-    from kvpolicy.sglang_ext import options
+    from kvpolicy.sglang_ext.face import options
 
     if "--kv-policy" not in parser._option_string_actions:
         options.add_arguments(parser)
@@ -86,8 +86,8 @@ def _add_cli_args(result: Any, parser: ArgumentParser, *args: Any, **kwargs: Any
 
 def _from_cli_args(result: Any, cls: type, arguments: Namespace, *args: Any) -> None:
     """After ServerArgs.from_cli_args: check the policies before anything is loaded."""
-    from kvpolicy.sglang_ext import compat, options, refusals
     from kvpolicy.sglang_ext.experiment import loading
+    from kvpolicy.sglang_ext.face import compat, options, refusals
 
     global _command_line
     _command_line = True
@@ -108,7 +108,7 @@ def _from_cli_args(result: Any, cls: type, arguments: Namespace, *args: Any) -> 
 
 def _after_publish(result: Any, server_args: Any, *, role: str, **kwargs: Any) -> None:
     """After runtime_context.publish in the launcher: options are resolved, nothing is loaded."""
-    from kvpolicy.sglang_ext import compat, options, refusals
+    from kvpolicy.sglang_ext.face import compat, options, refusals
 
     if role != "tokenizer":
         return
@@ -140,13 +140,14 @@ def _serve_clients(policies: Sequence[Any], config: Any, workers: int) -> None:
         config: SGLang's model config.
         workers: processes that talk to clients.
     """
-    from kvpolicy.sglang_ext import compat, frontend, options, refusals
-    from kvpolicy.sglang_ext.allowed import Allowed
-    from kvpolicy.sglang_ext.catalog import Catalog
+    from kvpolicy.sglang_ext import frontend
     from kvpolicy.sglang_ext.experiment import loading
     from kvpolicy.sglang_ext.experiment.control import Control
     from kvpolicy.sglang_ext.experiment.server import Server
     from kvpolicy.sglang_ext.experiment.traffic import Traffic
+    from kvpolicy.sglang_ext.face import compat, options, refusals
+    from kvpolicy.sglang_ext.serving.allowed import Allowed
+    from kvpolicy.sglang_ext.serving.catalog import Catalog
 
     live = loading.live(policies, workers)
     catalog = Catalog(policies, refusals.model_sizes(config), config.context_len)

@@ -22,19 +22,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvpolicy.sglang_ext import admission, asked, compat, internal, kept, request
-from kvpolicy.sglang_ext.changes import Changes
 from kvpolicy.sglang_ext.experiment.raw import Raw
-from kvpolicy.sglang_ext.failures import ADMISSION
-from kvpolicy.sglang_ext.force import Forcing
-from kvpolicy.sglang_ext.notes import Notes
-from kvpolicy.sglang_ext.options import Policy
-from kvpolicy.sglang_ext.propagation import Progress
-from kvpolicy.sglang_ext.reasons import Reason
-from kvpolicy.sglang_ext.request import State, iterate_finishing, state_of
-from kvpolicy.sglang_ext.served import ServedPolicies
-from kvpolicy.sglang_ext.services import Services
-from kvpolicy.sglang_ext.step import Step
+from kvpolicy.sglang_ext.face import asked, compat
+from kvpolicy.sglang_ext.face.options import Policy
+from kvpolicy.sglang_ext.forward.failures import ADMISSION
+from kvpolicy.sglang_ext.forward.services import Services
+from kvpolicy.sglang_ext.forward.step import Step
+from kvpolicy.sglang_ext.report import kept
+from kvpolicy.sglang_ext.request import admission, internal, request
+from kvpolicy.sglang_ext.request.force import Forcing
+from kvpolicy.sglang_ext.request.notes import Notes
+from kvpolicy.sglang_ext.request.propagation import Progress
+from kvpolicy.sglang_ext.request.reasons import Reason
+from kvpolicy.sglang_ext.request.request import State, iterate_finishing, state_of
+from kvpolicy.sglang_ext.serving.changes import Changes
+from kvpolicy.sglang_ext.serving.served import ServedPolicies
 
 
 class Runtime:

@@ -8,20 +8,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from kvpolicy.dsl.bind import Bound
-from kvpolicy.sglang_ext import backend as backends
-from kvpolicy.sglang_ext import compat, graphs, layers, options, refusals
-from kvpolicy.sglang_ext.arena import Arena
-from kvpolicy.sglang_ext.changes import Changes
-from kvpolicy.sglang_ext.errors import Refused
-from kvpolicy.sglang_ext.metrics import Metrics
-from kvpolicy.sglang_ext.options import Policy
-from kvpolicy.sglang_ext.request import Served
-from kvpolicy.sglang_ext.rotary import of_model
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.sglang_ext.attention import backend as backends
+from kvpolicy.sglang_ext.attention import graphs
+from kvpolicy.sglang_ext.face import compat, options, refusals
+from kvpolicy.sglang_ext.face.errors import Refused
+from kvpolicy.sglang_ext.face.options import Policy
+from kvpolicy.sglang_ext.forward import layers
+from kvpolicy.sglang_ext.forward.rotary import of_model
+from kvpolicy.sglang_ext.forward.services import Services
+from kvpolicy.sglang_ext.memory.arena import Arena
+from kvpolicy.sglang_ext.report.metrics import Metrics
+from kvpolicy.sglang_ext.request.request import Served
 from kvpolicy.sglang_ext.runtime import Runtime
-from kvpolicy.sglang_ext.served import ServedPolicies
-from kvpolicy.sglang_ext.services import Services
-from kvpolicy.sglang_ext.variants import Variants
+from kvpolicy.sglang_ext.serving.changes import Changes
+from kvpolicy.sglang_ext.serving.served import ServedPolicies
+from kvpolicy.sglang_ext.serving.variants import Variants
 
 logger = logging.getLogger(__name__)
 

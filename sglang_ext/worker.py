@@ -3,7 +3,7 @@
 SGLang loads no plugins there, so what clients are told about policies would be missing.
 """
 
-from kvpolicy.sglang_ext import compat
+from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.frontend import FactsHeader
 
 app = compat.worker_app()

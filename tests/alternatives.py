@@ -18,7 +18,7 @@ import cases_attention
 import cases_tuning
 from attention_pool import TAIL, Cache
 from cases import Bench, Model
-from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.ir.nodes import ModelShape
 from timing import Clock
 
 

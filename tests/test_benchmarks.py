@@ -20,11 +20,11 @@ import importlib.util, subprocess, sys
 sys.path[:0] = ["{ROOT / "benchmarks"}", sys.argv[1]]
 print(importlib.util.find_spec("kvpolicy") is not None)
 import checkout, importlib.metadata
-from kvpolicy.dsl.library import POLICIES, shipped
+from kvpolicy.dsl.syntax.library import POLICIES, shipped
 print(*[p.value for p in importlib.metadata.entry_points(group="sglang.srt.plugins")
         if p.name == "kvpolicy"])
 print(POLICIES.resolve() == checkout.ROOT / "policies" and "snapkv" in shipped())
-code = "import kvpolicy.kernels.tables as t; print('kvpolicy-checkout' in t.__file__)"
+code = "import kvpolicy.kernels.entries.tables as t; print('kvpolicy-checkout' in t.__file__)"
 paths = f"import sys; sys.path.append({{sys.argv[1]!r}}); "
 subprocess.run([sys.executable, "-S", "-c", paths + code], check=True)
 """

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import forked
 import pytest
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.diagnostics import render_all
-from kvpolicy.dsl.library import shipped
-from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.syntax.diagnostics import render_all
+from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.dsl.syntax.source import Source
 
 ROOT = Path(__file__).parents[1]
 BINARIES = Path(sys.executable).parent

@@ -9,22 +9,23 @@ from dataclasses import fields
 
 import pytest
 import torch
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.library import shipped
-from kvpolicy.dsl.torch_program import TorchProgram
-from kvpolicy.kernels import decode_readers, tuned
-from kvpolicy.kernels.compact_layers import compact_layers
-from kvpolicy.kernels.decode_attention import decode_attention
-from kvpolicy.kernels.gather import gather
-from kvpolicy.kernels.merge_rows import merge_mass, merge_rows
-from kvpolicy.kernels.nearest import nearest
-from kvpolicy.kernels.paged_attention import paged_attention
-from kvpolicy.kernels.place import place
-from kvpolicy.kernels.rotate import rotate
-from kvpolicy.kernels.select import ABSENT, top
-from kvpolicy.kernels.tables import Tables
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.kernels.attention import decode_readers
+from kvpolicy.kernels.attention.decode_attention import decode_attention
+from kvpolicy.kernels.attention.paged_attention import paged_attention
+from kvpolicy.kernels.entries.compact_layers import compact_layers
+from kvpolicy.kernels.entries.gather import gather
+from kvpolicy.kernels.entries.place import place
+from kvpolicy.kernels.entries.rotate import rotate
+from kvpolicy.kernels.entries.tables import Tables
+from kvpolicy.kernels.launch import tuned
+from kvpolicy.kernels.merging.merge_rows import merge_mass, merge_rows
+from kvpolicy.kernels.merging.nearest import nearest
+from kvpolicy.kernels.scoring.select import ABSENT, top
 
 pytestmark = [
     pytest.mark.gpu,

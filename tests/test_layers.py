@@ -1,8 +1,10 @@
 """The arrows between the folders: sglang_ext -> dsl, kernels, experiments; evaluation -> dsl,
-experiments; experiments -> dsl; nothing else imports sglang.
+experiments; experiments -> dsl; nothing else imports sglang. Within a folder the packages stand in
+an order, and no files import each other in a circle.
 """
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,16 @@ FORBIDDEN = {
     "evaluation": ("sglang", "kvpolicy.sglang_ext", "kvpolicy.kernels"),
 }
 
+# Each package imports only those before it; what lies beside the packages may import all of them.
+PACKAGES = {
+    "dsl": ("syntax", "ops", "ir", "check", "bind", "data", "interpret", "codegen", "execute",
+            "tools"),
+    "kernels": ("launch", "entries", "scoring", "merging", "attention"),
+    "sglang_ext": ("face", "memory", "request", "report", "forward", "attention", "serving",
+                   "experiment"),
+}  # fmt: skip
+APART = {("dsl", "execute", "interpret"), ("dsl", "interpret", "execute")}
+
 
 def imported_names(path: Path) -> set[str]:
     names = set()
@@ -63,6 +75,42 @@ def test_folder_imports_only_what_it_may(folder):
         for name in imported_names(path):
             bad = [f for f in FORBIDDEN[folder] if name == f or name.startswith(f + ".")]
             assert not bad, f"{path.relative_to(ROOT)} imports {name}"
+
+
+@pytest.mark.parametrize("folder", PACKAGES)
+def test_packages_stand_in_an_order(folder):
+    order = PACKAGES[folder]
+    there = {path.parent.name for path in (ROOT / folder).glob("*/__init__.py")}
+    assert there == set(order)
+    for place, package in enumerate(order):
+        summary = ast.get_docstring(
+            ast.parse((ROOT / folder / package / "__init__.py").read_text())
+        )
+        assert summary
+        assert "\n" not in summary
+        for path in (ROOT / folder / package).glob("*.py"):
+            for name in imported_names(path):
+                parts = name.split(".")
+                if parts[:2] != ["kvpolicy", folder] or len(parts) < 3:
+                    continue
+                where = f"{path.relative_to(ROOT)} imports {name}"
+                assert parts[2] in order[: place + 1], where
+                assert (folder, package, parts[2]) not in APART, where
+
+
+def module_name(path: Path) -> str:
+    name = ".".join(("kvpolicy", *path.relative_to(ROOT).with_suffix("").parts))
+    return name.removesuffix(".__init__")
+
+
+def test_no_files_import_each_other():
+    files = {module_name(path): path for folder in FORBIDDEN for path in modules(folder)}
+    graph = {
+        name: {other for other in imported_names(path) if other in files} - {name}
+        for name, path in files.items()
+    }
+    assert len(graph) > 300
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 
 def test_sglang_names_stand_in_one_file():

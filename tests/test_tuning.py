@@ -8,7 +8,7 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from kvpolicy.kernels import tuned
+from kvpolicy.kernels.launch import tuned
 from triton.runtime.errors import OutOfResources
 
 ROOT = Path(__file__).parents[1]

@@ -6,7 +6,7 @@ import json
 import threading
 from pathlib import Path
 
-from kvpolicy.dsl.diagnostics import refused
+from kvpolicy.dsl.syntax.diagnostics import refused
 from kvpolicy.evaluation import records
 from kvpolicy.evaluation.records import Record
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from kvpolicy.dsl.bind import Bound, bind
-from kvpolicy.dsl.bounds import Bounds
-from kvpolicy.dsl.diagnostics import PolicyError
-from kvpolicy.dsl.ir import ModelShape, Node, Param, Program
+from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.bind.bounds import Bounds
+from kvpolicy.dsl.ir.nodes import ModelShape, Node, Param, Program
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
 
 # Relative distance from the asked share within which a value is taken; one entry of each layer and
 # KV head is always within it, since no policy keeps parts of entries.

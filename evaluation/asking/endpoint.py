@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import requests
-from kvpolicy.dsl.diagnostics import PolicyError, listed, refused
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, listed, refused
 
 APIS = ("sglang", "openai")
 

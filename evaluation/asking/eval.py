@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.evaluation.asking.answers import Answers
 from kvpolicy.evaluation.asking.asking import Asking, Gone
 from kvpolicy.evaluation.asking.client import Failed

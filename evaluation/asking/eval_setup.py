@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.dsl.diagnostics import PolicyError, refused
-from kvpolicy.dsl.model_config import ModelConfig, read_config
+from kvpolicy.dsl.bind.model_config import ModelConfig, read_config
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
 from kvpolicy.evaluation.asking import endpoint
 from kvpolicy.evaluation.asking.asking import Memory
 from kvpolicy.evaluation.asking.client import Client, OpenAI, SGLang

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.dsl.model_config import read_config
+from kvpolicy.dsl.bind.model_config import read_config
 
 
 def lists_of(model: str | Path) -> int:

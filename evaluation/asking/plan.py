@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.dsl.diagnostics import PolicyError, refused
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
 from kvpolicy.evaluation.asking.variants import Variant
 
 # Files up to this size are told apart by their content, larger ones by size and time.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.dsl.diagnostics import refused
+from kvpolicy.dsl.syntax.diagnostics import refused
 
 
 class Tokens:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.diagnostics import PolicyError, listed, refused
-from kvpolicy.dsl.ir import ModelShape, Program
-from kvpolicy.dsl.library import find, shipped
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.ir.nodes import ModelShape, Program
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, listed, refused
+from kvpolicy.dsl.syntax.library import find, shipped
 from kvpolicy.evaluation.asking.budgets import Value, solve, thins_some
 from kvpolicy.evaluation.records import FULL
 

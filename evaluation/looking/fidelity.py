@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from kvpolicy.dsl.diagnostics import refused
+from kvpolicy.dsl.syntax.diagnostics import refused
 from kvpolicy.evaluation.asking.asking import in_threads
 from kvpolicy.evaluation.asking.facts import kept_share
 from kvpolicy.evaluation.asking.tokens import Tokens

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 
-from kvpolicy.dsl.diagnostics import refused
+from kvpolicy.dsl.syntax.diagnostics import refused
 from kvpolicy.evaluation.looking import inspect_page, terminal
 from kvpolicy.evaluation.looking.kept import Kept, pieces, unpacked
 from kvpolicy.evaluation.looking.look import Look, opened, text_of

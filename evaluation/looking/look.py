@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import requests
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.diagnostics import PolicyError, refused
-from kvpolicy.dsl.library import shipped
-from kvpolicy.dsl.model_config import read_config
+from kvpolicy.dsl.bind.model_config import read_config
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
+from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.evaluation.asking import endpoint
 from kvpolicy.evaluation.asking.eval_setup import api_key
 from kvpolicy.evaluation.asking.tokens import Tokens

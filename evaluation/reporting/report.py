@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvpolicy.dsl.diagnostics import refused
+from kvpolicy.dsl.syntax.diagnostics import refused
 from kvpolicy.evaluation.reporting import page, plots, results, summary_text
 from kvpolicy.evaluation.reporting.summary import Summary, csv_text
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from kvpolicy.dsl.diagnostics import PolicyError, refused
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
 from kvpolicy.evaluation import records
 from kvpolicy.evaluation.records import FULL, Record
 

@@ -18,14 +18,14 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.experiments.lifecycle import ENDED
-from kvpolicy.sglang_ext import compat
-from kvpolicy.sglang_ext.catalog import Catalog
-from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.experiment.server import Server
-from kvpolicy.sglang_ext.options import text_of
+from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face.errors import Refused
+from kvpolicy.sglang_ext.face.options import text_of
+from kvpolicy.sglang_ext.serving.catalog import Catalog
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.dsl.diagnostics import Diagnostic, PolicyError
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError
 from kvpolicy.experiments import reading, state_file
 from kvpolicy.experiments.analysis import Analysis, Verdict
 from kvpolicy.experiments.assignment import Reason
@@ -22,8 +22,8 @@ from kvpolicy.experiments.experiment import NO_POLICY, Arm, Experiment
 from kvpolicy.experiments.lifecycle import ENDED, Lifecycle
 from kvpolicy.experiments.metrics import METRICS
 from kvpolicy.experiments.state_file import StateFileError
-from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.experiment.series import Series
+from kvpolicy.sglang_ext.face.errors import Refused
 
 logger = logging.getLogger(__name__)
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.dsl.diagnostics import PolicyError, render_all
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, render_all
 from kvpolicy.experiments import reading
 from kvpolicy.experiments.experiment import NO_POLICY, Experiment
-from kvpolicy.sglang_ext import compat, options
-from kvpolicy.sglang_ext.errors import Refused
 from kvpolicy.sglang_ext.experiment.arms import with_arms
 from kvpolicy.sglang_ext.experiment.live import LABELS, Live
-from kvpolicy.sglang_ext.options import Policy
+from kvpolicy.sglang_ext.face import compat, options
+from kvpolicy.sglang_ext.face.errors import Refused
+from kvpolicy.sglang_ext.face.options import Policy
 
 
 def prepare(server_args: Any) -> None:

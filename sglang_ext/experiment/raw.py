@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kvpolicy.sglang_ext import compat
+from kvpolicy.sglang_ext.face import compat
 
 logger = logging.getLogger(__name__)
 

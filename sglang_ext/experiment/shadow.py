@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from kvpolicy.experiments.drift import Candidates, disagreements, divergence
 from kvpolicy.experiments.experiment import NO_POLICY
-from kvpolicy.sglang_ext import compat
-from kvpolicy.sglang_ext.asked import ASSIGNED, NO_ROOM, POLICY
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.experiment.series import COMPARED
+from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face.asked import ASSIGNED, NO_ROOM, POLICY
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from uuid import uuid4
 
 from kvpolicy.experiments.assignment import Reason
 from kvpolicy.experiments.experiment import NO_POLICY, Key
-from kvpolicy.sglang_ext import compat
-from kvpolicy.sglang_ext.allowed import Allowed
-from kvpolicy.sglang_ext.asked import ASSIGNED, POLICY, SET, named
 from kvpolicy.sglang_ext.experiment.live import Live
-from kvpolicy.sglang_ext.options import ANY, LISTED, NOBODY
+from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face.asked import ASSIGNED, POLICY, SET, named
+from kvpolicy.sglang_ext.face.options import ANY, LISTED, NOBODY
+from kvpolicy.sglang_ext.serving.allowed import Allowed
 
 HEADER = "x-kv-policy"  # of requests; answers have their facts in one of the same name
 _LONGEST_KEY = 1024  # characters that are hashed

@@ -6,8 +6,8 @@ import json
 import re
 
 import pytest
-from kvpolicy.dsl.cli import main
-from kvpolicy.dsl.units import flops_text, size_text
+from kvpolicy.dsl.tools.cli import main
+from kvpolicy.dsl.tools.units import flops_text, size_text
 
 CONFIG = {
     "num_hidden_layers": 4,

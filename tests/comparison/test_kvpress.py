@@ -31,11 +31,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.commands import EXECUTIONS, execute
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.tools.commands import EXECUTIONS, execute
 
 kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed")
 

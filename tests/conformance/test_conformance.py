@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.commands import EXECUTIONS, execute
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.tools.commands import EXECUTIONS, execute
 
 FOLDER = Path(__file__).parent
 

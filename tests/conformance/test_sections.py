@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.commands import EXECUTIONS, execute
-from kvpolicy.dsl.diagnostics import PolicyError
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
+from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.tools.commands import EXECUTIONS, execute
 
 pytestmark = pytest.mark.parametrize("execution", EXECUTIONS)
 

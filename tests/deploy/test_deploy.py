@@ -25,7 +25,7 @@ from deployed import (
     variables,
     words,
 )
-from kvpolicy.dsl.check import load as load_policy
+from kvpolicy.dsl.check.policy import load as load_policy
 from kvpolicy.experiments import reading
 
 needs_promtool = pytest.mark.skipif(
@@ -40,7 +40,7 @@ import sys
 from prometheus_client import REGISTRY
 from kvpolicy.experiments import reading
 from kvpolicy.sglang_ext.experiment.series import Series
-from kvpolicy.sglang_ext.metrics import Metrics
+from kvpolicy.sglang_ext.report.metrics import Metrics
 before = {family.name for family in REGISTRY.collect()}
 Metrics({"model_name": "m"}, ["lava"])
 Series(reading.read(open(sys.argv[1]).read(), sys.argv[1]).require()).export({"model_name": "m"})
@@ -164,7 +164,7 @@ def test_compose_and_kubernetes_start_the_same():
 
 def test_the_server_knows_every_option():
     pytest.importorskip("sglang", reason="SGLang is an extra")
-    from kvpolicy.sglang_ext import options
+    from kvpolicy.sglang_ext.face import options
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser(allow_abbrev=False)

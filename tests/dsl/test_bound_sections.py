@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.diagnostics import PolicyError
-from kvpolicy.dsl.interpret import interpret
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.lengths import lengths
-from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.bind.bounds import max_entries
+from kvpolicy.dsl.bind.lengths import lengths
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.interpret.interpreter import interpret
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
+from kvpolicy.dsl.syntax.source import Source
 
 SHAPE = ModelShape(layers=4, heads=4, kv_heads=2, head_dim=4)
 HEAT = "state: {heat: 'heat + sum[group, query](attn(new))'}\n"
@@ -141,7 +142,7 @@ def test_lengths(tokens, moment, sure):
         result = interpret(policy, q, q[:, :2], q[:, :2])
         for (least, most), kept in zip(lengths(policy, 20), result.kept, strict=True):
             assert least <= kept[0].sum() <= most
-        assert sum(int(layer.sum()) for layer in result.kept) <= policy.max_entries(20)
+        assert sum(int(layer.sum()) for layer in result.kept) <= max_entries(policy, 20)
 
 
 def test_what_parameters_decide_of_a_condition_is_used():
@@ -158,13 +159,13 @@ def test_budgets_that_follow_the_length():
         "propagate: {first: layer == 1, tokens: recent(10)}\n"
         "score: sum[dim](key)\nbudget: length / 2\nkeep: top(score)\n"
     )
-    assert policy.max_entries(40) == 2 * (20 + 20 + 5 + 5)
-    assert policy.max_entries(6) == 2 * 4 * 3
+    assert max_entries(policy, 40) == 2 * (20 + 20 + 5 + 5)
+    assert max_entries(policy, 6) == 2 * 4 * 3
     restarts = bound(
         "propagate: {first: layer == 1, tokens: recent(10), restart: true}\n"
         "score: sum[dim](key)\nbudget: length / 2\nkeep: top(score)\n"
     )
-    assert restarts.max_entries(40) == 2 * 4 * 5
+    assert max_entries(restarts, 40) == 2 * 4 * 5
 
 
 def test_clamped_shares_are_bounded_by_their_sum():
@@ -174,8 +175,8 @@ def test_clamped_shares_are_bounded_by_their_sum():
         "keep: recent(0.25 * budget) then top(score)\n"
     )
     # A fifth and the least of each layer; the recent ones are not proven to be within the budget.
-    assert policy.max_entries(1000) <= 1.25 * 8 * 1000 * 0.21 + 8
-    assert policy.max_entries(1000) >= 8 * 200
+    assert max_entries(policy, 1000) <= 1.25 * 8 * 1000 * 0.21 + 8
+    assert max_entries(policy, 1000) >= 8 * 200
 
 
 @pytest.mark.parametrize("when", ["layer > 1", "layer == 0"])

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvpolicy.dsl.cli import main
-from kvpolicy.dsl.library import shipped
+from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.dsl.tools.cli import main
 
 GOOD = "policy: x\nlanguage: 1\nkeep: recent(4)\n"
 BAD = "policy: x\nlanguage: 1\nkeep: recnt(4)\n"
@@ -18,7 +18,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def run(*arguments, **options):
     """`kvpolicy` as a process of its own."""
-    command = [sys.executable, "-m", "kvpolicy.dsl.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "kvpolicy.dsl.tools.cli", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
@@ -174,7 +174,7 @@ def test_undisplayable_text_is_escaped(file):
 
 
 def test_broken_pipe_is_silent():
-    command = f"{sys.executable} -m kvpolicy.dsl.cli docs | head -n 1"
+    command = f"{sys.executable} -m kvpolicy.dsl.tools.cli docs | head -n 1"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert done.stdout == "# Reference\n"
     assert done.stderr == ""
@@ -183,7 +183,7 @@ def test_broken_pipe_is_silent():
 def test_check_needs_no_heavy_module(file):
     """Whole process: neither what executes policies nor what makes the parser is imported."""
     script = (
-        "import sys\nfrom kvpolicy.dsl.cli import main\ncode = main(['check', sys.argv[1]])\n"
+        "import sys\nfrom kvpolicy.dsl.tools.cli import main\ncode = main(['check', sys.argv[1]])\n"
         "heavy = {'torch', 'numpy', 'lark', 'sglang', 'jsonschema'} & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else code)\n"
     )
@@ -299,7 +299,7 @@ def test_check_tries_for_a_model(file, capsys, tmp_path):
 
 def test_check_tries_nothing_without_torch(file):
     script = (
-        "import sys\nsys.modules['torch'] = None\nfrom kvpolicy.dsl.cli import main\n"
+        "import sys\nsys.modules['torch'] = None\nfrom kvpolicy.dsl.tools.cli import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     for words, code, message in (

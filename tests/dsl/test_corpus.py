@@ -8,10 +8,10 @@ are well: the shipped ones, and in `good/` those that no server carries yet and 
 from pathlib import Path
 
 import pytest
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.diagnostics import render_all
-from kvpolicy.dsl.library import shipped
-from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.syntax.diagnostics import render_all
+from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.dsl.syntax.source import Source
 
 FOLDER = Path(__file__).parent
 BAD = sorted((FOLDER / "bad").glob("*.yaml"))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from kvpolicy.dsl.bind import Bound, bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.cost import Cost, Part, cost
-from kvpolicy.dsl.cost_limit import check_cost
-from kvpolicy.dsl.diagnostics import PolicyError
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.library import shipped
-from kvpolicy.dsl.model_config import ModelConfig, config_of
-from kvpolicy.dsl.source import Source
-from kvpolicy.dsl.work import MATRIX_PER_VECTOR, OPERATIONS_PER_BYTE, Work
+from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.bind.model_config import ModelConfig, config_of
+from kvpolicy.dsl.bind.work import MATRIX_PER_VECTOR, OPERATIONS_PER_BYTE, Work
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
+from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.tools.cost import Cost, Part, cost
+from kvpolicy.dsl.tools.cost_limit import check_cost
 
 # Llama 3.1 8B.
 LLAMA = config_of(

@@ -4,9 +4,9 @@ import math
 from fractions import Fraction
 
 import pytest
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.exact import NotStatic, evaluate
-from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.ir.exact import NotStatic, evaluate
+from kvpolicy.dsl.syntax.source import Source
 
 ENV = {"layers": Fraction(4), "heads": Fraction(8), "kv_heads": Fraction(2), "layer": Fraction(1),
        "prompt": Fraction(1000), "length": Fraction(1000)}  # fmt: skip

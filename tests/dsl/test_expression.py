@@ -6,13 +6,23 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvpolicy.dsl import grammar
-from kvpolicy.dsl.expression import ExpressionError, parse_expression, tokenize
-from kvpolicy.dsl.functions import FUNCTIONS
-from kvpolicy.dsl.library import shipped
-from kvpolicy.dsl.source import Source
-from kvpolicy.dsl.syntax import Argument, Axis, Call, Chain, Name, Number, Operation, Then, Where
-from kvpolicy.dsl.yaml_nodes import Mapping, Scalar, Sequence, read_yaml
+from kvpolicy.dsl.ops.functions import FUNCTIONS
+from kvpolicy.dsl.syntax import grammar
+from kvpolicy.dsl.syntax.expression import ExpressionError, parse_expression, tokenize
+from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.syntax.tree import (
+    Argument,
+    Axis,
+    Call,
+    Chain,
+    Name,
+    Number,
+    Operation,
+    Then,
+    Where,
+)
+from kvpolicy.dsl.syntax.yaml_nodes import Mapping, Scalar, Sequence, read_yaml
 from lark import Lark, Token, Tree, UnexpectedInput
 from lark.exceptions import UnexpectedEOF
 

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.diagnostics import PolicyError
-from kvpolicy.dsl.fmt import format_file, format_policy
-from kvpolicy.dsl.library import shipped
-from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
+from kvpolicy.dsl.syntax.fmt import format_file, format_policy
+from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.dsl.syntax.source import Source
 
 FILES = [*sorted((Path(__file__).parent / "good").glob("*.yaml")), *shipped().values()]
 

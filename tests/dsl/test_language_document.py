@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.diagnostics import render_all
-from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.syntax.diagnostics import render_all
+from kvpolicy.dsl.syntax.source import Source
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "language.md").read_text()

@@ -5,8 +5,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from kvpolicy.dsl.library import shipped
-from kvpolicy.dsl.schema import schema, schema_text
+from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.dsl.syntax.schema import schema, schema_text
 
 FILES = [*sorted((Path(__file__).parent / "good").glob("*.yaml")), *shipped().values()]
 # Keys that the schema knows; everything else is the checker's.

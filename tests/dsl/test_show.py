@@ -6,12 +6,12 @@ import json
 import re
 
 import pytest
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.cli import main
-from kvpolicy.dsl.library import shipped
-from kvpolicy.dsl.print_ir import print_nodes
-from kvpolicy.dsl.source import Source
-from kvpolicy.dsl.written import written
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.ir.text import print_nodes
+from kvpolicy.dsl.ir.written import written
+from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.tools.cli import main
 
 CONFIG = {
     "num_hidden_layers": 4,

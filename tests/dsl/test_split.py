@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvpolicy.dsl.split import MOST, cascade_layers, split_layers
+from kvpolicy.dsl.ir.split import MOST, cascade_layers, split_layers
 
 # Shares, total, maximum and result of CAKE's own budget code (arXiv:2503.12491).
 CAKE = [

@@ -1,11 +1,11 @@
 """Types of expressions: named axes, units, absent values, when they are known."""
 
 import pytest
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.functions import FUNCTIONS, RESERVED
-from kvpolicy.dsl.ir import AXES, OPERATIONS, When
-from kvpolicy.dsl.names import BUILTINS
-from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.ir.nodes import AXES, OPERATIONS, When
+from kvpolicy.dsl.ops.functions import FUNCTIONS, RESERVED
+from kvpolicy.dsl.ops.names import BUILTINS
+from kvpolicy.dsl.syntax.source import Source
 
 HEAD = "policy: x\nlanguage: 1\nparams: {rate: {default: 0.5, unit: ratio}, few: 4, flag: true}\n"
 

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.diagnostics import PolicyError
-from kvpolicy.dsl.interpret import interpret
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.library import shipped
-from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.bind.bounds import max_entries
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.interpret.interpreter import interpret
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
+from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.evaluation.asking.budgets import kept, solve, thins_some
 from kvpolicy.evaluation.asking.variants import full_kv, on_server, variants
 
@@ -110,7 +111,7 @@ def test_layers_that_data_choose():
         [variant], notes = variants([name], [], [0.25], [512], SHAPE)
         bound = bind(load(name).program, SHAPE, variant.setting)
         assert thins_some(bound, 512)
-        assert bound.max_entries(512) == 24 * 512
+        assert max_entries(bound, 512) == 24 * 512
         assert notes == [
             f"data decide which layers {name} thins; the share is what it keeps of those"
         ]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_server import Completions, listening, send, stream, web_page
-from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.evaluation.asking.asking import Asking, Gone, Memory, in_threads
 from kvpolicy.evaluation.asking.client import Failed, OpenAI, SGLang
 from kvpolicy.evaluation.asking.endpoint import find

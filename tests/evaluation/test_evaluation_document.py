@@ -64,8 +64,8 @@ def test_commands_for_elsewhere_are_accepted():
 
 
 def test_values_that_the_text_names_are_found():
-    from kvpolicy.dsl.check import load
-    from kvpolicy.dsl.model_config import read_config
+    from kvpolicy.dsl.bind.model_config import read_config
+    from kvpolicy.dsl.check.policy import load
     from kvpolicy.evaluation.asking.variants import variants
 
     shape = read_config(str(ROOT / "examples" / "model-small")).shape

@@ -134,7 +134,7 @@ def test_policies_that_were_not_asked_leave_a_claim_open():
 
 
 def test_claims_name_shipped_policies_and_variants():
-    from kvpolicy.dsl.library import shipped
+    from kvpolicy.dsl.syntax.library import shipped
     from quality_orderings import LOOSER, WIDE, early
 
     named = {name for each in ORDERINGS for pair in each.pairs for name in pair}

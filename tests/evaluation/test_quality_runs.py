@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("tqdm", reason="benchmarks show their progress")
 sys.path[:0] = [str(Path(__file__).parents[2] / "benchmarks"), str(Path(__file__).parent)]
 
-from kvpolicy.dsl.bind import bind  # noqa: E402
-from kvpolicy.dsl.check import load  # noqa: E402
-from kvpolicy.dsl.ir import ModelShape  # noqa: E402
+from kvpolicy.dsl.bind.bind import bind  # noqa: E402
+from kvpolicy.dsl.check.policy import load  # noqa: E402
+from kvpolicy.dsl.ir.nodes import ModelShape  # noqa: E402
 from kvpolicy.evaluation import records  # noqa: E402
 from quality_orderings import LOOSER, WIDE  # noqa: E402
 from quality_runs import Run, RunFailed, carry_out, fixed, merge, split, variants  # noqa: E402

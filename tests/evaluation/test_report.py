@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.evaluation import cli
 from kvpolicy.evaluation.reporting import report
 

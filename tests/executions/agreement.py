@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from unittest.mock import patch
 
 import numpy as np
-from kvpolicy.dsl.bind import Bound, bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.result import Result, Steps
-from kvpolicy.dsl.source import Source
-from kvpolicy.dsl.torch_steps import Steps as DecodeSteps
+from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.bind.bounds import max_entries
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.data.result import Result, Steps
+from kvpolicy.dsl.execute.steps import Steps as DecodeSteps
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.source import Source
 from recordings import Shape, both, tensors
 from stores import Pool, Store
 
@@ -60,7 +61,7 @@ def agree(bound: Bound, q: np.ndarray, k: np.ndarray, v: np.ndarray, steps: Step
         AssertionError: an execution differs.
     """
     expected, _ = both(bound, q, k, v, steps, frequencies(k.shape[-1]))
-    kept, most = sum(int(x.sum()) for x in expected.kept), bound.max_entries(k.shape[2])
+    kept, most = sum(int(x.sum()) for x in expected.kept), max_entries(bound, k.shape[2])
     assert kept <= most, f"{kept} entries are kept, at most {most} were promised"
     if bound.decode is not None:
         _assert_served(Store(bound, (q, k, v), steps), expected)

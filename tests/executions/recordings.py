@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from kvpolicy.dsl.bind import Bound
-from kvpolicy.dsl.interpret import interpret
-from kvpolicy.dsl.result import Result
-from kvpolicy.dsl.torch_apply import apply
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.data.result import Result
+from kvpolicy.dsl.execute.apply import apply
+from kvpolicy.dsl.interpret.interpreter import interpret
 
 Shape = tuple[int, int, int, int]  # L, H, G, D
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from kvpolicy.dsl.bind import Bound
-from kvpolicy.dsl.torch_apply import prefilled, turned
-from kvpolicy.dsl.torch_decode import Choice, Memory
-from kvpolicy.dsl.torch_kernels import NONE, Entries, Kernels
-from kvpolicy.dsl.torch_program import TorchProgram
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.execute.apply import prefilled, turned
+from kvpolicy.dsl.execute.decode import Choice, Memory
+from kvpolicy.dsl.execute.kernels import NONE, Entries, Kernels
+from kvpolicy.dsl.execute.program import TorchProgram
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 

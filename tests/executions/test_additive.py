@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.library import shipped
-from kvpolicy.dsl.source import Source
-from kvpolicy.dsl.torch_steps import Steps
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.steps import Steps
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.dsl.syntax.source import Source
 from stores import assert_alike
 from test_follow import SHAPES, bound_to, stores
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from agreement import SHAPE, agree, assert_agreement, written
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.interpret import interpret
-from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.interpret.interpreter import interpret
+from kvpolicy.dsl.ir.nodes import ModelShape
 from recordings import tensors
 
 HEAT = "state: {heat: 'heat + sum[group, query](attn(new))'}\n"

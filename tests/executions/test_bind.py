@@ -7,13 +7,14 @@ import sys
 from fractions import Fraction
 
 import pytest
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.diagnostics import PolicyError
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.library import shipped
-from kvpolicy.dsl.print_ir import print_program
-from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.bind.bounds import max_entries
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.ir.text import print_program
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
+from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.dsl.syntax.source import Source
 
 SHAPE = ModelShape(layers=4, heads=8, kv_heads=2, head_dim=16)
 HEADER = "policy: a-test\nlanguage: 1\nabout: a test\n"
@@ -139,21 +140,23 @@ def test_needs(name, values, crosses):
 def test_splitting_known_numbers_does_not_cross_layers():
     exact = bind(load("pyramidkv").require(), SHAPE, {"exact_total": "true", "capacity": "64"})
     assert not exact.crosses_layers
-    assert exact.max_entries(1000) == 4 * 2 * 64
+    assert max_entries(exact, 1000) == 4 * 2 * 64
 
 
 @pytest.mark.parametrize("name", shipped())
 def test_bound_never_exceeds_the_prompt(name):
     bound = bind(load(name).require(), SHAPE)
     for tokens in (0, 1, 7, 100, 100_000):
-        assert 0 <= bound.max_entries(tokens) <= 4 * 2 * tokens
+        assert 0 <= max_entries(bound, tokens) <= 4 * 2 * tokens
 
 
 def test_binding_imports_neither_torch_nor_numpy():
     code = (
-        "import sys; from kvpolicy.dsl.bind import bind; from kvpolicy.dsl.check import load; "
-        "from kvpolicy.dsl.ir import ModelShape; "
-        "bind(load('lava').require(), ModelShape(2, 4, 2, 8)).max_entries(100); "
+        "import sys; from kvpolicy.dsl.bind.bind import bind; "
+        "from kvpolicy.dsl.check.policy import load; "
+        "from kvpolicy.dsl.ir.nodes import ModelShape; "
+        "from kvpolicy.dsl.bind.bounds import max_entries; "
+        "max_entries(bind(load('lava').require(), ModelShape(2, 4, 2, 8)), 100); "
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

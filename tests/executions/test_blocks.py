@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kvpolicy.dsl import torch_blocks
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.source import Source
-from kvpolicy.dsl.torch_program import TorchProgram
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute import blocks as torch_blocks
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.source import Source
 from recordings import both, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from grammar import accepted
 from host_waits import HostWaits
-from kvpolicy.dsl.bind import Bound, bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.library import shipped
-from kvpolicy.dsl.source import Source
-from kvpolicy.dsl.torch_follow import Walk
-from kvpolicy.dsl.torch_steps import Steps
+from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.follow import Walk
+from kvpolicy.dsl.execute.steps import Steps
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.table import TRITON
 from recordings import tensors
 from stores import Pool, Store, assert_alike

@@ -15,18 +15,18 @@ import grammar
 import numpy as np
 import pytest
 import torch
-from kvpolicy.dsl import torch_apply
-from kvpolicy.dsl.bind import Bound, bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.explain_kernels import kernels, regions
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.library import shipped
-from kvpolicy.dsl.source import Source
-from kvpolicy.dsl.torch_kernels import Slots
-from kvpolicy.dsl.torch_program import TorchProgram
-from kvpolicy.dsl.torch_run import Run
-from kvpolicy.dsl.torch_values import Value, aligned
-from kvpolicy.kernels.generated import generated
+from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute import apply as torch_apply
+from kvpolicy.dsl.execute.kernels import Slots
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.execute.run import Run
+from kvpolicy.dsl.execute.values import Value, aligned
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.tools.explain_kernels import kernels, regions
+from kvpolicy.kernels.scoring.generated import generated
 from recordings import tensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.explain_kernels import regions
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.show import sources
-from kvpolicy.kernels import generated
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.tools.explain_kernels import regions
+from kvpolicy.dsl.tools.show import sources
+from kvpolicy.kernels.scoring import generated
 
 LLAMA = ModelShape(32, 32, 8, 128)
 HARNESS = Path(__file__).parents[1] / "kernels"
@@ -117,13 +117,13 @@ _COMPILE = """
 import json, sys
 import torch
 from sm90 import compiled
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.torch_kernels import Entries, Slots
-from kvpolicy.dsl.torch_program import TorchProgram
-from kvpolicy.dsl.torch_values import Frame
-from kvpolicy.kernels.generated import generated
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.execute.kernels import Entries, Slots
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.execute.values import Frame
+from kvpolicy.kernels.scoring.generated import generated
 
 def tensor(*shape, dtype=torch.int64):
     return torch.empty(shape, device="cuda", dtype=dtype)

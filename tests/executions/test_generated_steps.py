@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from kvpolicy.dsl.bind import Bound, bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.ir import ModelShape, Node
-from kvpolicy.dsl.source import Source
-from kvpolicy.dsl.torch_across import known_before
-from kvpolicy.dsl.torch_evaluate import Evaluation
-from kvpolicy.dsl.torch_generated import Generated
-from kvpolicy.dsl.torch_kernels import Entries, Keys
-from kvpolicy.dsl.torch_steps import Steps
-from kvpolicy.dsl.torch_values import Frame, Value, aligned
-from kvpolicy.dsl.traverse import nodes_of
-from kvpolicy.kernels.generated import generated
+from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.across import known_before
+from kvpolicy.dsl.execute.evaluate import Evaluation
+from kvpolicy.dsl.execute.generated import Generated
+from kvpolicy.dsl.execute.kernels import Entries, Keys
+from kvpolicy.dsl.execute.steps import Steps
+from kvpolicy.dsl.execute.values import Frame, Value, aligned
+from kvpolicy.dsl.ir.nodes import ModelShape, Node
+from kvpolicy.dsl.ir.traverse import nodes_of
+from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.kernels.scoring.generated import generated
 from recordings import tensors
 from stores import Store
 from test_follow import DECODING, bound_to

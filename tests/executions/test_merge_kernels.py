@@ -7,16 +7,16 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from kvpolicy.dsl import torch_apply
-from kvpolicy.dsl.bind import Bound, bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.source import Source
-from kvpolicy.dsl.torch_evaluate import Evaluation, Updates
-from kvpolicy.dsl.torch_merge import Merging
-from kvpolicy.dsl.torch_program import TorchProgram
-from kvpolicy.dsl.torch_share import shared
-from kvpolicy.dsl.torch_values import Frame, Value
+from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute import apply as torch_apply
+from kvpolicy.dsl.execute.evaluate import Evaluation, Updates
+from kvpolicy.dsl.execute.merge import Merging
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.execute.share import shared
+from kvpolicy.dsl.execute.values import Frame, Value
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.table import TRITON
 from recordings import assert_same, tensors
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode

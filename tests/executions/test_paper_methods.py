@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import paper_methods
 import pytest
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.commands import EXECUTIONS, execute
-from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.tools.commands import EXECUTIONS, execute
 
 BASE = {"capacity": 9, "window": 3, "kernel": 3, "average": False}
 METHODS = {

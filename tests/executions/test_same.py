@@ -7,13 +7,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.commands import execute
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.library import shipped
-from kvpolicy.dsl.source import Source
-from kvpolicy.dsl.torch_program import TorchProgram
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.bind.bounds import max_entries
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.tools.commands import execute
 
 SHAPES = [(3, 4, 2, 8), (2, 2, 2, 4), (1, 4, 1, 3), (2, 8, 2, 5)]
 SMALL = {"capacity": "11", "window": "4", "start": "2", "queries": "3", "reach": "5"}
@@ -49,7 +50,7 @@ def assert_same(bound, q, k, v):
         for a, b in zip(expected.scores, actual.scores, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
     kept = sum(int(layer.sum()) for layer in expected.kept)
-    assert kept <= bound.max_entries(k.shape[2])
+    assert kept <= max_entries(bound, k.shape[2])
     return expected
 
 
@@ -86,7 +87,7 @@ def test_static_budgets_are_counted_exactly(name):
     for tokens in range(1, 30):
         q, k, v = tensors(np.random.default_rng(tokens), (3, 4, 2, 4), tokens)
         kept = execute(bound, "torch", q, k, v).kept
-        assert sum(int(layer.sum()) for layer in kept) == bound.max_entries(tokens)
+        assert sum(int(layer.sum()) for layer in kept) == max_entries(bound, tokens)
 
 
 @pytest.mark.parametrize("name", ["adakv", "lava", "dynamickv", "ada-pyramidkv"])
@@ -94,8 +95,8 @@ def test_bounds_of_data_dependent_budgets_are_tight(name):
     """At most half an entry of rounding per head above the nominal budget."""
     bound = bind(load(name).require(), ModelShape(4, 8, 4, 8), {"capacity": "100"})
     nominal = 4 * 4 * 100 * (1.1 if name == "ada-pyramidkv" else 1)
-    assert bound.max_entries(1000) <= nominal + 4 * 4
-    assert bound.max_entries(60) == 4 * 4 * 60
+    assert max_entries(bound, 1000) <= nominal + 4 * 4
+    assert max_entries(bound, 60) == 4 * 4 * 60
 
 
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "sinks-recent"])
@@ -148,7 +149,7 @@ def test_blocks_of_heads_change_nothing(name, monkeypatch):
     bound = bind(load(name).require(), ModelShape(2, 8, 4, 8), {"capacity": "9", "window": "4"})
     request = tensors(np.random.default_rng(1), (2, 8, 4, 8), 37)
     whole = _observe(TorchProgram(bound), *request)
-    monkeypatch.setattr("kvpolicy.dsl.torch_blocks.BLOCK_BYTES", 1)
+    monkeypatch.setattr("kvpolicy.dsl.execute.blocks.BLOCK_BYTES", 1)
     assert torch.equal(_observe(TorchProgram(bound), *request), whole)
 
 

@@ -12,15 +12,15 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from kvpolicy.dsl import torch_apply
-from kvpolicy.dsl.bind import Bound, bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.interpret import interpret
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.source import Source
-from kvpolicy.dsl.torch_entropy import distribution
-from kvpolicy.dsl.torch_program import TorchProgram
-from kvpolicy.dsl.traverse import nodes_of
+from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute import apply as torch_apply
+from kvpolicy.dsl.execute.entropy import distribution
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.interpret.interpreter import interpret
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.ir.traverse import nodes_of
+from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.table import TRITON
 from recordings import assert_same, tensors
 

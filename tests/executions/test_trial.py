@@ -10,16 +10,17 @@ from time import perf_counter
 import numpy as np
 import pytest
 import torch
-from kvpolicy.dsl.bind import Bound, bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.diagnostics import PolicyError
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.library import TEST_SUFFIX, shipped
-from kvpolicy.dsl.model_config import USUAL
-from kvpolicy.dsl.source import Source
-from kvpolicy.dsl.torch_ops import OPERATIONS
-from kvpolicy.dsl.trial import trial
-from kvpolicy.dsl.trial_cases import cases
+from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.bind.bounds import max_entries
+from kvpolicy.dsl.bind.model_config import USUAL
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.ops import OPERATIONS
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
+from kvpolicy.dsl.syntax.library import TEST_SUFFIX, shipped
+from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.tools.trial import trial
+from kvpolicy.dsl.tools.trial_cases import cases
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "policies"
 FILES = [*shipped().values(), *sorted(EXAMPLES.glob("*.yaml"))]
@@ -66,7 +67,7 @@ def test_prompts_are_short_and_lose_entries(path):
     entries = last.bound.shape.layers * last.bound.shape.kv_heads * last.tokens
     # Of these only data, or the first new token, decide whether anything leaves.
     undecided = {"minicache", "roco", "simlayerkv", "simlayerkv-prefill", "d2o-code"}
-    assert (last.bound.max_entries(last.tokens) < entries) == (path.stem not in undecided)
+    assert (max_entries(last.bound, last.tokens) < entries) == (path.stem not in undecided)
 
 
 def test_parameters_that_were_set_are_tried():
@@ -121,7 +122,7 @@ def test_the_reckoning_raises(monkeypatch):
     def size(self, node):
         raise KeyError("a node")
 
-    monkeypatch.setattr("kvpolicy.dsl.bounds.Bounds.size", size)
+    monkeypatch.setattr("kvpolicy.dsl.bind.bounds.Bounds.size", size)
     message = refusal(policy("snapkv"))
     assert "`snapkv` makes the reckoning of its entries fail: KeyError: 'a node'" in message
 
@@ -218,7 +219,9 @@ def test_another_shared_direction(monkeypatch):
 
 
 def test_more_is_kept_than_is_reserved(monkeypatch):
-    monkeypatch.setattr(Bound, "max_entries", lambda self, prompt: 3 * self.shape.layers)
+    monkeypatch.setattr(
+        "kvpolicy.dsl.tools.trial.max_entries", lambda bound, prompt: 3 * bound.shape.layers
+    )
     message = refusal(policy("sinks-recent"))
     assert "`sinks-recent` keeps 24 entries on a trial prompt of 2 tokens" in message
     assert "KV heads), but 18 are reserved for it" in message

@@ -6,11 +6,11 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.ir import ModelShape, Node, Program, Rules, Type, When
-from kvpolicy.dsl.library import shipped
-from kvpolicy.dsl.verify import MalformedProgram, verify
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.ir.nodes import ModelShape, Node, Program, Rules, Type, When
+from kvpolicy.dsl.ir.verify import MalformedProgram, verify
+from kvpolicy.dsl.syntax.library import shipped
 
 TOKEN = Type("number", ("token",))
 SET = Type("truth", ("token",))

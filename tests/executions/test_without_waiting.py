@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.ir import ModelShape, Node
-from kvpolicy.dsl.torch_decode import Held
-from kvpolicy.dsl.torch_program import TorchProgram
-from kvpolicy.dsl.torch_select import top
-from kvpolicy.dsl.torch_values import Frame, Value
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.decode import Held
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.execute.select import top
+from kvpolicy.dsl.execute.values import Frame, Value
+from kvpolicy.dsl.ir.nodes import ModelShape, Node
 from recordings import tensors
 
 SHAPE = (4, 4, 2, 8)

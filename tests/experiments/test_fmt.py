@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.experiments.fmt import format_file, format_text
 from kvpolicy.experiments.reading import as_document, load, read
 

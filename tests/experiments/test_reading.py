@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvpolicy.dsl.diagnostics import PolicyError, render_all
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, render_all
 from kvpolicy.experiments.experiment import DEFAULT_TARGETING_KEY, Key, Metric, Step, Switchback
 from kvpolicy.experiments.reading import as_document, check_policies, load, read
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.experiments import text_table, words
 from kvpolicy.experiments.commands import wrong
 from kvpolicy.experiments.document import document

@@ -12,11 +12,11 @@ from random import Random
 import numpy as np
 from agreement import agree, frequencies
 from judge import Wrong, limited, worded
-from kvpolicy.dsl.bind import Bound, bind
-from kvpolicy.dsl.check import Checked
-from kvpolicy.dsl.diagnostics import PolicyError
-from kvpolicy.dsl.interpret import interpret
-from kvpolicy.dsl.ir import ModelShape, Param, Program
+from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.check.policy import Checked
+from kvpolicy.dsl.interpret.interpreter import interpret
+from kvpolicy.dsl.ir.nodes import ModelShape, Param, Program
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from noise import rounded_otherwise
 from recordings import Shape, assert_same, tensors
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from kvpolicy.dsl.bind import Bound, bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.diagnostics import PolicyError
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
+from kvpolicy.dsl.syntax.source import Source
 
 Axes = frozenset[str]
 

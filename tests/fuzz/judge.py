@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import yaml
-from kvpolicy.dsl.check import Checked, load
-from kvpolicy.dsl.diagnostics import PolicyError, render_all
-from kvpolicy.dsl.fmt import format_policy
-from kvpolicy.dsl.ir import Program
-from kvpolicy.dsl.print_ir import print_program
-from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.check.policy import Checked, load
+from kvpolicy.dsl.ir.nodes import Program
+from kvpolicy.dsl.ir.text import print_program
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, render_all
+from kvpolicy.dsl.syntax.fmt import format_policy
+from kvpolicy.dsl.syntax.source import Source
 
 CHECK_SECONDS = 2  # of processor time, whatever else the machine does
 GROWTH = 300 << 10  # KiB by which one text may raise the most memory that was ever used

@@ -15,14 +15,14 @@ from pathlib import Path
 from random import Random
 
 import grammar
-from kvpolicy.dsl.blocks import Block, Item
-from kvpolicy.dsl.expression import ExpressionError, tokenize
-from kvpolicy.dsl.functions import FUNCTIONS
-from kvpolicy.dsl.library import shipped
-from kvpolicy.dsl.names import BUILTINS
-from kvpolicy.dsl.parse import parse
-from kvpolicy.dsl.source import Source, Span
-from kvpolicy.dsl.syntax import Call, Expr, Name, Number, Operation
+from kvpolicy.dsl.ops.functions import FUNCTIONS
+from kvpolicy.dsl.ops.names import BUILTINS
+from kvpolicy.dsl.syntax.blocks import Block, Item
+from kvpolicy.dsl.syntax.expression import ExpressionError, tokenize
+from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.dsl.syntax.parse import parse
+from kvpolicy.dsl.syntax.source import Source, Span
+from kvpolicy.dsl.syntax.tree import Call, Expr, Name, Number, Operation
 
 GOOD = Path(__file__).parents[1] / "dsl" / "good"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "policies"

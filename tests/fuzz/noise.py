@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import numpy as np
-from kvpolicy.dsl import arrays
-from kvpolicy.dsl.arrays import Array
+from kvpolicy.dsl.data import arrays
+from kvpolicy.dsl.data.arrays import Array
 
 SIZE = 2.0**-49
 _INEXACT = {

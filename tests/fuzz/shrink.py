@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterator
 
 import mutants
-from kvpolicy.dsl.source import Source
-from kvpolicy.dsl.syntax import Expr
+from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.syntax.tree import Expr
 
 TRIES = 300
 

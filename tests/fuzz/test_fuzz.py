@@ -9,9 +9,10 @@ import judge
 import mutants
 import pytest
 import torch
-from kvpolicy.dsl import fmt, parse, torch_select
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute import select as torch_select
+from kvpolicy.dsl.syntax import fmt, parse
+from kvpolicy.dsl.syntax.source import Source
 
 POLICY = """\
 policy: a-test

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from kvpolicy.dsl.cli import main
+from kvpolicy.dsl.tools.cli import main
 
 VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
 

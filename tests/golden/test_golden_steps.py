@@ -10,13 +10,13 @@ import re
 
 import numpy as np
 import pytest
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.commands import EXECUTIONS, execute
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.library import find
-from kvpolicy.dsl.policy_tests import generated
-from kvpolicy.dsl.source import Source
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.library import find
+from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.tools.commands import EXECUTIONS, execute
+from kvpolicy.dsl.tools.policy_tests import generated
 from recorded import VECTORS, run
 
 pytestmark = pytest.mark.parametrize("execution", EXECUTIONS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from kvpolicy.kernels.tables import Tables
+from kvpolicy.kernels.entries.tables import Tables
 
 
 @dataclass

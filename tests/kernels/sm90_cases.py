@@ -11,23 +11,23 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.torch_kernels import Slots
-from kvpolicy.dsl.torch_program import TorchProgram
-from kvpolicy.kernels.compact_layers_triton import compact_layers
-from kvpolicy.kernels.decode_attention_triton import decode_attention
-from kvpolicy.kernels.entry_table_triton import entry_table
-from kvpolicy.kernels.gather_triton import gather
-from kvpolicy.kernels.paged_attention_triton import paged_attention
-from kvpolicy.kernels.place_triton import place
-from kvpolicy.kernels.rotate_triton import rotate
-from kvpolicy.kernels.rows_triton import put_rows, take_rows
-from kvpolicy.kernels.select_triton import top
-from kvpolicy.kernels.settle_triton import settle
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.kernels import Slots
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.kernels.attention.decode_attention_triton import decode_attention
+from kvpolicy.kernels.attention.entry_table_triton import entry_table
+from kvpolicy.kernels.attention.paged_attention_triton import paged_attention
+from kvpolicy.kernels.entries.compact_layers_triton import compact_layers
+from kvpolicy.kernels.entries.gather_triton import gather
+from kvpolicy.kernels.entries.place_triton import place
+from kvpolicy.kernels.entries.rotate_triton import rotate
+from kvpolicy.kernels.entries.rows_triton import put_rows, take_rows
+from kvpolicy.kernels.entries.settle_triton import settle
+from kvpolicy.kernels.entries.tables import Tables
+from kvpolicy.kernels.scoring.select_triton import top
 from kvpolicy.kernels.table import TRITON
-from kvpolicy.kernels.tables import Tables
 from sm90 import compiled
 
 L, H, G, D = 32, 32, 8, 128

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from kvpolicy.kernels import compact_layers as reference
-from kvpolicy.kernels import compact_layers_triton
+from kvpolicy.kernels.entries import compact_layers as reference
+from kvpolicy.kernels.entries import compact_layers_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from decode_cases import Case, assert_exact
-from kvpolicy.kernels import decode_attention_triton, paged_attention_tiles_triton
-from kvpolicy.kernels.decode_attention import decode_attention
-from kvpolicy.kernels.paged_attention_tiles_triton import Cut, Tile, cut
-from kvpolicy.kernels.tables import Tables
+from kvpolicy.kernels.attention import decode_attention_triton, paged_attention_tiles_triton
+from kvpolicy.kernels.attention.decode_attention import decode_attention
+from kvpolicy.kernels.attention.paged_attention_tiles_triton import Cut, Tile, cut
+from kvpolicy.kernels.entries.tables import Tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 decode_triton = decode_attention_triton.decode_attention

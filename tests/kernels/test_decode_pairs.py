@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from decode_cases import Case, assert_exact
-from kvpolicy.kernels import pairs
-from kvpolicy.kernels.decode_attention import decode_attention
-from kvpolicy.kernels.decode_attention_triton import decode_attention as decode_triton
-from kvpolicy.kernels.paged_attention_tiles_triton import Tile
-from kvpolicy.kernels.tables import Tables
+from kvpolicy.kernels.attention.decode_attention import decode_attention
+from kvpolicy.kernels.attention.decode_attention_triton import decode_attention as decode_triton
+from kvpolicy.kernels.attention.paged_attention_tiles_triton import Tile
+from kvpolicy.kernels.entries import pairs
+from kvpolicy.kernels.entries.tables import Tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = [decode_attention, decode_triton]

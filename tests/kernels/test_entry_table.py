@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kvpolicy.kernels.decode_attention import lists_of
-from kvpolicy.kernels.entry_table_triton import entry_table
-from kvpolicy.kernels.tables import Tables
+from kvpolicy.kernels.attention.decode_attention import lists_of
+from kvpolicy.kernels.attention.entry_table_triton import entry_table
+from kvpolicy.kernels.entries.tables import Tables
 from test_decode_attention import MIXED, SHAPES, case
 
 

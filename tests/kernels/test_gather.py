@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from kvpolicy.kernels.gather import gather
-from kvpolicy.kernels.place import place
+from kvpolicy.kernels.entries.gather import gather
+from kvpolicy.kernels.entries.place import place
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from kvpolicy.kernels import gather as reference
-from kvpolicy.kernels import gather_triton
+from kvpolicy.kernels.entries import gather as reference
+from kvpolicy.kernels.entries import gather_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kvpolicy.kernels import merge_rows, merge_rows_triton
+from kvpolicy.kernels.merging import merge_rows, merge_rows_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kvpolicy.kernels import nearest, nearest_triton
+from kvpolicy.kernels.merging import nearest, nearest_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # NumPy, in which the interpreter computes, warns of what the kernels handle.

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from kvpolicy.kernels import order, order_triton
-from kvpolicy.kernels.select import ABSENT
+from kvpolicy.kernels.scoring import order, order_triton
+from kvpolicy.kernels.scoring.select import ABSENT
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Scores above the range of float32 become infinite.

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from kvpolicy.kernels import over_layers, over_layers_triton
+from kvpolicy.kernels.scoring import over_layers, over_layers_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

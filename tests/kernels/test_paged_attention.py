@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from kvpolicy.kernels import paged_attention_triton
-from kvpolicy.kernels.paged_attention import paged_attention
+from kvpolicy.kernels.attention import paged_attention_triton
+from kvpolicy.kernels.attention.paged_attention import paged_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

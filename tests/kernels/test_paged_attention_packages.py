@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvpolicy.kernels import paged_attention_fa3, paged_attention_flashinfer
-from kvpolicy.kernels.paged_attention import paged_attention
+from kvpolicy.kernels.attention import paged_attention_fa3, paged_attention_flashinfer
+from kvpolicy.kernels.attention.paged_attention import paged_attention
 
 LENGTHS = [5, 0, 63, 1000, 1, 64]  # of 3 requests with 2 KV heads
 MODULES = [paged_attention_flashinfer, paged_attention_fa3]

@@ -4,9 +4,9 @@ from fractions import Fraction
 
 import pytest
 import torch
-from kvpolicy.kernels.compact_layers import compact_layers
-from kvpolicy.kernels.place import place
-from kvpolicy.kernels.rounding import rounded
+from kvpolicy.kernels.entries.compact_layers import compact_layers
+from kvpolicy.kernels.entries.place import place
+from kvpolicy.kernels.entries.rounding import rounded
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

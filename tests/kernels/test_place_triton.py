@@ -4,10 +4,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kvpolicy.kernels import place as reference
-from kvpolicy.kernels import place_triton
-from kvpolicy.kernels.rounding import rounded
-from kvpolicy.kernels.rounding_triton import rounded as rounded_in_kernel
+from kvpolicy.kernels.entries import place as reference
+from kvpolicy.kernels.entries import place_triton
+from kvpolicy.kernels.entries.rounding import rounded
+from kvpolicy.kernels.entries.rounding_triton import rounded as rounded_in_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16

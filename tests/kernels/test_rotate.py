@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kvpolicy.kernels.rotate import rotate
+from kvpolicy.kernels.entries.rotate import rotate
 
 
 def rope(x, position, inv_freq, interleaved):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from kvpolicy.kernels import rotate as reference
-from kvpolicy.kernels import rotate_triton
+from kvpolicy.kernels.entries import rotate as reference
+from kvpolicy.kernels.entries import rotate_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16

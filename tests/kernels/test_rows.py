@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from kvpolicy.kernels import rows as reference
-from kvpolicy.kernels import rows_triton
+from kvpolicy.kernels.entries import rows as reference
+from kvpolicy.kernels.entries import rows_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}

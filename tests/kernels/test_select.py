@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kvpolicy.kernels import select, select_triton
+from kvpolicy.kernels.scoring import select, select_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ABSENT = -(2**31)

@@ -5,11 +5,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from kvpolicy.dsl import torch_apply
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.torch_program import TorchProgram
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute import apply as torch_apply
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.kernels.table import TRITON
 
 SHAPE = (3, 4, 2, 4)

@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kvpolicy.kernels import place as place_reference
-from kvpolicy.kernels import place_triton, settle_triton
-from kvpolicy.kernels import settle as reference
-from kvpolicy.kernels.tables import Tables
+from kvpolicy.kernels.entries import place as place_reference
+from kvpolicy.kernels.entries import place_triton, settle_triton
+from kvpolicy.kernels.entries import settle as reference
+from kvpolicy.kernels.entries.tables import Tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

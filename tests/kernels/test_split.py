@@ -8,8 +8,8 @@ from ctypes import c_float
 
 import pytest
 import torch
-from kvpolicy.dsl import counts
-from kvpolicy.kernels.split_triton import LARGEST, split
+from kvpolicy.dsl.ir import counts
+from kvpolicy.kernels.scoring.split_triton import LARGEST, split
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN = math.inf, math.nan

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from kvpolicy.kernels import spread, spread_triton
+from kvpolicy.kernels.scoring import spread, spread_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # What is computed beside the numbers that count, and of infinities.

@@ -10,20 +10,21 @@ import test_decode_attention as decode_tests
 import test_paged_attention_packages as package_tests
 import test_settle as settle_tests
 import torch
-from kvpolicy.kernels import decode_attention_triton, decode_readers, tuned
-from kvpolicy.kernels.compact_layers import compact_layers
-from kvpolicy.kernels.compact_layers_triton import compact_layers as compact_layers_triton
-from kvpolicy.kernels.gather import gather
-from kvpolicy.kernels.gather_triton import gather as gather_triton
-from kvpolicy.kernels.merge_rows import merge_mass, merge_rows
-from kvpolicy.kernels.merge_rows_triton import merge_rows as merge_rows_triton
-from kvpolicy.kernels.nearest import nearest
-from kvpolicy.kernels.nearest_triton import nearest as nearest_triton
-from kvpolicy.kernels.place import place
-from kvpolicy.kernels.place_triton import place as place_triton
-from kvpolicy.kernels.rows_triton import put_rows, take_rows
-from kvpolicy.kernels.select import top
-from kvpolicy.kernels.select_triton import top as top_triton
+from kvpolicy.kernels.attention import decode_attention_triton, decode_readers
+from kvpolicy.kernels.entries.compact_layers import compact_layers
+from kvpolicy.kernels.entries.compact_layers_triton import compact_layers as compact_layers_triton
+from kvpolicy.kernels.entries.gather import gather
+from kvpolicy.kernels.entries.gather_triton import gather as gather_triton
+from kvpolicy.kernels.entries.place import place
+from kvpolicy.kernels.entries.place_triton import place as place_triton
+from kvpolicy.kernels.entries.rows_triton import put_rows, take_rows
+from kvpolicy.kernels.launch import tuned
+from kvpolicy.kernels.merging.merge_rows import merge_mass, merge_rows
+from kvpolicy.kernels.merging.merge_rows_triton import merge_rows as merge_rows_triton
+from kvpolicy.kernels.merging.nearest import nearest
+from kvpolicy.kernels.merging.nearest_triton import nearest as nearest_triton
+from kvpolicy.kernels.scoring.select import top
+from kvpolicy.kernels.scoring.select_triton import top as top_triton
 from test_paged_attention_packages import packages  # noqa: F401
 from triton.runtime.jit import KernelInterface
 
@@ -236,8 +237,8 @@ def test_decode_attention_reads_as_measured(folder, launched, choice, splits):
 
 
 def test_paged_attention_reads_as_measured(folder, launched):
-    from kvpolicy.kernels import paged_attention_triton
-    from kvpolicy.kernels.paged_attention import paged_attention
+    from kvpolicy.kernels.attention import paged_attention_triton
+    from kvpolicy.kernels.attention.paged_attention import paged_attention
 
     given = [x.to(DEVICE) for x in package_tests.inputs(8, dtype=torch.float32)]
     where = {"dtype": "float32", "head_dim": 64, "rows": 16, "lists": 6}
@@ -249,8 +250,9 @@ def test_paged_attention_reads_as_measured(folder, launched):
 
 
 def test_compaction_selection_and_rows_as_measured(folder, launched):
-    from kvpolicy.kernels import compact_layers_triton as compacting
-    from kvpolicy.kernels import rows_triton, select_triton
+    from kvpolicy.kernels.entries import compact_layers_triton as compacting
+    from kvpolicy.kernels.entries import rows_triton
+    from kvpolicy.kernels.scoring import select_triton
 
     write(
         folder,
@@ -289,8 +291,8 @@ def test_compaction_selection_and_rows_as_measured(folder, launched):
 
 
 def test_gather_and_place_as_measured(folder, launched):
-    from kvpolicy.kernels import gather_triton as gathering
-    from kvpolicy.kernels import place_triton as placing
+    from kvpolicy.kernels.entries import gather_triton as gathering
+    from kvpolicy.kernels.entries import place_triton as placing
 
     write(
         folder,
@@ -319,7 +321,7 @@ def test_gather_and_place_as_measured(folder, launched):
 
 
 def test_folds_in_place_as_measured(folder, launched):
-    from kvpolicy.kernels import settle_triton
+    from kvpolicy.kernels.entries import settle_triton
 
     where = {"row_bytes": 32, "lists": 6, "candidates": 20}
     write(folder, ("settle", where, {"piece": 16, "tile": 16}))
@@ -335,8 +337,8 @@ def test_folds_in_place_as_measured(folder, launched):
 
 
 def test_merges_as_measured(folder, launched):
-    from kvpolicy.kernels import merge_rows_triton as merging
-    from kvpolicy.kernels import nearest_triton as finding
+    from kvpolicy.kernels.merging import merge_rows_triton as merging
+    from kvpolicy.kernels.merging import nearest_triton as finding
 
     shape = {"dtype": "float32", "head_dim": 64}
     write(

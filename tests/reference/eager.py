@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from eager_llama import Llama, attend, checkpoint
-from kvpolicy.dsl.bind import Bound, bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.interpret import interpret
-from kvpolicy.dsl.result import Result
+from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.data.result import Result
+from kvpolicy.dsl.interpret.interpreter import interpret
 from torch import Tensor
 
 

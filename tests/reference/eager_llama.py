@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from kvpolicy.dsl.ir import ModelShape
+from kvpolicy.dsl.ir.nodes import ModelShape
 from safetensors.torch import load_file
 from torch import Tensor
 

@@ -42,7 +42,7 @@ def start(model: str, flags: dict) -> Driver:
     """A scheduler that checks after every step that no slot is used twice or leaked."""
     paths = [str(ROOT / "policies" / f"{name}.yaml") for name in METHODS]
     driver = Driver(model, paths, SETTINGS, **flags)
-    from kvpolicy.sglang_ext import compat
+    from kvpolicy.sglang_ext.face import compat
 
     allocator = driver.scheduler.token_to_kv_pool_allocator
     driver.each_step.append(lambda: driver.store.check_integrity(compat.free_slots(allocator)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import forked
 import pytest
-from kvpolicy.dsl.library import shipped
+from kvpolicy.dsl.syntax.library import shipped
 
 pytestmark = pytest.mark.server
 HERE = Path(__file__).parent

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
-from kvpolicy.dsl.cli import main
+from kvpolicy.dsl.tools.cli import main
 
 torch = pytest.importorskip("torch", reason="the model runs in torch")
 pytest.importorskip("transformers", reason="the model is transformers'")

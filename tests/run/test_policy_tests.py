@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvpolicy.dsl.cli import main
+from kvpolicy.dsl.tools.cli import main
 
 HEADER = "policy: p\nlanguage: 1\nabout: a policy\n"
 H2O = """

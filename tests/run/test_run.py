@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 import pytest
-from kvpolicy.dsl.cli import main
-from kvpolicy.dsl.commands import EXECUTIONS
+from kvpolicy.dsl.tools.cli import main
+from kvpolicy.dsl.tools.commands import EXECUTIONS
 
 L, H, G, D = 2, 4, 2, 4
 

@@ -34,7 +34,7 @@ VOCABULARY = 500
 def start(model: str, flags: dict[str, Any]) -> Driver:
     paths = [str(ROOT / "policies" / f"{name}.yaml") for name in POLICIES]
     driver = Driver(model, paths, SETTINGS, **flags)
-    from kvpolicy.sglang_ext import compat
+    from kvpolicy.sglang_ext.face import compat
 
     allocator = driver.scheduler.token_to_kv_pool_allocator
     driver.each_step.append(lambda: driver.store.check_integrity(compat.free_slots(allocator)))
@@ -70,7 +70,7 @@ def choices(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 def _record_runs() -> list[Any]:
     """Make the torch program note what it was shown; the last run is the last element."""
-    from kvpolicy.dsl.torch_program import Run
+    from kvpolicy.dsl.execute.program import Run
 
     runs: list[Any] = []
     observe, finish = Run.observe, Run.finish
@@ -90,7 +90,7 @@ def _record_runs() -> list[Any]:
 
 def _compare(run: Any) -> dict[str, Any]:
     import numpy as np
-    from kvpolicy.dsl.interpret import interpret
+    from kvpolicy.dsl.interpret.interpreter import interpret
 
     layers = [run.seen[i] for i in range(len(run.seen))]
     q, k = (np.stack([each[i].numpy() for each in layers]) for i in (0, 1))

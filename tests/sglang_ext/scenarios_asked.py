@@ -62,7 +62,7 @@ def _record_pages() -> list[tuple[Any, list[list[Any]]]]:
 
     Only where the copy holds the prompt's own keys, and the run's positions are the prompt's.
     """
-    import kvpolicy.sglang_ext.prefill_step as module
+    import kvpolicy.sglang_ext.forward.prefill_step as module
 
     seen: list = []
     original = module.compress

@@ -98,7 +98,7 @@ def steps(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 def _note_steps(driver: Any) -> list[dict[str, Any]]:
     """Of each decode forward: its requests, where the host waits, and what graphs would be told."""
-    from kvpolicy.sglang_ext import compat
+    from kvpolicy.sglang_ext.face import compat
     from kvpolicy.sglang_ext.runtime import Runtime
 
     seen: list[dict[str, Any]] = []
@@ -204,7 +204,8 @@ def memory(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     `captured` requests are in the largest captured batch.
     """
     budget, captured = flags.pop("budget"), flags.pop("captured")
-    from kvpolicy.sglang_ext import compat, reserved
+    from kvpolicy.sglang_ext.face import compat
+    from kvpolicy.sglang_ext.serving import reserved
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
     KVCacheConfigurator._profile_available_bytes = lambda self, before: budget

@@ -26,40 +26,40 @@ class Fault(RuntimeError):
 
 # Where it is raised: a name, the module, and the function or `Class.method` in it.
 POINTS = {
-    "arrival": ("request", "Served.folds_within"),
-    "prefix": ("request", "State.queries"),
-    "reservation": ("admission", "reserve"),
-    "growth": ("admission", "still_needs"),
-    "allocation": ("store", "Store.allocate"),
-    "start of scoring": ("kvpolicy.dsl.torch_program", "TorchProgram.start"),
-    "scoring": ("prefill_step", "scaled"),
-    "sums over chunks": ("kvpolicy.dsl.torch_prefill", "DirectRun.accumulate"),
-    "choosing": ("kvpolicy.dsl.torch_run", "Run.finish"),
-    "end of choosing": ("kvpolicy.dsl.torch_run", "Run.settle"),
-    "compaction": ("prefill_step", "compress"),
-    "copy": ("compress", "copy_kept"),
-    "layout": ("store", "Store.fill"),
-    "memory": ("request", "State.remember"),
-    "pairs": ("share", "compress"),
-    "report": ("reports", "Reports.finished_prompt"),
-    "when entries leave": ("request", "State.leaves_at"),
-    "noted queries": ("notes", "Notes.queries"),
-    "following": ("kvpolicy.dsl.torch_decode", "Memory.follow"),
-    "fold": ("fold", "Fold.finish"),
-    "fold in place": ("fold", "Fold.write_in_place"),
-    "fold by layer": ("fold", "Fold.write_by_layer"),
-    "fold anew": ("fold", "Fold.write_anew"),
-    "tail": ("fold", "Fold.leave_tail"),
-    "report of a fold": ("reports", "Reports.finished_fold"),
-    "attention": ("decode_step", "DecodeStep.overwrite"),
-    "chosen rows": ("prefill_step", "Scored.narrow"),
-    "restart": ("prefill_step", "Scored.restart"),
-    "second prefill": ("compat", "embed"),
-    "view": ("view", "make"),
-    "resumed pass": ("request", "State.next_end"),
-    "resumed reader": ("follow", "Reader.of"),
-    "resumed attention": ("resume", "attend"),
-    "resumed following": ("resume", "no_queries"),
+    "arrival": ("sglang_ext.request.request", "Served.folds_within"),
+    "prefix": ("sglang_ext.request.request", "State.queries"),
+    "reservation": ("sglang_ext.request.admission", "reserve"),
+    "growth": ("sglang_ext.request.admission", "still_needs"),
+    "allocation": ("sglang_ext.memory.store", "Store.allocate"),
+    "start of scoring": ("dsl.execute.program", "TorchProgram.start"),
+    "scoring": ("sglang_ext.face.compat", "scaled"),
+    "sums over chunks": ("dsl.execute.prefill", "DirectRun.accumulate"),
+    "choosing": ("dsl.execute.run", "Run.finish"),
+    "end of choosing": ("dsl.execute.run", "Run.settle"),
+    "compaction": ("sglang_ext.forward.prefill_step", "compress"),
+    "copy": ("sglang_ext.forward.compress", "copy_kept"),
+    "layout": ("sglang_ext.memory.store", "Store.fill"),
+    "memory": ("sglang_ext.request.request", "State.remember"),
+    "pairs": ("sglang_ext.forward.share", "compress"),
+    "report": ("sglang_ext.report.reports", "Reports.finished_prompt"),
+    "when entries leave": ("sglang_ext.request.request", "State.leaves_at"),
+    "noted queries": ("sglang_ext.request.notes", "Notes.queries"),
+    "following": ("dsl.execute.decode", "Memory.follow"),
+    "fold": ("sglang_ext.forward.fold", "Fold.finish"),
+    "fold in place": ("sglang_ext.forward.fold", "Fold.write_in_place"),
+    "fold by layer": ("sglang_ext.forward.fold", "Fold.write_by_layer"),
+    "fold anew": ("sglang_ext.forward.fold", "Fold.write_anew"),
+    "tail": ("sglang_ext.forward.fold", "Fold.leave_tail"),
+    "report of a fold": ("sglang_ext.report.reports", "Reports.finished_fold"),
+    "attention": ("sglang_ext.forward.decode_step", "DecodeStep.overwrite"),
+    "chosen rows": ("sglang_ext.forward.prefill_step", "Scored.narrow"),
+    "restart": ("sglang_ext.forward.prefill_step", "Scored.restart"),
+    "second prefill": ("sglang_ext.face.compat", "embed"),
+    "view": ("sglang_ext.forward.view", "make"),
+    "resumed pass": ("sglang_ext.request.request", "State.next_end"),
+    "resumed reader": ("sglang_ext.forward.follow", "Reader.of"),
+    "resumed attention": ("sglang_ext.forward.resume", "attend"),
+    "resumed following": ("sglang_ext.forward.resume", "no_queries"),
 }
 
 
@@ -67,7 +67,7 @@ POINTS = {
 def failing(point: str, fails: Callable[[], bool]) -> Iterator[None]:
     """Make a point raise whenever `fails` says so."""
     module, path = POINTS[point]
-    owner: Any = import_module(module if "." in module else f"kvpolicy.sglang_ext.{module}")
+    owner: Any = import_module(f"kvpolicy.{module}")
     *outer, name = path.split(".")
     for each in outer:
         owner = getattr(owner, each)
@@ -154,8 +154,8 @@ def _record_failures() -> dict[str, tuple[str, bool, bool]]:
     """Makes the plugin note which requests failed, at what, and whether they go on; if they do,
     whether they had begun to decode under their policy.
     """
-    from kvpolicy.sglang_ext.failures import Failures
-    from kvpolicy.sglang_ext.request import state_of
+    from kvpolicy.sglang_ext.forward.failures import Failures
+    from kvpolicy.sglang_ext.request.request import state_of
 
     stages: dict[str, tuple[str, bool, bool]] = {}
     original = Failures.note

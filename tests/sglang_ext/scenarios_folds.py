@@ -39,7 +39,7 @@ def start(model: str, flags: dict[str, Any], names: tuple[str, ...] = tuple(POLI
     paths = [str(ROOT / "policies" / f"{name}.yaml") for name in names]
     settings = [each for each in SETTINGS if each.split(".")[0] in names]
     driver = Driver(model, paths, settings, **flags)
-    from kvpolicy.sglang_ext import compat
+    from kvpolicy.sglang_ext.face import compat
 
     allocator = driver.scheduler.token_to_kv_pool_allocator
 
@@ -58,7 +58,7 @@ def drawn(rnd: random.Random, length: int) -> list[int]:
 
 def watch(driver: Driver) -> dict[str, dict[int, Any]]:
     """What is cached of each request after each of its decode steps: per layer and KV head."""
-    from kvpolicy.sglang_ext.request import state_of
+    from kvpolicy.sglang_ext.request.request import state_of
 
     seen: dict[str, dict[int, Any]] = {}
 
@@ -209,7 +209,7 @@ def _tree(driver: Driver) -> dict[int, str]:
     """Slots that the radix cache holds, with a digest of their entries."""
     tree = driver.scheduler.tree_cache
     allocator, store = driver.scheduler.token_to_kv_pool_allocator, driver.store
-    from kvpolicy.sglang_ext import compat
+    from kvpolicy.sglang_ext.face import compat
 
     held = set(range(1, allocator.size + 1)) - set(compat.free_slots(allocator).tolist())
     for private in store.by_row.values():

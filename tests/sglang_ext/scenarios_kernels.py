@@ -40,10 +40,10 @@ def waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 def _watch(driver: Driver) -> list[dict[str, Any]]:
     """Makes every extend forward note the waits in the plugin's steps."""
     from host_waits import HostWaits, on_host
-    from kvpolicy.sglang_ext.prefill_step import PrefillStep
-    from kvpolicy.sglang_ext.propagate import PropagateStep
+    from kvpolicy.sglang_ext.forward.prefill_step import PrefillStep
+    from kvpolicy.sglang_ext.forward.propagate import PropagateStep
+    from kvpolicy.sglang_ext.forward.step import Step
     from kvpolicy.sglang_ext.runtime import Runtime
-    from kvpolicy.sglang_ext.step import Step
 
     forwards: list[dict[str, Any]] = []
     noted: list[str] = []  # since the latest extend batch was made
@@ -101,10 +101,10 @@ def decode_waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     `lagging`: numbers never come before they are asked for, as on a device that is behind.
     """
     from host_waits import HostWaits, on_host
-    from kvpolicy.dsl.torch_follow import Landing
-    from kvpolicy.sglang_ext.fold import Fold
+    from kvpolicy.dsl.execute.follow import Landing
+    from kvpolicy.sglang_ext.forward.fold import Fold
+    from kvpolicy.sglang_ext.forward.step import Step
     from kvpolicy.sglang_ext.runtime import Runtime
-    from kvpolicy.sglang_ext.step import Step
 
     policies, lengths = flags.pop("policies"), flags.pop("lengths")
     output = flags.pop("output")

@@ -24,13 +24,13 @@ def start(model: str, policies: dict[str, list[str]], flags: dict[str, Any]) -> 
 
     `scratch` limits the propagating prompts of one forward.
     """
-    from kvpolicy.sglang_ext import reserved
+    from kvpolicy.sglang_ext.serving import reserved
 
     reserved.SCRATCH = flags.pop("scratch", reserved.SCRATCH)
     paths = [p if "/" in p else str(ROOT / "policies" / f"{p}.yaml") for p in policies]
     settings = [f"{Path(p).stem}.{value}" for p, values in policies.items() for value in values]
     driver = Driver(model, paths, settings, **flags)
-    from kvpolicy.sglang_ext import compat
+    from kvpolicy.sglang_ext.face import compat
 
     allocator = driver.scheduler.token_to_kv_pool_allocator
     driver.each_step.append(lambda: driver.store.check_integrity(compat.free_slots(allocator)))
@@ -82,7 +82,7 @@ def answers(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 def _record(driver: Driver) -> tuple[list, dict[int, list[int]]]:
     """Makes the plugin note what policies keep, and SGLang how many rows enter each layer."""
-    import kvpolicy.sglang_ext.prefill_step as module
+    import kvpolicy.sglang_ext.forward.prefill_step as module
 
     kept: list = []
     original = module.compress
@@ -106,7 +106,7 @@ def _record(driver: Driver) -> tuple[list, dict[int, list[int]]]:
 
 def poison(driver: Driver) -> None:
     """Write NaN to every slot that nobody holds."""
-    from kvpolicy.sglang_ext import compat
+    from kvpolicy.sglang_ext.face import compat
 
     free = compat.free_slots(driver.scheduler.token_to_kv_pool_allocator)
     pool = driver.scheduler.tp_worker.model_runner.token_to_kv_pool
@@ -194,7 +194,7 @@ def _in_chunks(scheduler: Any) -> int:
 
 def _held(request: Any) -> tuple[int, int]:
     """Rows that wait for a request's last chunk, and its private slots."""
-    from kvpolicy.sglang_ext.request import state_of
+    from kvpolicy.sglang_ext.request.request import state_of
 
     state = state_of(request)
     return sum(each.ids.numel() for each in state.progress.held), len(state.private.slots)

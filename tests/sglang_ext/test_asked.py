@@ -13,7 +13,9 @@ import torch
 
 pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
 
-from kvpolicy.sglang_ext import asked, force, kept
+from kvpolicy.sglang_ext.face import asked
+from kvpolicy.sglang_ext.report import kept
+from kvpolicy.sglang_ext.request import force
 from scenarios_asked import positions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_allocator import Allocator, no_cache
-from kvpolicy.dsl.torch_layout import Choice
-from kvpolicy.sglang_ext.arena import create_arena
-from kvpolicy.sglang_ext.fold import Fold
-from kvpolicy.sglang_ext.follow import Reader
-from kvpolicy.sglang_ext.kernels_in_use import in_use
-from kvpolicy.sglang_ext.lists import Lists
-from kvpolicy.sglang_ext.store import Store
-from kvpolicy.sglang_ext.tables import DeviceTables
+from kvpolicy.dsl.execute.layout import Choice
+from kvpolicy.sglang_ext.face.kernels_in_use import in_use
+from kvpolicy.sglang_ext.forward.fold import Fold
+from kvpolicy.sglang_ext.forward.follow import Reader
+from kvpolicy.sglang_ext.memory.arena import create_arena
+from kvpolicy.sglang_ext.memory.lists import Lists
+from kvpolicy.sglang_ext.memory.store import Store
+from kvpolicy.sglang_ext.memory.tables import DeviceTables
 
 LAYERS, KV_HEADS, SIZE, SLOTS, ROW, CONTEXT = 3, 2, 8, 120, 2, 60
 WAYS = ("write_in_place", "write_by_layer", "write_anew")

@@ -11,15 +11,16 @@ import torch
 
 pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
 
-from kvpolicy.dsl.check import load
-from kvpolicy.sglang_ext import backend as backends
-from kvpolicy.sglang_ext import compat, graphs
-from kvpolicy.sglang_ext.arena import create_arena
-from kvpolicy.sglang_ext.decode_step import DecodeStep
-from kvpolicy.sglang_ext.errors import Refused
-from kvpolicy.sglang_ext.queries import QueryBuffer
-from kvpolicy.sglang_ext.services import Services
-from kvpolicy.sglang_ext.tables import DeviceTables
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.sglang_ext.attention import backend as backends
+from kvpolicy.sglang_ext.attention import graphs
+from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face.errors import Refused
+from kvpolicy.sglang_ext.forward.decode_step import DecodeStep
+from kvpolicy.sglang_ext.forward.services import Services
+from kvpolicy.sglang_ext.memory.arena import create_arena
+from kvpolicy.sglang_ext.memory.tables import DeviceTables
+from kvpolicy.sglang_ext.request.queries import QueryBuffer
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
@@ -185,8 +186,8 @@ def test_a_capture_decides_for_its_variant_alone(services, capturing):
 
 
 def test_captured_batches_share_one_workspace(services, monkeypatch):
-    from kvpolicy.kernels import decode_attention_triton as kernel
-    from kvpolicy.kernels import decode_readers
+    from kvpolicy.kernels.attention import decode_attention_triton as kernel
+    from kvpolicy.kernels.attention import decode_readers
 
     given = []
 
@@ -213,7 +214,8 @@ def test_captured_batches_share_one_workspace(services, monkeypatch):
 def test_entries_are_counted_where_another_reader_was_measured(
     services, monkeypatch, capturing, tmp_path
 ):
-    from kvpolicy.kernels import decode_readers, tuned
+    from kvpolicy.kernels.attention import decode_readers
+    from kvpolicy.kernels.launch import tuned
 
     given = []
 

@@ -6,13 +6,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the runtime needs torch")
 
-from kvpolicy.dsl.bind import bind  # noqa: E402
-from kvpolicy.dsl.check import load  # noqa: E402
-from kvpolicy.dsl.ir import ModelShape  # noqa: E402
-from kvpolicy.sglang_ext.arena import create_arena  # noqa: E402
-from kvpolicy.sglang_ext.growth import Growth  # noqa: E402
-from kvpolicy.sglang_ext.options import Policy  # noqa: E402
-from kvpolicy.sglang_ext.request import Served  # noqa: E402
+from kvpolicy.dsl.bind.bind import bind  # noqa: E402
+from kvpolicy.dsl.check.policy import load  # noqa: E402
+from kvpolicy.dsl.ir.nodes import ModelShape  # noqa: E402
+from kvpolicy.sglang_ext.face.options import Policy  # noqa: E402
+from kvpolicy.sglang_ext.memory.arena import create_arena  # noqa: E402
+from kvpolicy.sglang_ext.memory.growth import Growth  # noqa: E402
+from kvpolicy.sglang_ext.request.request import Served  # noqa: E402
 
 POLICIES = Path(__file__).parents[2] / "policies"
 SHAPE = ModelShape(layers=4, heads=4, kv_heads=2, head_dim=8)

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
 
-from kvpolicy.sglang_ext import compat, refusals
-from kvpolicy.sglang_ext.errors import Refused
+from kvpolicy.sglang_ext.face import compat, refusals
+from kvpolicy.sglang_ext.face.errors import Refused
 
 SIGNATURES = {
     compat.RUNNING_NEEDS: ["self", "req"],

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from host_waits import HostWaits
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.torch_program import TorchProgram
-from kvpolicy.sglang_ext.host import to_device, to_host
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.sglang_ext.face.host import to_device, to_host
 
 TRITON = {"SGLANG_KV_POLICY_KERNELS": "triton", "TRITON_INTERPRET": "1"}
 TORCH = {"SGLANG_KV_POLICY_KERNELS": "torch", "TRITON_INTERPRET": "1"}

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvpolicy.dsl.bind import bind
-from kvpolicy.dsl.check import load
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.sglang_ext import queries
-from kvpolicy.sglang_ext.notes import LONGEST, Notes, wanted
-from kvpolicy.sglang_ext.queries import QueryBuffer, may_read
-from kvpolicy.sglang_ext.request import State
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.sglang_ext.request import queries
+from kvpolicy.sglang_ext.request.notes import LONGEST, Notes, wanted
+from kvpolicy.sglang_ext.request.queries import QueryBuffer, may_read
+from kvpolicy.sglang_ext.request.request import State
 
 POLICIES = Path(__file__).parents[2] / "policies"
 LAYERS, HEADS, SIZE = 3, 4, 8

@@ -7,12 +7,12 @@ import re
 
 import pytest
 import torch
-from kvpolicy.dsl.diagnostics import refused
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.dsl.model_config import ModelConfig
-from kvpolicy.kernels import tuned
-from kvpolicy.sglang_ext import kernels_in_use, options
-from kvpolicy.sglang_ext.errors import Refused
+from kvpolicy.dsl.bind.model_config import ModelConfig
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.diagnostics import refused
+from kvpolicy.kernels.launch import tuned
+from kvpolicy.sglang_ext.face import kernels_in_use, options
+from kvpolicy.sglang_ext.face.errors import Refused
 
 SHAPE = ModelShape(layers=4, heads=4, kv_heads=2, head_dim=32)
 MODEL = ModelConfig("a model", SHAPE, 128, 512, "float32", 4)
@@ -308,7 +308,7 @@ def test_separators_in_values_are_refused(files):
 
 def test_policies_are_tried_before_a_server_loads_anything(files, monkeypatch):
     """A policy that its executions do not carry out alike is refused; equal ones are tried once."""
-    from kvpolicy.dsl import trial
+    from kvpolicy.dsl.tools import trial
 
     tried = []
 

@@ -316,9 +316,9 @@ def test_logprobs_and_metrics_of_a_server(model):
 
 
 def bound_policy(name, **overrides):
-    from kvpolicy.dsl.bind import bind
-    from kvpolicy.dsl.check import load
-    from kvpolicy.dsl.ir import ModelShape
+    from kvpolicy.dsl.bind.bind import bind
+    from kvpolicy.dsl.check.policy import load
+    from kvpolicy.dsl.ir.nodes import ModelShape
 
     path = ROOT / "policies" / f"{name}.yaml"
     shape = ModelShape(layers=4, heads=4, kv_heads=2, head_dim=32)
@@ -342,7 +342,7 @@ def bound_policy(name, **overrides):
 )
 def test_what_is_known_before_the_prefill(name, overrides, prompt, plan):
     pytest.importorskip("torch")
-    from kvpolicy.sglang_ext import propagation
+    from kvpolicy.sglang_ext.request import propagation
 
     found = propagation.plan(bound_policy(name, **overrides), prompt)
     assert found == (None if plan is None else propagation.Plan(*plan))
@@ -371,7 +371,7 @@ class Adder:
 )
 def test_admission(layer, chunk, others, waits, chunk_after):
     pytest.importorskip("torch")
-    from kvpolicy.sglang_ext import admission
+    from kvpolicy.sglang_ext.request import admission
 
     state = SimpleNamespace(plan=SimpleNamespace(layer=layer), propagates=True)
     request = SimpleNamespace(full_untruncated_fill_ids=[0] * 120, prefix_len=20)
@@ -387,9 +387,9 @@ class Other:
 
 def test_other_models_are_refused_by_class():
     pytest.importorskip("sglang")
-    from kvpolicy.sglang_ext import layers
-    from kvpolicy.sglang_ext.errors import Refused
-    from kvpolicy.sglang_ext.services import Services
+    from kvpolicy.sglang_ext.face.errors import Refused
+    from kvpolicy.sglang_ext.forward import layers
+    from kvpolicy.sglang_ext.forward.services import Services
 
     with pytest.raises(Refused, match=r"`fastkv` .*Qwen2 and Qwen3; the model's class is Other\.$"):
         layers.wrap(Services(()), SimpleNamespace(model=Other(), lora_manager=None), ["fastkv"])
@@ -400,7 +400,7 @@ def test_other_models_are_refused_by_class():
     [("", 512, 512), ("", -1, None), ("", None, None), ("700", 512, 700), (" 1 ", None, 1)],
 )
 def test_longest_prompt_in_one_piece(monkeypatch, text, chunk, most):
-    from kvpolicy.sglang_ext import options
+    from kvpolicy.sglang_ext.face import options
 
     monkeypatch.setenv(options.ONE_PIECE_VARIABLE, text)
     assert options.one_piece(chunk) == most
@@ -408,8 +408,8 @@ def test_longest_prompt_in_one_piece(monkeypatch, text, chunk, most):
 
 @pytest.mark.parametrize("text", ["0", "-5", "1e3", "many"])
 def test_a_wrong_length_is_refused(monkeypatch, text):
-    from kvpolicy.sglang_ext import options
-    from kvpolicy.sglang_ext.errors import Refused
+    from kvpolicy.sglang_ext.face import options
+    from kvpolicy.sglang_ext.face.errors import Refused
 
     monkeypatch.setenv(options.ONE_PIECE_VARIABLE, text)
     with pytest.raises(Refused, match=f"prefill {text}: expected a whole number from 1 on"):

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
 
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.sglang_ext import compat, refusals
-from kvpolicy.sglang_ext.errors import Refused
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.sglang_ext.face import compat, refusals
+from kvpolicy.sglang_ext.face.errors import Refused
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
 HARMLESS = {name: value for name, value, _ in refusals.OPTIONS} | {

@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-from kvpolicy.sglang_ext import propagation, request
-from kvpolicy.sglang_ext.reasons import Reason
+from kvpolicy.sglang_ext.request import propagation, request
+from kvpolicy.sglang_ext.request.reasons import Reason
 
 
 class Served:

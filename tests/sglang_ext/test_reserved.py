@@ -9,12 +9,13 @@ import torch
 
 pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
 
-from kvpolicy.kernels.decode_attention_triton import workspace_elements
-from kvpolicy.sglang_ext import compat, reserved
-from kvpolicy.sglang_ext.errors import Refused
-from kvpolicy.sglang_ext.notes import LONGEST
-from kvpolicy.sglang_ext.queries import LARGEST, most_bytes
-from kvpolicy.sglang_ext.tables import DeviceTables
+from kvpolicy.kernels.attention.decode_attention_triton import workspace_elements
+from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face.errors import Refused
+from kvpolicy.sglang_ext.memory.tables import DeviceTables
+from kvpolicy.sglang_ext.request.notes import LONGEST
+from kvpolicy.sglang_ext.request.queries import LARGEST, most_bytes
+from kvpolicy.sglang_ext.serving import reserved
 
 LAYERS, HEADS, KV_HEADS, SIZE, CONTEXT = 3, 6, 2, 16, 100
 SLOT = LAYERS * 2 * KV_HEADS * SIZE * 2  # bytes of a bfloat16 token

@@ -5,8 +5,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="the runtime needs torch")
 pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
 
-from kvpolicy.sglang_ext.errors import Refused  # noqa: E402
-from kvpolicy.sglang_ext.rotary import of_model  # noqa: E402
+from kvpolicy.sglang_ext.face.errors import Refused  # noqa: E402
+from kvpolicy.sglang_ext.forward.rotary import of_model  # noqa: E402
 
 HEAD, ROTARY, BASE, LONGEST = 16, 12, 10000, 512
 LLAMA3 = {

@@ -8,7 +8,7 @@ with the store's own integrity check.
 from functools import partial
 
 import pytest
-from kvpolicy.sglang_ext.asked import NO_ROOM
+from kvpolicy.sglang_ext.face.asked import NO_ROOM
 
 pytestmark = pytest.mark.server
 

@@ -339,8 +339,8 @@ def test_metrics_count_what_policies_did(server):
 
 def test_every_series_exists_from_the_start(server):
     """`snap@0.5` has had one request at most."""
-    from kvpolicy.sglang_ext.metrics import BY_REASON, COUNTERS, GAUGES
-    from kvpolicy.sglang_ext.reasons import Reason
+    from kvpolicy.sglang_ext.report.metrics import BY_REASON, COUNTERS, GAUGES
+    from kvpolicy.sglang_ext.request.reasons import Reason
 
     samples = [name for name in server.metrics() if 'policy="snap@0.5"' in name]
     for name in (*COUNTERS, *GAUGES, "compression_seconds_count", "fold_seconds_count"):
@@ -483,7 +483,7 @@ def test_workers_that_load_no_plugins_stop_the_launch_in_one_sentence(model):
 def test_a_plugin_that_fails_to_load_stops_the_launch(model, tmp_path):
     """SGLang only logs such failures."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys; sys.modules['kvpolicy.sglang_ext.options'] = None\n"
+        "import sys; sys.modules['kvpolicy.sglang_ext.face.options'] = None\n"
     )
     env = {"SGLANG_KV_POLICY": SNAPKV, "PYTHONPATH": str(tmp_path)}
     with forked.new_interpreters():

@@ -5,7 +5,7 @@ import torch
 from fake_allocator import Allocator, no_cache
 from hypothesis import given
 from hypothesis import strategies as st
-from kvpolicy.sglang_ext.set_aside import SetAside
+from kvpolicy.sglang_ext.memory.set_aside import SetAside
 
 
 def aside_of(pages, page_size, slots):

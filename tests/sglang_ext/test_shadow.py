@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from kvpolicy.experiments.drift import Candidates
-from kvpolicy.sglang_ext import compat
-from kvpolicy.sglang_ext.asked import NO_ROOM
 from kvpolicy.sglang_ext.experiment import shadow
 from kvpolicy.sglang_ext.experiment.shadow import Shadows
+from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face.asked import NO_ROOM
 
 TOKENS = 3
 

@@ -5,18 +5,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_allocator import Allocator, no_cache
-from kvpolicy.dsl.ir import ModelShape
-from kvpolicy.kernels.compact_layers import compact_layers
-from kvpolicy.kernels.decode_attention import decode_attention
-from kvpolicy.kernels.paged_attention import paged_attention
-from kvpolicy.sglang_ext import share
-from kvpolicy.sglang_ext.arena import create_arena
-from kvpolicy.sglang_ext.errors import Refused
-from kvpolicy.sglang_ext.kernels_in_use import in_use
-from kvpolicy.sglang_ext.lists import Lists
-from kvpolicy.sglang_ext.options import load_policies
-from kvpolicy.sglang_ext.store import Store
-from kvpolicy.sglang_ext.tables import DeviceTables
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.kernels.attention.decode_attention import decode_attention
+from kvpolicy.kernels.attention.paged_attention import paged_attention
+from kvpolicy.kernels.entries.compact_layers import compact_layers
+from kvpolicy.sglang_ext.face.errors import Refused
+from kvpolicy.sglang_ext.face.kernels_in_use import in_use
+from kvpolicy.sglang_ext.face.options import load_policies
+from kvpolicy.sglang_ext.forward import share
+from kvpolicy.sglang_ext.memory.arena import create_arena
+from kvpolicy.sglang_ext.memory.lists import Lists
+from kvpolicy.sglang_ext.memory.store import Store
+from kvpolicy.sglang_ext.memory.tables import DeviceTables
 
 LAYERS, UPPERS, SIZE = 6, [2, 5], 8  # layers 0 and 3 are whole
 

@@ -8,11 +8,11 @@ from fake_allocator import Allocator, no_cache
 from host_waits import HostWaits
 from hypothesis import given
 from hypothesis import strategies as st
-from kvpolicy.kernels.compact_layers import compact_layers
-from kvpolicy.kernels.paged_attention import paged_attention
-from kvpolicy.sglang_ext.arena import create_arena
-from kvpolicy.sglang_ext.lists import Lists
-from kvpolicy.sglang_ext.store import Store
+from kvpolicy.kernels.attention.paged_attention import paged_attention
+from kvpolicy.kernels.entries.compact_layers import compact_layers
+from kvpolicy.sglang_ext.memory.arena import create_arena
+from kvpolicy.sglang_ext.memory.lists import Lists
+from kvpolicy.sglang_ext.memory.store import Store
 
 
 def make_store(layers=3, kv_heads=2, slots=64, page_size=1, size=4, **options):

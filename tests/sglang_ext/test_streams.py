@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_allocator import Allocator
-from kvpolicy.sglang_ext.arena import create_arena
-from kvpolicy.sglang_ext.services import Services
-from kvpolicy.sglang_ext.store import Store
-from kvpolicy.sglang_ext.streams import Streams
+from kvpolicy.sglang_ext.face.streams import Streams
+from kvpolicy.sglang_ext.forward.services import Services
+from kvpolicy.sglang_ext.memory.arena import create_arena
+from kvpolicy.sglang_ext.memory.store import Store
 
 
 class Device:

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_allocator import Allocator, no_cache
-from kvpolicy.kernels.decode_attention import decode_attention
-from kvpolicy.kernels.paged_attention import paged_attention
-from kvpolicy.sglang_ext.arena import create_arena
-from kvpolicy.sglang_ext.lists import Lists
-from kvpolicy.sglang_ext.shared import Shared
-from kvpolicy.sglang_ext.store import Store
-from kvpolicy.sglang_ext.tables import DeviceTables
+from kvpolicy.kernels.attention.decode_attention import decode_attention
+from kvpolicy.kernels.attention.paged_attention import paged_attention
+from kvpolicy.sglang_ext.memory.arena import create_arena
+from kvpolicy.sglang_ext.memory.lists import Lists
+from kvpolicy.sglang_ext.memory.shared import Shared
+from kvpolicy.sglang_ext.memory.store import Store
+from kvpolicy.sglang_ext.memory.tables import DeviceTables
 
 LAYERS, HEADS, KV_HEADS, SIZE, SLOTS, ROWS, CONTEXT = 3, 4, 2, 8, 60, 6, 40
 

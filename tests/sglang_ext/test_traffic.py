@@ -6,15 +6,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from kvpolicy.dsl.diagnostics import PolicyError
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.experiments import state_file
 from kvpolicy.experiments.experiment import Arm, Experiment, Key, Metric, Shadow, as_document
-from kvpolicy.sglang_ext import asked, compat
 from kvpolicy.sglang_ext.experiment.arms import with_arms
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.experiment.server import Server
 from kvpolicy.sglang_ext.experiment.shadow import Budget
 from kvpolicy.sglang_ext.experiment.traffic import Traffic
+from kvpolicy.sglang_ext.face import asked, compat
 from kvpolicy.sglang_ext.frontend import before_crash_dump
 
 EXPERIMENT = Experiment(

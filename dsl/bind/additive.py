@@ -1,0 +1,117 @@
+"""States that decode steps only add to, so that several steps are one sum over their queries.
+
+    heat: heat + sum[group, query](attn(new))
+
+While no entry leaves, what T steps add to an entry is the sum over their T queries, if an entry
+gets nothing from the queries before its own: `Frame.steps` says that values per query and token are
+absent where the token comes after the query. Maxima, decay, values that differ from step to step,
+other states and what may become infinite (of both signs, so that the order of a sum would count)
+are computed step by step instead.
+"""
+
+from __future__ import annotations
+
+from kvpolicy.dsl.ir.lower import ELEMENTWISE, REDUCTIONS, Static
+from kvpolicy.dsl.ir.nodes import Node, State
+
+_WINDOWS = frozenset("attn logits distance".split())
+_POOLS = frozenset(("avgpool", "maxpool"))
+_SAME = frozenset("key value position all".split())
+_UNBOUNDED = frozenset(("exp", "log"))
+_QUOTIENTS = frozenset("divide floor_divide modulo".split())
+
+
+class Additive:
+    """Which states decode steps only add to; in `next`, the state's own value is `before`."""
+
+    def __init__(self, static: Static) -> None:
+        self._static = static
+
+    def state(self, state: State) -> bool:
+        """Whether what several steps make of a state is one sum over their queries."""
+        if state.start is not None and not self.constant(state.start):
+            return False
+        return state.next is None or self._adds(state.next, "token" in state.type.axes)
+
+    def constant(self, node: Node) -> bool:
+        """Whether a value is the same at every step, for the entries that are there."""
+        needs = self._static.needs(node)
+        if needs is not None:
+            return "generated" not in needs
+        if node.op in _SAME:
+            return True
+        if node.op in REDUCTIONS and {"token", "layer"} & set(node.axes):
+            return False
+        inner = node.op in ELEMENTWISE or node.op in REDUCTIONS
+        return inner and all(map(self.constant, node.args))
+
+    def _adds(self, node: Node, by_token: bool) -> bool:
+        """Whether a value is `before` and what the step's query gives."""
+        if node.op == "before":
+            return True
+        if node.op not in ("add", "subtract"):
+            return False
+        left, right = node.args
+        if self._adds(left, by_token) and self._given(right, by_token):
+            return True
+        return node.op == "add" and self._given(left, by_token) and self._adds(right, by_token)
+
+    def _given(self, node: Node, by_token: bool) -> bool:
+        """Whether the sum of a value over several steps is its value for all their queries.
+
+        Args:
+            by_token: it has to be a value per token: one for all tokens would be added to entries
+                before they are there.
+        """
+        if by_token and "token" not in node.type.axes:
+            return False
+        if node.op in ("sum", "count") and "query" in node.axes and "layer" not in node.axes:
+            return self._of_query(node.args[0])
+        if node.op in ("add", "subtract", "negate"):
+            return all(self._given(each, by_token) for each in node.args)
+        if node.op in ("multiply", "divide"):
+            first, second = node.args
+            if node.op == "multiply" and self._number(first):
+                return self._given(second, by_token)
+            fits = self._number(second) if node.op == "multiply" else _not_zero(second)
+            return fits and self._given(first, by_token)
+        over = {"sum": {"kv", "group", "token"}, "mean": {"kv", "group"}}.get(node.op)
+        return over is not None and set(node.axes) <= over and self._given(node.args[0], by_token)
+
+    def _number(self, node: Node) -> bool:
+        return self._static.needs(node) is not None and self.constant(node)
+
+    def _of_query(self, node: Node) -> bool:
+        """Whether a query's value is the same, and finite, when other queries are there too."""
+        if self._static.needs(node) is not None or node.op in _SAME:
+            return self.constant(node)
+        if node.op in _WINDOWS:
+            return node.value == "new"
+        if node.op in _POOLS:
+            inner, width = node.args
+            return "query" in inner.type.axes and self._number(width) and self._of_query(inner)
+        if node.op in REDUCTIONS:
+            if {"query", "layer"} & set(node.axes):
+                return False
+            if "token" in node.axes and "query" not in node.args[0].type.axes:
+                return False
+        elif node.op not in ELEMENTWISE:
+            return False
+        return _stays_finite(node) and all(map(self._of_query, node.args))
+
+
+def _not_zero(node: Node) -> bool:
+    return node.op == "number" and node.value != 0
+
+
+def _stays_finite(node: Node) -> bool:
+    """Whether an operation gives finite values of finite ones."""
+    if node.op in _UNBOUNDED:
+        return False
+    if node.op in _QUOTIENTS:
+        return _not_zero(node.args[1])
+    if node.op == "power":
+        return node.args[1].op == "number" and node.args[1].value > 0
+    if node.op in ("max", "min"):  # of none they are infinite
+        return not any(each.op == "mask" for each in node.walk())
+    return True

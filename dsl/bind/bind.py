@@ -1,0 +1,392 @@
+"""Binding a checked policy to a model and to parameter values.
+
+Everything that can be wrong with an override is refused here, with one message that names the
+parameter, the value and what is accepted. Nothing here imports torch or numpy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+
+from kvpolicy.dsl.bind.parameters import environment, parameter_values
+from kvpolicy.dsl.check.fit import does_not_fit
+from kvpolicy.dsl.ir.counts import whole
+from kvpolicy.dsl.ir.exact import Value, evaluate, evaluator
+from kvpolicy.dsl.ir.lower import Phase, Phases, Static, fold, lower
+from kvpolicy.dsl.ir.nodes import (
+    Extent,
+    ModelShape,
+    Node,
+    Program,
+    Propagate,
+    Rules,
+    Share,
+    Type,
+    When,
+)
+from kvpolicy.dsl.ir.text import print_program
+from kvpolicy.dsl.ir.traverse import (
+    Sections,
+    merge_roots,
+    nodes_of,
+    propagate_roots,
+    state_roots,
+    states_needed,
+)
+from kvpolicy.dsl.ir.verify import verify
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
+from kvpolicy.dsl.syntax.source import Source
+
+# Environments whose numbers are remembered; a server asks for one several times in a row.
+_ENVIRONMENTS = 512
+# More queries than any request has.
+_MOST = 2**31
+# Lets whose values `kvpolicy run` reports.
+REPORTED = ("layer_ratio", "laziness")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A policy with a model and parameter values: what an execution runs.
+
+    `rules`, `decode`, `propagate` and `share` have everything folded that parameters and sizes
+    decide, and `states` only as far as something reads them; the `lowered` ones have no `then`, no
+    unsized `top` and no name `budget` either (see `ir/lower.py`).
+
+    Attributes:
+        program: the checked policy.
+        shape: sizes of the model.
+        params: value of every parameter, defaults included.
+        rules, lowered: the prefill's.
+        static: which nodes are numbers that the host knows.
+        decode, decode_lowered: the rules of a decode step; None if nothing leaves.
+        propagate, propagate_lowered: None if nothing is propagated.
+        share: two layers that store one direction, lowered; None if nothing is shared.
+        fold_interval: entries may leave at every so many decode steps; a given `decode.when`
+            decides instead.
+    """
+
+    program: Program
+    shape: ModelShape
+    params: Mapping[str, Value]
+    rules: Rules
+    lowered: Rules
+    static: Static
+    decode: Rules | None = None
+    decode_lowered: Rules | None = None
+    propagate: Propagate | None = None
+    propagate_lowered: Propagate | None = None
+    share: Share | None = None
+    fold_interval: int = 1
+    _numbers: dict[tuple, Callable[[Node], Value]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    @property
+    def positions(self) -> str:
+        """`original`, or `slots`: keys are rotated to their place in the cache."""
+        return self.program.positions
+
+    def number(
+        self,
+        node: Node,
+        prompt: int,
+        layer: int = 0,
+        *,
+        length: int | None = None,
+        generated: int | None = None,
+    ) -> Value:
+        """Value of a static scalar at a layer, for a prompt of `prompt` tokens.
+
+        Args:
+            node: with `static.needs(node)` not None.
+            prompt: N tokens.
+            layer: from 0.
+            length: tokens that reached this layer; the prompt's if left out.
+            generated: which decode step, from 1.
+        """
+        needs = self.static.needs(node)
+        if needs is not None:
+            length = length if "length" in needs else None
+            generated = generated if "generated" in needs else None
+        key = (prompt, layer, length, generated)
+        if key not in self._numbers:
+            while len(self._numbers) >= _ENVIRONMENTS:
+                self._numbers.pop(next(iter(self._numbers)))
+            given = environment(self.shape, self.params, prompt, layer, length, generated)
+            self._numbers[key] = evaluator(given)
+        return self._numbers[key](node)
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node that the prefill needs, once: of its rules, states and propagation."""
+        rules = self.rules
+        values = (*rules.lets.values(), *rules.decided.values())
+        sections = (rules.keep, rules.budget, rules.score, *values)
+        remembered = (*state_roots(rules.states), *merge_roots(rules.merge))
+        return nodes_of([*sections, *remembered, *propagate_roots(self.propagate)])
+
+    def decode_nodes(self) -> Iterator[Node]:
+        """Every node that a decode step needs, once."""
+        return nodes_of([] if self.decode is None else _decode_roots(self.decode))
+
+    def queries(self, prompt: int) -> int:
+        """How many of a layer's last queries the prefill reads, or keeps for decode steps (W)."""
+        return self._queries(prompt)
+
+    @cached_property
+    def _queries(self) -> Callable[[int], int]:
+        windows = _windows(self.nodes())
+        layers = range(self.shape.layers)
+
+        @lru_cache(maxsize=4096)
+        def most(prompt: int) -> int:
+            counts = (self._asking(x.count, prompt, layer) for x in windows for layer in layers)
+            # The prompt's last queries are among those that the first decode steps read.
+            later = min(prompt, max(0, self.step_queries(prompt) - 1))
+            return max(later, max(counts, default=0))
+
+        return most
+
+    def step_queries(self, prompt: int) -> int:
+        """How many of a layer's last queries a decode step reads, its own included."""
+        windows = _windows(self.decode_nodes())
+        most = max((self._recent(x.count, prompt) for x in windows if x.count), default=0)
+        return max(most, int(any(x.count is None for x in windows)))
+
+    def _recent(self, count: Node, prompt: int) -> int:
+        layers = range(self.shape.layers)
+        return max(whole(self.number(count, prompt, layer), _MOST) for layer in layers)
+
+    def window(self, node: Node, prompt: int, layer: int, length: int | None = None) -> int:
+        """Number of last queries of one `attn`, `logits` or `distance` of the prefill at a layer.
+
+        Args:
+            node: with all queries, or with the argument of `recent`.
+            prompt: N tokens.
+            layer: from 0.
+            length: tokens that reached this layer; the prompt's if left out.
+        """
+        return self._asking(node.args[0] if node.args else None, prompt, layer, length)
+
+    def _asking(
+        self, count: Node | None, prompt: int, layer: int, length: int | None = None
+    ) -> int:
+        most = prompt if length is None else length
+        if count is None or self.static.needs(count) is None:
+            return most
+        return whole(self.number(count, prompt, layer), most)
+
+    def leaves_at(self, generated: int, prompt: int) -> bool:
+        """Whether entries may leave at a decode step (from 1) after a prompt of N tokens."""
+        if self.decode is None:
+            return False
+        if self.decode.when is None:
+            return generated % self.fold_interval == 0
+        return bool(self.number(self.decode.when, prompt, generated=generated))
+
+    @cached_property
+    def remembers(self) -> bool:
+        """Whether there are states that advance at every decode step."""
+        return self.decode is not None and any(s.next for s in self.decode.states.values())
+
+    @property
+    def propagates(self) -> bool:
+        """Whether deeper layers may see fewer tokens than the prompt has."""
+        return self.propagate is not None
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the prefill begins again on the propagated tokens."""
+        return self.propagate is not None and self.propagate.restart is not None
+
+    @cached_property
+    def tested(self) -> frozenset[str]:
+        """Reported lets by which a layer decides whether it propagates."""
+        if self.propagate is None:
+            return frozenset()
+        read = {id(node) for node in nodes_of([self.propagate.first, self.propagate.every])}
+        return frozenset(name for name, node in self.rules.lets.items() if id(node) in read)
+
+    def propagation_layer(self, prompt: int) -> int | None:
+        """The layer after which fewer tokens are computed, where `first` needs no data.
+
+        L, the number of layers, if `first` never holds; None if data decide, or for `every`.
+        """
+        first = None if self.propagate is None else self.propagate.first
+        if first is None:
+            return None
+        layers = range(self.shape.layers)
+        if self.static.needs(first) is None:
+            never = all(self._surely_false(first, prompt, layer) for layer in layers)
+            return self.shape.layers if never else None
+        holds = (layer for layer in layers if self.number(first, prompt, layer, length=prompt))
+        return next(holds, self.shape.layers)
+
+    def _surely_false(self, node: Node, prompt: int, layer: int) -> bool:
+        """Whether a condition is false whatever the data: `prompt > capacity and ...`."""
+        if self.static.needs(node) is not None:
+            return not self.number(node, prompt, layer, length=prompt)
+        parts = (self._surely_false(each, prompt, layer) for each in node.args)
+        return (node.op == "and" and any(parts)) or (node.op == "or" and all(parts))
+
+    @cached_property
+    def needs_values(self) -> bool:
+        """Whether the prefill reads the tensor `value` before entries leave."""
+        return any(node.op == "value" for node in self.nodes())
+
+    @cached_property
+    def crosses_layers(self) -> bool:
+        """Whether what is kept is known only after the last layer."""
+        phases = Phases()
+        return phases.of(self.lowered.keep) == Phase.END
+
+    @cached_property
+    def digest(self) -> str:
+        """64 hex digits that name the meaning: the printed program and the values in force."""
+        values = "".join(f"{name} = {self.params[name]}\n" for name in sorted(self.params))
+        if self.decode is not None and self.decode.when is None:
+            values += f"fold interval {self.fold_interval}\n"
+        return hashlib.sha256((print_program(self.program) + values).encode()).hexdigest()
+
+
+def _windows(nodes: Iterator[Node]) -> list[Extent]:
+    """The windows that nodes read, or are as long as."""
+    return list(dict.fromkeys(node.type.window for node in nodes if node.type.window))
+
+
+def bind(
+    program: Program,
+    shape: ModelShape,
+    overrides: Mapping[str, str] | None = None,
+    *,
+    fold_interval: int = 1,
+) -> Bound:
+    """Binds a policy to a model.
+
+    Args:
+        program: from `check.load`.
+        shape: sizes of the model.
+        overrides: parameter name to value as text: `12`, `0.25`, `1e-3`, `true`, `false`.
+        fold_interval: at least 1; while decoding, entries leave at every so many steps, unless the
+            policy says `decode.when`.
+
+    Raises:
+        PolicyError: unknown parameter, value not accepted, `require` false, or `keep` takes more
+            than the budget holds.
+    """
+    verify(program)
+    _check_shape(shape)
+    if fold_interval < 1:
+        raise refused(program.name, "range", f"a fold interval is at least 1, not {fold_interval}")
+    params = parameter_values(program, shape, overrides or {})
+    env = environment(shape, params)
+    too_much = does_not_fit(program, None, env)
+    if too_much:
+        raise PolicyError(too_much, Source(program.name, ""))
+    _check_shared(program, shape, params)
+    folded = _needed(fold(Sections.of(program), env))
+    lowered = lower(folded)
+    return Bound(
+        program,
+        shape,
+        params,
+        rules=folded.prefill,
+        lowered=lowered.prefill,
+        static=Static(folded.propagate is not None),
+        decode=folded.decode,
+        decode_lowered=lowered.decode,
+        propagate=folded.propagate,
+        propagate_lowered=lowered.propagate,
+        share=lowered.share,
+        fold_interval=fold_interval,
+    )
+
+
+def _check_shared(program: Program, shape: ModelShape, params: Mapping[str, Value]) -> None:
+    """Each layer shares with at most one other."""
+    if program.share is None:
+        return
+    envs = [environment(shape, params, layer=layer) for layer in range(shape.layers)]
+    holds = [layer for layer, env in enumerate(envs) if evaluate(program.share.when, env)]
+    taken = [layer for layer in holds if layer - 1 in (-1, *holds)]
+    if taken:
+        below = f"layer {taken[0] - 1} shares already" if taken[0] else "there is no layer below"
+        message = f"`share.when` holds at layer {taken[0]}, but {below}"
+        raise refused(program.name, "share", message, "for example `layer % 2 == 1`")
+
+
+def _needed(folded: Sections) -> Sections:
+    """The sections without what nothing reads: rules that do nothing, states and lets."""
+    everything = Node("all", type=Type("truth", ("token",)), when=When.PROMPT)
+    prefill, decode = folded.prefill, folded.decode
+    prefill = replace(prefill, keep=prefill.keep or everything)
+    if decode is not None:
+        if decode.keep is None or decode.keep.op == "all":
+            decode = None
+        else:
+            decode = _with_states(decode, _decode_roots(replace(decode, states={})))
+    propagate = folded.propagate
+    if propagate is not None:
+        propagate = None if _never(propagate) else _without_restart(propagate)
+    read = nodes_of([] if decode is None else _decode_roots(decode))
+    names = {node.value for node in read if node.op == "decided"}
+    decided = {name: node for name, node in prefill.decided.items() if name in names}
+    prefill = replace(prefill, decided=decided)
+    roots = [prefill.keep, prefill.budget, prefill.score, *merge_roots(prefill.merge)]
+    roots += [*propagate_roots(propagate), *decided.values()]
+    later = () if decode is None else (x.name for x in decode.states.values() if x.inherited)
+    prefill = _with_states(prefill, roots, set(later))
+    return Sections(prefill, decode, propagate, folded.share)
+
+
+def _with_states(rules: Rules, roots: list[Node | None], also: set[str] = frozenset()) -> Rules:
+    """The rules with the states and reported lets that the roots read, and the states `also`."""
+    wanted = state_roots({name: rules.states[name] for name in also})
+    names = also | states_needed([*roots, *wanted], rules.states)
+    states = {name: state for name, state in rules.states.items() if name in names}
+    read = {id(node) for node in nodes_of([*roots, *state_roots(states)])}
+    lets = {
+        name: node for name, node in rules.lets.items() if name in REPORTED and id(node) in read
+    }
+    return replace(rules, states=states, lets=lets)
+
+
+def _decode_roots(decode: Rules) -> list[Node | None]:
+    """What a decode step computes; its score and budget only where `keep` reads them."""
+    budget = decode.budget if decode.budget is not None and _fills(decode) else None
+    return [decode.keep, budget, *merge_roots(decode.merge), *state_roots(decode.states)]
+
+
+def _fills(rules: Rules) -> bool:
+    """Whether a selection reads the budget."""
+    parts = [rules.keep, *merge_roots(rules.merge)]
+    return any(
+        node.op == "budget" or (node.op == "top" and len(node.args) == 1)
+        for node in nodes_of(parts)
+    )
+
+
+def _never(propagate: Propagate) -> bool:
+    """Whether parameters alone say that nothing is propagated."""
+    moment = propagate.first or propagate.every
+    return moment.op == "truth" and not moment.value
+
+
+def _without_restart(propagate: Propagate) -> Propagate:
+    """The section with `restart` only where it holds."""
+    restarts = propagate.restart is not None and bool(propagate.restart.value)
+    return propagate if restarts else replace(propagate, restart=None)
+
+
+def _check_shape(shape: ModelShape) -> None:
+    sizes = (shape.layers, shape.heads, shape.kv_heads, shape.head_dim)
+    if min(sizes) < 1 or shape.heads % shape.kv_heads:
+        raise refused(
+            "model",
+            "range",
+            f"{shape.layers} layers, {shape.heads} heads, {shape.kv_heads} KV heads, head size "
+            f"{shape.head_dim}: all are at least 1 and the KV heads divide the heads",
+        )

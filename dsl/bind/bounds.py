@@ -1,0 +1,302 @@
+"""How many entries a policy may keep, proven before any tensor is seen.
+
+Budgets known before the prefill are counted exactly. For budgets that depend on data, three facts
+bound their sums although each of them may be large:
+
+    x / sum[layer](x), x >= 0       adds up to 1 over the layers (LAVa)
+    split[layer](total, ...)        adds up to the total (DynamicKV, CAKE, exact PyramidKV)
+    count(top[kv, token](x, n))     adds up to n over the KV heads (AdaKV)
+
+Intervals say which values are not negative and bound the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.intervals import Intervals, product
+from kvpolicy.dsl.bind.lengths import lengths
+from kvpolicy.dsl.ir.counts import Number, whole
+from kvpolicy.dsl.ir.nodes import Node
+
+
+@dataclass(frozen=True)
+class Size:
+    """Upper bounds on the entries of a token set.
+
+    Attributes:
+        head: per layer, entries of one KV head.
+        layer: per layer, entries summed over KV heads.
+        total: entries summed over layers and KV heads.
+    """
+
+    head: list[int]
+    layer: list[int]
+    total: int
+
+
+class Bounds:
+    """Bounds for one bound policy and prompt length N; L layers, G KV heads."""
+
+    def __init__(self, bound: Bound, prompt: int) -> None:
+        self._bound, self._prompt = bound, prompt
+        self._layers, self._kv = bound.shape.layers, bound.shape.kv_heads
+        self._lengths = lengths(bound, prompt)
+        self._numbers = Intervals(bound, prompt, self._lengths)
+
+    def kept(self) -> int:
+        """Upper bound on the entries kept, summed over layers and KV heads."""
+        return self.size(self._bound.lowered.keep).total
+
+    def granted(self, fill: Node) -> int:
+        """Upper bound on the budgets of a `fill`, summed over layers and KV heads.
+
+        What its sized terms take beyond a budget that only data know is not in it.
+        """
+        return whole(self._total(fill.args[2].args[0]), self._kv * sum(b for _, b in self._lengths))
+
+    def is_exact(self, node: Node) -> bool:
+        """Whether the size of a token set is its number of entries: no data decide it.
+
+        Sets are tops with known counts and what fills a known budget after them.
+        """
+        if any(low < high for low, high in self._lengths):
+            return False
+        if node.op == "fill":
+            return self._numbers.is_static(node.args[2].args[0]) and self.is_exact(node.args[1])
+        if node.op == "choose":
+            return self._numbers.is_static(node.args[1]) and all(
+                self.is_exact(x) for x in node.args[::2]
+            )
+        if node.op == "or":
+            return self._disjoint(*node.args) and all(self.is_exact(x) for x in node.args)
+        if node.op == "top":
+            return self._numbers.is_static(node.args[1])
+        return node.op in ("all", "truth")
+
+    @staticmethod
+    def _disjoint(taken: Node, right: Node) -> bool:
+        """Whether `right` chooses among what `taken` left over."""
+        if right.op != "top" or right.args[0].op != "mask":
+            return False
+        condition = right.args[0].args[1]
+        return condition.op == "not" and condition.args[0] is taken
+
+    def size(self, node: Node) -> Size:
+        """Bounds on the entries of a token set, broadcast to every KV head."""
+        cases: dict[str, Callable[[Node], Size]] = {
+            "top": self._top,
+            "fill": self._fill,
+            "or": self._or,
+            "and": self._and,
+            "choose": self._choose,
+            "truth": self._truth,
+        }
+        return cases.get(node.op, self._everything)(node)
+
+    def _bounded(self, head: Sequence[Number], layer: Sequence[Number], total: Number) -> Size:
+        """A size from three bounds, each tightened by the others."""
+        heads = [whole(h, high) for h, (_, high) in zip(head, self._lengths, strict=True)]
+        layers = [whole(n, self._kv * h) for n, h in zip(layer, heads, strict=True)]
+        return Size(heads, layers, whole(total, sum(layers)))
+
+    def _everything(self, node: Node) -> Size:
+        return self._bounded([math.inf] * self._layers, [math.inf] * self._layers, math.inf)
+
+    def _truth(self, node: Node) -> Size:
+        if node.value:
+            return self._everything(node)
+        return Size([0] * self._layers, [0] * self._layers, 0)
+
+    def _or(self, node: Node) -> Size:
+        return self._union(self.size(node.args[0]), self.size(node.args[1]))
+
+    def _union(self, a: Size, b: Size) -> Size:
+        head = [x + y for x, y in zip(a.head, b.head, strict=True)]
+        layer = [x + y for x, y in zip(a.layer, b.layer, strict=True)]
+        return self._bounded(head, layer, a.total + b.total)
+
+    def _and(self, node: Node) -> Size:
+        a, b = self.size(node.args[0]), self.size(node.args[1])
+        head = [min(x, y) for x, y in zip(a.head, b.head, strict=True)]
+        layer = [min(x, y) for x, y in zip(a.layer, b.layer, strict=True)]
+        return self._bounded(head, layer, min(a.total, b.total))
+
+    def _choose(self, node: Node) -> Size:
+        a, b = self.size(node.args[0]), self.size(node.args[2])
+        if self._numbers.is_static(node.args[1]):
+            chosen = [a if self._numbers.value(node.args[1], i) else b for i in range(self._layers)]
+            head = [size.head[i] for i, size in enumerate(chosen)]
+            layer = [size.layer[i] for i, size in enumerate(chosen)]
+            parts = [
+                (
+                    branch.total,
+                    sum(n for n, size in zip(layer, chosen, strict=True) if size is branch),
+                )
+                for branch in (a, b)
+            ]
+            return self._bounded(head, layer, sum(map(min, parts)))
+        # Where tokens or heads choose by themselves, some may take the one set, some the other.
+        axes, either = node.args[1].type.axes, self._union(a, b)
+        if "token" in axes:
+            return either
+        head = [max(x, y) for x, y in zip(a.head, b.head, strict=True)]
+        layer = [max(x, y) for x, y in zip(a.layer, b.layer, strict=True)]
+        return self._bounded(head, either.layer if "kv" in axes else layer, either.total)
+
+    def _top(self, node: Node) -> Size:
+        counts = [max(0, self._numbers.of(node.args[1], i)[1]) for i in range(self._layers)]
+        if "token" not in node.axes:
+            return self._winners(node, counts)
+        if "layer" in node.axes:
+            per_head = 1 if "kv" in node.axes else self._kv
+            return self._bounded(counts, [math.inf] * self._layers, per_head * max(counts))
+        if "kv" in node.axes:
+            return self._bounded(counts, counts, sum(counts))
+        number = node.args[1]
+        total = self._total(number) if self._positive(number) else math.inf
+        return self._bounded(counts, [self._kv * n for n in counts], total)
+
+    def _winners(self, node: Node, counts: Sequence[Number]) -> Size:
+        """Of every token, the heads or layers that win it."""
+        tokens = [high for _, high in self._lengths]
+        heads = 1 if "kv" in node.axes else self._kv
+        per_layer = [heads * product(n, each) for n, each in zip(counts, tokens, strict=True)]
+        total = sum(per_layer)
+        if "layer" in node.axes:
+            total = heads * product(max(counts), max(tokens))
+        return self._bounded(tokens, per_layer, total)
+
+    def _fill(self, node: Node) -> Size:
+        taken, budget = self.size(node.args[1]), node.args[2].args[0]
+        layers = range(self._layers)
+        high = [max(0, self._numbers.of(budget, i)[1]) for i in layers]
+        low = [self._numbers.of(budget, i)[0] for i in layers]
+        # Each head keeps max(taken, budget): the budget alone, where it holds what is taken.
+        holds = all(low[i] >= taken.head[i] for i in layers)
+        sums = [self._heads_sum(budget, i) for i in layers]
+        total = self._total(budget)
+        if not holds:
+            sums = [taken.layer[i] + (sums[i] if low[i] >= 0 else math.inf) for i in layers]
+            total = taken.total + (total if min(low) >= 0 else math.inf)
+        most = [max(taken.head[i], high[i]) for i in layers]
+        if "layer" in node.axes:
+            # One layer may win what all have room for.
+            total = min(total, sum(sums))
+            return self._bounded([math.inf] * self._layers, [total] * self._layers, total)
+        sums = [min(sums[i], self._kv * most[i]) for i in layers]
+        return self._bounded([math.inf] * self._layers if "kv" in node.axes else most, sums, total)
+
+    # Sums of numbers over KV heads and layers.
+
+    def _heads_sum(self, node: Node, layer: int) -> Number:
+        """Upper bound on the node's values at one layer, summed over the G KV heads."""
+        if node.op == "choose" and self._numbers.is_static(node.args[1]):
+            chosen = node.args[0 if self._numbers.value(node.args[1], layer) else 2]
+            return self._heads_sum(chosen, layer)
+        through = self._linear(
+            node,
+            lambda x: self._heads_sum(x, layer),
+            lambda x: self._kv * self._numbers.of(x, layer)[0],
+            self._kv,
+            lambda x: self._wins(x, layer),
+        )
+        return min(self._kv * self._numbers.of(node, layer)[1], through)
+
+    def _total(self, node: Node) -> Number:
+        """Upper bound on the node's values, summed over layers and KV heads."""
+        layers = range(self._layers)
+        return min(
+            sum(self._heads_sum(node, i) for i in layers),
+            self._linear(
+                node,
+                self._total,
+                lambda x: sum(self._kv * self._numbers.of(x, i)[0] for i in layers),
+                self._kv * self._layers,
+                self._shares,
+            ),
+        )
+
+    def _linear(
+        self,
+        node: Node,
+        upper: Callable[[Node], Number],
+        lower: Callable[[Node], Number],
+        values: int,
+        known: Callable[[Node], Number],
+    ) -> Number:
+        """A sum of `values` values, taken through operations that sums pass through."""
+        args = node.args
+        if node.op == "add":
+            return upper(args[0]) + upper(args[1])
+        if node.op == "subtract":
+            return upper(args[0]) - lower(args[1])
+        if node.op == "floor":
+            return upper(args[0])
+        if node.op in ("round", "ceil"):
+            return upper(args[0]) + values / (2 if node.op == "round" else 1)
+        if node.op in ("multiply", "divide"):
+            factor, x = (
+                (args[1], args[0]) if self._numbers.is_constant(args[1]) else (args[0], args[1])
+            )
+            if self._numbers.is_constant(factor) and (node.op == "multiply" or factor is args[1]):
+                by = self._numbers.value(factor, 0)
+                if by > 0:
+                    return upper(x) * by if node.op == "multiply" else upper(x) / by
+        if node.op == "choose" and self._numbers.is_constant(args[1]):
+            return upper(args[0] if self._numbers.value(args[1], 0) else args[2])
+        if node.op == "minimum":
+            return min(upper(args[0]), upper(args[1]))
+        if node.op == "maximum" and self._positive(args[0]) and self._positive(args[1]):
+            return upper(args[0]) + upper(args[1])
+        return known(node)
+
+    def _positive(self, node: Node) -> bool:
+        return all(self._numbers.of(node, i)[0] >= 0 for i in range(self._layers))
+
+    def _wins(self, node: Node, layer: int) -> Number:
+        """`count(top[kv, token](x, n))` adds up to n over the KV heads."""
+        if node.op != "count" or node.args[0].op != "top":
+            return math.inf
+        top = node.args[0]
+        if "kv" not in top.axes or "kv" in node.axes:
+            return math.inf
+        number = max(0, self._numbers.of(top.args[1], layer)[1])
+        return product(number, self._numbers.contests(node, layer))
+
+    def _shares(self, node: Node) -> Number:
+        """Sums over layers and KV heads that the operation itself fixes."""
+        repeated = 1 if "kv" in node.type.axes else self._kv
+        if node.op in ("split", "cascade"):
+            return repeated * max(0, self._numbers.of(node.args[0], 0)[1])
+        if node.op == "divide" and self._numbers.normalises(node) and "layer" in node.args[1].axes:
+            summed = "kv" in node.args[1].axes
+            return 1 if summed and repeated == 1 else self._kv
+        if node.op == "count" and node.args[0].op == "top":
+            return self._all_wins(node)
+        return math.inf
+
+    def _all_wins(self, node: Node) -> Number:
+        """A count of winners, summed over layers and KV heads."""
+        top, layers = node.args[0], range(self._layers)
+        number, contests = top.args[1], max(self._numbers.contests(node, i) for i in layers)
+        heads_compete = "kv" in top.axes and "kv" not in node.axes
+        if "layer" in top.axes and "layer" not in node.axes:
+            # What wins by a smaller number wins by the largest.
+            most = max(0, *(self._numbers.of(number, i)[1] for i in layers))
+            return product(most, contests) * (1 if heads_compete else self._kv)
+        if heads_compete and self._positive(number):
+            return product(self._total(number) / self._kv, contests)
+        return math.inf
+
+
+def max_entries(bound: Bound, prompt: int) -> int:
+    """Upper bound on the entries kept for a prompt, summed over layers and KV heads.
+
+    Exact where budgets are known before the prefill; a proven bound where they depend on data
+    (normalised shares, `split`, competition between heads); else everything.
+    """
+    return Bounds(bound, prompt).kept()

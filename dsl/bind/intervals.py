@@ -1,0 +1,271 @@
+"""Between which numbers a computed value lies, proven before any tensor is seen.
+
+Interval arithmetic over the lowered rules, with the rules of the language: absent values do not
+count, what would be NaN is 0, and `x / sum[...](x)` of values that are not negative is at most 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.ir.counts import Number, whole
+from kvpolicy.dsl.ir.nodes import Node, When
+
+Interval = tuple[float, float]
+
+_ANY: Interval = (-math.inf, math.inf)
+_POSITIVE: Interval = (0.0, math.inf)
+_LEAVES: dict[str, Interval] = {"attn": (0.0, 1.0), "uniform": (0.0, 1.0), "var": _POSITIVE}
+_COUNTS = ("position", "distance", "index", "rank", "count", "missing", "remaining")
+
+
+class Intervals:
+    """Intervals for one bound policy and prompt length N; L layers, G KV heads.
+
+    Args:
+        bound: the policy.
+        prompt: N tokens.
+        lengths: per layer the least and largest number of tokens there. Where they are still being
+            found, only layers that are done may be asked about.
+    """
+
+    def __init__(self, bound: Bound, prompt: int, lengths: list[tuple[int, int]]) -> None:
+        self._bound, self._prompt, self._lengths = bound, prompt, lengths
+        self._layers, self._kv = bound.shape.layers, bound.shape.kv_heads
+        self._intervals: dict[tuple[int, int, frozenset[int]], Interval] = {}
+        self._by_layer: dict[int, bool] = {}
+
+    def is_static(self, node: Node, layer: int | None = None) -> bool:
+        """Whether a node is a number known before the prefill, at a layer or at all of them."""
+        needs = self._bound.static.needs(node)
+        if needs is None or "length" not in needs:
+            return needs is not None
+        ranges = self._lengths if layer is None else [self._lengths[layer]]
+        return all(low == high for low, high in ranges)
+
+    def is_constant(self, node: Node) -> bool:
+        """Whether it is, and the same at every layer."""
+        needs = self._bound.static.needs(node)
+        if needs is None or "layer" in needs:
+            return False
+        same = len(set(self._lengths)) == 1
+        return self.is_static(node) and ("length" not in needs or same)
+
+    def value(self, node: Node, layer: int) -> Number:
+        """The value of a static node."""
+        length = self._lengths[layer][1]
+        return self._bound.number(node, self._prompt, layer, length=length)
+
+    def _varies(self, node: Node) -> bool:
+        """Whether bounds of a node may differ between layers."""
+        if id(node) not in self._by_layer:
+            own = self._bound.propagates or (node.op == "size" and node.value == "layer")
+            self._by_layer[id(node)] = own or any(self._varies(x) for x in node.args)
+        return self._by_layer[id(node)]
+
+    def of(self, node: Node, layer: int, given: frozenset[int] = frozenset()) -> Interval:
+        """Least and largest value that a number may have at a layer, where present.
+
+        `given` are conditions (ids of nodes) that hold wherever the value is looked at.
+        """
+        key = (id(node), layer if self._varies(node) else 0, given)
+        if key not in self._intervals:
+            if self.is_static(node, layer):
+                value = self.value(node, layer)
+                found = (value, value)
+            else:
+                found = self._interval(node, layer, given)
+            self._intervals[key] = found
+        return self._intervals[key]
+
+    def _interval(self, node: Node, layer: int, given: frozenset[int]) -> Interval:
+        if node.op in _LEAVES:
+            return _LEAVES[node.op]
+        if node.op == "size" and node.value == "length":
+            return self._lengths[layer]
+        if node.op in _COUNTS:
+            return (0, self._count(node, layer))
+        if node.op in ("split", "cascade"):
+            most = self.of(node.args[0], 0)[1]
+            if len(node.args) == 3:
+                most = min(most, self.of(node.args[2], layer)[1])
+            return (0, max(0, most))
+        if node.op == "divide" and self.normalises(node):
+            return (0, 1)
+        if node.op == "choose" and self.is_static(node.args[1], layer):
+            chosen = node.args[0 if self.value(node.args[1], layer) else 2]
+            return self.of(chosen, layer, given)
+        if node.op == "mask":
+            return self.of(node.args[0], layer, given | {id(node.args[1])})
+        if node.op == "broadcast":
+            return self.of(node.args[0], layer, given)
+        if "token" in node.axes or node.op in ("past", "at"):
+            given = frozenset()
+        if node.op in ("max", "min"):
+            low, high = self._argument(node, node.args[0], layer, given)
+            if not self._may_be_empty(node.args[0], node.axes, layer, given):
+                return (low, high)
+            return (-math.inf, high) if node.op == "max" else (low, math.inf)
+        rule = _RULES.get(node.op)
+        if rule is None:
+            return _ANY
+        numbers = [x for x in node.args if x.type.kind == "number"]
+        return rule(*(self._argument(node, x, layer, given) for x in numbers))
+
+    def _argument(
+        self, node: Node, x: Node, layer: int, given: frozenset[int] = frozenset()
+    ) -> Interval:
+        """Between what an argument lies, at all the layers where its operation looks at it."""
+        if node.op in ("past", "at") and node.when <= When.LAYER:
+            layers = range(layer + 1)
+        elif node.op in ("past", "at") or "layer" in node.axes:
+            layers = range(self._layers)
+        else:
+            return self.of(x, layer, given)
+        found = [self.of(x, each, given) for each in layers]
+        return (min(low for low, _ in found), max(high for _, high in found))
+
+    def _count(self, node: Node, layer: int) -> Number:
+        if node.op != "count":
+            return self._prompt if node.op in ("position", "distance") else math.inf
+        most = math.prod(self._size(axis, layer) for axis in node.axes)
+        if node.args[0].op == "top":
+            number = max(0, self.of(node.args[0].args[1], layer)[1])
+            most = min(most, product(number, self.contests(node, layer)))
+        return most
+
+    def _size(self, axis: str, layer: int) -> Number:
+        """How long an axis is at most."""
+        group = self._bound.shape.group
+        sizes = {"token": self._lengths[layer][1], "kv": self._kv, "group": group}
+        return {**sizes, "layer": self._layers}.get(axis, math.inf)
+
+    def contests(self, count: Node, layer: int) -> Number:
+        """How many contests `count[...](top[...](x, n))` counts the winners of, n of each at most.
+
+        Winners of one contest that differ in an axis which is not counted are not counted together.
+        """
+        top = count.args[0]
+        own = (*top.type.axes, "layer")
+        apart = [axis for axis in count.axes if axis in own and axis not in top.axes]
+        return math.prod(self._size(axis, layer) for axis in apart)
+
+    def _may_be_empty(
+        self, node: Node, axes: tuple[str, ...], layer: int, given: frozenset[int]
+    ) -> bool:
+        """Whether a reduction over `axes` may find no value at all, where `given` holds."""
+        if not node.type.absent:
+            return False
+        if node.op in ("attn", "logits", "distance"):  # the last query sees every token
+            return not {"query", "token"} & set(axes)
+        if node.op == "mask":
+            condition = node.args[1]
+            holds = id(condition) in given or self._leaves_some(condition, axes, layer)
+            return not holds or self._may_be_empty(node.args[0], axes, layer, given)
+        absent = [x for x in node.args if x.type.absent]
+        passes = node.op in _RULES and len(absent) == 1
+        return not passes or self._may_be_empty(absent[0], axes, layer, given)
+
+    def _leaves_some(self, condition: Node, axes: tuple[str, ...], layer: int) -> bool:
+        """Whether a condition is `not recent(n)` with n < N, over axes that are all reduced."""
+        if condition.op != "not" or set(condition.type.axes) - set(axes):
+            return False
+        top = condition.args[0]
+        if top.op != "top" or len(top.args) != 2 or not self.is_static(top.args[1], layer):
+            return False
+        return whole(self.value(top.args[1], layer), self._prompt) < self._lengths[layer][0]
+
+    def normalises(self, node: Node) -> bool:
+        """Whether a division is `x / sum[...](x)` of values that are not negative."""
+        x, mass = node.args
+        layers = range(self._layers)
+        return (
+            mass.op == "sum"
+            and (mass.args[0] is x or _same(mass.args[0], x))
+            and all(self.of(x, i)[0] >= 0 for i in layers)
+        )
+
+
+def _same(a: Node, b: Node) -> bool:
+    """Whether two nodes are the same computation."""
+    if a is b:
+        return True
+    if (a.op, a.value, a.axes, len(a.args)) != (b.op, b.value, b.axes, len(b.args)):
+        return False
+    return all(_same(x, y) for x, y in zip(a.args, b.args, strict=True))
+
+
+def product(a: Number, b: Number) -> Number:
+    """Of numbers that may be infinite; 0 times anything is 0."""
+    return 0 if a == 0 or b == 0 else a * b
+
+
+def _multiply(a: Interval, b: Interval) -> Interval:
+    corners = [product(x, y) for x in a for y in b]
+    return (min(corners), max(corners))
+
+
+def _divide(a: Interval, b: Interval) -> Interval:
+    if b[0] > 0:
+        return _multiply(a, (0 if math.isinf(b[1]) else 1 / b[1], 1 / b[0]))
+    return _POSITIVE if a[0] >= 0 and b[0] >= 0 else _ANY
+
+
+def _power(a: Interval, b: Interval) -> Interval:
+    return _POSITIVE if a[0] >= 0 else _ANY
+
+
+def _logarithm(a: Interval) -> Interval:
+    # The logarithm of a negative number counts as 0.
+    high = math.log(a[1]) if 0 < a[1] < math.inf else (math.inf if a[1] > 0 else 0)
+    low = math.log(a[0]) if 0 < a[0] < math.inf else -math.inf
+    return (low, high if a[0] >= 0 else max(0, high))
+
+
+def _add(a: Number, b: Number, worst: float) -> Number:
+    """A sum of ends of intervals; opposite infinities give the `worst` one."""
+    return worst if math.isinf(a) and math.isinf(b) and a != b else a + b
+
+
+def _sum(a: Interval) -> Interval:
+    return (0.0 if a[0] >= 0 else -math.inf, 0.0 if a[1] <= 0 else math.inf)
+
+
+def _with_zero(*a: Interval) -> Interval:
+    return (min(a[0][0], 0), max(a[0][1], 0))
+
+
+def _to_whole(function: Callable[[Number], int], a: Interval) -> Interval:
+    """`floor`, `ceil` or `round` of both ends, which all keep the order."""
+    return tuple(x if math.isinf(x) else function(x) for x in a)
+
+
+_RULES: dict[str, Callable[..., Interval]] = {
+    "add": lambda a, b: (_add(a[0], b[0], -math.inf), _add(a[1], b[1], math.inf)),
+    "subtract": lambda a, b: (_add(a[0], -b[1], -math.inf), _add(a[1], -b[0], math.inf)),
+    "multiply": _multiply,
+    "divide": _divide,
+    "floor_divide": lambda a, b: _to_whole(math.floor, _divide(a, b)),
+    "power": _power,
+    "negate": lambda a: (-a[1], -a[0]),
+    "abs": lambda a: (max(0, a[0], -a[1]), max(a[1], -a[0])),
+    "exp": lambda a: _POSITIVE,
+    "log": _logarithm,
+    "sqrt": lambda a: _POSITIVE,
+    "cos": lambda a: (-1, 1),
+    "sin": lambda a: (-1, 1),
+    "floor": lambda a: _to_whole(math.floor, a),
+    "ceil": lambda a: _to_whole(math.ceil, a),
+    "round": lambda a: _to_whole(round, a),
+    "minimum": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
+    "maximum": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
+    "choose": lambda a, b: (min(a[0], b[0]), max(a[1], b[1])),
+    "sum": _sum,
+    "mean": _with_zero,
+    "avgpool": _with_zero,
+    "maxpool": lambda *a: a[0],
+    "past": lambda *a: a[0],
+    "at": lambda *a: a[-1],
+}

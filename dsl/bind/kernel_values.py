@@ -1,0 +1,94 @@
+"""Values that generated kernels can compute, or need no tensor for."""
+
+from __future__ import annotations
+
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.written import written
+
+WINDOWS = frozenset(("attn", "logits", "distance"))
+ARITHMETIC = frozenset(
+    "add subtract multiply divide power negate abs exp log sqrt minimum maximum less less_equal "
+    "greater greater_equal equal not_equal and or not mask choose".split()
+)
+_STAYS_FINITE = frozenset("add subtract multiply negate abs sqrt minimum maximum mask".split())
+_TRUTHS = frozenset("less less_equal greater greater_equal equal not_equal and or not".split())
+ACROSS = frozenset("past at split cascade cluster".split())
+# Whole exponents up to this one are products, which float32 computes as well as float64 powers.
+_POWERS = (1, 2, 3, 4)
+
+
+def written_window(node: Node) -> str:
+    """The queries of a window as an author writes them."""
+    text = written(node)
+    return text[text.index("(") + 1 : -1]
+
+
+def window_key(node: Node, bound: Bound, steps: bool) -> tuple:
+    """Equal for windows that always have the same queries, in a prefill or at decode `steps`."""
+    if not node.args:
+        return (node.value,) if steps else ("all",)  # in a prefill all tokens are new
+    count = node.args[0]
+    if bound.static.needs(count) == frozenset():
+        return ("recent", bound.number(count, 1))
+    return ("recent", id(count))
+
+
+def inlined(node: Node, bound: Bound) -> bool:
+    """Whether a value needs no tensor: it follows from the token's place and the host's numbers."""
+    if bound.static.needs(node) is not None:
+        return True
+    if not set(node.type.axes) <= {"token"}:
+        return False
+    if node.op in ("position", "all", "new"):
+        return True
+    if node.op == "index":
+        return node.axes == ("token",)
+    if node.op == "top":
+        return is_end(node, bound)
+    if node.op not in ARITHMETIC or (node.op == "power" and exponent(node) is None):
+        return False
+    return node.op != "exp" and all(inlined(each, bound) for each in node.args)
+
+
+def looks_across(node: Node, bound: Bound) -> bool:
+    """Whether a value follows from those of other layers."""
+    return any(
+        each.op in ACROSS or "layer" in each.axes
+        for each in node.walk()
+        if bound.static.needs(each) is None
+    )
+
+
+def is_end(node: Node, bound: Bound) -> bool:
+    """Whether a set is `recent(n)` or `sinks(n)` with a number that the host knows."""
+    if node.op != "top" or node.origin not in ("recent", "sinks"):
+        return False
+    return node.axes == ("token",) and bound.static.needs(node.args[1]) is not None
+
+
+def exponent(node: Node) -> float | None:
+    """The exponent of a power that a kernel can compute: 1, 2, 3, 4 or 1/2."""
+    power = node.args[1]
+    if power.op != "number":
+        return None
+    return float(power.value) if power.value in _POWERS or float(power.value) == 0.5 else None
+
+
+def finite(node: Node) -> bool:
+    """Whether no present value can be infinite, for values made inside kernels."""
+    if node.op in WINDOWS or node.op in ("key", "value", "position", "index", "number"):
+        return True
+    if node.op in _TRUTHS or node.op in ("any", "count"):
+        return True
+    if node.op == "choose":
+        return finite(node.args[0]) and finite(node.args[2])
+    if node.op in ("max", "min"):
+        return finite(node.args[0]) and not node.args[0].type.absent
+    if node.op == "mask":
+        return finite(node.args[0])
+    if node.op in ("sum", "mean", "var") or node.op in _STAYS_FINITE:
+        return all(finite(each) for each in node.args)
+    if node.op in ("divide", "power") and node.args[1].op == "number":
+        return node.args[1].value > 0 and finite(node.args[0])
+    return node.op in ("avgpool", "maxpool") and finite(node.args[0])

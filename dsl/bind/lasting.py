@@ -1,0 +1,91 @@
+"""Policies of which every list keeps, where entries leave, as many as it kept the last time.
+
+If a list keeps some entries and of the rest the best, up to a budget, and no data decide these
+numbers, then a list that has been cut to its budget once is cut to it whenever entries leave again.
+Who frees memory by these numbers need not wait until a device has computed them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.ir.counts import whole
+from kvpolicy.dsl.ir.lower import REDUCTIONS
+from kvpolicy.dsl.ir.nodes import Node
+
+_PRESENT = frozenset("attn key value position add subtract multiply negate abs".split())
+_POOLS = frozenset(("avgpool", "maxpool"))
+_TOKEN = ("token",)
+_MOST = 2**62
+
+
+class Lasting:
+    """What decode steps of a bound policy take before they fill up to the budget.
+
+    Args:
+        states_present: whether every entry has a value in every state.
+    """
+
+    def __init__(self, bound: Bound, *, states_present: bool) -> None:
+        self._bound, self._states_present = bound, states_present
+        self._keep = bound.decode_lowered.keep
+
+    def lasts(self, prompt: int, counts: Sequence[Sequence[int]]) -> bool:
+        """Whether every list keeps as many entries at every later step at which some may leave.
+
+        Only if the model's tensors are finite.
+
+        Args:
+            counts: of every layer and KV head, entries that a step kept at which all lost some.
+        """
+        taken = [self.taken(prompt, layer) for layer in range(len(counts))]
+        pairs = zip(taken, counts, strict=True)
+        return all(number is not None and number < min(own) for number, own in pairs)
+
+    def taken(self, prompt: int, layer: int) -> int | None:
+        """How many entries a list takes at most before it is filled up to a budget that lasts.
+
+        One that keeps more has been filled up, and is again. None if that is not known.
+        """
+        keep = self._keep
+        while keep.op == "choose" and self._same(keep.args[1]):
+            keep = keep.args[0 if self._bound.number(keep.args[1], prompt, layer) else 2]
+        if keep.op != "fill" or keep.axes != _TOKEN:
+            return None
+        score, taken, missing, _ = keep.args
+        budget, given = missing.args
+        lasts = given == taken and (budget.op == "budget" or self._same(budget))
+        numbers = self._numbers(taken)
+        if not lasts or numbers is None or not self._present(score, taken):
+            return None
+        return sum(whole(self._bound.number(each, prompt, layer), _MOST) for each in numbers)
+
+    def _numbers(self, taken: Node) -> list[Node] | None:
+        """Of a union of selections, how many entries each has at most; None if data decide it."""
+        if taken.op == "truth" and taken.value is False:
+            return []
+        if taken.op == "or":
+            parts = [self._numbers(each) for each in taken.args]
+            return None if None in parts else [number for part in parts for number in part]
+        number = taken.args[1] if taken.op == "top" and taken.axes == _TOKEN else None
+        return [number] if number is not None and self._same(number) else None
+
+    def _same(self, number: Node) -> bool:
+        """Whether the host knows a number, and it is the same at every step of a request."""
+        needs = self._bound.static.needs(number)
+        return needs is not None and needs <= {"prompt", "layer"}
+
+    def _present(self, node: Node, taken: Node) -> bool:
+        """Whether every entry that is not taken has a value, if the model's tensors are finite."""
+        if self._bound.static.needs(node) is not None:
+            return True
+        if node.op == "mask":
+            where = node.args[1]
+            rest = where.op == "not" and where.args[0] == taken
+            return rest and self._present(node.args[0], taken)
+        if node.op == "state":
+            return self._states_present
+        reduced = node.op in REDUCTIONS and not {"token", "layer"} & set(node.axes)
+        known = node.op in _PRESENT or node.op in _POOLS or reduced
+        return known and all(self._present(each, taken) for each in node.args)

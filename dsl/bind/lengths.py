@@ -1,0 +1,142 @@
+"""How many tokens reach each layer, bounded before any tensor is seen.
+
+Dimensions: L layers, N tokens of the prompt.
+"""
+
+from __future__ import annotations
+
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.intervals import Intervals
+from kvpolicy.dsl.ir.counts import whole
+from kvpolicy.dsl.ir.nodes import Node
+
+Range = tuple[int, int]
+
+
+def lengths(bound: Bound, prompt: int) -> list[Range]:
+    """Least and largest number of tokens at each of the L layers, of the pass that is kept."""
+    layers = range(bound.shape.layers)
+    if bound.propagate_lowered is None:
+        return [(prompt, prompt) for _ in layers]
+    found = _Lengths(bound, prompt)
+    if bound.restarts:
+        return [found.restarted()] * len(layers)
+    for layer in layers[1:]:
+        found.ranges[layer] = found.after(layer - 1)
+    return found.ranges
+
+
+class _Lengths:
+    """Ranges of the layers done so far; deeper ones have those of the last one done."""
+
+    def __init__(self, bound: Bound, prompt: int) -> None:
+        self.rules = bound.propagate_lowered
+        self.ranges: list[Range] = [(prompt, prompt)] * bound.shape.layers
+        self.numbers = Intervals(bound, prompt, self.ranges)
+        self.done: bool | None = False  # whether `first` held at a layer before; None: perhaps
+
+    def restarted(self) -> Range:
+        """The number of tokens of the second pass, or of the first where none may follow."""
+        ranges: list[Range] = []
+        for layer in range(len(self.ranges)):
+            acts = self._acts(layer)
+            if acts is not False:
+                ranges.append(self._chosen(layer))
+            if acts:
+                break
+        else:
+            ranges.append(self.ranges[0])
+        return _hull(ranges)
+
+    def after(self, layer: int) -> Range:
+        """The tokens that a layer hands on."""
+        acts = False if self.done else self._acts(layer)
+        stays = self.ranges[layer]
+        if acts is False:
+            return stays
+        surely = acts and self.done is False
+        if self.rules.first is not None:
+            self.done = True if acts else None
+        chosen = self._chosen(layer)
+        return chosen if surely else _hull([chosen, stays])
+
+    def _acts(self, layer: int) -> bool | None:
+        """Whether tokens are chosen at a layer; None: data decide."""
+        return self._truth(self.rules.first or self.rules.every, layer)
+
+    def _truth(self, node: Node, layer: int) -> bool | None:
+        if self.numbers.is_static(node, layer):
+            return bool(self.numbers.value(node, layer))
+        if node.op not in ("and", "or"):
+            return None
+        parts = [self._truth(each, layer) for each in node.args]
+        decisive = node.op == "or"
+        if decisive in parts:
+            return decisive
+        return None if None in parts else not decisive
+
+    def _chosen(self, layer: int) -> Range:
+        low, high = self._size(self.rules.tokens, layer)
+        there = self.ranges[layer]
+        # Where no token is chosen, all go on.
+        return (low, high) if low else _hull([(min(1, there[0]), high), there])
+
+    def _size(self, node: Node, layer: int) -> Range:
+        """Least and largest number of tokens in a set."""
+        low, high = self.ranges[layer]
+        if node.op == "top" and node.axes == ("token",):
+            fewest, most = self.numbers.of(node.args[1], layer)
+            sure = whole(fewest, low) if not node.args[0].type.absent else 0
+            return sure, whole(most, high)
+        if node.op == "fill":
+            taken = self._size(node.args[1], layer)
+            fewest, most = self.numbers.of(node.args[2].args[0], layer)
+            rest = whole(fewest, low) if _present(node.args[0], node.args[1]) else 0
+            return max(taken[0], rest), max(taken[1], whole(most, high))
+        if node.op == "or":
+            (a, b), (c, d) = (self._size(x, layer) for x in node.args)
+            sure = max(a, c)
+            if _after(*node.args):
+                # The right side chooses among what the left one left over.
+                fewest = whole(self.numbers.of(node.args[1].args[1], layer)[0], low)
+                x = node.args[1].args[0].args[0]
+                sure = min(low, a + fewest) if _present(x, node.args[0]) else a
+            return sure, min(high, b + d)
+        if node.op == "choose":
+            if self.numbers.is_static(node.args[1], layer):
+                chosen = self.numbers.value(node.args[1], layer)
+                return self._size(node.args[0 if chosen else 2], layer)
+            return _hull([self._size(x, layer) for x in node.args[::2]])
+        if node.op == "all" or (node.op == "truth" and node.value):
+            return low, high
+        return 0, high
+
+
+def _hull(ranges: list[Range]) -> Range:
+    return min(low for low, _ in ranges), max(high for _, high in ranges)
+
+
+def _after(taken: Node, right: Node) -> bool:
+    """Whether `right` is a `top` among what `taken` left over."""
+    if right.op != "top" or right.axes != ("token",) or right.args[0].op != "mask":
+        return False
+    condition = right.args[0].args[1]
+    return condition.op == "not" and condition.args[0] is taken
+
+
+def _present(x: Node, taken: Node) -> bool:
+    """Whether a value is there at every token that is not in `taken`."""
+    if not x.type.absent:
+        return True
+    if x.op == "mask":
+        condition = x.args[1]
+        apart = condition.op == "not" and condition.args[0] in _parts(taken)
+        return apart and _present(x.args[0], taken)
+    return bool(x.args) and all(_present(each, taken) for each in x.args)
+
+
+def _parts(taken: Node) -> list[Node]:
+    """The sets of which a set is the union, itself included."""
+    if taken.op != "or":
+        return [taken]
+    return [taken, *(part for each in taken.args for part in _parts(each))]

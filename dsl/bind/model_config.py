@@ -1,0 +1,122 @@
+"""The sizes of a model, from its `config.json` (Hugging Face format)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.dsl.bind.work import SOFTMAX, Work
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.diagnostics import did_you_mean, refused
+
+# Llama 3.1 8B, for what needs a model and is given none.
+USUAL = ModelShape(layers=32, heads=32, kv_heads=8, head_dim=128)
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What `explain` and `diff` need to know of a model.
+
+    Attributes:
+        name: of the folder or file it was read from.
+        hidden, intermediate: widths of the residual stream and of the MLP (for a mixture of
+            experts: of the experts that one token uses, together).
+        kv_bytes: bytes of one cached number.
+    """
+
+    name: str
+    shape: ModelShape
+    hidden: int
+    intermediate: int
+    dtype: str
+    kv_bytes: int
+
+    def prefill_work(self, tokens: int) -> Work:
+        """A prefill: the layers' matrices and causal attention, and the weights read once."""
+        shape = self.shape
+        heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        weights = self.hidden * (2 * heads + 2 * kv) + 3 * self.hidden * self.intermediate
+        pairs = shape.heads * tokens * (tokens + 1) / 2
+        return Work(
+            matrix=shape.layers * (2.0 * tokens * weights + 4.0 * shape.head_dim * pairs),
+            vector=shape.layers * SOFTMAX * pairs,
+            moved=float(shape.layers * weights * self.kv_bytes),
+        )
+
+    def kv_size(self, entries: int) -> int:
+        """Bytes of that many entries: a key and a value of one layer and KV head each."""
+        return entries * 2 * self.shape.head_dim * self.kv_bytes
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """A model's sizes.
+
+    Args:
+        path: of a `config.json` or of its folder.
+
+    Raises:
+        PolicyError: the file cannot be used.
+    """
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise refused(str(file), "file", "there is no such file") from None
+    except OSError as error:
+        raise refused(str(file), "file", (error.strerror or "cannot be read").lower()) from None
+    except (ValueError, RecursionError):
+        raise refused(str(file), "file", "this is not JSON") from None
+    if not isinstance(config, dict):
+        raise refused(str(file), "file", "a model's config is a JSON object")
+    name = file.parent.name if file.name == "config.json" else file.stem
+    return replace(config_of(str(file), config), name=name or "model")
+
+
+def config_of(name: str, values: Mapping[str, Any]) -> ModelConfig:
+    """A model's sizes, from the values of its `config.json`.
+
+    Args:
+        name: of the model, for messages.
+        values: by key, as transformers' `PretrainedConfig.to_dict()` gives them too.
+
+    Raises:
+        PolicyError: a size is missing or none.
+    """
+    text = values.get("text_config")
+    config = text if isinstance(text, Mapping) else values
+    heads = _size(name, config, "num_attention_heads")
+    hidden = _size(name, config, "hidden_size")
+    shape = ModelShape(
+        layers=_size(name, config, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=_size(name, config, "num_key_value_heads", heads),
+        head_dim=_size(name, config, "head_dim", max(1, hidden // heads)),
+    )
+    if shape.heads % shape.kv_heads:
+        message = f"{shape.heads} heads cannot share {shape.kv_heads} KV heads"
+        raise refused(name, "file", message)
+    experts = _size(name, config, "num_experts_per_tok", 1)
+    intermediate = _size(name, config, "intermediate_size", 4 * hidden)
+    if config.get("moe_intermediate_size") is not None:
+        intermediate = _size(name, config, "moe_intermediate_size")
+    dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
+    dtype = dtype.removeprefix("torch.")
+    kv_bytes = _BYTES.get(dtype, 2)
+    return ModelConfig(name, shape, hidden, intermediate * experts, dtype, kv_bytes)
+
+
+def _size(name: str, config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        help_ = did_you_mean(key, config) or "is this the config.json of a language model?"
+        raise refused(name, "file", f"the key `{key}` is missing", help_)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 10**7:
+        raise refused(name, "file", f"`{key}` is {value!r}; it is a positive whole number")
+    return value

@@ -1,0 +1,180 @@
+"""Values of a policy's parameters: overrides, defaults, ranges and `require`.
+
+Every value that is not accepted is refused with one message that names the parameter, the value
+and what is accepted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+
+from kvpolicy.dsl.ir.exact import Value, evaluate
+from kvpolicy.dsl.ir.lower import Env
+from kvpolicy.dsl.ir.nodes import ModelShape, Node, Param, Program
+from kvpolicy.dsl.ir.ranges import accepted, range_problem, shown
+from kvpolicy.dsl.syntax.diagnostics import did_you_mean, listed, refused
+
+# Digits and exponent are bounded so that a value from a request cannot cost memory.
+_NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?(e[+-]?[0-9]{1,2})?")
+_ANY_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
+_DIGITS = "18 digits before and after the point, and 2 in the exponent"
+
+
+def environment(
+    shape: ModelShape,
+    params: Mapping[str, Fraction | bool | float],
+    prompt: int | None = None,
+    layer: int | None = None,
+    length: int | None = None,
+    generated: int | None = None,
+) -> Env:
+    """What `exact.evaluate` needs: model sizes, parameters, and what else is given.
+
+    `length` is the number of tokens at the layer; left out, nothing has been propagated and it is
+    the prompt's. `generated` counts decode steps.
+    """
+    env: dict[str, Fraction | bool | float] = {
+        "layers": Fraction(shape.layers),
+        "heads": Fraction(shape.heads),
+        "kv_heads": Fraction(shape.kv_heads),
+    }
+    if prompt is not None:
+        env["prompt"] = Fraction(prompt)
+        env["length"] = Fraction(prompt if length is None else length)
+    if generated is not None:
+        env["generated"] = Fraction(generated)
+    if layer is not None:
+        env["layer"] = Fraction(layer)
+    env.update((f"param:{name}", value) for name, value in params.items())
+    return env
+
+
+def parameter_values(
+    program: Program, shape: ModelShape, overrides: Mapping[str, str]
+) -> dict[str, Value]:
+    """Values of all parameters: an override, or the default for this model.
+
+    Raises:
+        PolicyError: unknown parameter, a value that is not accepted, or a `require` that is false.
+    """
+    values = _values(program, shape, overrides)
+    for name, param in program.params.items():
+        _check_range(program, param, values[name])
+    _check_requires(program, shape, values)
+    return values
+
+
+def _values(program: Program, shape: ModelShape, overrides: Mapping[str, str]) -> dict[str, Value]:
+    for name in overrides:
+        if name not in program.params:
+            message = f"policy `{program.name}` has no parameter `{name}`"
+            raise refused(program.name, "name", message, _suggest(program, name))
+    values: dict[str, Value] = {}
+
+    def value_of(name: str) -> Value:
+        if name not in values:
+            param = program.params[name]
+            if name in overrides:
+                values[name] = _parse(program, param, overrides[name])
+            else:
+                for node in param.default.walk():
+                    if node.op == "param":
+                        value_of(node.value)
+                values[name] = evaluate(param.default, environment(shape, values))
+        return values[name]
+
+    return {name: value_of(name) for name in program.params}
+
+
+def _suggest(program: Program, name: str) -> str:
+    if not program.params:
+        return "it has no parameters"
+    close = did_you_mean(name, program.params)
+    return close or f"its parameters are {listed(sorted(program.params), 'and')}"
+
+
+def _parse(program: Program, param: Param, text: str) -> Fraction | bool:
+    text = text.strip()
+    if param.kind == "truth":
+        if text not in ("true", "false"):
+            raise refused(
+                program.name, "range", f"`{param.name}` is `{text}`; it is `true` or `false`"
+            )
+        return text == "true"
+    if _NUMBER.fullmatch(text):
+        return Fraction(text)
+    message = f"`{param.name}` is `{_short(text)}`; it is a number{_limits(param)}"
+    help = None
+    if _ANY_NUMBER.fullmatch(text):
+        message = f"`{param.name}` is `{_short(text)}`; a number has at most {_DIGITS}"
+    elif text.endswith("%") and _NUMBER.fullmatch(text[:-1].rstrip()):
+        help = f"{text} is `{float(Fraction(text[:-1].rstrip()) / 100):g}`"
+    raise refused(program.name, "range", message, help)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _limits(param: Param) -> str:
+    limits = accepted(param)
+    return f", {limits}" if limits else ""
+
+
+def _check_range(program: Program, param: Param, value: Value) -> None:
+    problem = range_problem(param, value)
+    if problem is not None:
+        raise refused(program.name, "range", problem)
+
+
+def _check_requires(program: Program, shape: ModelShape, params: Mapping[str, Value]) -> None:
+    env = environment(shape, params)
+    for condition in program.requires:
+        if evaluate(condition, env):
+            continue
+        names = sorted({node.value for node in condition.walk() if node.op == "param"})
+        values = ", ".join(f"`{name}` is {shown(params[name])}" for name in names)
+        raise refused(
+            program.name,
+            "range",
+            f"policy `{program.name}` requires {_sentence(condition)}"
+            + (f", but {values}" if values else ""),
+        )
+
+
+_SIGNS = {
+    "less": "<",
+    "less_equal": "<=",
+    "greater": ">",
+    "greater_equal": ">=",
+    "equal": "==",
+    "not_equal": "!=",
+    "add": "+",
+    "subtract": "-",
+    "multiply": "*",
+    "divide": "/",
+    "floor_divide": "//",
+    "modulo": "%",
+    "and": "and",
+    "or": "or",
+    "power": "^",
+}
+
+
+def _sentence(node: Node) -> str:
+    """A static condition, as an author would write it (parentheses around inner operations)."""
+
+    def text(node: Node, inner: bool) -> str:
+        if node.op in ("param", "size"):
+            return str(node.value)
+        if node.op in ("number", "truth"):
+            return shown(node.value)
+        parts = [text(argument, True) for argument in node.args]
+        if node.op in _SIGNS:
+            joined = f"{parts[0]} {_SIGNS[node.op]} {parts[1]}"
+            return f"({joined})" if inner else joined
+        return f"{node.op}({', '.join(parts)})"
+
+    return f"`{text(node, False)}`"

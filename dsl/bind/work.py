@@ -1,0 +1,181 @@
+"""How much work it is to compute a value of a policy, and how long that takes beside a prefill.
+
+Counts are of the work that the definition asks for, as the generated kernels share it out: a
+multiplication and an addition of a matrix product are 2; any other step is 1 per value, pooling
+its width; a selection of the best of M values is log2(M) per value. Attention takes two passes
+over the keys, one for the sums of its softmax, `logits` one, and no pair of a query and a later
+token counts. What has an axis `query`, `dim` or `channel` never leaves a kernel; other values are
+read and written as float64.
+
+Dimensions: L layers, H query heads, G KV heads, N tokens of a layer, D head size, W queries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvpolicy.dsl.ir.counts import whole
+from kvpolicy.dsl.ir.nodes import Node
+
+if TYPE_CHECKING:
+    from kvpolicy.dsl.bind.bind import Bound
+
+# What a GPU does in the time of one byte, and of one operation outside matrix products: rounded,
+# of an H200 (989 and 67 TFLOP/s, 4.8 TB/s). Others differ by less than the half or the double.
+OPERATIONS_PER_BYTE = 200
+MATRIX_PER_VECTOR = 16
+
+WINDOWS = ("attn", "logits")
+SOFTMAX = 5  # scale, subtract, exponential, sum, divide
+
+_POOLS = ("avgpool", "maxpool")
+_SELECTIONS = ("top", "fill", "rank")
+_INSIDE = frozenset(("query", "dim", "channel"))
+_VALUE = 8  # bytes of float64
+_PASSES = 4  # of a selection over what it chooses from
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations, and bytes that are read or written.
+
+    Attributes:
+        matrix: multiplications and additions of matrix products.
+        vector: all other operations.
+        moved: bytes.
+    """
+
+    matrix: float = 0.0
+    vector: float = 0.0
+    moved: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.matrix + other.matrix, self.vector + other.vector, self.moved + other.moved
+        )
+
+    @property
+    def operations(self) -> float:
+        """Operations of both kinds."""
+        return self.matrix + self.vector
+
+    @property
+    def time(self) -> float:
+        """How long it takes, in operations of matrix products that take as long."""
+        return max(self.matrix + MATRIX_PER_VECTOR * self.vector, OPERATIONS_PER_BYTE * self.moved)
+
+
+class Sizes:
+    """How many numbers the values of one layer have.
+
+    Args:
+        bound: the policy.
+        prompt: N tokens of the prompt.
+        layer: from 0.
+        length: tokens that reach the layer.
+        kept: entries that stay per KV head; the others are dropped.
+        element: bytes of one number of queries, keys and values.
+        step: of a decode step, at which every query is asked about all entries.
+    """
+
+    def __init__(
+        self,
+        bound: Bound,
+        prompt: int,
+        layer: int,
+        length: int,
+        kept: int,
+        element: int,
+        *,
+        step: bool = False,
+    ) -> None:
+        shape = bound.shape
+        self.bound, self.prompt, self.layer, self.element = bound, prompt, layer, element
+        self.step = step
+        self.tokens, self.kept = length, min(kept, length)
+        self.axes: Mapping[str, int] = {
+            "kv": shape.kv_heads,
+            "group": shape.group,
+            "token": length,
+            "dim": shape.head_dim,
+            "past": shape.layers,
+            "dropped": max(0, length - kept),
+        }
+        self._queries: dict[int, int] = {}
+
+    def queries(self, node: Node) -> int:
+        """The axis `query` of a value: that of the widest window in it."""
+        if id(node) not in self._queries:
+            if node.op in (*WINDOWS, "distance"):
+                found = self.window(node)
+            else:
+                found = max(map(self.queries, node.args), default=0)
+            self._queries[id(node)] = found
+        return self._queries[id(node)]
+
+    def window(self, node: Node) -> int:
+        """Queries of one window."""
+        if self.step and not node.args:
+            return 1
+        return self.bound.window(node, self.prompt, self.layer, self.tokens)
+
+    def of(self, node: Node) -> float:
+        """Numbers of a value; of queries and tokens only pairs in which the token is not later."""
+        axes = set(node.type.axes)
+        size = float(math.prod(self.axes.get(axis, 1) for axis in axes - {"query", "token"}))
+        if "query" not in axes:
+            return size * (self.tokens if "token" in axes else 1)
+        queries = self.queries(node)
+        return size * (self.pairs(queries) if "token" in axes else queries)
+
+    def pairs(self, queries: int) -> float:
+        """Pairs of one of the last queries and a token that is not after it."""
+        if self.step:
+            return float(queries * self.tokens)
+        return queries * self.tokens - queries * (queries - 1) / 2
+
+    def work(self, node: Node) -> Work:
+        """Computing one value of one layer, its arguments being there."""
+        own, inner = self.of(node), max(map(self.of, node.args), default=0.0)
+        keys = self.axes["kv"] * self.tokens * self.axes["dim"] * self.element
+        if node.op in WINDOWS:
+            passes = 2 if node.op == "attn" else 1
+            softmax = SOFTMAX * own if node.op == "attn" else 0.0
+            asked = self.axes["kv"] * self.axes["group"] * self.queries(node) * self.axes["dim"]
+            moved = passes * keys + asked * self.element
+            return Work(2 * passes * own * self.axes["dim"], softmax, moved)
+        if node.op in ("key", "value"):
+            return Work(moved=keys)
+        if node.op == "nearest":
+            return self._nearest()
+        inside = _INSIDE & set(node.type.axes)
+        if node.op in _SELECTIONS:
+            return Work(vector=inner * self._order(node), moved=_PASSES * _VALUE * inner)
+        read = sum(self.of(x) for x in node.args if not _INSIDE & set(x.type.axes))
+        steps = own * self._width(node) if node.op in _POOLS else max(own, inner)
+        return Work(vector=steps, moved=0.0 if inside else _VALUE * (own + read))
+
+    def _width(self, node: Node) -> int:
+        """Neighbours that pooling looks at."""
+        width = self.bound.number(node.args[1], self.prompt, self.layer, length=self.tokens)
+        return whole(width, 2 * self.tokens)
+
+    def _order(self, node: Node) -> float:
+        """Steps for each value of a selection, by how many compete."""
+        axes = node.axes or ("token",)
+        layers = self.bound.shape.layers
+        competing = math.prod(
+            layers if axis == "layer" else self.tokens if axis == "token" else self.axes[axis]
+            for axis in axes
+        )
+        return max(1.0, math.log2(max(2, competing)))
+
+    def _nearest(self) -> Work:
+        """Every dropped entry beside every kept one, by cosines."""
+        pairs = float(self.axes["kv"] * self.kept * self.axes["dropped"])
+        size = self.axes["dim"]
+        both = self.axes["kv"] * self.tokens * size * self.element
+        return Work(2 * pairs * size, pairs, both)

@@ -1,0 +1,1 @@
+"""Trees to programs: what names mean, whether types fit."""

@@ -1,0 +1,133 @@
+"""Whether a selection's sized terms fit its budget: `recent(32)` does not fit a budget of 16."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+
+from kvpolicy.dsl.ir.exact import NotStatic, Value, evaluate
+from kvpolicy.dsl.ir.nodes import Node, Program
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic
+from kvpolicy.dsl.syntax.source import Source, Span
+
+
+def does_not_fit(
+    program: Program, source: Source | None, env: Mapping[str, Value]
+) -> list[Diagnostic]:
+    """Diagnostics for every selection that takes more than its budget.
+
+    Args:
+        program: a checked policy.
+        source: its text, for the messages; None if it is not at hand.
+        env: as of `exact.evaluate`. With `layers`, every layer is tested. What depends on values
+            that are not in it is skipped.
+    """
+    pairs = [(program.prefill.budget, program.prefill.keep)]
+    if program.propagate:
+        pairs.append((program.propagate.budget, program.propagate.tokens))
+    if program.decode:
+        # What decode inherits from the prefill is reported once.
+        budget, keep = program.decode.budget, program.decode.keep
+        if budget is not None or _spans(keep) != _spans(program.prefill.keep):
+            pairs.append((budget or program.prefill.budget, keep))
+    found = []
+    for budget, keep in pairs:
+        if budget is None or keep is None:
+            continue
+        for branch in _branches(keep):
+            problem = _problem(budget, branch, source, env)
+            if problem is not None:
+                found.append(problem)
+    return found
+
+
+def _spans(node: Node | None) -> Span | None:
+    return None if node is None else node.span
+
+
+def _branches(keep: Node) -> Iterator[Node]:
+    """The selections between which `where` chooses."""
+    if keep.op == "choose":
+        yield from _branches(keep.args[0])
+        yield from _branches(keep.args[2])
+    else:
+        yield keep
+
+
+def _sized(selection: Node) -> list[tuple[Node, Node]]:
+    """Terms that take a number of entries of each KV head, and that number."""
+    terms = selection.args if selection.op == "then" else (selection,)
+    return [
+        (term, term.args[1])
+        for term in terms
+        if term.op == "top" and term.axes == ("token",) and len(term.args) == 2
+    ]
+
+
+def _problem(
+    budget: Node, selection: Node, source: Source | None, env: Mapping[str, Value]
+) -> Diagnostic | None:
+    sized = _sized(selection)
+    if not sized:
+        return None
+    for layer_env in _layers(env):
+        try:
+            most = _count(evaluate(budget, layer_env))
+            inner = {**layer_env, "budget": most}
+            taken = _taken(sized, selection, inner)
+        except NotStatic:
+            continue
+        if taken > most:
+            span = _place([term for term, _ in sized], selection) if source else None
+            shown = "keep"
+            if source and span:
+                shown = " ".join(source.text[span.start : span.end].split())
+            verb = "take" if source and len(sized) > 1 else "takes"
+            message = f"`{shown}` {verb} {taken} entries, but the budget is {most}"
+            if "layer" in layer_env and _uses_layer(budget, sized):
+                message += f" at layer {layer_env['layer']}"
+            return Diagnostic("does-not-fit", message, span, "raise the budget, or keep less")
+    return None
+
+
+def _taken(
+    sized: list[tuple[Node, Node]], selection: Node, env: Mapping[str, Value]
+) -> Fraction | float:
+    """How many entries a head takes at least, of many: a named term may take what was taken."""
+    first = selection.args[0] if selection.op == "then" else selection
+    taken: Fraction | float = Fraction(0)
+    for term, count in sized:
+        number = _count(evaluate(count, env))
+        named = term.name is not None and term is not first
+        taken = max(taken, number) if named else taken + number
+    return taken
+
+
+def _place(terms: list[Node], selection: Node) -> Span | None:
+    """Where the terms stand; the whole selection if it names one that a `let` defines."""
+    spans = [term.span for term in terms if term.span]
+    whole = selection.span
+    if whole is None or all(whole.start <= x.start and x.end <= whole.end for x in spans):
+        return Span(spans[0].start, spans[-1].end) if spans else whole
+    return whole
+
+
+def _uses_layer(budget: Node, sized: list[tuple[Node, Node]]) -> bool:
+    nodes = [budget, *(count for _, count in sized)]
+    return any(n.op == "size" and n.value == "layer" for node in nodes for n in node.walk())
+
+
+def _layers(env: Mapping[str, Value]) -> Iterator[Mapping[str, Value]]:
+    if "layer" in env or "layers" not in env:
+        yield env
+        return
+    for layer in range(int(env["layers"])):
+        yield {**env, "layer": Fraction(layer)}
+
+
+def _count(value: Value) -> Fraction | float:
+    """A number of entries: floored, not negative."""
+    if isinstance(value, float) and math.isinf(value):
+        return max(0.0, value)
+    return Fraction(max(0, math.floor(value)))

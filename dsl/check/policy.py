@@ -1,0 +1,225 @@
+"""Checks a policy file and translates it to the intermediate representation.
+
+Every defect of a file is found in one run. Where a parameter stands says what it is: a bare
+`window: 32` used in `recent(window)` is a number of tokens. Such units can reach from one use to
+another, so the file is typed until nothing new is learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+
+from kvpolicy.dsl.check import rules as check_rules
+from kvpolicy.dsl.check.arguments import is_of_model
+from kvpolicy.dsl.check.expressions import Typer
+from kvpolicy.dsl.check.fit import does_not_fit
+from kvpolicy.dsl.check.names import Context, Uses
+from kvpolicy.dsl.check.params import declared_data, declared_params
+from kvpolicy.dsl.check.scope import Scope
+from kvpolicy.dsl.ir.exact import NotStatic, Value, evaluate
+from kvpolicy.dsl.ir.graph import MAX_DEPTH, MAX_NODES, TooLarge
+from kvpolicy.dsl.ir.nodes import Node, Param, Program, Rules
+from kvpolicy.dsl.ir.ranges import range_problem
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, in_order
+from kvpolicy.dsl.syntax.library import read_source
+from kvpolicy.dsl.syntax.parse import parse
+from kvpolicy.dsl.syntax.source import Source, Span
+from kvpolicy.dsl.syntax.tree import Expr
+
+_PASSES = 4
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What is known of a policy file after checking it."""
+
+    source: Source
+    program: Program | None  # None if there is an error
+    diagnostics: tuple[Diagnostic, ...]  # by position; warnings included
+    unserved: tuple[str, ...] = ()  # one sentence per feature that cannot be served yet
+
+    @property
+    def errors(self) -> tuple[Diagnostic, ...]:
+        """The diagnostics that make the file unusable."""
+        return tuple(d for d in self.diagnostics if d.severity == "error")
+
+    def require(self) -> Program:
+        """The program; raises PolicyError with every error if there is none."""
+        if self.program is None:
+            raise PolicyError(self.errors, self.source)
+        return self.program
+
+
+def load(policy: str | Path | Source) -> Checked:
+    """Checks a policy: a path, the name of a shipped policy, or a source already read.
+
+    Raises:
+        PolicyError: the file cannot be read at all.
+    """
+    source = policy if isinstance(policy, Source) else read_source(policy)
+    diagnostics: list[Diagnostic] = []
+    file = parse(source, diagnostics.append)
+    if file is None:
+        return Checked(source, None, tuple(in_order(diagnostics)))
+    uses: dict[str, Uses] = {}
+    for _ in range(_PASSES):
+        before = deepcopy(uses)
+        scope = Scope(source, file, uses)
+        program = _checked_program(scope)
+        if uses == before:
+            break
+    found = in_order([*diagnostics, *scope.diagnostics])
+    if any(d.severity == "error" for d in found):
+        found = [d for d in found if d.severity == "error"]
+        program = None
+    sentences = tuple(f"{what} cannot be served yet" for what in scope.not_served)
+    return Checked(source, program, tuple(found), sentences)
+
+
+def _checked_program(scope: Scope) -> Program | None:
+    try:
+        return _FileChecker(scope).program()
+    except TooLarge:
+        message = f"the policy is too large: at most {MAX_NODES:,} operations, {MAX_DEPTH} deep"
+        scope.error("size", message, Span(0, 0), "write less into one `let`, or use fewer of them")
+        return None
+
+
+class _FileChecker:
+    """Puts the sections together."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.file = scope.file
+
+    def program(self) -> Program | None:
+        scope, file = self.scope, self.file
+        params = declared_params(scope)
+        data = declared_data(scope)
+        requires = self.requires()
+        prefill = check_rules.RulesChecker(scope, "prefill").rules()
+        decode = self.decode()
+        propagate = check_rules.propagate(scope)
+        share = check_rules.share(scope)
+        read = check_rules.read(scope)
+        positions = file.get("positions") or "original"
+        self.unused()
+        if not {"keep", "propagate", "decode", "share", "read"} & set(file.items):
+            message = "the file has no `keep`: nothing would be dropped"
+            scope.error("key", message, file.span, "for example `keep: recent(1024)`")
+        if any(d.severity == "error" for d in scope.diagnostics):
+            return None
+        program = Program(
+            file.get("policy") or "", (file.get("about") or "").strip(),
+            (file.get("source") or "").strip(), params, (*requires, *self.conditions()),
+            data, replace(prefill, lets=scope.lets("prefill"), decided=self.decided()),
+            replace(decode, lets=scope.lets("decode")) if decode else None,
+            propagate, share, read, positions, scope.source,
+        )  # fmt: skip
+        self.test_defaults(program)
+        return program
+
+    def requires(self) -> tuple[Node, ...]:
+        nodes = []
+        for item in self.file.get("require") or ():
+            if isinstance(item.value, Expr):
+                typer = Typer(self.scope, Context("static"))
+                node = typer.truth(item.value, "`require`")
+                if node is not None and check_rules.check_axes(typer, node, item, ()):
+                    nodes.append(node)
+        return tuple(nodes)
+
+    def decode(self) -> Rules | None:
+        if self.file.get("decode") is None:
+            return None
+        rules = check_rules.RulesChecker(self.scope, "decode").rules()
+        check_rules.note_unserved(self.scope, rules)
+        return rules
+
+    def unused(self) -> None:
+        """Warns of names that nothing uses, and checks what they stand for all the same."""
+        for definition in list(check_rules.unused(self.scope)):
+            if definition.kind != "state":
+                message = f"`{definition.name}` is never used"
+                self.scope.warn("unused", message, definition.item.key)
+            if definition.kind == "let" and isinstance(definition.item.value, Expr):
+                phase = "decode" if definition.section.startswith("decode") else "prefill"
+                inside = definition.section if definition.section not in ("", "decode") else None
+                context = Context(phase, inside)
+                self.scope.node(definition, context, definition.item.span)
+
+    def decided(self) -> dict[str, Node]:
+        """The lets of the prefill whose values decode reads."""
+        return {name: node for name, node in self.scope.decided.items() if node is not None}
+
+    def conditions(self) -> tuple[Node, ...]:
+        """What must hold for numbers that are neither literals nor parameters.
+
+        Pooling widths are odd; windows and `past` have one query or layer, as far as it is known
+        when the policy is loaded.
+        """
+        graph = self.scope.graph
+        one, two = (graph.make("number", value=Fraction(n)) for n in (1, 2))
+        nodes = []
+        for node, span in self.scope.widths:
+            if node.op not in ("number", "param"):
+                rest = graph.make("modulo", (node, two))
+                odd = graph.make("equal", (rest, one), kind="truth", span=span)
+                nodes.append(graph.relabel(odd, origin="width"))
+        for node, span, _ in self.scope.counts:
+            if node.op not in ("number", "param") and is_of_model(node):
+                some = graph.make("greater_equal", (node, one), kind="truth", span=span)
+                nodes.append(graph.relabel(some, origin="count"))
+        return tuple(dict.fromkeys(nodes))
+
+    def test_defaults(self, program: Program) -> None:
+        """Tests what can be tested without a model: ranges, widths, `require`, the budget."""
+        scope = self.scope
+        env = default_env(program.params)
+        for param in program.params.values():
+            if param.default.op in ("number", "truth"):
+                continue  # tested where it was read
+            value = env.get(f"param:{param.name}")
+            problem = None if value is None else range_problem(param, value)
+            if problem and param.default.span:
+                scope.error("range", problem, param.default.span)
+        for node, span in scope.widths:
+            value = _static(node, env)
+            if node.op != "param" and value is not None and (value % 2 != 1 or value < 1):
+                shown = scope.shown(span)
+                message = f"`{shown}` is {value}; a pooling width is odd"
+                if node.op == "number":
+                    message = f"a pooling width is odd; {value} is not"
+                scope.error("range", message, span)
+        for node, span, message in scope.counts:
+            value = _static(node, env)
+            if node.op != "param" and value is not None and value < 1:
+                scope.error("range", message, span)
+        for node in program.requires:
+            if node.origin is None and _static(node, env) is False and node.span:
+                message = f"`{scope.shown(node.span)}` does not hold for the defaults"
+                scope.error("range", message, node.span)
+        scope.diagnostics.extend(does_not_fit(program, scope.source, env))
+
+
+def default_env(params: Mapping[str, Param]) -> dict[str, Value]:
+    """The values of the defaults that do not depend on the model, for `exact.evaluate`."""
+    env: dict[str, Value] = {}
+    for _ in params:  # a default may use other parameters
+        for name, param in params.items():
+            if f"param:{name}" not in env:
+                value = _static(param.default, env)
+                if value is not None:
+                    env[f"param:{name}"] = value
+    return env
+
+
+def _static(node: Node, env: Mapping[str, Value]) -> Value | None:
+    try:
+        return evaluate(node, env)
+    except NotStatic:
+        return None

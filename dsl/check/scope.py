@@ -1,0 +1,370 @@
+"""What the names of a policy mean: parameters, tensors, states, lets and the sections with a name.
+
+A let is typed where it is used: in decode it is computed from decode's data, inside `merge` it is
+read at the dropped entries. Every such reading is made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvpolicy.dsl.check.calls import type_call
+from kvpolicy.dsl.check.expressions import COMPARISONS, LOGIC, Typer, is_across, is_whole_map
+from kvpolicy.dsl.check.names import SECTIONS, Context, Definition, Names, Uses
+from kvpolicy.dsl.check.states import States
+from kvpolicy.dsl.ir.nodes import Node, When
+from kvpolicy.dsl.ops.functions import FUNCTIONS, RESERVED
+from kvpolicy.dsl.ops.names import BUILTINS
+from kvpolicy.dsl.syntax.blocks import Block, Item
+from kvpolicy.dsl.syntax.diagnostics import did_you_mean
+from kvpolicy.dsl.syntax.parse import MAX_NAMES
+from kvpolicy.dsl.syntax.source import Source, Span
+from kvpolicy.dsl.syntax.tree import Call, Chain, Expr, Name, Operation, Where
+
+_KINDS = {"params": "parameter", "data": "tensor", "state": "state", "let": "let"}
+
+
+class Scope(Names):
+    """Names and their nodes, for one pass of the checker over a file."""
+
+    def __init__(self, source: Source, file: Block, uses: dict[str, Uses]) -> None:
+        super().__init__(source, uses, propagates="propagate" in file)
+        self.file = file
+        self.states = States(self)
+        self.used: set[tuple[str, str]] = set()
+        self._nodes: dict[tuple, Node | None] = {}
+        self._open: list[tuple] = []
+        # Of lets that decode has named: the prefill's node, None where decode computes it.
+        self.decided: dict[str, Node | None] = {}
+        self._refused: set[str] = set()  # names whose definition was refused; uses stay silent
+        for section, block in self._blocks():
+            self._define(section, block)
+
+    # Definitions
+
+    def _blocks(self) -> Iterator[tuple[str, Block]]:
+        yield "", self.file
+        for section in SECTIONS[1:]:
+            block: object = self.file
+            for key in section.split("."):
+                block = block.get(key) if isinstance(block, Block) else None
+            if isinstance(block, Block):
+                yield section, block
+
+    def _define(self, section: str, block: Block) -> None:
+        for key, kind in _KINDS.items():
+            names = block.get(key)
+            for name, item in (names.items if isinstance(names, Block) else {}).items():
+                if name in RESERVED:
+                    message = f"`{name}` is {RESERVED[name]} and cannot be a {kind}"
+                    self.error("name", message, item.key, "choose another name")
+                    self._refused.add(name)
+                    continue
+                other = self._visible(name, section)
+                if other:
+                    line, _ = self.source.place(other.item.key.start)
+                    message = f"`{name}` is already a {other.kind} (line {line})"
+                    self.error("name", message, item.key, "choose another name")
+                    continue
+                self.definitions[section][name] = Definition(name, kind, section, item)
+
+    def _visible(self, name: str, section: str) -> Definition | None:
+        """The definition that a name has inside a section, the innermost first."""
+        outer = {
+            "": ("",),
+            "merge": ("merge", "decode", ""),
+            "decode.merge": ("decode.merge", "decode", ""),
+        }
+        for place in outer.get(section, (section, "")):
+            if name in self.definitions[place]:
+                return self.definitions[place][name]
+        return None
+
+    def find(self, name: str, context: Context) -> Definition | None:
+        """The definition of a name in a context."""
+        if context.inside in self.definitions and name in self.definitions[context.inside]:
+            return self.definitions[context.inside][name]
+        if context.phase == "decode" and name in self.definitions["decode"]:
+            return self.definitions["decode"][name]
+        return self.definitions[""].get(name)
+
+    def knows(self, name: str, context: Context) -> bool:
+        """Whether a name without parentheses means something here."""
+        return self.find(name, context) is not None or (name in RESERVED and name not in FUNCTIONS)
+
+    def unknown(self, expr: Name, context: Context) -> None:
+        """Reports a name that means nothing here."""
+        name = expr.text
+        message, help = f"unknown name `{name}`", None
+        if name in FUNCTIONS:
+            message = f"`{name}` is a function and needs arguments"
+            help = f"write `{FUNCTIONS[name].signature}`"
+        elif RESERVED.get(name) == "an axis":
+            message = f"`{name}` is an axis, not a value"
+            help = f"axes stand in brackets, as in `sum[{name}](x)`"
+        elif name == "budget":
+            message, help = "the file has no `budget`", "add one"
+        elif name == "score":
+            message, help = "the file has no `score`", "add one"
+        else:
+            if context.inside == "default":
+                self._unknown_default(expr)
+                return
+            places = [s for s, names in self.definitions.items() if name in names]
+            if places:
+                message = f"`{name}` is defined under `{places[0]}` and exists only there"
+            else:
+                candidates = [*RESERVED, *(n for names in self.definitions.values() for n in names)]
+                help = did_you_mean(name, candidates)
+        self.error("name", message, expr.span, help)
+
+    def _unknown_default(self, expr: Name) -> None:
+        sizes = [name for name, builtin in BUILTINS.items() if builtin.where == "always"]
+        params = [n for n, x in self.definitions[""].items() if x.kind == "parameter"]
+        help = did_you_mean(expr.text, [*sizes, *params])
+        help = (
+            help or "a default is a number, `true`, `false`, or follows from parameters and sizes"
+        )
+        self.error("name", f"unknown name `{expr.text}`", expr.span, help)
+
+    # Nodes
+
+    def lets(self, phase: str) -> dict[str, Node]:
+        """The lets that were used in a phase, by name."""
+        return {
+            key[2]: node
+            for key, node in self._nodes.items()
+            if key[0] == "let" and key[3] == Context(phase) and node is not None
+        }
+
+    def resolve(self, expr: Name, context: Context) -> tuple[bool, Node | None]:
+        """Whether the policy gives the name a meaning, and its node if that is sound."""
+        if expr.text in ("score", "budget"):
+            return self._section(expr, context)
+        if expr.text in self._refused:
+            return True, None
+        definition = self.find(expr.text, context)
+        if definition is None:
+            return False, None
+        self.used.add((definition.section, definition.name))
+        if context.phase == "static" and definition.kind not in ("parameter", "tensor"):
+            message = f"`{expr.text}` is a {definition.kind}; only parameters and model sizes "
+            self.error("phase", message + "are known here", expr.span)
+            return True, None
+        local = definition.section == context.inside
+        home = context if local else Context(context.phase)
+        node = self.node(definition, home, expr.span)
+        if node is not None and not local:
+            node = Typer(self, context).at_dropped(node)
+        return True, node
+
+    def node(self, definition: Definition, context: Context, span: Span) -> Node | None:
+        """The value of a name in a context; `span` is the use, for the report of a cycle."""
+        if definition.kind == "parameter":
+            return self.parameter(definition)
+        if definition.kind == "tensor":
+            return self._tensor(definition)
+        if definition.kind == "state":
+            return self.states.value(definition, context, span)
+        if context.phase == "decode" and definition.section == "":
+            decided = self._decided(definition, span)
+            if decided is not None:
+                return decided
+        return self._once(("let", definition.section, definition.name, context), definition, span)
+
+    def _decided(self, definition: Definition, span: Span) -> Node | None:
+        """What the prefill decided of a let, for decode; None: decode computes it itself.
+
+        A step sees one layer. A let that looks at others is what it was in the prefill, if nothing
+        in it follows entries that come and go.
+        """
+        name = definition.name
+        if name not in self.decided:
+            self.decided[name] = None
+            if self._looks_across(definition.item.value, {name}):
+                self.decided[name] = self._of_prefill(definition, span)
+        node = self.decided[name]
+        if node is None:
+            return None
+        return self.graph.make(
+            "decided", kind=node.type.kind, axes=node.type.axes, unit=node.type.unit,
+            absent=node.type.absent, value=name, when=When.STEP, span=definition.item.key,
+        )  # fmt: skip
+
+    def _of_prefill(self, definition: Definition, span: Span) -> Node | None:
+        """The node of a let in the prefill; None, without a report, if it has none to go on from.
+
+        It may use what only decode has.
+        """
+        kept = self.diagnostics, self._nodes, self.states
+        self.diagnostics, self._nodes, self.states = [], dict(self._nodes), States(self)
+        try:
+            node = self.node(definition, Context("prefill"), span)
+            failed = any(d.severity == "error" for d in self.diagnostics)
+        finally:
+            self.diagnostics, self._nodes, self.states = kept
+        if failed or node is None or node.when < When.LAYER:
+            return None
+        if set(node.type.axes) - {"kv", "group", "dim"} or not any(map(is_across, node.walk())):
+            return None
+        return self.node(definition, Context("prefill"), span)
+
+    def _looks_across(self, value: object, seen: set[str]) -> bool:
+        """Whether an expression, or one that it names, is written with other layers."""
+        if isinstance(value, Name):
+            item = self.file.items.get(value.text) if value.text in ("score", "budget") else None
+            other = self.definitions[""].get(value.text)
+            item = other.item if other is not None else item
+            if item is None or value.text in seen:
+                return False
+            seen.add(value.text)
+            return self._looks_across(item.value, seen)
+        if isinstance(value, Call):
+            axes = {axis.text for axis in value.axes or ()}
+            if "layer" in axes or value.name in ("past", "at"):
+                return True
+        children = value.children if isinstance(value, Expr) else ()
+        return any(self._looks_across(child, seen) for child in children)
+
+    def _once(self, key: tuple, definition: Definition, span: Span) -> Node | None:
+        """A let's node, made at its first use; reports a let that uses itself."""
+        if key in self._nodes:
+            return self._nodes[key]
+        if key in self._open:
+            names = [k[2] for k in self._open[self._open.index(key) :]]
+            self._cycle(definition.name, names, span)
+            return None
+        expr = definition.item.value
+        self._open.append(key)
+        typer = Typer(self, key[3])
+        node = typer.expr(expr) if isinstance(expr, Expr) else None
+        self._open.pop()
+        if node is not None and not typer.reduced(node, expr):
+            node = None
+        if node is not None:
+            node = self.graph.relabel(node, name=definition.name)
+            self._carry_whole(node)
+        self._nodes[key] = node
+        return node
+
+    @property
+    def lets_open(self) -> int:
+        """How many lets and sections are being typed just now."""
+        return len(self._open)
+
+    def _cycle(self, name: str, names: list[str], span: Span) -> None:
+        if len(names) == 1:
+            self.error("name", f"`{name}` is defined by itself", span, "a `state` may be")
+            return
+        path = " -> ".join(f"`{n}`" for n in [*names, name])
+        self.error("name", f"`{name}` is defined by itself: {path}", span)
+
+    def _section(self, expr: Name, context: Context) -> tuple[bool, Node | None]:
+        """The values of the sections `score` and `budget` by their names."""
+        name = expr.text
+        if context.phase == "static":
+            self.error("phase", f"`{name}` is not known before the prefill", expr.span)
+            return True, None
+        if context.inside == "propagate" and name == "budget":
+            block = self.file.get("propagate")
+            item = block.items.get("budget") if isinstance(block, Block) else None
+            home = context
+        else:
+            item, home = self.section_item(name, context.phase)
+        if item is None:
+            return False, None
+        definition = Definition(name, "section", item.path, item)
+        node = self._once(("section", item.path, name, home), definition, expr.span)
+        if node is None or name == "score":
+            return True, node if node is None else Typer(self, context).at_dropped(node)
+        when = When.STEP if context.phase == "decode" else node.when
+        exact = node.type.exact and context.phase != "decode"
+        inside = "propagate" if home.inside == "propagate" else None
+        budget = self.graph.make(
+            "budget",
+            value=inside,
+            axes=node.type.axes,
+            unit="tokens",
+            when=when,
+            exact=exact,
+            span=expr.span,
+        )
+        return True, budget
+
+    def section_item(self, name: str, phase: str) -> tuple[Item | None, Context]:
+        """A section's item in a phase, decode's own or inherited, and where it is typed."""
+        if phase == "decode":
+            decode = self.file.get("decode")
+            if isinstance(decode, Block) and name in decode:
+                return decode.items[name], Context("decode")
+            if name == "budget":  # decided in prefill, in force while decoding
+                return self.file.items.get(name), Context("prefill")
+        return self.file.items.get(name), Context(phase)
+
+    def section(self, name: str, phase: str) -> Node | None:
+        """The node of `score` or `budget`."""
+        item, home = self.section_item(name, phase)
+        if item is None or not isinstance(item.value, Expr):
+            return None
+        definition = Definition(name, "section", item.path, item)
+        return self._once(("section", item.path, name, home), definition, item.span)
+
+    def refuse_section(self, name: str, phase: str) -> None:
+        """Makes what uses a section silent, because the section itself was refused."""
+        item, home = self.section_item(name, phase)
+        if item is not None:
+            self._nodes[("section", item.path, name, home)] = None
+
+    def parameter(self, definition: Definition) -> Node:
+        """A parameter's node; its unit is what the file or else its uses say."""
+        value = definition.item.value
+        unit = value.get("unit") if isinstance(value, Block) else None
+        kind = "truth" if self._is_condition(self._default(definition), 0) else "number"
+        uses = self.uses.get(definition.name)
+        if unit is None and uses and kind == "number":
+            unit = uses.unit
+        return self.graph.make(
+            "param", kind=kind, axes=(), unit=unit, value=definition.name,
+            span=definition.item.key,
+        )  # fmt: skip
+
+    @staticmethod
+    def _default(definition: Definition) -> object:
+        value = definition.item.value
+        return value.get("default") if isinstance(value, Block) else value
+
+    def _is_condition(self, default: object, level: int) -> bool:
+        """Whether a default is a truth value, seen from how it is written."""
+        if isinstance(default, bool):
+            return True
+        if isinstance(default, Operation):
+            return default.op in COMPARISONS or default.op in LOGIC
+        if isinstance(default, Where):
+            return self._is_condition(default.value, level)
+        if isinstance(default, Name) and default.text not in ("true", "false"):
+            other = self.definitions[""].get(default.text)
+            parameter = other is not None and other.kind == "parameter" and level < MAX_NAMES
+            return parameter and self._is_condition(self._default(other), level + 1)
+        return isinstance(default, Chain | Name)
+
+    def _tensor(self, definition: Definition) -> Node | None:
+        block = definition.item.value
+        axes = block.get("axes") if isinstance(block, Block) else None
+        names = [item.value for item in axes or []]
+        if not isinstance(block, Block) or None in names:
+            return None
+        shape = tuple(axis for axis in ("kv", "group") if axis in names)
+        return self.graph.make(
+            "data", axes=shape, value=definition.name, exact=False, span=definition.item.key
+        )
+
+    # Attention of all queries
+
+    def _carry_whole(self, node: Node) -> None:
+        """A renamed copy of an attention map is still one."""
+        if is_whole_map(node, self.whole_maps):
+            self.whole_maps.add(id(node))
+
+    def type_call(self, typer: Typer, call: Call) -> Node | None:
+        """The node of a call, or None after a report."""
+        return type_call(typer, call)

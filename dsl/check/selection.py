@@ -1,0 +1,74 @@
+"""Types selections (`keep`, `propagate.tokens`): where an unsized `top` may fill the budget."""
+
+from __future__ import annotations
+
+from kvpolicy.dsl.check.calls import type_call
+from kvpolicy.dsl.check.expressions import Typer
+from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.syntax.tree import Call, Expr, Name, Then, Where
+
+
+def type_selection(typer: Typer, expr: Expr, section: str, has_budget: bool) -> Node | None:
+    """The node of a selection; branches of `where` are selections of their own."""
+    if isinstance(expr, Where) and expr.other is not None:
+        value = type_selection(typer, expr.value, section, has_budget)
+        condition = typer.truth(expr.condition, "`where`")
+        other = type_selection(typer, expr.other, section, has_budget)
+        return typer.chosen(expr, value, condition, other)
+    if isinstance(expr, Then):
+        _report_unreachable(typer, expr)
+        terms = [_term(typer, term, section, has_budget) for term in expr.terms]
+        return typer.then(expr, terms)
+    return _term(typer, expr, section, has_budget)
+
+
+def _term(typer: Typer, expr: Expr, section: str, has_budget: bool) -> Node | None:
+    if not _fills(expr):
+        node = typer.expr(expr)
+        return node if node is None or _is_of_entries(typer, node, expr) else None
+    assert isinstance(expr, Call)
+    if not has_budget:
+        budget = section.replace("tokens", "budget") if "." in section else "budget"
+        shown = typer.shown(expr)
+        message = f"`{shown}` fills the budget, but the file has no `{budget}`"
+        help = f"add `{budget}`, or write a count, as in `{shown.removesuffix(')')}, n)`"
+        typer.error("no-budget", message, expr.span, help)
+        return None
+    node = type_call(typer, expr, fills=True)
+    if node is None or not _is_of_entries(typer, node, expr):
+        return None
+    if "token" not in node.axes:
+        message = f"`{typer.shown(expr)}` fills the budget, so tokens must compete"
+        typer.error("competition", message, expr.span, "add the axis `token`, or write a count")
+        return None
+    return node
+
+
+def _is_of_entries(typer: Typer, node: Node, expr: Expr) -> bool:
+    """Whether entries, heads or layers compete in a `top` that selects; otherwise reports."""
+    other = [axis for axis in node.axes if axis not in ("layer", "kv", "token")]
+    if not isinstance(expr, Call) or expr.name != "top" or not other:
+        return True
+    message = f"`{typer.shown(expr)}` chooses along `{other[0]}`, not among entries"
+    help = f"reduce `{other[0]}` first; `top(x, n)` then chooses tokens of a head"
+    typer.error("competition", message, expr.span, help)
+    return False
+
+
+def _fills(expr: Expr) -> bool:
+    """Whether this is `top` without a count."""
+    return isinstance(expr, Call) and expr.name == "top" and len(expr.arguments) == 1
+
+
+def _report_unreachable(typer: Typer, expr: Then) -> None:
+    greedy: Expr | None = None
+    for term in expr.terms:
+        if greedy is not None:
+            message = (
+                f"`{typer.shown(term)}` comes after `{typer.shown(greedy)}`, "
+                "which leaves nothing to choose from"
+            )
+            typer.error("unreachable", message, term.span, "put it first, or leave it out")
+            return
+        if _fills(term) or (isinstance(term, Name) and term.text == "all"):
+            greedy = term

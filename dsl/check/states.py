@@ -1,0 +1,118 @@
+"""Types the states of a policy: what is remembered between steps."""
+
+from __future__ import annotations
+
+from kvpolicy.dsl.check.expressions import Typer
+from kvpolicy.dsl.check.names import Context, Definition, Names
+from kvpolicy.dsl.ir.nodes import Node, State, Type
+from kvpolicy.dsl.ir.traverse import nodes_of
+from kvpolicy.dsl.syntax.blocks import Block
+from kvpolicy.dsl.syntax.source import Span
+from kvpolicy.dsl.syntax.tree import Expr
+
+
+class States:
+    """The states of one pass over a file, typed when they are first used."""
+
+    def __init__(self, scope: Names) -> None:
+        self.scope = scope
+        self._known: dict[tuple[str, str], State | None] = {}
+        # States whose `next` is being typed: name, assumed type, how many lets were open.
+        self._open: list[tuple[tuple[str, str], Type, int]] = []
+
+    def value(self, definition: Definition, context: Context, span: Span) -> Node | None:
+        """A state's value: inside its own `next` before the step's update, elsewhere after it."""
+        mark = (definition.section, definition.name)
+        if self._open and self._open[-1][::2] == (mark, self.scope.lets_open):
+            type_ = self._open[-1][1]
+        elif any(mark == other for other, _, _ in self._open):
+            message = f"`{definition.name}` is needed for its own next value"
+            help = "only `next` itself may name the state, not a let or a state that it uses"
+            self.scope.error("name", message, span, help)
+            return None
+        else:
+            state = self.state(definition, context.phase)
+            if state is None:
+                return None
+            type_ = state.type
+        return self.scope.graph.make(
+            "state", kind=type_.kind, axes=type_.axes, unit=type_.unit, value=definition.name,
+            absent=False, when=context.base, span=definition.item.key,
+        )  # fmt: skip
+
+    def state(self, definition: Definition, phase: str) -> State | None:
+        """A state of one phase, or None after a report."""
+        key = (f"{definition.section}.{definition.name}", phase)
+        if key not in self._known:
+            self._known[key] = None
+            self._known[key] = self._typed_state(definition, phase)
+        return self._known[key]
+
+    def _typed_state(self, definition: Definition, phase: str) -> State | None:
+        value = definition.item.value
+        start = value.get("start") if isinstance(value, Block) else None
+        next_ = value.get("next") if isinstance(value, Block) else value
+        if start is None and next_ is None:
+            if isinstance(value, Block) and not value.items:
+                self.scope.error(
+                    "key", f"`{definition.item.path}` needs `next`", definition.item.key
+                )
+            return None
+        context = Context(phase, definition.section if "merge" in definition.section else None)
+        typer = Typer(self.scope, context)
+        first, update = None, None
+        mark = (definition.section, definition.name)
+        if start is not None:
+            self._open.append((mark, Type("number"), -1))
+            first = typer.number(start, "a state")
+            self._open.pop()
+            if first is None:
+                return None
+        type_ = first.type if first is not None else Type("number")
+        if next_ is not None:
+            update = self._update(typer, mark, next_, type_)
+            if update is None:
+                return None
+            if set(type_.axes) - set(update.type.axes):
+                message = f"the state `{definition.name}` changes its axes from step to step"
+                self.scope.error("axis", message, definition.item.key)
+                return None
+            type_ = update.type
+        for axis, what in (("query", "queries"), ("dropped", "dropped entries")):
+            if axis in type_.axes:
+                message = f"the state `{definition.name}` has the axis `{axis}`"
+                help = f"the next step has other {what}: reduce `{axis}`"
+                self.scope.error("axis", message, definition.item.key, help)
+                return None
+        self._note_unserved([first, update])
+        for node, expr in ((first, start), (update, next_)):
+            if node is not None and node.type.absent:
+                typer.absent(node, expr, f"the state `{definition.name}`")
+                return None
+        type_ = Type("number", type_.axes, type_.unit)
+        inherited = phase == "decode" and definition.section in ("", "merge")
+        return State(definition.name, first, update, type_, inherited)
+
+    def _note_unserved(self, nodes: list[Node | None]) -> None:
+        """A state advances at every step, layer by layer."""
+        for node in nodes_of(nodes):
+            if "layer" in node.axes or node.op in ("past", "at"):
+                what = "[layer]" if "layer" in node.axes else node.op
+                self.scope.unserved(f"`{what}` in a state")
+
+    def _update(
+        self, typer: Typer, mark: tuple[str, str], expr: Expr, assumed: Type
+    ) -> Node | None:
+        """A state's next value. It is typed twice: the first time says what the state is."""
+        update = None
+        for _ in range(2):
+            type_ = Type("number", assumed.axes, assumed.unit)
+            self._open.append((mark, type_, self.scope.lets_open))
+            update = typer.number(expr, "a state")
+            self._open.pop()
+            if update is None or not typer.reduced(update, expr):
+                return None
+            if set(assumed.axes) - set(update.type.axes):
+                break
+            assumed = update.type
+        return update

@@ -1,0 +1,1 @@
+"""Triton source of the parts of a policy that become one kernel."""

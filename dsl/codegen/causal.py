@@ -1,0 +1,51 @@
+"""What queries add to a reduction for tokens that come after them: nothing, or not."""
+
+from __future__ import annotations
+
+from kvpolicy.dsl.bind.kernel_values import finite
+from kvpolicy.dsl.codegen.regions import Reduction
+from kvpolicy.dsl.ir.lower import REDUCTIONS
+from kvpolicy.dsl.ir.nodes import Node
+
+
+def skips(each: Reduction) -> bool:
+    """Whether queries that do not see a token add nothing to its reduction."""
+    node, x = each.node, each.node.args[0]
+    if x.type.kind == "truth":
+        return _false_after(x)
+    return _absent_after(x) or (node.op == "sum" and finite(x) and _zero_after(x))
+
+
+def _absent_after(node: Node) -> bool:
+    """Whether a number is absent where the token comes after the query."""
+    if node.op in ("attn", "logits", "distance"):
+        return True
+    if node.op == "mask":
+        return _absent_after(node.args[0]) or _false_after(node.args[1])
+    if node.op in REDUCTIONS or node.op == "index":
+        return False
+    fold = all if node.op == "choose" else any
+    parts = (node.args[0], node.args[2]) if node.op == "choose" else node.args
+    return bool(parts) and fold(_absent_after(each) for each in parts)
+
+
+def _false_after(node: Node) -> bool:
+    """Whether a truth value is false, or absent, there."""
+    if node.op in ("and", "or"):
+        return (any if node.op == "and" else all)(_false_after(each) for each in node.args)
+    if node.op == "mask":
+        return any(_false_after(each) for each in node.args)
+    compares = node.op.startswith(("less", "greater")) or node.op in ("equal", "not_equal")
+    return compares and any(_absent_after(each) for each in node.args)
+
+
+def _zero_after(node: Node) -> bool:
+    """Whether a number is absent or 0 there."""
+    if _absent_after(node):
+        return True
+    if node.op == "multiply":
+        return any(_zero_after(each) for each in node.args)
+    if node.op in ("add", "subtract"):
+        return all(_zero_after(each) for each in node.args)
+    first = ("divide", "power", "mask", "negate", "abs", "sqrt", "sum", "mean")
+    return node.op in first and _zero_after(node.args[0])

@@ -1,0 +1,157 @@
+"""What generated kernels read: numbers of the host, places of tokens, inputs.
+
+A tile has three dimensions, of size 1 where a value lacks the axis: query heads of one KV head,
+queries, tokens; in a kernel over vectors two, tokens and `dim`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.kernel_values import is_end
+from kvpolicy.dsl.codegen.forms import Form
+from kvpolicy.dsl.codegen.tiles import Arguments, Condition, Tile
+from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.written import written
+
+
+@dataclass
+class Leaves:
+    """Lines of one kernel's body, and the values that they begin from.
+
+    Attributes:
+        token: name of the tile of tokens; `held`: condition that a token exists and, at decode
+            steps, that the KV head holds it.
+        sizes: texts of the sizes of the tile, by axis; 1 where the kernel has none of them.
+        form: of a prefill or of decode steps.
+        given: values at hand, by id of node.
+        stored: names of pointers to values of reductions made by an earlier kernel.
+        used: names of arguments that this kernel needs; `reads`: of `stored`.
+        made: names that its lines gave to values.
+        causal: every value per query and token is absent where the token comes after the query.
+    """
+
+    bound: Bound
+    arguments: Arguments
+    indent: str
+    sizes: dict[str, str]
+    form: Form
+    token: str = "token"
+    held: str = "held"
+    lines: list[str] = field(default_factory=list)
+    given: dict[int, Tile] = field(default_factory=dict)
+    stored: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    used: dict[str, None] = field(default_factory=dict)
+    reads: dict[str, None] = field(default_factory=dict)
+    made: set[str] = field(default_factory=set)
+    causal: bool = False
+
+    def line(self, text: str) -> None:
+        """One line at the present indentation."""
+        self.lines.append(f"{self.indent}{text}")
+
+    def comment(self, node: Node) -> None:
+        """The expression of a node, for the reader."""
+        name = f"{node.name}: " if node.name else ""
+        self.line(f"# {name}{written(node)}")
+
+    def named(self, wish: str, text: str) -> str:
+        """A new name for a text."""
+        name = self.arguments.fresh(wish)
+        self.line(f"{name} = {text}")
+        self.made.add(name)
+        return name
+
+    def is_outside(self, text: str) -> bool:
+        """Whether a text uses nothing that this kernel's lines have made."""
+        return not self.made & set(re.findall(r"\w+", text))
+
+    def _number(self, node: Node, exact: bool) -> Tile:
+        truth = node.type.kind == "truth"
+        if exact:
+            x = self.bound.number(node, 1)
+            if truth:
+                return Tile("(tokens > 0)" if x else "(tokens < 0)")
+            x = float(x)
+            if x in (float("inf"), float("-inf")):
+                return Tile(f'float("{x}")')
+            return Tile(f"({x!r})" if x < 0 else repr(x))
+        name = self.arguments.number(node, "truth" if truth else "value")
+        self.used[name] = None
+        return Tile(f"({name} != 0)" if truth else name)
+
+    def _count(self, node: Node) -> str:
+        """A whole number of tokens."""
+        if self.bound.static.needs(node) == frozenset():
+            number = self.bound.number(node, 1)
+            if number == int(number):
+                return str(max(0, int(number)))
+        name = self.arguments.number(node, "count")
+        self.used[name] = None
+        return name
+
+    def _place(self, node: Node) -> Tile | None:
+        """What follows from a token's place."""
+        axes = frozenset(("token",))
+        if node.op == "new" and self.form.steps:
+            return Tile(f"({self.token} == tokens - 1)", axes)
+        if node.op in ("all", "new"):
+            return Tile(f"({self.token} >= 0)", axes)
+        if node.op == "index" and node.axes == ("token",):
+            return Tile(self.named("index", f"{self.token}.to(tl.float32)"), axes)
+        if node.op == "position":
+            load = f"tl.load(positions + {self.token}, mask={self.held}, other=0).to(tl.float32)"
+            if self.form.steps:
+                return Tile(self.named("position", load), axes)
+            name = self.named("position", f"{self.token}.to(tl.float32)")
+            self.line("if POSITIONS:")
+            self.line(f"    {name} = {load}")
+            return Tile(name, axes)
+        return self.end(node) if is_end(node, self.bound) else None
+
+    def end(self, node: Node, *, outside: bool = False) -> Tile:
+        """`recent(n)` or `sinks(n)`, or the tokens outside of it."""
+        count, sinks = self._count(node.args[1]), node.origin == "sinks"
+        if self.form.steps:  # of the entries that the head holds
+            before = sinks != outside
+            last = count if sinks else f"own_entries - {count}"
+            text = f"{self.token}_rank {'<=' if before else '>'} {last}"
+        else:
+            last = count if sinks else f"tokens - {count}"
+            text = f"{self.token} {'<' if sinks != outside else '>='} {last}"
+        return Tile(f"({text})", frozenset(("token",)))
+
+    def load(self, node: Node) -> Tile:
+        """An input, with where it is present if it may be absent."""
+        axes, wish = self.arguments.axes(node), node.name or node.op
+        name = self.arguments.tensor(node, False)
+        self.used[name] = None
+        made = self._load(wish, name, axes, node)
+        if not node.type.absent:
+            return made
+        there = self.arguments.tensor(node, True)
+        self.used[there] = None
+        text = self._load(f"{wish}_there", there, axes, None).text
+        return replace(made, present=(Condition(f"({text} != 0)", made.axes),))
+
+    def _load(self, wish: str, pointer: str, axes: tuple[str, ...], node: Node | None) -> Tile:
+        place, masks = "0", []
+        steps = {
+            "kv": ("head", None, None),
+            "group": ("group", "GROUP", "group < GROUP"),
+            "query": ("row", "queries", "(row < queries)"),
+            "token": (self.token, "tokens", self.held),
+        }
+        for axis in axes:
+            name, size, mask = steps[axis]
+            inner = f"({place})" if " " in place else place
+            place = name if place == "0" else f"{inner} * {size} + {name}"
+            if mask is not None:
+                masks.append(f"({mask})" if " " in mask and mask[0] != "(" else mask)
+        guard = f", mask={' & '.join(masks)}, other=0" if masks else ""
+        text = f"tl.load({pointer} + {place}{guard})"
+        if node is not None and node.type.kind == "truth":
+            text = f"{text} != 0"
+        return Tile(self.named(wish, text), frozenset(axes) - {"kv"})

@@ -1,0 +1,81 @@
+"""What a generated file consists of: its kernels, their sizes, arguments and results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.codegen.forms import Form
+from kvpolicy.dsl.codegen.regions import Bundle
+from kvpolicy.dsl.codegen.shapes import TileShape
+from kvpolicy.dsl.codegen.tiles import Arguments
+from kvpolicy.dsl.ir.nodes import Node
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that `run` returns.
+
+    Attributes:
+        node: whose value, or part of it, it is.
+        part: `value`; `there`, where it is present; `sum` and `count` of a mean that torch
+            completes.
+        axes: its axes; with `splits` one more in front, over which torch completes the reduction.
+    """
+
+    name: str
+    node: Node
+    part: str
+    axes: tuple[str, ...]
+    splits: bool = False
+    stage: bool = False  # only the tail reads it
+
+    @property
+    def truth(self) -> bool:
+        return self.part == "there" or (self.part == "value" and self.node.type.kind == "truth")
+
+
+class Parts:
+    """The parts of one file.
+
+    Attributes:
+        column_arguments, row_arguments: of the kernels `columns` and `rows`: inputs, then results.
+        tail_reads, tail_used, tail_results: of `tail`: values of reductions, inputs, results.
+    """
+
+    def __init__(self, bundle: Bundle, bound: Bound, single: bool, form: Form) -> None:
+        self.bundle, self.bound, self.form = bundle, bound, form
+        self.arguments = Arguments(form.steps, form.reserved)
+        self.results: list[Result] = []
+        self.column_arguments: list[str] = []
+        self.row_arguments: list[str] = []
+        self.tail_reads: list[str] = []
+        self.tail_used: list[str] = []
+        self.tail_results: list[str] = []
+        self.inputs = {id(node) for node in bundle.inputs}
+        self.outputs = {id(node) for node in bundle.outputs}
+        self.columns = [each for each in bundle.reductions if each.role == "columns"]
+        self.vectors = [each for each in bundle.reductions if each.role == "vectors"]
+        self.rows = [each for each in bundle.reductions if each.role == "rows"]
+        self.pools = any(node.op in ("avgpool", "maxpool") for node in bundle.tail)
+        inside = [n for each in (*self.columns, *self.rows) for n in each.node.walk()]
+        self.softmax = any(node.op == "attn" for node in inside)
+        tensors = [n.op for each in self.vectors for n in each.node.walk()]
+        self.reads_values = "value" in tensors
+        self.reads_keys = bool(self.columns) or "key" in tensors
+        self.window = self._window()
+        simple = len(self.columns) < 2 and all(each.node.op != "var" for each in self.columns)
+        few = form.steps and self.window is None
+        self.tiles = TileShape.of(bound.shape, self.window, single, simple, few)
+        # Otherwise a program goes over its keys' queries block by block.
+        self.whole = self.tiles.whole
+        self.flags = bool(self.vectors) or (bool(self.columns) and not self.softmax)
+
+    def _window(self) -> int | None:
+        """The window's size, if no prompt and no layer changes it."""
+        node = self.bundle.window
+        if node is None or not node.args:
+            return None
+        if self.bound.static.needs(node.args[0]) != frozenset():
+            return None
+        return max(0, int(self.bound.number(node.args[0], 1)))

@@ -1,0 +1,261 @@
+"""Reductions in generated kernels: over queries, over tokens of a row, over `dim`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvpolicy.dsl.bind.kernel_values import finite
+from kvpolicy.dsl.codegen.expressions import EMPTY, Writer, of_numbers
+from kvpolicy.dsl.codegen.parts import Parts
+from kvpolicy.dsl.codegen.regions import Reduction
+from kvpolicy.dsl.codegen.tiles import Condition, Tile, conjunction
+from kvpolicy.dsl.ir.nodes import Node
+
+
+@dataclass
+class Statistic:
+    """One reduction over queries: in one tile, or over blocks of queries.
+
+    Attributes:
+        parts: after `end`, tiles by part of the result.
+    """
+
+    reduction: Reduction
+    writer: Writer
+    whole: bool
+
+    def __post_init__(self) -> None:
+        node = self.reduction.node
+        self.node = node
+        self.x = self.writer.value(node.args[0])
+        self.over = tuple(axis for axis in ("query", "group") if axis in node.axes)
+        self.axes = frozenset(self.reduction.axes) - {"kv"}
+        self.parts: dict[str, Tile] = {}
+        self.name = self.writer.arguments.fresh(node.name or f"{node.op}_of_queries")
+
+    def _new(self, suffix: str) -> str:
+        return self.writer.arguments.fresh(f"{self.name}_{suffix}")
+
+    def start(self, writer: Writer) -> None:
+        """Nothing so far."""
+        if self.whole:
+            return
+        size = shape(self.reduction, "column")
+        op = self.node.op
+        if op in ("mean", "var"):
+            self.known = self.writer.known_number(self.x, self.over) if op == "mean" else None
+            # After the loop, what its lines have made is not there any more.
+            if self.known is not None and not self.writer.is_outside(self.known.text):
+                self.known = None
+            if self.known is None:
+                self.count = self._new("count")
+                writer.line(f"{self.count} = tl.zeros({size}, tl.float32)")
+        if op == "var":
+            self.spread = self._new("spread")
+            writer.line(f"{self.spread} = tl.zeros({size}, tl.float32)")
+        kind = "sum" if op in ("mean", "var") else op
+        empty, dtype = EMPTY[kind], "tl.int32" if op == "any" else "tl.float32"
+        writer.line(f"{self.name} = tl.full({size}, {empty}, {dtype})")
+        if self._compensated(kind):
+            self.lost = self._new("lost")
+            writer.line(f"{self.lost} = tl.zeros({size}, tl.float32)")
+
+    def add(self, writer: Writer) -> None:
+        """One tile of queries."""
+        op = self.node.op
+        if op == "var":
+            self._variance(writer)
+            return
+        if self.whole and op == "mean" and self.reduction.rest:
+            self.count = self._new("count")
+            writer.line(f"{self.count} = {writer.number(self.x, self.over, self.node).text}")
+            op = "sum"
+        if self.whole:
+            made = writer.reduced(op, self.x, self.over, self.node)
+            writer.line(f"{self.name} = {made.text}")
+            return
+        kind = "sum" if op == "mean" else op
+        made = writer.reduced(kind, self.x, self.over, self.node).text
+        if kind in ("max", "min"):
+            writer.line(f"{self.name} = tl.{kind}imum({self.name}, {made})")
+        elif kind == "any":
+            writer.line(f"{self.name} = tl.maximum({self.name}, {made}.to(tl.int32))")
+        elif not self._compensated(kind):
+            writer.line(f"{self.name} += {made}")
+        else:  # what rounding loses is added later (Kahan)
+            part, total = self._new("part"), self._new("total")
+            writer.line(f"{part} = {made} - {self.lost}")
+            writer.line(f"{total} = {self.name} + {part}")
+            writer.line(f"{self.lost} = ({total} - {self.name}) - {part}")
+            writer.line(f"{self.name} = {total}")
+        if op == "mean" and self.known is None:
+            number = self._counted(writer)
+            writer.line(f"{self.count} += {number}")
+
+    def _compensated(self, kind: str) -> bool:
+        return kind == "sum" and self.node.op != "var" and finite(self.node.args[0])
+
+    def _counted(self, writer: Writer) -> str:
+        x = replace(self.x, text="1.0")
+        node = self.node
+        return writer.reduced("count", x, self.over, of_numbers(node)).text
+
+    def _variance(self, writer: Writer) -> None:
+        """Of one tile around its own mean; tiles are joined by pairs (Chan et al., 1979)."""
+        number, mean = self._new("number"), self._new("mean")
+        text = writer.number(self.x, self.over, self.node).text if self.whole else None
+        writer.line(f"{number} = ({text or self._counted(writer)}) * 1.0")
+        total = writer.reduced("sum", self.x, self.over, self.node).text
+        writer.line(f"{mean} = {total} / tl.maximum({number}, 1.0)")
+        away = replace(self.x, text=f"(({self.x.text} - {mean}) * ({self.x.text} - {mean}))")
+        away = replace(away, axes=self.x.axes | self.axes)
+        spread = writer.reduced("sum", away, self.over, self.node).text
+        if self.whole:
+            writer.line(f"{self.name} = {spread} / tl.maximum({number}, 1.0)")
+            return
+        own, share, apart = self._new("own"), self._new("share"), self._new("apart")
+        writer.line(f"{own} = {spread}")
+        writer.line(f"{share} = {number} / tl.maximum({self.count} + {number}, 1.0)")
+        writer.line(f"{apart} = {mean} - {self.name}")
+        writer.line(f"{self.spread} += {own} + {apart} * {apart} * {self.count} * {share}")
+        writer.line(f"{self.name} += {apart} * {share}")
+        writer.line(f"{self.count} += {number}")
+
+    def end(self, writer: Writer) -> None:
+        """The reduction of all queries."""
+        op, rest = self.node.op, self.reduction.rest
+        if op == "var" and not self.whole:
+            writer.line(f"{self.name} = {self.spread} / tl.maximum({self.count}, 1.0)")
+        if op == "mean":
+            self._mean(writer, bool(rest))
+            return
+        if op in ("sum", "var"):
+            self._clean(writer)
+        truth = op == "any" and not self.whole
+        self.parts["value"] = Tile(f"({self.name} > 0)" if truth else self.name, self.axes)
+
+    def _clean(self, writer: Writer) -> None:
+        """No NaN, as sums of infinities may be."""
+        if not finite(self.node.args[0]):
+            writer.line(f"{self.name} = tl.where({self.name} == {self.name}, {self.name}, 0.0)")
+
+    def _mean(self, writer: Writer, rest: bool) -> None:
+        if self.whole and not rest:  # a quotient already
+            self._clean(writer)
+            self.parts["value"] = Tile(self.name, self.axes)
+            return
+        known = None if self.whole else self.known
+        number = self.count if known is None else known.text
+        if rest:
+            self.parts = {"sum": Tile(self.name, self.axes), "count": Tile(number, self.axes)}
+            return
+        writer.line(f"{self.name} = {self.name} / tl.maximum({number}, 1)")
+        self._clean(writer)
+        self.parts["value"] = Tile(self.name, self.axes)
+
+
+@dataclass
+class VectorWriter:
+    """Reductions over `dim` of one block of keys or values."""
+
+    writer: Writer
+    made: Parts
+    input: Callable[[Writer, Node], Tile | None]
+
+    @classmethod
+    def of(
+        cls, made: Parts, input: Callable[[Writer, Node], Tile | None], outer: Writer
+    ) -> VectorWriter:
+        outer.line("entry_column = entry[:, None]")
+        held = "owned[:, None]" if made.form.steps else "entry_column < tokens"
+        outer.line(f"entry_held = {held}")
+        inner = Writer(
+            made.bound, made.arguments, " " * 8, {}, made.form,
+            token="entry_column", held="entry_held", lines=outer.lines, used=outer.used,
+        )  # fmt: skip
+        vectors = cls(inner, made, input)
+        inner.leaf = vectors._leaf
+        return vectors
+
+    def _leaf(self, writer: Writer, node: Node) -> Tile | None:
+        axes = frozenset(("token", "dim"))
+        if node.op in ("key", "value"):
+            tile = "k_tile" if node.op == "key" else "v_tile"
+            return Tile(writer.named(f"{node.op}s", f"{tile}.to(tl.float32)"), axes)
+        return self.input(writer, node)
+
+    def parts(self, each: Reduction) -> dict[str, Tile]:
+        """Tiles by part of the result; a token that is absent counts for nothing."""
+        node, writer = each.node, self.writer
+        writer.comment(node)
+        x = writer.value(node.args[0])
+        name = writer.arguments.fresh(node.name or f"{node.op}_of_dim")
+        axes = frozenset(("token",))
+        if node.op in ("mean", "var"):
+            number = writer.arguments.fresh(f"{name}_number")
+            writer.line(f"{number} = {self._folded('count', replace(x, text='1.0'))}")
+            total = writer.arguments.fresh(f"{name}_sum")
+            writer.line(f"{total} = {self._folded('sum', x)}")
+            if each.rest:
+                return {"sum": Tile(_wide(total), axes), "count": Tile(_wide(number), axes)}
+            writer.line(f"{name} = {total} / tl.maximum({number}, 1.0)")
+            if node.op == "var":
+                away = f"({x.text} - {name}[:, None])"
+                spread = self._folded("sum", replace(x, text=f"{away} * {away}"))
+                writer.line(f"{name} = {spread} / tl.maximum({number}, 1.0)")
+        else:
+            truth = node.args[0].type.kind == "truth"
+            one = {"count": "tl.where({0}, 1.0, 0.0)" if truth else "1.0",
+                   "any": "tl.where({0}, 1, 0)"}.get(node.op, "{0}")  # fmt: skip
+            writer.line(f"{name} = {self._folded(node.op, replace(x, text=one.format(x.text)))}")
+        if not finite(node.args[0]) and node.op not in ("any", "count"):
+            writer.line(f"{name} = tl.where({name} == {name}, {name}, 0.0)")
+        text = f"({_wide(name)} > 0)" if node.op == "any" else _wide(name)
+        return {"value": Tile(text, axes)}
+
+    def _folded(self, op: str, x: Tile) -> str:
+        size = self.made.bound.shape.head_dim
+        conditions = list(x.present)
+        if self.made.tiles.dim != size:  # the rest of a tile is no dimension
+            conditions.append(Condition("(dim < HEAD_DIM)[None, :]", frozenset(("dim",))))
+        if "dim" not in x.axes or x.text == "1.0":
+            x = replace(x, text=f"({x.text} + tl.zeros([BLOCK_N, HEAD_DIM_P], tl.float32))")
+        text = x.text
+        if conditions:
+            text = f"tl.where({conjunction(tuple(conditions))}, {text}, {EMPTY[op]})"
+        fold = {"sum": "tl.sum", "count": "tl.sum", "max": "tl.max", "any": "tl.max"}
+        return f"{fold.get(op, 'tl.min')}({text}, 1)"
+
+    @staticmethod
+    def check(writer: Writer, flagged: bool, values: bool, vectors: list[Reduction]) -> None:
+        """Counts numbers of the model that are not finite, so that they decide nothing."""
+        terms = ["unusable"] if flagged else []
+        ops = {node.op for each in vectors for node in each.node.walk()}
+        for op, tile in (("key", "k_tile"), ("value", "v_tile")):
+            if op in ops:
+                inside = f'tl.abs({tile}.to(tl.float32)) < float("inf")'
+                terms.append(f"tl.sum(tl.where({inside}, 0, 1))")
+        writer.line(f"wrong = {' + '.join(terms)}")
+        writer.line("tl.store(flags + head * tl.cdiv(tokens, BLOCK_N) + block, wrong)")
+
+
+def _wide(name: str) -> str:
+    return f"{name}[None, None, :]"
+
+
+def shape(each: Reduction, kind: str) -> str:
+    group = "GROUP_P" if "group" in each.axes else "1"
+    return f"[{group}, 1, BLOCK_N]" if kind == "column" else f"[{group}, BLOCK_W, 1]"
+
+
+def fold(kind: str, name: str, text: str, before: Writer, writer: Writer, size: str) -> None:
+    """Accumulates one statistic of rows."""
+    dtype = "tl.int32" if kind == "any" else "tl.float32"
+    before.line(f"{name} = tl.full({size}, {EMPTY[kind]}, {dtype})")
+    if kind in ("max", "min"):
+        writer.line(f"{name} = tl.{kind}imum({name}, {text})")
+    elif kind == "any":
+        writer.line(f"{name} = tl.maximum({name}, {text}.to(tl.int32))")
+    else:
+        writer.line(f"{name} += {text}")

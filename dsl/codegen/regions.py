@@ -1,0 +1,389 @@
+"""Which parts of a bound policy become generated kernels, and why the others do not.
+
+What a kernel can start from are reductions of attention over queries (`columns`: a value per
+token) or over tokens (`rows`: a value per query), and of keys and values over `dim` (`vectors`),
+each with the elementwise expression inside. Those of one window that do not depend on each other
+share one pass over the keys: a `Bundle`. What follows per token (elementwise steps, pooling,
+reductions of the group) rides along as the bundle's tail.
+
+Dimensions: G KV heads, H query heads, n tokens of a layer, W queries of a window, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.kernel_values import (
+    ARITHMETIC,
+    WINDOWS,
+    exponent,
+    finite,
+    inlined,
+    looks_across,
+    window_key,
+)
+from kvpolicy.dsl.ir.lower import REDUCTIONS
+from kvpolicy.dsl.ir.nodes import Node, State, When
+from kvpolicy.dsl.ir.traverse import nodes_of
+
+_PER_TOKEN = frozenset(("kv", "group", "token"))
+# Level of what a bundle must not wait for: a state may depend on anything.
+_LATE = 1 << 30
+
+
+class Unsupported(Exception):
+    """Why a reduction stays with torch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """A reduction that a kernel computes.
+
+    Attributes:
+        node: the reduction.
+        role: `columns`, `rows` or `vectors`.
+        window: an `attn`, `logits` or `distance` that says how many queries; None for vectors.
+        inputs: values that are computed before and read by the kernel.
+        rest: axes of the reduction that remain for torch, on small tensors.
+    """
+
+    node: Node
+    role: str
+    window: Node | None
+    inputs: tuple[Node, ...]
+    rest: tuple[str, ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes of what the kernel stores, in canonical order."""
+        last = "query" if self.role == "rows" else "token"
+        group = "group" in self.node.args[0].type.axes
+        group = group and (self.role == "rows" or "group" not in self.node.axes)
+        return ("kv", "group", last) if group else ("kv", last)
+
+
+@dataclass(frozen=True, eq=False)
+class Bundle:
+    """What one generated source computes.
+
+    Attributes:
+        window: an `attn`, `logits` or `distance` of its window; None if only vectors are reduced.
+        reductions: in order.
+        tail: what is computed of them per token, arguments first.
+        outputs: those of both that something else reads.
+        inputs: values read by the kernels, computed before.
+    """
+
+    window: Node | None
+    reductions: tuple[Reduction, ...]
+    tail: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+
+
+class Regions:
+    """The bundles of a policy's prefill, or of its decode steps.
+
+    Args:
+        bound: the policy.
+        roots: all that is computed at a layer or later, as it is evaluated.
+        states: as evaluated, by name; those that are known before are left out.
+        steps: whether it is computed at decode steps.
+
+    Attributes:
+        bundles: such that each needs only those before it.
+        of: the bundle that gives a node, by id of the node.
+        reasons: by id of a reduction over `query` or `dim`, or of attention over `token`, that
+            stays with torch: the reason.
+    """
+
+    def __init__(
+        self,
+        bound: Bound,
+        roots: Iterable[Node | None],
+        states: Mapping[str, State] | None = None,
+        *,
+        steps: bool = False,
+    ) -> None:
+        self.bound, self.steps = bound, steps
+        self._latest = When.STEP if steps else When.LAYER
+        self._states = states or {}
+        self.roots = [root for root in roots if root is not None]
+        nodes = list(nodes_of(self.roots))
+        self.reasons: dict[int, str] = {}
+        self._reductions: dict[int, Reduction] = {}
+        self._levels: dict[int, int] = {}
+        for node in nodes:
+            role = _role(node)
+            if role is None:
+                continue
+            try:
+                self._reductions[id(node)] = self._supported(node, role)
+            except Unsupported as reason:
+                self.reasons[id(node)] = str(reason)
+        made = self._grouped(nodes)
+        outputs = self._outputs(made)
+        self.bundles = [each for each in (self._needed(x, outputs) for x in made) if each.outputs]
+        self.of = {id(node): each for each in self.bundles for node in each.outputs}
+
+    def left(self) -> list[Node]:
+        """Nodes that stay with torch."""
+        found: dict[int, Node] = {}
+        waiting = list(self.roots)
+        while waiting:
+            node = waiting.pop()
+            if id(node) not in found and id(node) not in self.of:
+                found[id(node)] = node
+                waiting.extend(() if node.op in WINDOWS else node.args)
+            elif id(node) in self.of:
+                waiting.extend(x for x in self.of[id(node)].inputs if id(x) not in found)
+        return list(found.values())
+
+    # What a kernel can compute.
+
+    def _supported(self, node: Node, role: str) -> Reduction:
+        x = node.args[0]
+        if node.when > self._latest:
+            raise Unsupported("it looks at other layers")
+        seen: dict[int, Node] = {}
+        inputs: dict[int, Node] = {}
+        windows: dict[int, Node] = {}
+        waiting = [x]
+        while waiting:
+            each = waiting.pop()
+            if id(each) in seen or inlined(each, self.bound):
+                continue
+            seen[id(each)] = each
+            if not {"query", "dim"} & set(each.type.axes):
+                inputs[id(each)] = each
+            elif id(each) in self._reductions and self._reductions[id(each)].role == "rows":
+                inputs[id(each)] = each
+            elif each.op in WINDOWS:
+                windows[id(each)] = each
+            elif each.op != "index":
+                waiting.extend(each.args)
+            self._check(each, role, id(each) in inputs)
+        if role != "vectors" and not any(w.op in ("attn", "logits") for w in windows.values()):
+            raise Unsupported("no attention in it")
+        if role == "rows" and all(w.op != "attn" for w in windows.values()):
+            raise Unsupported("logits reduced over tokens")
+        if len({window_key(w, self.bound, self.steps) for w in windows.values()}) > 1:
+            raise Unsupported("windows of different sizes in one expression")
+        kept = {"columns": ("kv", "token"), "vectors": ("kv", "token"), "rows": ("kv", "group")}
+        rest = tuple(axis for axis in node.axes if axis in kept[role])
+        if node.op == "var" and (rest or role == "rows"):
+            raise Unsupported("a variance over tokens or KV heads")
+        if any(looks_across(each, self.bound) for each in inputs.values()):
+            raise Unsupported("it looks at other layers")
+        window = next((w for w in windows.values() if w.op != "distance"), None)
+        return Reduction(node, role, window, tuple(inputs.values()), rest)
+
+    def _check(self, node: Node, role: str, is_input: bool) -> None:
+        """Whether a kernel can compute, or read, one value inside a reduction."""
+        axes = set(node.type.axes)
+        if is_input:
+            allowed = {"kv", "token"} if role == "vectors" else _PER_TOKEN | {"query"}
+            if not axes <= allowed:
+                raise Unsupported(f"`{node.op}` has the axes {', '.join(node.type.axes)}")
+        elif role == "vectors":
+            if "query" in axes or "group" in axes:
+                raise Unsupported("queries and `dim` in one expression")
+            if node.op not in ("key", "value"):
+                self._check_arithmetic(node)
+        elif "dim" in axes:
+            raise Unsupported("queries and `dim` in one expression")
+        elif node.op in WINDOWS:
+            if (
+                node.op != "distance"
+                and node.args
+                and self.bound.static.needs(node.args[0]) is None
+            ):
+                raise Unsupported("the window's size depends on data")
+        elif node.op == "index":
+            if node.axes != ("query",):
+                raise Unsupported("`index` of an axis other than query or token")
+        elif node.op in REDUCTIONS:
+            if node.axes != ("group",) or node.op == "var":
+                raise Unsupported(f"`{node.op}[{', '.join(node.axes)}]` inside another reduction")
+        else:
+            self._check_arithmetic(node)
+
+    def _check_arithmetic(self, node: Node) -> None:
+        if node.op not in ARITHMETIC:
+            raise Unsupported(f"`{node.op}` has no kernel")
+        if node.op == "power" and exponent(node) is None:
+            raise Unsupported("a power that is not 1, 2, 3, 4 or 1/2")
+        if node.op == "exp" and any(
+            each.op not in ARITHMETIC | {"attn", "number"} for each in node.args[0].walk()
+            if each.type.axes or each.op not in ("number", "param", "size")
+        ):  # fmt: skip
+            raise Unsupported("`exp` may leave the range of float32")
+
+    # What shares a pass.
+
+    def _level(self, node: Node) -> int:
+        """How many bundles lie below a node, one after the other."""
+        if id(node) not in self._levels:
+            self._levels[id(node)] = _LATE  # while it is not known
+            self._levels[id(node)] = self._find_level(node)
+        return self._levels[id(node)]
+
+    def _find_level(self, node: Node) -> int:
+        made = self._reductions.get(id(node))
+        if made is not None:
+            return 1 + max((self._level(each) for each in made.inputs), default=0)
+        if node.op == "state":
+            state = self._states.get(node.value)
+            below = None if state is None else (state.next or state.start)
+            return 0 if below is None else self._level(below)
+        if node.op == "before":
+            start = self._states[node.value].start
+            return 0 if start is None else self._level(start)
+        args = () if node.op in WINDOWS else node.args
+        return max((self._level(each) for each in args), default=0)
+
+    def _grouped(self, nodes: list[Node]) -> list[Bundle]:
+        groups: dict[tuple, list[Reduction]] = {}
+        alone: dict[int, list[Reduction]] = {}
+        for each in self._reductions.values():
+            level = self._level(each.node)
+            if level >= _LATE:
+                continue
+            if each.window is None:
+                alone.setdefault(level, []).append(each)
+            else:
+                key = window_key(each.window, self.bound, self.steps)
+                groups.setdefault((level, *key), []).append(each)
+        # What a prefill computes of all queries also runs chunk by chunk, where no values are at
+        # hand; it shares its pass with nothing else.
+        shared = ("recent", "new", "all") if self.steps else ("recent",)
+        for level, vectors in alone.items():
+            keys = [key for key in groups if key[0] == level and key[1] in shared]
+            groups.setdefault(keys[0] if keys else (level, "none"), []).extend(vectors)
+        made = []
+        for key in sorted(groups, key=lambda key: key[0]):
+            reductions = tuple(groups[key])
+            window = next((each.window for each in reductions if each.window is not None), None)
+            tail = self._tail(nodes, reductions, key[0]) if key[1] in (*shared, "none") else ()
+            made.append(Bundle(window, reductions, tail, (), ()))
+        return made
+
+    def _tail(
+        self, nodes: list[Node], reductions: tuple[Reduction, ...], level: int
+    ) -> tuple[Node, ...]:
+        own = {
+            id(each.node) for each in reductions if not each.rest and each.role != "rows"
+        }  # fmt: skip
+        pooled: set[int] = set()
+        tail = []
+        for node in nodes:
+            if id(node) in self._reductions or not self._follows(node, own, level):
+                continue
+            if any(id(each) in pooled for each in node.args):
+                if node.op in ("avgpool", "maxpool"):
+                    continue
+                pooled.add(id(node))
+            if node.op in ("avgpool", "maxpool"):
+                pooled.add(id(node))
+            own.add(id(node))
+            tail.append(node)
+        return tuple(tail)
+
+    def _follows(self, node: Node, own: set[int], level: int) -> bool:
+        """Whether a value per token can be computed with the bundle's other values."""
+        axes, static = set(node.type.axes), self.bound.static
+        if not {"kv", "token"} <= axes <= _PER_TOKEN or node.when > self._latest:
+            return False
+        if not any(id(x) in own for x in node.args):
+            return False
+        if node.op in ("avgpool", "maxpool"):
+            if static.needs(node.args[1]) is None:
+                return False
+            return node.op == "maxpool" or finite(node.args[0])
+        if node.op in REDUCTIONS:
+            return node.axes == ("group",) and node.op != "var"
+        try:
+            self._check_arithmetic(node)
+        except Unsupported:
+            return False
+        return all(id(x) in own or self._readable(x, level) for x in node.args)
+
+    def _readable(self, node: Node, level: int) -> bool:
+        if inlined(node, self.bound):
+            return True
+        if not set(node.type.axes) <= _PER_TOKEN or node.when > self._latest:
+            return False
+        if self._level(node) >= level:
+            return False
+        if looks_across(node, self.bound):
+            return False
+        return not any(each.op in ("state", "before") for each in node.walk())
+
+    # What is read.
+
+    def _outputs(self, bundles: list[Bundle]) -> set[int]:
+        """Nodes of bundles that something outside of them reads."""
+        given = {id(x.node): each for each in bundles for x in each.reductions}
+        given |= {id(node): each for each in bundles for node in each.tail}
+        found: set[int] = set()
+        seen: set[int] = set()
+        waiting = list(self.roots)
+        while waiting:
+            node = waiting.pop()
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            bundle = given.get(id(node))
+            # A mask that follows from tokens' places costs torch nothing, but a kernel a tensor.
+            masks = node.op == "mask" and inlined(node.args[1], self.bound)
+            if bundle is None or masks:
+                waiting.extend(() if node.op in WINDOWS else node.args)
+                continue
+            found.add(id(node))
+            waiting.extend(_inputs_of(bundle, self.bound))
+        return found
+
+    def _needed(self, bundle: Bundle, outputs: set[int]) -> Bundle:
+        """The bundle without what none of its outputs needs."""
+        wanted = {id(node) for node in bundle.tail if id(node) in outputs}
+        wanted |= {id(each.node) for each in bundle.reductions if id(each.node) in outputs}
+        for node in reversed(bundle.tail):
+            if id(node) in wanted:
+                wanted.update(id(each) for each in node.args)
+        tail = tuple(node for node in bundle.tail if id(node) in wanted)
+        reductions = tuple(each for each in bundle.reductions if id(each.node) in wanted)
+        window = bundle.window if any(each.window for each in reductions) else None
+        made = Bundle(window, reductions, tail, (), ())
+        every = [*(each.node for each in reductions), *tail]
+        given = tuple(node for node in every if id(node) in outputs)
+        return Bundle(window, reductions, tail, given, _inputs_of(made, self.bound))
+
+
+def _inputs_of(bundle: Bundle, bound: Bound) -> tuple[Node, ...]:
+    """What the kernels of a bundle read that was computed before."""
+    own = {id(each.node) for each in bundle.reductions} | {id(node) for node in bundle.tail}
+    found = {id(node): node for each in bundle.reductions for node in each.inputs}
+    for node in bundle.tail:
+        args = node.args[:1] if node.op in ("avgpool", "maxpool") else node.args
+        for each in args:
+            if id(each) not in own and not inlined(each, bound):
+                found[id(each)] = each
+    return tuple(found.values())
+
+
+def _role(node: Node) -> str | None:
+    """How a kernel would compute a reduction; None: it is none of the large ones."""
+    if node.op not in REDUCTIONS or not node.args or {"layer", "past", "dropped"} & set(node.axes):
+        return None
+    axes = set(node.args[0].type.axes)
+    if "dropped" in axes:
+        return None
+    if "dim" in axes:
+        return "vectors" if "dim" in node.axes else None
+    if not {"query", "token"} <= axes:
+        return None
+    if "query" in node.axes:
+        return "columns"
+    return "rows" if "token" in node.axes else None

@@ -1,0 +1,64 @@
+"""Sizes of the tiles of generated kernels, chosen when a source is written.
+
+They fit into the 227 KiB of shared memory that a block may use on a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpolicy.dsl.ir.nodes import ModelShape
+
+# Bytes of a tile of queries, and of it with the tiles of keys on their way.
+_QUERIES, _ALL = 64 << 10, 200 << 10
+_MOST_ROWS, _LONG_ROWS, _FEW_ROWS, _STAGES = 256, 128, 64, 3
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """How a kernel is cut into tiles.
+
+    Attributes:
+        group, dim: query heads of a KV head and head size, rounded up to powers of two.
+        width: queries of a tile, which has group times as many rows.
+        whole: one tile holds the window.
+        block: tokens of a tile, on a GPU.
+        warps, stages: of a launch.
+    """
+
+    group: int
+    dim: int
+    width: int
+    whole: bool
+    block: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(
+        cls, shape: ModelShape, window: int | None, single: bool, simple: bool, few: bool = False
+    ) -> TileShape:
+        """The tiles for a window.
+
+        Args:
+            shape: sizes of the model.
+            window: how many queries; None: a prompt or a layer decides it.
+            single: keys are float32, of which tensor cores need two parts; else of two bytes.
+            simple: so little is computed of a tile that registers hold a large one.
+            few: there are hardly more queries than one tile holds.
+        """
+        group, dim = _power(shape.group), max(16, _power(shape.head_dim))
+        size = dim * (8 if single else 2)
+        most, least = _QUERIES // size, max(1, 16 // group)  # a product of tiles has 16 rows
+        fit = max(least, _power(window or 1))
+        whole = window is not None and group * fit <= min(most, _MOST_ROWS)
+        width = fit if whole else max(least, min(most, _FEW_ROWS if few else _LONG_ROWS) // group)
+        rows = group * width
+        small = whole or few or not simple
+        block = 32 if single or rows > _LONG_ROWS else (64 if small else 128)
+        stages = max(1, min(_STAGES, (_ALL - rows * size) // (block * size)))
+        return cls(group, dim, width, whole, block, 8 if rows * block >= 8192 else 4, stages)
+
+
+def _power(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()

@@ -1,0 +1,107 @@
+"""Values in generated kernels, where they are present, and what kernels are given.
+
+A tile has the axes group, query and token, of size 1 where a value lacks the axis.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from dataclasses import dataclass, field
+
+from kvpolicy.dsl.ir.nodes import Node
+
+TILE = ("group", "query", "token")
+_RESERVED = frozenset(
+    "q k v tl torch triton head group row token tokens queries dim line entry held place block "
+    "blocks lse scores logits seen positions flags partial step start first run columns rows "
+    "tail max min abs sum any range float int index wrong unusable at_kv at_head real there begin "
+    "end turn asked".split()
+)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Where something is present: the text of a truth value and the axes that its tile has."""
+
+    text: str
+    axes: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A value in a kernel: an expression, its axes, and where it is present."""
+
+    text: str
+    axes: frozenset[str] = frozenset()
+    present: tuple[Condition, ...] = ()
+
+
+# Where a token does not come after a query; a kernel over queries defines it.
+SEEN = Condition("seen", frozenset(("query", "token")))
+
+
+def together(*tiles: Tile) -> tuple[Condition, ...]:
+    """Where all are present."""
+    return tuple(dict.fromkeys(each for tile in tiles for each in tile.present))
+
+
+def conjunction(conditions: tuple[Condition, ...]) -> str:
+    """All conditions as one text."""
+    return " & ".join(each.text for each in conditions)
+
+
+@dataclass
+class Arguments:
+    """What the kernels of one source are given besides the tensors of the model.
+
+    Attributes:
+        steps: at decode steps every KV head may have values of its own.
+        numbers: by name: how the host makes it (`value`, `count`, `before`, `after`, `truth`) and
+            of which node.
+        tensors: by name: the input, and whether the tensor is where it is present.
+        taken: names that have a meaning.
+    """
+
+    steps: bool = False
+    reserved: frozenset[str] = frozenset()
+    numbers: dict[str, tuple[str, Node]] = field(default_factory=dict)
+    tensors: dict[str, tuple[Node, bool]] = field(default_factory=dict)
+    _names: dict[tuple, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.taken = set(_RESERVED | self.reserved)
+
+    def fresh(self, wish: str) -> str:
+        """A name that nothing else has."""
+        base = re.sub(r"\W", "_", wish)
+        base = f"{base}_" if keyword.iskeyword(base) else base
+        name, number = base, 2
+        while name in self.taken:
+            name, number = f"{base}_{number}", number + 1
+        self.taken.add(name)
+        return name
+
+    def number(self, node: Node, how: str) -> str:
+        """The argument that holds a number of the host."""
+        key = (id(node), how)
+        if key not in self._names:
+            wish = node.name or ("count" if how == "count" else "number")
+            name = self.fresh(f"{wish}_{how}" if how in ("before", "after") else wish)
+            self._names[key] = name
+            self.numbers[name] = (how, node)
+        return self._names[key]
+
+    def axes(self, node: Node) -> tuple[str, ...]:
+        """Axes of the tensor of an input."""
+        own = node.type.axes
+        return ("kv", *own) if self.steps and "kv" not in own else own
+
+    def tensor(self, node: Node, present: bool) -> str:
+        """The pointer to an input, or to where it is present."""
+        key = (id(node), present)
+        if key not in self._names:
+            name = self.fresh((node.name or node.op) + ("_there" if present else "_input"))
+            self._names[key] = name
+            self.tensors[name] = (node, present)
+        return self._names[key]

@@ -1,0 +1,1 @@
+"""What executions are given and what they return."""

@@ -1,0 +1,252 @@
+"""Arrays with named axes and absent values: the values of the interpreter.
+
+Data are float64; where order decides they are rounded to float32 (see `ir/counts.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from kvpolicy.dsl.ir.counts import SNAP
+from kvpolicy.dsl.ir.nodes import AXES
+
+ORDER = ("layer", *AXES)
+
+
+@dataclass(frozen=True)
+class Array:
+    """Values along named axes.
+
+    Attributes:
+        axes: names in the order of `ORDER`, one per dimension of `data`.
+        data: float64 or bool; 0 or false where absent.
+        present: bool, the shape of `data`.
+    """
+
+    axes: tuple[str, ...]
+    data: np.ndarray
+    present: np.ndarray
+
+    @classmethod
+    def of(cls, axes: Sequence[str], data: object, present: object = True) -> Array:
+        """An array from values; `present` is broadcast."""
+        values = np.asarray(data)
+        if values.dtype != np.bool_:
+            values = values.astype(np.float64)
+        there = np.broadcast_to(np.asarray(present, dtype=np.bool_), values.shape)
+        return cls(tuple(axes), np.where(there, values, np.zeros((), values.dtype)), there)
+
+    def to(self, axes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Data and presence with a dimension for each of `axes`, of size 1 where it has none."""
+        index = tuple(slice(None) if axis in self.axes else None for axis in axes)
+        return self.data[index], self.present[index]
+
+
+def union(*arrays: Array) -> tuple[str, ...]:
+    """All axes of the arrays, in order."""
+    names = {axis for array in arrays for axis in array.axes}
+    return tuple(axis for axis in ORDER if axis in names)
+
+
+def elementwise(function: Callable[..., np.ndarray], *arrays: Array) -> Array:
+    """Applies a function by name of axes; absent in, absent out; NaN counts as 0."""
+    axes = union(*arrays)
+    parts = [array.to(axes) for array in arrays]
+    present = np.logical_and.reduce(np.broadcast_arrays(*(there for _, there in parts)))
+    with np.errstate(all="ignore"):
+        data = function(*(values for values, _ in parts))
+    if data.dtype != np.bool_:
+        data = np.where(np.isnan(data), 0.0, data)
+    return Array.of(axes, np.broadcast_to(data, present.shape), present)
+
+
+def stack(axis: str, arrays: Sequence[Array]) -> Array:
+    """One array with a new axis in its place in `ORDER`, broadcast by name."""
+    axes = union(*arrays)
+    sizes = {a: n for x in arrays for a, n in zip(x.axes, x.data.shape, strict=True)}
+    shape = tuple(sizes[each] for each in axes)
+    parts = [x.to(axes) for x in arrays]
+    data = np.stack([np.broadcast_to(each, shape) for each, _ in parts])
+    present = np.stack([np.broadcast_to(each, shape) for _, each in parts])
+    return Array.of((axis, *axes), data, present)
+
+
+def compare(function: Callable[..., np.ndarray], a: Array, b: Array) -> Array:
+    """A comparison in float32; false where either side is absent."""
+    result = elementwise(lambda x, y: function(np.float32(x), np.float32(y)), a, b)
+    return Array.of(result.axes, result.data & result.present)
+
+
+def mask(x: Array, condition: Array) -> Array:
+    """`x where condition`."""
+    axes = union(x, condition)
+    data, there = x.to(axes)
+    holds, known = condition.to(axes)
+    data, present = np.broadcast_arrays(data, there & holds & known)
+    return Array.of(axes, data, present)
+
+
+def choose(x: Array, condition: Array, y: Array) -> Array:
+    """`x where condition else y`."""
+    axes = union(x, condition, y)
+    (a, in_a), (c, in_c), (b, in_b) = x.to(axes), condition.to(axes), y.to(axes)
+    chosen = c & in_c
+    data, present = np.broadcast_arrays(np.where(chosen, a, b), np.where(chosen, in_a, in_b))
+    return Array.of(axes, data, present)
+
+
+def snapped(x: np.ndarray) -> np.ndarray:
+    """`counts.snap` for arrays."""
+    with np.errstate(all="ignore"):
+        nearest = np.round(2 * x) / 2
+        close = np.abs(x - nearest) <= SNAP * np.maximum(1.0, np.abs(x))
+    return np.where(close, nearest, x)
+
+
+def reduce(name: str, x: Array, axes: Sequence[str]) -> Array:
+    """A reduction over named axes that skips absent values."""
+    dims = tuple(x.axes.index(axis) for axis in axes)
+    rest = tuple(axis for axis in x.axes if axis not in axes)
+    data, present = x.data, x.present
+    number = present.sum(dims)
+    with np.errstate(all="ignore"):
+        if name == "any":
+            return Array.of(rest, (data & present).any(dims))
+        if name == "count":
+            return Array.of(rest, (data & present).sum(dims) if data.dtype == bool else number)
+        if name == "max":
+            return Array.of(rest, np.where(present, data, -np.inf).max(dims, initial=-np.inf))
+        if name == "min":
+            return Array.of(rest, np.where(present, data, np.inf).min(dims, initial=np.inf))
+        total = np.where(present, data, 0.0).sum(dims)
+        result = total if name == "sum" else total / number
+        if name == "var":
+            mean = np.expand_dims(result, dims)
+            result = np.where(present, (data - mean) ** 2, 0.0).sum(dims) / number
+    return Array.of(rest, np.where(np.isnan(result), 0.0, result))
+
+
+def order(x: Array, axes: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
+    """Places of the values among those that compete: 0 for the highest, present ones first.
+
+    Equal float32 values come in the order of `axes` as written, lower index first.
+
+    Returns:
+        The axes of the result, competing ones last and as written, and int64 places.
+    """
+    rest = tuple(axis for axis in x.axes if axis not in axes)
+    turn = [x.axes.index(axis) for axis in (*rest, *axes)]
+    data = x.data.transpose(turn).astype(np.float32)
+    absent = ~x.present.transpose(turn)
+    flat = (*data.shape[: len(rest)], int(np.prod(data.shape[len(rest) :], dtype=np.int64)))
+    first = np.lexsort((-data.reshape(flat), absent.reshape(flat)), axis=-1)
+    places = np.argsort(first, axis=-1, kind="stable")
+    return (*rest, *axes), places.reshape(data.shape)
+
+
+def named(axes: Sequence[str], data: np.ndarray) -> Array:
+    """An array from values whose dimensions come in any order of names."""
+    turn = sorted(range(len(axes)), key=lambda i: ORDER.index(axes[i]))
+    return Array.of([axes[i] for i in turn], np.asarray(data).transpose(turn))
+
+
+def top(x: Array, count: Array, axes: Sequence[str]) -> Array:
+    """The `count` highest along `axes`; absent values are never chosen."""
+    places = named(*order(x, axes))
+    number = np.maximum(np.floor(snapped(count.data)), 0)
+    limit = Array.of(count.axes, number, count.present)
+    chosen = elementwise(np.less, places, limit)
+    both = elementwise(np.logical_and, chosen, Array.of(x.axes, x.present))
+    return Array.of(both.axes, both.data & both.present)
+
+
+def rank(x: Array, axes: Sequence[str]) -> Array:
+    """1 for the highest along `axes`; absent values have none."""
+    places = named(*order(x, axes))
+    return Array.of(places.axes, places.data + 1, x.present)
+
+
+def pool(x: Array, width: int, largest: bool, there: np.ndarray | None = None) -> Array:
+    """Maximum, or sum divided by `width`, of the present neighbours along `token`, centred.
+
+    Args:
+        x: with the axis `token`.
+        width: odd.
+        largest: the maximum.
+        there: bool [G, M], where KV heads hold different entries: neighbours are a head's own.
+    """
+    at = x.axes.index("token")
+    data, present = np.moveaxis(x.data, at, -1), np.moveaxis(x.present, at, -1)
+    filled = np.where(present, data, -np.inf if largest else 0.0)
+    if there is None:
+        result = _pooled(filled, width, largest)
+    else:
+        result, heads = np.zeros_like(filled), x.axes.index("kv")
+        rows = zip(np.moveaxis(filled, heads, 0), np.moveaxis(result, heads, 0), there, strict=True)
+        for own, out, held in rows:
+            out[..., held] = _pooled(own[..., held], width, largest)
+    result = np.where(present, result, 0.0)
+    return Array.of(x.axes, np.moveaxis(result, -1, at), np.moveaxis(present, -1, at))
+
+
+def _pooled(filled: np.ndarray, width: int, largest: bool) -> np.ndarray:
+    before = (width - 1) // 2
+    result = np.empty_like(filled)
+    for i in range(filled.shape[-1]):
+        near = filled[..., max(0, i - before) : i - before + width]
+        result[..., i] = near.max(-1) if largest else near.sum(-1) / width
+    return result
+
+
+def _round(x: np.ndarray) -> np.ndarray:
+    return np.round(snapped(x))
+
+
+def _power(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Of a negative base only whole powers exist, also of -inf."""
+    return np.where((a < 0) & (b != np.floor(b)), np.nan, np.power(a + 0.0, b))
+
+
+FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    # -0 is 0: adding 0 to a divisor or a base makes it so.
+    "divide": lambda a, b: a / (b + 0.0),
+    "floor_divide": lambda a, b: np.floor(snapped(a / (b + 0.0))),
+    "modulo": lambda a, b: a - b * np.floor(snapped(a / (b + 0.0))),
+    "power": _power,
+    "negate": np.negative,
+    "abs": np.abs,
+    "exp": np.exp,
+    "log": np.log,
+    "sqrt": np.sqrt,
+    "cos": np.cos,
+    "sin": np.sin,
+    "acos": np.arccos,
+    "floor": lambda a: np.floor(snapped(a)),
+    "ceil": lambda a: np.ceil(snapped(a)),
+    "round": _round,
+    "minimum": np.minimum,
+    "maximum": np.maximum,
+}
+
+# An absent truth value counts as false.
+LOGIC: dict[str, Callable[..., np.ndarray]] = {
+    "and": np.logical_and,
+    "or": np.logical_or,
+    "not": np.logical_not,
+}
+
+COMPARISONS: dict[str, Callable[..., np.ndarray]] = {
+    "less": np.less,
+    "less_equal": np.less_equal,
+    "greater": np.greater,
+    "greater_equal": np.greater_equal,
+    "equal": np.equal,
+    "not_equal": np.not_equal,
+}
+
+REDUCTIONS = frozenset("sum mean max min var any count".split())

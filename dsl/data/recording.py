@@ -1,0 +1,175 @@
+"""Recorded tensors of one prompt, and of decode steps after it: the npz files of `kvpolicy run`.
+
+Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, T decode steps, D head
+size.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.data.result import Steps
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.diagnostics import listed, refused
+
+_PROMPT = {"q": "[L, H, N, D]", "k": "[L, G, N, D]", "v": "[L, G, N, D]"}
+_STEPS = {"q_step": "[T, L, H, D]", "k_step": "[T, L, G, D]", "v_step": "[T, L, G, D]"}
+_OTHERS = {"inv_freq": "[D / 2]"}
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The arrays of a file, float32 (`inv_freq` float64).
+
+    Attributes:
+        path: for messages.
+        q: [L, H, T, D], the last T queries of the prompt; k, v: [L, G, N, D].
+        steps: those of decode steps, or None.
+        inv_freq: [D / 2], or None.
+    """
+
+    path: str
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    steps: Steps | None
+    inv_freq: np.ndarray | None
+
+    @property
+    def shape(self) -> ModelShape:
+        """Sizes of the recorded model."""
+        return ModelShape(self.q.shape[0], self.q.shape[1], self.k.shape[1], self.q.shape[3])
+
+    def check_queries(self, bound: Bound) -> None:
+        """Refuses other queries than all, or at least those that the policy reads."""
+        tokens, queries = self.k.shape[2], self.q.shape[2]
+        needed = bound.queries(tokens)
+        if not needed <= queries <= tokens:
+            raise refused(
+                self.path,
+                "data",
+                f"`q` has {queries} queries for {tokens} tokens; the policy needs "
+                f"all of them, or at least the last {needed}",
+            )
+
+
+def check_layer_queries(bound: Bound, prompt: int, layer: int, known: int, there: int) -> None:
+    """Refuses a recording without the last queries of the tokens that reached a layer.
+
+    Args:
+        bound: the policy.
+        prompt: N tokens.
+        layer: from 0.
+        known: how many of the layer's last queries were recorded.
+        there: how many tokens reached it.
+    """
+    wanted = min(bound.queries(prompt), there)
+    if known < wanted:
+        message = f"layer {layer} needs its last {wanted} queries, `q` has {known} of them"
+        raise refused(bound.program.name, "data", message, "give the queries of all tokens")
+
+
+def read_recording(path: str | Path) -> Recording:
+    """Reads an npz file; never unpickles.
+
+    Raises:
+        PolicyError: the file or its arrays cannot be used.
+    """
+    where = str(path)
+    arrays = _stored(where)
+    missing = [name for name in _PROMPT if name not in arrays]
+    if missing:
+        have = ", ".join(f"`{name}`" for name in arrays) or "nothing"
+        names = ", ".join(f"`{name}`" for name in missing)
+        raise refused(where, "data", f"no array {names}; the file has {have}")
+    for name, array in arrays.items():
+        _check_array(where, name, array)
+    _check_prompt(where, arrays)
+    steps = None
+    if arrays.keys() & _STEPS.keys():
+        _check_steps(where, arrays)
+        steps = tuple(arrays[name].astype(np.float32) for name in _STEPS)
+    inv_freq = arrays.get("inv_freq")
+    size = arrays["k"].shape[3]
+    if inv_freq is not None and (size % 2 or inv_freq.shape != (size // 2,)):
+        message = f"`inv_freq` is {list(inv_freq.shape)}; half the head size {size} is needed"
+        raise refused(where, "data", message)
+    q, k, v = (arrays[name].astype(np.float32) for name in _PROMPT)
+    return Recording(where, q, k, v, steps, inv_freq)
+
+
+def _stored(where: str) -> dict[str, np.ndarray]:
+    try:
+        stored = np.load(where, allow_pickle=False)
+        if not isinstance(stored, np.lib.npyio.NpzFile):
+            raise refused(where, "data", "holds a single array, not an npz of q, k and v")
+        with stored:
+            known = {**_PROMPT, **_STEPS, **_OTHERS}
+            arrays = {name: stored[name] for name in stored.files if name in known}
+            return arrays or {name: np.empty(0) for name in stored.files}
+    except FileNotFoundError:
+        raise refused(where, "data", "no such file") from None
+    except (OSError, ValueError, zipfile.BadZipFile, EOFError, KeyError) as error:
+        raise refused(where, "data", f"not a readable npz of numbers: {error}") from None
+
+
+def _check_array(where: str, name: str, array: np.ndarray) -> None:
+    expected = {**_PROMPT, **_STEPS, **_OTHERS}[name]
+    if array.ndim != expected.count(",") + 1:
+        raise refused(where, "data", f"`{name}` has shape {list(array.shape)}; it is {expected}")
+    if array.dtype.kind != "f":
+        raise refused(
+            where,
+            "data",
+            f"`{name}` is {array.dtype}; it is float32 (or float16, float64, which are converted)",
+        )
+    if not np.isfinite(array).all():
+        raise refused(where, "data", f"`{name}` holds NaN or infinity, first {_place(name, array)}")
+
+
+def _place(name: str, array: np.ndarray) -> str:
+    """Where the first number that is not finite stands."""
+    words = {4: ("layer", "head", "token"), 1: ("place",)}[array.ndim]
+    words = ("step", "layer", "head") if name in _STEPS else words
+    first = np.argwhere(~np.isfinite(array))[0]
+    return "at " + ", ".join(f"{word} {i}" for word, i in zip(words, first, strict=False))
+
+
+def _check_prompt(where: str, arrays: dict[str, np.ndarray]) -> None:
+    q, k, v = (arrays[name].shape for name in _PROMPT)
+    if k != v:
+        raise refused(where, "data", f"`k` is {list(k)} and `v` is {list(v)}; they have one shape")
+    if q[0] != k[0] or q[3] != k[3]:
+        raise refused(
+            where,
+            "data",
+            f"`q` is {list(q)} and `k` is {list(k)}; layers (first) and head size (last) agree",
+        )
+    if 0 in (*q[:2], q[3], *k[:2]):
+        raise refused(where, "data", f"`q` is {list(q)}; only the number of tokens may be 0")
+    if q[1] % k[1]:
+        raise refused(
+            where,
+            "data",
+            f"{q[1]} query heads cannot share {k[1]} KV heads; the second divides the first",
+        )
+
+
+def _check_steps(where: str, arrays: dict[str, np.ndarray]) -> None:
+    missing = [name for name in _STEPS if name not in arrays]
+    if missing:
+        raise refused(where, "data", f"decode steps need {listed(missing, 'and')} too")
+    steps = arrays["q_step"].shape[0]
+    for name, source in zip(_STEPS, _PROMPT, strict=True):
+        layers, heads, _, size = arrays[source].shape
+        if arrays[name].shape != (steps, layers, heads, size):
+            raise refused(
+                where,
+                "data",
+                f"`{name}` is {list(arrays[name].shape)}; for {steps} steps and this `{source}` "
+                f"it is {[steps, layers, heads, size]}",
+            )

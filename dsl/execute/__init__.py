@@ -1,0 +1,1 @@
+"""The torch program: the same as the interpreter, on any device, for servers."""

@@ -1,0 +1,368 @@
+"""The torch program on recorded tensors: for `kvpolicy run`, `test`, `diff`, the trial, and tests.
+
+It drives a prefill and its decode steps as a server does, with a store of entries of its own: steps
+between which nothing leaves are taken at once.
+
+Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, M cached positions, D head
+size, T steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.data.recording import check_layer_queries
+from kvpolicy.dsl.data.result import LayerValue, Result, StepResult, Steps
+from kvpolicy.dsl.execute.decode import Memory
+from kvpolicy.dsl.execute.prefill import DirectRun
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.execute.run import Run
+from kvpolicy.dsl.execute.values import Value, aligned
+from kvpolicy.dsl.syntax.diagnostics import refused
+
+_MOST = 2.0**62
+
+Vectors = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def apply(
+    bound: Bound,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    steps: Steps | None = None,
+    inv_freq: np.ndarray | None = None,
+    *,
+    report: bool = True,
+) -> Result:
+    """What `interpret` does, by the torch program on the CPU; the same arguments and result.
+
+    Args:
+        report: without it only what is kept, as in a server: no scores, budgets or reported lets.
+    """
+    tokens = k.shape[2]
+    made = prefilled(TorchProgram(bound, report=report), q, k, v, inv_freq)
+    run, chosen = made.run, made.chosen
+    if made.first.not_finite or run.not_finite:
+        raise refused(bound.program.name, "data", "the tensors hold NaN or infinity")
+    result = Result([x.numpy() for x in run.finish()], None, None)
+    if tokens:
+        result = _result(run, chosen, made.vectors, tokens)
+        result = _propagated(result, made.first, len(chosen))
+    if steps is not None:
+        if not all(np.isfinite(x).all() for x in steps):
+            raise refused(bound.program.name, "data", "a decode step holds NaN or infinity")
+        cache = _Cache(run, made.vectors, torch.tensor(k[:0]).dtype)
+        names = torch.cat([chosen, torch.arange(tokens, tokens + len(steps[0]))])
+        result = replace(result, steps=_decode(cache, steps, inv_freq, names))
+    return result
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A finished prefill of recorded tensors.
+
+    Attributes:
+        run: whose entries are cached; `first`: the same, or the one that a restart replaced.
+        chosen: int64 [n], positions of the recording that `run` is over.
+        vectors: per layer float64 keys and values [G, n, D], as they are cached.
+    """
+
+    run: Run
+    first: Run
+    chosen: torch.Tensor
+    vectors: Vectors
+
+
+def prefilled(
+    program: TorchProgram,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    inv_freq: np.ndarray | None = None,
+) -> Prefilled:
+    """Takes a program through the prefill, restarted where the policy says so; as `interpret`."""
+    recording = _Recording(*(torch.tensor(x) for x in (q, k, v)))
+    first = run = program.start(k.shape[2])
+    chosen = torch.arange(k.shape[2])
+    again = _prefill(run, recording)
+    if again is not None:
+        chosen, recording = again, recording.of(again)
+        run = run.again(len(chosen))
+        _prefill(run, recording)
+    run.finish()
+    return Prefilled(run, first, chosen, _stored(run, recording, inv_freq))
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """Tensors of one prompt: q [L, H, T, D] of the last T tokens, k and v [L, G, N, D]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def of(self, chosen: torch.Tensor) -> _Recording:
+        """The rows of some tokens."""
+        first = self.k.shape[2] - self.q.shape[2]
+        asking = chosen[chosen >= first] - first
+        return _Recording(self.q[:, :, asking], self.k[:, :, chosen], self.v[:, :, chosen])
+
+
+def _prefill(run: Run, recording: _Recording) -> torch.Tensor | None:
+    """Observes all layers; the tokens of a second prefill, if one is to begin."""
+    there = torch.arange(recording.k.shape[2])
+    for layer in range(len(recording.k)):
+        part = recording.of(there)
+        check_layer_queries(run.program.bound, run.prompt, layer, part.q.shape[2], len(there))
+        tokens = None if len(there) == recording.k.shape[2] else there
+        deeper = run.observe(layer, part.q[layer], part.k[layer], part.v[layer], tokens)
+        if deeper is not None:
+            there = there[deeper]
+        if run.restarted:
+            return there
+    return None
+
+
+def turned(keys: torch.Tensor, shift: torch.Tensor, inv_freq: np.ndarray) -> torch.Tensor:
+    """Float64 keys [..., M, D] moved forward by `shift` [..., M]: RoPE on i and i + D / 2."""
+    angle = shift[..., None] * torch.tensor(inv_freq, dtype=torch.float64)
+    x, y = keys.double().chunk(2, -1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([x * cos - y * sin, y * cos + x * sin], -1)
+
+
+# After the prefill.
+
+
+def _stored(run: Run, recording: _Recording, inv_freq: np.ndarray | None) -> Vectors:
+    """Float64 keys and values [G, n, D] of every layer, as they are cached."""
+    stored: Vectors = []
+    for layer, (k, v) in enumerate(zip(recording.k, recording.v, strict=True)):
+        keys, values = run.merged(layer, k, v)
+        shift = run.shift(layer)
+        if shift is not None and inv_freq is not None:
+            keys = turned(keys, shift, inv_freq)
+        stored.append((keys, values))
+        if layer:
+            pairs = run.shared(layer, *(x.double() for x in (*stored[layer - 1], keys, values)))
+            if pairs is not None:
+                both = [
+                    _read_back(*parts)
+                    for parts in (
+                        (stored[layer - 1][0], keys, pairs.direction_k, pairs.except_k),
+                        (stored[layer - 1][1], values, pairs.direction_v, pairs.except_v),
+                    )
+                ]
+                stored[layer - 1 : layer + 1] = list(zip(*both, strict=True))
+    return stored
+
+
+def _read_back(
+    below: torch.Tensor,
+    own: torch.Tensor,
+    direction: torch.Tensor | None,
+    apart: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both layers' vectors, from their common direction and their lengths."""
+    if direction is None:
+        return below, own
+    return tuple(
+        torch.where(apart[..., None], x, x.norm(dim=-1, keepdim=True) * direction)
+        for x in (below, own)
+    )
+
+
+def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Result:
+    bound, rules = run.program.bound, run.program.bound.lowered
+    kept, report = run.finish(), run.program.report
+    kv = bound.shape.kv_heads
+    budgets = scores = None
+    if report and rules.budget is not None:
+        budgets = [
+            _spread(x, ("kv",), (kv,)).clamp(-_MOST, _MOST).numpy().astype(np.int64)
+            for x in run.budgets()
+        ]
+    if report and rules.score is not None:
+        scores = []
+        for layer, x in enumerate(run.result(rules.score)):
+            there = run.there(layer)
+            own = _spread(x, ("kv", "token"), (kv, len(there)))
+            scores.append(_on_prompt(own, chosen[there], tokens, np.nan))
+    changes = rules.merge is not None or bound.share is not None or bound.positions == "slots"
+    merged = None
+    if changes:
+        merged = [tuple(_on_prompt(x, chosen, tokens, 0.0) for x in pair) for pair in vectors]
+    names = () if rules.merge is None else rules.merge.states
+    layers = range(bound.shape.layers)
+    return Result(
+        [_on_prompt(x, chosen, tokens, False) for x in kept],
+        budgets,
+        scores,
+        merged=merged,
+        thresholds={
+            name: [_reported(run.merge_states(layer).get(name)) for layer in layers]
+            for name in names
+        },
+        named={
+            name: [_reported(x) for x in run.result(node)]
+            for name, node in rules.lets.items()
+            if report and name not in bound.tested
+        },
+    )
+
+
+def _propagated(result: Result, first: Run, tokens: int) -> Result:
+    if not isinstance(first, DirectRun):
+        return result
+    bound = first.program.bound
+    layers = range(bound.shape.layers)
+    tested = {
+        name: [_reported(first.tested.get(layer, {}).get(name)) for layer in layers]
+        for name in (bound.tested if first.program.report else ())
+    }
+    result = replace(result, named={**result.named, **tested})
+    if not first.propagated:
+        return result
+    acted = {layer: x.tolist() for layer, x in first.propagated.items()}
+    positions = list(acted.values())[-1]
+    return replace(
+        result,
+        selected_layer=first.selected_layer,
+        propagated=acted if bound.propagate.every is not None else positions,
+        positions=list(range(tokens)) if bound.restarts else positions,
+    )
+
+
+def _on_prompt(
+    x: torch.Tensor, chosen: torch.Tensor, tokens: int, filler: float | bool
+) -> np.ndarray:
+    placed = torch.full((x.shape[0], tokens, *x.shape[2:]), filler, dtype=x.dtype)
+    placed[:, chosen] = x
+    return placed.numpy()
+
+
+def _spread(x: Value, axes: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    """Data repeated along missing axes, NaN where absent."""
+    data = torch.as_tensor(x.data, dtype=torch.float64)
+    data = aligned(data, x.axes, axes).expand(shape)
+    if x.mask is None:
+        return data
+    return torch.where(aligned(x.mask, x.mask_axes, axes), data, torch.nan)
+
+
+def _reported(x: Value | None) -> LayerValue:
+    if x is None:
+        return None
+    data = torch.as_tensor(x.data, dtype=torch.float64)
+    if x.mask is not None:
+        data = torch.where(aligned(x.mask, x.mask_axes, x.axes), data, torch.nan)
+    return data.tolist()
+
+
+# Decode steps.
+
+
+class _Cache:
+    """Keys and values of every layer, laid out as its `Memory` says."""
+
+    def __init__(self, run: Run, vectors: Vectors, dtype: torch.dtype) -> None:
+        self.memory = run.memory()
+        self.changes = _changes(run.program.bound)
+        self.position = run.size
+        self.dtype = dtype
+        self.held: list[tuple[torch.Tensor, torch.Tensor]] = []  # positions [M], there [G, M]
+        self.rows: Vectors = []
+        for kept, (k, v) in zip(run.finish(), vectors, strict=True):
+            some = kept.any(0)
+            self.held.append((some.nonzero()[:, 0], kept[:, some]))
+            self.rows.append((k[:, some].to(dtype), v[:, some].to(dtype)))
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """The step's token, [G, D]."""
+        positions, there = self.held[layer]
+        new = torch.tensor([self.position])
+        one = torch.ones(len(k), 1, dtype=torch.bool)
+        self.held[layer] = (torch.cat([positions, new]), torch.cat([there, one], 1))
+        own = zip(self.rows[layer], (k, v), strict=True)
+        self.rows[layer] = tuple(torch.cat([x, y[:, None].to(self.dtype)], 1) for x, y in own)
+
+    def leave(self, layer: int, kept: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Only the kept entries [G, M] stay, with these rows."""
+        some = kept.any(0)
+        self.held[layer] = (self.held[layer][0][some], kept[:, some])
+        self.rows[layer] = (k[:, some].to(self.dtype), v[:, some].to(self.dtype))
+
+
+def _changes(bound: Bound) -> bool:
+    """Whether vectors in the cache may differ from those recorded."""
+    merges = bound.decode is not None and bound.decode.merge is not None
+    prefill = bound.program.prefill.merge is not None or bound.share is not None
+    return merges or prefill or bound.positions == "slots"
+
+
+def _decode(
+    cache: _Cache, steps: Steps, inv_freq: np.ndarray | None, names: torch.Tensor
+) -> list[StepResult]:
+    results, memory = [], cache.memory
+    queries, keys, values = (torch.tensor(x) for x in steps)
+    for step, (k, v) in enumerate(zip(keys, values, strict=True), 1):
+        for layer in range(len(k)):
+            cache.append(layer, k[layer], v[layer])
+        cache.position += 1
+        followed = False
+        if memory is not None and memory.bound.leaves_at(step, memory.prompt):
+            followed = True
+            _follow(cache, memory, queries[memory.generated : step], inv_freq)
+        results.append(_step_result(cache, names, followed))
+    if memory is not None:
+        _follow(cache, memory, queries[memory.generated :], inv_freq)
+    return results
+
+
+def _follow(
+    cache: _Cache, memory: Memory, queries: torch.Tensor, inv_freq: np.ndarray | None
+) -> None:
+    """Takes the policy through the steps since it was followed last, as a server does it.
+
+    Args:
+        queries: [T, L, H, D].
+    """
+    choices = memory.follow(
+        range(cache.position - len(queries), cache.position),
+        lambda layer: queries[:, layer].transpose(0, 1),
+        lambda layer, there: cache.rows[layer],
+        leaves=True,
+    )
+    memory.land()
+    for layer, choice in enumerate(choices):
+        k, v = cache.rows[layer]
+        k = k if choice.k is None else choice.k.to(cache.dtype)
+        v = v if choice.v is None else choice.v
+        if choice.shift is not None and inv_freq is not None:
+            k = turned(k, choice.shift, inv_freq)
+        cache.leave(layer, choice.kept, k, v)
+
+
+def _step_result(cache: _Cache, names: torch.Tensor, followed: bool) -> StepResult:
+    kept, vectors = [], []
+    for (positions, there), (k, v) in zip(cache.held, cache.rows, strict=True):
+        kept.append([names[positions[held]].tolist() for held in there])
+        rows = zip(k, v, there, strict=True)
+        vectors.append(
+            [(x[held].double().numpy(), y[held].double().numpy()) for x, y, held in rows]
+        )
+    memory, layers = cache.memory, range(len(cache.held))
+    if memory is None:
+        return StepResult(kept, vectors if cache.changes else None)
+    named = {
+        name: [_reported(values.get(layer)) if followed else None for layer in layers]
+        for name, values in memory.reported().items()
+    }
+    thresholds = {
+        name: [_reported(x) for x in values] for name, values in memory.thresholds().items()
+    }
+    return StepResult(kept, vectors if cache.changes else None, thresholds, named)

@@ -1,0 +1,336 @@
+"""Reductions of attention and vectors in blocks of KV heads and queries, bounded in memory.
+
+A reduction over `query` or `dim` is split: what has neither axis is computed before, the rest for
+some KV heads and queries at a time. Sums, counts and extremes are joined exactly as they are
+defined; variances by pairs (Chan, Golub and LeVeque, 1979).
+
+Dimensions: G KV heads, n candidates of a layer, W queries, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from kvpolicy.dsl.execute.elementwise import reduce
+from kvpolicy.dsl.execute.plan import operands
+from kvpolicy.dsl.execute.values import Frame, Value, as_tensor, filled
+from kvpolicy.dsl.ir.lower import ELEMENTWISE, REDUCTIONS
+from kvpolicy.dsl.ir.nodes import Node
+
+if TYPE_CHECKING:
+    from kvpolicy.dsl.execute.evaluate import Evaluation
+
+# Bytes of float64 that one value of a block may take; on a CPU what its caches hold: a multiple of
+# this takes several times as long there.
+BLOCK_BYTES = 64 << 20
+_CPU_BLOCK_BYTES = 4 << 20
+# A sum over all queries is computed in so many blocks, if these have so many queries each: a block
+# reads only the tokens up to its last query.
+_CAUSAL_BLOCKS, _LEAST_ROWS = 8, 64
+_LONG = frozenset(("query", "dim"))
+# Values per query and token; they say themselves which tokens come after the query.
+WINDOWS = frozenset(("attn", "logits", "distance"))
+_VECTORS = frozenset(("key", "value"))
+_INSIDE = ELEMENTWISE | REDUCTIONS | WINDOWS | _VECTORS | {"index", "avgpool", "maxpool"}
+
+
+def block_bytes(device: torch.device) -> int:
+    """Bytes of float64 that one value of a block may take."""
+    return min(BLOCK_BYTES, _CPU_BLOCK_BYTES) if device.type == "cpu" else BLOCK_BYTES
+
+
+@dataclass(frozen=True)
+class Region:
+    """What a reduction computes in blocks.
+
+    Attributes:
+        outside: nodes without the axes `query` and `dim`, computed before.
+        windows: its attention, logits and distances.
+        asks, reads: whether it reads queries, and keys or values.
+        by_head, by_query: along which axes blocks are independent.
+        vectors: whether values with the axis `dim` are in it.
+        causal: tokens after a block's last query add nothing, so that it leaves them out.
+    """
+
+    outside: tuple[Node, ...]
+    windows: tuple[Node, ...]
+    asks: bool
+    reads: bool
+    by_head: bool
+    by_query: bool
+    vectors: bool
+    causal: bool
+
+    @classmethod
+    def of(cls, node: Node) -> Region | None:
+        """The region of a reduction; None if it is computed in one piece."""
+        if node.op not in REDUCTIONS or "layer" in node.axes or not _LONG & set(node.axes):
+            return None
+        inside: dict[int, Node] = {}
+        outside: dict[int, Node] = {}
+        waiting = [node.args[0]]
+        while waiting:
+            each = waiting.pop()
+            known = inside if _LONG & set(each.type.axes) else outside
+            if id(each) not in known:
+                known[id(each)] = each
+                waiting.extend(operands(each) if known is inside else ())
+        nodes = list(inside.values())
+        if not nodes or any(each.op not in _INSIDE or "kv" in each.axes for each in nodes):
+            return None
+        headless = [each for each in nodes if "kv" not in each.type.axes]
+        mixed = any("kv" in x.type.axes and id(x) in inside for n in headless for x in n.args)
+        by_query = "query" in node.axes and not any(
+            "query" in each.axes and each.op != "index" for each in nodes
+        )
+        windows = tuple(each for each in nodes if each.op in WINDOWS)
+        asks = any(each.op in ("attn", "logits") for each in nodes)
+        reads = asks or any(each.op in _VECTORS for each in nodes)
+        vectors = any("dim" in each.type.axes for each in nodes)
+        causal = (
+            node.op == "sum" and by_query and not any(window.args for window in windows)
+            and all(_by_token(each) for each in nodes) and _nothing_after(node.args[0])
+        )  # fmt: skip
+        by_head = not mixed and len(headless) < len(nodes)
+        return cls(
+            tuple(outside.values()), windows, asks, reads, by_head, by_query, vectors, causal
+        )
+
+
+def _by_token(node: Node) -> bool:
+    """Whether every token's value comes from that token alone, attention apart."""
+    return node.op not in ("index", "avgpool", "maxpool") and "token" not in node.axes
+
+
+def _nothing_after(node: Node) -> bool:
+    """Whether a value is absent or 0 where the token comes after the query."""
+    if node.op in WINDOWS:
+        return True
+    if node.op == "multiply":
+        return any(_nothing_after(each) for each in node.args)
+    if node.op in ("add", "subtract"):
+        return all(_nothing_after(each) for each in node.args)
+    if node.op == "power" and (node.args[1].op != "number" or node.args[1].value <= 0):
+        return False
+    first = ("divide", "power", "mask", "negate", "abs", "sqrt", "sum", "mean")
+    return node.op in first and _nothing_after(node.args[0])
+
+
+@lru_cache(maxsize=4096)
+def _region(node: Node) -> Region | None:
+    return Region.of(node)
+
+
+def in_blocks(node: Node, evaluation: Evaluation) -> Value | None:
+    """The value of a reduction, computed in blocks; None where it is to be computed in one."""
+    region, frame = _region(node), evaluation.frame
+    # After the last layer what was computed of the tensors is held, not they themselves.
+    if region is None or (region.asks and frame.q is None) or (region.reads and frame.k is None):
+        return None
+    known = {id(each): evaluation.value(each) for each in region.outside}
+    windows = {frame.window(each) for each in region.windows}
+    by_query = region.by_query and len(windows) == 1
+    heads, rows = _sizes(region, frame, windows, by_query)
+    joined: _Partial | None = None
+    parts: list[Value] = []
+    for part in _heads(frame, heads):
+        own = known if heads == frame.kv else cut_heads(known, part.kv_start, part.kv)
+        for block in _rows(part, windows, rows if by_query else None, region.causal):
+            near = own if block.tokens == frame.tokens else _first_tokens(own, block.tokens)
+            inner = replace(evaluation, frame=block, known=dict(near), whole=False)
+            x = inner.value(node.args[0])
+            if block is frame:
+                return reduce(node, frame, x)
+            made = _Partial.of(node, block, x).of_all(frame.tokens)
+            joined = made if joined is None else joined.with_more(made)
+        if "kv" not in node.axes:
+            parts.append(joined.result())
+            joined = None
+    return joined.result() if joined is not None else concatenated(parts)
+
+
+def _sizes(region: Region, frame: Frame, windows: set[int], by_query: bool) -> tuple[int, int]:
+    """KV heads and queries of a block."""
+    head_dim, group = frame.bound.shape.head_dim, frame.bound.shape.group
+    longest = max(windows, default=1)
+    per_head = 8 * max(1, frame.tokens) * max(head_dim, 1)
+    per_query = 8 * max(1, frame.tokens) * group * (head_dim if region.vectors and windows else 1)
+    if not by_query:
+        per_head = max(per_head, per_query * max(1, longest) if windows else 0)
+    most = block_bytes(frame.device)
+    heads = max(1, min(frame.kv, most // per_head)) if region.by_head else frame.kv
+    return heads, max(1, min(longest, most // (per_query * heads)))
+
+
+def _heads(frame: Frame, size: int) -> Iterator[Frame]:
+    if size >= frame.kv:
+        yield frame
+        return
+    group = frame.bound.shape.group
+    for start in range(0, frame.kv, size):
+        end = min(start + size, frame.kv)
+        yield replace(
+            frame,
+            kv=end - start,
+            kv_start=frame.kv_start + start,
+            k=None if frame.k is None else frame.keys[start:end].double(),
+            v=None if frame.v is None else frame.values[start:end],
+            q=None if frame.q is None else frame.q[start * group : end * group],
+            there=None if frame.there is None else frame.there[start:end],
+        )
+
+
+def _rows(frame: Frame, windows: set[int], size: int | None, causal: bool) -> Iterator[Frame]:
+    longest = max(windows, default=0)
+    causal = causal and frame.generated is None
+    if size is not None and causal:
+        size = min(size, max(_LEAST_ROWS, -(-longest // _CAUSAL_BLOCKS)))
+    if size is None or size >= longest:
+        yield frame
+        return
+    frame = replace(frame, k=frame.keys.double())
+    for start in range(0, longest, size):
+        end = min(start + size, longest)
+        part = replace(frame, rows=slice(start, end))
+        yield _up_to(frame, longest - end, end - start) if causal else part
+
+
+def _up_to(frame: Frame, later: int, rows: int) -> Frame:
+    """The frame without its `later` last tokens and queries, of which `rows` are asked."""
+    tokens, queries = frame.tokens - later, frame.q.shape[1] - later
+    return replace(
+        frame,
+        tokens=tokens,
+        q=frame.q[:, :queries],
+        k=frame.keys[:, :tokens],
+        v=None if frame.v is None else frame.values[:, :tokens],
+        positions=None if frame.positions is None else frame.positions[:tokens],
+        last=rows,
+    )
+
+
+def _first_tokens(values: dict[int, Value], tokens: int) -> dict[int, Value]:
+    """The values of the first tokens."""
+
+    def cut(data, axes: tuple[str, ...]):
+        return data.narrow(axes.index("token"), 0, tokens) if "token" in axes else data
+
+    return {
+        name: replace(x, data=cut(x.data, x.axes), mask=cut(x.mask, x.mask_axes))
+        for name, x in values.items()
+    }
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """A reduction of some of the values.
+
+    `data` are sums, counts or extremes, of a mean its sums, of a variance means; `number` counts
+    present values, `spread` sums squared deviations.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    data: torch.Tensor
+    finite: bool
+    number: torch.Tensor | None = None
+    spread: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, node: Node, frame: Frame, x: Value) -> _Partial:
+        dims = [x.axes.index(axis) for axis in node.axes]
+        if node.op == "sum":
+            data = (x.data if x.zero else filled(x, 0.0)).sum(dims)
+            return cls("sum", _without(x.axes, node.axes), data, x.finite)
+        if node.op not in ("mean", "var"):
+            made = reduce(node, frame, x)
+            return cls(node.op, made.axes, made.data, made.finite)
+        number = reduce(replace(node, op="count"), frame, x).data
+        if node.op == "mean":
+            total = _Partial.of(replace(node, op="sum"), frame, x)
+            return replace(total, op="mean", number=number)
+        mean = reduce(replace(node, op="mean"), frame, x)
+        spread = as_tensor(reduce(node, frame, x).data, frame) * number
+        if (
+            not x.finite
+        ):  # a variance with an infinite value is none, whatever the other blocks hold
+            infinite = ~filled(x, 0.0).isfinite()
+            spread = spread.masked_fill(infinite.sum(dims) > 0, math.nan)
+        return cls(node.op, mean.axes, mean.data, mean.finite, number, spread)
+
+    def of_all(self, tokens: int) -> _Partial:
+        """A sum over the first tokens, with 0 for those after them."""
+        if "token" not in self.axes or self.data.shape[self.axes.index("token")] == tokens:
+            return self
+        at = self.axes.index("token")
+        after = [0, 0] * (len(self.axes) - at - 1)
+        missing = tokens - self.data.shape[at]
+        return replace(self, data=F.pad(self.data, [*after, 0, missing]))
+
+    def with_more(self, other: _Partial) -> _Partial:
+        """Both taken together."""
+        finite = self.finite and other.finite
+        number = None if self.number is None else self.number + other.number
+        if self.spread is None:
+            data = _JOINED[self.op](self.data, other.data)
+            return replace(self, data=data, finite=finite, number=number)
+        share = (other.number / number).nan_to_num(nan=0.0)
+        apart = other.data - self.data
+        spread = self.spread + other.spread + apart**2 * self.number * share
+        data = self.data + apart * share
+        return replace(self, data=data, finite=finite, number=number, spread=spread)
+
+    def result(self) -> Value:
+        """The reduction of all values."""
+        data = self.data
+        if self.number is not None:
+            data = (self.data if self.spread is None else self.spread) / self.number
+        if self.number is not None or not self.finite:
+            data = torch.nan_to_num(data, nan=0.0, posinf=math.inf, neginf=-math.inf)
+        return Value(data, self.axes, finite=self.finite)
+
+
+_JOINED = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "count": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "any": torch.logical_or,
+}
+
+
+def _without(axes: tuple[str, ...], gone: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis not in gone)
+
+
+def cut_heads(values: dict[int, Value], start: int, number: int) -> dict[int, Value]:
+    """The values for `number` KV heads from `start` on."""
+
+    def cut(tensor, axes: tuple[str, ...]):
+        return tensor.narrow(axes.index("kv"), start, number) if "kv" in axes else tensor
+
+    return {
+        name: x
+        if "kv" not in x.axes
+        else replace(x, data=cut(x.data, x.axes), mask=cut(x.mask, x.mask_axes))
+        for name, x in values.items()
+    }
+
+
+def concatenated(parts: list[Value]) -> Value:
+    """Blocks of KV heads joined again."""
+    first = parts[0]
+    if len(parts) == 1 or "kv" not in first.axes:
+        return first
+    data = torch.cat([x.data for x in parts], first.axes.index("kv"))
+    mask = first.mask
+    if "kv" in first.mask_axes:
+        mask = torch.cat([x.mask for x in parts], first.mask_axes.index("kv"))
+    return replace(first, data=data, mask=mask)

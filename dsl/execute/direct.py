@@ -1,0 +1,159 @@
+"""What a program computes layer by layer without a plan, found once per bound policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.execute.evaluate import Updates
+from kvpolicy.dsl.execute.ops import OPERATIONS
+from kvpolicy.dsl.execute.plan import operands
+from kvpolicy.dsl.ir.nodes import OF_MERGE, Node, State, When
+from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, propagate_roots, state_roots
+from kvpolicy.dsl.syntax.diagnostics import refused
+
+STATES = frozenset("state before budget decided".split())
+_ATTENTION = frozenset("attn logits state before past at".split())
+_WINDOWS = frozenset("attn logits distance".split())
+
+
+class Direct:
+    """The values that a prefill has to compute, and when.
+
+    Attributes:
+        roots: what `Run.result` gives after `finish`.
+        needed: whether a plan made ahead cannot serve the policy.
+        updates, merge_updates: states of the prefill and of its merge.
+        handed: what each layer computes at once and keeps for later.
+        looks, early_looks: values that later layers read by `past` and `at`: node, and the numbers
+            of layers of `past`, or None where any layer may be read. `early_looks` are those that
+            the propagation reads.
+        sums: per additive state (`name + R`), its reduction R over all queries so far.
+    """
+
+    def __init__(self, bound: Bound, report: bool) -> None:
+        self.bound, rules = bound, bound.lowered
+        budget = rules.budget is not None and (report or reads_budget(bound))
+        self.roots = [rules.keep]
+        self.roots += [rules.budget] if budget else []
+        self.roots += rules.decided.values()
+        self.roots += [rules.score] if report and rules.score is not None else []
+        self.tested = {name: rules.lets[name] for name in bound.tested} if report else {}
+        self.roots += [rules.lets[n] for n in rules.lets if n not in bound.tested] if report else []
+        merge_states = {} if rules.merge is None else rules.merge.states
+        self.updates, self.merge_updates = Updates.of(rules.states), Updates.of(merge_states)
+        early = propagate_roots(bound.propagate_lowered)
+        merge = merge_roots(rules.merge)
+        every = list(nodes_of([*self.roots, *state_roots(rules.states), *merge, *early]))
+        self._check(every)
+        self.needed = bool(bound.propagates or rules.states or rules.merge)
+        self.needed |= any(node.op in _WINDOWS and self._by_layer(node) for node in every)
+        self._later: dict[int, bool] = {}
+        self.handed = self._handed(self.roots, merge)
+        # All that the prefill computes of its layers, merges apart.
+        self.everything = [*self.roots, *self.handed, *self.tested.values(), *early]
+        self.everything += state_roots(self.updates.states)
+        remembered = state_roots(self.updates.states)
+        self.early_looks = _looks(nodes_of([*early, *remembered]))
+        self.looks = _looks(nodes_of([*self.handed, *remembered, *early]))
+        self.sums = {} if bound.propagates else self._sums(rules.states)
+        # Whatever else reads all queries cannot be put together from chunks.
+        whole = [n for n in every if n.op in _WINDOWS and not n.args]
+        inside = {id(n) for total in self.sums.values() for n in total.walk()}
+        self.accumulates = bool(self.sums) and all(id(n) in inside for n in whole)
+
+    def _by_layer(self, window: Node) -> bool:
+        """Whether a window has all queries, or another number at each layer."""
+        needs = self.bound.static.needs(window.args[0]) if window.args else None
+        return needs is None or "layer" in needs
+
+    def _check(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            known = node.op in OPERATIONS or node.op in OF_MERGE or node.op in STATES
+            if not known and self.bound.static.needs(node) is None:
+                raise refused(
+                    self.bound.program.name,
+                    "phase",
+                    f"`{node.op}` is not available at the end of a layer's prefill",
+                )
+
+    def _handed(self, roots: list[Node], merge: list[Node]) -> list[Node]:
+        """The largest values that need nothing but their own layer and those before it."""
+        found: dict[int, Node] = {}
+        for root in roots:
+            for node in self._now(root):
+                found[id(node)] = node
+        for root in merge:
+            for node in self._now(root):
+                # Keys and values are there again when entries are merged, attention is not.
+                if any(each.op in _ATTENTION for each in node.walk()):
+                    found[id(node)] = node
+        return list(found.values())
+
+    def _now(self, node: Node) -> Iterable[Node]:
+        if self.bound.static.needs(node) is not None:
+            return
+        if not self._is_later(node):
+            yield node
+            return
+        for argument in operands(node):
+            yield from self._now(argument)
+
+    def _is_later(self, node: Node) -> bool:
+        if id(node) not in self._later:
+            merge = node.op in OF_MERGE or (
+                node.op == "state" and (node.value in self.merge_updates.states)
+            )
+            self._later[id(node)] = (
+                merge or node.when >= When.END or any(self._is_later(x) for x in operands(node))
+            )
+        return self._later[id(node)]
+
+    def _sums(self, states: dict[str, State]) -> dict[str, Node]:
+        found = {}
+        for name, state in self.updates.states.items():
+            parts = state.next.args if state.next is not None and state.next.op == "add" else ()
+            rest = [each for each in parts if each.op != "before"]
+            if len(parts) == 2 and len(rest) == 1 and states[name].start is None:
+                if self._is_additive(rest[0]):
+                    found[name] = rest[0]
+        return found
+
+    def _is_additive(self, node: Node) -> bool:
+        """Whether a value is a sum over all queries that nothing but their attention decides."""
+        if node.op not in ("sum", "count") or "query" not in node.axes:
+            return False
+        if "token" in node.axes or "layer" in node.axes:
+            return False
+        leaves = [each for each in node.walk() if not operands(each)]
+        if any("layer" in each.axes or each.op in ("past", "at") for each in node.walk()):
+            return False
+        static = self.bound.static
+        windows = [each for each in leaves if each.op in ("attn", "logits")]
+        rest = [each for each in leaves if each.op not in ("attn", "logits")]
+        return all(not w.args for w in windows) and all(
+            static.needs(each) is not None for each in rest
+        )
+
+
+def reads_budget(bound: Bound) -> bool:
+    """Whether decode takes over the numbers of the prefill's budget."""
+    return bound.decode_lowered is not None and any(
+        node.op == "budget"
+        for node in nodes_of([bound.decode_lowered.keep, *merge_roots(bound.decode_lowered.merge)])
+    )
+
+
+def _looks(nodes: Iterable[Node]) -> list[tuple[Node, list[Node] | None]]:
+    """What `past` and `at` read of earlier layers."""
+    found: dict[int, tuple[Node, list[Node] | None]] = {}
+    for node in nodes:
+        if node.op not in ("past", "at") or node.when > When.LAYER:
+            continue
+        x = node.args[0 if node.op == "past" else 1]
+        _, numbers = found.get(id(x), (x, []))
+        if node.op == "at" or numbers is None:
+            found[id(x)] = (x, None)
+        else:
+            found[id(x)] = (x, [*numbers, node.args[1]])
+    return list(found.values())

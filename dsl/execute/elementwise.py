@@ -1,0 +1,235 @@
+"""Elementwise operations and reductions of the torch program."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+
+import torch
+from kvpolicy.dsl.execute.values import (
+    Frame,
+    Value,
+    aligned,
+    as_tensor,
+    broadcast,
+    filled,
+    sizes_of,
+    union,
+)
+from kvpolicy.dsl.ir.nodes import Node
+
+# Elementwise.
+
+
+def elementwise(
+    function: Callable[..., torch.Tensor], *, nan: bool = False, stays_finite: bool = True
+) -> Callable[..., Value]:
+    """An operation by name of axes; absent in, absent out.
+
+    Args:
+        function: on tensors that broadcast.
+        nan: the result may be NaN, which counts as 0, even of finite numbers.
+        stays_finite: finite numbers give finite ones.
+    """
+
+    def apply(node: Node, frame: Frame, *args: Value) -> Value:
+        axes = union(*(x.axes for x in args))
+        parts = [aligned(x.data, x.axes, axes) for x in args]
+        if not any(isinstance(part, torch.Tensor) for part in parts):
+            parts[0] = as_tensor(parts[0], frame)
+        data = function(*parts)
+        finite = all(x.finite for x in args)
+        if data.dtype != torch.bool and (nan or not finite):
+            data = data.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
+        mask, mask_axes = None, ()
+        for x in args:
+            mask, mask_axes = frame.both(Value(0, axes, mask, mask_axes), x)
+        return Value(data, axes, mask, mask_axes, finite=finite and stays_finite)
+
+    return apply
+
+
+def binary(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A function of two tensors that also takes Python scalars."""
+
+    def apply(a, b) -> torch.Tensor:
+        if not isinstance(a, torch.Tensor):
+            a = torch.full((), a, dtype=b.dtype, device=b.device)
+        if not isinstance(b, torch.Tensor):
+            b = torch.full((), b, dtype=a.dtype, device=a.device)
+        return function(a, b)
+
+    return apply
+
+
+def divide(node: Node, frame: Frame, a: Value, b: Value) -> Value:
+    """Division; by a number known to the host it cannot give NaN."""
+    safe = not isinstance(b.data, torch.Tensor) and b.data != 0
+    return (_DIVIDE_SAFE if safe else _DIVIDE)(node, frame, a, b)
+
+
+def _true_divide(a, b) -> torch.Tensor:
+    return a / b
+
+
+# -0 is 0: adding 0 makes it so.
+_DIVIDE = elementwise(binary(lambda a, b: a / (b + 0.0)), nan=True, stays_finite=False)
+_DIVIDE_SAFE = elementwise(binary(_true_divide))
+
+
+def compare(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
+    """A comparison in float32; false where a side is absent."""
+
+    def single(x):
+        if isinstance(x, torch.Tensor):
+            return x.float() if x.dtype != torch.bool else x
+        return x if isinstance(x, bool) else ctypes.c_float(x).value
+
+    plain = elementwise(binary(lambda a, b: function(a, b)))
+
+    def apply(node: Node, frame: Frame, a: Value, b: Value) -> Value:
+        rounded = [Value(single(x.data), x.axes, x.mask, x.mask_axes) for x in (a, b)]
+        result = plain(node, frame, *rounded)
+        return Value(filled(result, False), result.axes, finite=True)
+
+    return apply
+
+
+def logic(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
+    """`and`, `or`, `not`: an absent truth value counts as false."""
+    plain = elementwise(function)
+
+    def apply(node: Node, frame: Frame, *args: Value) -> Value:
+        present = [Value(filled(x, False), x.axes) for x in args]
+        return plain(node, frame, *present)
+
+    return apply
+
+
+def mask(node: Node, frame: Frame, x: Value, condition: Value) -> Value:
+    """`x where condition`: only the mask changes."""
+    axes = union(x.axes, condition.axes)
+    holds = condition.data
+    if not isinstance(holds, torch.Tensor):
+        if holds and condition.mask is None:
+            return x
+        holds = as_tensor(holds, frame)
+    kept, kept_axes = holds, condition.axes
+    if condition.mask is not None:
+        kept = filled(condition, False)
+    data = aligned(as_tensor(x.data, frame), x.axes, axes)
+    if axes != x.axes:
+        sizes = sizes_of(x, condition)
+        data = data.expand(tuple(sizes[axis] for axis in axes))
+    if x.mask is not None:
+        kept, kept_axes = frame.conjunction(x.mask, x.mask_axes, kept, kept_axes)
+    return Value(data, axes, kept, kept_axes, finite=x.finite)
+
+
+def choose(node: Node, frame: Frame, x: Value, condition: Value, y: Value) -> Value:
+    """`x where condition else y`."""
+    if not isinstance(condition.data, torch.Tensor):
+        return broadcast(x if condition.data else y, node.type, frame)
+    chosen = filled(condition, False)
+    axes = union(x.axes, condition.axes, y.axes)
+    at = aligned(chosen, condition.axes, axes)
+    data = _where(at, aligned(x.data, x.axes, axes), aligned(y.data, y.axes, axes), frame)
+    finite = x.finite and y.finite
+    if x.mask is None and y.mask is None:
+        return Value(data, axes, finite=finite)
+    there = _where(
+        at,
+        aligned(True if x.mask is None else x.mask, x.mask_axes, axes),
+        aligned(True if y.mask is None else y.mask, y.mask_axes, axes),
+        frame,
+    )
+    return Value(data, axes, there.expand(data.shape), axes, finite=finite)
+
+
+def repeated(node: Node, frame: Frame, x: Value) -> Value:
+    """The operation `broadcast`."""
+    return broadcast(x, node.type, frame)
+
+
+def _where(at: torch.Tensor, a, b, frame: Frame) -> torch.Tensor:
+    return torch.where(at, as_tensor(a, frame), as_tensor(b, frame))
+
+
+# Reductions.
+
+
+def reduce(node: Node, frame: Frame, x: Value) -> Value:
+    """A reduction over `node.axes` that skips absent values."""
+    dims = [x.axes.index(axis) for axis in node.axes]
+    axes = tuple(axis for axis in x.axes if axis not in node.axes)
+    found = kernel_for(node.op, frame, x) if node.op in ("mean", "var") else None
+    if found is not None:
+        kernel, there = found
+        return Value(kernel(x.data, there, dims), axes, finite=x.finite)
+    if (node.op == "count" and x.data.dtype != torch.bool) or node.op in ("mean", "var"):
+        number = _present(x, node.axes, dims, axes, frame)
+    if node.op == "count":
+        if x.data.dtype == torch.bool:
+            number = filled(x, False).sum(dims).double()
+        return Value(number, axes, finite=True)
+    if node.op == "any":
+        data = filled(x, False)
+        for dim in sorted(dims, reverse=True):
+            data = data.any(dim)
+        return Value(data, axes, finite=True)
+    if node.op in ("max", "min"):
+        return Value(_extreme(node.op, x, dims), axes, finite=x.finite and x.mask is None)
+    data = (x.data if x.zero else filled(x, 0.0)).sum(dims)
+    if node.op != "sum":
+        data = data / number
+        if node.op == "var":
+            mean = data[tuple(None if axis in node.axes else slice(None) for axis in x.axes)]
+            spread = Value((x.data - mean) ** 2, x.axes, x.mask, x.mask_axes)
+            data = filled(spread, 0.0).sum(dims) / number
+    if not x.finite or node.op != "sum":
+        data = torch.nan_to_num(data, nan=0.0, posinf=math.inf, neginf=-math.inf)
+    return Value(data, axes, finite=x.finite)
+
+
+def kernel_for(
+    name: str, frame: Frame, x: Value
+) -> tuple[Callable[..., torch.Tensor], torch.Tensor | None] | None:
+    """A kernel for numbers of any shape and what of these is there; None: torch computes."""
+    kernel = frame.kernels.get(name)
+    if kernel is None or not isinstance(x.data, torch.Tensor) or x.data.dtype != torch.float64:
+        return None
+    if x.mask is None:
+        return kernel, None
+    return kernel, aligned(x.mask, x.mask_axes, x.axes).expand(x.data.shape)
+
+
+def _extreme(op: str, x: Value, dims: list[int]) -> torch.Tensor:
+    worst = -math.inf if op == "max" else math.inf
+    data = filled(x, worst)
+    if 0 in [data.shape[dim] for dim in dims]:
+        shape = [size for dim, size in enumerate(data.shape) if dim not in dims]
+        return data.new_full(shape, worst)
+    return data.amax(dims) if op == "max" else data.amin(dims)
+
+
+def _present(
+    x: Value, over: tuple[str, ...], dims: list[int], axes: tuple[str, ...], frame: Frame
+) -> torch.Tensor:
+    """How many values are present, with the axes of the result."""
+    unmasked = math.prod(
+        x.data.shape[dim] for dim, axis in zip(dims, over, strict=True) if axis not in x.mask_axes
+    )
+    if x.mask is None:
+        return torch.full((), float(unmasked), dtype=torch.float64, device=frame.device).expand(
+            [x.data.shape[i] for i, axis in enumerate(x.axes) if axis in axes]
+        )
+    inner = [i for i, axis in enumerate(x.mask_axes) if axis in over]
+    left = tuple(axis for axis in x.mask_axes if axis not in over)
+
+    def make() -> torch.Tensor:
+        return (x.mask.sum(inner) if inner else x.mask).double() * unmasked
+
+    number = frame.once(("count", id(x.mask), tuple(inner), unmasked), (x.mask,), make)
+    sizes = sizes_of(x)
+    return aligned(number, left, axes).expand([sizes[axis] for axis in axes])

@@ -1,0 +1,245 @@
+"""Values of nodes at one layer, computed when they are asked for.
+
+This serves where a plan made ahead cannot: layers whose tokens depend on data, states, merges and
+decode steps.
+
+Dimensions: L layers, G KV heads, n candidates of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from kvpolicy.dsl.execute.blocks import WINDOWS, in_blocks
+from kvpolicy.dsl.execute.elementwise import mask
+from kvpolicy.dsl.execute.generated import Generated
+from kvpolicy.dsl.execute.layers import over_past
+from kvpolicy.dsl.execute.plan import across, operands, operation, scalar
+from kvpolicy.dsl.execute.values import (
+    Frame,
+    Value,
+    aligned,
+    as_tensor,
+    broadcast,
+    sizes_of,
+    union,
+)
+from kvpolicy.dsl.ir.nodes import Node, Rules, State, Type
+
+
+@dataclass(frozen=True)
+class Updates:
+    """States ready to be computed: in `next`, the state's own value is the leaf `before`."""
+
+    states: Mapping[str, State]
+
+    @classmethod
+    def of(cls, *rules: Mapping[str, State]) -> Updates:
+        """The updates of states by name."""
+        found = {name: state for states in rules for name, state in states.items()}
+        return cls({name: _from_before(state) for name, state in found.items()})
+
+
+def _from_before(state: State) -> State:
+    if state.next is None:
+        return state
+    before = Node("before", value=state.name, type=state.type, when=state.next.when)
+    done: dict[int, Node] = {}
+
+    def visit(node: Node) -> Node:
+        if node.op == "state" and node.value == state.name:
+            return before
+        if id(node) not in done:
+            args = tuple(visit(argument) for argument in node.args)
+            done[id(node)] = node if args == node.args else replace(node, args=args)
+        return done[id(node)]
+
+    return replace(state, next=visit(state.next))
+
+
+@dataclass
+class Evaluation:
+    """The values at one layer.
+
+    Attributes:
+        frame: the layer's tensors.
+        updates: the states that its nodes may name.
+        before: values of states before this step; those that lack begin.
+        after: values of states after this step, as far as they were needed.
+        known: values by id of node.
+        others: gives the value of a node that looks at other layers.
+        extra: operations that mean something only here, as in a merge.
+        budget: the prefill's whole numbers, in decode.
+        decided: what the prefill decided of lets, in decode.
+        whole: False inside a block of `torch_blocks`.
+        dropped: in a merge, bool [G, P]: heads drop different numbers, and the rest of the axis
+            `dropped` is no entry.
+        generated: kernels that take the place of torch.
+    """
+
+    frame: Frame
+    updates: Updates = field(default_factory=lambda: Updates({}))
+    before: Mapping[str, Value] = field(default_factory=dict)
+    after: dict[str, Value] = field(default_factory=dict)
+    known: dict[int, Value] = field(default_factory=dict)
+    others: Callable[[Node, Evaluation], Value] | None = None
+    extra: Mapping[str, Callable[[Node, Evaluation], Value]] = field(default_factory=dict)
+    budget: Value | None = None
+    decided: Mapping[str, Value] = field(default_factory=dict)
+    whole: bool = True
+    dropped: torch.Tensor | None = None
+    generated: Generated | None = None
+
+    def value(self, node: Node) -> Value:
+        """The value of a node."""
+        if id(node) not in self.known:
+            self.known[id(node)] = self._held(node, self._find(node))
+        return self.known[id(node)]
+
+    def _held(self, node: Node, x: Value) -> Value:
+        """Absent, or false, where there is no entry: another head's, not dropped, or later."""
+        if self.frame.steps is not None and node.op not in WINDOWS:
+            x = self.frame.asked(x) if {"query", "token"} <= set(x.axes) else x
+        if self.dropped is not None and {"kv", "dropped"} <= set(x.axes):
+            return self._of_dropped(x)
+        if self.frame.there is None or not {"kv", "token"} <= set(x.axes):
+            return x
+        return self.frame.present(x)
+
+    def _of_dropped(self, x: Value) -> Value:
+        own = ("kv", "dropped")
+        if isinstance(x.data, torch.Tensor) and x.data.dtype == torch.bool:
+            return replace(x, data=x.data & aligned(self.dropped, own, x.axes))
+        mask, mask_axes = self.dropped, own
+        if x.mask is not None:
+            mask, mask_axes = self.frame.conjunction(x.mask, x.mask_axes, mask, own)
+        return replace(x, mask=mask, mask_axes=mask_axes, zero=False)
+
+    def number(self, node: Node):
+        """A scalar as the host's number: exact where no data decide it."""
+        if self.frame.bound.static.needs(node) is not None:
+            return self.frame.number(node)
+        data = self.value(node).data
+        return data.item() if isinstance(data, torch.Tensor) else data
+
+    def holds(self, node: Node) -> bool:
+        """Whether a condition holds for the layer; of `and`, `or` only what decides."""
+        if node.op == "and" and self.frame.bound.static.needs(node) is None:
+            return all(self.holds(each) for each in self._cheap_first(node.args))
+        if node.op == "or" and self.frame.bound.static.needs(node) is None:
+            return any(self.holds(each) for each in self._cheap_first(node.args))
+        return bool(self.number(node))
+
+    def _cheap_first(self, nodes: tuple[Node, ...]) -> list[Node]:
+        return sorted(nodes, key=lambda node: self.frame.bound.static.needs(node) is None)
+
+    def tensor(self, node: Node, axes: tuple[str, ...]) -> torch.Tensor:
+        """A value repeated along those of `kv`, `token` that it lacks; a set: false if absent."""
+        return spread(self.value(node), axes, self.frame)
+
+    def _find(self, node: Node) -> Value:
+        bound = self.frame.bound
+        if bound.static.needs(node) is not None:
+            return scalar(self.frame.number(node))
+        if node.op in self.extra:
+            return self.extra[node.op](node, self)
+        if node.op == "state":
+            return self.state(node.value)
+        if node.op == "before":
+            return self._begin(node.value)
+        if node.op == "budget":
+            return self.budget
+        if node.op == "decided":
+            return self.decided[str(node.value)]
+        if node.op == "choose" and bound.static.needs(node.args[1]) is not None:
+            chosen = self.value(node.args[0 if self.frame.number(node.args[1]) else 2])
+            return self.broadcast(chosen, node.type)
+        if node.op == "broadcast":
+            return self.broadcast(self.value(node.args[0]), node.type)
+        if node.op == "mask" and node.value == "rest" and self.frame.there is not None:
+            return self._rest(node)
+        if across(node) or over_past(node, self.frame):
+            return self.others(node, self)
+        if self.whole and self.generated is not None:
+            bundle = self.generated.bundle(node, self.frame)
+            if bundle is not None:
+                self.known.update(self.generated.values(bundle, self.frame, self.value))
+                return self.known[id(node)]
+        if self.whole:
+            done = in_blocks(node, self)
+            if done is not None:
+                return done
+        return operation(node)(node, self.frame, *(self.value(x) for x in operands(node)))
+
+    def broadcast(self, x: Value, type_: Type) -> Value:
+        """The value with all axes of a type."""
+        return broadcast(x, type_, self.frame, 0 if self.dropped is None else self.dropped.shape[1])
+
+    def _rest(self, node: Node) -> Value:
+        """`x where not taken`: each KV head chooses among the entries that it holds."""
+        left = spread(self.value(node.args[1]), ("kv", "token"), self.frame)
+        left = self.frame.present(Value(left, ("kv", "token"), finite=True))
+        return mask(node, self.frame, self.value(node.args[0]), left)
+
+    def state(self, name: str) -> Value:
+        """A state's value after this step."""
+        if name not in self.after:
+            state = self.updates.states[name]
+            made = self._begin(name) if state.next is None else self.value(state.next)
+            self.after[name] = self._whole(made, state)
+        return self.after[name]
+
+    def _begin(self, name: str) -> Value:
+        """A state's value before this step."""
+        start = self.updates.states[name].start
+        first = Value(0.0, finite=True) if start is None else self.value(start)
+        first = self.broadcast(first, self.updates.states[name].type)
+        old = self.before.get(name)
+        if old is None:
+            return first
+        return old if "token" not in old.axes else self._longer(old, first)
+
+    def _longer(self, old: Value, first: Value) -> Value:
+        """A state with the first values of entries that are new."""
+        frame, at = self.frame, old.axes.index("token")
+        missing = frame.tokens - old.data.shape[at]
+        if not missing:
+            return old
+        shape = [*old.data.shape[:at], frame.tokens, *old.data.shape[at + 1 :]]
+        data = as_tensor(first.data, frame).double()
+        fresh = (
+            aligned(data, first.axes, old.axes)
+            .expand(shape)
+            .narrow(at, frame.tokens - missing, missing)
+        )
+        return Value(torch.cat([old.data, fresh], at), old.axes, finite=old.finite)
+
+    def _whole(self, x: Value, state: State) -> Value:
+        """A state with all its axes, so that it can follow its entries."""
+        frame = self.frame
+        axes = union(x.axes, state.type.axes)
+        sizes = {
+            "kv": frame.kv,
+            "group": frame.bound.shape.group,
+            "token": frame.tokens,
+            "dim": frame.bound.shape.head_dim,
+            **sizes_of(x),
+        }
+        data = aligned(as_tensor(x.data, frame).double(), x.axes, axes)
+        data = data.expand([sizes[axis] for axis in axes])
+        return Value(data, axes, x.mask, x.mask_axes, finite=x.finite)
+
+    def advance(self, rules: Rules) -> dict[str, Value]:
+        """All states of the rules after this step."""
+        return {name: self.state(name) for name in rules.states}
+
+
+def spread(x: Value, axes: tuple[str, ...], frame: Frame) -> torch.Tensor:
+    """Data repeated along those of `kv`, `token` that they lack; a set is false where absent."""
+    data = as_tensor(x.data, frame)
+    if data.dtype == torch.bool and x.mask is not None:
+        data = data & aligned(x.mask, x.mask_axes, x.axes)
+    sizes = {"kv": frame.kv, "token": frame.tokens}
+    return aligned(data, x.axes, axes).expand([sizes[axis] for axis in axes])

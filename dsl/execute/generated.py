@@ -1,0 +1,295 @@
+"""Generated kernels in the torch program: what a bundle needs, and its values.
+
+Kernels compute in float32; what they give goes on as float64. Those of a prefill serve whole
+layers, those of decode steps entries of which every KV head may hold others.
+
+Dimensions: G KV heads, H query heads, n tokens or entries of a layer, W queries of a window, D head
+size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.kernel_values import finite
+from kvpolicy.dsl.codegen.regions import Bundle, Regions
+from kvpolicy.dsl.codegen.source import Result, Source, generate
+from kvpolicy.dsl.execute.elementwise import reduce
+from kvpolicy.dsl.execute.kernels import Entries, Kernels, Slots
+from kvpolicy.dsl.execute.values import Frame, Value, aligned, as_tensor, sizes_of
+from kvpolicy.dsl.ir import counts
+from kvpolicy.dsl.ir.nodes import Node, State
+
+_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass
+class Generated:
+    """The generated kernels of one bound policy.
+
+    Attributes:
+        regions: what they compute.
+    """
+
+    bound: Bound
+    regions: Regions
+    compiled: Callable[[str, str], Callable]
+    _sources: dict[tuple[int, bool], tuple[Source, Callable]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        bound: Bound,
+        roots: Iterable[Node | None],
+        kernels: Kernels,
+        states: Mapping[str, State] | None = None,
+        *,
+        steps: bool = False,
+    ) -> Generated | None:
+        """Those of a policy; None if it has none, or the table of kernels cannot compile.
+
+        Args:
+            bound, roots, states, steps: as of `Regions`.
+        """
+        if "generated" not in kernels:
+            return None
+        regions = Regions(bound, roots, states, steps=steps)
+        return cls(bound, regions, kernels["generated"]) if regions.bundles else None
+
+    def bundle(self, node: Node, frame: Frame) -> Bundle | None:
+        """The bundle that gives a node at a frame, if its kernels can serve there."""
+        found = self.regions.of.get(id(node))
+        return found if found is not None and self.serves(found, frame) else None
+
+    def serves(self, bundle: Bundle, frame: Frame) -> bool:
+        """Whether a frame is a whole layer at its time, in a type that kernels read."""
+        if (frame.generated is not None) != self.regions.steps or frame.rows is not None:
+            return False
+        needed = [frame.k] + ([frame.v] if _reads_values(bundle) else [])
+        if bundle.window is not None:
+            needed.append(frame.q)
+        if not frame.tokens or any(each is None for each in needed):
+            return False
+        return all(each.dtype in _TYPES for each in needed)
+
+    def values(
+        self, bundle: Bundle, frame: Frame, value: Callable[[Node], Value]
+    ) -> dict[int, Value]:
+        """The bundle's outputs, by id of node.
+
+        Args:
+            frame: of a layer.
+            value: gives the values that the bundle reads.
+        """
+        single = torch.float32 in {x.dtype for x in (frame.q, frame.k) if x is not None}
+        source, run = self._source(bundle, single)
+        inputs = [_tensor(value(node), axes, frame, there) for node, axes, there in source.tensors]
+        numbers = [_number(how, node, frame) for how, node in source.numbers]
+        if self.regions.steps:
+            given = _at_steps(bundle, frame, source.order)
+        else:
+            given = _in_prefill(bundle, frame)
+        made, checks = run(*given, inputs, numbers)
+        frame.checks.extend(checks)
+        return _completed(bundle, source.results, made, frame)
+
+    def warm(self, keys: Slots, values: Slots) -> None:
+        """Compiles the kernels before a request waits for them, by a run whose results are lost.
+
+        Args:
+            keys, values: rows of a pool as a server hands them over, whatever they hold.
+        """
+        bound, (heads, tokens, size) = self.bound, keys.shape
+        number = 1 if self.regions.steps else tokens
+        q = torch.zeros(heads * bound.shape.group, number, size, dtype=keys.dtype).to(keys.device)
+        frame = Frame(
+            bound, tokens, keys.device, heads, prompt=tokens, layer=0, q=q, k=keys, v=values
+        )  # fmt: skip
+        frames = [frame]
+        places = torch.arange(tokens, device=keys.device)
+        if self.regions.steps:
+            frames = _of_steps(frame, places)
+        elif bound.propagates:
+            frames.append(replace(frame, positions=places))
+        for frame in frames:
+            for bundle in self.regions.bundles:
+                if self.serves(bundle, frame):
+                    self.values(bundle, frame, partial(_nothing, bundle, frame))
+
+    def _source(self, bundle: Bundle, single: bool) -> tuple[Source, Callable]:
+        key = (id(bundle), single)
+        if key not in self._sources:
+            source = generate(bundle, self.bound, single=single, steps=self.regions.steps)
+            run = self.compiled(self.bound.program.name, source.text)
+            self._sources[key] = (source, run)
+        return self._sources[key]
+
+
+def _of_steps(frame: Frame, places: torch.Tensor) -> list[Frame]:
+    """Decode steps in the place of a prefill; in one of them KV heads hold different entries."""
+    k, v = (
+        Entries(x.pool.view(-1, x.shape[2]), (x.slots * frame.kv)[None].expand(frame.kv, -1))
+        for x in (frame.k, frame.v)
+    )
+    made = replace(frame, k=k, v=v, positions=places, query_positions=places[-1:], generated=1)
+    there = torch.ones(frame.kv, frame.tokens, dtype=torch.bool, device=frame.device)
+    return [made, replace(made, there=there)]
+
+
+def _nothing(bundle: Bundle, frame: Frame, node: Node) -> Value:
+    """A value of zeros in the place of one that a kernel reads."""
+    window = 0 if bundle.window is None else frame.window(bundle.window)
+    sizes = {
+        "kv": frame.kv, "group": frame.bound.shape.group, "token": frame.tokens, "query": window,
+    }  # fmt: skip
+    kind = torch.bool if node.type.kind == "truth" else torch.float64
+    shape = [sizes[axis] for axis in node.type.axes]
+    return Value(torch.zeros(shape, dtype=kind, device=frame.device), node.type.axes)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _in_prefill(bundle: Bundle, frame: Frame) -> tuple:
+    """Queries, keys, values and tokens, as the sources of a prefill take them."""
+    q = None
+    if bundle.window is not None:
+        q = _unit(frame.q[:, frame.q.shape[1] - frame.window(bundle.window) :])
+    values = _in_slots(frame.v) if _reads_values(bundle) else (None, None)
+    return (q, *_in_slots(frame.k), *values, frame.positions, frame.tokens)
+
+
+def _at_steps(bundle: Bundle, frame: Frame, ordered: bool) -> tuple:
+    """Queries, keys, values and entries, as the sources of decode steps take them.
+
+    Args:
+        ordered: whether the order of a KV head's own entries is needed.
+    """
+    q = asked = None
+    if bundle.window is not None:
+        window = frame.window(bundle.window)
+        asked = frame.query_positions[len(frame.query_positions) - window :]
+        q = _unit(frame.q[:, frame.q.shape[1] - window :])
+    values = _by_id(frame.v) if _reads_values(bundle) else (None, None)
+    holds = ranks = order = None
+    if frame.there is not None:
+        holds = frame.there.contiguous().view(torch.int8)
+        if ordered:
+            ranks = frame.there.cumsum(-1, dtype=torch.int32)
+            last = frame.there.logical_not().to(torch.uint8)
+            order = last.argsort(dim=-1, stable=True).int()
+    return (q, asked, *_by_id(frame.k), *values, frame.positions, holds, ranks, order)
+
+
+def _reads_values(bundle: Bundle) -> bool:
+    return any(node.op == "value" for each in bundle.reductions for node in each.node.walk())
+
+
+def _in_slots(x: torch.Tensor | Slots) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Keys or values with tokens first, and in which row each token lies."""
+    if isinstance(x, Slots):
+        return _unit(x.pool), x.slots
+    return _unit(x.transpose(0, 1)), None
+
+
+def _by_id(x: torch.Tensor | Entries) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Keys or values, and in which row each entry lies if they are not dense."""
+    if isinstance(x, Entries):
+        return _unit(x.pool), x.ids.contiguous()
+    return _unit(x), None
+
+
+def _tensor(x: Value, to: tuple[str, ...], frame: Frame, there: bool) -> torch.Tensor:
+    """An input with all axes of `to`: float32 or int8 data, or int8 where it is present."""
+    sizes = {
+        "kv": frame.kv, "group": frame.bound.shape.group, "token": frame.tokens, **sizes_of(x),
+    }  # fmt: skip
+    shape = [sizes[axis] for axis in to]
+    if there:
+        own, axes = (True if x.mask is None else x.mask), x.mask_axes
+    else:
+        own, axes = x.data, x.axes
+    data = aligned(as_tensor(own, frame), axes, to).expand(shape)
+    return data.to(torch.int8 if data.dtype == torch.bool else torch.float32).contiguous()
+
+
+def _number(how: str, node: Node, frame: Frame) -> float | int:
+    """A number of the host as a kernel takes it."""
+    x = frame.number(node)
+    if how == "truth":
+        return int(bool(x))
+    if how == "value":
+        return float(x)
+    if how == "count":
+        return counts.whole(x, frame.tokens)
+    width = max(1, counts.whole(float(x), 2**31))
+    if how == "width":
+        return float(width)
+    reach = (width - 1) // 2 if how == "before" else width // 2
+    return min(reach, frame.tokens)
+
+
+# What torch completes: splits of rows, and reductions over tokens and KV heads.
+
+_JOIN = {"sum": "sum", "mean": "sum", "count": "sum", "max": "amax", "min": "amin", "any": "amax"}
+
+
+def _completed(
+    bundle: Bundle, results: tuple[Result, ...], made: tuple[torch.Tensor, ...], frame: Frame
+) -> dict[int, Value]:
+    parts: dict[int, dict[str, torch.Tensor]] = {}
+    for result, data in zip(results, made, strict=True):
+        data = data.bool() if result.truth else data.double()
+        if result.splits:
+            join = _JOIN[result.node.op]
+            data = data.any(0) if data.dtype == torch.bool else getattr(data, join)(0)
+        parts.setdefault(id(result.node), {})[result.part] = data
+    axes = {id(result.node): result.axes for result in results}
+    reductions = {id(each.node): each for each in bundle.reductions}
+    values = {}
+    for node in bundle.outputs:
+        own = parts[id(node)]
+        each = reductions.get(id(node))
+        x = _value(node, own, axes[id(node)])
+        if each is not None and (each.rest or "count" in own):
+            x = _rest(node, each.rest, own, axes[id(node)], frame)
+        values[id(node)] = frame.present(x) if {"kv", "token"} <= set(x.axes) else x
+    return values
+
+
+def _value(node: Node, parts: dict[str, torch.Tensor], axes: tuple[str, ...]) -> Value:
+    data = parts.get("value", parts.get("sum"))
+    there = parts.get("there")
+    return Value(data, axes, there, axes if there is not None else (), finite=finite(node))
+
+
+def _rest(
+    node: Node,
+    rest: tuple[str, ...],
+    parts: dict[str, torch.Tensor],
+    axes: tuple[str, ...],
+    frame: Frame,
+) -> Value:
+    """The reduction over the axes that the kernel left, in float64."""
+    over = tuple(axis for axis in rest if axis in axes)
+    dims = [axes.index(axis) for axis in over]
+    left = tuple(axis for axis in axes if axis not in over)
+    if node.op in ("mean", "count"):
+        # What a KV head does not hold was stored as 0.
+        totals = {
+            name: part.double().sum(dims) if dims else part.double()
+            for name, part in parts.items()
+        }  # fmt: skip
+        if node.op == "count":
+            return Value(totals["value"], left, finite=True)
+        data = totals["sum"] / totals["count"]
+        data = torch.nan_to_num(data, nan=0.0, posinf=math.inf, neginf=-math.inf)
+        return Value(data, left, finite=finite(node))
+    x = Value(parts["value"], axes, finite=finite(node))
+    return reduce(replace(node, axes=over), frame, frame.present(x) if "token" in axes else x)

@@ -1,0 +1,161 @@
+"""Where kernels take the place of torch operations, and where a server's keys and values lie.
+
+A program is given a table of kernels by name; what is not in the table is computed by torch. A
+kernel keeps exactly what torch keeps, ties included, from the same values.
+
+keys(x, there) -> int32
+    float64 scores as integers that sort as their float32 do, -0 being 0, and the lowest int32 where
+    bool `there`, which broadcasts to x, is false (None: nowhere). The shape of x, contiguous.
+
+rank(keys) -> float64 [R, n]
+    1 for the highest of int32 keys [R, n] per row, of equal ones for the first.
+
+mean(x, there, over), var(x, there, over), entropy(x, there, over) -> float64
+    Of what is present of float64 x along the dimensions `over` (`there` as above): mean, variance
+    divided by the number of values, and -sum(p log p) with p = x / sum(x), where what is NaN counts
+    as 0 (a share, its logarithm, their product, a result). 0 of no values. The sums are float64 and
+    the same for the same arguments.
+
+var_of_layers(values, there, first) -> float64, any_of_layers(values, there, first) -> bool
+    The same place by place over a list of layers' values of one shape (float64, bool), the first
+    `first` of which do not count, at most MOST_LAYERS in all. `there` lists where each is present,
+    or is None.
+
+top(keys, number) -> bool [R, n]
+    The `number` (int, or int64 [R, 1]) highest of int32 keys [R, n] per row, of equal ones the
+    first; the lowest int32 is absent and never chosen.
+
+nearest(x, dropped, dropped_count, kept, kept_count) -> int64 [G, P]
+    For each dropped entry where in its head's list `kept` the one of the highest cosine stands, of
+    equal ones the first; 0 beyond the counts and where nothing is kept. Cosines are of float64 unit
+    vectors (zero for vectors of zeros, and for those with NaN or infinity), compared as float32.
+    x is [G, n, D] of any float dtype; dropped [G, P] and kept [G, C] are int64 places, of which the
+    first so many count as int64 [G] say.
+
+merge_rows(x, sources, weights, offsets, own, divide) -> float64 [G, n, D]
+    Receiver c of a KV head becomes (own * x[c] + the sum of weight * x[source] over its links) /
+    divide; x[c] where it has no links, where the divisor is 0 or not finite and where the sum is
+    not finite. Its links are those from offsets[c] to offsets[c + 1]. x is [G, n, D] of any float
+    dtype, sources int64 [G, K], weights float64 [G, K], offsets int32 [G, n + 1], own and divide
+    float64 [G, n]. Sums are float64 and the same for the same arguments.
+
+merge_mass(weights, offsets, own) -> float64 [G, n]
+    own and the sum of the weights of each receiver's links. It comes with `merge_rows`.
+
+gram(below, own, rows) -> float64 [3, G, P]
+    Inner products of pairs of vectors among [G, N, D] of any one float dtype: of below with itself,
+    of below with own, of own with itself. rows are two int64 [G, P], which vectors are paired;
+    without them each is paired with its counterpart, and P is N.
+
+blend(below, own, a, b) -> float64 [G, N, D]
+    a * below + b * own with a, b float64 [G, N]; a product or sum that is NaN is 0. It comes with
+    `gram`.
+
+generated(name, source) -> run
+    Compiles Triton source that `triton_source` wrote for the policy of that name, and gives its
+    function `run`, whose arguments and results the source documents. It launches without waiting
+    for the device.
+
+split(total, weights, limit, *, cascade=False) -> float64 [L]
+    `split[layer]` or `cascade[layer]` (`ir/split.py`) of an int up to LARGEST_SPLIT by float64 [L],
+    which it rounds to float32; no layer takes more than the int `limit`, None for no limit. The
+    host divides where data decide the total or a maximum, where maxima differ or a total is larger.
+
+Dimensions: G KV heads, n tokens of a layer, D head size, S slots, E rows of a pool, M cached
+positions of a layer, P dropped entries, K links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+
+import torch
+
+Kernels = Mapping[str, Callable]
+NONE: Kernels = MappingProxyType({})
+
+MOST_LAYERS = 16  # that "var_of_layers" and "any_of_layers" reduce
+LARGEST_SPLIT = 2**28 - 1  # entries in all layers that the kernel "split" divides
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Keys or values of one layer in a server's pool: token t of KV head g is pool[slots[t], g].
+
+    Attributes:
+        pool: [S, G, D].
+        slots: int64 [n].
+    """
+
+    pool: torch.Tensor
+    slots: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pool.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.slots.device
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(G, n, D), as of the dense tensor."""
+        return self.pool.shape[1], self.slots.shape[0], self.pool.shape[2]
+
+    def dense(self) -> torch.Tensor:
+        """[G, n, D], a copy, made once."""
+        return self.copied
+
+    @cached_property
+    def copied(self) -> torch.Tensor:
+        """As `dense`."""
+        return self.pool[self.slots].transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Keys or values of a request that decodes: entry j of KV head g is row pool[ids[g, j]].
+
+    Attributes:
+        pool: [E, D].
+        ids: int64 [G, M]; of entries that a KV head does not hold any row of the pool, which is
+            not looked at.
+    """
+
+    pool: torch.Tensor
+    ids: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pool.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.ids.device
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(G, M, D), as of the dense tensor."""
+        return self.ids.shape[0], self.ids.shape[1], self.pool.shape[1]
+
+    def dense(self) -> torch.Tensor:
+        """[G, M, D], a copy, made once; what a KV head does not hold means nothing."""
+        return self.copied
+
+    @cached_property
+    def copied(self) -> torch.Tensor:
+        """As `dense`."""
+        return self.pool[self.ids]
+
+
+# Keys or values [G, n, D]: a tensor, or rows of a server's pool.
+Keys = torch.Tensor | Slots | Entries
+
+
+def dense(x: Keys) -> torch.Tensor:
+    """Keys or values [G, n, D] wherever they lie."""
+    return x if isinstance(x, torch.Tensor) else x.dense()

@@ -1,0 +1,230 @@
+"""Order and selection in the torch program: float32 keys, ties by index, no loop over heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from kvpolicy.dsl.execute.elementwise import kernel_for, mask
+from kvpolicy.dsl.execute.values import (
+    Frame,
+    Value,
+    aligned,
+    as_tensor,
+    of_layer,
+    sizes_of,
+    snapped,
+    union,
+)
+from kvpolicy.dsl.ir import counts
+from kvpolicy.dsl.ir.nodes import Node
+
+# Sort key below that of every float32, -inf included.
+_ABSENT = -(2**31)
+
+
+# Order and selection.
+
+
+def _competing(
+    x: Value, axes: tuple[str, ...], frame: Frame
+) -> tuple[torch.Tensor, list[int], list[int]]:
+    """Sort keys [..., M] of the values that compete, last and in the order of `axes` as written.
+
+    Returns:
+        int32 keys in the order of float32 (absent lowest), the permutation of the dimensions that
+        was applied, and the shape before the competing dimensions became one.
+    """
+    rest = [i for i, axis in enumerate(x.axes) if axis not in axes]
+    turn = rest + [x.axes.index(axis) for axis in axes]
+    found = kernel_for("keys", frame, x)
+    if found is not None:
+        kernel, there = found
+        keys = kernel(x.data.permute(turn), None if there is None else there.permute(turn))
+    else:
+        keys = sorting_keys(x).permute(turn)
+    shape = list(keys.shape)
+    return keys.reshape(*shape[: len(rest)], -1), turn, shape
+
+
+def sorting_keys(x: Value) -> torch.Tensor:
+    keys = x.data.float() + 0.0  # -0 becomes 0
+    keys = keys.view(torch.int32)
+    keys = keys ^ ((keys >> 31) & 0x7FFFFFFF)
+    if x.mask is None:
+        return keys
+    return torch.where(aligned(x.mask, x.mask_axes, x.axes), keys, _ABSENT)
+
+
+def _back(data: torch.Tensor, turn: list[int], shape: list[int]) -> torch.Tensor:
+    """Undoes the reshape and permutation of `_competing`."""
+    order = sorted(range(len(turn)), key=turn.__getitem__)
+    return data.reshape(shape).permute(order)
+
+
+def _select(keys: torch.Tensor, number: torch.Tensor | int) -> torch.Tensor:
+    """The `number` highest keys along the last dimension; of equal ones the first."""
+    size = keys.shape[-1]
+    if not size:
+        return torch.zeros_like(keys, dtype=torch.bool)
+    if isinstance(number, int):
+        if number <= 0:
+            return torch.zeros_like(keys, dtype=torch.bool)
+        if number >= size:
+            return keys > _ABSENT
+        least = torch.topk(keys, number, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    else:
+        number = number.clamp(0, size).long()
+        ordered = keys.sort(dim=-1, descending=True).values
+        least = ordered.gather(-1, (number - 1).clamp(min=0).expand(*keys.shape[:-1], 1))
+    above, equal = keys > least, keys == least
+    wanted = number - above.sum(-1, keepdim=True)
+    return (above | (equal & (equal.cumsum(-1) <= wanted))) & (keys > _ABSENT)
+
+
+def top(node: Node, frame: Frame, x: Value, count: Value) -> Value:
+    """The `count` highest along `node.axes`."""
+    known = not isinstance(count.data, torch.Tensor) and frame.there is None
+    if node.origin in ("recent", "sinks") and known:
+        return _ends(node, frame, count)
+    return _top(frame, x, count, node.axes)
+
+
+def _ends(node: Node, frame: Frame, count: Value) -> Value:
+    """The first or last tokens, without sorting positions."""
+    number = counts.whole(count.data, frame.tokens)
+    order = torch.arange(frame.tokens, device=frame.device)
+    data = order < number if node.origin == "sinks" else order >= frame.tokens - number
+    return Value(data, ("token",))
+
+
+def _top(frame: Frame, x: Value, count: Value, axes: tuple[str, ...]) -> Value:
+    if "layer" in axes and "layer" in count.axes:
+        return _top_of_each_layer(frame, x, count, axes)
+    rest = tuple(axis for axis in x.axes if axis not in axes)
+    number = count.data
+    if isinstance(number, torch.Tensor):
+        number = snapped(number.double()).floor().nan_to_num(0.0).clamp(0, 2.0**31)
+        missing = [axis for axis in count.axes if axis not in x.axes]
+        if missing:
+            wide = union(x.axes, count.axes)
+            sizes = {**sizes_of(x), **sizes_of(count)}
+            data = aligned(x.data, x.axes, wide).expand([sizes[axis] for axis in wide])
+            x = Value(data, wide, x.mask, x.mask_axes)
+            rest = tuple(axis for axis in wide if axis not in axes)
+        number = aligned(number, count.axes, rest) if count.axes else number
+        number = number.reshape(*(number.shape or [1] * len(rest)), 1)
+    else:
+        number = counts.whole(number, 2**31)
+    keys, turn, shape = _competing(x, axes, frame)
+    kernel = frame.kernels.get("top")
+    chosen = _select(keys, number) if kernel is None else _by_rows(kernel, keys, number)
+    return Value(_back(chosen, turn, shape), x.axes)
+
+
+def _top_of_each_layer(frame: Frame, x: Value, count: Value, axes: tuple[str, ...]) -> Value:
+    """Layers compete, and each counts the winners for itself."""
+    parts = []
+    for layer in range(sizes_of(x)["layer"]):
+        made = _top(frame, x, of_layer(count, layer), axes)
+        at = made.axes.index("layer")
+        parts.append(as_tensor(made.data, frame).select(at, layer))
+    return Value(torch.stack(parts, at), made.axes)
+
+
+def _by_rows(kernel: Callable, keys: torch.Tensor, number: torch.Tensor | int) -> torch.Tensor:
+    """`_select` by the kernel "top", which knows rows and one number for all or for each."""
+    rows = keys.shape[:-1].numel()
+    if not isinstance(number, int):
+        number = number.long().expand(*keys.shape[:-1], 1).reshape(rows, 1)
+    return kernel(keys.reshape(rows, keys.shape[-1]), number).view(keys.shape)
+
+
+def rank(node: Node, frame: Frame, x: Value) -> Value:
+    """1 for the highest along `node.axes`."""
+    keys, turn, shape = _competing(x, node.axes, frame)
+    kernel = frame.kernels.get("rank")
+    if kernel is not None:
+        places = kernel(keys.reshape(keys.shape[:-1].numel(), keys.shape[-1]))
+    else:
+        # Stable: of equal keys the first stays first, also where the highest come first.
+        first = keys.sort(dim=-1, descending=True, stable=True).indices
+        order = torch.arange(1, keys.shape[-1] + 1, dtype=torch.float64, device=keys.device)
+        places = torch.empty(keys.shape, dtype=torch.float64, device=keys.device)
+        places.scatter_(-1, first, order.expand_as(first))
+    return Value(_back(places, turn, shape), x.axes, x.mask, x.mask_axes, finite=True)
+
+
+def index(node: Node, frame: Frame, x: Value) -> Value:
+    """0, 1, ... along an axis."""
+    size = x.data.shape[x.axes.index(node.axes[0])]
+    first = frame.rows.start if frame.rows is not None and node.axes == ("query",) else 0
+    data = torch.arange(first, first + size, dtype=torch.float64, device=frame.device)
+    return Value(data, node.axes, finite=True)
+
+
+def _taken(x: Value, frame: Frame) -> Value:
+    """How many entries a set holds per KV head, of those that the head holds."""
+    x = frame.present(x) if "token" in x.axes else x
+    if "token" not in x.axes:
+        return _times(x, frame.candidates())
+    axes = tuple(axis for axis in x.axes if axis != "token")
+    return Value(x.data.sum(x.axes.index("token")), axes)
+
+
+def _times(x: Value, number: Value) -> Value:
+    """A number where a condition holds, else 0."""
+    if not isinstance(x.data, torch.Tensor):
+        return number if x.data else Value(0)
+    axes = union(x.axes, number.axes)
+    data = aligned(x.data, x.axes, axes) * aligned(number.data, number.axes, axes)
+    return Value(data, axes)
+
+
+def _over(number: Value, node: Node, frame: Frame) -> Value:
+    """A number per KV head added up over those of `kv`, `layer` that compete."""
+    for axis, size in (("kv", frame.bound.shape.kv_heads), ("layer", frame.bound.shape.layers)):
+        if axis not in node.axes:
+            continue
+        if axis in number.axes:
+            rest = tuple(each for each in number.axes if each != axis)
+            number = Value(number.data.sum(number.axes.index(axis)), rest)
+        else:
+            number = Value(number.data * size, number.axes)
+    return number
+
+
+def missing(node: Node, frame: Frame, budget: Value, taken: Value) -> Value:
+    """Entries that the budget still has room for."""
+    held = _taken(taken, frame)
+    axes = union(budget.axes, held.axes)
+    data = aligned(budget.data, budget.axes, axes) - aligned(held.data, held.axes, axes)
+    data = data.clamp(min=0) if isinstance(data, torch.Tensor) else max(0, data)
+    return _over(Value(data, axes), node, frame)
+
+
+def remaining(node: Node, frame: Frame, taken: Value) -> Value:
+    """Candidates that are not taken."""
+    held, number = _taken(taken, frame), frame.candidates()
+    axes = union(number.axes, held.axes)
+    data = aligned(number.data, number.axes, axes) - aligned(held.data, held.axes, axes)
+    return _over(Value(data, axes), node, frame)
+
+
+def fill(node: Node, frame: Frame, x: Value, taken: Value, number: Value, left: Value) -> Value:
+    """`taken` and the best of the rest; everything if everything fits."""
+    known = not any(isinstance(each.data, torch.Tensor) for each in (number, left))
+    if known and left.data <= number.data:
+        data = torch.ones(frame.tokens, dtype=torch.bool, device=frame.device)
+        return frame.present(Value(data, ("token",)))
+    free = frame.present(Value(~as_tensor(taken.data, frame), taken.axes))
+    chosen = _top(frame, mask(node, frame, x, free), number, node.axes)
+    axes = union(chosen.axes, taken.axes)
+    data = aligned(chosen.data, chosen.axes, axes) | aligned(taken.data, taken.axes, axes)
+    if known:
+        return Value(data, axes)
+    wide = union(number.axes, left.axes)
+    fits = aligned(left.data, left.axes, wide) <= aligned(number.data, number.axes, wide)
+    axes_all = union(axes, wide)
+    whole = Value(aligned(data, axes, axes_all) | aligned(fits, wide, axes_all), axes_all)
+    return frame.present(whole)

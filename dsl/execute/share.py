@@ -1,0 +1,103 @@
+"""Two layers that store one direction per entry: what a torch program computes for it.
+
+Dimensions: G KV heads, N tokens, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.execute.combination import Combinations
+from kvpolicy.dsl.execute.evaluate import Evaluation, spread
+from kvpolicy.dsl.execute.kernels import NONE, Kernels
+from kvpolicy.dsl.execute.values import Frame, Value, aligned, as_tensor, filled
+from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.traverse import nodes_of
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+_AXES = ("kv", "token")
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What two layers store together.
+
+    Attributes:
+        direction_k, direction_v: float64 [G, N, D]; None where `apply` leaves it out.
+        except_k, except_v: bool [G, N]: entries that keep both vectors.
+    """
+
+    direction_k: torch.Tensor | None
+    direction_v: torch.Tensor | None
+    except_k: torch.Tensor | None
+    except_v: torch.Tensor | None
+
+
+def shared(
+    bound: Bound, prompt: int, layer: int, below: Pair, own: Pair, kernels: Kernels = NONE
+) -> Shared | None:
+    """Directions and exceptions at a layer; None where `share.when` does not hold.
+
+    Args:
+        bound: the policy.
+        prompt: N.
+        layer: from 0; there is a layer below.
+        below, own: keys and values [G, N, D] of the layer below and of this one.
+        kernels: by name, see `torch_kernels`.
+    """
+    share = bound.share
+    if share is None or prompt == 0 or not bound.number(share.when, prompt, layer):
+        return None
+    made: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+    for name, under, upper in zip(("key", "value"), below, own, strict=True):
+        made[name] = (None, None)
+        if name not in share.apply:
+            continue
+        frame = Frame(
+            bound, prompt, upper.device, bound.shape.kv_heads, prompt=prompt, layer=layer,
+            k=own[0], v=own[1], kernels=kernels,
+        )  # fmt: skip
+        vectors = {"below": under, "own": upper}
+        made[name] = _one(Evaluation(frame), share.direction, share.exceptions, vectors)
+    return Shared(made["key"][0], made["value"][0], made["key"][1], made["value"][1])
+
+
+def side_of_share(node: Node) -> int | None:
+    """0 for the vectors of the layer below, 1 for those of this one."""
+    return ("below", "own").index(node.value) if node.op == "special" else None
+
+
+def _one(
+    evaluation: Evaluation,
+    direction: Node,
+    exceptions: Node | None,
+    vectors: dict[str, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    def special(node: Node, _: Evaluation) -> Value:
+        return Value(vectors[node.value].double(), ("kv", "token", "dim"), finite=True)
+
+    evaluation = replace(evaluation, extra={"special": special})
+    kernels, weights = evaluation.frame.kernels, None
+    # NaN or infinity decides nothing: both vectors stay.
+    if "gram" in kernels:
+        inner = kernels["gram"](vectors["below"], vectors["own"])
+        finite = inner.isfinite().all()
+        products = [Value(x, _AXES) for x in inner]
+        combinations = Combinations(evaluation, side_of_share, lambda: products)
+        combinations.prepare(nodes_of([direction, exceptions]))
+        weights = combinations.weights(direction)
+    else:
+        finite = torch.stack([x.isfinite().all() for x in vectors.values()]).all()
+    if weights is not None:
+        a, b = (spread(x, _AXES, evaluation.frame) for x in weights)
+        data = kernels["blend"](vectors["below"], vectors["own"], a, b)
+    else:
+        x = evaluation.value(direction)
+        data = aligned(as_tensor(filled(x, 0.0), evaluation.frame), x.axes, (*_AXES, "dim"))
+        data = data.double().expand(vectors["own"].shape)
+    apart = torch.zeros(data.shape[:2], dtype=torch.bool, device=data.device)
+    if exceptions is not None:
+        apart = spread(evaluation.value(exceptions), _AXES, evaluation.frame)
+    return torch.where(finite, data, 0.0), apart | ~finite

@@ -1,0 +1,292 @@
+"""Values of the torch program: named axes, absent values, float64 data on any device.
+
+A value's tensor has one dimension per axis, in canonical order; `layer` comes first where the
+values of all layers are held together, after the last layer. Absent values are a mask with axes of
+its own, so that a mask over tokens costs N bits and not a copy of the data; what the data hold
+where the mask is false means nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+import torch
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.execute.kernels import NONE, Kernels, Keys, dense
+from kvpolicy.dsl.ir import counts
+from kvpolicy.dsl.ir.nodes import AXES, Node, Type
+
+ORDER = ("layer", *AXES)
+
+# Where numbers are computed that only the host needs, so that no step waits for the device.
+HOST = torch.device("cpu")
+
+Scalar = float | bool | int
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A number or truth value with named axes.
+
+    Attributes:
+        data: float64 or bool tensor with a dimension per axis, or a Python scalar without axes.
+        axes: names in the order of `ORDER`.
+        mask: bool tensor, false where the value is absent; None: present everywhere.
+        mask_axes: axes of `mask`, among `axes`.
+        zero: `data` are 0 where absent, so that a sum needs no masking.
+        finite: no present value is infinite, so that sums and products cannot be NaN.
+    """
+
+    data: torch.Tensor | Scalar
+    axes: tuple[str, ...] = ()
+    mask: torch.Tensor | None = None
+    mask_axes: tuple[str, ...] = ()
+    zero: bool = False
+    finite: bool = False
+
+
+@dataclass
+class Frame:
+    """Where operations find the tensors of the layer (or block of KV heads) at hand.
+
+    Attributes:
+        bound: the policy; `tokens`: candidates of this layer, n in the prefill (N unless some
+            propagated), M in decode; `kv` KV heads in this block, the first `kv_start`.
+        prompt: N; None: `tokens`.
+        layer: this layer, or None after the last one.
+        q: [H, T, D] last queries; k, v: [G, n, D], or where a server's pool has them: torch
+            operations read `keys` and `values`; heads of this block only.
+        positions: int64 [n] original positions, ascending; None: 0 to n - 1.
+        there: bool [G, n]: which KV head holds which candidate; None: all hold all.
+        query_positions: int64 [T], in decode; None: `q` are of the last T tokens.
+        rows: part of a window's queries that is computed at a time; None: all.
+        last: how many queries `all` and `new` are just now; None: one per token.
+        generated: decode steps, this one included; None: in the prefill.
+        steps: so many decode steps are evaluated at once, the last of which is `generated`: `new`
+            reads their queries, and every value per query and token is absent (false) where the
+            token comes after the query. None: one step.
+        kernels: by name, see `torch_kernels`.
+        held: candidates per KV head, where that is not `tokens`.
+        fixed: tensors that live as long as the plan, by id; masks made of these are made once.
+        memo: what was made of `fixed` tensors.
+        checks: 0-d bool tensors, false if the model's tensors hold NaN or infinity.
+    """
+
+    bound: Bound
+    tokens: int
+    device: torch.device
+    kv: int
+    kv_start: int = 0
+    prompt: int | None = None
+    layer: int | None = None
+    q: torch.Tensor | None = None
+    k: Keys | None = None
+    v: Keys | None = None
+    positions: torch.Tensor | None = None
+    there: torch.Tensor | None = None
+    query_positions: torch.Tensor | None = None
+    rows: slice | None = None
+    last: int | None = None
+    generated: int | None = None
+    steps: int | None = None
+    kernels: Kernels = field(default_factory=lambda: NONE)
+    held: Value | None = None
+    fixed: dict[int, torch.Tensor] = field(default_factory=dict)
+    memo: dict[tuple, torch.Tensor] = field(default_factory=dict)
+    checks: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """[G, n, D] keys; gathered from the pool where that has not been done."""
+        return self._gathered(self.k)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """[G, n, D] values, the same."""
+        return self._gathered(self.v)
+
+    def _gathered(self, x: Keys) -> torch.Tensor:
+        """What a KV head does not hold is 0: rows of the pool that mean nothing may hold NaN."""
+        made = dense(x)
+        if x is made or self.there is None:
+            return made
+        return made.masked_fill(~self.there[..., None], 0)
+
+    @property
+    def places(self) -> torch.Tensor:
+        """int64 [n]: original positions of the candidates."""
+        if self.positions is not None:
+            return self.positions
+        return torch.arange(self.tokens, device=self.device)
+
+    def number(self, node: Node) -> Fraction | float | bool:
+        """A scalar that the host knows."""
+        prompt = self.tokens if self.prompt is None else self.prompt
+        length = None if self.generated is not None else self.tokens
+        return self.bound.number(
+            node, prompt, self.layer or 0, length=length, generated=self.generated
+        )
+
+    def window(self, node: Node) -> int:
+        """How many last queries one `attn`, `logits` or `distance` reads."""
+        return self._asking(str(node.value), node.args[0] if node.args else None)
+
+    def _asking(self, kind: str, count: Node | None) -> int:
+        most = self.tokens if self.query_positions is None else len(self.query_positions)
+        if kind == "new" and self.generated is not None:
+            return self.steps or 1
+        if count is None:
+            return most if self.last is None else self.last
+        return counts.whole(self.number(count), most)
+
+    def size(self, axis: str, type_: Type) -> int:
+        """How long an axis of a type is here, but for `dropped` and `channel`."""
+        extent = type_.extent(axis)
+        if extent is not None and axis == "query":
+            return len(range(self._asking(extent.kind, extent.count))[self.rows or slice(None)])
+        if extent is not None and extent.count is not None:
+            return counts.whole(self.number(extent.count), self.bound.shape.layers)
+        shape = self.bound.shape
+        sizes = {"kv": self.kv, "group": shape.group, "token": self.tokens, "dim": shape.head_dim}
+        return sizes[axis]
+
+    def present(self, x: Value) -> Value:
+        """A value per token, absent (a set: false) where a KV head does not hold the token."""
+        return x if self.there is None else self._within(x, self.there, ("kv", "token"))
+
+    def asked(self, x: Value) -> Value:
+        """A value per query and token, absent (a set: false) where the token comes later."""
+        positions = self.query_positions[self.rows or slice(None)]
+        return self._within(x, self.places <= positions[:, None], ("query", "token"))
+
+    def _within(self, x: Value, there: torch.Tensor, own: tuple[str, ...]) -> Value:
+        axes = union(x.axes, own)
+        sizes = {**sizes_of(x), "kv": self.kv, "token": self.tokens}
+        data = aligned(as_tensor(x.data, self), x.axes, axes).expand([sizes[axis] for axis in axes])
+        if data.dtype == torch.bool:
+            data = data & aligned(there, own, axes)
+            return Value(data, axes, x.mask, x.mask_axes, finite=True)
+        mask, mask_axes = there, own
+        if x.mask is not None:
+            mask, mask_axes = self.conjunction(x.mask, x.mask_axes, mask, own)
+        return Value(data, axes, mask, mask_axes, finite=x.finite)
+
+    def candidates(self) -> Value:
+        """How many candidates there are, per KV head where these differ."""
+        if self.held is not None:
+            return self.held
+        if self.there is None:
+            return Value(self.tokens)
+        return Value(self.there.sum(-1), ("kv",), finite=True)
+
+    def both(self, a: Value, b: Value) -> tuple[torch.Tensor | None, tuple[str, ...]]:
+        """Where both are present."""
+        if a.mask is None or b.mask is None or a.mask is b.mask:
+            return (b.mask, b.mask_axes) if a.mask is None else (a.mask, a.mask_axes)
+        return self.conjunction(a.mask, a.mask_axes, b.mask, b.mask_axes)
+
+    def conjunction(
+        self, a: torch.Tensor, a_axes: tuple[str, ...], b: torch.Tensor, b_axes: tuple[str, ...]
+    ) -> tuple[torch.Tensor, tuple[str, ...]]:
+        """`a and b` of two masks."""
+        axes = union(a_axes, b_axes)
+        return self.once(
+            ("and", id(a), id(b)),
+            (a, b),
+            lambda: aligned(a, a_axes, axes) & aligned(b, b_axes, axes),
+        ), axes
+
+    def once(
+        self, key: tuple, sources: Sequence[torch.Tensor], make: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """`make()`, remembered for later layers if all `sources` live as long as the plan."""
+        if not all(id(source) in self.fixed for source in sources):
+            return make()
+        if key not in self.memo:
+            made = make()
+            self.memo[key] = self.fixed[id(made)] = made
+        return self.memo[key]
+
+
+def broadcast(x: Value, type_: Type, frame: Frame, dropped: int = 0) -> Value:
+    """The value repeated along those axes of a type that it lacks; no memory is taken.
+
+    `dropped` is the length of that axis.
+    """
+    missing = [axis for axis in type_.axes if axis not in x.axes]
+    if not missing:
+        return x
+    axes = union(x.axes, type_.axes)
+    sizes = {axis: dropped if axis == "dropped" else frame.size(axis, type_) for axis in missing}
+    sizes.update(sizes_of(x))
+    data = aligned(as_tensor(x.data, frame), x.axes, axes)
+    return replace(x, data=data.expand([sizes[axis] for axis in axes]), axes=axes)
+
+
+def union(*sets: tuple[str, ...]) -> tuple[str, ...]:
+    """All axes, in order."""
+    first = sets[0]
+    if all(axes == first or not axes for axes in sets):
+        return first
+    names = set().union(*sets)
+    return tuple(axis for axis in ORDER if axis in names)
+
+
+def aligned(data: torch.Tensor | Scalar, axes: tuple[str, ...], to: tuple[str, ...]):
+    """The data with a dimension of size 1 for each axis of `to` that they lack."""
+    if axes == to or not axes:
+        return data
+    return data[tuple(slice(None) if axis in axes else None for axis in to)]
+
+
+def as_tensor(data: torch.Tensor | Scalar, frame: Frame) -> torch.Tensor:
+    return data if isinstance(data, torch.Tensor) else constant(data, frame.device)
+
+
+def constant(data: Scalar, device: torch.device) -> torch.Tensor:
+    """A number of the host, 0-d; nothing waits for the device, as `torch.tensor` does."""
+    kind = torch.bool if isinstance(data, bool) else torch.float64
+    return torch.full((), data, dtype=kind, device=device)
+
+
+def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on a device; the host does not wait for the copy."""
+    if device.type == "cuda" and x.device == HOST:
+        x = x.contiguous().pin_memory()
+    return x.to(device, non_blocking=True)
+
+
+def filled(x: Value, filler: Scalar) -> torch.Tensor:
+    """The data, with `filler` where absent."""
+    if x.mask is None:
+        return x.data
+    return torch.where(aligned(x.mask, x.mask_axes, x.axes), x.data, filler)
+
+
+def of_layer(x: Value, layer: int) -> Value:
+    """One layer's part."""
+    if "layer" not in x.axes:
+        return x
+    assert isinstance(x.data, torch.Tensor)
+    mask, mask_axes = x.mask, x.mask_axes
+    if mask is not None and "layer" in mask_axes:
+        mask, mask_axes = mask[layer], mask_axes[1:]
+    return replace(x, data=x.data[layer], axes=x.axes[1:], mask=mask, mask_axes=mask_axes)
+
+
+def snapped(x: torch.Tensor) -> torch.Tensor:
+    """`counts.snap` for tensors."""
+    nearest = torch.round(2 * x) / 2
+    return torch.where((x - nearest).abs() <= counts.SNAP * x.abs().clamp(min=1), nearest, x)
+
+
+def sizes_of(*values: Value) -> dict[str, int]:
+    """Size of every axis that the values have."""
+    return {
+        axis: size
+        for x in values
+        if x.axes
+        for axis, size in zip(x.axes, x.data.shape, strict=True)
+    }

@@ -1,0 +1,1 @@
+"""The definition of what a policy does: numpy, float64, clear over fast."""

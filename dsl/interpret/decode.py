@@ -1,0 +1,169 @@
+"""Decode steps of the interpreter: what is cached, what leaves, what is remembered.
+
+Dimensions: G KV heads, M cached positions of a layer, D head size, T steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.data.arrays import Array
+from kvpolicy.dsl.data.result import StepResult, Steps, reported
+from kvpolicy.dsl.interpret.merge import merge
+from kvpolicy.dsl.interpret.values import Decided, Evaluator, Layer
+
+
+@dataclass
+class Cache:
+    """The entries of one request between decode steps.
+
+    Attributes:
+        bound: the policy.
+        layers: their entries; keys and values of the dtype in which they are stored.
+        prompt: N tokens.
+        states: by name and layer; their axis `token` is the layer's entries.
+        merge_states: by name and layer.
+        budgets: per layer the prefill's numbers [G], or None.
+        decided: from a let's name and a layer to what the prefill decided.
+        position: of the next token.
+        generated: decode steps so far.
+    """
+
+    bound: Bound
+    layers: list[Layer]
+    prompt: int
+    states: dict[tuple[str, int], Array]
+    merge_states: dict[tuple[str, int], Array]
+    budgets: list[np.ndarray] | None
+    decided: Decided
+    position: int
+    generated: int = 0
+
+    def leave(self, layer: int, kept: np.ndarray) -> None:
+        """Drops every entry that is not kept (bool [G, M]); states follow their entries."""
+        here = self.layers[layer]
+        some = kept.any(0)
+        self.layers[layer] = replace(
+            here,
+            positions=here.positions[some],
+            keys=np.where(kept[..., None], here.keys, 0)[:, some],
+            values=np.where(kept[..., None], here.values, 0)[:, some],
+            there=kept[:, some],
+        )
+        for name, number in self.states:
+            state = self.states[name, number]
+            if number == layer and "token" in state.axes:
+                at, places = state.axes.index("token"), np.flatnonzero(some)
+                data, present = state.data.take(places, at), state.present.take(places, at)
+                self.states[name, number] = Array.of(state.axes, data, present)
+
+    def append(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+        """Adds the step's token, q [H, D], k and v [G, D], and forgets old queries."""
+        here, position = self.layers[layer], [self.position]
+        most = self.bound.step_queries(self.prompt)
+        queries = np.concatenate([here.queries, q[:, None]], 1)
+        first = max(0, queries.shape[1] - most)
+        self.layers[layer] = Layer(
+            np.concatenate([here.positions, position]).astype(np.int64),
+            np.concatenate([here.keys, k[:, None].astype(here.keys.dtype)], 1),
+            np.concatenate([here.values, v[:, None].astype(here.values.dtype)], 1),
+            queries[:, first:],
+            np.concatenate([here.query_positions, position])[first:],
+            np.concatenate([here.there, np.ones((len(k), 1), np.bool_)], 1),
+        )
+
+
+def decode(
+    cache: Cache, steps: Steps, inv_freq: np.ndarray | None, names: np.ndarray
+) -> list[StepResult]:
+    """Applies the rules of decode to the recorded steps.
+
+    Args:
+        cache: after the prefill; changed.
+        steps: q [T, L, H, D], k and v [T, L, G, D].
+        inv_freq: as of `interpret`.
+        names: the recording's position for each of the cache's.
+    """
+    results = []
+    for q, k, v in zip(*steps, strict=True):
+        cache.generated += 1
+        leaves = cache.bound.leaves_at(cache.generated, cache.prompt)
+        named: dict[str, list] = {}
+        for layer in range(len(cache.layers)):
+            cache.append(layer, q[layer], k[layer], v[layer])
+            if cache.bound.decode is not None:
+                _step(cache, layer, leaves, inv_freq, named)
+        cache.position += 1
+        results.append(_result(cache, names, named))
+    return results
+
+
+def _step(
+    cache: Cache, layer: int, leaves: bool, inv_freq: np.ndarray | None, named: dict[str, list]
+) -> None:
+    """One layer at one step: states advance, then entries leave."""
+    bound, rules = cache.bound, cache.bound.program.decode
+    here = {layer: cache.layers[layer]}
+    stored = {**cache.states, **cache.merge_states}
+    e = Evaluator(
+        bound, rules, here, cache.prompt, cache.generated, stored, cache.budgets,
+        decided=cache.decided,
+    )  # fmt: skip
+    for name in bound.decode.states:
+        cache.states[name, layer] = e.state(name, layer)
+    for name in bound.decode.lets:
+        value = e.value(rules.lets[name], layer) if leaves else None
+        named.setdefault(name, []).append(reported(value))
+    if not leaves:
+        return
+    there = cache.layers[layer].there
+    kept = e.spread(e.truth(rules.keep, layer), ("kv", "token"), layer).data & there
+    if (kept == there).all():
+        return
+    if rules.merge is not None:
+        merged = merge(e, rules.merge, layer, kept)
+        for name, state in merged.states.items():
+            cache.merge_states[name, layer] = state
+        _store(cache, layer, merged.keys, merged.values)
+    if bound.positions == "slots" and inv_freq is not None:
+        gone = there & ~kept
+        after = gone.sum(-1, keepdims=True) - gone.cumsum(-1)
+        keys = turned(cache.layers[layer].keys.astype(np.float64), after, inv_freq)
+        _store(cache, layer, keys, cache.layers[layer].values)
+    cache.leave(layer, kept)
+
+
+def _store(cache: Cache, layer: int, keys: np.ndarray, values: np.ndarray) -> None:
+    """Rounds once to the dtype in which entries are stored."""
+    here = cache.layers[layer]
+    dtype = here.keys.dtype
+    cache.layers[layer] = replace(here, keys=keys.astype(dtype), values=values.astype(dtype))
+
+
+def turned(keys: np.ndarray, shift: np.ndarray, inv_freq: np.ndarray) -> np.ndarray:
+    """Keys [G, M, D] moved forward by `shift` [G, M] positions: RoPE on dimensions i, i + D / 2."""
+    angle = shift[..., None] * np.asarray(inv_freq, np.float64)
+    cos, sin = np.cos(angle), np.sin(angle)
+    x, y = np.split(keys, 2, -1)
+    return np.concatenate([x * cos - y * sin, y * cos + x * sin], -1)
+
+
+def _result(cache: Cache, names: np.ndarray, named: dict[str, list]) -> StepResult:
+    kept, vectors = [], []
+    for here in cache.layers:
+        kept.append([names[here.positions[held]].tolist() for held in here.there])
+        rows = zip(here.keys, here.values, here.there, strict=True)
+        vectors.append([(k[held].astype(float), v[held].astype(float)) for k, v, held in rows])
+    rules = cache.bound.program.decode
+    merges = cache.bound.decode is not None and rules.merge is not None
+    states = rules.merge.states if merges else ()
+    thresholds = {
+        name: [reported(cache.merge_states.get((name, i))) for i in range(len(cache.layers))]
+        for name in states
+    }
+    changes = merges or cache.bound.positions == "slots"
+    changes = changes or cache.bound.program.prefill.merge is not None
+    changes = changes or cache.bound.share is not None
+    return StepResult(kept, vectors if changes else None, thresholds, named)

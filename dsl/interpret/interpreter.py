@@ -1,0 +1,275 @@
+"""The interpreter: it defines what a policy does. Clear over fast; numpy, float64.
+
+`interpret` applies a policy to one whole prompt and the decode steps after it. What expressions
+mean stands in `values.py`, how they select in `select.py`, what becomes of
+dropped entries in `merge.py`, a decode step in `decode.py`.
+
+Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, D head size, T steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.data.arrays import Array
+from kvpolicy.dsl.data.recording import check_layer_queries
+from kvpolicy.dsl.data.result import LayerValue, Result, Steps, reported
+from kvpolicy.dsl.interpret.decode import Cache, decode, turned
+from kvpolicy.dsl.interpret.merge import merge, shared
+from kvpolicy.dsl.interpret.select import whole_budget
+from kvpolicy.dsl.interpret.values import Evaluator, Layer
+from kvpolicy.dsl.ir.nodes import Node, Rules
+from kvpolicy.dsl.syntax.diagnostics import refused
+
+_MOST = 2.0**62  # stands for infinity in reported budgets
+
+
+def interpret(
+    bound: Bound,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    steps: Steps | None = None,
+    inv_freq: np.ndarray | None = None,
+) -> Result:
+    """Applies a policy to the tensors of one whole prompt, and of the decode steps after it.
+
+    Without hidden states, what deeper layers compute of propagated tokens is taken from the
+    recording: their rows there. A restart likewise takes the recorded rows of the chosen tokens.
+
+    Args:
+        bound: the policy with its model and parameters.
+        q: [L, H, T, D] queries after RoPE; T is N, or at least `bound.queries(N)` last ones.
+        k: [L, G, N, D] keys after RoPE.
+        v: [L, G, N, D] values.
+        steps: the new token of each decode step.
+        inv_freq: [D / 2] angle per position by which RoPE turns dimensions i and i + D / 2, for
+            `positions: slots`; without it keys are not turned.
+
+    Raises:
+        PolicyError: the policy needs data that these tensors do not hold, or they hold NaN.
+    """
+    _check_finite(bound, q, k, v, *(steps or ()))
+    tokens = k.shape[2]
+    everything = np.arange(tokens)
+    first = _Pass(bound, q, k, v, tokens)
+    acted = first.run(bound.propagates)
+    tested = first.tested(acted)
+    chosen, last = everything, first
+    if bound.restarts and acted:
+        chosen = next(iter(acted.values()))
+        rows = chosen[chosen >= tokens - q.shape[2]] - (tokens - q.shape[2])
+        last = _Pass(bound, q[:, :, rows], k[:, :, chosen], v[:, :, chosen], tokens)
+        last.run(propagate=False)
+    last.decide(inv_freq)
+    result = _result(last, chosen, tokens)
+    result = replace(result, named={**result.named, **tested} if tokens else {})
+    if acted:
+        positions = list(acted.values())[-1].tolist()
+        every = bound.program.propagate.every is not None
+        result = replace(
+            result,
+            selected_layer=None if every else next(iter(acted)),
+            propagated={i: x.tolist() for i, x in acted.items()} if every else positions,
+            positions=list(range(len(chosen))) if bound.restarts else positions,
+        )
+    if steps is not None:
+        names = np.concatenate([chosen, np.arange(tokens, tokens + len(steps[0]))])
+        result = replace(result, steps=decode(last.cache(), steps, inv_freq, names))
+    return result
+
+
+def _check_finite(bound: Bound, *tensors: np.ndarray) -> None:
+    for name, tensor in zip(("q", "k", "v", "q_step", "k_step", "v_step"), tensors, strict=False):
+        if not np.isfinite(tensor).all():
+            message = f"`{name}` holds NaN or infinity; nothing can be decided by it"
+            raise refused(bound.program.name, "data", message)
+
+
+@dataclass
+class _Pass:
+    """One prefill, over the N tokens of the prompt or those that a restart chose (n of them).
+
+    `k` and `v` have n tokens, `q` the last T of them; `prompt` is N.
+    """
+
+    bound: Bound
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    prompt: int
+    kept: list[np.ndarray] = field(default_factory=list)  # per layer, bool [G, tokens there]
+    vectors: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    merge_states: dict[tuple[str, int], Array] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.e = Evaluator(self.bound, self.bound.program.prefill, {}, self.prompt)
+        self.keep = self.e.rules.keep or Node("all")
+        self.tokens = self.k.shape[2]
+
+    def run(self, propagate: bool) -> dict[int, np.ndarray]:
+        """Computes the layers, and which tokens reach them.
+
+        Returns:
+            The positions that go deeper, ascending, by layer that acted.
+        """
+        rules = self.bound.program.propagate
+        there, acted = np.arange(self.tokens), {}
+        for layer in self.e.every_layer:
+            self.e.layers[layer] = self._layer(layer, there)
+            if not propagate or not len(there) or (rules.first is not None and acted):
+                continue
+            if self.e.truth(rules.first or rules.every, layer).data:
+                acted[layer] = there = self._chosen(layer, there)
+                if self.bound.restarts:
+                    return acted
+        return acted
+
+    def tested(self, acted: dict[int, np.ndarray]) -> dict[str, list[LayerValue]]:
+        """Reported lets that `propagate` tests, at the layers where it does."""
+        lets = self.e.rules.lets
+        first = self.bound.propagates and self.bound.program.propagate.first is not None
+        last = next(iter(acted)) if first and acted else len(self.e.every_layer) - 1
+        return {
+            name: [
+                reported(self.e.value(lets[name], layer) if layer <= last else None)
+                for layer in self.e.every_layer
+            ]
+            for name in self.bound.tested
+        }
+
+    def _layer(self, layer: int, there: np.ndarray) -> Layer:
+        first = self.tokens - self.q.shape[2]
+        asking = there[there >= first]
+        check_layer_queries(self.bound, self.prompt, layer, len(asking), len(there))
+        kv = np.ones((self.k.shape[1], len(there)), np.bool_)
+        k, v = self.k[layer][:, there], self.v[layer][:, there]
+        return Layer(there, k, v, self.q[layer][:, asking - first], asking, kv)
+
+    def _chosen(self, layer: int, there: np.ndarray) -> np.ndarray:
+        """The positions in `propagate.tokens`; all if it holds none."""
+        rules = self.bound.program.propagate
+        self.e.own_budget = rules.budget
+        # No KV head has a set of its own here; what fills a budget is still computed for each.
+        chosen = self.e.spread(self.e.truth(rules.tokens, layer), ("kv", "token"), layer).data[0]
+        self.e.own_budget = self.e.rules.budget
+        return there[chosen] if chosen.any() else there
+
+    def decide(self, inv_freq: np.ndarray | None) -> None:
+        """Selects at every layer, then merges and rotates."""
+        e = self.e
+        for layer in e.every_layer:
+            self.kept.append(e.spread(e.truth(self.keep, layer), ("kv", "token"), layer).data)
+            for name in self.bound.rules.states:
+                e.state(name, layer)
+            e.forget_maps(layer)
+        if self.bound.share is not None:
+            self.vectors = shared(e, self.bound.program.share)
+            return
+        for layer, kept in enumerate(self.kept):
+            here = e.layers[layer]
+            keys, values = here.keys.astype(np.float64), here.values.astype(np.float64)
+            if e.rules.merge is not None and not kept.all():
+                merged = merge(e, e.rules.merge, layer, kept)
+                keys, values = merged.keys, merged.values
+                for name, state in merged.states.items():
+                    self.merge_states[name, layer] = state
+            if self.bound.positions == "slots" and inv_freq is not None:
+                # Tokens that did not reach the layer take no slot there either.
+                gone = np.ones((len(kept), self.tokens), np.bool_)
+                gone[:, here.positions] = ~kept
+                after = gone.sum(-1, keepdims=True) - gone.cumsum(-1)
+                keys = turned(keys, after[:, here.positions], inv_freq)
+            self.vectors.append((keys, values))
+
+    def cache(self) -> Cache:
+        """What decode begins with."""
+        bound, e = self.bound, self.e
+        decode = bound.decode or Rules()
+        states = {
+            (name, layer): e.state(name, layer)
+            for name, state in decode.states.items()
+            for layer in e.every_layer
+            if state.inherited
+        }
+        merging = decode.merge.states if decode.merge else {}
+        inherited = {name for name, state in merging.items() if state.inherited}
+        merge_states = {key: x for key, x in self.merge_states.items() if key[0] in inherited}
+        budgets = None
+        if e.rules.budget is not None:
+            budgets = [
+                e.spread(whole_budget(e, layer), ("kv",), layer).data for layer in e.every_layer
+            ]
+        dtype = self.k.dtype
+        queries = bound.step_queries(self.prompt)
+        layers = []
+        for here, (keys, values) in zip(e.layers.values(), self.vectors, strict=True):
+            first = max(0, len(here.query_positions) - queries)
+            layers.append(
+                replace(
+                    here,
+                    keys=keys.astype(dtype),
+                    values=values.astype(dtype),
+                    queries=here.queries[:, first:],
+                    query_positions=here.query_positions[first:],
+                )
+            )
+        cache = Cache(
+            bound, layers, self.prompt, states, merge_states, budgets,
+            lambda name, layer: e.value(e.rules.decided[name], layer), self.tokens,
+        )  # fmt: skip
+        for layer, kept in enumerate(self.kept):
+            cache.leave(layer, kept)
+        return cache
+
+
+def _result(last: _Pass, chosen: np.ndarray, tokens: int) -> Result:
+    """The result of a pass over the tokens `chosen` of N."""
+    e, bound = last.e, last.bound
+    kv = last.k.shape[1]
+    kept, budgets, scores, merged = [], [], [], []
+    for layer in e.every_layer:
+        where = chosen[e.layers[layer].positions]
+        kept.append(_on_prompt(last.kept[layer], where, tokens, False))
+        if e.rules.budget is not None:
+            budget = e.spread(whole_budget(e, layer), ("kv",), layer).data
+            budgets.append(np.clip(budget, -_MOST, _MOST).astype(np.int64))
+        if e.rules.score is not None:
+            score = e.spread(e.value(e.rules.score, layer), ("kv", "token"), layer)
+            score = np.where(score.present, score.data, np.nan)
+            scores.append(_on_prompt(score, where, tokens, np.nan))
+        merged.append(tuple(_on_prompt(x, where, tokens, 0.0) for x in last.vectors[layer]))
+    changes = e.rules.merge is not None or bound.share is not None or bound.positions == "slots"
+    names = () if e.rules.merge is None else e.rules.merge.states
+    thresholds = {
+        name: [reported(last.merge_states.get((name, layer))) for layer in e.every_layer]
+        for name in names
+    }
+    if tokens == 0:
+        return Result([np.zeros((kv, 0), np.bool_) for _ in kept], None, None)
+    return Result(
+        kept,
+        budgets or None,
+        scores or None,
+        merged=merged if changes else None,
+        thresholds=thresholds,
+        named=_named(last),
+    )
+
+
+def _named(last: _Pass) -> dict[str, list[LayerValue]]:
+    names = last.bound.rules.lets.keys() - last.bound.tested
+    lets = {name: last.e.rules.lets[name] for name in names}
+    return {
+        name: [reported(last.e.value(node, layer)) for layer in last.e.every_layer]
+        for name, node in lets.items()
+    }
+
+
+def _on_prompt(x: np.ndarray, where: np.ndarray, tokens: int, fill: float | bool) -> np.ndarray:
+    """[G, n, ...] values at the places `where` of the N tokens."""
+    result = np.full((len(x), tokens, *x.shape[2:]), fill, x.dtype)
+    result[:, where] = x
+    return result

@@ -1,0 +1,410 @@
+"""Values of a policy's expressions: what the interpreter computes at the layers it is given.
+
+Every value is computed from the definition in docs/language.md, without the rewriting that the
+torch program uses, so that the two are independent. The prefill, the decode steps and the merges of
+the interpreter say which entries there are; this says what expressions mean on them.
+
+Dimensions: L layers, H query heads, G KV heads, M candidates of a layer, T queries, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.data import arrays
+from kvpolicy.dsl.data.arrays import Array
+from kvpolicy.dsl.interpret.select import SELECTIONS
+from kvpolicy.dsl.ir import counts
+from kvpolicy.dsl.ir.nodes import Node, Rules, State, Type
+from kvpolicy.dsl.syntax.diagnostics import refused
+
+Decided = Callable[[str, int], Array]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The entries of one layer that a selection chooses among.
+
+    Attributes:
+        positions: int64 [M], ascending.
+        keys, values: [G, M, D].
+        queries: [H, T, D], the last ones of this layer.
+        query_positions: int64 [T].
+        there: bool [G, M]: which KV head holds which entry.
+    """
+
+    positions: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    queries: np.ndarray
+    query_positions: np.ndarray
+    there: np.ndarray
+
+    @property
+    def ragged(self) -> bool:
+        """Whether KV heads hold different entries."""
+        return not self.there.all()
+
+
+class Evaluator:
+    """Values of nodes, each computed once per layer.
+
+    Args:
+        bound: the policy.
+        rules: the program's rules whose budget and states the names mean.
+        layers: by number; deeper ones may be added while lower ones are computed.
+        prompt: N tokens.
+        generated: which decode step, from 1; None in the prefill.
+        stored: values of states before this step, by name and layer.
+        budgets: per layer, the whole numbers [G] that the name `budget` means where the rules have
+            no budget of their own.
+        decided: in decode, from a let's name and a layer to what the prefill decided.
+        known: values that are known already; more are added.
+    """
+
+    def __init__(
+        self,
+        bound: Bound,
+        rules: Rules,
+        layers: dict[int, Layer],
+        prompt: int,
+        generated: int | None = None,
+        stored: Mapping[tuple[str, int], Array] | None = None,
+        budgets: list[np.ndarray] | None = None,
+        known: dict[tuple, Array] | None = None,
+        decided: Decided | None = None,
+    ) -> None:
+        self.bound, self.rules, self.layers = bound, rules, layers
+        self.prompt, self.generated = prompt, generated
+        self.stored, self.budgets, self.decided = stored or {}, budgets, decided
+        self.own_budget = rules.budget  # what an unsized `top` fills
+        self.states: dict[str, State] = dict(rules.states)
+        self.kv = bound.shape.kv_heads
+        self.every_layer = range(bound.shape.layers)
+        self.known: dict[tuple, Array] = {} if known is None else known
+        self._updating: str | None = None  # the state whose `next` is being computed
+        self._readers: dict[tuple[int, str], bool] = {}
+
+    def value(self, node: Node, layer: int) -> Array:
+        """The value of a node at a layer; absent where a KV head does not hold an entry."""
+        key = (id(node), layer, self._updating if self._reads_old(node) else None)
+        if key not in self.known:
+            self.known[key] = self._held(self._compute(node, layer), layer)
+        return self.known[key]
+
+    def _compute(self, node: Node, layer: int) -> Array:
+        if self.bound.static.needs(node) is not None:
+            number = self.number(node, layer)
+            return Array.of((), number if isinstance(number, bool) else float(number))
+        if node.op in arrays.FUNCTIONS:
+            arguments = (self.value(argument, layer) for argument in node.args)
+            return arrays.elementwise(arrays.FUNCTIONS[node.op], *arguments)
+        if node.op in arrays.LOGIC:
+            arguments = (self.truth(argument, layer) for argument in node.args)
+            return arrays.elementwise(arrays.LOGIC[node.op], *arguments)
+        if node.op in arrays.COMPARISONS:
+            arguments = (self.value(argument, layer) for argument in node.args)
+            return arrays.compare(arrays.COMPARISONS[node.op], *arguments)
+        if node.op in arrays.REDUCTIONS:
+            x = self.gathered(node.args[0], node.axes, layer)
+            return self.own(arrays.reduce(node.op, x, node.axes), node.axes, layer)
+        return self.special(node, layer)
+
+    def special(self, node: Node, layer: int) -> Array:
+        """Operations with rules of their own."""
+        if node.op in SELECTIONS:
+            return SELECTIONS[node.op](self, node, layer)
+        if node.op not in _LEAVES:
+            what = "a decode step" if self.generated else "the end of a layer's prefill"
+            name = self.bound.program.name
+            raise refused(name, "phase", f"`{node.op}` is not available at {what}")
+        return _LEAVES[node.op](self, node, layer)
+
+    def truth(self, node: Node, layer: int) -> Array:
+        """A truth value, false where absent."""
+        x = self.value(node, layer)
+        return Array.of(x.axes, x.data & x.present)
+
+    def number(self, node: Node, layer: int) -> Fraction | float:
+        """A scalar: exact if it is known without data."""
+        if self.bound.static.needs(node) is not None:
+            length = None if self.generated else self.candidates(layer)
+            return self.bound.number(
+                node, self.prompt, layer, length=length, generated=self.generated
+            )
+        return float(self.value(node, layer).data)
+
+    def candidates(self, layer: int) -> int:
+        """M, entries that some KV head holds; at a layer that is not there yet those of the prompt.
+
+        Only what needs no data is asked of such a layer.
+        """
+        return len(self.layers[layer].positions) if layer in self.layers else self.prompt
+
+    def forget_maps(self, layer: int) -> None:
+        """Drops the attention maps of a layer, which nothing across layers needs."""
+        for key in [k for k, x in self.known.items() if k[1] == layer and "query" in x.axes]:
+            del self.known[key]
+
+    def _held(self, x: Array, layer: int) -> Array:
+        if layer not in self.layers or not self.layers[layer].ragged:
+            return x
+        if not {"kv", "token"} <= set(x.axes):
+            return x
+        there = self.layers[layer].there
+        held = there.reshape([n if axis in ("kv", "token") else 1 for axis, n in _sizes(x)])
+        return Array.of(x.axes, x.data, x.present & held)
+
+    # States.
+
+    def _reads_old(self, node: Node) -> bool:
+        """Whether a node reads the state that is being updated, as it was before."""
+        if self._updating is None:
+            return False
+        key = (id(node), self._updating)
+        if key not in self._readers:
+            own = node.op == "state" and node.value == self._updating
+            self._readers[key] = own or any(self._reads_old(each) for each in node.args)
+        return self._readers[key]
+
+    def _state(self, node: Node, layer: int) -> Array:
+        if node.value == self._updating:
+            return self._before(node.value, layer)
+        return self.state(node.value, layer)
+
+    def state(self, name: str, layer: int) -> Array:
+        """A state after this step."""
+        key = (name, layer, "state")
+        if key not in self.known:
+            outer, self._updating = self._updating, name
+            update = self.states[name].next
+            if update is None:
+                self.known[key] = self._before(name, layer)
+            else:
+                self.known[key] = self.value(update, layer)
+            self._updating = outer
+        return self.known[key]
+
+    def _before(self, name: str, layer: int) -> Array:
+        """A state before this step: what was stored; of what is new, its start, or 0."""
+        state = self.states[name]
+        start = Array.of((), 0.0) if state.start is None else self.value(state.start, layer)
+        start = self.broadcast(start, state.type, layer)
+        old = self.stored.get((name, layer))
+        if old is None:
+            return start
+        if "token" not in old.axes:
+            return old
+        at, size = old.axes.index("token"), self.candidates(layer)
+        missing = size - old.data.shape[at]
+        if not missing:
+            return old
+        shape = list(old.data.shape)
+        shape[at] = size
+        fresh = [
+            np.broadcast_to(x, shape).take(range(size - missing, size), at)
+            for x in start.to(old.axes)
+        ]
+        pairs = zip((old.data, old.present), fresh, strict=True)
+        return Array.of(old.axes, *(np.concatenate(pair, at) for pair in pairs))
+
+    # Across layers.
+
+    def gathered(self, node: Node, axes: tuple[str, ...], layer: int) -> Array:
+        """A node's value at this layer, or at all layers if `axes` names `layer`."""
+        if "layer" not in axes:
+            return self.value(node, layer)
+        return self.stacked(lambda each: self.value(node, each), layer)
+
+    def stacked(self, value: Callable[[int], Array], layer: int) -> Array:
+        """The values of all layers, with the axis `layer` in front.
+
+        A layer's token axis is the prompt's; values are absent at tokens that did not reach it.
+        """
+        values = []
+        for each in self.every_layer:
+            values.append(self._everywhere(value(each), each))
+            if each != layer:
+                self.forget_maps(each)
+        return arrays.stack("layer", values)
+
+    def own(self, x: Array, axes: tuple[str, ...], layer: int) -> Array:
+        """This layer's part of what was computed across layers, at its own tokens."""
+        if "layer" not in axes:
+            return x
+        if "layer" in x.axes:
+            x = Array.of(x.axes[1:], x.data[layer], x.present[layer])
+        return self._at_tokens(x, layer)
+
+    def read_at(self, x: Array, source: int, layer: int) -> Array:
+        """A value of another layer at this layer's tokens; absent at tokens it does not have."""
+        return self._at_tokens(self._everywhere(x, source), layer)
+
+    def _everywhere(self, x: Array, layer: int) -> Array:
+        if "token" not in x.axes or not self.bound.propagates:
+            return x
+        at, positions = x.axes.index("token"), self.layers[layer].positions
+        shape = list(x.data.shape)
+        shape[at] = self.candidates(0)
+        data, present = np.zeros(shape, x.data.dtype), np.zeros(shape, np.bool_)
+        index = (*[slice(None)] * at, positions)
+        data[index], present[index] = x.data, x.present
+        return Array.of(x.axes, data, present)
+
+    def _at_tokens(self, x: Array, layer: int) -> Array:
+        if "token" not in x.axes or not self.bound.propagates:
+            return x
+        at, positions = x.axes.index("token"), self.layers[layer].positions
+        return Array.of(x.axes, x.data.take(positions, at), x.present.take(positions, at))
+
+    def spread(self, x: Array, axes: tuple[str, ...], layer: int) -> Array:
+        """The array repeated along those of `kv`, `token` that it lacks."""
+        sizes = {"kv": self.kv, "token": self.candidates(layer)}
+        shape = tuple(sizes[axis] for axis in axes)
+        data, present = x.to(axes)
+        return self._held(
+            Array.of(axes, np.broadcast_to(data, shape), np.broadcast_to(present, shape)), layer
+        )
+
+    def broadcast(self, x: Array, type_: Type, layer: int) -> Array:
+        """The array repeated along those axes of a type that it lacks."""
+        missing = [axis for axis in type_.axes if axis not in x.axes]
+        if not missing:
+            return x
+        axes = arrays.union(x, *(Array.of((axis,), [0.0]) for axis in missing))
+        sizes = {axis: self.size(axis, type_, layer) for axis in missing} | dict(_sizes(x))
+        shape = tuple(sizes[axis] for axis in axes)
+        data, present = (np.broadcast_to(each, shape) for each in x.to(axes))
+        return self._held(Array.of(axes, data, present), layer)
+
+    def size(self, axis: str, type_: Type, layer: int) -> int:
+        """How long an axis of a type is at a layer."""
+        extent = type_.extent(axis)
+        if extent is not None and axis == "query":
+            return self._asking(extent.kind, extent.count, layer)
+        if extent is not None and extent.count is not None:
+            return counts.whole(self.number(extent.count, layer), len(self.every_layer))
+        shape = self.bound.shape
+        tokens = self.candidates(layer)
+        return {"kv": self.kv, "group": shape.group, "token": tokens, "dim": shape.head_dim}[axis]
+
+    # Leaves.
+
+    def _per_token(self, data: np.ndarray, layer: int) -> Array:
+        """A value [token]; where KV heads hold different entries, each head has its own."""
+        x = Array.of(("token",), data)
+        return self.spread(x, ("kv", "token"), layer) if self.layers[layer].ragged else x
+
+    def _position(self, node: Node, layer: int) -> Array:
+        return self._per_token(self.layers[layer].positions, layer)
+
+    def _all(self, node: Node, layer: int) -> Array:
+        return self._per_token(np.ones(self.candidates(layer), dtype=np.bool_), layer)
+
+    def _new(self, node: Node, layer: int) -> Array:
+        """All tokens of the prompt; in decode the last entry."""
+        data = np.ones(self.candidates(layer), dtype=np.bool_)
+        if self.generated:
+            data[:-1] = False
+        return self._per_token(data, layer)
+
+    def _size(self, node: Node, layer: int) -> Array:
+        """`cached`; all other sizes the host knows."""
+        return Array.of(("kv",), self.layers[layer].there.sum(-1))
+
+    def _tensor(self, node: Node, layer: int) -> Array:
+        here = self.layers[layer]
+        return Array.of(("kv", "token", "dim"), here.keys if node.op == "key" else here.values)
+
+    def _window(self, node: Node, layer: int) -> int:
+        """How many last queries `attn`, `logits` or `distance` reads."""
+        return self._asking(str(node.value), node.args[0] if node.args else None, layer)
+
+    def _asking(self, kind: str, count: Node | None, layer: int) -> int:
+        known = len(self.layers[layer].query_positions)
+        if kind == "new" and self.generated:
+            return 1
+        most = known if self.generated else self.candidates(layer)
+        return most if count is None else counts.whole(self.number(count, layer), most)
+
+    def _distance(self, node: Node, layer: int) -> Array:
+        here, window = self.layers[layer], self._window(node, layer)
+        queries = here.query_positions[len(here.query_positions) - window :]
+        distance = queries[:, None] - here.positions
+        x = Array.of(("query", "token"), distance, distance >= 0)
+        if not here.ragged:
+            return x
+        shape = (self.kv, *distance.shape)
+        data, present = (np.broadcast_to(each, shape) for each in (x.data, x.present))
+        return Array.of(("kv", "query", "token"), data, present)
+
+    def _logits(self, node: Node, layer: int) -> Array:
+        """q.k / sqrt(D), absent where the token comes after the query."""
+        here, window = self.layers[layer], self._window(node, layer)
+        heads, total, size = here.queries.shape
+        q = here.queries[:, total - window :].astype(np.float64)
+        q = q.reshape(self.kv, heads // self.kv, window, size)
+        keys = here.keys.astype(np.float64)
+        logits = np.einsum("grwd,gnd->grwn", q, keys) / math.sqrt(size)
+        seen = here.query_positions[total - window :, None] >= here.positions
+        present = seen & here.there[:, None, None]
+        return Array.of(
+            ("kv", "group", "query", "token"), logits, np.broadcast_to(present, logits.shape)
+        )
+
+    def _attn(self, node: Node, layer: int) -> Array:
+        logits = self._logits(node, layer)
+        data = np.where(logits.present, logits.data, -np.inf)
+        highest = data.max(-1, keepdims=True, initial=-np.inf)
+        weights = np.exp(data - np.where(np.isfinite(highest), highest, 0.0))
+        total = weights.sum(-1, keepdims=True)
+        return Array.of(logits.axes, weights / np.where(total > 0, total, 1.0), logits.present)
+
+    def _uniform(self, node: Node, layer: int) -> Array:
+        seed = counts.seed(self.number(node.args[0], layer))
+        kv, token = np.arange(self.kv)[:, None], self.layers[layer].positions
+        numbers = counts.hashed(seed, layer, kv, token, self.generated or 0)
+        return Array.of(("kv", "token"), numbers / 2.0**32)
+
+    def _decided(self, node: Node, layer: int) -> Array:
+        assert self.decided is not None  # a leaf of the rules of decode
+        return self.decided(str(node.value), layer)
+
+    # Elementwise with their own rules.
+
+    def _mask(self, node: Node, layer: int) -> Array:
+        return arrays.mask(self.value(node.args[0], layer), self.value(node.args[1], layer))
+
+    def _choose(self, node: Node, layer: int) -> Array:
+        x, condition, y = node.args
+        if self.bound.static.needs(condition) is not None:
+            chosen = self.value(x if self.number(condition, layer) else y, layer)
+            return self.broadcast(chosen, node.type, layer)
+        return arrays.choose(*(self.value(each, layer) for each in node.args))
+
+
+def _sizes(x: Array) -> list[tuple[str, int]]:
+    return list(zip(x.axes, x.data.shape, strict=True))
+
+
+_LEAVES: dict[str, Callable[[Evaluator, Node, int], Array]] = {
+    "position": Evaluator._position,
+    "all": Evaluator._all,
+    "new": Evaluator._new,
+    "size": Evaluator._size,
+    "key": Evaluator._tensor,
+    "value": Evaluator._tensor,
+    "attn": Evaluator._attn,
+    "logits": Evaluator._logits,
+    "distance": Evaluator._distance,
+    "uniform": Evaluator._uniform,
+    "state": Evaluator._state,
+    "decided": Evaluator._decided,
+    "mask": Evaluator._mask,
+    "choose": Evaluator._choose,
+}

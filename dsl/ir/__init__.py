@@ -1,0 +1,1 @@
+"""The intermediate representation: nodes, their exact values, and rewriting them."""

@@ -1,0 +1,117 @@
+"""Arithmetic rules of the language that every execution shares: when a computed number decides.
+
+Two executions may add the same floats in another order, so a number that should be a whole one can
+come out a few units in the last place above or below it. Where a number is turned into a count
+(`floor`, `ceil`, `round`, `//`, `%`, counts of `top`, budgets, the shares of `split`), values this
+close to a multiple of one half are taken for it; where numbers are compared or ordered, they are
+first rounded to float32. Exact rationals need neither.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from ctypes import c_float
+from fractions import Fraction
+
+from kvpolicy.dsl.ir.split import cascade_layers, split_layers
+
+# Relative distance within which a computed number counts as the multiple of 1/2 next to it: far
+# above the error of float64 sums, far below one entry in a million.
+SNAP = 2.0**-32
+
+# More entries than any cache holds.
+_LARGE = 2**62
+
+Number = Fraction | float | int
+
+
+def snap(x: Number) -> Number:
+    """`x`, or the multiple of 1/2 that it misses only by rounding errors."""
+    if isinstance(x, Fraction | int) or not math.isfinite(x):
+        return x
+    nearest = round(2 * x) / 2
+    return nearest if abs(x - nearest) <= SNAP * max(1.0, abs(x)) else x
+
+
+def whole(x: Number, most: int) -> int:
+    """`floor(x)` as a count between 0 and `most`."""
+    x = snap(x)
+    if x >= most:
+        return most
+    return max(0, math.floor(x)) if x > 0 else 0
+
+
+def split(
+    total: Number,
+    weights: Sequence[Number],
+    maxima: Sequence[Number] | None,
+    *,
+    cascade: bool = False,
+) -> list[int]:
+    """`split[layer]`, or `cascade[layer]`, of numbers that may be computed ones; see split.py.
+
+    Weights decide who gets the odd entries, so that computed ones are rounded to float32.
+    """
+    weights = [c_float(x).value if isinstance(x, float) else x for x in weights]
+    caps = None if maxima is None else [whole(maximum, _LARGE) for maximum in maxima]
+    divide = cascade_layers if cascade else split_layers
+    return divide(whole(total, _LARGE), weights, caps)
+
+
+def seed(x: Number) -> int:
+    """The whole number by which a number seeds `uniform`; an infinity is 0."""
+    return math.floor(snap(x)) if math.isfinite(x) else 0
+
+
+def hashed(seed: int, layer: int, kv, token, generated: int = 0):
+    """Uniform whole numbers from 0 to 2^32 - 1 from a counter, the same in every execution.
+
+    Args:
+        seed, layer, generated: integers; decode steps, this one included, 0 in the prefill.
+        kv, token: int64 arrays (numpy or torch) that broadcast against each other.
+    """
+    bits = 0xFFFFFFFF
+    state = (seed & bits) + 0 * kv
+    for part in (layer, kv, token, generated):
+        # Both factors are below 2**31, so that no product leaves int64.
+        state = (state + 0x9E3779B9 * (part + 1)) & bits
+        state = ((state ^ (state >> 16)) * 0x21F0AAAD) & bits
+        state = ((state ^ (state >> 15)) * 0x735A2D97) & bits
+        state = state ^ (state >> 15)
+    return state
+
+
+def cluster(values: Sequence[float], k: int) -> list[int]:
+    """Labels of the best 1-D k-means of `values`; label 0 has the lowest mean.
+
+    Optimal by dynamic programming over the sorted values (O(k * L^2)); of equal partitions the one
+    whose later clusters are larger. With fewer distinct values than `k`, some labels are unused.
+    """
+    order = sorted(range(len(values)), key=lambda i: (values[i], i))
+    x = [float(values[i]) for i in order]
+    n = len(x)
+    k = max(1, min(k, n))
+    sums, squares = [0.0], [0.0]
+    for value in x:
+        sums.append(sums[-1] + value)
+        squares.append(squares[-1] + value * value)
+
+    def spread(first: int, end: int) -> float:
+        total = sums[end] - sums[first]
+        return squares[end] - squares[first] - total * total / (end - first)
+
+    best = [[0.0] + [math.inf] * n] + [[math.inf] * (n + 1) for _ in range(k)]
+    cut = [[0] * (n + 1) for _ in range(k + 1)]
+    for used in range(1, k + 1):
+        for end in range(used, n + 1):
+            for first in range(used - 1, end):
+                cost = best[used - 1][first] + spread(first, end)
+                if cost < best[used][end]:
+                    best[used][end], cut[used][end] = cost, first
+    labels, end = [0] * n, n
+    for used in range(k, 0, -1):
+        for i in range(cut[used][end], end):
+            labels[order[i]] = used - 1
+        end = cut[used][end]
+    return labels

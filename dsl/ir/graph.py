@@ -1,0 +1,153 @@
+"""Makes IR nodes: shares equal ones, derives when they are known, and limits their number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from kvpolicy.dsl.ir.exact import NotStatic, Value, evaluator
+from kvpolicy.dsl.ir.nodes import AXES, Extent, Node, Type, When
+from kvpolicy.dsl.syntax.source import Span
+
+MAX_NODES = 10_000
+MAX_DEPTH = 200
+
+# Operations that turn exact numbers into exact numbers.
+_EXACT = frozenset(
+    "number truth param add subtract multiply divide floor_divide modulo power negate abs floor"
+    " ceil round minimum maximum less less_equal greater greater_equal equal not_equal and or not"
+    " mask choose sum mean max min var any count rank split at".split()
+)
+_COMMUTATIVE = frozenset("add multiply minimum maximum and or equal not_equal".split())
+_WITH_EXTENT = ("query", "past")
+_LAYER_OPERATIONS = frozenset(("past", "at", "cluster", "split", "cascade"))
+
+
+class TooLarge(Exception):
+    """The policy's graph exceeds the limits."""
+
+
+def in_order(axes: Iterable[str]) -> tuple[str, ...]:
+    """Axes without repetition, in the canonical order."""
+    present = set(axes)
+    return tuple(axis for axis in AXES if axis in present)
+
+
+def union(nodes: Iterable[Node]) -> tuple[str, ...]:
+    """The axes of a combination by name."""
+    return in_order(axis for node in nodes for axis in node.type.axes)
+
+
+def extents(nodes: Iterable[Node], axis: str) -> list[Extent]:
+    """Along what an axis runs in the nodes that have it: one, if they can be combined."""
+    found = (node.type.extent(axis) for node in nodes)
+    return list(dict.fromkeys(x for x in found if x is not None))
+
+
+def _extent(
+    axis: str, result: tuple[str, ...], made: Extent | None, args: tuple[Node, ...]
+) -> Extent | None:
+    if axis not in result:
+        return None
+    if made is not None and made.axis == axis:
+        return made
+    return next(iter(extents(args, axis)), None)
+
+
+class Graph:
+    """The nodes of one program. Equal operations on equal arguments are one node."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[tuple, Node] = {}
+        self.depths: dict[int, int] = {}
+        self._literals = evaluator({})
+        self._meanings: dict[int, tuple[Node, int]] = {}
+        self._numbered: dict[tuple, int] = {}
+
+    def make(
+        self,
+        op: str,
+        args: tuple[Node, ...] = (),
+        *,
+        kind: str = "number",
+        axes: tuple[str, ...] | None = None,
+        over: tuple[str, ...] = (),
+        unit: str | None = None,
+        absent: bool | None = None,
+        value: object = None,
+        when: When = When.LOAD,
+        exact: bool | None = None,
+        span: Span | None = None,
+        extent: Extent | None = None,
+    ) -> Node:
+        """A node whose type, unless given, follows from its arguments.
+
+        `axes` are the result's, `over` the operation's own; `when` is the earliest moment apart
+        from the arguments; `absent` defaults to whether an argument may be absent; `extent` is
+        that of an axis which the operation makes. Arguments have one window, `windows`.
+        """
+        result = union(args) if axes is None else axes
+        if absent is None:
+            absent = any(arg.type.absent for arg in args)
+        if exact is None:
+            exact = op in _EXACT
+        exact = exact and not result and all(arg.type.exact for arg in args)
+        when = max([when, *(arg.when for arg in args)])
+        if "layer" in over or op in _LAYER_OPERATIONS:
+            when = self._across_layers(op, when)
+        window, reach = (_extent(axis, result, extent, args) for axis in _WITH_EXTENT)
+        type_ = Type(kind, result, unit, absent, exact, window, reach)
+        key = (op, tuple(map(id, args)), over, type(value), value, type_, when)
+        if op == "top":  # kept apart, so that messages find each where it was written
+            key += (span,)
+        if key not in self.nodes:
+            node = Node(op, args, over, value, type=type_, when=when, span=span)
+            self._register(node)
+            self.nodes[key] = node
+        return self.nodes[key]
+
+    def literal(self, node: Node) -> Value | None:
+        """The value of a number that literals alone decide; None: something else does."""
+        try:
+            return self._literals(node)
+        except NotStatic:
+            return None
+
+    def meaning(self, node: Node) -> int:
+        """A number that is the same for expressions which mean the same by their definition.
+
+        Literals are computed, names of lets do not matter, nor the order of a sum or product.
+        Parameters stay what they are: two of them may be set apart.
+        """
+        if id(node) not in self._meanings:
+            parts = [self.meaning(each) for each in node.args]
+            if node.op in _COMMUTATIVE:
+                parts.sort()
+            key: tuple = (node.op, type(node.value), node.value, node.axes, *parts)
+            value = self.literal(node)
+            if value is not None:
+                key = (type(value), value)
+            self._meanings[id(node)] = (node, self._numbered.setdefault(key, len(self._numbered)))
+        return self._meanings[id(node)][1]
+
+    @staticmethod
+    def _across_layers(op: str, when: When) -> When:
+        """`past` and `at` look only at layers already done; the rest waits for the last layer."""
+        if when in (When.LOAD, When.PROMPT, When.STEP) or op in ("past", "at"):
+            return when
+        return When.END
+
+    def relabel(self, node: Node, **changes: object) -> Node:
+        """A copy of a node that differs in name, origin, span, type or time."""
+        key = ("relabel", id(node), *sorted(changes.items(), key=lambda item: item[0]))
+        if key not in self.nodes:
+            copy = replace(node, **changes)
+            self._register(copy)
+            self.nodes[key] = copy
+        return self.nodes[key]
+
+    def _register(self, node: Node) -> None:
+        depth = 1 + max((self.depths[id(arg)] for arg in node.args), default=0)
+        self.depths[id(node)] = depth
+        if depth > MAX_DEPTH or len(self.depths) > MAX_NODES:
+            raise TooLarge

@@ -1,0 +1,324 @@
+"""Rewriting a checked program for one model and one set of parameter values.
+
+`fold` replaces what parameters and model sizes already decide (`x where average else y`), so that
+no execution computes a branch that is never used. A branch may lack axes of the choice; what reads
+along one of them gets
+
+    broadcast(x)                    x repeated along the axes of the node's type
+
+`lower` replaces `then` and the unsized `top` by
+operations that say what they take:
+
+    missing[axes](budget, taken)    entries to fill, added up over the competing axes
+    remaining[axes](taken)          candidates left over, added up over the competing axes
+    fill[axes](x, taken, n, left)   taken, and the n best of the rest by x (all if n >= left)
+    mask["rest"](x, left)           x at what is left over, for each KV head of the entries it holds
+
+The name `budget` becomes the floored budget. In decode rules without a `budget` of their own it
+stays the leaf `budget`: the whole numbers that the prefill decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import IntEnum
+from fractions import Fraction
+
+from kvpolicy.dsl.ir.exact import Value, evaluator
+from kvpolicy.dsl.ir.nodes import AXES, Node, Type, When
+from kvpolicy.dsl.ir.traverse import Sections, map_propagate, map_rules, map_share
+
+ELEMENTWISE = frozenset(
+    "add subtract multiply divide floor_divide modulo power negate abs exp log sqrt cos sin acos "
+    "floor ceil round minimum maximum less less_equal greater greater_equal equal not_equal and or "
+    "not mask choose".split()
+)
+REDUCTIONS = frozenset("sum mean max min var any count".split())
+# Known to the host before any tensor is seen.
+STATIC_LEAVES = frozenset("number truth param size".split())
+
+Env = Mapping[str, Value]
+
+
+# Axes along which an operation reads its first argument, where it does not name them.
+_READ_ALONG = {
+    **dict.fromkeys(("avgpool", "maxpool", "target", "dropped"), ("token",)),
+    "nearest": ("kv", "token", "dim"),
+}
+
+
+class Phase(IntEnum):
+    """When an execution can compute a value."""
+
+    PLAN = 0  # the prompt's length is known: no tensor of the model is needed
+    LAYER = 1  # end of a layer's prefill
+    END = 2  # after the last layer
+
+
+_PLAN_LEAVES = STATIC_LEAVES | {"position", "all", "distance"}
+_OF_TOKENS_THERE = frozenset("position all distance".split())
+_ACROSS = frozenset("past at split cascade cluster".split())
+
+
+class Phases:
+    """The phase of every node of bound rules.
+
+    Args:
+        propagates: which tokens reach a layer is decided on the way, so that their positions and
+            number are known only there.
+    """
+
+    def __init__(self, propagates: bool = False) -> None:
+        self._propagates = propagates
+        self._known: dict[int, tuple[Node, Phase]] = {}
+
+    def of(self, node: Node) -> Phase:
+        """The earliest phase at which a node can be computed."""
+        if id(node) not in self._known:
+            self._known[id(node)] = (node, self._find(node))
+        return self._known[id(node)][1]
+
+    def _find(self, node: Node) -> Phase:
+        # The argument of a window is static, so that `distance` needs no data and `attn` does.
+        if self._propagates and (
+            node.op in _OF_TOKENS_THERE
+            or (node.op == "size" and node.value == "length")
+            or (node.op == "broadcast" and "token" in node.type.axes)
+        ):
+            return Phase.LAYER
+        if not node.args or node.op in ("attn", "logits"):
+            return Phase.PLAN if node.op in _PLAN_LEAVES else Phase.LAYER
+        phase = max(self.of(argument) for argument in node.args)
+        if phase == Phase.LAYER and ("layer" in node.axes or node.op in _ACROSS):
+            return Phase.END
+        return phase
+
+
+def axes_of(*nodes: Node, without: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Union of the nodes' axes in canonical order, less `without`."""
+    names = {axis for node in nodes for axis in node.type.axes}
+    return tuple(axis for axis in AXES if axis in names and axis not in without)
+
+
+class Static:
+    """Which nodes are scalars that the host knows without data, and what they depend on.
+
+    Args:
+        propagates: `length` is not the prompt's, but known when a layer's tokens are.
+    """
+
+    def __init__(self, propagates: bool = False) -> None:
+        self._names = {"layer": "layer", "prompt": "prompt", "generated": "generated"}
+        self._names["length"] = "length" if propagates else "prompt"
+        self._known: dict[int, tuple[Node, frozenset[str] | None]] = {}
+
+    def needs(self, node: Node) -> frozenset[str] | None:
+        """Names that a static scalar depends on; None: not static.
+
+        The names are `layer`, `prompt`, `length` (only where tokens are propagated) and `generated`
+        (only in decode).
+        """
+        if id(node) not in self._known:
+            self._known[id(node)] = (node, self._find(node))
+        return self._known[id(node)][1]
+
+    def _find(self, node: Node) -> frozenset[str] | None:
+        if node.op == "size":
+            if node.value == "cached":
+                return None
+            return frozenset({self._names[node.value]} if node.value in self._names else ())
+        if node.op in STATIC_LEAVES:
+            return frozenset()
+        if node.op not in ELEMENTWISE or node.op == "mask":
+            return None
+        parts = [self.needs(argument) for argument in node.args]
+        return None if None in parts else frozenset().union(*parts)
+
+
+def fold(sections: Sections, env: Env) -> Sections:
+    """The sections with every scalar that `env` decides replaced by its value.
+
+    Args:
+        sections: of a checked program.
+        env: values of parameters and model sizes, keyed as for `exact.evaluate`.
+    """
+    static, evaluate = Static(), evaluator(env)
+    done: dict[int, Node] = {}
+
+    def visit(node: Node) -> Node:
+        if id(node) not in done:
+            done[id(node)] = rewrite(node)
+        return done[id(node)]
+
+    def rewrite(node: Node) -> Node:
+        if node.op in ("number", "truth"):
+            return node
+        if static.needs(node) == frozenset():
+            value = evaluate(node)
+            if not isinstance(value, float):
+                return _constant(value, node)
+        if node.op == "decided":
+            made = visit(sections.prefill.decided[str(node.value)])
+            return made if static.needs(made) == frozenset() else node
+        if node.op == "choose" and static.needs(node.args[1]) == frozenset():
+            return visit(node.args[0 if evaluate(node.args[1]) else 2])
+        args = tuple(visit(argument) for argument in node.args)
+        if args == node.args:
+            return node
+        made = _with_arguments(node, args)
+        if made.type != node.type and static.needs(made) == frozenset():
+            value = evaluate(made)
+            return made if isinstance(value, float) else _constant(value, made)
+        return made
+
+    decode, propagate, share = sections.decode, sections.propagate, sections.share
+    return Sections(
+        map_rules(sections.prefill, visit),
+        decode and map_rules(decode, visit),
+        propagate and map_propagate(propagate, visit),
+        share and map_share(share, visit),
+    )
+
+
+def _with_arguments(node: Node, args: tuple[Node, ...]) -> Node:
+    """The node with other arguments, which may have lost axes that nothing reads along."""
+    first = _with_axes(args[0], node.args[0], _READ_ALONG.get(node.op, node.axes))
+    args = (first, *args[1:])
+    lost = set(axes_of(*node.args)) - set(axes_of(*args))
+    if not lost:
+        return replace(node, args=args)
+    return replace(node, args=args, type=_without(node.type, lost))
+
+
+def _with_axes(made: Node, old: Node, read: tuple[str, ...]) -> Node:
+    """What an argument became, with all its axes if one is read along.
+
+    All: where KV heads hold different entries, `token` is not the same without `kv`.
+    """
+    if not read or not set(old.type.axes) - set(made.type.axes):
+        return made
+    return Node("broadcast", (made,), type=old.type, when=made.when)
+
+
+def _without(type_: Type, lost: set[str]) -> Type:
+    axes = tuple(axis for axis in type_.axes if axis not in lost)
+    window = type_.window if "query" in axes else None
+    return replace(type_, axes=axes, window=window, reach=type_.reach if "past" in axes else None)
+
+
+def _constant(value: Fraction | bool, node: Node) -> Node:
+    kind = "truth" if isinstance(value, bool) else "number"
+    type_ = Type(kind, (), node.type.unit, exact=True)
+    return Node(kind, value=value, type=type_, when=When.LOAD, span=node.span, name=node.name)
+
+
+def lower(sections: Sections) -> Sections:
+    """The sections without `then`, unsized `top` and the name `budget`; equal nodes are one."""
+    budget = sections.prefill.budget
+    first = _Lowering(budget)
+    if sections.propagate is not None:
+        first.own["propagate"] = sections.propagate.budget
+    prefill = map_rules(sections.prefill, first.visit)
+    share = sections.share and map_share(sections.share, first.visit)
+    propagate = sections.propagate
+    if propagate is not None:
+        # An unsized `top` in `tokens` fills the section's own budget; lets are shared with `keep`.
+        first.filled = "propagate"
+        propagate = map_propagate(propagate, first.visit)
+    decode = sections.decode
+    if decode is not None:
+        own = decode.budget
+        if own is None and budget is not None:
+            kind = Type("number", budget.type.axes, "tokens")
+            own = Node("budget", type=kind, when=When.STEP)
+        decode = map_rules(decode, _Lowering(own).visit)
+    return Sections(prefill, decode, propagate, share)
+
+
+class _Lowering:
+    """Rewrites the nodes of one moment."""
+
+    def __init__(self, budget: Node | None) -> None:
+        self.own = {None: budget}  # the budgets that the leaf `budget` may name
+        self.filled: str | None = None  # the one that an unsized `top` fills
+        self._unique: dict[tuple, Node] = {}  # nodes made, by what they are
+        self._done: dict[int, Node] = {}
+
+    def visit(self, node: Node) -> Node:
+        """The node rewritten, once."""
+        if id(node) not in self._done:
+            self._done[id(node)] = self._share(self._rewrite(node))
+        return self._done[id(node)]
+
+    def _share(self, made: Node) -> Node:
+        own = made.type if made.op == "broadcast" else None
+        key = (made.op, made.axes, type(made.value), made.value, own, *map(id, made.args))
+        return self._unique.setdefault(key, made)
+
+    def _nothing(self) -> Node:
+        return self._share(Node("truth", value=False, type=Type("truth"), when=When.LOAD))
+
+    def _present(self, taken: Node) -> Node:
+        """A token set, empty where it is absent."""
+        return self._share(_or(taken, self._nothing())) if taken.type.absent else taken
+
+    def _floored(self, node: Node) -> Node:
+        """Counts are floored where they are used, exactly if known before the prefill."""
+        if node.op == "budget":  # the prefill's whole numbers
+            return self._share(node)
+        return self._share(Node("floor", (node,), type=node.type, when=node.when))
+
+    def _budget(self, name: str | None) -> Node:
+        budget = self.own[name]
+        return self._floored(budget if budget.op == "budget" else self.visit(budget))
+
+    def _rewrite(self, node: Node) -> Node:
+        if node.op == "budget":
+            return self._budget(node.value)
+        if node.op == "top" and len(node.args) == 1:
+            return self._fill(node, self._nothing())
+        if node.op == "top":
+            x, count = self.visit(node.args[0]), self._floored(self.visit(node.args[1]))
+            return replace(node, args=(x, count))
+        if node.op != "then":
+            args = tuple(self.visit(argument) for argument in node.args)
+            return node if args == node.args else replace(node, args=args)
+        taken = self._present(self.visit(node.args[0]))
+        for argument in node.args[1:]:
+            taken = self._after(taken, argument)
+        return taken
+
+    def _after(self, taken: Node, right: Node) -> Node:
+        """`taken then right`; a name on the right is computed on all candidates."""
+        if right.op != "top" or right.name is not None:
+            return self._share(_or(taken, self._present(self.visit(right))))
+        if len(right.args) == 1:
+            return self._fill(right, taken)
+        x, count = self.visit(right.args[0]), self._floored(self.visit(right.args[1]))
+        left = self._share(Node("not", (taken,), type=taken.type, when=taken.when))
+        kind = Type("number", axes_of(x, left), x.type.unit, absent=True)
+        when = max(x.when, left.when)
+        rest = self._share(Node("mask", (x, left), value="rest", type=kind, when=when))
+        kind = Type("truth", axes_of(rest, count))
+        origin = right.origin if taken.op == "truth" else None
+        when = max(rest.when, count.when)
+        if "layer" in right.axes and when > When.PROMPT:
+            when = max(when, When.END)
+        top = Node("top", (rest, count), right.axes, type=kind, when=when, origin=origin)
+        return self._share(_or(taken, self._share(top)))
+
+    def _fill(self, top: Node, taken: Node) -> Node:
+        x, budget, axes = self.visit(top.args[0]), self._budget(self.filled), top.axes
+        kind = Type("number", axes_of(budget, taken, without=(*axes, "token")), "tokens")
+        moment = When.END if "layer" in axes else max(budget.when, taken.when)
+        count = Node("missing", (budget, taken), axes, type=kind, when=moment)
+        kind = Type("number", axes_of(taken, without=(*axes, "token")), "tokens")
+        left = Node("remaining", (taken,), axes, type=kind, when=max(taken.when, moment))
+        kind = Type("truth", axes_of(x, taken, count))
+        moment = max(moment, x.when)
+        return Node("fill", (x, taken, count, left), axes, type=kind, when=moment)
+
+
+def _or(a: Node, b: Node) -> Node:
+    return Node("or", (a, b), type=Type("truth", axes_of(a, b)), when=max(a.when, b.when))

@@ -1,0 +1,329 @@
+"""The intermediate representation: what the checker produces and every execution consumes.
+
+A program is a graph of frozen nodes. Lets are inlined (the same `Node` object is shared), derived
+functions (`recent`, `entropy`, ...) are expanded to primitives, and `head` is expanded to
+`kv, group`, so an execution sees only the operations listed in `OPERATIONS`.
+
+Dimensions: L layers, H query heads, G KV heads, N cached tokens, T new tokens, D head size,
+W window, B requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from fractions import Fraction
+
+from kvpolicy.dsl.syntax.source import Source, Span
+
+# Canonical order of axes in types, printed forms and tensors. `layer` is never part of a type: it
+# appears only in `Node.axes` of operations that look across layers.
+AXES = ("past", "kv", "group", "query", "token", "dropped", "dim", "channel")
+
+
+class When(IntEnum):
+    """The earliest moment at which a value is known. Later moments include earlier ones."""
+
+    LOAD = 0  # parameters, model sizes, `layer`
+    PROMPT = 1  # plus `prompt` (and `length` where nothing propagates): budgets known exactly
+    LAYER = 2  # end of this layer's prefill: attention, keys, values
+    END = 3  # after the last layer: anything reduced over `layer`
+    STEP = 4  # a decode step
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Along what an axis runs that not every value has alike: a window of queries, past layers.
+
+    Attributes:
+        kind: of a window "recent", "all" or "new"; of layers "past".
+        meaning: what `Graph.meaning` says of the count: equal for what is the same by definition.
+        text: as the author wrote it, for messages.
+        count: how many; None: all there are.
+    """
+
+    kind: str
+    meaning: int | None
+    text: str = field(compare=False)
+    count: Node | None = field(compare=False, repr=False, default=None)
+
+    @property
+    def axis(self) -> str:
+        """The axis whose extent it is."""
+        return "past" if self.kind == "past" else "query"
+
+
+@dataclass(frozen=True)
+class Type:
+    """Type of a value: what it is, its named axes, its unit, whether it may be absent."""
+
+    kind: str  # "number" or "truth"
+    axes: tuple[str, ...] = ()  # subset of AXES in canonical order
+    unit: str | None = None  # "tokens", "layers", "ratio", or None; literals have None
+    absent: bool = False  # some values may be absent
+    exact: bool = False  # known before the prefill: an exact rational, never a float
+    window: Extent | None = None  # along which queries the axis `query` runs
+    reach: Extent | None = None  # along which layers the axis `past` runs
+
+    def __str__(self) -> str:
+        axes = list(self.axes)
+        if "kv" in axes and "group" in axes:
+            axes[axes.index("kv")] = "head"
+            axes.remove("group")
+        text = f"{self.kind}[{', '.join(axes)}]" if axes else self.kind
+        return text + (f" {self.unit}" if self.unit else "") + ("?" if self.absent else "")
+
+    def extent(self, axis: str) -> Extent | None:
+        """Along what an axis runs, where values differ in that."""
+        return {"query": self.window, "past": self.reach}.get(axis)
+
+
+# Operation -> (number of arguments or None for "one or more", meaning). `Node.axes` and
+# `Node.value` are used only where the meaning says so. `?` after a count: that many or one less.
+OPERATIONS: Mapping[str, tuple[str, str]] = {
+    # leaves
+    "number": ("0", "value: Fraction"),
+    "truth": ("0", "value: bool"),
+    "param": ("0", "value: name of the parameter"),
+    "size": ("0", "value: layer layers kv_heads heads prompt length generated cached pi"),
+    "data": ("0", "value: name of a tensor delivered with the model"),
+    "state": (
+        "0",
+        "value: name; before this step's update inside its own `next`, after it elsewhere",
+    ),
+    "budget": (
+        "0",
+        "the numbers of the section `budget` of the enclosing rules; value: None, or `propagate` "
+        "for those of `propagate.budget`",
+    ),
+    "decided": ("0", "value: name of a let of the prefill, see `Rules.decided` (in decode)"),
+    "position": ("0", "[token] original position"),
+    "key": ("0", "[kv, token, dim] after RoPE"),
+    "value": ("0", "[kv, token, dim]"),
+    "hidden_in": ("0", "[token, channel]"),
+    "hidden_mid": ("0", "[token, channel]"),
+    "all": ("0", "[token] every candidate"),
+    "new": ("0", "[token] tokens of this step"),
+    "special": ("0", "value: own below mass members (in `merge` and `share`)"),
+    # attention; value: "recent" (argument: count), "all" or "new" (no argument)
+    "attn": ("0-1", "[kv, group, query, token] softmax probabilities"),
+    "logits": ("0-1", "[kv, group, query, token] before the softmax"),
+    "distance": ("0-1", "[query, token]"),
+    # elementwise
+    "add": ("2", ""),
+    "subtract": ("2", ""),
+    "multiply": ("2", ""),
+    "divide": ("2", ""),
+    "floor_divide": ("2", ""),
+    "modulo": ("2", ""),
+    "power": ("2", ""),
+    "negate": ("1", ""),
+    "abs": ("1", ""),
+    "exp": ("1", ""),
+    "log": ("1", ""),
+    "sqrt": ("1", ""),
+    "cos": ("1", ""),
+    "sin": ("1", ""),
+    "acos": ("1", ""),
+    "floor": ("1", ""),
+    "ceil": ("1", ""),
+    "round": ("1", ""),
+    "minimum": ("2", ""),
+    "maximum": ("2", ""),
+    "less": ("2", ""),
+    "less_equal": ("2", ""),
+    "greater": ("2", ""),
+    "greater_equal": ("2", ""),
+    "equal": ("2", ""),
+    "not_equal": ("2", ""),
+    "and": ("2", ""),
+    "or": ("2", ""),
+    "not": ("1", ""),
+    "mask": ("2", "x where c"),
+    "choose": ("3", "x where c else y; arguments x, c, y"),
+    # reductions; axes: the axes removed, or ("layer",)
+    "sum": ("1", "axes"),
+    "mean": ("1", "axes"),
+    "max": ("1", "axes"),
+    "min": ("1", "axes"),
+    "var": ("1", "axes"),
+    "any": ("1", "axes"),
+    "count": ("1", "axes"),
+    # order and selection; axes: who competes, in the order written (default token)
+    "rank": ("1", "axes"),
+    "index": ("1", "axes (one)"),
+    "top": ("1-2", "axes; x and, unless it fills the budget, the count"),
+    "then": ("2+", "token sets in order"),
+    # along tokens
+    "avgpool": ("2", "x, width"),
+    "maxpool": ("2", "x, width"),
+    # across layers
+    "past": ("2", "x, number of layers"),
+    "at": ("2", "layer, x"),
+    "split": ("2-3", "axes = (layer,); total, weight, maximum"),
+    "cascade": ("2-3", "axes = (layer,); total, weight, maximum"),
+    "cluster": ("2", "axes = (layer,); x, k"),
+    # the rest
+    "uniform": ("1", "seed"),
+    "nearest": ("1", "receivers (merge.into)"),
+    "next": ("1", "receivers (merge.into)"),
+    "target": ("1", "x"),
+    "dropped": ("1", "x with its axis token read at the dropped entries (in `merge`)"),
+}
+# What is known only while a layer merges.
+OF_MERGE = frozenset("nearest next target dropped special".split())
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One value. Nodes are compared by identity; sharing an object means computing it once."""
+
+    op: str
+    args: tuple[Node, ...] = ()
+    axes: tuple[str, ...] = ()
+    value: Fraction | bool | str | None = None
+    type: Type = field(default=Type("number"), kw_only=True)
+    when: When = field(default=When.LOAD, kw_only=True)
+    span: Span | None = field(default=None, kw_only=True)
+    name: str | None = field(default=None, kw_only=True)  # the let or section it is the value of
+    origin: str | None = field(default=None, kw_only=True)  # derived function it was expanded from
+
+    def walk(self, seen: set[int] | None = None) -> Iterator[Node]:
+        """Every node below and including this one, once, arguments before users."""
+        seen = set() if seen is None else seen
+        if id(self) in seen:
+            return
+        seen.add(id(self))
+        for argument in self.args:
+            yield from argument.walk(seen)
+        yield self
+
+
+@dataclass(frozen=True, eq=False)
+class Param:
+    """A parameter of a policy: its default and what values it accepts."""
+
+    name: str
+    default: Node  # static: a literal or an expression over model sizes and other parameters
+    kind: str = "number"  # or "truth"
+    unit: str | None = None
+    minimum: Fraction | None = None  # inclusive
+    above: Fraction | None = None  # exclusive minimum
+    maximum: Fraction | None = None  # inclusive
+    odd: bool = False
+    whole: bool = False  # only integers
+    choices: tuple[Fraction | bool, ...] = ()
+    about: str = ""
+    span: Span | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """A tensor delivered with the model."""
+
+    name: str
+    axes: tuple[str, ...]  # among layer, kv, group
+    minimum: Fraction | None = None
+    maximum: Fraction | None = None
+    about: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What is remembered between steps.
+
+    In the rules of decode, an `inherited` state goes on from its value after the prefill; any other
+    is empty before the first decode step.
+    """
+
+    name: str
+    start: Node | None  # before the first update; None: 0
+    next: Node | None  # after each step; None: `start` stays
+    type: Type
+    inherited: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Propagate:
+    """Which tokens deeper layers compute."""
+
+    tokens: Node
+    first: Node | None = None
+    every: Node | None = None
+    budget: Node | None = None
+    restart: Node | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Merge:
+    """What becomes of dropped entries."""
+
+    into: Node
+    accept: Node | None = None
+    weight: Node | None = None
+    own: Node | None = None
+    divide: Node | None = None  # None: the mass, a weighted mean
+    apply: tuple[str, ...] = ("key", "value")
+    states: Mapping[str, State] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """Two adjacent layers that store one direction."""
+
+    when: Node
+    direction: Node
+    exceptions: Node | None = None
+    apply: tuple[str, ...] = ("key", "value")
+
+
+@dataclass(frozen=True, eq=False)
+class Rules:
+    """What decides at one phase. Used for the prefill and, under `decode`, for a step.
+
+    `decided` are, of the prefill, the lets whose values rules of decode read.
+    """
+
+    score: Node | None = None
+    budget: Node | None = None
+    keep: Node | None = None  # None: everything
+    merge: Merge | None = None
+    states: Mapping[str, State] = field(default_factory=dict)
+    lets: Mapping[str, Node] = field(default_factory=dict)
+    decided: Mapping[str, Node] = field(default_factory=dict)
+    when: Node | None = None  # decode only: the steps at which entries leave
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A checked policy, ready to be bound to a model and parameter values."""
+
+    name: str
+    about: str
+    source: str
+    params: Mapping[str, Param]
+    requires: tuple[Node, ...]
+    data: Mapping[str, Data]
+    prefill: Rules
+    decode: Rules | None = None
+    propagate: Propagate | None = None
+    share: Share | None = None
+    read: Node | None = None
+    positions: str = "original"  # or "slots"
+    file: Source | None = field(default=None, repr=False)  # what it was checked from
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model that a policy may depend on."""
+
+    layers: int  # L
+    heads: int  # H query heads
+    kv_heads: int  # G; divides H
+    head_dim: int  # D
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads

@@ -1,0 +1,87 @@
+"""The printed form of a program: one line per value, stable, used by the digest and `explain --ir`.
+
+    %3 = attn["recent"](%2) : number[head, query, token]? @LAYER
+
+Names of lets, but for those that decode reads of the prefill, spans and the order of writing do not
+appear: two files that mean the same print the same, up to their parameters' names, defaults and
+ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+
+from kvpolicy.dsl.ir.nodes import Data, Merge, Node, Param, Program, Propagate, Rules, Share, State
+
+_SKIPPED = ("span", "about", "lets")
+
+
+def print_nodes(roots: Iterable[tuple[str, Node]]) -> str:
+    """Lines for every value below the named roots, then one line `name = %n` per root."""
+    printer = _Printer()
+    ends = [f"{name} = {printer.reference(node)}" for name, node in roots]
+    return "\n".join([*printer.lines, *ends]) + "\n"
+
+
+def print_program(program: Program) -> str:
+    """The whole program; `about` and `source` are left out, they mean nothing to an execution."""
+    printer = _Printer()
+    ends = [f"policy {program.name}"]
+    for field in fields(program):
+        if field.name not in ("name", "about", "source", "file"):
+            ends.extend(printer.section(field.name, getattr(program, field.name)))
+    return "\n".join([*printer.lines, *ends]) + "\n"
+
+
+class _Printer:
+    """Numbers nodes in the order in which they are first needed."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._known: dict[int, str] = {}
+        self._by_text: dict[str, str] = {}
+
+    def reference(self, node: Node) -> str:
+        """The number of a node, printing it and what it needs first; equal nodes share one."""
+        for each in node.walk():
+            if id(each) in self._known:
+                continue
+            text = self._text(each)
+            if text not in self._by_text:
+                self._by_text[text] = f"%{len(self.lines)}"
+                self.lines.append(f"%{len(self.lines)} = {text}")
+            self._known[id(each)] = self._by_text[text]
+        return self._known[id(node)]
+
+    def _text(self, node: Node) -> str:
+        value = "" if node.value is None else f'["{node.value}"]'
+        axes = f"[{', '.join(node.axes)}]" if node.axes else ""
+        names = [self._known[id(argument)] for argument in node.args]
+        if node.op == "then":
+            # A name on the right of `then` is computed on all candidates, an expression is not.
+            named = [argument.name is not None for argument in node.args]
+            names = [f"({n})" if plain else n for n, plain in zip(names, named, strict=True)]
+        arguments = ", ".join(names)
+        return f"{node.op}{value}{axes}({arguments}) : {node.type} @{node.when.name}"
+
+    def section(self, name: str, value: object) -> list[str]:
+        """Lines of one field of the program, nested fields below dotted names."""
+        if value is None or value in ((), {}):
+            return []
+        if isinstance(value, Node):
+            return [f"{name} = {self.reference(value)}"]
+        if isinstance(value, dict):
+            return [
+                line for key in sorted(value) for line in self.section(f"{name}.{key}", value[key])
+            ]
+        if isinstance(value, tuple) and any(isinstance(each, Node) for each in value):
+            return [
+                line for i, each in enumerate(value) for line in self.section(f"{name}.{i}", each)
+            ]
+        if isinstance(value, Rules | Param | Data | State | Propagate | Merge | Share):
+            inner = [field.name for field in fields(value) if field.name not in _SKIPPED]
+            return [
+                line for key in inner for line in self.section(f"{name}.{key}", getattr(value, key))
+            ]
+        return [f"{name} = {value}"]

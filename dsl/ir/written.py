@@ -1,0 +1,75 @@
+"""Nodes as expressions of the language, for comments and messages."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from kvpolicy.dsl.ir.nodes import Node
+
+_BINARY = {
+    "add": "+", "subtract": "-", "multiply": "*", "divide": "/", "floor_divide": "//",
+    "modulo": "%", "power": "^", "less": "<", "less_equal": "<=", "greater": ">",
+    "greater_equal": ">=", "equal": "==", "not_equal": "!=", "and": "and", "or": "or",
+}  # fmt: skip
+_NAMES = {"minimum": "min", "maximum": "max"}
+_WINDOWS = ("attn", "logits", "distance")
+
+
+def written(node: Node, *, named: bool = False) -> str:
+    """The expression of a node, on one line; inner values that have a name are that name.
+
+    Args:
+        node: of a checked, bound or lowered policy.
+        named: also the node itself is its name, if it has one.
+    """
+    if named and node.name is not None:
+        return node.name
+    args = [written(each, named=True) for each in node.args]
+    if node.op in ("number", "truth"):
+        return _constant(node.value)
+    if node.op in _WINDOWS:
+        return f"{node.op}({f'recent({args[0]})' if args else node.value})"
+    if node.op == "top" and node.origin in ("recent", "sinks"):
+        count = node.args[1]  # floored by lowering
+        inner = written(count.args[0], named=True) if count.op == "floor" else args[1]
+        return f"{node.origin}({inner})"
+    if not args:
+        return str(node.value) if node.value is not None else node.op
+    if node.op in _BINARY:
+        return f"({args[0]} {_BINARY[node.op]} {args[1]})"
+    if node.op in ("mask", "choose"):
+        other = f" else {args[2]}" if node.op == "choose" else ""
+        return f"({args[0]} where {args[1]}{other})"
+    if node.op in ("not", "negate"):
+        return f"not {args[0]}" if node.op == "not" else f"-{args[0]}"
+    if node.op == "then":
+        return f"({' then '.join(args)})"
+    axes = f"[{', '.join(_axes(node.axes))}]" if node.axes else ""
+    inner = ", ".join(_bare(text) for text in args)
+    return f"{_NAMES.get(node.op, node.op)}{axes}({inner})"
+
+
+def _bare(text: str) -> str:
+    """Without parentheses around all of it."""
+    if not text.startswith("("):
+        return text
+    depth = 0
+    for at, character in enumerate(text):
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if depth == 0:
+            return text[1:-1] if at == len(text) - 1 else text
+    return text
+
+
+def _axes(axes: tuple[str, ...]) -> list[str]:
+    names = list(axes)
+    if "kv" in names and "group" in names:
+        names[names.index("kv")] = "head"
+        names.remove("group")
+    return names
+
+
+def _constant(value: Fraction | bool) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"

@@ -1,0 +1,1 @@
+"""The tables of the language: functions and names, what each takes and means."""

@@ -1,0 +1,1 @@
+"""Text to trees: YAML and expressions, where everything stands, messages, the formatter."""

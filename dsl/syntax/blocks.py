@@ -1,0 +1,108 @@
+"""Mappings of known keys: what YAML nodes become, in policies and in experiments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic, did_you_mean, listed
+from kvpolicy.dsl.syntax.source import Span
+from kvpolicy.dsl.syntax.yaml_nodes import Kind, Mapping, Node
+
+# What other languages, and YAML, write for truth values.
+TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+Report = Callable[[Diagnostic], None]
+
+
+class Known(Protocol):
+    """A key that a mapping may have."""
+
+    @property
+    def name(self) -> str:
+        """As it is written."""
+
+    @property
+    def required(self) -> bool:
+        """Whether it must be there."""
+
+    @property
+    def meaning(self) -> str:
+        """What is said where it is missing."""
+
+
+K = TypeVar("K", bound=Known)
+
+
+@dataclass
+class Item:
+    """What stands under a key. `value` depends on the key's form; None if it is unusable.
+
+    A mapping is a `Block`, a list a list of `Item`.
+    """
+
+    path: str  # `budget`, `propagate.first`, ...
+    key: Span
+    span: Span
+    value: Any
+
+
+@dataclass
+class Block:
+    """The keys of a mapping, in the order of writing."""
+
+    span: Span
+    items: dict[str, Item] = field(default_factory=dict)
+
+    def get(self, name: str) -> Any:
+        """The usable value under a key, or None."""
+        item = self.items.get(name)
+        return item.value if item else None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.items
+
+
+def whole(root: Node, kind: Kind, report: Report) -> Mapping | None:
+    """A file's mapping; None, and a report, if it is none."""
+    if isinstance(root, Mapping):
+        return root
+    span = Span(root.span.start, min(root.span.end, root.span.start + 1))
+    report(Diagnostic("yaml", f"{kind.one} is a mapping", span, f"start with `{kind.begins}`"))
+    return None
+
+
+def read_block(
+    node: Mapping,
+    keys: Sequence[K],
+    path: str,
+    place: Span,
+    value: Callable[[Node, K, str, Span], Any],
+    report: Report,
+) -> Block:
+    """A mapping with the given keys.
+
+    Args:
+        path: of the mapping; empty for the file.
+        place: where a missing key is reported.
+        value: from a node, its key, path and the key's span to what stands there.
+    """
+    block = Block(place)
+    known = {key.name: key for key in keys}
+    for name, entry in node.entries:
+        key = known.get(name.text)
+        if key is None:
+            inside = f" in `{path}`" if path else ""
+            help = did_you_mean(name.text, known) or f"the keys here are {listed(known, 'and')}"
+            report(Diagnostic("key", f"unknown key `{name.text}`{inside}", name.span, help))
+            continue
+        below = f"{path}.{name.text}" if path else name.text
+        read = value(entry, key, below, name.span)
+        block.items[name.text] = Item(below, name.span, entry.span, read)
+    for key in keys:
+        if key.required and key.name not in block:
+            inside = f"`{path}`" if path else "the file"
+            message = f"{inside} needs the key `{key.name}`"
+            report(Diagnostic("key", message, place, f"{key.name}: {key.meaning}"))
+    return block

@@ -1,0 +1,98 @@
+"""Messages to the author of a policy: what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvpolicy.dsl.syntax.source import Source, Span
+
+MAX_LINE = 160  # characters of a source line that a message shows
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """One defect. `code` is one of the table in docs/language.md."""
+
+    code: str
+    message: str
+    span: Span | None = None
+    help: str | None = None
+    severity: str = "error"  # or "warning"
+
+    def render(self, source: Source) -> str:
+        """The message as `file:line:column: error[code]: message`, the line, a caret and help."""
+        head = f"{self.severity}[{self.code}]: {self.message}"
+        if self.span is None:
+            lines = [f"{source.name}: {head}"]
+            margin = ""
+        else:
+            number, column = source.place(self.span.start)
+            margin = " " * len(str(number))
+            text, at = _shortened(source.line(number), column - 1)
+            width = max(1, min(self.span.end - self.span.start, len(text) - at))
+            # Tabs are repeated so that the caret stands under its text.
+            indent = "".join("\t" if c == "\t" else " " for c in text[:at])
+            lines = [
+                f"{source.name}:{number}:{column}: {head}",
+                f"{margin} |",
+                f"{number} | {text}".rstrip(),
+                f"{margin} | {indent}{'^' * width}",
+            ]
+        if self.help:
+            lines.append(f"{margin} = help: {self.help}")
+        return "\n".join(lines)
+
+
+def _shortened(line: str, at: int) -> tuple[str, int]:
+    """A line cut to what can be read around a place, and the place in it."""
+    if len(line) > MAX_LINE and at > MAX_LINE // 2:
+        cut = at - MAX_LINE // 4
+        line, at = "... " + line[cut:], at - cut + 4
+    if len(line) > MAX_LINE:
+        line = line[:MAX_LINE] + " ..."
+    return line, at
+
+
+class PolicyError(Exception):
+    """A policy that cannot be used; carries every diagnostic."""
+
+    def __init__(self, diagnostics: Sequence[Diagnostic], source: Source) -> None:
+        self.diagnostics = tuple(in_order(diagnostics))
+        self.source = source
+        super().__init__(render_all(self.diagnostics, source))
+
+
+def in_order(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
+    """Sorted by position, without repetitions; those without a position come first."""
+    unique = dict.fromkeys(diagnostics)
+    return sorted(unique, key=lambda d: (d.span.start, d.span.end) if d.span else (-1, -1))
+
+
+def render_all(diagnostics: Iterable[Diagnostic], source: Source) -> str:
+    """Every message, with an empty line between two."""
+    return "\n\n".join(d.render(source) for d in diagnostics)
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str | None:
+    """A help line naming the candidate closest to `name`, if one is close."""
+    from difflib import get_close_matches  # only when something is wrong already
+
+    close = get_close_matches(name, sorted(set(candidates)), n=1, cutoff=0.6)
+    return f"did you mean `{close[0]}`?" if close else None
+
+
+def listed(names: Iterable[str], last: str = "or") -> str:
+    """`a`, `b` or `c`, each in backticks."""
+    quoted = [f"`{name}`" for name in names]
+    if len(quoted) < 2:
+        return "".join(quoted)
+    return f"{', '.join(quoted[:-1])} {last} {quoted[-1]}"
+
+
+def refused(name: str, code: str, message: str, help_: str | None = None) -> PolicyError:
+    """The error to raise for something wrong that has no place in a text: `name` is what it is of.
+
+    A value for a parameter, a file of tensors, a model.
+    """
+    return PolicyError([Diagnostic(code, message, help=help_)], Source(name, ""))

@@ -1,0 +1,335 @@
+"""`kvpolicy fmt`: one canonical way to write a policy.
+
+Keys come in the order of the table of sections, one name per line, expressions with one spacing,
+lines of at most 120 characters where they can be broken. Comments stay with what they stand above
+or beside. The result is read again and must say the same; otherwise the file is left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvpolicy.dsl.syntax.comments import Comment, find_comments
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError
+from kvpolicy.dsl.syntax.expression import ExpressionError, tokenize
+from kvpolicy.dsl.syntax.library import find, read_source
+from kvpolicy.dsl.syntax.parse import parse
+from kvpolicy.dsl.syntax.sections import FILE, Key
+from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.syntax.yaml_nodes import Mapping, Node, Scalar, Sequence, read_yaml
+
+WIDTH = 120
+
+_EXPRESSIONS = ("expression", "default", "either", "expressions", "same")
+_PLAIN = re.compile(r"[A-Za-z0-9(][^\n]*|-[^ \n][^\n]*")
+
+
+def format_file(path: Path, write: bool = True) -> bool:
+    """Formats a file in place; whether it changes.
+
+    Raises:
+        PolicyError: the file is no policy, or cannot be formatted without changing its meaning.
+    """
+    path = find(path)
+    source = read_source(path)
+    text = format_policy(source)
+    if text == source.text:
+        return False
+    if write:
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            reason = (error.strerror or "it cannot be written").lower()
+            raise PolicyError([Diagnostic("file", reason)], source) from None
+    return True
+
+
+def format_policy(source: Source) -> str:
+    """The canonical text of a policy.
+
+    Raises:
+        PolicyError: with the defects of its form, or because it cannot be preserved.
+    """
+    found: list[Diagnostic] = []
+    block = parse(source, found.append)
+    if found or block is None:
+        raise PolicyError(found, source)
+    root = read_yaml(source, found.append)
+    assert isinstance(root, Mapping)
+    comments = find_comments(source, root)
+    writer = _Writer(source, comments, root)
+    text = writer.file(root)
+    again = Source(source.name, text)
+    new_root = read_yaml(again, found.append)
+    if found or new_root is None or not _same(root, new_root, again, comments):
+        message = "the file cannot be formatted without changing its meaning or its comments"
+        raise PolicyError([Diagnostic("file", message)], source)
+    return text
+
+
+# Writing
+
+
+@dataclass
+class _Lines:
+    """The lines of one entry, and the comments that go above them."""
+
+    above: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    blank: bool = False  # an empty line before it
+
+
+class _Writer:
+    def __init__(self, source: Source, comments: list[Comment], root: Mapping) -> None:
+        self.source = source
+        self.comments = comments
+        self.taken = 0
+        self.first = root.entries[0][0].span.start if root.entries else 0
+
+    def file(self, root: Mapping) -> str:
+        header = [self.comments[i].text for i in range(self._until(self.first))]
+        self.taken = len(header)
+        lines = header + self.block(root, FILE, 0, len(self.source.text))
+        lines += [comment.text for comment in self.comments[self.taken :]]
+        return "\n".join(line.rstrip() for line in lines) + "\n"
+
+    def _until(self, offset: int) -> int:
+        """Number of comments that begin before an offset."""
+        return sum(1 for comment in self.comments if comment.start < offset)
+
+    def block(self, node: Mapping, keys: tuple[Key, ...] | Key, indent: int, end: int) -> list[str]:
+        """A mapping in block style; `keys` is a tuple, or one key for names of the author's."""
+        entries = []
+        starts = [key.span.start for key, _ in node.entries[1:]] + [end]
+        for (name, value), stop in zip(node.entries, starts, strict=True):
+            entries.append((name.text, self.entry(name, value, keys, indent, stop)))
+        if isinstance(keys, tuple):
+            order = [key.name for key in keys]
+            entries.sort(key=lambda entry: order.index(entry[0]))
+        lines: list[str] = []
+        for _, entry in entries:
+            if entry.blank and lines:
+                lines.append("")
+            lines += entry.above + entry.lines
+        return lines
+
+    def entry(
+        self, name: Scalar, value: Node, keys: tuple[Key, ...] | Key, indent: int, stop: int
+    ) -> _Lines:
+        """A key with its value and its comments."""
+        key = keys if isinstance(keys, Key) else next(k for k in keys if k.name == name.text)
+        entry = _Lines(blank=self._blank_before(name))
+        pad = " " * indent
+        while self.taken < self._until(name.span.start):
+            entry.above.append(pad + self.comments[self.taken].text)
+            self.taken += 1
+        expanded = self._expands(value, key, len(pad) + len(name.text) + 2)
+        if expanded is not None:
+            assert isinstance(value, Mapping)
+            beside = self._beside(name.span.end, value.entries[0][0].span.start)
+            last = self._end_of(value, stop)
+            entry.lines = [f"{pad}{name.text}:{beside}"]
+            entry.lines += self.block(value, expanded, indent + 2, last)
+            return entry
+        entry.lines = self.inline(f"{pad}{name.text}: ", value, key, indent)
+        mine = self.comments[self.taken : self._until(self._line_end(value.span.end, stop))]
+        self.taken += len(mine)
+        entry.above += [pad + comment.text for comment in mine[:-1]]
+        if mine and mine[-1].alone:
+            entry.above.append(pad + mine[-1].text)
+        elif mine:
+            line = 0 if entry.lines[0].endswith(": |") else -1
+            entry.lines[line] += f"  {mine[-1].text}"
+        return entry
+
+    def _beside(self, start: int, end: int) -> str:
+        """A comment on the line of a key whose value stands below."""
+        newline = self.source.text.find("\n", start)
+        end = min(end, newline if newline >= 0 else end)
+        if self.taken < len(self.comments) and start <= self.comments[self.taken].start < end:
+            self.taken += 1
+            return f"  {self.comments[self.taken - 1].text}"
+        return ""
+
+    def _line_end(self, offset: int, stop: int) -> int:
+        newline = self.source.text.find("\n", offset)
+        return min(stop, newline if newline >= 0 else stop)
+
+    def _end_of(self, node: Mapping, stop: int) -> int:
+        return min(stop, max(node.span.end, node.entries[-1][1].span.end))
+
+    def _blank_before(self, name: Scalar) -> bool:
+        """Whether the author left an empty line above the key and the comments on top of it."""
+        before = self.source.text[: name.span.start].split("\n")[:-1]
+        while before and before[-1].lstrip().startswith("#"):
+            before.pop()
+        return bool(before) and not before[-1].strip()
+
+    def _expands(self, value: Node, key: Key, head: int) -> tuple[Key, ...] | Key | None:
+        """The keys of a value that is written as a block below its key; else None."""
+        if not isinstance(value, Mapping) or not value.entries:
+            return None
+        if key.form == "named":
+            return key.item
+        if key.name in ("parameter", "tensor"):
+            first = value.entries[0][0].span.start  # a comment before it goes beside the key
+            inside = self._until(first) < self._until(value.span.end)
+            if not inside and head + len(self.flow(value, key)) <= WIDTH:
+                return None
+        return key.keys
+
+    def inline(self, head: str, value: Node, key: Key, indent: int) -> list[str]:
+        """A value on the line of its key, or broken over several."""
+        if isinstance(value, Scalar) and key.form in _EXPRESSIONS:
+            return _expression_lines(head, value, indent)
+        if isinstance(value, Scalar):
+            return [head + self._text(value, key, flow=False)]
+        line = head + self.flow(value, key)
+        if len(line) <= WIDTH or not isinstance(value, Sequence):
+            return [line]
+        items = [self.flow(item, key) for item in value.items]
+        return [head.rstrip(), *(f"{' ' * (indent + 2)}- {item}" for item in items)]
+
+    def flow(self, value: Node, key: Key) -> str:
+        """A value on one line."""
+        if isinstance(value, Sequence):
+            return f"[{', '.join(self.flow(item, key) for item in value.items)}]"
+        if isinstance(value, Mapping):
+            known = {k.name: k for k in key.keys}
+            entries = sorted(value.entries, key=lambda entry: list(known).index(entry[0].text))
+            inner = [f"{name.text}: {self.flow(item, known[name.text])}" for name, item in entries]
+            return f"{{{', '.join(inner)}}}"
+        assert isinstance(value, Scalar)
+        if key.form in _EXPRESSIONS:
+            text = _expression_text(value)
+            return json.dumps(text) if set(text) & set("[],{}") else text
+        return self._text(value, key, flow=True)
+
+    def _text(self, value: Scalar, key: Key, flow: bool) -> str:
+        """Text in quotes where it needs them; in flow always."""
+        text = value.text
+        if key.form != "text":
+            return text
+        safe = _PLAIN.fullmatch(text) and ": " not in text and " #" not in text
+        safe = safe and text.isprintable()  # some other characters end a line in YAML
+        if flow or not safe or text != text.strip() or text.endswith(":"):
+            return _quoted(text)
+        return text
+
+
+def _quoted(text: str) -> str:
+    """Text in double quotes; characters that cannot be shown as YAML's escapes."""
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(
+        x if x.isprintable() else f"\\u{ord(x):04x}" if ord(x) < 1 << 16 else f"\\U{ord(x):08x}"
+        for x in quoted
+    )
+
+
+# Expressions
+
+_TIGHT_AFTER = ("LPAR", "LSQB", "UNARY")
+_TIGHT_BEFORE = ("RPAR", "RSQB", "COMMA", "$END")
+_OPERANDS = ("NAME", "NUMBER", "RPAR", "RSQB")
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A token as it is written: with the space before it, how many brackets are open, its line."""
+
+    text: str
+    space: bool
+    depth: int
+    line: int
+
+
+def _pieces(text: str) -> Iterator[_Piece]:
+    before = ""  # kind of the token before; a sign without a left operand is UNARY
+    depth = 0
+    for token in tokenize(text)[:-1]:
+        kind = token.kind
+        if kind == "MINUS" and before not in _OPERANDS:
+            kind = "UNARY"
+        call = kind in ("LPAR", "LSQB") and before in ("NAME", "RSQB")
+        tight = call or not before or before in _TIGHT_AFTER or kind in _TIGHT_BEFORE
+        depth -= kind in ("RPAR", "RSQB")
+        yield _Piece(token.text, not tight, depth, text.count("\n", 0, token.start))
+        depth += kind in ("LPAR", "LSQB")
+        before = kind
+
+
+def _joined(pieces: Iterable[_Piece]) -> str:
+    return "".join(f" {piece.text}" if piece.space else piece.text for piece in pieces).strip()
+
+
+def _expression_text(value: Scalar) -> str:
+    """An expression, number or word on one line in canonical spacing."""
+    if re.fullmatch(r"-?[0-9][^ ]*", value.text.strip()):
+        return value.text.strip()
+    return _joined(_pieces(value.text))
+
+
+def _expression_lines(head: str, value: Scalar, indent: int) -> list[str]:
+    """An expression after its key; what the author laid out in a `|` block keeps its lines."""
+    text = value.text.strip()
+    if value.style == "|" and "\n" in text:
+        pieces = list(_pieces(text))
+        lines = [
+            f"{' ' * (indent + 2)}{_joined(piece for piece in pieces if piece.line == number)}"
+            for number in sorted({piece.line for piece in pieces})
+        ]
+        return [f"{head}|", *lines]
+    return _wrapped(head, _expression_text(value), indent + 4)
+
+
+def _wrapped(head: str, text: str, indent: int) -> list[str]:
+    """An expression broken where the fewest brackets are open, if it is too long for one line."""
+    lines = []
+    while len(head) + len(text) > WIDTH:
+        spaces = [at for at, character in enumerate(text) if character == " "]
+        fitting = [at for at in spaces if len(head) + at <= WIDTH] or spaces[:1]
+        if not fitting:
+            break
+        cut = min(fitting, key=lambda at: (_open_brackets(text[:at]), -at))
+        lines.append(head + text[:cut])
+        head, text = " " * indent, text[cut + 1 :]
+    return [*lines, head + text]
+
+
+def _open_brackets(text: str) -> int:
+    return sum(text.count(c) for c in "([") - sum(text.count(c) for c in ")]")
+
+
+# Sameness
+
+
+def _same(old: Node, new: Node, source: Source, comments: list[Comment]) -> bool:
+    texts = sorted(comment.text for comment in comments)
+    kept = sorted(comment.text for comment in find_comments(source, new))
+    return texts == kept and _says_the_same(old, new)
+
+
+def _says_the_same(old: Node, new: Node) -> bool:
+    """Whether two nodes agree but for the order of keys and the spacing of expressions."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        left, right = ({name.text: value for name, value in n.entries} for n in (old, new))
+        return left.keys() == right.keys() and all(
+            _says_the_same(value, right[name]) for name, value in left.items()
+        )
+    if isinstance(old, Sequence) and isinstance(new, Sequence):
+        pairs = zip(old.items, new.items, strict=False)
+        return len(old.items) == len(new.items) and all(_says_the_same(a, b) for a, b in pairs)
+    if not isinstance(old, Scalar) or not isinstance(new, Scalar):
+        return False
+    return old.text == new.text or _words(old.text) == _words(new.text)
+
+
+def _words(text: str) -> list[str] | None:
+    try:
+        return [token.text for token in tokenize(text)]
+    except ExpressionError:
+        return [text]

@@ -1,0 +1,102 @@
+"""Where policies are found: the shipped ones by name, others by path."""
+
+from __future__ import annotations
+
+import errno
+import stat
+from pathlib import Path
+
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, did_you_mean
+from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.syntax.yaml_nodes import MAX_BYTES
+
+POLICIES = Path(__file__).resolve().parents[2] / "policies"
+TEST_SUFFIX = ".test.yaml"
+
+# Errors of a path at which there is nothing.
+_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+
+
+def shipped() -> dict[str, Path]:
+    """The shipped policies by name, in order of name."""
+    files = sorted(POLICIES.glob("*.yaml"))
+    return {path.stem: path for path in files if not path.name.endswith(TEST_SUFFIX)}
+
+
+def find(policy: str | Path) -> Path:
+    """The file of a policy given by path or by the name of a shipped one.
+
+    Raises:
+        PolicyError: there is no such file or name, or it is no file.
+    """
+    path, name = Path(policy), str(policy)
+    try:
+        kind = path.stat().st_mode
+    except OSError as error:
+        reason = None
+        if error.errno == errno.ELOOP:
+            reason = "this link leads back to itself"
+        elif error.errno not in _NOWHERE:
+            reason = (error.strerror or "it cannot be read").lower()
+        elif error.errno == errno.ENOENT and path.is_symlink():
+            reason = "this link leads to no file"
+        if reason is not None:
+            raise _unreadable(name, reason) from None
+    except ValueError:  # a name that no file can have
+        pass
+    else:
+        if not stat.S_ISREG(kind):
+            raise _unreadable(name, f"this is {_kind(kind)}, not a policy file")
+        return path
+    if name in shipped():
+        return shipped()[name]
+    if path.suffix or path.parent != Path():
+        raise _unreadable(name, "there is no such file")
+    help = did_you_mean(name, shipped()) or "`kvpolicy list` shows the shipped policies"
+    raise _unreadable(name, "there is no such file and no shipped policy of this name", help)
+
+
+def _kind(mode: int) -> str:
+    """What is no file, in words."""
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def read_source(policy: str | Path) -> Source:
+    """The text of a policy given by path or by the name of a shipped one.
+
+    Raises:
+        PolicyError: it cannot be read, is no text, or is too long.
+    """
+    path = find(policy)
+    return read_file(path, str(path) if path == Path(policy) else _short(path))
+
+
+def read_file(path: Path, name: str) -> Source:
+    """The text of a file that messages call by a name.
+
+    Raises:
+        PolicyError: it cannot be read, is no text, or is too long.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        text = content.decode("utf-8-sig")
+    except OSError as error:
+        raise _unreadable(name, (error.strerror or "it cannot be read").lower()) from None
+    except (UnicodeDecodeError, ValueError):
+        if len(content) > MAX_BYTES:
+            raise _unreadable(name, f"the file has more than {MAX_BYTES:,} bytes") from None
+        raise _unreadable(name, "the file is not UTF-8 text") from None
+    if len(content) > MAX_BYTES:
+        raise _unreadable(name, f"the file has more than {MAX_BYTES:,} bytes")
+    return Source(name, text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def _short(path: Path) -> str:
+    """A shipped policy's path as messages show it."""
+    return f"policies/{path.name}"
+
+
+def _unreadable(name: str, message: str, help: str | None = None) -> PolicyError:
+    return PolicyError([Diagnostic("file", message, None, help)], Source(name, ""))

@@ -1,0 +1,122 @@
+"""The syntax tree of expressions: what was written, before any meaning is given to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from kvpolicy.dsl.syntax.source import Span
+
+
+@dataclass(frozen=True, eq=False)
+class Expr:
+    """An expression and the place where it was written."""
+
+    span: Span
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        """The expressions directly inside this one."""
+        return ()
+
+    def walk(self) -> Iterator[Expr]:
+        """This expression and everything inside it, in the order of writing."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+@dataclass(frozen=True, eq=False)
+class Number(Expr):
+    """A literal number, exact."""
+
+    value: Fraction
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
+class Name(Expr):
+    """A name: of the policy's own or of the language."""
+
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
+class Operation(Expr):
+    """An operator and its operands; `op` is the operation's name in the IR."""
+
+    op: str
+    operands: tuple[Expr, ...]
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return self.operands
+
+
+@dataclass(frozen=True, eq=False)
+class Chain(Expr):
+    """Two comparisons in one direction, `low <= x < high`."""
+
+    first: str
+    second: str
+    operands: tuple[Expr, ...]
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return self.operands
+
+
+@dataclass(frozen=True, eq=False)
+class Where(Expr):
+    """`value where condition`, or with `else other` a choice."""
+
+    value: Expr
+    condition: Expr
+    other: Expr | None
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return (self.value, self.condition, *((self.other,) if self.other else ()))
+
+
+@dataclass(frozen=True, eq=False)
+class Then(Expr):
+    """Token sets that fill in order."""
+
+    terms: tuple[Expr, ...]
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return self.terms
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """The name of an axis between brackets."""
+
+    span: Span
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
+class Argument:
+    """An argument of a call, with its name where one was given."""
+
+    name: str | None
+    name_span: Span | None
+    value: Expr
+
+
+@dataclass(frozen=True, eq=False)
+class Call(Expr):
+    """`name[axes](arguments)`; `axes` is None where no brackets were written."""
+
+    name: str
+    name_span: Span
+    axes: tuple[Axis, ...] | None
+    arguments: tuple[Argument, ...]
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return tuple(argument.value for argument in self.arguments)

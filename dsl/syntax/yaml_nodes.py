@@ -1,0 +1,221 @@
+"""A policy file, or another of ours, as YAML nodes that know where they stand.
+
+YAML is read by its events, not by a loader, so that scalars stay text until the language types
+them (`on`, `1e-3` and `12:30` mean what their key says) and everything such a file does not need is
+refused: tags, anchors, aliases, merge keys, duplicate keys, folded scalars, several documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import yaml
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic
+from kvpolicy.dsl.syntax.source import Source, Span
+from kvpolicy.dsl.syntax.yaml_problems import yaml_diagnostic
+
+MAX_BYTES = 64 * 1024
+MAX_DEPTH = 12
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What messages call a file: one of them, several, and how one begins."""
+
+    one: str
+    several: str
+    begins: str
+
+
+POLICY = Kind("a policy file", "policies", "policy: my-name")
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A YAML value and its place in the file."""
+
+    span: Span
+
+
+@dataclass(frozen=True, eq=False)
+class Scalar(Node):
+    """Text. `style` is None for plain, else the quote or `|`; `flow` when inside `{}` or `[]`."""
+
+    text: str
+    style: str | None
+    flow: bool
+    source: Source
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Offset in the file of every character of the text, and of its end."""
+        raw, at, end = self.source.text, self.span.start, self.span.end
+        if self.style == "|":
+            at = raw.index("\n", at, end) if "\n" in raw[at:end] else end
+        elif self.style:
+            at, end = at + 1, end - 1
+        offsets = []
+        for character in self.text:
+            if not character.isspace():
+                while at < end and raw[at] != character and raw[at] in " \t\n":
+                    at += 1
+            offsets.append(min(at, end))
+            at += self._written_length(raw, at)
+        offsets.append(max(min(at, end), offsets[-1] if offsets else at))
+        return offsets
+
+    def _written_length(self, raw: str, at: int) -> int:
+        """Characters of the file that stand for one character of the text."""
+        if self.style == "'" and raw.startswith("''", at):
+            return 2
+        if self.style == '"' and raw.startswith("\\", at):
+            return {"x": 4, "u": 6, "U": 10}.get(raw[at + 1 : at + 2], 2)
+        return 1
+
+    def place(self, offset: int) -> int:
+        """Offset in the file of a character of the text."""
+        return self.offsets[min(offset, len(self.offsets) - 1)]
+
+
+@dataclass(frozen=True, eq=False)
+class Mapping(Node):
+    """Keys and values in the order of writing; every key is a scalar and occurs once."""
+
+    entries: tuple[tuple[Scalar, Node], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Sequence(Node):
+    """A list."""
+
+    items: tuple[Node, ...]
+
+
+def read_yaml(
+    source: Source, report: Callable[[Diagnostic], None], kind: Kind = POLICY
+) -> Node | None:
+    """The file's one document; defects are reported, None means that nothing can be read."""
+    size = len(source.text.encode("utf-8", "surrogatepass"))
+    if size > MAX_BYTES:
+        message = f"the file has {size:,} bytes; {MAX_BYTES:,} are allowed"
+        report(Diagnostic("size", message, Span(0, 0)))
+        return None
+    composer = _Composer(source, report, kind)
+    try:
+        return composer.document(iter(yaml.parse(source.text, Loader=yaml.SafeLoader)))
+    except yaml.YAMLError as error:
+        report(yaml_diagnostic(error, source))
+    except (ValueError, OverflowError):  # PyYAML converts escapes such as \UFFFFFFFF unchecked
+        report(Diagnostic("yaml", "a quoted text has an impossible escape", Span(0, 0)))
+    except RecursionError:
+        report(Diagnostic("yaml", "the file is nested too deeply", Span(0, 0)))
+    return None
+
+
+class _Composer:
+    """Builds nodes from events, without recursion."""
+
+    def __init__(self, source: Source, report: Callable[[Diagnostic], None], kind: Kind) -> None:
+        self.source = source
+        self.report = report
+        self.kind = kind
+        self.flow = 0
+
+    def refuse(self, message: str, event: yaml.Event, help: str | None = None) -> None:
+        span = Span(event.start_mark.index, event.end_mark.index)
+        self.report(Diagnostic("yaml", message, span, help))
+
+    def document(self, events: Iterator[yaml.Event]) -> Node | None:
+        """The root node of the first document."""
+        root: Node | None = None
+        documents = 0
+        stack: list[tuple[yaml.Event, list[Node | None]]] = []
+        for event in events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    self.refuse(f"{self.kind.one} is one YAML document", event)
+                    return root
+                if event.version or event.tags:
+                    self.refuse(f"YAML directives are not used in {self.kind.several}", event)
+            elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
+                self.properties(event)
+                self.flow += bool(event.flow_style)
+                stack.append((event, []))
+                if len(stack) > MAX_DEPTH:
+                    self.refuse("the file is nested too deeply", event)
+                    return None
+            elif isinstance(event, yaml.NodeEvent | yaml.CollectionEndEvent):
+                node = self.finished(event, stack)
+                if stack:
+                    stack[-1][1].append(node)
+                else:
+                    root = node
+        if root is None or (isinstance(root, Scalar) and not root.text):
+            message = "the file is empty"
+            self.report(Diagnostic("yaml", message, Span(0, 0), f"start with `{self.kind.begins}`"))
+            return None
+        return root
+
+    def finished(self, event: yaml.Event, stack: list) -> Node | None:
+        """The node that an event completes; None for what was refused."""
+        if isinstance(event, yaml.AliasEvent):
+            self.refuse(
+                f"aliases are not used in {self.kind.several}", event, "write the value out"
+            )
+            return None
+        if isinstance(event, yaml.ScalarEvent):
+            return self.scalar(event)
+        start, children = stack.pop()
+        self.flow -= bool(start.flow_style)
+        span = Span(start.start_mark.index, event.end_mark.index)
+        if isinstance(event, yaml.SequenceEndEvent):
+            return Sequence(span, tuple(c for c in children if c is not None))
+        return Mapping(span, tuple(self.entries(children)))
+
+    def entries(self, children: list[Node | None]) -> Iterator[tuple[Scalar, Node]]:
+        seen: dict[str, Scalar] = {}
+        for key, value in zip(children[::2], children[1::2], strict=True):
+            if not isinstance(key, Scalar):
+                if key is not None:
+                    self.report(Diagnostic("yaml", "a key must be a name", key.span))
+                continue
+            if not key.text:
+                self.report(Diagnostic("yaml", "a key has no name", key.span))
+            elif key.text == "<<" and key.style is None:
+                message = f"merge keys are not used in {self.kind.several}"
+                help = "write the keys out"
+                self.report(Diagnostic("yaml", message, key.span, help))
+            elif key.text in seen:
+                line, _ = self.source.place(seen[key.text].span.start)
+                message = f"key `{key.text}` appears twice (first on line {line})"
+                self.report(Diagnostic("yaml", message, key.span))
+            else:
+                seen[key.text] = key
+                if value is not None:
+                    yield key, value
+
+    def scalar(self, event: yaml.ScalarEvent) -> Scalar:
+        self.properties(event)
+        if event.style == ">":
+            message = f"folded text (`>`) is not used in {self.kind.several}"
+            start = event.start_mark.index
+            help = "use `|`, quotes, or one line"
+            self.report(Diagnostic("yaml", message, Span(start, start + 1), help))
+        start, end = event.start_mark.index, event.end_mark.index
+        if event.style in ("|", ">"):
+            end = start + len(self.source.text[start:end].rstrip())
+        span = Span(start, end)
+        style = event.style or None
+        return Scalar(span, event.value, style, self.flow > 0, self.source)
+
+    def properties(self, event: yaml.NodeEvent) -> None:
+        if event.anchor is not None:
+            self.refuse(
+                f"anchors are not used in {self.kind.several}", event, "write the value out"
+            )
+        if event.tag is not None:
+            help = "the language types values by their key"
+            self.refuse(f"tags are not used in {self.kind.several}", event, help)

@@ -1,0 +1,1 @@
+"""The commands: run, test, diff, explain, show, tune, and the trial before a policy is served."""

@@ -1,0 +1,123 @@
+"""Whether two executions of a policy did the same: the first difference of their results.
+
+Dimensions: L layers, G KV heads, N tokens of the prompt, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from kvpolicy.dsl.data.result import Result
+from kvpolicy.dsl.tools.units import positions_text
+
+# Vectors are stored in float32: values next to a boundary may be rounded apart.
+_RELATIVE, _ABSOLUTE = 3e-7, 1e-7
+# Numbers computed in float64.
+_EXACT = 1e-9
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two results differ.
+
+    Attributes:
+        section: of the policy that decides it: `propagate`, `budget`, `score`, `keep` or `merge`.
+        step: decode step, from 1; 0: the prefill.
+        text: what the first result has and what the second one has.
+    """
+
+    section: str
+    step: int
+    text: str
+
+
+def difference(expected: Result, actual: Result) -> Difference | None:
+    """The first difference, in the order in which a policy decides; None if there is none.
+
+    Budgets and scores are compared where both results have them, the latter up to the rounding of
+    float64; entries exactly; vectors up to the rounding of float32.
+    """
+    return next(_differences(expected, actual), None)
+
+
+def _differences(expected: Result, actual: Result) -> Iterator[Difference]:
+    if expected.selected_layer != actual.selected_layer:
+        text = f"tokens leave after {_layer(expected)} and after {_layer(actual)}"
+        yield Difference("propagate", 0, text)
+    if expected.propagated != actual.propagated or expected.positions != actual.positions:
+        text = f"{_propagated(expected)} go deeper, and {_propagated(actual)}"
+        yield Difference("propagate", 0, text)
+    yield from _numbers("budget", expected.budgets, actual.budgets, 0)
+    yield from _numbers("score", expected.scores, actual.scores, _EXACT)
+    yield from _entries(_positions(expected.kept), _positions(actual.kept), 0)
+    for layer, (a, b) in enumerate(zip(expected.merged or (), actual.merged or (), strict=True)):
+        for head, held in enumerate(expected.kept[layer]):
+            rows, others = [x[head][held] for x in a], [x[head][held] for x in b]
+            where = f"{_head(layer, head)},"
+            yield from _vectors(rows, others, np.flatnonzero(held).tolist(), where, 0)
+    for step, (one, other) in enumerate(zip(expected.steps, actual.steps, strict=True), 1):
+        yield from _entries(one.kept, other.kept, step)
+        for layer, heads in enumerate(zip(one.merged or (), other.merged or (), strict=True)):
+            for head, (x, y) in enumerate(zip(*heads, strict=True)):
+                yield from _vectors(x, y, one.kept[layer][head], f"{_head(layer, head)},", step)
+
+
+def _layer(result: Result) -> str:
+    return "no layer" if result.selected_layer is None else f"layer {result.selected_layer}"
+
+
+def _propagated(result: Result) -> str:
+    found = result.propagated
+    if isinstance(found, dict):
+        return ", ".join(f"{positions_text(x)} (layer {i})" for i, x in found.items())
+    return "all tokens" if found is None else positions_text(found)
+
+
+def _positions(kept: list[np.ndarray]) -> list[list[list[int]]]:
+    return [[np.flatnonzero(head).tolist() for head in layer] for layer in kept]
+
+
+def _head(layer: int, head: int) -> str:
+    return f"layer {layer}, KV head {head}"
+
+
+def _numbers(
+    section: str, expected: list | None, actual: list | None, tolerance: float
+) -> Iterator[Difference]:
+    """Numbers [G] or [G, N] of every layer."""
+    if expected is None or actual is None:
+        return
+    for layer, (a, b) in enumerate(zip(expected, actual, strict=True)):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        apart = ~np.isclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+        if apart.any():
+            head, *position = np.argwhere(apart)[0].tolist()
+            at = f", position {position[0]}" if position else ""
+            place = (head, *position)
+            yield Difference(section, 0, f"{_head(layer, head)}{at}: {a[place]:g} and {b[place]:g}")
+
+
+def _entries(expected: list, actual: list, step: int) -> Iterator[Difference]:
+    for layer, heads in enumerate(zip(expected, actual, strict=True)):
+        for head, (a, b) in enumerate(zip(*heads, strict=True)):
+            if a != b:
+                text = f"{_head(layer, head)}: {positions_text(a)} stay, and {positions_text(b)}"
+                yield Difference("keep", step, text)
+
+
+def _vectors(
+    expected: Sequence[np.ndarray],
+    actual: Sequence[np.ndarray],
+    positions: Sequence[int],
+    where: str,
+    step: int,
+) -> Iterator[Difference]:
+    """Keys and values [entries, D] of one KV head."""
+    for name, a, b in zip(("key", "value"), expected, actual, strict=True):
+        apart = ~np.isclose(b, a, rtol=_RELATIVE, atol=_ABSOLUTE)
+        if apart.any():
+            row, column = np.argwhere(apart)[0].tolist()
+            number = f"has {a[row, column]:g} in dimension {column}, and {b[row, column]:g}"
+            yield Difference("merge", step, f"{where} the {name} at {positions[row]} {number}")

@@ -1,0 +1,84 @@
+"""What the commands that execute policies share: loading, overrides, and both executions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.ir.nodes import ModelShape, Program
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
+
+if TYPE_CHECKING:
+    import numpy as np
+    from kvpolicy.dsl.data.result import Result, Steps
+
+EXECUTIONS = ("interpreter", "torch")
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Runs a command; what the user can cause becomes a message and exit code 2."""
+    try:
+        return command()
+    except PolicyError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def executable(path: str | Path) -> Program:
+    """The checked program of a policy file.
+
+    Raises:
+        PolicyError: the file has defects, or decides more than the end of the prefill.
+    """
+    checked = load(path)
+    program = checked.require()
+    if checked.unserved:
+        raise refused(checked.source.name, "phase", "; ".join(checked.unserved))
+    return program
+
+
+def overrides(settings: Sequence[str] | None) -> dict[str, str]:
+    """`name=value` strings as a mapping.
+
+    Raises:
+        PolicyError: a string without `=`.
+    """
+    result = {}
+    for setting in settings or ():
+        name, equals, value = setting.partition("=")
+        if not equals or not name.strip():
+            raise refused("--set", "arguments", f"`{setting}` is not name=value")
+        result[name.strip()] = value
+    return result
+
+
+def bound_policy(path: str | Path, settings: Sequence[str] | None, shape: ModelShape) -> Bound:
+    """A policy file bound to a model."""
+    return bind(executable(path), shape, overrides(settings))
+
+
+def execute(
+    bound: Bound,
+    execution: str,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    steps: Steps | None = None,
+    inv_freq: np.ndarray | None = None,
+) -> Result:
+    """Applies a policy by the execution of that name; see `interpret` for the arguments."""
+    from kvpolicy.dsl.interpret.interpreter import interpret
+
+    if execution == "interpreter":
+        return interpret(bound, q, k, v, steps, inv_freq)
+    try:
+        from kvpolicy.dsl.execute.apply import apply
+    except ImportError as error:
+        raise refused(
+            "--execution torch", "arguments", f"{error}", "install torch, or use the interpreter"
+        ) from None
+    return apply(bound, q, k, v, steps, inv_freq)

@@ -1,0 +1,44 @@
+"""A limit on what a policy may cost, as a share of the prefill's time."""
+
+from __future__ import annotations
+
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.model_config import ModelConfig
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError
+from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.tools.cost import cost
+
+
+def check_cost(bound: Bound, config: ModelConfig, length: int, most: float, option: str) -> None:
+    """Refuses a policy that takes more than a share of a prefill's time; see `cost`.
+
+    Args:
+        bound: the policy.
+        config: the model.
+        length: tokens of the longest prompt, at least 1.
+        most: the share, 0.5 for half of the prefill's time.
+        option: by which the caller is told another limit, in percent.
+
+    Raises:
+        PolicyError: it takes more: one message that names the dearest expression and its place.
+    """
+    found = cost(bound, config, length)
+    if found.share <= most:
+        return
+    program, dearest = bound.program, found.parts[0]
+    reason = f": {dearest.squared}" if dearest.squared else ""
+    message = (
+        f"`{program.name}` takes {_percent(found.share)} of the time of a prefill of {length:,} "
+        f"tokens, more than the {_percent(most)} that are allowed; `{dearest.name}` takes "
+        f"{_percent(found.share_of(dearest))}{reason}"
+    )
+    advice = f"allow it with `{option} {int(100 * found.share) + 1}`, or compute less here"
+    if dearest.squared:
+        advice += ", for example the attention of `recent(64)` alone"
+    span = dearest.span if program.file is not None else None
+    diagnostic = Diagnostic("cost", message, span, advice)
+    raise PolicyError([diagnostic], program.file or Source(program.name, ""))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"

@@ -1,0 +1,140 @@
+"""`kvpolicy diff A B`: what changes between two policies for a model and a length."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from itertools import groupby
+
+import numpy as np
+from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.bind.bounds import Bounds, max_entries
+from kvpolicy.dsl.bind.lengths import lengths
+from kvpolicy.dsl.bind.model_config import ModelConfig, read_config
+from kvpolicy.dsl.bind.parameters import shown
+from kvpolicy.dsl.ir.nodes import ModelShape, Program
+from kvpolicy.dsl.tools.commands import executable, execute, guarded
+from kvpolicy.dsl.tools.explain_sections import decode_words
+from kvpolicy.dsl.tools.units import size_text
+
+# The sample is smaller than the model, so that it takes seconds.
+_LAYERS, _TOKENS, _SIZE = 4, 4096, 32
+_SEED = 0
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Args:
+        args: `first`, `second` (policies), `model` (path of a config.json or its folder), `length`
+            (tokens).
+
+    Returns:
+        0 if both mean the same, 1 if they differ, 2 if the input cannot be used.
+    """
+    return guarded(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    programs = [executable(args.first), executable(args.second)]
+    config = read_config(args.model)
+    first, second = (bind(program, config.shape) for program in programs)
+    if first.digest == second.digest:
+        print(f"{args.first} and {args.second} mean the same")
+        return 0
+    print("\n".join(difference(programs, first, second, config, args.length)))
+    return 1
+
+
+def difference(
+    programs: list[Program], first: Bound, second: Bound, config: ModelConfig, length: int
+) -> Iterator[str]:
+    """The lines of the comparison."""
+    names = [program.name for program in programs]
+    yield f"{names[0]} -> {names[1]}, {config.name}, {length:,} tokens"
+    yield from _section("Parameters", _parameters(first, second))
+    yield from _section("Entries kept per KV head, at most", _entries(first, second, length))
+    yield from _section("Tokens that reach the last layer", _reached(first, second, length))
+    yield from _section("While decoding", _decode(first, second))
+    yield from _section("KV cache, at most", _bytes(first, second, config, length))
+    yield from _section("Overlap on a sample", _overlap(programs, config.shape, length))
+
+
+def _section(title: str, lines: Iterator[str]) -> Iterator[str]:
+    yield from ("", title)
+    empty = True
+    for line in lines:
+        empty = False
+        yield f"  {line}"
+    if empty:
+        yield "  no difference"
+
+
+def _parameters(first: Bound, second: Bound) -> Iterator[str]:
+    names = list(dict.fromkeys([*first.params, *second.params]))
+    width = max((len(name) for name in names), default=0)
+    for name in names:
+        a, b = (
+            shown(bound.params[name]) if name in bound.params else "-" for bound in (first, second)
+        )
+        if a != b:
+            yield f"{name:<{width}}  {a} -> {b}"
+
+
+def _entries(first: Bound, second: Bound, length: int) -> Iterator[str]:
+    sizes = [Bounds(bound, length).size(bound.lowered.keep) for bound in (first, second)]
+    kv_heads = first.shape.kv_heads
+    pairs = list(zip(*([n / kv_heads for n in size.layer] for size in sizes), strict=True))
+    for (a, b), group in groupby(range(len(pairs)), key=pairs.__getitem__):
+        layers = list(group)
+        if a != b:
+            name = f"layers {layers[0]}-{layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
+            yield f"{name:<14} {a:>11,.1f} -> {b:,.1f}"
+    means = [size.total / (first.shape.layers * kv_heads) for size in sizes]
+    if means[0] != means[1]:
+        yield f"{'mean':<14} {means[0]:>11,.1f} -> {means[1]:,.1f}"
+
+
+def _reached(first: Bound, second: Bound, length: int) -> Iterator[str]:
+    a, b = (lengths(bound, length)[-1][1] for bound in (first, second))
+    if a != b:
+        yield f"at most {a:,} -> {b:,}"
+
+
+def _decode(first: Bound, second: Bound) -> Iterator[str]:
+    a, b = decode_words(first), decode_words(second)
+    if a != b:
+        yield f"{a} -> {b}"
+
+
+def _bytes(first: Bound, second: Bound, config: ModelConfig, length: int) -> Iterator[str]:
+    a, b = (config.kv_size(max_entries(bound, length)) for bound in (first, second))
+    if a != b:
+        yield f"{size_text(a)} -> {size_text(b)}"
+
+
+def _overlap(programs: list[Program], shape: ModelShape, length: int) -> Iterator[str]:
+    """What both keep of random tensors; sharpened queries, so that scores differ clearly."""
+    small = ModelShape(
+        min(shape.layers, _LAYERS), shape.heads, shape.kv_heads, min(shape.head_dim, _SIZE)
+    )
+    tokens = min(length, _TOKENS)
+    bounds = [bind(program, small) for program in programs]
+    # Which queries deeper layers read is known only where tokens have been propagated.
+    propagate = any(bound.propagates for bound in bounds)
+    queries = tokens if propagate else max(bound.queries(tokens) for bound in bounds)
+    rng = np.random.default_rng(_SEED)
+    q = 2 * rng.standard_normal((small.layers, small.heads, queries, small.head_dim), np.float32)
+    size = (small.layers, small.kv_heads, tokens, small.head_dim)
+    k, v = rng.standard_normal(size, np.float32), rng.standard_normal(size, np.float32)
+    a, b = (np.stack(execute(bound, "torch", q, k, v).kept) for bound in bounds)
+    both = int((a & b).sum())
+    yield (
+        f"random tensors (seed {_SEED}): {small.layers} layers, {small.heads} heads, "
+        f"{small.kv_heads} KV heads, {tokens:,} tokens"
+    )
+    yield f"kept: {int(a.sum()):,} -> {int(b.sum()):,}; by both {both:,}"
+    yield (
+        f"the second keeps {both / max(1, a.sum()):.1%} of what the first keeps, "
+        f"the first {both / max(1, b.sum()):.1%} of what the second keeps"
+    )

@@ -1,0 +1,250 @@
+"""`kvpolicy explain`: what a policy computes, keeps and costs for a model and a length."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.bind.bounds import Bounds, Size, max_entries
+from kvpolicy.dsl.bind.model_config import ModelConfig, read_config
+from kvpolicy.dsl.bind.parameters import shown
+from kvpolicy.dsl.check.policy import Checked, load
+from kvpolicy.dsl.ir.lower import Phase, Phases
+from kvpolicy.dsl.ir.nodes import Node, When
+from kvpolicy.dsl.ir.text import print_nodes
+from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, propagate_roots, state_roots
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
+from kvpolicy.dsl.tools import explain_sections
+from kvpolicy.dsl.tools.commands import guarded, overrides
+from kvpolicy.dsl.tools.cost import cost
+from kvpolicy.dsl.tools.explain_sections import layers_text, runs
+from kvpolicy.dsl.tools.units import flops_text, size_text
+
+_WHEN = {
+    Phase.PLAN: "when the prompt arrives",
+    Phase.LAYER: "at the end of each layer",
+    Phase.END: "after the last layer",
+}
+_BAR = 24
+_NOTED = 0.001  # share of a policy's cost from which an expression has a line of its own
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Args:
+        args: `file`, `model` (path of a config.json or its folder), `length` (tokens), `set`
+            (name=value strings), `ir` (print the intermediate representation instead).
+
+    Returns:
+        0, or 2 if the input cannot be used.
+    """
+    return guarded(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    checked = load(args.file)
+    program = checked.require()
+    config = read_config(args.model)
+    bound = bind(program, config.shape, overrides(args.set))
+    if args.ir:
+        print(print_nodes(roots(bound)), end="")
+        return 0
+    print("\n".join(explanation(checked, bound, config, args.length)))
+    return 0
+
+
+def roots(bound: Bound) -> Iterator[tuple[str, Node]]:
+    """Everything that decides, by name."""
+    for prefix, rules in (("", bound.rules), ("decode.", bound.decode)):
+        for name in ("score", "budget", "keep", "when"):
+            node = None if rules is None else getattr(rules, name)
+            if node is not None:
+                yield prefix + name, node
+        for place, node in enumerate([] if rules is None else state_roots(rules.states)):
+            yield f"{prefix}state.{place}", node
+        for place, node in enumerate([] if rules is None else merge_roots(rules.merge)):
+            yield f"{prefix}merge.{place}", node
+    for place, node in enumerate(propagate_roots(bound.propagate)):
+        yield f"propagate.{place}", node
+    if bound.share is not None:
+        yield "share.direction", bound.share.direction
+
+
+def explanation(checked: Checked, bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
+    """The lines of the explanation."""
+    shape = config.shape
+    yield f"{bound.program.name}: {bound.program.about}"
+    if bound.program.source:
+        yield f"  source  {bound.program.source}"
+    yield f"  digest  {bound.digest[:16]}"
+    yield (
+        f"  model   {config.name}: {shape.layers} layers, {shape.heads} heads, {shape.kv_heads} KV "
+        f"heads of size {shape.head_dim}, {config.dtype}"
+    )
+    yield f"  prompt  {length:,} tokens"
+    for sentence in checked.unserved:
+        yield f"  note    {sentence}; what follows is the end of the prefill alone"
+    for warning in checked.diagnostics:
+        line = (
+            "" if warning.span is None else f"line {checked.source.place(warning.span.start)[0]}: "
+        )
+        yield f"  warning {line}{warning.message}"
+    if bound.params:
+        yield from ("", "Parameters")
+        yield from _parameters(bound)
+    yield from ("", "Plan")
+    yield from _plan(checked, bound)
+    for title, lines in _sections(checked, bound, config, length):
+        yield from ("", title, *lines)
+    yield from ("", "Kernels, where a server has them generated (`kvpolicy show --triton`)")
+    yield from _kernels(bound)
+    yield from ("", "Entries kept per KV head")
+    yield from _entries(bound, length)
+    yield from ("", "Memory")
+    yield from _memory(bound, config, length)
+    yield from ("", "Cost of deciding, for all layers (generated kernels; see docs/operators.md)")
+    yield from _cost(bound, config, length)
+
+
+def _kernels(bound: Bound) -> Iterator[str]:
+    """What becomes a kernel and what does not; torch's names of operations are needed for it."""
+    try:
+        from kvpolicy.dsl.tools.explain_kernels import kernels
+    except ModuleNotFoundError as error:
+        yield f"  install {error.name} to see them"
+        return
+    try:
+        yield from kernels(bound)
+    except PolicyError as error:  # what no server carries out has no kernels either
+        yield f"  none: {error.diagnostics[0].message}"
+
+
+def _sections(
+    checked: Checked, bound: Bound, config: ModelConfig, length: int
+) -> Iterator[tuple[str, Iterator[str]]]:
+    """The sections that a policy may lack, with their titles."""
+
+    def written(node: Node) -> str:
+        return _written(checked, node)
+
+    if bound.propagates:
+        yield "Tokens that reach a layer", explain_sections.propagation(bound, length, written)
+    merge = bound.rules.merge
+    if merge is not None:
+        yield "What becomes of dropped entries", explain_sections.merging(merge, written)
+    if bound.share is not None:
+        yield "Layers that share directions", explain_sections.sharing(bound, written)
+    if bound.decode is not None:
+        yield "While decoding", explain_sections.decode(bound, config, length, written)
+
+
+def _parameters(bound: Bound) -> Iterator[str]:
+    params = bound.program.params
+    width = max(len(name) for name in params)
+    values = {
+        name: f"{shown(bound.params[name])} {params[name].unit or ''}".strip() for name in params
+    }
+    room = max(len(value) for value in values.values())
+    for name, param in params.items():
+        yield f"  {name:<{width}}  {values[name]:<{room}}  {param.about}".rstrip()
+
+
+def _plan(checked: Checked, bound: Bound) -> Iterator[str]:
+    """Named values and sections by the moment at which they are known."""
+    phases = Phases(bound.propagates)
+    known: dict[Phase, list[tuple[str, Node]]] = {phase: [] for phase in Phase}
+    rules = bound.rules
+    decides = (rules.keep, rules.budget, rules.score, *state_roots(rules.states))
+    for node in nodes_of([*decides, *propagate_roots(bound.propagate)]):
+        if node.name is not None and bound.static.needs(node) != frozenset():
+            known[_phase(bound, phases, node)].append((node.name, node))
+    known[phases.of(bound.lowered.keep)].append(("keep", rules.keep))
+    width = max(len(name) for named in known.values() for name, _ in named)
+    for phase, named in known.items():
+        if named:
+            yield f"  {_WHEN[phase]}"
+        for name, node in named:
+            yield f"    {name:<{width}}  {_written(checked, node)}  : {node.type}"
+
+
+def _phase(bound: Bound, phases: Phases, node: Node) -> Phase:
+    if node.op == "budget":
+        return phases.of(bound.rules.budget)
+    # What looks back at lower layers is known at its own.
+    return min(phases.of(node), Phase.LAYER) if node.when <= When.LAYER else phases.of(node)
+
+
+def _written(checked: Checked, node: Node) -> str:
+    """A node's expression as the author wrote it, on one line."""
+    if node.span is None:
+        return node.op
+    text = " ".join(checked.source.text[node.span.start : node.span.end].split())
+    return text if len(text) <= 72 else text[:69].rstrip() + "..."
+
+
+def _entries(bound: Bound, length: int) -> Iterator[str]:
+    bounds = Bounds(bound, length)
+    size = bounds.size(bound.lowered.keep)
+    layers = bound.shape.layers
+    mean = size.total / (layers * bound.shape.kv_heads)
+    exact = bounds.is_exact(bound.lowered.keep)
+    if exact:
+        top = max(1, *size.head)
+        for first, last in runs(size.head):
+            name = layers_text(first, last)
+            bar = "#" * max(1, round(_BAR * size.head[first] / top)) if size.head[first] else ""
+            yield f"  {name:<14} {size.head[first]:>9,}  {bar}"
+        yield f"  {'mean':<14} {mean:>9,.1f}  {mean / length:.2%} of the prompt"
+        return
+    if mean == length:
+        yield "  The numbers depend on the prompt's content; everything may stay."
+        return
+    yield "  The numbers depend on the prompt's content. Before it is seen, it is certain that"
+    yield f"  - on average over layers and KV heads at most {mean:,.1f} stay ({mean / length:.2%})"
+    yield from _limits(size, bound.shape.kv_heads, length)
+
+
+def _limits(size: Size, kv_heads: int, length: int) -> Iterator[str]:
+    """Bounds on one head and one layer, where they say more than the prompt's length."""
+    shares = [n / kv_heads for n in size.layer]
+    for what, most in (("one KV head", size.head), ("one layer, per KV head,", shares)):
+        low, high = min(most), max(most)
+        if low < length:
+            text = f"{high:,.1f}" if low == high else f"{low:,.1f} to {high:,.1f} by layer"
+            yield f"  - {what} keeps at most {text}"
+
+
+def _memory(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
+    full = bound.shape.layers * bound.shape.kv_heads * length
+    kept = max_entries(bound, length)
+    most = "" if Bounds(bound, length).is_exact(bound.lowered.keep) else "at most "
+    yield f"  KV cache before  {size_text(config.kv_size(full)):>10}  {full:,} entries"
+    share = kept / full if full else 1
+    yield f"  KV cache after   {size_text(config.kv_size(kept)):>10}  {most}{kept:,} ({share:.2%})"
+
+
+def _cost(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
+    found = cost(bound, config, length)
+    noted = [part for part in found.parts if found.share_of(part) >= _NOTED * found.share]
+    for part in noted:
+        yield _costs(part.name, part.work.operations, found.share_of(part), part.squared)
+    if len(noted) < len(found.parts):
+        rest = found.parts[len(noted) :]
+        operations = sum(part.work.operations for part in rest)
+        yield _costs("other expressions", operations, sum(map(found.share_of, rest)))
+    yield _costs("in all", found.operations, found.share)
+    yield f"  {'reads':<26} {size_text(found.bytes_read):>12}  per layer"
+    yield f"  {'memory at once':<26} {size_text(found.peak):>12}  within a layer, then freed"
+    if found.held:
+        yield f"  {'held until the end':<26} {size_text(found.held):>12}  for all layers"
+    queries = bound.queries(length)
+    if queries:
+        noun = "query" if queries == 1 else "queries"
+        yield f"  {'observation window':<26} {queries:>12,}  last {noun}"
+
+
+def _costs(name: str, operations: float, share: float, squared: str = "") -> str:
+    note = f"; {squared}" if squared else ""
+    return f"  {name:<26} {flops_text(operations):>12}  {share:.3%} of the prefill's time{note}"

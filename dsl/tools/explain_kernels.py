@@ -1,0 +1,140 @@
+"""What `kvpolicy explain` says of kernels: what is generated, what stays with torch, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.kernel_values import written_window
+from kvpolicy.dsl.codegen.regions import Bundle, Regions
+from kvpolicy.dsl.execute.combination import is_combination
+from kvpolicy.dsl.execute.direct import STATES, Direct
+from kvpolicy.dsl.execute.entropy import distribution
+from kvpolicy.dsl.execute.layers import reduces_past
+from kvpolicy.dsl.execute.share import side_of_share
+from kvpolicy.dsl.execute.steps import Steps
+from kvpolicy.dsl.ir.lower import ELEMENTWISE, REDUCTIONS
+from kvpolicy.dsl.ir.nodes import OF_MERGE, Node, When
+from kvpolicy.dsl.ir.traverse import nodes_of
+from kvpolicy.dsl.ir.written import written
+
+_TENSORS = frozenset(("attn", "logits", "key", "value"))
+# What `torch_kernels` names; merges and shares besides.
+_BY_HAND = frozenset("top fill rank split cascade mean var entropy any[past] var[past]".split())
+_LARGE = frozenset(("query", "dim"))  # axes of what is not small
+_LONGEST = 88
+
+
+def regions(bound: Bound) -> Regions:
+    """What is generated for the prefill of a policy."""
+    direct = Direct(bound, False)
+    return Regions(bound, direct.everything, direct.updates.states)
+
+
+def step_regions(bound: Bound) -> list[Regions]:
+    """What is generated for decode steps: for states, and for what is read where entries leave."""
+    if bound.decode is None:
+        return []
+    steps = Steps(bound, False)
+    return [
+        Regions(bound, steps.advancing_roots, steps.updates.states, steps=True),
+        Regions(bound, steps.leaving_roots, steps=True),
+    ]
+
+
+def kernels(bound: Bound) -> Iterator[str]:
+    """The lines of the explanation."""
+    found = regions(bound)
+    yield from (f"  {line}" for line in (*_passes(found), *reasons([found])))
+    if bound.rules.merge is not None:
+        yield f"  {_MERGE}"
+    if bound.share is not None:
+        yield f"  {_share(bound)}"
+    if bound.decode is None:
+        return
+    of_steps = step_regions(bound)
+    yield f"  {_while_decoding(bound)}"
+    for each in of_steps:
+        yield from (f"    {line}" for line in _passes(each))
+    yield from (f"    {line}" for line in reasons(of_steps))
+    if bound.decode.merge is not None:
+        yield f"    {_MERGE}"
+
+
+_MERGE = "kernel  hand-written: merge, of the rows that are dropped into those that stay"
+
+
+def _while_decoding(bound: Bound) -> str:
+    steps = Steps(bound, False)
+    if not steps.advances:
+        return "while decoding"
+    how = "of several steps at once" if steps.at_once else "step by step"
+    return f"while decoding, states {how}"
+
+
+def _passes(found: Regions) -> Iterator[str]:
+    for bundle in found.bundles:
+        yield _pass(bundle)
+        for node in _named(bundle):
+            yield f"  kernel  {_short(node)}"
+
+
+def reasons(found: Sequence[Regions]) -> Iterator[str]:
+    """What stays with torch, and why."""
+    for each in found:
+        known = {id(node): node for node in nodes_of(each.roots)}
+        for name, reason in each.reasons.items():
+            yield f"torch   {_short(known[name])}: {reason}"
+    names = {name for each in found for name in _small(each)}
+    names -= ELEMENTWISE | _TENSORS | OF_MERGE | STATES | REDUCTIONS - _BY_HAND
+    for by, chosen in (("kernel  hand-written,", names & _BY_HAND), ("torch  ", names - _BY_HAND)):
+        if chosen:
+            yield f"{by} on small tensors: {', '.join(sorted(chosen))}"
+
+
+def _small(found: Regions) -> set[str]:
+    """Operations beside the generated kernels; what a kernel knows as one is one."""
+    left = [node for node in found.left() if node.when >= When.LAYER]
+    read = {id(x) for node in left if not reduces_past(node) for x in node.args}
+    names = set()
+    for node in left:
+        if distribution(node) is not None:
+            names.add("entropy")
+        elif reduces_past(node):
+            names.add(f"{node.op}[past]")
+        elif node.op in REDUCTIONS and _LARGE & set(node.args[0].type.axes):
+            continue  # its reason is given
+        elif node.op != "past" or id(node) in read:
+            names.add(node.op)
+    return names
+
+
+def _share(bound: Bound) -> str:
+    direction = bound.share.direction
+    if is_combination(direction, side_of_share):
+        return "kernel  hand-written: share, of directions as sums of two layers' vectors"
+    return f"torch   share: {_short(direction)}: it is no sum of two layers' vectors"
+
+
+def _pass(bundle: Bundle) -> str:
+    """How often a bundle reads the layer's tensors."""
+    roles = {each.role for each in bundle.reductions}
+    ops = {node.op for each in bundle.reductions for node in each.node.walk()}
+    if bundle.window is None:
+        names = " and ".join(f"{name}s" for name in ("key", "value") if name in ops)
+        return f"one pass over the {names}"
+    passes = ("attn" in ops) + len(roles - {"vectors"})
+    count = {1: "one pass", 2: "two passes", 3: "three passes"}[passes]
+    also = ", values read once," if "value" in ops else ""
+    return f"{count} over the keys{also} for {written_window(bundle.window)}"
+
+
+def _named(bundle: Bundle) -> list[Node]:
+    """Reductions and outputs, once each."""
+    nodes = [*(each.node for each in bundle.reductions), *bundle.outputs]
+    return list({id(node): node for node in nodes}.values())
+
+
+def _short(node: Node) -> str:
+    text = f"{node.name}: {written(node)}" if node.name else written(node)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3].rstrip()}..."

@@ -1,0 +1,125 @@
+"""What `kvpolicy explain` says of propagation, sharing, merging and decode steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.lengths import lengths
+from kvpolicy.dsl.bind.model_config import ModelConfig
+from kvpolicy.dsl.ir.nodes import Merge, Node
+from kvpolicy.dsl.tools.decode_cost import decode_cost, memory_of_decode
+from kvpolicy.dsl.tools.units import flops_text, size_text
+
+Written = Callable[[Node], str]  # a node's expression as the author wrote it
+
+
+def runs(values: Sequence[object]) -> Iterator[tuple[int, int]]:
+    """First and last index of each run of equal values."""
+    for _, group in groupby(range(len(values)), key=values.__getitem__):
+        indices = list(group)
+        yield indices[0], indices[-1]
+
+
+def layers_text(first: int, last: int) -> str:
+    """`layer 3` or `layers 3-5`."""
+    return f"layer {first}" if first == last else f"layers {first}-{last}"
+
+
+def propagation(bound: Bound, length: int, written: Written) -> Iterator[str]:
+    """How many tokens reach each layer, and what decides it."""
+    rules = bound.propagate
+    moment = rules.first or rules.every
+    word = "first" if rules.first else "every"
+    yield f"  {word:<8} {written(moment)}{_acting(bound, length)}"
+    yield f"  {'tokens':<8} {written(rules.tokens)}"
+    if bound.restarts:
+        yield "  The prefill begins again on these tokens, at positions 0, 1, ..."
+    ranges = lengths(bound, length)
+    for first, last in runs(ranges):
+        low, high = ranges[first]
+        number = f"{high:,}" if low == high else f"{low:,} to {high:,}"
+        yield f"  {layers_text(first, last):<14} {number:>9}"
+    rows, full = _rows(bound, length), bound.shape.layers * length
+    yield f"  {'computed':<14} {rows:>9,}  rows at most, {rows / full:.1%} of the prefill's"
+
+
+def _rows(bound: Bound, length: int) -> int:
+    """The most tokens that are computed, summed over layers and over both passes of a restart."""
+    ranges, layers = lengths(bound, length), bound.shape.layers
+    reached = sum(high for _, high in ranges)
+    if not bound.restarts:
+        return reached
+    layer = bound.propagation_layer(length)
+    if layer == layers:  # the second pass never begins
+        return reached
+    return (layers if layer is None else layer + 1) * length + reached
+
+
+def _acting(bound: Bound, length: int) -> str:
+    """At which layer tokens leave, where it is known."""
+    if bound.propagate.first is None:
+        return ""
+    layer = bound.propagation_layer(length)
+    if layer is None:
+        return "  (the prompt's content decides)"
+    return "  (never)" if layer == bound.shape.layers else f"  (layer {layer})"
+
+
+def sharing(bound: Bound, written: Written) -> Iterator[str]:
+    """Which layers share, and what."""
+    layers = [i for i in range(bound.shape.layers) if bound.number(bound.share.when, 0, i)]
+    pairs = ", ".join(f"{i - 1} and {i}" for i in layers) or "none"
+    yield f"  {'layers':<10} {pairs}"
+    yield f"  {'direction':<10} {written(bound.share.direction)}"
+    if bound.share.exceptions is not None:
+        yield f"  {'except':<10} {written(bound.share.exceptions)}"
+
+
+def merging(merge: Merge, written: Written) -> Iterator[str]:
+    """What becomes of dropped entries."""
+    parts = {
+        "into": merge.into,
+        "accept": merge.accept,
+        "weight": merge.weight,
+        "own": merge.own,
+        "divide": merge.divide,
+    }
+    for name, node in parts.items():
+        if node is not None:
+            yield f"  {name:<8} {written(node)}"
+    for name, state in merge.states.items():
+        if state.next is not None:
+            yield f"  {'state':<8} {name}: {written(state.next)}"
+    yield f"  {'apply':<8} {' and '.join(f'{each}s' for each in merge.apply)}"
+
+
+def decode(bound: Bound, config: ModelConfig, length: int, written: Written) -> Iterator[str]:
+    """When entries leave while decoding, what is remembered for it, and what a step costs."""
+    rules = bound.decode
+    when = "every step, or as often as the server is told to"
+    if rules.when is not None:
+        when = written(rules.when)
+    yield f"  {'when':<8} {when}"
+    yield f"  {'keep':<8} {written(rules.keep)}"
+    for name, state in rules.states.items():
+        if state.next is not None:
+            yield f"  {'state':<8} {name}: {written(state.next)}  : {state.type}"
+    if bound.rules.merge is None and rules.merge is not None:
+        yield from merging(rules.merge, written)
+    states, queries = memory_of_decode(bound, length, config.kv_bytes)
+    if states:
+        yield f"  {'states':<8} {size_text(states)} per request"
+    if queries:
+        last = f"the last {bound.step_queries(length):,} of each layer"
+        yield f"  {'queries':<8} {size_text(queries)} per request, {last}"
+    for name, operations in decode_cost(bound, length).items():
+        yield f"  {name:<26} {flops_text(operations):>12} per layer"
+
+
+def decode_words(bound: Bound) -> str:
+    """When entries leave, in a few words."""
+    if bound.decode is None:
+        return "nothing leaves"
+    return "at every step" if bound.decode.when is None else "at the steps of `decode.when`"

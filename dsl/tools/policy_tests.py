@@ -1,0 +1,241 @@
+"""`kvpolicy test`: runs the tests beside policies, on every execution."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.bind.bounds import max_entries
+from kvpolicy.dsl.bind.model_config import USUAL
+from kvpolicy.dsl.data.recording import Recording
+from kvpolicy.dsl.ir.nodes import Program
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
+from kvpolicy.dsl.syntax.library import TEST_SUFFIX, find, read_source, shipped
+from kvpolicy.dsl.tools.commands import EXECUTIONS, executable, execute, guarded, overrides
+from kvpolicy.dsl.tools.run import add_merged, propagation, report
+from kvpolicy.dsl.tools.test_format import Case, Numbers, Seed, read_cases
+from kvpolicy.dsl.tools.units import positions_text
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Args:
+        args: `files` (policies, their tests, or folders; none: all shipped), `execution` (a name,
+            or None for each).
+
+    Returns:
+        0 if every test passes, 1 if one fails, 2 if the input cannot be used.
+    """
+    return guarded(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    executions = EXECUTIONS if args.execution is None else (args.execution,)
+    passed = failed = tried = 0
+    for path in _test_files(args.files):
+        name, cases = read_cases(read_source(path))
+        program = _tested(path, name)
+        if args.execution is None:
+            refusal = _trial(program, cases)
+            tried += 1
+            failed += refusal is not None
+            if refusal is not None:
+                print(refusal)
+        for case in cases:
+            for execution in executions:
+                problems = check_case(program, case, execution)
+                passed += not problems
+                failed += bool(problems)
+                for problem in problems:
+                    print(f"{path}:{case.line}: {case.name} ({execution}): {problem}")
+    policies = f"; {tried} {'policy' if tried == 1 else 'policies'} tried" if tried else ""
+    print(f"{passed} passed, {failed} failed ({' and '.join(executions)}){policies}")
+    return 1 if failed else 0
+
+
+def _trial(program: Program, cases: Sequence[Case]) -> PolicyError | None:
+    """What the trial says of a policy: with its defaults, or as the first test has it.
+
+    A policy may be made for models that are unlike the usual one; its tests know which.
+    """
+    from kvpolicy.dsl.tools.trial import trial
+
+    settings = [(USUAL, {}), *((x.shape, overrides(x.settings)) for x in cases if not x.refused)]
+    for shape, given in settings:
+        try:
+            bound = bind(program, shape, given)
+        except PolicyError:
+            continue
+        try:
+            trial(bound)
+        except PolicyError as error:
+            return error
+        return None
+    return None
+
+
+def _test_files(files: Sequence[str]) -> Iterator[Path]:
+    """The test files that the arguments name.
+
+    Raises:
+        PolicyError: one names none.
+    """
+    paths = [Path(file) for file in files] or list(shipped().values())
+    for path in paths:
+        if path.is_dir():
+            found = sorted(path.glob(f"*{TEST_SUFFIX}"))
+            if not found:
+                raise refused(str(path), "file", f"no file *{TEST_SUFFIX} in this folder")
+            yield from found
+            continue
+        test = path if path.name.endswith(TEST_SUFFIX) else find(path).with_suffix(TEST_SUFFIX)
+        if not test.exists():
+            raise refused(str(path), "file", f"there are no tests: `{test.name}` is missing")
+        yield test
+
+
+def _tested(test: Path, name: str) -> Program:
+    """The policy beside a test file."""
+    stem = test.name.removesuffix(TEST_SUFFIX)
+    if name != stem:
+        raise refused(str(test), "test", f"`policy` is `{name}`, but the file tests `{stem}`")
+    return executable(test.with_name(f"{stem}.yaml"))
+
+
+def check_case(program: Program, case: Case, execution: str) -> list[str]:
+    """What differs from what a test expects; empty if nothing does."""
+    try:
+        bound = bind(
+            program, case.shape, overrides(case.settings), fold_interval=case.fold_interval
+        )
+        if case.refused is not None:
+            return [f"should be refused with `{case.refused}`, but is accepted"]
+        given = recording(case)
+        result = execute(bound, execution, given.q, given.k, given.v, given.steps, given.inv_freq)
+    except PolicyError as error:
+        message = str(error)
+        if case.refused is not None and case.refused in message:
+            return []
+        return [f"refused: {message}"]
+    output = {**report(result), **propagation(result)}
+    add_merged(output, result, given)
+    if result.budgets is None:
+        del output["budgets"]
+    problems = list(_differences(case.expected, output))
+    for step, expected in case.after.items():
+        found = _differences(expected, output["steps"][step - 1])
+        problems += [f"after step {step}: {problem}" for problem in found]
+    total = sum(int(layer.sum()) for layer in result.kept)
+    if total > max_entries(bound, case.tokens):
+        problems.append(
+            f"keeps {total} entries, more than the bound {max_entries(bound, case.tokens)}"
+        )
+    return problems
+
+
+def _differences(expected: Mapping[str, object], output: Mapping[str, object]) -> Iterator[str]:
+    for name, value in expected.items():
+        if name not in output:
+            yield f"the policy has no {name} to compare"
+        elif name == "kept":
+            yield from _kept_differences(value, output[name])
+        elif not _equal(value, output[name]):
+            are = "are" if name.endswith("s") else "is"
+            yield f"{name} {are} {output[name]}, not {value}"
+
+
+def _equal(expected: object, found: object) -> bool:
+    """Whether JSON values are equal, numbers to 1e-5."""
+    if isinstance(expected, float) and isinstance(found, int | float):
+        return abs(found - expected) <= 1e-5 * max(1.0, abs(expected))
+    if isinstance(expected, list) and isinstance(found, list):
+        pairs = zip(expected, found, strict=False)
+        return len(expected) == len(found) and all(_equal(a, b) for a, b in pairs)
+    if isinstance(expected, dict) and isinstance(found, dict):
+        return expected.keys() == found.keys() and all(
+            _equal(expected[key], found[key]) for key in expected
+        )
+    return expected == found
+
+
+def _kept_differences(expected: list, found: list) -> Iterator[str]:
+    for layer, heads in enumerate(expected):
+        for head, positions in enumerate(heads):
+            if found[layer][head] != positions:
+                problem = _difference(found[layer][head], positions)
+                yield f"layer {layer}, KV head {head}: {problem}"
+
+
+def _difference(kept: list[int], expected: list[int]) -> str:
+    extra = sorted(set(kept) - set(expected))
+    lost = sorted(set(expected) - set(kept))
+    parts = [f"kept {positions_text(kept)}"]
+    if extra:
+        parts.append(f"{positions_text(extra)} should not be there")
+    if lost:
+        are = "is" if len(lost) == 1 else "are"
+        parts.append(f"{positions_text(lost)} {are} missing")
+    return "; ".join(parts)
+
+
+def recording(case: Case) -> Recording:
+    """The tensors of a test, float32.
+
+    Raises:
+        PolicyError: numbers that do not fit the model's sizes.
+    """
+    shape, made = case.shape, {}
+    for name, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
+        size = (shape.layers, heads, case.tokens, shape.head_dim)
+        made[name] = _tensor(name, case, size)
+        size = (case.steps, shape.layers, heads, shape.head_dim)
+        made[f"{name}_step"] = _tensor(f"{name}_step", case, size)
+    inv_freq = None if case.inv_freq is None else np.asarray(case.inv_freq)
+    if inv_freq is not None and 2 * len(inv_freq) != shape.head_dim:
+        raise refused("inv_freq", "test", f"it has half the head size, {shape.head_dim}, numbers")
+    steps = (made["q_step"], made["k_step"], made["v_step"]) if case.steps else None
+    return Recording(case.name, made["q"], made["k"], made["v"], steps, inv_freq)
+
+
+def _tensor(name: str, case: Case, size: tuple[int, ...]) -> np.ndarray:
+    given = case.tensors[name]
+    if not isinstance(given, Seed):
+        return _written(name, given, size)
+    if not name.endswith("_step"):
+        return _seeded(given, size)
+    steps = [_seeded(replace(given, seed=given.seed + step), size[1:]) for step in range(size[0])]
+    return np.stack(steps) if steps else np.zeros(size, np.float32)
+
+
+def _seeded(given: Seed, size: tuple[int, ...]) -> np.ndarray:
+    layers = [
+        generated(given.seed + given.stride * layer, size[1:])
+        * np.float32(given.scale + given.step * layer)
+        for layer in range(size[0])
+    ]
+    return np.stack(layers)
+
+
+def _written(name: str, given: Numbers | None, size: tuple[int, ...]) -> np.ndarray:
+    try:
+        values = np.asarray(0.0 if given is None else given, dtype=np.float32)
+        return np.ascontiguousarray(np.broadcast_to(values, size))
+    except ValueError:
+        message = f"`{name}` does not have the sizes {list(size)}, nor the last of them"
+        raise refused(name, "test", message) from None
+
+
+def generated(seed: int, size: Sequence[int]) -> np.ndarray:
+    """Numbers between -2 and 2 that any program can make again, float32.
+
+    With k the flat index (last dimension fastest):
+    ((((37 + 2 seed) k^2 + (17 + 4 seed) k + 29 seed + 7) mod 1009) - 504) / 252.
+    """
+    k = np.arange(int(np.prod(size)), dtype=np.int64) % 1009
+    values = ((37 + 2 * seed) * k * k + (17 + 4 * seed) * k + 29 * seed + 7) % 1009
+    return ((values - 504) / 252).astype(np.float32).reshape(size)

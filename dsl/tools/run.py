@@ -1,0 +1,140 @@
+"""`kvpolicy run`: a policy applied to recorded tensors. The output is described in docs/run.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.data.recording import Recording, read_recording
+from kvpolicy.dsl.data.result import Result, StepResult
+from kvpolicy.dsl.syntax.diagnostics import refused
+from kvpolicy.dsl.tools.commands import executable, execute, guarded, overrides
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Args:
+        args: `file`, `tensors` (path of an npz), `set` (name=value strings), `execution`
+            (`interpreter` or `torch`), `fold_interval`, `scores` and `merged` (whether to write
+            them), `out` (path or `-`).
+
+    Returns:
+        0, or 2 if the input cannot be used.
+    """
+    return guarded(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    program = executable(args.file)
+    given = read_recording(args.tensors)
+    bound = bind(program, given.shape, overrides(args.set), fold_interval=args.fold_interval)
+    given.check_queries(bound)
+    result = execute(bound, args.execution, given.q, given.k, given.v, given.steps, given.inv_freq)
+    output = report(result, args.scores)
+    if bound.propagates:
+        output.update(propagation(result))
+    if args.merged:
+        add_merged(output, result, given)
+    text = json.dumps(output, separators=(",", ":")) + "\n"
+    if args.out == "-":
+        sys.stdout.write(text)
+        return 0
+    try:
+        Path(args.out).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise refused(args.out, "data", f"cannot be written: {error.strerror}") from None
+    return 0
+
+
+def report(result: Result, scores: bool = False) -> dict[str, object]:
+    """The result as JSON values; see docs/run.md."""
+    kept = [[np.flatnonzero(head).tolist() for head in layer] for layer in result.kept]
+    budgets = result.budgets or [layer.sum(-1) for layer in result.kept]
+    output: dict[str, object] = {
+        "kept": kept,
+        "budgets": [[_number(each) for each in layer.tolist()] for layer in budgets],
+    }
+    if scores and result.scores is not None:
+        output["scores"] = [
+            [[_number(each) for each in head] for head in layer.astype(np.float32).tolist()]
+            for layer in result.scores
+        ]
+    output.update(_values(result))
+    if result.steps:
+        output["steps"] = [{"kept": step.kept, **_values(step)} for step in result.steps]
+    return output
+
+
+def _values(result: Result | StepResult) -> dict[str, object]:
+    """Thresholds of merges and reported lets, per layer."""
+    values = {name: _layers(per_layer) for name, per_layer in result.named.items()}
+    thresholds = {name: _layers(per_layer) for name, per_layer in result.thresholds.items()}
+    if len(thresholds) == 1:
+        values["thresholds"] = next(iter(thresholds.values()))
+    elif thresholds:
+        values["thresholds"] = thresholds
+    return values
+
+
+def _layers(per_layer: list) -> list:
+    return [
+        [_number(x) for x in value] if isinstance(value, list) else _number(value)
+        for value in per_layer
+    ]
+
+
+def propagation(result: Result) -> dict[str, object]:
+    """Which tokens went deeper; null where none did."""
+    return {
+        "selected_layer": result.selected_layer,
+        "propagated": result.propagated,
+        "positions": result.positions,
+    }
+
+
+def add_merged(output: dict[str, object], result: Result, given: Recording) -> None:
+    """Adds how far cached keys and values are from the recorded ones, per layer."""
+    keys, values = given.k, given.v
+    if result.merged is not None:
+        pairs = [
+            [(k[head], v[head]) for head, k, v in zip(kept, *vectors, strict=True)]
+            for kept, vectors in zip(result.kept, result.merged, strict=True)
+        ]
+        output["merged"] = _differences(pairs, result.kept, keys, values)
+    if given.steps is not None:
+        # Steps follow the prompt: [T, L, G, D] after [L, G, N, D].
+        keys, values = (
+            np.concatenate([x, step.transpose(1, 2, 0, 3)], 2)
+            for x, step in zip((keys, values), given.steps[1:], strict=True)
+        )
+    for step, shown in zip(result.steps, output.get("steps", ()), strict=True):
+        if step.merged is not None:
+            shown["merged"] = _differences(step.merged, step.kept, keys, values)
+
+
+def _differences(
+    pairs: list, kept: list, keys: np.ndarray, values: np.ndarray
+) -> list[dict[str, float]]:
+    """Per layer the largest differences; `pairs` and `kept` are per layer and KV head."""
+    result = []
+    for layer, (heads, places) in enumerate(zip(pairs, kept, strict=True)):
+        largest = {"key": 0.0, "value": 0.0}
+        for head, ((k, v), at) in enumerate(zip(heads, places, strict=True)):
+            for name, x, recorded in (("key", k, keys), ("value", v, values)):
+                difference = np.abs(x - recorded[layer, head][at])
+                largest[name] = max(largest[name], float(difference.max(initial=0.0)))
+        result.append(largest)
+    return result
+
+
+def _number(x: float | None) -> float | int | str | None:
+    """A number as JSON: absent ones are null, infinite ones text."""
+    if x is None or isinstance(x, int) or math.isfinite(x):
+        return x
+    return None if math.isnan(x) else ("inf" if x > 0 else "-inf")

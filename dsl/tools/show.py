@@ -1,0 +1,48 @@
+"""`kvpolicy show`: the generated kernels of a policy, as a server on a GPU compiles them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.model_config import read_config
+from kvpolicy.dsl.codegen.source import generate
+from kvpolicy.dsl.ir.text import print_nodes
+from kvpolicy.dsl.tools.commands import bound_policy, guarded
+from kvpolicy.dsl.tools.explain import roots
+from kvpolicy.dsl.tools.explain_kernels import reasons, regions, step_regions
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Args:
+        args: `file`, `model` (path of a config.json or its folder), `set` (name=value strings),
+            `triton` (the generated source; else the intermediate representation).
+
+    Returns:
+        0, or 2 if the input cannot be used.
+    """
+    return guarded(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    bound = bound_policy(args.file, args.set, read_config(args.model).shape)
+    if args.triton:
+        print("\n\n".join(sources(bound)), end="")
+    else:
+        print(print_nodes(roots(bound)), end="")
+    return 0
+
+
+def sources(bound: Bound) -> Iterator[str]:
+    """The generated files of a policy, those of a prefill first; a comment why there is none."""
+    found = [regions(bound), *step_regions(bound)]
+    for each in found:
+        for bundle in each.bundles:
+            yield generate(bundle, bound, steps=each.steps).text
+    if not any(each.bundles for each in found):
+        lines = [f"# {line}" for line in dict.fromkeys(reasons(found))]
+        first = "# This policy reduces no attention and no vectors in a kernel."
+        yield "\n".join([first, *lines]) + "\n"

@@ -1,0 +1,331 @@
+"""Reads `NAME.test.yaml`: small inputs of a policy and what must be kept of them.
+
+    policy: snapkv
+    tests:
+      - name: the window alone
+        set: {capacity: 3, window: 3}
+        model: {layers: 1, heads: 4, kv_heads: 2, head_size: 4}
+        tokens: 12
+        q: {seed: 1}
+        k: {seed: 101}
+        kept: "9-11"
+
+`q`, `k` and `v` are numbers written out, or made from a seed by `generated`; left out, they are 0.
+Numbers of fewer dimensions than [layers, heads, tokens, head size] are repeated along the first
+ones. `kept` has the positions that stay, for each layer a list with a text per KV head; one text
+stands for all. `budgets` are tested the same way if given. `refused` instead of `kept` is a part
+of the message with which the settings are refused.
+
+    steps: 3
+    q_step: {seed: 5}
+    k_step: {seed: 105}
+    after: {1: "0-3 9-12", 3: {kept: "0-3 11-14", thresholds: [0.5]}}
+    selected_layer: 1
+    propagated: "0-3 9-11"
+
+`steps` decode steps follow; `q_step`, `k_step`, `v_step` are [steps, layers, heads, head size], a
+seed growing by 1 from step to step. `after` says what is cached after some of them (the tokens of
+the steps follow the prompt's): what `kept` would say, or a mapping with `kept`, `merged` and
+`thresholds`. `selected_layer` is a layer or `none`; `propagated` the positions that go deeper, for
+`propagate.every` by layer. `merged`, `thresholds`, `layer_ratio` and `laziness` are those of
+`kvpolicy run`, compared to 1e-5; one number stands for all layers. `fold_interval` and `inv_freq`
+are the options of the same names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax import yaml_nodes
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, did_you_mean, listed
+from kvpolicy.dsl.syntax.source import Source
+
+MAX_VALUES = 1 << 22  # numbers in one tensor
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?(e[+-]?[0-9]{1,2})?")
+# What a test may expect of the prefill, and of a decode step.
+_VALUES = ("thresholds", "layer_ratio", "laziness")
+_AFTER_KEYS = ("kept", "merged", *_VALUES)
+_EXPECTED_KEYS = (*_AFTER_KEYS, "budgets", "selected_layer", "propagated", "after")
+_STEP_TENSORS = ("q_step", "k_step", "v_step")
+_CASE_KEYS = (
+    *("name", "about", "set", "model", "tokens", "q", "k", "v"),
+    *("steps", *_STEP_TENSORS, "inv_freq", "fold_interval", "refused"),
+    *_EXPECTED_KEYS,
+)
+_MODEL_KEYS = ("layers", "heads", "kv_heads", "head_size")
+_SEED_KEYS = ("seed", "stride", "scale", "step")
+
+Numbers = float | list["Numbers"]
+
+
+@dataclass(frozen=True)
+class Seed:
+    """A generated tensor: layer l is `generated(seed + stride * l)` times `scale + step * l`."""
+
+    seed: int
+    stride: int = 1
+    scale: float = 1.0
+    step: float = 0.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test.
+
+    Attributes:
+        line: where it stands in the file.
+        settings: `name=value` strings.
+        steps: T decode steps.
+        tensors: `q`, `k`, `v`, `q_step`, `k_step`, `v_step`: numbers, a seed, or None for zeros.
+        inv_freq: numbers, or None.
+        fold_interval: at least 1.
+        expected: what is tested of the prefill, by key of `kvpolicy run`: `kept` [L][G] positions,
+            `budgets` [L][G], `merged` [L] of `key` and `value`, lists of numbers [L] and so on.
+        after: the same, by decode step.
+        refused: part of the message expected, or None.
+    """
+
+    name: str
+    line: int
+    settings: tuple[str, ...]
+    shape: ModelShape
+    tokens: int
+    steps: int
+    tensors: Mapping[str, Numbers | Seed | None]
+    inv_freq: list[float] | None
+    fold_interval: int
+    expected: Mapping[str, object]
+    after: Mapping[int, Mapping[str, object]]
+    refused: str | None
+
+
+def read_cases(source: Source) -> tuple[str, list[Case]]:
+    """The policy's name and the tests of a file.
+
+    Raises:
+        PolicyError: with every defect.
+    """
+    return _Reader(source).file()
+
+
+class _Reader:
+    """Turns YAML nodes into cases; the first defect of each case is reported."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.diagnostics: list[Diagnostic] = []
+
+    def file(self) -> tuple[str, list[Case]]:
+        root = yaml_nodes.read_yaml(self.source, self.diagnostics.append)
+        policy, cases = "", []
+        if root is not None and not self.diagnostics:
+            try:
+                keys = self.mapping(root, ("policy", "tests"), required=("policy", "tests"))
+                policy = self.text(keys["policy"])
+                for node in self.sequence(keys["tests"], "tests"):
+                    cases.extend(self.case(node))
+            except _Defect as defect:
+                self.diagnostics.append(defect.diagnostic)
+        if self.diagnostics:
+            raise PolicyError(self.diagnostics, self.source)
+        return policy, cases
+
+    def case(self, node: yaml_nodes.Node) -> list[Case]:
+        try:
+            return [self._case(node)]
+        except _Defect as defect:
+            self.diagnostics.append(defect.diagnostic)
+            return []
+
+    def _case(self, node: yaml_nodes.Node) -> Case:
+        keys = self.mapping(node, _CASE_KEYS, required=("name", "model"))
+        sizes = self.mapping(keys["model"], _MODEL_KEYS, required=_MODEL_KEYS)
+        model = {name: self.whole(value) for name, value in sizes.items()}
+        shape = ModelShape(*(model[name] for name in _MODEL_KEYS))
+        tokens, steps, fold_interval = (
+            self.whole(keys[name]) if name in keys else default
+            for name, default in (("tokens", 0), ("steps", 0), ("fold_interval", 1))
+        )
+        if shape.layers * shape.heads * (tokens + steps) * shape.head_dim > MAX_VALUES:
+            raise self.defect(f"the tensors have more than {MAX_VALUES:,} numbers", keys["model"])
+        settings = self.mapping(keys["set"]) if "set" in keys else {}
+        if bool(keys.keys() & set(_EXPECTED_KEYS)) == ("refused" in keys):
+            raise self.defect("a test says either what is `kept` or how it is `refused`", node)
+        inv_freq = self.sequence(keys["inv_freq"], "inv_freq") if "inv_freq" in keys else None
+        return Case(
+            name=self.text(keys["name"]),
+            line=self.source.place(node.span.start)[0],
+            settings=tuple(f"{name}={self.text(value)}" for name, value in settings.items()),
+            shape=shape,
+            tokens=tokens,
+            steps=steps,
+            tensors={n: self.tensor(keys.get(n)) for n in ("q", "k", "v", *_STEP_TENSORS)},
+            inv_freq=None if inv_freq is None else [self.number(each) for each in inv_freq],
+            fold_interval=fold_interval,
+            expected=self.expected(keys, shape),
+            after=self.after(keys["after"], shape, steps) if "after" in keys else {},
+            refused=self.text(keys["refused"]) if "refused" in keys else None,
+        )
+
+    def expected(self, keys: dict[str, yaml_nodes.Node], shape: ModelShape) -> dict[str, object]:
+        """What is expected of the prefill or of a step, by key."""
+        found: dict[str, object] = {}
+        if "kept" in keys:
+            found["kept"] = self.heads(keys["kept"], shape, self.positions)
+        if "budgets" in keys:
+            found["budgets"] = self.heads(keys["budgets"], shape, self.whole)
+        for name in _VALUES:
+            if name in keys:
+                found[name] = self.layers(keys[name], shape, self.value)
+        if "merged" in keys:
+            found["merged"] = self.layers(keys["merged"], shape, self.difference)
+        if "selected_layer" in keys:
+            text = self.text(keys["selected_layer"])
+            found["selected_layer"] = None if text == "none" else self.whole(keys["selected_layer"])
+        if "propagated" in keys:
+            found["propagated"] = self.propagated(keys["propagated"])
+        return found
+
+    def after(
+        self, node: yaml_nodes.Node, shape: ModelShape, steps: int
+    ) -> dict[int, dict[str, object]]:
+        """What is expected after decode steps, by step."""
+        if not isinstance(node, yaml_nodes.Mapping):
+            raise self.defect("`after` says by step what is cached", node)
+        found: dict[int, dict[str, object]] = {}
+        for key, value in node.entries:
+            if not key.text.isdigit() or not 1 <= int(key.text) <= steps:
+                message = f"`{key.text}` is no step; the test has {steps}"
+                raise self.defect(message, key, "give `steps: N`; the first step is 1")
+            entry = {"kept": value}
+            if isinstance(value, yaml_nodes.Mapping):
+                entry = self.mapping(value, _AFTER_KEYS)
+            found[int(key.text)] = self.expected(entry, shape)
+        return found
+
+    def propagated(self, node: yaml_nodes.Node) -> object:
+        """Positions, or by layer for `propagate.every`; None for `none`."""
+        if isinstance(node, yaml_nodes.Mapping):
+            return {self.whole(key): self.positions(value) for key, value in node.entries}
+        return None if self.text(node) == "none" else self.positions(node)
+
+    def layers(self, node: yaml_nodes.Node, shape: ModelShape, read) -> list:
+        """A value per layer; one stands for all."""
+        if not isinstance(node, yaml_nodes.Sequence):
+            return [read(node)] * shape.layers
+        if len(node.items) != shape.layers:
+            message = f"{len(node.items)} layers are listed, the model has {shape.layers}"
+            raise self.defect(message, node)
+        return [read(item) for item in node.items]
+
+    def value(self, node: yaml_nodes.Node) -> float | None:
+        """A number, or `none`."""
+        return None if self.text(node) == "none" else self.number(node)
+
+    def difference(self, node: yaml_nodes.Node) -> dict[str, float]:
+        """`{key: 0.25, value: 1.5}`; what is left out is 0."""
+        keys = self.mapping(node, ("key", "value"))
+        return {n: self.number(keys[n]) if n in keys else 0.0 for n in ("key", "value")}
+
+    def tensor(self, node: yaml_nodes.Node | None) -> Numbers | Seed | None:
+        if not isinstance(node, yaml_nodes.Mapping):
+            return None if node is None else self.numbers(node)
+        keys = self.mapping(node, _SEED_KEYS, required=("seed",))
+        scale = self.number(keys["scale"]) if "scale" in keys else 1.0
+        step = self.number(keys["step"]) if "step" in keys else 0.0
+        stride = self.whole(keys["stride"]) if "stride" in keys else 1
+        return Seed(self.whole(keys["seed"]), stride, scale, step)
+
+    def numbers(self, node: yaml_nodes.Node) -> Numbers:
+        if isinstance(node, yaml_nodes.Sequence):
+            return [self.numbers(item) for item in node.items]
+        return self.number(node)
+
+    def heads(self, node: yaml_nodes.Node, shape: ModelShape, read) -> list[list]:
+        """A value per layer and KV head; one value stands for all."""
+        if isinstance(node, yaml_nodes.Scalar):
+            return [[read(node)] * shape.kv_heads for _ in range(shape.layers)]
+        layers = self.sequence(node, "a list with an entry per layer")
+        if len(layers) != shape.layers:
+            raise self.defect(
+                f"{len(layers)} layers are listed, the model has {shape.layers}", node
+            )
+        return [self._layer(layer, shape, read) for layer in layers]
+
+    def _layer(self, node: yaml_nodes.Node, shape: ModelShape, read) -> list:
+        if isinstance(node, yaml_nodes.Scalar):
+            return [read(node)] * shape.kv_heads
+        items = self.sequence(node, "a list with an entry per KV head")
+        if len(items) != shape.kv_heads:
+            message = f"{len(items)} KV heads are listed, the model has {shape.kv_heads}"
+            raise self.defect(message, node)
+        return [read(item) for item in items]
+
+    def positions(self, node: yaml_nodes.Node) -> list[int]:
+        """Positions such as `0 3-5 11`."""
+        found: list[int] = []
+        for word in self.text(node).split():
+            match = _RANGE.fullmatch(word)
+            if not match:
+                raise self.defect(f"`{word}` is no position; write for example `0 3-5 11`", node)
+            first = int(match[1])
+            last = int(match[2] or first)
+            if last - first > MAX_VALUES or (found and first <= found[-1]) or last < first:
+                raise self.defect("positions are written in ascending order", node)
+            found.extend(range(first, last + 1))
+        return found
+
+    # YAML values.
+
+    def mapping(
+        self, node: yaml_nodes.Node, known: Sequence[str] = (), required: Sequence[str] = ()
+    ) -> dict[str, yaml_nodes.Node]:
+        if not isinstance(node, yaml_nodes.Mapping):
+            raise self.defect("a mapping of keys to values is needed here", node)
+        for key, _ in node.entries:
+            if known and key.text not in known:
+                help_ = did_you_mean(key.text, known) or f"the keys are {listed(known, 'and')}"
+                raise self.defect(f"unknown key `{key.text}`", key, help_)
+        keys = {key.text: value for key, value in node.entries}
+        for name in required:
+            if name not in keys:
+                raise self.defect(f"the key `{name}` is missing", node)
+        return keys
+
+    def sequence(self, node: yaml_nodes.Node, what: str) -> tuple[yaml_nodes.Node, ...]:
+        if not isinstance(node, yaml_nodes.Sequence):
+            raise self.defect(
+                f"`{what}` is a list" if " " not in what else f"{what} is needed", node
+            )
+        return node.items
+
+    def text(self, node: yaml_nodes.Node) -> str:
+        if not isinstance(node, yaml_nodes.Scalar):
+            raise self.defect("a text is needed here", node)
+        return node.text
+
+    def number(self, node: yaml_nodes.Node) -> float:
+        text = self.text(node)
+        if not _NUMBER.fullmatch(text):
+            raise self.defect(f"`{text}` is no number", node)
+        return float(text)
+
+    def whole(self, node: yaml_nodes.Node) -> int:
+        text = self.text(node)
+        if not text.isascii() or not text.isdigit() or len(text) > 9:
+            raise self.defect(f"`{text}` is no whole number", node)
+        return int(text)
+
+    def defect(self, message: str, node: yaml_nodes.Node, help_: str | None = None) -> _Defect:
+        return _Defect(Diagnostic("test", message, node.span, help_))
+
+
+class _Defect(Exception):
+    """What is wrong with a case; reported by the reader."""
+
+    def __init__(self, diagnostic: Diagnostic) -> None:
+        self.diagnostic = diagnostic

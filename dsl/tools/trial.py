@@ -1,0 +1,192 @@
+"""The trial: a policy is carried out by both executions on tiny random tensors before it is served.
+
+What passes the checker should run. Should it not, because of a fault of an execution, the policy is
+refused before any request meets it. The torch program is driven as a server drives it: nothing is
+computed beside what stays, and decode steps between which nothing leaves are taken at once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from traceback import walk_tb
+from typing import TypeVar
+
+import numpy as np
+import torch
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.bounds import max_entries
+from kvpolicy.dsl.data.result import Result
+from kvpolicy.dsl.execute.apply import apply
+from kvpolicy.dsl.interpret.interpreter import interpret
+from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError
+from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.tools.agreement import Difference, difference
+from kvpolicy.dsl.tools.trial_cases import Case, cases
+
+T = TypeVar("T")
+
+_HELP = (
+    "this is a fault of kvpolicy, not of your file: please report it, with the file; until it is "
+    "mended, write the expression in another way or leave the policy out"
+)
+
+
+def trial(bound: Bound) -> None:
+    """Carries out a policy on some prompts by the interpreter and by the torch program.
+
+    The prompts are of one token, of its window of observation and one more, and of a few windows,
+    some of them with many equal scores, each with decode steps until entries have left twice; once
+    several steps are taken at once. Tensors are float32 from a fixed seed, so that a policy is
+    accepted always or never. Models of any size are tried in well under a second, because of
+    what `trial_cases.cases` scales down.
+
+    Args:
+        bound: the policy with the model and the parameters with which it is to be served.
+
+    Raises:
+        PolicyError: the executions disagree, one raises an exception, or more is kept than is
+            reserved: one message that says which, where, and on which prompt.
+    """
+    with torch.no_grad(), np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tried = _carried_out(bound, "the reckoning of its entries", "", lambda: list(cases(bound)))
+        for number, case in enumerate(tried):
+            _Attempt(bound, case, number).go()
+
+
+class _Attempt:
+    """One prompt.
+
+    Args:
+        bound: the policy as it is served; `case` has it on a small model.
+        number: of the case, its seed.
+    """
+
+    def __init__(self, bound: Bound, case: Case, number: int) -> None:
+        self.bound, self.case = bound, case
+        self.tensors, self.steps = _tensors(case, number)
+        size = case.bound.shape.head_dim
+        self.inv_freq = None if size % 2 else 100.0 ** (-np.arange(size // 2) / (size // 2))
+        shape, tokens = case.bound.shape, case.tokens
+        self.prompt = (
+            f" on a trial prompt of {tokens} token{'s' * (tokens != 1)} ({shape.layers} layers, "
+            f"{shape.heads} heads, {shape.kv_heads} KV heads)"
+        )
+
+    def go(self) -> None:
+        """Both executions, and the comparison of what they did."""
+        case = self.case
+        expected = self._result("the interpreter", interpret)
+        actual = self._result("the torch program", partial(apply, report=False))
+        found = difference(expected, actual)
+        if found is not None:
+            found = self._cause(expected, found)
+            after = f" after decode step {found.step}" if found.step else ""
+            message = (
+                f"is not the same in the interpreter and in the torch program{self.prompt}: "
+                f"`{found.section}`{after}, {found.text}"
+            )
+            raise _refused(self.bound, message, self._deciding(found))
+        kept = sum(int(x.sum()) for x in actual.kept)
+        most = self._made(
+            "the reckoning of its entries", lambda: max_entries(case.bound, case.tokens)
+        )
+        if kept > most:
+            message = f"keeps {kept} entries{self.prompt}, but {most} are reserved for it"
+            raise _refused(self.bound, message, case.bound.rules.keep)
+
+    def _result(self, who: str, execution: Callable[..., Result]) -> Result:
+        run = partial(execution, self.case.bound, *self.tensors, self.steps, self.inv_freq)
+        return self._made(who, run)
+
+    def _made(self, who: str, make: Callable[[], T]) -> T:
+        return _carried_out(self.bound, who, self.prompt, make)
+
+    def _cause(self, expected: Result, found: Difference) -> Difference:
+        """Of entries that differ after the prefill, the budget or score that differs, if one does.
+
+        These are reported only where they are asked for.
+        """
+        if found.section != "keep" or found.step:
+            return found
+        return difference(expected, self._result("the torch program", apply)) or found
+
+    def _deciding(self, found: Difference) -> Node | None:
+        """The value that decides what differs."""
+        bound = self.case.bound
+        rules = bound.decode if found.step and bound.decode is not None else bound.rules
+        if found.section == "propagate":
+            return None if bound.propagate is None else bound.propagate.tokens
+        if found.section == "merge" and rules.merge is not None:
+            return rules.merge.into
+        if found.section == "merge" and bound.share is not None:
+            return bound.share.direction
+        return {"budget": rules.budget, "score": rules.score, "keep": rules.keep}.get(found.section)
+
+
+def _carried_out(bound: Bound, who: str, prompt: str, make: Callable[[], T]) -> T:
+    """What `make` gives.
+
+    Raises:
+        PolicyError: it raises an exception; one that is a message already stays as it is.
+    """
+    try:
+        return make()
+    except PolicyError:
+        raise
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        what = type(error).__name__ + (f": {lines[0].strip()}" if lines else "")
+        raise _refused(bound, f"makes {who} fail{prompt}: {what}", _node_of(error)) from error
+
+
+def _refused(bound: Bound, message: str, node: Node | None) -> PolicyError:
+    program = bound.program
+    span = None if node is None or program.file is None else node.span
+    found = Diagnostic("trial", f"`{program.name}` {message}", span, _HELP)
+    return PolicyError([found], program.file or Source(program.name, ""))
+
+
+Tensors = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def _tensors(case: Case, seed: int) -> tuple[Tensors, Tensors]:
+    """q, k, v of the prompt and of the decode steps, float32.
+
+    With ties there are few different tokens: where keys and values are the same, scores are. The
+    queries stay all different, for where nothing differs at all, rounding decides. Those of decode
+    steps are long and much alike: they look at the same few tokens, so that a few steps change
+    what sums over the whole prompt have put in order.
+    """
+    shape, rng = case.bound.shape, np.random.default_rng(seed)
+    total = case.tokens + case.steps
+    tokens = rng.integers(0, 1 + total // 4, total) if case.ties else np.arange(total)
+
+    def made(heads: int) -> np.ndarray:
+        numbers = rng.standard_normal((shape.layers, heads, total, shape.head_dim))
+        return numbers.astype(np.float32)
+
+    q, k, v = made(shape.heads), made(shape.kv_heads), made(shape.kv_heads)
+    q[:, :, case.tokens :] += 3 * made(shape.heads)[:, :, :1]
+    k, v = k[:, :, tokens], v[:, :, tokens]
+
+    def first(x: np.ndarray) -> np.ndarray:
+        return x[:, :, : case.tokens]
+
+    def later(x: np.ndarray) -> np.ndarray:
+        return x[:, :, case.tokens :].transpose(2, 0, 1, 3)
+
+    return (first(q), first(k), first(v)), (later(q), later(k), later(v))
+
+
+def _node_of(error: Exception) -> Node | None:
+    """The innermost value of the policy that was being computed where an exception was raised."""
+    found = None
+    for frame, _ in walk_tb(error.__traceback__):
+        nodes = [frame.f_locals.get("node"), *frame.f_locals.values()]
+        placed = (x for x in nodes if isinstance(x, Node) and x.span is not None)
+        found = next(placed, found)
+    return found

@@ -1,0 +1,173 @@
+"""What a policy is tried on before it is served: prompts of a model so small that all are quick.
+
+A trial is of the policy's own meaning, so that what is scaled down is what costs time and decides
+nothing: see `cases`.
+
+Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+
+from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.bind.bounds import Bounds
+from kvpolicy.dsl.bind.parameters import parameter_values
+from kvpolicy.dsl.ir.nodes import ModelShape, Node, Param
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
+
+LAYERS, KV_HEADS, GROUP, SIZE = 6, 2, 2, 8
+# Lengths of which the first is taken at which the policy drops something, and the most queries of
+# a window that is not the whole prompt.
+_LENGTHS = (24, 40, 56, 80, 112, 160, 224, 320)
+_FEW = 64
+_STEPS = 32  # of which one must be a step at which entries leave
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prompt of a trial.
+
+    Attributes:
+        bound: the policy, bound to a small model.
+        tokens: N.
+        steps: T decode steps.
+        ties: whether some tokens are the same, so that their scores are equal.
+    """
+
+    bound: Bound
+    tokens: int
+    steps: int
+    ties: bool
+
+
+def cases(bound: Bound) -> Iterator[Case]:
+    """The prompts by which a bound policy is tried.
+
+    Scaled down for all of them: query heads (two for each KV head where the model has groups), KV
+    heads (two), the head size (8), and layers (6), with which parameters that count layers fall in
+    proportion. One prompt of two tokens is of the other parameters as they are in force. For the
+    rest, those that count tokens fall so that short prompts lose entries: up to 4 they stay, from
+    there on they grow by 1 for every doubling. Where the policy does not take such values
+    (`require`), they are divided by a number instead; where it takes none, they and the layers
+    stay. Numbers that the file writes out are not changed: a policy with `budget: 2048` drops
+    nothing in its trial.
+    """
+    whole = _rebound(bound, min(bound.shape.layers, LAYERS), lambda value: value)
+    if whole is not None:
+        yield Case(whole, 2, 0, ties=False)
+    small = _small(bound)
+    window = _window(small)
+    long = max(_long(small), 3 * window)
+    for tokens, ties in ((1, True), (window, False), (window + 1, True), (long, False)):
+        yield Case(small, tokens, _steps(small, tokens), ties)
+    several = _rebound(small, small.shape.layers, lambda value: value, fold_interval=4)
+    if several is not None:
+        yield Case(several, long + 5, _steps(several, long + 5, folds=3), ties=True)
+
+
+def _small(bound: Bound) -> Bound:
+    """The policy on a model of few layers, with small numbers of tokens, if it takes them."""
+    few = min(bound.shape.layers, LAYERS)
+    ways: list[Callable[[int], int]] = [_by_doublings]
+    ways += [partial(_divided, by) for by in (64, 16, 4, 1)]
+    tried = ((layers, way) for layers in dict.fromkeys((few, bound.shape.layers)) for way in ways)
+    found = (_rebound(bound, layers, way) for layers, way in tried)
+    return next((each for each in found if each is not None), bound)
+
+
+def _by_doublings(value: int) -> int:
+    """1 to 4 as they are, then 1 more for every doubling: 8 is 5, 32 is 7, 2048 is 13."""
+    return value if value <= 4 else value.bit_length() + 1
+
+
+def _divided(by: int, value: int) -> int:
+    return -(-value // by)
+
+
+def _rebound(
+    bound: Bound, layers: int, tokens: Callable[[int], int], *, fold_interval: int = 1
+) -> Bound | None:
+    """The policy with other numbers of layers and tokens; None if it does not take these."""
+    shape = ModelShape(
+        layers,
+        min(bound.shape.kv_heads, KV_HEADS) * min(bound.shape.group, GROUP),
+        min(bound.shape.kv_heads, KV_HEADS),
+        min(bound.shape.head_dim, SIZE),
+    )
+    share = Fraction(layers, bound.shape.layers)
+    try:
+        given = _values(bound, share, tokens)
+        return bind(bound.program, shape, given, fold_interval=fold_interval)
+    except PolicyError:
+        return None
+
+
+def _values(bound: Bound, share: Fraction, tokens: Callable[[int], int]) -> Mapping[str, str]:
+    """Parameters as `bind` takes them: those that were set, and all that count tokens."""
+    usual = parameter_values(bound.program, bound.shape, {})
+    given = {}
+    for name, param in bound.program.params.items():
+        value = bound.params[name]
+        if param.unit == "tokens" and value > 0:
+            given[name] = _text(param, Fraction(tokens(int(value))))
+        elif value == usual[name]:
+            continue
+        elif param.unit == "layers":
+            given[name] = _text(param, Fraction(int(value * share)))
+        else:
+            given[name] = _text(param, value)
+    return given
+
+
+def _text(param: Param, value: Fraction | bool | float) -> str:
+    """A value as it is given on a command line, raised to what the parameter accepts."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if param.minimum is not None:
+        value = max(value, param.minimum)
+    if param.odd and value % 2 == 0:
+        value += 1
+    return str(value) if value == int(value) else f"{float(value):.12f}"
+
+
+def _window(bound: Bound) -> int:
+    """Last queries that the policy looks at, or a few if it looks at all or at none."""
+    found = max(bound.queries(_FEW), bound.step_queries(_FEW))
+    return found if 1 < found < _FEW else 5
+
+
+def _long(bound: Bound) -> int:
+    """A length of prompts at which the policy drops entries."""
+    entries = bound.shape.layers * bound.shape.kv_heads
+    rules = [x for x in (bound.lowered, bound.decode_lowered) if x is not None]
+    keeps = [x.keep for x in rules if x.keep is not None]
+    # What a step's number decides is bounded at no step.
+    keeps = [keep for keep in keeps if not _of_steps(keep)]
+    for tokens in _LENGTHS:
+        bounds = Bounds(bound, tokens)
+        if any(_least(bounds, keep) < entries * tokens for keep in keeps):
+            return tokens
+    return _LENGTHS[1]
+
+
+def _of_steps(keep: Node) -> bool:
+    return any(node.op == "size" and node.value == "generated" for node in keep.walk())
+
+
+def _least(bounds: Bounds, keep: Node) -> int:
+    """Entries that a selection holds at most, the smaller part of a choice that data make."""
+    if keep.op == "choose":
+        return min(_least(bounds, branch) for branch in keep.args[::2])
+    return bounds.size(keep).total
+
+
+def _steps(bound: Bound, tokens: int, folds: int = 2) -> int:
+    """Decode steps up to the one at which entries leave for the second time, or for another."""
+    if bound.decode is None:
+        return 0
+    leaving = [step for step in range(1, _STEPS + 1) if bound.leaves_at(step, tokens)]
+    return leaving[:folds][-1] if leaving else folds

@@ -1,0 +1,134 @@
+"""A checkpoint of transformers, one layer at a time: what `kvpolicy tune` measures with.
+
+Dimensions: H query heads, G KV heads, N tokens of the prompt, n tokens at a layer, D head size, C
+hidden size.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from kvpolicy.dsl.syntax.diagnostics import refused
+from torch import Tensor
+
+# Model types whose layers take hidden states and positions as Llama's do.
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_ATTENTION = "kvpolicy_tune"
+
+
+class LayeredModel:
+    """The body of a causal language model.
+
+    Args:
+        folder: of a checkpoint in transformers' format.
+        device: where it runs, as torch names it; None: the GPU if there is one.
+
+    Raises:
+        PolicyError: transformers is not installed, or the checkpoint cannot be used.
+    """
+
+    def __init__(self, folder: str | Path, device: str | None) -> None:
+        transformers = _transformers()
+        self.folder = str(folder)
+        chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        transformers.AttentionInterface.register(_ATTENTION, self._attend)
+        try:
+            config = transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True)
+            if config.model_type not in MODEL_TYPES:
+                raise refused(
+                    self.folder,
+                    "range",
+                    f"`tune` knows the model types {', '.join(MODEL_TYPES)}, not "
+                    f"{config.model_type}",
+                )
+            body = transformers.AutoModel.from_pretrained(
+                self.folder, dtype="auto", attn_implementation=_ATTENTION, local_files_only=True
+            )
+            self.device = torch.device(chosen)
+            self.body = body.to(self.device).eval()
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise refused(self.folder, "file", f"the model cannot be loaded: {reason}") from None
+        self.layers = len(self.body.layers)
+        self._seen: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def tokens(self, text: str) -> list[int]:
+        """Token ids of a text, by the model's own tokenizer.
+
+        Raises:
+            PolicyError: the folder has no tokenizer.
+        """
+        transformers = _transformers()
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                self.folder, local_files_only=True
+            )
+        except (OSError, ValueError) as error:
+            message = f"the model's tokenizer cannot be loaded: {str(error).splitlines()[0]}"
+            help = 'give token ids instead, `{"input_ids": [...]}`'
+            raise refused(self.folder, "file", message, help) from None
+        return list(tokenizer(text)["input_ids"])
+
+    def embed(self, ids: list[int]) -> Tensor:
+        """Hidden states [1, N, C] that enter the first layer.
+
+        Raises:
+            PolicyError: an id that the model does not have.
+        """
+        size = self.body.embed_tokens.num_embeddings
+        wrong = next((i for i in ids if not 0 <= i < size), None)
+        if wrong is not None:
+            raise refused("--prompts", "range", f"token id {wrong}: the model has {size:,} tokens")
+        return self.body.embed_tokens(torch.tensor([ids], device=self.device))
+
+    def layer(self, index: int, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states [1, n, C] after a layer; positions [n] are the tokens' original ones."""
+        at = positions.to(self.device)[None]
+        out = self.body.layers[index](
+            hidden,
+            attention_mask=None,
+            position_ids=at,
+            position_embeddings=self.body.rotary_emb(hidden, at),
+            use_cache=False,
+        )
+        return out[0] if isinstance(out, tuple) else out
+
+    def seen(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q [H, n, D], k and v [G, n, D] of the layer computed last, after RoPE, float32."""
+        q, k, v = self._seen
+        return q[0].float(), k[0].float(), v[0].float()
+
+    def final(self, hidden: Tensor) -> Tensor:
+        """The last token's hidden state [C] after the final norm, float64, of [1, n, C]."""
+        return self.body.norm(hidden[:, -1:])[0, 0].double().cpu()
+
+    def _attend(
+        self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        """Causal attention among the tokens that are there; called by transformers."""
+        window = options.get("sliding_window")
+        if window is not None and q.shape[2] > window:
+            message = f"a prompt of {q.shape[2]:,} tokens exceeds the model's sliding window"
+            help = f"use prompts of at most {window:,} tokens"
+            raise refused("--prompts", "range", message, help)
+        self._seen = (q, k, v)
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=options.get("scaling"), enable_gqa=grouped
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+
+def _transformers() -> Any:
+    """The package, imported when it is needed and kept from reaching out for files."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        import transformers
+    except ImportError:
+        message = "`kvpolicy tune` runs the model with transformers, which is not installed"
+        raise refused("tune", "file", message, "pip install transformers") from None
+    return transformers

@@ -1,0 +1,1 @@
+"""Attention over ragged lists of entries, for one new token and for many."""

@@ -1,0 +1,186 @@
+"""Attention of one new token per request over its private pages and its tail.
+
+The torch implementation is the reference: it writes the lists out and reads them with
+`paged_attention`. It defines the result for every other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from kvpolicy.kernels.attention.paged_attention import paged_attention
+from kvpolicy.kernels.entries import pairs
+from kvpolicy.kernels.entries.tables import Tables
+
+
+def decode_attention(
+    q: torch.Tensor,
+    storage: torch.Tensor,
+    tables: Tables,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    req_to_token: torch.Tensor,
+    *,
+    layer: int,
+    scale: float,
+) -> torch.Tensor:
+    """Softmax attention of each request's newest token; compressed and plain requests may mix.
+
+    KV head g of request b reads first the `tables.counts[rows[b], layer, g]` entries of its private
+    pages, then the tokens `tables.tail_start[rows[b]] .. lengths[b] - 1` in ordinary slots. Entry j
+    of the private list is place j % G of page p = first_page + j // G; page p lies in the request's
+    private slot number p // L, in the rows of layer p % L. Where the layer is stored in a pair, the
+    list is the pair's, and `pairs` says what stands in it.
+
+    Args:
+        q: [B, H, D] fp32, fp16 or bf16.
+        storage: [L, 2, padded slots, G, D] contiguous, dtype of q; 0 keys, 1 values. G divides H.
+        tables: of R rows.
+        rows: int [B], row of each request in SGLang's request pool.
+        lengths: int [B] tokens of each request, those dropped and the newest included.
+        req_to_token: int32 [>= R, context], the ordinary slot of each token.
+        layer: whose attention this is.
+        scale: multiplies q.k, usually D ** -0.5.
+
+    Returns:
+        [B, H, D], dtype of q, computed in float32. Zero where a head reads no entry.
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check(q, storage, tables, rows, lengths, req_to_token, layer)
+    if q.shape[0] == 0:
+        return torch.zeros_like(q)
+    given = (storage, tables, rows.long(), lengths.long(), req_to_token, layer)
+    indptr, entries, beside = lists_of(*given)
+    pool = storage.view(-1, storage.shape[4])
+    values = pool[storage.shape[2] * storage.shape[3] :]
+    out = paged_attention(q.unsqueeze(1), pool, values, indptr, entries, scale=scale, **beside)
+    return out[:, 0]
+
+
+def lists_of(
+    storage: torch.Tensor,
+    tables: Tables,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    req_to_token: torch.Tensor,
+    layer: int,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The entries of each (request, KV head).
+
+    Returns:
+        indptr int64 [B * G + 1], indices int64 [nnz], and what `paged_attention` takes besides
+        where layers may be stored in pairs: `value_indices`, `key_scale` and `value_scale`.
+    """
+    layers, _, padded, page, _ = storage.shape
+    request = torch.arange(rows.shape[0], device=rows.device).repeat_interleave(page)
+    head = torch.arange(page, device=rows.device).repeat(rows.shape[0])
+    row = rows[request]
+    private = tables.counts[row, layer, head].long()  # [B * G]
+    tail_start = tables.tail_start[row].long()
+    length = private + (lengths[request] - tail_start).clamp(min=0)
+    indptr = torch.nn.functional.pad(length.cumsum(0), (1, 0))
+
+    owner = torch.repeat_interleave(length)
+    place = torch.arange(owner.shape[0], device=rows.device) - indptr[owner]
+    paged = place < private[owner]
+    first, starts = tables.first_page[row, layer, head].long(), tables.slots_start[row].long()
+    # A place of the tail looks at the first private slot of all, and a private place at token 0,
+    # for want of one of its own; neither is used. There may be no private slot at all.
+    slots = torch.nn.functional.pad(tables.slots, (0, 1)).long()
+
+    def entry(at: torch.Tensor) -> torch.Tensor:
+        """Of places [nnz] in the lists' own pages."""
+        number = torch.where(paged, first[owner] + at // page, 0)
+        own = torch.where(paged, starts[owner] + number // layers, 0)
+        return (number % layers * 2 * padded + slots[own]) * page + at % page
+
+    token = torch.where(paged, 0, tail_start[owner] + place - private[owner])
+    ordinary = (layer * 2 * padded + req_to_token[row[owner], token].long()) * page + head[owner]
+    if not tables.paired.numel():
+        return indptr, torch.where(paged, entry(place), ordinary), {}
+
+    kind = tables.paired[row, layer].long()[owner]
+    keys, values = _apart(storage, torch.where(paged, kind, 0), place, private[owner], entry)
+    keys, values = [(torch.where(paged, at, ordinary), by) for at, by in (keys, values)]
+    return (
+        indptr,
+        keys[0],
+        {"value_indices": values[0], "key_scale": keys[1], "value_scale": values[1]},
+    )
+
+
+def _apart(
+    storage: torch.Tensor,
+    kind: torch.Tensor,
+    place: torch.Tensor,
+    tokens: torch.Tensor,
+    entry: Callable[[torch.Tensor], torch.Tensor],
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of keys and of values: entries [nnz] in private pages, and by what they are multiplied.
+
+    Args:
+        kind: [nnz] 0, or 1 and which layer of a pair.
+        place: [nnz] of the list's tokens.
+        tokens: [nnz] how many tokens the list has in private pages.
+        entry: from places [nnz] in the lists' own pages to entries.
+    """
+    coded, numbers = kind > 0, pairs.numbers(storage)
+    floats = numbers.shape[1]
+    rows = torch.where(coded, pairs.code_rows(tokens, floats), 0)
+    code_entry = entry(torch.where(coded, (kind - 1) * rows + place // floats, 0))
+    found = []
+    for offset in (0, storage.shape[2] * storage.shape[3]):
+        codes = numbers[code_entry + offset, place % floats].masked_fill(~coded, 1.0)
+        at, scale = pairs.decode(codes, place)
+        found.append((entry(2 * rows + at), scale))
+    return found
+
+
+def check(
+    q: torch.Tensor,
+    storage: torch.Tensor,
+    tables: Tables,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    req_to_token: torch.Tensor,
+    layer: int,
+) -> None:
+    """Raise ValueError as `decode_attention` says, from shapes and dtypes only."""
+    if q.dim() != 3:
+        raise ValueError(f"q: expected [B, H, D], got {list(q.shape)}")
+    requests, heads, size = q.shape
+    shape = list(storage.shape)
+    if len(shape) != 5 or shape[1] != 2 or shape[4] != size or heads % shape[3]:
+        raise ValueError(
+            f"storage: expected [L, 2, slots, G, {size}] with G dividing {heads}, got {shape}"
+        )
+    if storage.dtype != q.dtype:
+        raise ValueError(f"storage: expected {q.dtype}, got {storage.dtype}")
+    if not storage.is_contiguous():
+        raise ValueError("storage: expected a contiguous tensor")
+    if not 0 <= layer < shape[0]:
+        raise ValueError(f"layer: expected 0 to {shape[0] - 1}, got {layer}")
+    lists = [tables.tail_start.shape[0], shape[0], shape[3]]
+    for name, tensor in (("counts", tables.counts), ("first_page", tables.first_page)):
+        if list(tensor.shape) != lists:
+            raise ValueError(f"tables.{name}: expected {lists}, got {list(tensor.shape)}")
+    _check_pairs(tables.paired, lists[:2], storage)
+    for name, tensor in (("rows", rows), ("lengths", lengths)):
+        if tensor.shape != (requests,):
+            raise ValueError(f"{name}: expected [{requests}], got {list(tensor.shape)}")
+    if req_to_token.dim() != 2 or req_to_token.dtype != torch.int32:
+        raise ValueError(
+            f"req_to_token: expected int32 [rows, context], "
+            f"got {req_to_token.dtype} {list(req_to_token.shape)}"
+        )
+
+
+def _check_pairs(paired: torch.Tensor, every: list[int], storage: torch.Tensor) -> None:
+    shape, none = list(paired.shape), [0, every[1]]
+    if shape not in (none, every):
+        raise ValueError(f"tables.paired: expected {every} or {none}, got {shape}")
+    if shape == every:
+        pairs.floats_of_row(storage.shape[4], storage.dtype)

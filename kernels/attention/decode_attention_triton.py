@@ -1,0 +1,358 @@
+"""`decode_attention` in Triton: split-KV over ragged lists, read straight from the device tables.
+
+One program reads one share of the list of one (request, KV head) for all query heads of the group
+(GQA-packed: one matrix product for them). Which entries these are, and how long a share is, it
+finds in the tables when it runs: grid and allocations depend on shapes only, so that a CUDA graph
+may hold it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.attention.decode_attention import check
+from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
+    LOG2_E,
+    Tile,
+    attend_tile,
+    columns_of,
+    merge,
+    partial_elements,
+    partials,
+    put_split,
+    share_of,
+    skip_split,
+    way,
+)
+from kvpolicy.kernels.entries import pairs
+from kvpolicy.kernels.entries.tables import Tables
+
+
+def decode_attention(
+    q: torch.Tensor,
+    storage: torch.Tensor,
+    tables: Tables,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    req_to_token: torch.Tensor,
+    *,
+    layer: int,
+    scale: float,
+    splits: int | None = None,
+    workspace: torch.Tensor | None = None,
+    tile: Tile | None = None,
+    programs: int | None = None,
+) -> torch.Tensor:
+    """As the reference; the host reads no tensor.
+
+    Args:
+        splits: cut every list into so many shares; a request's result then depends on nothing but
+            the request. None: as measured for the GPU (see `tuned`), else shares of one length for
+            the whole batch, as many as the GPU runs at once, so that long lists do not end last;
+            rounding then depends on the batch's total.
+        workspace: float32 [>= `workspace_elements`], what the splits leave for the merge. Calls
+            that may run at the same time need one each. None: allocated.
+        tile: how a program reads; None: as measured, else `tile_of`.
+        programs: how many run at once on a processor, for shares of one length; None: as measured,
+            else as `cut` says.
+
+    Raises:
+        ValueError: as the reference, or workspace is too small.
+        TunedError: as `tuned.load`.
+    """
+    check(q, storage, tables, rows, lengths, req_to_token, layer)
+    requests, heads, size = q.shape
+    layers, _, padded, groups, _ = storage.shape
+    result = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if requests == 0:
+        return result
+    group = heads // groups
+    block = query_rows(group)
+    tile, parts = way(
+        "decode_attention", q.device, q.dtype, size, block, requests * groups,
+        splits=splits, tile=tile, programs=programs,
+    )  # fmt: skip
+    shares = tables.paired.numel() > 0
+    found = lse = result  # not looked at if there is one split
+    if parts.splits > 1:
+        found, lse = partials(requests * heads, size, parts.splits, workspace, q.device)
+    # KV heads change fastest: those of one ordinary slot lie side by side. Splits change slowest:
+    # those with nothing to read, the last of each list, come when the others already run.
+    _decode[(groups, requests, parts.splits)](
+        q.contiguous(),
+        storage,
+        tables.counts,
+        tables.first_page,
+        tables.tail_start,
+        tables.slots_start,
+        tables.slots,
+        tables.paired,
+        storage.view(torch.float32) if shares else storage,  # not looked at if not
+        rows,
+        lengths,
+        req_to_token,
+        result,
+        found,
+        lse,
+        layer,
+        scale * LOG2_E,
+        padded,
+        req_to_token.stride(0),
+        requests,
+        parts.shares,
+        parts.splits,
+        LAYERS=layers,
+        GROUPS=groups,
+        HEADS=group,
+        SIZE=size,
+        COLUMNS=columns_of(size),
+        ROWS=block,
+        REQUESTS=triton.next_power_of_2(requests),
+        LISTS=triton.next_power_of_2(groups),
+        PAIRS=shares,
+        FLOATS=pairs.floats_of_row(size, q.dtype) if shares else 1,
+        BALANCE=parts.shares > 0,
+        SPLIT=parts.splits > 1,
+        N=tile.entries,
+        STAGES=tile.stages,
+        UPCAST=q.device.type == "cpu",  # the interpreter has no bf16
+        num_warps=tile.warps,
+    )
+    if parts.splits > 1:
+        merge(result, found, lse)
+    return result
+
+
+def workspace_elements(
+    requests: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    device: torch.device,
+    splits: int | None = None,
+    programs: int | None = None,
+) -> int:
+    """float32 elements that suffice as `workspace` for any batch of 1 to so many requests.
+
+    Args:
+        splits, programs: as given to `decode_attention`.
+
+    Raises:
+        TunedError: as `tuned.load`.
+    """
+    rows, elements = query_rows(heads // kv_heads), []
+    for n in range(1, requests + 1):
+        # What was measured depends on the dtype, and this does not ask for it.
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            shape = (device, dtype, size, rows, n * kv_heads)
+            _, parts = way("decode_attention", *shape, splits=splits, programs=programs)
+            elements.append(partial_elements(n * heads, size, parts.splits))
+    return max(elements)
+
+
+def query_rows(group: int) -> int:
+    """Rows of a program's product for the query heads of a KV head.
+
+    One query row is padded too: tensor cores wait for memory either way, and their 15 empty rows
+    cost less registers and shared memory than a product without them.
+    """
+    return max(triton.next_power_of_2(group), 16)
+
+
+@triton.jit(do_not_specialize=["layer", "padded", "context", "requests", "shares", "splits"])
+def _decode(
+    q,
+    storage,
+    counts,
+    first_pages,
+    tail_starts,
+    slots_starts,
+    slots,
+    paired,
+    numbers,
+    rows,
+    lengths,
+    req_to_token,
+    result,
+    found,
+    lse,
+    layer,
+    scale,
+    padded,
+    context,
+    requests,
+    shares,
+    splits,
+    LAYERS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    LISTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    BALANCE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    N: tl.constexpr,
+    STAGES: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    group = tl.program_id(0)
+    request = tl.program_id(1)
+    split = tl.program_id(2)
+    row = tl.load(rows + request).to(tl.int64)
+    this_list = (row * LAYERS + layer) * GROUPS + group
+    count = tl.load(counts + this_list)
+    tail_start = tl.load(tail_starts + row)
+    length = count + tl.maximum(tl.load(lengths + request).to(tl.int32) - tail_start, 0)
+
+    entries = length.to(tl.int64)
+    if BALANCE:
+        entries = _all_entries(
+            counts, tail_starts, rows, lengths, layer, requests, LAYERS, GROUPS, REQUESTS, LISTS
+        )
+    share = share_of(length, entries, shares, splits, N)
+    start = split * share
+    end = tl.minimum(start + share, length)
+
+    head = tl.arange(0, ROWS)
+    exists = head < HEADS
+    query_row = (request * GROUPS + group).to(tl.int64) * HEADS + head
+    if start >= end and SPLIT:
+        skip_split(lse, query_row, exists, split, splits)
+    else:
+        column = tl.arange(0, COLUMNS)
+        queries = tl.load(
+            q + query_row[:, None] * SIZE + column[None, :],
+            mask=exists[:, None] & (column < SIZE)[None, :],
+            other=0.0,
+        )
+        if UPCAST:
+            queries = queries.to(tl.float32)
+        first_page = tl.load(first_pages + this_list)
+        own_slots = slots + tl.load(slots_starts + row)
+        tail_slots = req_to_token + row * context + tail_start
+        rows_of_pair = padded.to(tl.int64) * 2  # slots of a layer's keys and values
+        value_offset = padded.to(tl.int64) * GROUPS
+        if PAIRS:
+            pair = tl.load(paired + row * LAYERS + layer)
+            code_rows = tl.where(pair > 0, (count + FLOATS - 1) // FLOATS, 0)
+            first_code = (pair - 1) * code_rows
+            first_row = 2 * code_rows
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        out = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for first in tl.range(start, end, N, num_stages=STAGES):
+            j = first + tl.arange(0, N)
+            inside = j < end
+            key_at = j
+            value_at = j
+            of_key = 1.0
+            of_value = 1.0
+            if PAIRS:
+                # What is not paired has no rows of codes, and 1 for a code.
+                there = inside & (j < count) & (pair > 0)
+                code = entry_at(
+                    first_code + j // FLOATS, j, count, there, own_slots, tail_slots, first_page,
+                    layer, group, rows_of_pair, LAYERS, GROUPS,
+                ) * FLOATS + j % FLOATS  # fmt: skip
+                of_key = tl.load(numbers + code, mask=there, other=1.0)
+                of_value = tl.load(numbers + code + value_offset * FLOATS, mask=there, other=1.0)
+                key_at = first_row + tl.where(of_key < 0.0, (-of_key).to(tl.int32), j)
+                value_at = first_row + tl.where(of_value < 0.0, (-of_value).to(tl.int32), j)
+                of_key = tl.where(of_key < 0.0, 1.0, of_key)
+                of_value = tl.where(of_value < 0.0, 1.0, of_value)
+            key_entry = entry_at(
+                key_at, j, count, inside, own_slots, tail_slots, first_page,
+                layer, group, rows_of_pair, LAYERS, GROUPS,
+            )  # fmt: skip
+            value_entry = key_entry
+            if PAIRS:
+                value_entry = entry_at(
+                    value_at, j, count, inside, own_slots, tail_slots, first_page,
+                    layer, group, rows_of_pair, LAYERS, GROUPS,
+                )  # fmt: skip
+            top, total, out = attend_tile(
+                queries,
+                storage,
+                storage,
+                key_entry,
+                value_entry + value_offset,
+                inside,
+                inside[None, :],
+                of_key,
+                of_value,
+                scale,
+                top,
+                total,
+                out,
+                SIZE,
+                COLUMNS,
+                PAIRS,
+                PAIRS,
+                UPCAST,
+            )
+        put_split(
+            result, found, lse, query_row, exists, split, splits,
+            top, total, out, SIZE, COLUMNS, SPLIT,
+        )  # fmt: skip
+
+
+@triton.jit
+def entry_at(
+    at,
+    j,
+    count,
+    inside,
+    own_slots,
+    tail_slots,
+    first_page,
+    layer,
+    group,
+    rows_of_pair,
+    LAYERS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """int64 entries: place `at` of the list's own pages where j < count, else of its tail."""
+    paged = j < count
+    page = first_page + at // GROUPS
+    # One read finds the slot, in whichever of the two tables it stands.
+    slot = tl.load(
+        tl.where(paged, own_slots + page // LAYERS, tail_slots + (j - count)), mask=inside, other=0
+    )
+    of_layer = tl.where(paged, page % LAYERS, layer)
+    place = tl.where(paged, at % GROUPS, group)
+    # More than 2^31 elements lie in a pool, and 2^31 entries may.
+    return (of_layer * rows_of_pair + slot) * GROUPS + place
+
+
+@triton.jit
+def _all_entries(
+    counts,
+    tail_starts,
+    rows,
+    lengths,
+    layer,
+    requests,
+    LAYERS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    LISTS: tl.constexpr,
+):
+    """Entries that the whole batch reads in this layer; every program adds them up for itself.
+
+    That is one small read more before the loop and spares a launch, which costs more.
+    """
+    request = tl.arange(0, REQUESTS)
+    group = tl.arange(0, LISTS)
+    there = request < requests
+    row = tl.load(rows + request, mask=there, other=0).to(tl.int64)
+    tail = tl.load(lengths + request, mask=there, other=0).to(tl.int32)
+    tail = tl.maximum(tail - tl.load(tail_starts + row, mask=there, other=0), 0)
+    at = ((row * LAYERS + layer) * GROUPS)[:, None] + group[None, :]
+    mask = there[:, None] & (group < GROUPS)[None, :]
+    private = tl.load(counts + at, mask=mask, other=0)
+    return tl.sum(tl.sum(private.to(tl.int64), axis=1) + tail.to(tl.int64) * GROUPS, axis=0)

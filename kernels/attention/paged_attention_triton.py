@@ -1,0 +1,225 @@
+"""`paged_attention` in Triton: split-KV over lists of entries, for one or many new tokens.
+
+One program reads one share of one list for a block of its query rows: the tokens of the request
+times the query heads of the group, GQA-packed. Grid and allocations depend on shapes only.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.attention.paged_attention import check
+from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
+    LOG2_E,
+    Tile,
+    attend_tile,
+    columns_of,
+    merge,
+    partials,
+    put_split,
+    share_of,
+    skip_split,
+    way,
+)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    scale: float,
+    value_indices: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+    splits: int | None = None,
+    workspace: torch.Tensor | None = None,
+    tile: Tile | None = None,
+    programs: int | None = None,
+) -> torch.Tensor:
+    """As the reference; the host reads no tensor.
+
+    Args:
+        value_scale: besides, in float16 at most 65,504: it is multiplied into the weights.
+        splits, workspace, tile, programs: as of `decode_attention`; a workspace holds at least B *
+            T * H * splits * (D + 1) elements.
+
+    Raises:
+        ValueError: as the reference; keys or values are not contiguous; workspace is too small.
+        TunedError: as `tuned.load`.
+    """
+    own = {"value_indices": value_indices, "key_scale": key_scale, "value_scale": value_scale}
+    groups = check(q, keys, values, indptr, indices, own)
+    for name, tensor in (("keys", keys), ("values", values)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor")
+    requests, tokens, heads, size = q.shape
+    result = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if q.numel() == 0:
+        return result
+    group = heads // groups
+    rows = query_rows(tokens * group, q.dtype)
+    blocks = triton.cdiv(tokens * group, rows)
+    tile, parts = way(
+        "paged_attention", q.device, q.dtype, size, rows, requests * groups * blocks,
+        splits=splits, tile=tile, programs=programs,
+    )  # fmt: skip
+    found = lse = result  # not looked at if there is one split
+    if parts.splits > 1:
+        found, lse = partials(q.numel() // size, size, parts.splits, workspace, q.device)
+    _paged[(requests * groups, blocks, parts.splits)](
+        q.contiguous(),
+        keys,
+        values,
+        indptr,
+        indices,
+        indices if value_indices is None else value_indices,
+        indices if key_scale is None else key_scale,
+        indices if value_scale is None else value_scale,
+        result,
+        found,
+        lse,
+        scale * LOG2_E,
+        requests * groups,
+        tokens,
+        blocks,
+        parts.shares,
+        parts.splits,
+        GROUPS=groups,
+        HEADS=group,
+        SIZE=size,
+        COLUMNS=columns_of(size),
+        ROWS=rows,
+        APART=value_indices is not None,
+        KEY_SCALE=key_scale is not None,
+        VALUE_SCALE=value_scale is not None,
+        BALANCE=parts.shares > 0,
+        SPLIT=parts.splits > 1,
+        N=tile.entries,
+        STAGES=tile.stages,
+        UPCAST=q.device.type == "cpu",  # the interpreter has no bf16
+        num_warps=tile.warps,
+    )
+    if parts.splits > 1:
+        merge(result, found, lse)
+    return result
+
+
+def query_rows(queries: int, dtype: torch.dtype) -> int:
+    """Rows of a program's product for so many query rows of a list.
+
+    At least the 16 of a tensor core, at most what fits the registers.
+    """
+    most = 32 if dtype == torch.float32 else 64
+    return min(max(triton.next_power_of_2(queries), 16), most)
+
+
+@triton.jit(do_not_specialize=["lists", "tokens", "blocks", "shares", "splits"])
+def _paged(
+    q,
+    keys,
+    values,
+    indptr,
+    indices,
+    value_indices,
+    key_scale,
+    value_scale,
+    result,
+    found,
+    lse,
+    scale,
+    lists,
+    tokens,
+    blocks,
+    shares,
+    splits,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    APART: tl.constexpr,
+    KEY_SCALE: tl.constexpr,
+    VALUE_SCALE: tl.constexpr,
+    BALANCE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    N: tl.constexpr,
+    STAGES: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    this_list = tl.program_id(0)
+    block = tl.program_id(1)
+    split = tl.program_id(2)
+    begin = tl.load(indptr + this_list)
+    length = (tl.load(indptr + this_list + 1) - begin).to(tl.int32)
+
+    row = block * ROWS + tl.arange(0, ROWS)
+    exists = row < tokens * HEADS
+    token = row // HEADS
+    query_row = ((this_list // GROUPS).to(tl.int64) * tokens + token) * (GROUPS * HEADS)
+    query_row += this_list % GROUPS * HEADS + row % HEADS
+    # A query sees no later token of the request; the block's last one sees the most.
+    sees = length - tokens + 1 + token
+    last_token = tl.minimum((block * ROWS + ROWS - 1) // HEADS, tokens - 1)
+    reach = tl.maximum(length - tokens + 1 + last_token, 0)
+
+    entries = reach.to(tl.int64)
+    if BALANCE:
+        entries = (tl.load(indptr + lists) - tl.load(indptr)) * blocks
+    share = share_of(reach, entries, shares, splits, N)
+    start = split * share
+    end = tl.minimum(start + share, reach)
+    if start >= end and SPLIT:
+        skip_split(lse, query_row, exists, split, splits)
+    else:
+        column = tl.arange(0, COLUMNS)
+        queries = tl.load(
+            q + query_row[:, None] * SIZE + column[None, :],
+            mask=exists[:, None] & (column < SIZE)[None, :],
+            other=0.0,
+        )
+        if UPCAST:
+            queries = queries.to(tl.float32)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        out = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for first in tl.range(start, end, N, num_stages=STAGES):
+            j = first + tl.arange(0, N)
+            inside = j < end
+            key_entry = tl.load(indices + begin + j, mask=inside, other=0)
+            value_entry = key_entry
+            if APART:
+                value_entry = tl.load(value_indices + begin + j, mask=inside, other=0)
+            of_key = 1.0
+            of_value = 1.0
+            if KEY_SCALE:
+                of_key = tl.load(key_scale + begin + j, mask=inside, other=0.0)
+            if VALUE_SCALE:
+                of_value = tl.load(value_scale + begin + j, mask=inside, other=0.0)
+            top, total, out = attend_tile(
+                queries,
+                keys,
+                values,
+                key_entry,
+                value_entry,
+                inside,
+                inside[None, :] & (j[None, :] < sees[:, None]),
+                of_key,
+                of_value,
+                scale,
+                top,
+                total,
+                out,
+                SIZE,
+                COLUMNS,
+                KEY_SCALE,
+                VALUE_SCALE,
+                UPCAST,
+            )
+        put_split(
+            result, found, lse, query_row, exists, split, splits,
+            top, total, out, SIZE, COLUMNS, SPLIT,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Entries of compressed requests: how they lie in pages, and moving them."""

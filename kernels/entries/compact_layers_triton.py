@@ -1,0 +1,126 @@
+"""Compaction of all layers in four launches, whatever is kept.
+
+The places that entries may go to are known on the host: S private slots of L pages of G entries.
+First every place is told which entry of the pool it receives, by walking the kept mask in parts;
+the parts' counts, taken before, say where in its list a part begins. Then the places are filled,
+one tile after another: the grid depends on how much is kept, not on the prompt's length, and
+neighbouring places are neighbouring memory.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.entries.compact_layers import check
+from kvpolicy.kernels.launch import tuned
+from kvpolicy.kernels.launch.tiles import rows_of
+
+
+def compact_layers(
+    storage: torch.Tensor,
+    prompt_slots: torch.Tensor,
+    kept: torch.Tensor,
+    private_slots: torch.Tensor,
+    first_page: torch.Tensor,
+    *,
+    part: int | None = None,
+    tile: int | None = None,
+) -> None:
+    """Copy kept keys and values of all layers into private pages, in position order.
+
+    As `compact_layers.compact_layers`, without reading a number on the host: lists that need more
+    than the S * L pages are not refused, and what has no page is not written.
+
+    Args:
+        storage: [L, 2, padded, G, D] any dtype, contiguous; written in place.
+        prompt_slots: [N] int32 or int64 slot of each position.
+        kept: [L, G, N] bool.
+        private_slots: [S] int32 or int64, S * L pages; none of them is a slot of the prompt.
+        first_page: [L, G] int32 or int64; the lists do not overlap.
+        part: positions that a program walks at a time; a power of two. None: as measured for the
+            GPU (see `tuned`), else 4096.
+        tile: places that a program fills; a power of two. None: as measured, else `rows_of`.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+        TunedError: as `tuned.load`.
+    """
+    check(storage, prompt_slots, kept, private_slots, first_page)
+    layers, _, padded, group, size = storage.shape
+    length, places = prompt_slots.shape[0], private_slots.shape[0] * layers * group
+    if not length or not places:
+        return
+    row_bytes = size * storage.element_size()
+    measured = tuned.choice("compact_layers", kept.device, row_bytes, length)
+    part = part or measured.get("part", 4096)
+    mask = kept.contiguous().view(torch.uint8)
+    parts = triton.cdiv(length, part)
+    counts = torch.empty((layers * group, parts), dtype=torch.int32, device=kept.device)
+    # The entry of the pool that goes to each place; places between and after the lists get none.
+    sources = torch.full((places,), -1, dtype=torch.int64, device=kept.device)
+    _count[(layers * group, parts)](mask, counts, length, PART=part, num_warps=8)
+    _number[(layers * group, parts)](
+        mask, counts, prompt_slots, first_page.contiguous(), sources, length, padded, places,
+        GROUP=group, PART=part, PARTS=triton.next_power_of_2(parts), num_warps=8,
+    )  # fmt: skip
+    width = triton.next_power_of_2(size)
+    tile = tile or measured.get("tile") or rows_of(width, storage.element_size())
+    _copy[(triton.cdiv(places, tile),)](
+        storage, storage[0, 1], sources, private_slots, places, padded,
+        LAYERS=layers, GROUP=group, SIZE=size,
+        PADDED_SIZE=width, TILE=tile,
+    )  # fmt: skip
+
+
+@triton.jit
+def _count(mask, counts, length, PART: tl.constexpr):
+    """How many entries a part of a list keeps."""
+    list_, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = part * PART + tl.arange(0, PART)
+    kept = tl.load(mask + list_ * length + at, mask=at < length, other=0)
+    tl.store(counts + list_ * tl.num_programs(1) + part, tl.sum(kept.to(tl.int32)))
+
+
+@triton.jit
+def _number(
+    mask, counts, prompt_slots, first_page, sources, length, padded, places,
+    GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Writes a part's kept entries to the places that they go to."""
+    list_, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    parts = tl.arange(0, PARTS)
+    own = counts + list_ * tl.num_programs(1) + parts
+    before = tl.sum(tl.load(own, mask=parts < part, other=0))
+    at = part * PART + tl.arange(0, PART)
+    kept = tl.load(mask + list_ * length + at, mask=at < length, other=0).to(tl.int32)
+    first = tl.load(first_page + list_).to(tl.int64) * GROUP + before
+    place = first + tl.cumsum(kept) - 1
+    kept = kept > 0
+    slot = tl.load(prompt_slots + at, mask=kept, other=0).to(tl.int64)
+    layer, head = list_ // GROUP, list_ % GROUP
+    entry = (layer * 2 * padded + slot) * GROUP + head
+    tl.store(sources + place, entry, mask=kept & (place < places))
+
+
+@triton.jit
+def _copy(
+    keys, values, sources, private_slots, places, padded,
+    LAYERS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
+    PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Fills a tile of places with their keys and values."""
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    source = tl.load(sources + place, mask=place < places, other=-1)
+    there = source >= 0
+    page = place // GROUP
+    slot = tl.load(private_slots + page // LAYERS, mask=there, other=0).to(tl.int64)
+    target = ((page % LAYERS) * 2 * padded + slot) * GROUP + place % GROUP
+    dims = tl.arange(0, PADDED_SIZE)
+    both = there[:, None] & (dims < SIZE)[None, :]
+    from_, into = source[:, None] * SIZE + dims[None, :], target[:, None] * SIZE + dims[None, :]
+    # Both are read before either is written: more reads are under way at once.
+    k = tl.load(keys + from_, mask=both)
+    v = tl.load(values + from_, mask=both)
+    tl.store(keys + into, k, mask=both)
+    tl.store(values + into, v, mask=both)

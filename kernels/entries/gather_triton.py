@@ -1,0 +1,102 @@
+"""Reading ragged lists of entries into dense tensors: a prefix count and one kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.launch import tuned
+from kvpolicy.kernels.launch.tiles import rows_of
+
+
+def gather(
+    entries: torch.Tensor,
+    values: torch.Tensor,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    there: torch.Tensor | None = None,
+    *,
+    width: int | None = None,
+    tile: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of listed entries, laid out by candidate.
+
+    As `gather.gather`, without reading a number on the host: that the lists are as long as they
+    should be is not checked. What a list lacks is zero, what it has beyond is not read.
+
+    Args:
+        entries, values: [E, D] any dtype, contiguous; entry e is entries[e] and values[e].
+        indptr: [G + 1] int64; KV head g owns indices[indptr[g] : indptr[g + 1]].
+        indices: [nnz] int64.
+        there: [G, M] bool; the j-th entry of head g's list goes to its j-th True. None: all lists
+            are equally long, and nothing lies between.
+        width: M where `there` is None; default nnz // G, right unless `indptr` is a part of a
+            longer one.
+        tile: rows that a program reads; a power of two. None: as measured for the GPU (see
+            `tuned`), else `rows_of`.
+
+    Returns:
+        k, v: [G, M, D], dtype of entries and of values; zero where not there.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+        TunedError: as `tuned.load`.
+    """
+    heads, size = indptr.shape[0] - 1, entries.shape[1]
+    if heads < 1 or indptr.dim() != 1:
+        raise ValueError(f"indptr: expected [G + 1], got {list(indptr.shape)}")
+    if not (entries.is_contiguous() and values.is_contiguous()):
+        raise ValueError("entries, values: expected contiguous [E, D]")
+    if values.dim() != 2 or values.shape[1] != size:
+        raise ValueError(f"values: expected [E, {size}], got {list(values.shape)}")
+    if there is not None and (there.dim() != 2 or there.shape[0] != heads):
+        raise ValueError(f"there: expected [{heads}, M], got {list(there.shape)}")
+    if there is not None:
+        width = there.shape[1]
+    elif width is None:
+        width = indices.shape[0] // heads
+    k = torch.empty((heads, width, size), dtype=entries.dtype, device=entries.device)
+    v = torch.empty((heads, width, size), dtype=values.dtype, device=values.device)
+    if not width:
+        return k, v
+    # Of each candidate, how many of its head are there up to it.
+    order = None if there is None else there.cumsum(1, dtype=torch.int32)
+    mask = None if there is None else there.contiguous().view(torch.uint8)
+    padded = triton.next_power_of_2(size)
+    element = max(entries.element_size(), values.element_size())
+    measured = tuned.choice("gather", entries.device, size * element, width)
+    tile = tile or measured.get("tile") or rows_of(padded, element)
+    _gather[(triton.cdiv(width, tile), heads)](
+        entries, values, indptr.contiguous(), indices.contiguous(), mask, order, k, v, width,
+        SIZE=size, PADDED_SIZE=padded, TILE=tile,
+    )  # fmt: skip
+    return k, v
+
+
+@triton.jit
+def _gather(
+    entries, values, indptr, indices, there, order, k, v, width,
+    SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Reads what goes to a tile of one head's candidates."""
+    head = tl.program_id(1).to(tl.int64)
+    candidate = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = candidate < width
+    first, end = tl.load(indptr + head), tl.load(indptr + head + 1)
+    if there is None:
+        at = first + candidate
+        listed = inside
+    else:
+        listed = tl.load(there + head * width + candidate, mask=inside, other=0) > 0
+        at = first + tl.load(order + head * width + candidate, mask=listed, other=1) - 1
+    listed = listed & (at < end)
+    entry = tl.load(indices + at, mask=listed, other=0)
+    dims = tl.arange(0, PADDED_SIZE)
+    own = (dims < SIZE)[None, :]
+    both = listed[:, None] & own
+    from_ = entry[:, None] * SIZE + dims[None, :]
+    keys = tl.load(entries + from_, mask=both, other=0)
+    found = tl.load(values + from_, mask=both, other=0)
+    into = (head * width + candidate)[:, None] * SIZE + dims[None, :]
+    tl.store(k + into, keys, mask=inside[:, None] & own)
+    tl.store(v + into, found, mask=inside[:, None] & own)

@@ -1,0 +1,69 @@
+"""Write chosen rows of one layer's dense keys and values into private pages."""
+
+from __future__ import annotations
+
+import torch
+from kvpolicy.kernels.entries.pages import lay_out
+from kvpolicy.kernels.entries.rounding import rounded
+
+
+def place(
+    entries: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: torch.Tensor,
+    pages: torch.Tensor,
+    *,
+    value_offset: int,
+    first_page: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Write kept rows into pages, in order, each KV head from a page of its own on.
+
+    Args:
+        entries: [E, D] the pool; written in place. Key entry `e` has its value at
+            `e + value_offset`.
+        k, v: [G, M, D] any float dtype, not memory of the pool; rounded once to the pool's dtype.
+            Rows that are not kept are not read.
+        kept: [G, M] bool.
+        pages: [P] int64 page numbers to fill, at least the sum over heads of ceil(kept / G). They
+            may hold the entries that `k` and `v` were gathered from.
+        value_offset: from a key entry to its value.
+        first_page: [G] int32 or int64, where in `pages` each KV head begins; the lists do not
+            overlap. None: each on the page behind the last of the one before it.
+
+    Returns:
+        [G] int64, how many entries each KV head now has.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
+    check(entries, k, v, kept, pages, first_page)
+    head, row, target, counts = lay_out(kept, pages, first_page)
+    for offset, tensor in ((0, k), (value_offset, v)):
+        entries.index_copy_(0, target + offset, rounded(tensor[head, row], entries.dtype))
+    return counts
+
+
+def check(
+    entries: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: torch.Tensor,
+    pages: torch.Tensor,
+    first_page: torch.Tensor | None,
+) -> None:
+    """Refuses wrong shapes; reads no values.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
+    if kept.dtype != torch.bool or kept.dim() != 2:
+        raise ValueError(f"kept: expected bool [G, N], got {kept.dtype} {list(kept.shape)}")
+    if pages.dim() != 1:
+        raise ValueError(f"pages: expected [P], got {list(pages.shape)}")
+    if first_page is not None and first_page.shape != kept.shape[:1]:
+        raise ValueError(f"first_page: expected [{kept.shape[0]}], got {list(first_page.shape)}")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.shape != (*kept.shape, entries.shape[1]):
+            expected = [*kept.shape, entries.shape[1]]
+            raise ValueError(f"{name}: expected {expected}, got {list(tensor.shape)}")

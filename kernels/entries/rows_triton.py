@@ -1,0 +1,140 @@
+"""Rows of several tensors of one length, taken out and put back in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.entries.rows import check
+from kvpolicy.kernels.launch import tuned
+
+# Tensors of one launch; of more, several launches.
+_MOST = 4
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def take_rows(
+    tensors: Sequence[torch.Tensor], rows: torch.Tensor, *, block: int | None = None
+) -> list[torch.Tensor]:
+    """The same rows of each tensor.
+
+    As `rows.take_rows`; that the rows are there is not checked.
+
+    Args:
+        tensors: each [T, ...], any dtype; T is the same for all.
+        rows: [m] int64 in 0 .. T - 1, in any order.
+        block: elements that a program copies; a power of two. None: as measured for the GPU (see
+            `tuned`), else 2048.
+
+    Returns:
+        Of each tensor [m, ...], contiguous, of its dtype.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+        TunedError: as `tuned.load`.
+    """
+    check(tensors, rows)
+    taken = [
+        torch.empty((rows.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device) for x in tensors
+    ]
+    flat = [_flat(tensor.contiguous()) for tensor in tensors]
+    _launch(flat, [_flat(tensor) for tensor in taken], rows, block, put=False)
+    return taken
+
+
+def put_rows(
+    tensors: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    sources: Sequence[torch.Tensor],
+    *,
+    block: int | None = None,
+) -> None:
+    """Write rows of each tensor, in place; the other rows keep what they hold.
+
+    As `rows.put_rows`; that the rows are there is not checked.
+
+    Args:
+        tensors: each [T, ...], any dtype, contiguous; T is the same for all.
+        rows: [m] int64 in 0 .. T - 1, no one twice.
+        sources: for each tensor [m, ...] of its dtype, not memory of it.
+        block: elements that a program copies; a power of two. None: as measured for the GPU (see
+            `tuned`), else 2048.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+        TunedError: as `tuned.load`.
+    """
+    check(tensors, rows, sources)
+    for place, tensor in enumerate(tensors):
+        if not tensor.is_contiguous():
+            raise ValueError(f"tensors[{place}]: expected a contiguous tensor")
+    own = [_flat(source.contiguous()) for source in sources]
+    _launch(own, [_flat(tensor) for tensor in tensors], rows, block, put=True)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's rows as whole numbers [T, W], the same memory."""
+    rows = tensor.detach().view(tensor.shape[0], tensor[:1].numel() if tensor.shape[0] else 0)
+    return rows.view(_WHOLE[tensor.element_size()])
+
+
+def _launch(
+    sources: list[torch.Tensor],
+    targets: list[torch.Tensor],
+    rows: torch.Tensor,
+    block: int | None,
+    *,
+    put: bool,
+) -> None:
+    pairs = [(x, y) for x, y in zip(sources, targets, strict=True) if x.numel() and y.numel()]
+    for start in range(0, len(pairs), _MOST):
+        some = pairs[start : start + _MOST]
+        widths = [source.shape[1] for source, _ in some]
+        row_bytes = max(source.shape[1] * source.element_size() for source, _ in some)
+        measured = tuned.choice("rows", rows.device, row_bytes)
+        elements = block or measured.get("block", 2048)
+        blocks = [triton.cdiv(width, elements) for width in widths]
+        spare = _MOST - len(some)
+        some = some + [(None, None)] * spare
+        widths, blocks = widths + [0] * spare, blocks + [0] * spare
+        _copy[(rows.shape[0], sum(blocks))](
+            *(source for source, _ in some), *(target for _, target in some), rows.contiguous(),
+            *widths, *blocks[:-1], PUT=put, BLOCK=elements,
+        )  # fmt: skip
+
+
+@triton.jit
+def _copy(
+    source_0, source_1, source_2, source_3, target_0, target_1, target_2, target_3, rows,
+    width_0, width_1, width_2, width_3, blocks_0, blocks_1, blocks_2,
+    PUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of one row of one of four tensors; an absent one has no blocks."""
+    part = tl.program_id(1)
+    if part < blocks_0:
+        _copy_part(source_0, target_0, rows, width_0, part, PUT, BLOCK)
+    part -= blocks_0
+    if source_1 is not None:
+        if (part >= 0) & (part < blocks_1):
+            _copy_part(source_1, target_1, rows, width_1, part, PUT, BLOCK)
+    part -= blocks_1
+    if source_2 is not None:
+        if (part >= 0) & (part < blocks_2):
+            _copy_part(source_2, target_2, rows, width_2, part, PUT, BLOCK)
+    part -= blocks_2
+    if source_3 is not None:
+        if part >= 0:
+            _copy_part(source_3, target_3, rows, width_3, part, PUT, BLOCK)
+
+
+@triton.jit
+def _copy_part(source, target, rows, width, part, PUT: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of row `rows[i]` of the one and of row i of the other, i the program's."""
+    own = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + own)
+    from_, into = (own, row) if PUT else (row, own)
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(source + from_ * width + at, mask=at < width)
+    tl.store(target + into * width + at, x, mask=at < width)

@@ -1,0 +1,218 @@
+"""Fold in place: what a request keeps comes to stand at the front of its own private pages.
+
+The torch implementation is the reference: it defines the result for every other one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from kvpolicy.kernels.entries.tables import Tables
+
+
+def settle(
+    storage: torch.Tensor,
+    tables: Tables,
+    row: int,
+    length: int,
+    req_to_token: torch.Tensor,
+    kept: torch.Tensor,
+    there: torch.Tensor | None,
+    starts: Sequence[int],
+    proceed: torch.Tensor,
+) -> torch.Tensor:
+    """Move the kept entries of one request, in all layers, to the front of their lists' pages.
+
+    The list of (layer l, KV head g) is `tables.counts[row, l, g]` entries in private pages, then
+    the tokens `tables.tail_start[row] .. length - 1` in ordinary slots (see `decode_attention` for
+    where these lie). The kept ones become the first entries of its private pages, in their order,
+    tail tokens too; the ordinary slots are only read. A request without private entries (counts 0,
+    tail_start 0) is copied whole.
+
+    Args:
+        storage: [L, 2, padded slots, G, D] any dtype, contiguous; written in place.
+        tables: of R rows; not changed. From `first_page` on, each list has pages for what it
+            keeps, which no other list has.
+        row: of the request, in SGLang's request pool.
+        length: tokens of the request, those dropped and the newest included.
+        req_to_token: int32 [>= R, context], the ordinary slot of each token.
+        kept: bool [G * starts[L]]: [G, M] of each layer, one behind the other.
+        there: the same of the candidates that are cached: the j-th entry of a list is its j-th
+            True. None: all are. What is kept is also there, or it is not looked at.
+        starts: L + 1 numbers on the host; layer l has M = starts[l + 1] - starts[l] candidates.
+        proceed: bool, 0-d; if it is false, nothing is written.
+
+    Returns:
+        int32 [L, G], entries in the private pages of each list afterwards: what is kept, or
+        `tables.counts[row]` if it does not proceed.
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given. Nothing is written
+            then.
+    """
+    check(storage, tables, row, req_to_token, kept, there, starts, proceed)
+    own = _Request.of(storage, tables, row, length, req_to_token)
+    if not bool(proceed):
+        return tables.counts[row].to(torch.int32, copy=True)
+    masks = [_masks(kept, there, storage.shape[3], *part) for part in itertools.pairwise(starts)]
+    for layer, (held, _) in enumerate(masks):
+        own.check_there(layer, held.sum(dim=1))
+    counts = torch.stack([stays.sum(dim=1) for _, stays in masks])
+    own.check_room(counts)
+    for layer, (held, stays) in enumerate(masks):
+        _move(storage, own, layer, held, stays)
+    return counts.to(torch.int32)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What one request has cached.
+
+    Attributes:
+        counts, first_page: int64 [L, G], of its private pages.
+        slots: int64 [>= S], its private slots, then those of others.
+        tail: int64 [length - tail_start], slots of the tokens since its pages were written.
+    """
+
+    counts: torch.Tensor
+    first_page: torch.Tensor
+    slots: torch.Tensor
+    tail: torch.Tensor
+    padded: int
+
+    @classmethod
+    def of(
+        cls,
+        storage: torch.Tensor,
+        tables: Tables,
+        row: int,
+        length: int,
+        req_to_token: torch.Tensor,
+    ) -> _Request:
+        """Reads its row of the tables."""
+        tail = req_to_token[row, int(tables.tail_start[row]) : length]
+        slots = tables.slots[int(tables.slots_start[row]) :]
+        return cls(
+            tables.counts[row].long(),
+            tables.first_page[row].long(),
+            slots.long(),
+            tail.long(),
+            storage.shape[2],
+        )
+
+    def private(self, layer: int, head: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        """Key entries of the pool for places in the private pages of a layer's lists."""
+        layers, group = self.counts.shape
+        page = self.first_page[layer, head] + place // group
+        slot = self.slots[page // layers]
+        return (page % layers * 2 * self.padded + slot) * group + place % group
+
+    def entries(self, layer: int, head: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        """Key entries of the pool for places in a layer's lists, tail included."""
+        private = self.counts[layer, head]
+        paged = place < private
+        entry = torch.empty_like(place)
+        entry[paged] = self.private(layer, head[paged], place[paged])
+        slot = self.tail[(place - private)[~paged]]
+        row_of_slot = layer * 2 * self.padded + slot
+        entry[~paged] = row_of_slot * self.counts.shape[1] + head[~paged]
+        return entry
+
+    def check_there(self, layer: int, held: torch.Tensor) -> None:
+        """Refuses candidates that are not as many as a layer's lists are long: held [G]."""
+        cached = self.counts[layer] + len(self.tail)
+        if not torch.equal(held, cached):
+            raise ValueError(
+                f"there: expected {cached.tolist()} True per KV head at layer {layer}, "
+                f"got {held.tolist()}"
+            )
+
+    def check_room(self, counts: torch.Tensor) -> None:
+        """Refuses lists that need pages of others: counts [L, G] of what is kept."""
+        layers, group = counts.shape
+        begin = self.first_page.flatten()
+        end = begin + ((counts + group - 1) // group).flatten()
+        order = begin.argsort(stable=True)
+        last = torch.full_like(begin[:1], len(self.slots) * layers)
+        free = torch.cat([begin[order[1:]], last])  # where the next list begins
+        wrong = (end[order] > free).nonzero()
+        if len(wrong):
+            at = int(wrong[0])
+            which = int(order[at])
+            raise ValueError(
+                f"kept: expected at most {int(free[at] - begin[which]) * group} entries at layer "
+                f"{which // group}, KV head {which % group}, for which there are pages, "
+                f"got {int(counts.flatten()[which])}"
+            )
+
+
+def _masks(
+    kept: torch.Tensor, there: torch.Tensor | None, group: int, start: int, end: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of one layer: which candidates are cached and which stay, bool [G, M]."""
+    part = slice(group * start, group * end)
+    stays = kept[part].view(group, end - start)
+    held = torch.ones_like(stays) if there is None else there[part].view_as(stays)
+    return held, stays & held
+
+
+def _move(
+    storage: torch.Tensor, own: _Request, layer: int, held: torch.Tensor, stays: torch.Tensor
+) -> None:
+    """Everything of a layer is read before anything is written."""
+    size, offset = storage.shape[4], storage.shape[2] * storage.shape[3]
+    head, column = stays.nonzero(as_tuple=True)
+    source = own.entries(layer, head, held.cumsum(dim=1)[head, column] - 1)
+    target = own.private(layer, head, stays.cumsum(dim=1)[head, column] - 1)
+    moves = source != target
+    source, target = source[moves], target[moves]
+    entries = storage.view(-1, size)
+    for tensor in (0, offset):
+        entries.index_copy_(0, target + tensor, entries.index_select(0, source + tensor))
+
+
+def check(
+    storage: torch.Tensor,
+    tables: Tables,
+    row: int,
+    req_to_token: torch.Tensor,
+    kept: torch.Tensor,
+    there: torch.Tensor | None,
+    starts: Sequence[int],
+    proceed: torch.Tensor,
+) -> None:
+    """Refuses wrong shapes and dtypes; reads no tensor.
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    if storage.dim() != 5 or storage.shape[1] != 2 or not storage.is_contiguous():
+        raise ValueError(
+            f"storage: expected contiguous [L, 2, padded, G, D], got {list(storage.shape)}"
+        )
+    layers, group = storage.shape[0], storage.shape[3]
+    if len(starts) != layers + 1 or starts[0] != 0 or list(starts) != sorted(starts):
+        raise ValueError(f"starts: expected {layers + 1} ascending numbers from 0, got {starts}")
+    for name, mask in (("kept", kept), ("there", kept if there is None else there)):
+        if mask.dtype != torch.bool or list(mask.shape) != [group * starts[-1]]:
+            raise ValueError(
+                f"{name}: expected bool [{group * starts[-1]}], got {mask.dtype} {list(mask.shape)}"
+            )
+    if proceed.dtype != torch.bool or proceed.dim():
+        raise ValueError(f"proceed: expected bool [], got {proceed.dtype} {list(proceed.shape)}")
+    rows = tables.tail_start.shape[0]
+    for name, tensor in (("counts", tables.counts), ("first_page", tables.first_page)):
+        if list(tensor.shape) != [rows, layers, group]:
+            raise ValueError(
+                f"tables.{name}: expected {[rows, layers, group]}, got {list(tensor.shape)}"
+            )
+    if req_to_token.dim() != 2 or req_to_token.dtype != torch.int32:
+        raise ValueError(
+            f"req_to_token: expected int32 [rows, context], "
+            f"got {req_to_token.dtype} {list(req_to_token.shape)}"
+        )
+    if not 0 <= row < min(rows, req_to_token.shape[0]):
+        raise ValueError(f"row: expected 0 to {min(rows, req_to_token.shape[0]) - 1}, got {row}")

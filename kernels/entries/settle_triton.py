@@ -1,0 +1,239 @@
+"""Fold in place: one launch for all layers, keys and values.
+
+A program takes a piece of the rows (a cache line of each) of one list's keys, or of its values,
+through its candidates in order, a tile at a time; how many were there and how many stayed gives the
+places that a tile's entries come from and go to. A target never lies behind its source, so that
+what a tile overwrites nobody reads any more, except rows of the same tile: all of it is read, the
+threads meet, it is written. The next tile is read before this one is written, which is safe because
+its sources lie behind this one's targets; the masks of the one after that are under way as well
+(compiled for sm_90, no read is waited for before the writes of the tile before it).
+What stays where it is, such as all entries before the first one that leaves, is neither read nor
+written. Programs write nothing that another one reads: lists share no page, ordinary slots are only
+read, keys, values and pieces are different bytes.
+
+Choices, none of them measured on a GPU:
+
+- Parallel over pieces of a row, not over the parts of a list: the program of a later part would
+  have to wait until the earlier one had read what it overwrites. Llama 3.1 8B in bfloat16 has
+  32 layers x 8 heads x 2 tensors x 2 pieces = 1024 programs, which are all on an H200 at once with
+  64 registers a thread; with 8 KiB of reads under way each they ask for more than its bandwidth
+  times its latency, about 4 MiB. Few lists, as after tensor parallelism, leave it partly idle.
+- One launch, not a plan of all moves and then the moves. A plan would be written and read, 8 bytes
+  an entry, where each of a list's programs reads two bytes of masks; it would spare walking over
+  candidates that do not stay, and at a fold these are few. Only where a long prompt leaves at once
+  are many tiles empty, and cost a step over the masks.
+- No copy of what moves beside the pool, in which parts of a list could move at once: it would read
+  and write everything twice, and mostly everything moves, since one entry that leaves near the
+  front moves all behind it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.entries.settle import check
+from kvpolicy.kernels.entries.tables import Tables
+from kvpolicy.kernels.launch import tuned
+from kvpolicy.kernels.launch.tiles import rows_of
+
+# Bytes of a piece: what the memory moves at once.
+_LINE = 128
+# Per thread, of tiles that leave them; eight programs then fill those of a multiprocessor.
+_REGISTERS = 64
+
+
+def settle(
+    storage: torch.Tensor,
+    tables: Tables,
+    row: int,
+    length: int,
+    req_to_token: torch.Tensor,
+    kept: torch.Tensor,
+    there: torch.Tensor | None,
+    starts: Sequence[int],
+    proceed: torch.Tensor,
+    *,
+    piece: int | None = None,
+    tile: int | None = None,
+) -> torch.Tensor:
+    """Move the kept entries of one request, in all layers, to the front of their lists' pages.
+
+    As `settle.settle`, without reading a number of the device: neither that candidates are as many
+    as the lists are long is checked, nor that what stays has pages of its own.
+
+    Args:
+        piece: bytes of a row that a program moves; a power of two. None: as measured for the GPU
+            (see `tuned`), else a cache line.
+        tile: candidates of which a program holds the rows at a time; a power of two up to 16384.
+            None: as measured, else `rows_of`.
+
+    Returns:
+        int32 [L, G], entries in the private pages of each list afterwards.
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+        TunedError: as `tuned.load`.
+    """
+    check(storage, tables, row, req_to_token, kept, there, starts, proceed)
+    layers, _, padded, group, _ = storage.shape
+    words = _words(storage)
+    size, word = words.shape[4], words.element_size()
+    where = (size * word, layers * group, starts[-1] // layers)
+    measured = tuned.choice("settle", storage.device, *where)
+    piece = piece or measured.get("piece", _LINE)
+    part = min(triton.next_power_of_2(size), max(piece // word, 1))
+    tile = tile or measured.get("tile") or rows_of(part, word)
+    pieces = triton.cdiv(size, part)
+    counts = torch.empty((layers, group), dtype=torch.int32, device=storage.device)
+    # Pieces and heads change fastest: those of one ordinary slot lie side by side.
+    _settle[(pieces * group, 2, layers)](
+        words, tables.counts, tables.first_page, tables.tail_start, tables.slots_start,
+        tables.slots, req_to_token, _bytes(kept), None if there is None else _bytes(there),
+        _on_device(starts, storage.device), proceed.view(torch.uint8), counts,
+        row, length, padded, req_to_token.stride(0), starts[1],
+        LAYERS=layers, GROUP=group, SIZE=size, PIECE=part, PIECES=pieces,
+        TILE=tile, maxnreg=_REGISTERS if tile <= rows_of(part, word) else None,
+    )  # fmt: skip
+    return counts
+
+
+def _words(storage: torch.Tensor) -> torch.Tensor:
+    """The same memory in words of four bytes if rows are whole ones: a thread holds no halves."""
+    whole = storage.shape[4] * storage.element_size() % 4 == 0
+    return storage.view(torch.int32) if whole else storage
+
+
+def _bytes(mask: torch.Tensor) -> torch.Tensor:
+    return mask.contiguous().view(torch.uint8)
+
+
+def _on_device(starts: Sequence[int], device: torch.device) -> torch.Tensor | None:
+    """int64 [L + 1]; the host does not wait for the copy. None where all layers are as wide."""
+    if len({end - start for start, end in itertools.pairwise(starts)}) == 1:
+        return None
+    made = torch.tensor(starts, dtype=torch.int64)
+    if device.type == "cuda":
+        made = made.pin_memory()
+    return made.to(device, non_blocking=True)
+
+
+@triton.jit(do_not_specialize=["row", "length", "padded", "context", "width"])
+def _settle(
+    storage, counts, first_pages, tail_starts, slots_starts,
+    slots, req_to_token, kept, there,
+    starts, proceed, result,
+    row, length, padded, context, width,
+    LAYERS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PIECE: tl.constexpr,
+    PIECES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Moves a piece of the rows of one list's keys or values."""
+    head, piece = tl.program_id(0) // PIECES, tl.program_id(0) % PIECES
+    which, layer = tl.program_id(1), tl.program_id(2)
+    row = row.to(tl.int64)
+    list_ = layer * GROUP + head
+    private = tl.load(counts + row * LAYERS * GROUP + list_)
+    number = private
+    if tl.load(proceed) != 0:
+        first_page = tl.load(first_pages + row * LAYERS * GROUP + list_)
+        tail_start = tl.load(tail_starts + row)
+        cached = private + tl.maximum(length - tail_start, 0)
+        own_slots = slots + tl.load(slots_starts + row)
+        tail_slots = req_to_token + row * context + tail_start
+        if starts is None:
+            start = layer.to(tl.int64) * width
+        else:
+            start = tl.load(starts + layer)
+            width = (tl.load(starts + layer + 1) - start).to(tl.int32)
+        first = start * GROUP + head.to(tl.int64) * width
+        kept += first
+        if there is not None:
+            there += first
+        dims = piece * PIECE + tl.arange(0, PIECE)
+        # This program's tensor and piece, in the rows of layer 0.
+        base = storage + padded.to(tl.int64) * which * GROUP * SIZE + dims[None, :]
+        rows_of_pair = padded.to(tl.int64) * 2  # slots of a layer's keys and values
+        own = (dims < SIZE)[None, :]
+
+        seen = 0
+        number = 0
+        held, stays = _masks(kept, there, 0, width, TILE)
+        from_, into, seen, number = _places(
+            held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
+            rows_of_pair, layer, head, LAYERS, GROUP,
+        )  # fmt: skip
+        x = tl.load(base + from_[:, None] * SIZE, mask=(from_ >= 0)[:, None] & own)
+        held, stays = _masks(kept, there, TILE, width, TILE)
+        # Two tiles a turn: what was read for the one is not copied to other registers for the
+        # next turn, which would wait for it.
+        for first in range(0, width, 2 * TILE):
+            from_, next_into, seen, number = _places(
+                held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
+                rows_of_pair, layer, head, LAYERS, GROUP,
+            )  # fmt: skip
+            held, stays = _masks(kept, there, first + 2 * TILE, width, TILE)
+            # Every thread has read its part of this tile before one writes.
+            tl.debug_barrier()
+            next_x = tl.load(base + from_[:, None] * SIZE, mask=(from_ >= 0)[:, None] & own)
+            tl.store(base + into[:, None] * SIZE, x, mask=(into >= 0)[:, None] & own)
+
+            from_, into, seen, number = _places(
+                held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
+                rows_of_pair, layer, head, LAYERS, GROUP,
+            )  # fmt: skip
+            held, stays = _masks(kept, there, first + 3 * TILE, width, TILE)
+            tl.debug_barrier()
+            x = tl.load(base + from_[:, None] * SIZE, mask=(from_ >= 0)[:, None] & own)
+            tl.store(base + next_into[:, None] * SIZE, next_x, mask=(next_into >= 0)[:, None] & own)
+    if (which == 0) & (piece == 0):
+        tl.store(result + list_, number)
+
+
+@triton.jit
+def _masks(kept, there, first, width, TILE: tl.constexpr):
+    """Which candidates of a tile are cached and which are to stay, as 0 and 1."""
+    column = first + tl.arange(0, TILE)
+    inside = column < width
+    stays = tl.load(kept + column, mask=inside, other=0)
+    if there is None:
+        return inside.to(tl.uint8), stays
+    else:
+        return tl.load(there + column, mask=inside, other=0), stays
+
+
+@triton.jit
+def _places(
+    held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
+    rows_of_pair, layer, head, LAYERS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """From and to which key entries of the pool a tile's candidates move; -1 for what does not.
+
+    Returns also how many were cached (`seen`) and stayed (`number`) up to here.
+    """
+    held, stays = held.to(tl.int32), (stays & held).to(tl.int32)
+    # One prefix sum for both: a tile has less than 2^15 candidates.
+    both = held | (stays << 16)
+    upto = tl.cumsum(both)
+    source = seen + (upto & 0xFFFF) - held
+    target = number + (upto >> 16) - stays
+    all_ = tl.sum(both)
+    paged = source < private
+    # The last condition holds unless the masks say more than is cached.
+    moves = (stays > 0) & ~(paged & (source == target)) & (source < cached)
+    page, to_page = first_page + source // GROUP, first_page + target // GROUP
+    # One read finds the slot, in whichever of the two tables it stands.
+    slot = tl.load(
+        tl.where(paged, own_slots + page // LAYERS, tail_slots + (source - private)),
+        mask=moves,
+        other=0,
+    )
+    to_slot = tl.load(own_slots + to_page // LAYERS, mask=moves, other=0)
+    # More than 2^31 elements lie in a pool, and 2^31 entries may.
+    rows = tl.where(paged, page % LAYERS, layer) * rows_of_pair + slot
+    from_ = rows * GROUP + tl.where(paged, source % GROUP, head)
+    into = (to_page % LAYERS * rows_of_pair + to_slot) * GROUP + target % GROUP
+    from_, into = tl.where(moves, from_, -1), tl.where(moves, into, -1)
+    return from_, into, seen + (all_ & 0xFFFF), number + (all_ >> 16)

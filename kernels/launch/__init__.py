@@ -1,0 +1,1 @@
+"""How kernels are launched: tile sizes, and choices measured on a GPU."""

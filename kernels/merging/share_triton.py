@@ -1,0 +1,131 @@
+"""Pairs of vectors in one pass each: their inner products, and sums of both.
+
+All is added and multiplied in float64, which the memory that is read hides on an H200.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.merging.share import check, check_rows
+
+
+def gram(
+    below: torch.Tensor,
+    own: torch.Tensor,
+    rows: tuple[torch.Tensor, torch.Tensor] | None = None,
+    *,
+    block: int = 16,
+) -> torch.Tensor:
+    """Inner products of pairs of vectors.
+
+    As `share.gram`.
+
+    Args:
+        below, own: [G, N, D] any float dtype, both the same; the last axis contiguous, or they are
+            copied.
+        rows: as there.
+        block: pairs of a program, a power of two. Not measured.
+
+    Returns:
+        [3, G, P or N] float64.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
+    check(below, own)
+    (heads, pairs, size), listed = below.shape, rows is not None
+    if listed:
+        check_rows(below, rows)
+        rows, pairs = [each.contiguous() for each in rows], rows[0].shape[1]
+    made = torch.empty((3, heads, pairs), dtype=torch.float64, device=below.device)
+    if made.numel():
+        _gram[(triton.cdiv(pairs, block), heads)](
+            *_strided(below), *_strided(own), *(rows if listed else (made, made)), made, pairs,
+            D=size, LISTED=listed, BLOCK_N=block, BLOCK_D=triton.next_power_of_2(size), num_warps=4,
+        )  # fmt: skip
+    return made
+
+
+def blend(
+    below: torch.Tensor, own: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, block: int = 16
+) -> torch.Tensor:
+    """a * below + b * own, where NaN, of a product or of the sum, is 0.
+
+    As `share.blend`.
+
+    Args:
+        below, own, block: as of `gram`.
+        a, b: [G, N] float64.
+
+    Returns:
+        [G, N, D] float64.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
+    check(below, own, a, b)
+    heads, tokens, size = below.shape
+    made = torch.empty(below.shape, dtype=torch.float64, device=below.device)
+    if made.numel():
+        _blend[(triton.cdiv(tokens, block), heads)](
+            *_strided(below), *_strided(own), a.contiguous(), b.contiguous(), made, tokens,
+            D=size, BLOCK_N=block, BLOCK_D=triton.next_power_of_2(size), num_warps=4,
+        )  # fmt: skip
+    return made
+
+
+def _strided(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    x = x if x.stride(2) == 1 else x.contiguous()
+    return x, x.stride(0), x.stride(1)
+
+
+@triton.jit
+def _read(x, head, row, stride_head, stride, mask, BLOCK_D: tl.constexpr):
+    at = head * stride_head + row[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
+    rows = tl.load(x + at, mask=mask, other=0.0)
+    # The interpreter takes bfloat16 to float32 only; on a GPU this costs nothing.
+    if rows.dtype != tl.float64:
+        rows = rows.to(tl.float32)
+    return rows.to(tl.float64)
+
+
+@triton.jit
+def _gram(
+    below, below_head, below_row, own, own_head, own_row, below_rows, own_rows, made, pairs,
+    D: tl.constexpr, LISTED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    pair = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    there = pair < pairs
+    mask = there[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
+    first, second = pair, pair
+    if LISTED:
+        first = tl.load(below_rows + head * pairs + pair, mask=there, other=0)
+        second = tl.load(own_rows + head * pairs + pair, mask=there, other=0)
+    x = _read(below, head, first, below_head, below_row, mask, BLOCK_D)
+    y = _read(own, head, second, own_head, own_row, mask, BLOCK_D)
+    at, next_sum = made + head * pairs + pair, tl.num_programs(1).to(tl.int64) * pairs
+    tl.store(at, tl.sum(x * x, axis=1), mask=there)
+    tl.store(at + next_sum, tl.sum(x * y, axis=1), mask=there)
+    tl.store(at + 2 * next_sum, tl.sum(y * y, axis=1), mask=there)
+
+
+@triton.jit
+def _blend(
+    below, below_head, below_row, own, own_head, own_row, a, b, made, tokens,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    there = row < tokens
+    column = tl.arange(0, BLOCK_D)
+    mask = there[:, None] & (column < D)[None, :]
+    x = _read(below, head, row, below_head, below_row, mask, BLOCK_D)
+    y = _read(own, head, row, own_head, own_row, mask, BLOCK_D)
+    x *= tl.load(a + head * tokens + row, mask=there, other=0.0)[:, None]
+    y *= tl.load(b + head * tokens + row, mask=there, other=0.0)[:, None]
+    both = tl.where(x == x, x, 0.0) + tl.where(y == y, y, 0.0)
+    at = (head * tokens + row)[:, None] * D + column[None, :]
+    tl.store(made + at, tl.where(both == both, both, 0.0), mask=mask)

@@ -1,0 +1,1 @@
+"""From numbers to choices: selection, order, statistics, division among layers."""

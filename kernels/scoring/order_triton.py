@@ -1,0 +1,63 @@
+"""Sort keys of scores and ranks, each in one launch beside torch's sort."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.scoring.order import check_rank
+from kvpolicy.kernels.scoring.strided import check, laid_out
+from kvpolicy.kernels.scoring.strided_triton import at as place
+
+_BLOCK = 1024  # not measured
+
+
+def keys(x: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
+    """int32 in the order of float32, absent ones lowest. As `order.keys`, in one launch."""
+    check(x, there)
+    made = torch.empty(x.shape, dtype=torch.int32, device=x.device)
+    if not made.numel():
+        return made
+    x, there, where = laid_out(x, there, range(x.dim()))
+    _keys[(triton.cdiv(made.numel(), _BLOCK),)](
+        x, x if there is None else there, made, made.numel(), *where,
+        MASKED=there is not None, BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return made
+
+
+def rank(keys: torch.Tensor) -> torch.Tensor:
+    """1 for the highest key of each row, of equal ones for the first. As `order.rank`."""
+    check_rank(keys)
+    made = torch.empty(keys.shape, dtype=torch.float64, device=keys.device)
+    if made.numel():
+        first = keys.sort(dim=-1, descending=True, stable=True).indices
+        grid = (keys.shape[0], triton.cdiv(keys.shape[1], _BLOCK))
+        _rank[grid](first, made, keys.shape[1], BLOCK=_BLOCK, num_warps=4)
+    return made
+
+
+@triton.jit(do_not_specialize=["number", "s1", "s2", "x0", "x1", "x2", "m0", "m1", "m2"])
+def _keys(
+    x, there, out, number, s1, s2, x0, x1, x2, m0, m1, m2,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < number
+    score = tl.load(x + place(i, s1, s2, x0, x1, x2), mask=inside, other=0.0)
+    bits = (score.to(tl.float32) + 0.0).to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    if MASKED:
+        known = tl.load(there + place(i, s1, s2, m0, m1, m2), mask=inside, other=0)
+        key = tl.where(known != 0, key, -2147483648)
+    tl.store(out + i, key, mask=inside)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _rank(first, out, size, BLOCK: tl.constexpr):
+    """Place i of a row's order says which score has rank i + 1."""
+    row = tl.program_id(0).to(tl.int64) * size
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    who = tl.load(first + row + i, mask=inside, other=0)
+    tl.store(out + row + who, (i + 1).to(tl.float64), mask=inside)

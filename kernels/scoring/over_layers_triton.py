@@ -1,0 +1,86 @@
+"""Several layers' values reduced place by place, each read where it lies: nothing is stacked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.scoring.over_layers import check
+
+_BLOCK = 512  # not measured
+
+
+def var_of_layers(
+    values: Sequence[torch.Tensor], there: Sequence[torch.Tensor] | None, first: int
+) -> torch.Tensor:
+    """At every place the variance of the present values. As `over_layers.var_of_layers`."""
+    check(values, there, first, torch.float64)
+    return _reduced(values, there, first, torch.float64)
+
+
+def any_of_layers(
+    values: Sequence[torch.Tensor], there: Sequence[torch.Tensor] | None, first: int
+) -> torch.Tensor:
+    """At every place whether a present value is true. As `over_layers.any_of_layers`."""
+    check(values, there, first, torch.bool)
+    return _reduced(values, there, first, torch.bool)
+
+
+def _reduced(
+    values: Sequence[torch.Tensor],
+    there: Sequence[torch.Tensor] | None,
+    first: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """One launch. The layers that do not count are compiled in as well, so that a prompt's first
+    layers need no kernel of their own."""
+    made = torch.empty(values[0].shape, dtype=dtype, device=values[0].device)
+    if not made.numel():
+        return made
+    truth = dtype == torch.bool
+    _over_layers[(triton.cdiv(made.numel(), _BLOCK),)](
+        tuple(_flat(x) for x in values), tuple(_flat(x) for x in there or ()), _flat(made),
+        made.numel(), first, TRUTH=truth, MASKED=there is not None, BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return made
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    x = x.contiguous()
+    return x.view(torch.uint8) if x.dtype == torch.bool else x
+
+
+@triton.jit(do_not_specialize=["size", "first"])
+def _over_layers(
+    values, there, out, size, first,
+    TRUTH: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    number = tl.zeros((BLOCK,), tl.int32)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for layer in tl.static_range(len(values)):
+        known = inside & (layer >= first)
+        if MASKED:
+            known = known & (tl.load(there[layer] + at, mask=known, other=0) != 0)
+        if TRUTH:
+            number |= (tl.load(values[layer] + at, mask=known, other=0) != 0).to(tl.int32)
+        else:
+            number += known.to(tl.int32)
+            total += tl.load(values[layer] + at, mask=known, other=0.0)
+    if TRUTH:
+        tl.store(out + at, number.to(tl.uint8), mask=inside)
+    else:
+        count = tl.maximum(number, 1).to(tl.float64)
+        middle = total / count
+        squares = tl.zeros((BLOCK,), tl.float64)
+        for layer in tl.static_range(len(values)):
+            known = inside & (layer >= first)
+            if MASKED:
+                known = known & (tl.load(there[layer] + at, mask=known, other=0) != 0)
+            apart = tl.load(values[layer] + at, mask=known, other=0.0) - middle
+            squares += tl.where(known, apart * apart, 0.0)
+        made = squares / count
+        tl.store(out + at, tl.where(made == made, made, 0.0), mask=inside)

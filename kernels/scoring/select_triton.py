@@ -1,0 +1,199 @@
+"""Selection by digits: the threshold is found from counts of keys, never by sorting.
+
+A key has four digits of eight bits. Counting the keys by their first digit says which digit the
+last chosen key begins with and how many are still to be found among those; the same again for
+the next digits gives the threshold itself and how many keys equal to it are wanted. These are
+taken in order of position, by counts of the equal keys before each place. Only integers are
+added, so the order in which programs run changes nothing.
+
+A short row is one program that holds it in registers. A longer one is cut into parts: a launch per
+digit adds the parts' counts up, and one more chooses. Every program works the earlier digits out
+for itself, from counts that fit into a few registers: cheaper than a launch that does it once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.launch import tuned
+from kvpolicy.kernels.scoring.select import ABSENT, check
+
+_DIGITS = tl.constexpr(4)
+_BINS = tl.constexpr(256)
+# Rows up to here are one program, 16 keys per thread: twice as many spill. Not measured.
+_SHORT = 8192
+
+
+def top(
+    keys: torch.Tensor,
+    number: int | torch.Tensor,
+    *,
+    block: int | None = None,
+    programs: int | None = None,
+) -> torch.Tensor:
+    """The `number` highest keys of each row; of equal ones the first.
+
+    As `select.top`, without reading a number on the host.
+
+    Args:
+        keys: [R, n] int32; the lowest int32 is absent.
+        number: int or int64 [R, 1].
+        block: keys that a program holds at a time where rows are cut; a power of two. None: as
+            measured for the GPU (see `tuned`), else 2048.
+        programs: that a launch should have at least, where rows are long enough. None: as measured,
+            else 528, four for each multiprocessor of an H200.
+
+    Returns:
+        [R, n] bool.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+        TunedError: as `tuned.load`.
+    """
+    check(keys, number)
+    rows, size = keys.shape
+    known = isinstance(number, int)
+    if not rows or not size or (known and number <= 0):
+        return torch.zeros_like(keys, dtype=torch.bool)
+    if known and number >= size:
+        return keys > ABSENT
+    measured = tuned.choice("top", keys.device, rows, size)
+    block = block or measured.get("block", 2048)
+    programs = programs or measured.get("programs", 528)
+    keys = keys.contiguous()
+    given = number if known else number.contiguous()
+    chosen = torch.empty(keys.shape, dtype=torch.bool, device=keys.device)
+    if size <= min(_SHORT, block * 4):
+        held = max(triton.next_power_of_2(size), 256)
+        _short[(rows,)](
+            keys, given, chosen.view(torch.uint8), size, known,
+            BLOCK=held, num_warps=min(max(held // 512, 4), 16),
+        )  # fmt: skip
+        return chosen
+    parts = min(triton.cdiv(size, block), triton.cdiv(programs, rows))
+    blocks = triton.cdiv(size, parts * block)
+    parts = triton.cdiv(size, blocks * block)
+    counts = torch.zeros((rows, 4, 256), dtype=torch.int32, device=keys.device)
+    # Of the last digit the counts of each part are needed as well, for the order of equal keys.
+    last = torch.empty((rows, parts, 256), dtype=torch.int32, device=keys.device)
+    for digit in range(4):
+        _count[(rows, parts)](
+            keys, given, counts, last, size, blocks, known,
+            DIGIT=digit, BLOCK=block, num_warps=8,
+        )  # fmt: skip
+    _choose[(rows, parts)](
+        keys, given, counts, last, chosen.view(torch.uint8), size, blocks, known,
+        BLOCK=block, PARTS=triton.next_power_of_2(parts), num_warps=8,
+    )  # fmt: skip
+    return chosen
+
+
+@triton.jit
+def _wanted(number, row, size, KNOWN: tl.constexpr):
+    """How many keys of a row to choose, in 0 .. n."""
+    if KNOWN:
+        return number
+    else:
+        return tl.minimum(tl.maximum(tl.load(number + row), 0), size).to(tl.int32)
+
+
+@triton.jit
+def _digit(counts, wanted):
+    """The digit of the last wanted key, and how many are wanted among those that have it.
+
+    counts: [256] keys by digit. With nothing wanted: digit 0 and nothing.
+    """
+    bins = tl.arange(0, _BINS)
+    above = tl.sum(counts) - tl.cumsum(counts)
+    here = (above < wanted) & (wanted <= above + counts)
+    digit = tl.sum(tl.where(here, bins, 0))
+    return digit, wanted - tl.sum(tl.where(here, above, 0))
+
+
+@triton.jit
+def _ordered(key):
+    """uint32 in the order of int32."""
+    return (key ^ -2147483648).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _by_digit(key, inside, found, DIGIT: tl.constexpr):
+    """[256] keys inside that begin with the digits `found`, by their next digit."""
+    if DIGIT > 0:
+        inside = inside & ((key >> (32 - 8 * DIGIT)) == found)
+    digit = (key >> (24 - 8 * DIGIT)) & 255
+    return tl.histogram(digit.to(tl.int32), _BINS, mask=inside)
+
+
+@triton.jit
+def _short(keys, number, chosen, size, KNOWN: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < size
+    key = _ordered(tl.load(keys + row * size + at, mask=inside, other=0))
+    number = _wanted(number, row, size, KNOWN)
+    wanted = number
+    found = tl.full((), 0, tl.uint32)
+    for digit in tl.static_range(_DIGITS):
+        next_digit, wanted = _digit(_by_digit(key, inside, found, digit), wanted)
+        found = (found << 8) | next_digit.to(tl.uint32)
+    equal = inside & (key == found)
+    taken = (key > found) | (equal & (tl.cumsum(equal.to(tl.int32)) <= wanted))
+    taken = taken & (key > 0) & (number > 0)
+    tl.store(chosen + row * size + at, taken.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _found(counts, row, wanted, DIGITS: tl.constexpr):
+    """The first digits of the last wanted key, and how many are wanted among those with them."""
+    bins = tl.arange(0, _BINS)
+    found = tl.full((), 0, tl.uint32)
+    for digit in tl.static_range(DIGITS):
+        each = tl.load(counts + (row * _DIGITS + digit) * _BINS + bins)
+        next_digit, wanted = _digit(each, wanted)
+        found = (found << 8) | next_digit.to(tl.uint32)
+    return found, wanted
+
+
+@triton.jit
+def _count(
+    keys, number, counts, last, size, blocks,
+    KNOWN: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Adds a part's keys, by the digit DIGIT, to those of its row."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    found, _ = _found(counts, row, _wanted(number, row, size, KNOWN), DIGIT)
+    bins = tl.arange(0, _BINS)
+    own = tl.zeros((_BINS,), tl.int32)
+    for block in range(blocks):
+        at = (part * blocks + block) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < size
+        key = _ordered(tl.load(keys + row * size + at, mask=inside, other=0))
+        own += _by_digit(key, inside, found, DIGIT)
+    tl.atomic_add(counts + (row * _DIGITS + DIGIT) * _BINS + bins, own, mask=own > 0, sem="relaxed")
+    if DIGIT == 3:
+        tl.store(last + (row * tl.num_programs(1) + part) * _BINS + bins, own)
+
+
+@triton.jit
+def _choose(
+    keys, number, counts, last, chosen, size, blocks,
+    KNOWN: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Writes a part of a row."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    number = _wanted(number, row, size, KNOWN)
+    found, wanted = _found(counts, row, number, _DIGITS)
+    parts = tl.arange(0, PARTS)
+    column = last + (row * tl.num_programs(1) + parts) * _BINS + (found & 255).to(tl.int32)
+    before = tl.sum(tl.load(column, mask=parts < part, other=0))
+    for block in range(blocks):
+        at = (part * blocks + block) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < size
+        key = _ordered(tl.load(keys + row * size + at, mask=inside, other=0))
+        equal = (inside & (key == found)).to(tl.int32)
+        taken = (key > found) | ((equal > 0) & (before + tl.cumsum(equal) <= wanted))
+        taken = taken & (key > 0) & (number > 0)
+        tl.store(chosen + row * size + at, taken.to(tl.uint8), mask=inside)
+        before += tl.sum(equal)

@@ -1,0 +1,134 @@
+"""Exact division of a total among the layers without asking the host: `split[layer]`, `cascade`.
+
+The definition is the language's (`dsl/ir/split.py`), in exact fractions. A weight is a float32, so
+24 bits somewhere between 2**-149 and 2**128; all weights are therefore whole multiples of 2**-149,
+and `k` is at most the share `total * weight / sum` exactly if `total * weight - k * sum` is not
+negative. That is computed in digits of 24 bits, for a `k` which float64 has found up to 1.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+MOST = 2**62  # more than any layer holds
+LARGEST = 2**28 - 1  # of a total, so that no digit leaves int64
+LAYERS = 256
+_DIGITS = tl.constexpr(13)  # of 24 bits, for numbers below 2**(277 + 24)
+_MOST = tl.constexpr(MOST)
+
+
+def split(
+    total: int, weights: torch.Tensor, maxima: torch.Tensor | int | None, *, cascade: bool = False
+) -> torch.Tensor:
+    """Whole numbers for L layers that add up to the total, in proportion to the weights.
+
+    As `dsl.split.split_layers` and, with `cascade`, `cascade_layers`, of weights rounded to
+    float32.
+
+    Args:
+        total: 0 .. LARGEST.
+        weights: [L] float64, L at most LAYERS; negative ones and NaN count as 0.
+        maxima: most that each layer takes, int64 [L] or one for all; None: no limit.
+
+    Returns:
+        [L] float64.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual value.
+    """
+    layers = weights.shape[0]
+    if not 0 <= total <= LARGEST:
+        raise ValueError(f"total: expected 0 .. {LARGEST}, got {total}")
+    if weights.dim() != 1 or weights.dtype != torch.float64 or layers > LAYERS:
+        shape = f"{weights.dtype} {list(weights.shape)}"
+        raise ValueError(f"weights: expected float64 [<= {LAYERS}], got {shape}")
+    if not isinstance(maxima, torch.Tensor):
+        limit = MOST if maxima is None else maxima
+        maxima = torch.full((layers,), limit, dtype=torch.int64, device=weights.device)
+    if maxima.shape != (layers,) or maxima.dtype != torch.int64:
+        shape = f"{maxima.dtype} {list(maxima.shape)}"
+        raise ValueError(f"maxima: expected int64 [{layers}], got {shape}")
+    stages = layers if cascade else 1
+    parts = torch.empty((stages, layers), dtype=torch.int64, device=weights.device)
+    if layers:
+        _split[(stages,)](
+            weights.contiguous(), maxima.contiguous(), parts, total, layers,
+            CASCADE=cascade, BLOCK=triton.next_power_of_2(layers), num_warps=1,
+        )  # fmt: skip
+    return parts.amin(dim=0).double() if layers else weights.new_empty(0)
+
+
+@triton.jit
+def _split(
+    weights, maxima, parts, total, layers, CASCADE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """A program divides among the first layers: all, or one more in each of a cascade's stages."""
+    stage = tl.program_id(0)
+    end = stage + 1 if CASCADE else layers
+    layer = tl.arange(0, BLOCK)
+    among = layer < end
+    most = tl.load(maxima + layer, mask=among, other=0)
+    weight = tl.load(weights + layer, mask=among, other=0.0)
+    whole = tl.full((), 0, tl.int64) + total
+    placed = tl.where(among, _floors(whole, _usable(weight, among)), 0)
+    going = tl.max(among.to(tl.int32), axis=0)
+    while going > 0:
+        excess = tl.sum(tl.maximum(placed - most, 0), axis=0)
+        placed = _poured(tl.minimum(placed, most), most, among, excess)
+        missing = whole - tl.sum(placed, axis=0)
+        room = tl.sum((among & (placed < most)).to(tl.int32), axis=0)
+        poured = tl.where((missing > 0) & (room > 0), 1, 0)
+        placed = _poured(placed, most, among, missing)
+        left = tl.sum((among & (placed < most)).to(tl.int32), axis=0)
+        going = tl.where((left > 0) & ((poured > 0) | (excess > 0)), 1, 0)
+    # Without room everywhere, what exceeds a maximum has nowhere to go.
+    placed = tl.where(among, tl.minimum(placed, most), _MOST)
+    tl.store(parts + stage * layers + layer, placed, mask=layer < layers)
+
+
+@triton.jit
+def _usable(weight, among):
+    """Weights as they count: float32, none negative, infinite ones alone, all equal if all 0."""
+    weight = weight.to(tl.float32).to(tl.float64)
+    weight = tl.where(weight > 0, weight, 0.0)
+    infinite = weight == float("inf")
+    any_infinite = tl.max(infinite.to(tl.int32), axis=0)
+    weight = tl.where(any_infinite > 0, infinite.to(tl.float64), weight)
+    any_weight = tl.max((weight > 0).to(tl.int32), axis=0)
+    return tl.where(any_weight > 0, weight, among.to(tl.float64))
+
+
+@triton.jit
+def _floors(total, weight):
+    """floor(total * weight / sum of weights), exactly."""
+    # The share in float64 misses the exact one by less than 2**-14, so this k or the next is it.
+    near = total.to(tl.float64) * (weight / tl.sum(weight, axis=0))
+    k = tl.maximum(tl.floor(near - 0.0009765625), 0.0).to(tl.int64) + 1
+    bits = weight.to(tl.int64, bitcast=True)
+    exponent = bits >> 52
+    # 24 bits; the 29 below them are 0 in what was a float32.
+    mantissa = ((bits & 0xFFFFFFFFFFFFF) | 0x10000000000000) >> 29
+    mantissa = tl.where(weight > 0, mantissa, 0)
+    shift = tl.maximum(exponent - 874, 0)  # 2**-149 is 2**(874 - 1023) in float64
+    first = shift // 24
+    shifted = mantissa << (shift - first * 24)
+    carry = tl.zeros_like(k)
+    for digit in range(_DIGITS):
+        own = tl.where(first == digit, shifted & 0xFFFFFF, 0)
+        own = tl.where(first == digit - 1, shifted >> 24, own)
+        carry = (total * own - k * tl.sum(own, axis=0) + carry) >> 24
+    # The digits below the last carry are not negative: it alone has the sign.
+    return tl.where(carry < 0, k - 1, k)
+
+
+@triton.jit
+def _poured(placed, most, among, amount):
+    """An amount in equal parts to the layers below their maximum, odd ones to the first."""
+    room = (among & (placed < most)).to(tl.int64)
+    number = tl.maximum(tl.sum(room, axis=0), 1)
+    amount = tl.maximum(amount, 0)
+    each = amount // number
+    place = tl.cumsum(room, axis=0) - 1
+    return placed + room * (each + (place < amount - each * number).to(tl.int64))

@@ -1,0 +1,198 @@
+"""Means, variances and entropies in one reading where torch makes a tensor for every step.
+
+A row is reduced by one program, many short rows by one together. A long row is cut into parts, by
+its length and the number of rows alone: every part leaves its sum, its number and its squares about
+its own mean, which the last launch joins in order (Chan, Golub and LeVeque, 1979), so that nothing
+cancels and the same arguments give the same bits. The shares of an entropy need the sum first: two
+readings, the second of what a GPU's cache holds. All sums are float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.scoring.spread import check
+from kvpolicy.kernels.scoring.strided import laid_out
+from kvpolicy.kernels.scoring.strided_triton import at as place
+
+# Values of a row that one program reduces; a longer one is cut. Not measured.
+_LONG = 8192
+_TILE = 1024
+# Parts of a row at most, and programs that a launch over cut rows should have: about two for each
+# multiprocessor of an H200. One number, so that prompts of all lengths share a kernel.
+_PARTS = 256
+
+
+def mean(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
+    """The mean of the present values; 0 of none. As `spread.mean`, in one launch or two."""
+    return _reduced(x, there, over, 0)
+
+
+def var(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
+    """The variance of the present values. As `spread.var`, in one launch or two."""
+    return _reduced(x, there, over, 1)
+
+
+def entropy(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
+    """The entropy of the present values' shares. As `spread.entropy`, in one launch or three."""
+    return _reduced(x, there, over, 2)
+
+
+def _reduced(
+    x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int], what: int
+) -> torch.Tensor:
+    check(x, there, over)
+    shape = [size for dim, size in enumerate(x.shape) if dim not in over]
+    made = torch.empty(shape, dtype=torch.float64, device=x.device)
+    rows = made.numel()
+    if not x.numel():
+        return made.zero_()
+    size = x.numel() // rows
+    stay = [dim for dim in range(x.dim()) if dim not in over]
+    x, there, where = laid_out(x, there, stay, over)
+    # where[12]: stride of x along the last dimension that goes.
+    block_rows, block, blocks, parts = _cut(rows, size, where[12])
+    groups = triton.cdiv(rows, block_rows)
+    part = made if parts == 1 else made.new_empty(4, rows, parts)
+    arguments = (x, x if there is None else there, part, rows, size, blocks, *where)
+    options = {"MASKED": there is not None, "ROWS": block_rows, "BLOCK": block, "num_warps": 8}
+    if what == 2 and parts > 1:
+        _spread[(groups, parts)](*arguments, WHAT=0, ALONE=False, PARTS=_PARTS, **options)
+    _spread[(groups, parts)](*arguments, WHAT=what, ALONE=parts == 1, PARTS=_PARTS, **options)
+    if parts > 1:
+        _join[(rows,)](part, made, rows, parts, WHAT=what, PARTS=_PARTS, num_warps=4)
+    return made
+
+
+def _cut(rows: int, size: int, inner: int) -> tuple[int, int, int, int]:
+    """Rows and values of a tile, tiles of a part, and parts of a row.
+
+    Neighbours in memory are neighbours in a tile: values of a row, or else rows.
+    """
+    wide = triton.next_power_of_2(size)
+    block_rows = _TILE // (min(wide, _TILE) if inner == 1 else 8)
+    if size > _LONG:
+        block_rows = min(block_rows, 8)  # each with a number of every part, in registers
+    block_rows = min(block_rows, triton.next_power_of_2(rows))
+    block, parts = min(wide, _TILE // block_rows), 1
+    if size > _LONG:
+        groups = triton.cdiv(rows, block_rows)
+        parts = min(triton.cdiv(size, 4 * block), triton.cdiv(_PARTS, groups))
+    blocks = triton.cdiv(size, parts * block)
+    return block_rows, block, blocks, triton.cdiv(size, blocks * block)
+
+
+# Numbers of a prompt's length: none is worth a kernel of its own.
+_SIZES = [
+    "rows", "size", "blocks", "r1", "r2", "xr0", "xr1", "xr2", "mr0", "mr1", "mr2",
+    "k1", "k2", "xk0", "xk1", "xk2", "mk0", "mk1", "mk2",
+]  # fmt: skip
+
+
+@triton.jit
+def _number(x):
+    """NaN counts as 0."""
+    return tl.where(x == x, x, 0.0)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _spread(
+    x, there, out, rows, size, blocks,
+    r1, r2, xr0, xr1, xr2, mr0, mr1, mr2,
+    k1, k2, xk0, xk1, xk2, mk0, mk1, mk2,
+    WHAT: tl.constexpr, ALONE: tl.constexpr, PARTS: tl.constexpr,
+    MASKED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What a part of some rows adds: 0 a mean, 1 a variance, 2 an entropy.
+
+    out: [R] if this part is ALONE; else [4, R, P]: sums, numbers, squares, and the terms of an
+    entropy, which needs the sums of all parts.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    inside_row = row < rows
+    own = x + place(row, r1, r2, xr0, xr1, xr2)
+    mask = there + place(row, r1, r2, mr0, mr1, mr2)
+    row = row.to(tl.int64)
+    total = tl.zeros((ROWS, BLOCK), tl.float64)
+    number = tl.zeros((ROWS, BLOCK), tl.int32)
+    plane = row * parts + part
+    if WHAT != 2 or ALONE:
+        for block in range(blocks):
+            k = (part * blocks + block) * BLOCK + tl.arange(0, BLOCK)
+            inside = inside_row[:, None] & (k < size)[None, :]
+            if MASKED:
+                at = mask[:, None] + place(k, k1, k2, mk0, mk1, mk2)[None, :]
+                inside = inside & (tl.load(at, mask=inside, other=0) != 0)
+            at = own[:, None] + place(k, k1, k2, xk0, xk1, xk2)[None, :]
+            total += tl.load(at, mask=inside, other=0.0)
+            number += inside.to(tl.int32)
+    sums = tl.sum(total, axis=1)
+    count = tl.sum(number, axis=1).to(tl.float64)
+    if WHAT == 2 and not ALONE:
+        each = tl.arange(0, PARTS)
+        of_rows = (row[:, None] * parts) + each[None, :]
+        known = inside_row[:, None] & (each < parts)[None, :]
+        sums = tl.sum(tl.load(out + of_rows, mask=known, other=0.0), axis=1)
+    middle = sums / tl.maximum(count, 1.0)
+    whole = _number(sums) + 0.0
+    further = tl.zeros((ROWS, BLOCK), tl.float64)
+    if WHAT != 0:
+        for block in range(blocks):
+            k = (part * blocks + block) * BLOCK + tl.arange(0, BLOCK)
+            inside = inside_row[:, None] & (k < size)[None, :]
+            if MASKED:
+                at = mask[:, None] + place(k, k1, k2, mk0, mk1, mk2)[None, :]
+                inside = inside & (tl.load(at, mask=inside, other=0) != 0)
+            at = own[:, None] + place(k, k1, k2, xk0, xk1, xk2)[None, :]
+            value = tl.load(at, mask=inside, other=0.0)
+            if WHAT == 1:
+                value -= middle[:, None]
+                further += tl.where(inside, value * value, 0.0)
+            else:
+                share = _number(value / whole[:, None])
+                further += tl.where(inside, _number(share * _number(tl.log(share))), 0.0)
+    more = tl.sum(further, axis=1)
+    if ALONE:
+        if WHAT == 0:
+            tl.store(out + row, _number(middle), mask=inside_row)
+        elif WHAT == 1:
+            tl.store(out + row, _number(more / tl.maximum(count, 1.0)), mask=inside_row)
+        else:
+            tl.store(out + row, -_number(more), mask=inside_row)
+    else:
+        step = rows.to(tl.int64) * parts
+        if WHAT != 2:
+            tl.store(out + plane, sums, mask=inside_row)
+            tl.store(out + step + plane, count, mask=inside_row)
+            tl.store(out + 2 * step + plane, more, mask=inside_row)
+        else:
+            tl.store(out + 3 * step + plane, more, mask=inside_row)
+
+
+@triton.jit(do_not_specialize=["rows", "parts"])
+def _join(part, out, rows, parts, WHAT: tl.constexpr, PARTS: tl.constexpr):
+    """A row's result from its parts [4, R, P]."""
+    row = tl.program_id(0).to(tl.int64)
+    each = tl.arange(0, PARTS)
+    step = rows.to(tl.int64) * parts
+    own = part + row * parts + each
+    known = each < parts
+    if WHAT == 2:
+        terms = tl.sum(tl.load(own + 3 * step, mask=known, other=0.0))
+        tl.store(out + row, -_number(terms))
+    else:
+        sums = tl.load(own, mask=known, other=0.0)
+        counts = tl.load(own + step, mask=known, other=0.0)
+        number = tl.maximum(tl.sum(counts), 1.0)
+        middle = tl.sum(sums) / number
+        if WHAT == 0:
+            tl.store(out + row, _number(middle))
+        else:
+            apart = sums / tl.maximum(counts, 1.0) - middle
+            squares = tl.load(own + 2 * step, mask=known, other=0.0)
+            squares += tl.where(counts > 0, counts * apart * apart, 0.0)
+            tl.store(out + row, _number(tl.sum(squares) / number))

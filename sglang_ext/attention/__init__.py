@@ -1,0 +1,1 @@
+"""SGLang's attention backends and graphs, reading compressed entries too."""

@@ -1,0 +1,192 @@
+"""Attention backends that can read compressed entries.
+
+A stock backend instance is kept and its class replaced by a subclass, so that its name, its type
+checks and its attributes stay what SGLang expects. Prefills run in the stock backend. So do decode
+batches in which nothing is compressed, with its own kernel and its own CUDA graph; the others are
+read either row by row through lists of entries (torch_native, the reference) or all at once through
+the device tables (all others).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from kvpolicy.sglang_ext.attention import graphs
+from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.forward.attend import attend
+
+if TYPE_CHECKING:
+    from kvpolicy.sglang_ext.forward.decode_step import DecodeStep
+    from kvpolicy.sglang_ext.forward.services import Services
+
+REFERENCE = "torch_native"
+
+
+def attach(backend: Any, name: str, services: Services, heads: int, dtype: torch.dtype) -> Any:
+    """Make a stock backend instance read compressed entries.
+
+    Args:
+        backend: instance of one of `refusals.SERVED_BACKENDS`.
+        name: its name in SGLang's registry.
+        heads: H, query heads of the model.
+        dtype: of its queries.
+
+    Returns:
+        The same instance.
+    """
+    stock = type(backend)
+    if name == REFERENCE:
+        from kvpolicy.kernels.attention.paged_attention import paged_attention
+
+        members = {"forward_decode": _decode_by_lists(stock, services, paged_attention)}
+    else:
+        # Triton decides when its kernels are made whether they are interpreted, and the reference
+        # does not need it.
+        from kvpolicy.kernels.attention.paged_attention_triton import paged_attention
+
+        reader = TablesReader(services, heads, dtype)
+        members = _decode_by_tables(stock, services, reader)
+
+    def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, **options):
+        out = stock.forward_extend(self, q, k, v, layer, batch, save_kv_cache, **options)
+        # Where SGLang replays a prefill's graph in pieces, attention runs between them: once per
+        # forward, on the rows that are no padding, with this forward's step.
+        step = services.step
+        if step is not None and step.prefill is not None:
+            heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            step.prefill.observe(layer, heads)
+            step.resume.overwrite(layer, heads, out.view(heads.shape), paged_attention)
+            step.resume.observe(layer, heads)
+        return out
+
+    members["forward_extend"] = forward_extend
+    backend.__class__ = type(f"KVPolicy{stock.__name__}", (stock,), members)
+    return backend
+
+
+def _decode_by_lists(
+    stock: type, services: Services, read: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True, **options):
+        step = _step(services)
+        heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = None
+        if step is not None and step.reads:
+            with step.reading():
+                if save_kv_cache and k is not None:
+                    compat.save_kv(self, layer, batch, k, v)
+                made, plain = torch.empty_like(heads), step.plain
+                if plain.numel():
+                    made[plain] = compat.stock_decode_rows(self, layer, batch, heads, plain)
+                step.overwrite(heads, made, partial(attend, services.arena, layer, read))
+                out = made.view(q.shape)
+        if out is None:
+            out = stock.forward_decode(self, q, k, v, layer, batch, save_kv_cache, **options)
+        if graphs.notes_queries(services):
+            services.queries.write(layer, heads, services.arena.layers)
+        return out
+
+    return forward_decode
+
+
+def _decode_by_tables(
+    stock: type, services: Services, tables: TablesReader
+) -> dict[str, Callable[..., Any]]:
+    def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True, **options):
+        heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = None
+        if graphs.reads_tables(services):
+            step = _step(services)  # None while a graph is captured
+            with nullcontext() if step is None else step.reading():
+                if save_kv_cache and k is not None:
+                    compat.save_kv(self, layer, batch, k, v)
+                made = tables.attend(heads, layer, batch, self.req_to_token_pool.req_to_token)
+                out = made.view(q.shape)
+        if out is None:
+            out = stock.forward_decode(self, q, k, v, layer, batch, save_kv_cache, **options)
+        if graphs.notes_queries(services):
+            services.queries.write(layer, heads, services.arena.layers)
+        return out
+
+    def init_cuda_graph_state(self, max_bs, *arguments, **options):
+        stock.init_cuda_graph_state(self, max_bs, *arguments, **options)
+        tables.reserve(max_bs)
+
+    def shared_read_ends(self, mode):
+        declared = stock.shared_read_ends(self, mode)
+        # The scheduler may write to its table of slots once they are over; ours reads it in every
+        # layer.
+        return compat.read_during_layers(declared) if graphs.reads_tables(services) else declared
+
+    return {
+        "forward_decode": forward_decode,
+        "init_cuda_graph_state": init_cuda_graph_state,
+        "shared_read_ends": shared_read_ends,
+    }
+
+
+def _step(services: Services) -> DecodeStep | None:
+    return None if services.step is None else services.step.decode
+
+
+@dataclass
+class TablesReader:
+    """Decode attention over the device tables, for the heads of one model.
+
+    Attributes:
+        dtype: of queries.
+        requests: B for which `workspace` suffices.
+        workspace: float32 that captured graphs write to; None before a capture.
+    """
+
+    services: Services
+    heads: int
+    dtype: torch.dtype
+    requests: int = 0
+    workspace: torch.Tensor | None = None
+
+    def reserve(self, requests: int) -> None:
+        """Allocate what batches of so many requests need, before they are captured."""
+        from kvpolicy.kernels.attention.decode_attention_triton import workspace_elements
+
+        storage = self.services.arena.storage
+        sizes = (self.heads, storage.shape[3], storage.shape[4])
+        elements = workspace_elements(requests, *sizes, storage.device)
+        self.workspace = torch.empty(elements, dtype=torch.float32, device=storage.device)
+        self.requests = requests
+        noted = (storage.shape[0], requests, self.heads, storage.shape[4])
+        self.services.queries.reserve(noted, self.dtype, storage.device)
+
+    def attend(
+        self, heads: torch.Tensor, layer: Any, batch: Any, req_to_token: torch.Tensor
+    ) -> torch.Tensor:
+        """[B, H, D] attention of a whole decode batch, compressed requests and others.
+
+        Args:
+            heads: [B, H, D] queries.
+            batch: SGLang's forward batch, or the one of a capture.
+            req_to_token: [rows, context] SGLang's table of slots.
+        """
+        from kvpolicy.kernels.attention import decode_readers
+
+        services = self.services
+        # None while a graph is captured, which only Triton's kernel may be in.
+        step = _step(services)
+        counts = step is not None and decode_readers.others_may_read(heads.device)
+        return decode_readers.decode_attention(
+            heads,
+            services.arena.storage,
+            services.tables.tables,
+            batch.req_pool_indices,
+            batch.seq_lens,
+            req_to_token,
+            layer=layer.layer_id,
+            scale=layer.scaling,
+            workspace=self.workspace if heads.shape[0] <= self.requests else None,
+            entries=step.entries(layer.layer_id) if counts else None,
+        )

@@ -1,0 +1,80 @@
+"""Which of two CUDA graphs a decode step replays.
+
+SGLang captures a decode graph per batch size, and several where attention has variants. Here it has
+two: plain batches replay a graph with the stock attention and nothing else, and batches in which a
+request reads compressed entries one whose attention reads the device tables (tables.py). That one
+notes queries as well (queries.py), if any served policy reads them while decoding, so a batch in
+which a policy will read this step's queries replays it even before anything has been compressed:
+its attention reads requests without private pages, too. A third and a fourth variant would only
+save other batches of compressed requests one small copy per layer, for twice the graphs.
+
+Policies do nothing between layers, so no step runs without a graph on their account.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face.errors import Refused
+
+if TYPE_CHECKING:
+    from kvpolicy.sglang_ext.forward.services import Services
+
+PLAIN = "kv_policy_plain"
+COMPRESSED = "kv_policy_compressed"
+
+
+class GraphVariants:
+    """What SGLang asks for by `create_attention_graph_variants`."""
+
+    # The plain one last: FlashInfer's backend keeps the buffers that it plans in of the last
+    # capture of a batch size, and only the plain graph reads them.
+    capture_labels: ClassVar[tuple[str, ...]] = (COMPRESSED, PLAIN)
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def select(self, forward_batch: Any) -> str:
+        """The variant for the batch of the forward that is going on."""
+        return COMPRESSED if reads_tables(self._services) else PLAIN
+
+
+def reads_tables(services: Services) -> bool:
+    """Whether attention of a decode forward, or of a capture, is to read the device tables.
+
+    Outside of a scheduled forward (SGLang warms up with batches of its own) it is not.
+    """
+    capturing = compat.captured_attention()
+    if capturing is not None:
+        return capturing == COMPRESSED
+    step = None if services.step is None else services.step.decode
+    return step is not None and (step.reads or step.notes)
+
+
+def notes_queries(services: Services) -> bool:
+    """Whether a decode forward, or a capture, is to note its queries."""
+    capturing = compat.captured_attention()
+    if capturing is not None:
+        return capturing == COMPRESSED and services.queries.needed
+    step = None if services.step is None else services.step.decode
+    return step is not None and step.notes
+
+
+def verify(runner: Any) -> None:
+    """Refuse decode graphs that were captured without the variant for compressed entries.
+
+    Args:
+        runner: SGLang's model runner, graphs captured.
+
+    Raises:
+        Refused: they were.
+    """
+    captured = runner.decode_cuda_graph_capture_bs
+    if captured and not isinstance(
+        runner.decode_cuda_graph_runner.attention_graph_variants, GraphVariants
+    ):
+        raise Refused(
+            "--kv-policy: SGLang captured its decode graphs without one that reads compressed "
+            "entries; start it with --disable-cuda-graph."
+        )

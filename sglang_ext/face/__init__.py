@@ -1,0 +1,1 @@
+"""Towards SGLang and the operator: its names, options, what is refused."""

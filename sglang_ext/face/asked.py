@@ -1,0 +1,76 @@
+"""What a request asks of policies: the keys of its `custom_params` that are the plugin's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvpolicy.dsl.syntax.diagnostics import did_you_mean, listed
+
+PREFIX = "kv_"  # keys that begin so are the plugin's; others belong to whoever else reads them
+POLICY = "kv_policy"
+KEPT = "kv_policy_kept"
+FORCE = "kv_policy_force"
+SET = "kv_policy_set"
+
+ASSIGNED = "kv_policy_assigned"  # written by the front end, which refuses it from clients
+NO_ROOM = "kv_policy: no slots are free"  # how an internal request is refused
+
+_KEYS = (POLICY, SET, KEPT, FORCE)
+_INSPECTION = (KEPT, FORCE)
+_LONGEST = 60  # characters of a value that messages and logs repeat
+
+
+def of(request: Any, *, inspection: bool) -> Mapping[str, Any]:
+    """The plugin's keys of a request's `custom_params`.
+
+    Args:
+        inspection: whether the server answers questions for evaluation.
+
+    Raises:
+        ValueError: `custom_params` is no JSON object, a key is unknown, or the server does not
+            answer it; the message is for the client.
+    """
+    custom = request.sampling_params.custom_params
+    if custom is None:
+        return {}
+    if not isinstance(custom, dict):
+        raise ValueError(f"custom_params is {shown(custom)}; expected a JSON object")
+    asked = {key: custom[key] for key in custom if isinstance(key, str) and key.startswith(PREFIX)}
+    asked.pop(ASSIGNED, None)
+    for key in asked:
+        if key not in _KEYS:
+            hint = did_you_mean(key, _KEYS) or f"there are {listed(_KEYS, 'and')}"
+            raise ValueError(f"custom_params has {named(key)}, which is not known; {hint}")
+        if key in _INSPECTION and not inspection and asked[key] is not False:
+            raise ValueError(
+                f"custom_params.{key} is for evaluation, and this server was started without "
+                "--kv-policy-allow-inspection"
+            )
+    return asked
+
+
+def assigned(request: Any) -> Mapping[str, Any]:
+    """What the front end has written into a request (experiment/traffic.py)."""
+    custom = request.sampling_params.custom_params
+    found = custom.get(ASSIGNED) if isinstance(custom, dict) else None
+    return {} if found is None else found
+
+
+def scores(request: Any) -> bool:
+    """Whether a request is an internal one that scores another's tokens."""
+    return bool(assigned(request).get("scores"))
+
+
+def shown(value: Any) -> str:
+    """A client's value as messages and logs repeat it, of limited length."""
+    return _short(repr(value))
+
+
+def named(value: Any) -> str:
+    """The same of what should be a name."""
+    return f"`{_short(value)}`" if isinstance(value, str) else shown(value)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -1,0 +1,127 @@
+"""Which kernels compute in this server: Triton's, or the torch references that define them.
+
+Attention is chosen by the backends (backend.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from kvpolicy.dsl.execute.kernels import NONE, Kernels
+from kvpolicy.kernels.launch import tuned
+from kvpolicy.sglang_ext.face import options
+from kvpolicy.sglang_ext.face.errors import Refused
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KernelsInUse:
+    """One implementation of everything that moves entries, and of what policies compute.
+
+    Attributes:
+        name: `torch` or `triton`.
+        table: of the policies' programs, see `dsl.torch_kernels`.
+        compact_layers, place, settle, gather, rotate, take_rows, put_rows: as in `kernels`.
+    """
+
+    name: str
+    table: Kernels
+    compact_layers: Callable[..., None]
+    place: Callable[..., Any]
+    settle: Callable[..., torch.Tensor]
+    gather: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    rotate: Callable[..., torch.Tensor]
+    take_rows: Callable[..., list[torch.Tensor]]
+    put_rows: Callable[..., None]
+
+    @property
+    def read_the_pool(self) -> bool:
+        """Whether programs take keys and values where they lie, as `Slots`."""
+        return "generated" in self.table
+
+
+def in_use(device: torch.device) -> KernelsInUse:
+    """The kernels of a server whose pool is on a device.
+
+    Raises:
+        Refused: the operator asked for what the device cannot compute.
+    """
+    return chosen_for(options.kernels(), device.type)
+
+
+@cache
+def chosen_for(asked: str, device: str) -> KernelsInUse:
+    """As `in_use`, of what the operator asked for and a kind of device; logged once."""
+    check(asked, device)
+    name = asked
+    if asked == "auto":
+        name = "triton" if device == "cuda" else "torch"
+    said = _tuned(device)
+    logger.info("KV-cache policy kernels: %s.", f"{name}, {said}" if name == "triton" else name)
+    return _triton() if name == "triton" else _torch()
+
+
+def _tuned(device: str) -> str:
+    """Whether there are measured choices for this GPU, for the log; attention asks for them, too.
+
+    Raises:
+        Refused: there are, and they cannot be used.
+    """
+    try:
+        return tuned.load(torch.device(device)).said
+    except tuned.TunedError as error:
+        raise Refused(f"--kv-policy: {error}") from None
+
+
+def check(asked: str, device: str) -> None:
+    """Refuse Triton where it cannot run.
+
+    Args:
+        asked: one of `options.KERNELS`.
+        device: its type, as in `cuda`.
+
+    Raises:
+        Refused: says what to do.
+    """
+    if asked != "triton" or device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    raise Refused(
+        f"--kv-policy-kernels triton: there is no CUDA device ({device}), and without one Triton "
+        f"runs only in its interpreter; choose torch, or set TRITON_INTERPRET=1 for tests."
+    )
+
+
+def _torch() -> KernelsInUse:
+    from kvpolicy.kernels.entries.compact_layers import compact_layers
+    from kvpolicy.kernels.entries.gather import gather
+    from kvpolicy.kernels.entries.place import place
+    from kvpolicy.kernels.entries.rotate import rotate
+    from kvpolicy.kernels.entries.rows import put_rows, take_rows
+    from kvpolicy.kernels.entries.settle import settle
+
+    return KernelsInUse(
+        "torch", NONE, compact_layers, place, settle, gather, rotate, take_rows, put_rows
+    )
+
+
+def _triton() -> KernelsInUse:
+    # Triton decides when its kernels are made whether they are interpreted, and need not be there
+    # where torch computes.
+    from kvpolicy.kernels.entries.compact_layers_triton import compact_layers
+    from kvpolicy.kernels.entries.gather_triton import gather
+    from kvpolicy.kernels.entries.place_triton import place
+    from kvpolicy.kernels.entries.rotate_triton import rotate
+    from kvpolicy.kernels.entries.rows_triton import put_rows, take_rows
+    from kvpolicy.kernels.entries.settle_triton import settle
+    from kvpolicy.kernels.table import TRITON
+
+    return KernelsInUse(
+        "triton", TRITON, compact_layers, place, settle, gather, rotate, take_rows, put_rows
+    )

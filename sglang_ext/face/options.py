@@ -1,0 +1,570 @@
+"""The command line options, and the policies they name.
+
+`--kv-policy PATH` may be given several times; the first policy is the default of requests that
+name none. `--kv-policy NAME=PATH` serves a file by another name, so that one file can be served
+several times with different settings. `--kv-policy-set name=value` sets a parameter
+(`policy.name=value` when several policies are given). The other options are one value each. All may
+stand in the file of `--config`. Environment variables carry them to SGLang's child processes;
+`sgl.Engine`, which has no command line, reads them too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from argparse import ArgumentParser, Namespace, _StoreAction
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.bind.model_config import ModelConfig
+from kvpolicy.dsl.check.policy import Checked, load
+from kvpolicy.dsl.ir.nodes import ModelShape, Program
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, render_all
+from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.tools.cost_limit import check_cost
+from kvpolicy.experiments.experiment import NO_POLICY
+from kvpolicy.sglang_ext.face import pairing
+from kvpolicy.sglang_ext.face.errors import Refused
+
+logger = logging.getLogger(__name__)
+
+PATHS_VARIABLE = "SGLANG_KV_POLICY"  # [name=]path, separated as in PATH
+SETTINGS_VARIABLE = "SGLANG_KV_POLICY_SET"  # name=value, separated by commas
+ONE_PIECE_VARIABLE = "SGLANG_KV_POLICY_MAX_ONE_PIECE_PREFILL"  # tokens
+INTERVAL_VARIABLE = "SGLANG_KV_POLICY_FOLD_INTERVAL"  # decode steps
+KERNELS_VARIABLE = "SGLANG_KV_POLICY_KERNELS"  # one of KERNELS
+COST_VARIABLE = "SGLANG_KV_POLICY_MAX_COST"  # percent of the prefill's time
+FAILURES_VARIABLE = "SGLANG_KV_POLICY_MAX_FAILURES"  # requests
+INSPECTION_VARIABLE = "SGLANG_KV_POLICY_ALLOW_INSPECTION"  # 1 or nothing
+ALLOW_SET_VARIABLE = "SGLANG_KV_POLICY_ALLOW_SET"  # policy.name, separated by commas
+OVERRIDE_VARIABLE = "SGLANG_KV_POLICY_OVERRIDE"  # one of OVERRIDES
+EXPERIMENT_VARIABLE = "SGLANG_KV_POLICY_EXPERIMENT"  # path
+STATE_VARIABLE = "SGLANG_KV_POLICY_EXPERIMENT_STATE"  # path
+SLOTS_VARIABLE = "SGLANG_KV_POLICY_EXPERIMENT_SLOTS"  # of the pool
+
+# Decode steps from one fold to the next; docs/results/fold_interval.md has the measurement.
+DEFAULT_INTERVAL = 16
+
+# Percent of the time of a prefill of the model's context length that a policy may take.
+DEFAULT_COST = 50
+
+# Share of the pool that is set aside for scoring requests again.
+DEFAULT_SET_ASIDE = 0.02
+
+# Requests for which a policy may fail before it is disabled.
+DEFAULT_FAILURES = 3
+
+REQUEST = "request"  # the path of a policy that came while the server ran
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9@._-]*")
+
+_FILES = ("kv_experiment", "kv_experiment_state")
+
+KERNELS = ("auto", "torch", "triton")  # the first one is the default
+
+
+# What clients may name: any policy or none, a policy only, nothing. The first is the default.
+ANY, LISTED, NOBODY = OVERRIDES = ("any", "listed", "none")
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """A checked policy file as it is served; two that say the same are two.
+
+    Attributes:
+        name: by which requests choose it, the file's own unless the operator gave another.
+        path: of the file.
+        settings: parameter values that the operator set.
+        warnings: what the checker says of a file that is well; one text, empty for none.
+    """
+
+    name: str
+    program: Program
+    path: str
+    settings: Mapping[str, str]
+    warnings: str = ""
+
+    @property
+    def option(self) -> str:
+        """The option that asked for it, for messages."""
+        named = "" if self.name == self.program.name else f"{self.name}="
+        return f"--kv-policy {named}{self.path}"
+
+    def with_settings(self, values: Sequence[tuple[str, str]]) -> Policy:
+        """The same with other values of some parameters."""
+        return replace(self, settings={**self.settings, **dict(values)})
+
+    def bind(self, shape: ModelShape) -> Bound:
+        """The policy for a model.
+
+        Raises:
+            Refused: a setting is unknown or not accepted, or the policy does not fit the model.
+        """
+        try:
+            bound = bind(self.program, shape, self.settings, fold_interval=fold_interval())
+        except PolicyError as error:
+            raise Refused(f"{self.option}: {error}") from None
+        sentence = pairing.unserved(bound)
+        if sentence:
+            raise Refused(f"{self.option}: {sentence}")
+        return bound
+
+
+def text_of(value: float | bool) -> str:
+    """A parameter's value as settings write it."""
+    return str(value).lower() if isinstance(value, bool) else f"{value:.17g}"
+
+
+def check_policies(policies: Sequence[Policy], model: ModelConfig, length: int) -> None:
+    """Bind policies to a model, reckon what each costs and try it out, before anything is loaded.
+
+    Args:
+        length: tokens of the model's context.
+
+    Raises:
+        Refused: one does not fit the model, costs more than is allowed, or its trial fails.
+    """
+    from kvpolicy.dsl.tools.trial import trial  # it needs torch, which the command line does not
+
+    most = max_cost()
+    started, tried = time.perf_counter(), set()
+    for policy in policies:
+        bound = policy.bind(model.shape)
+        if bound.digest in tried:
+            continue
+        tried.add(bound.digest)
+        try:
+            if most:
+                check_cost(bound, model, length, most / 100, "--kv-policy-max-cost")
+            trial(bound)
+        except PolicyError as error:
+            raise Refused(f"{policy.option}: {error}") from None
+    seconds = time.perf_counter() - started
+    logger.info("KV-cache policies: %d tried in %.1f s.", len(tried), seconds)
+
+
+class _Extend(_StoreAction):
+    """Values of all uses of an option; SGLang's `--config` takes no action but a storing one."""
+
+    def __call__(
+        self, parser: Any, namespace: Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        earlier = getattr(namespace, self.dest, None) or []
+        setattr(namespace, self.dest, [*earlier, *values])
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options to SGLang's command line; the environment gives the defaults."""
+    group = parser.add_argument_group("KV-cache policies (kvpolicy)")
+    group.add_argument(
+        "--kv-policy",
+        metavar="[NAME=]PATH",
+        nargs="+",
+        action=_Extend,
+        help="KV-cache policy file (YAML), and the name by which requests choose it if that is not "
+        "the file's own; may be given several times. The first is the default of requests that "
+        "name none in sampling_params.custom_params.kv_policy.",
+    )
+    group.add_argument(
+        "--kv-policy-set",
+        metavar="NAME=VALUE",
+        nargs="+",
+        action=_Extend,
+        help="Value of a policy's parameter; POLICY.NAME=VALUE when several policies are given.",
+    )
+    group.add_argument(
+        "--kv-policy-allow-set",
+        metavar="NAME",
+        nargs="+",
+        action=_Extend,
+        help="Parameter that requests may set, in custom_params.kv_policy_set; POLICY.NAME when "
+        "several policies are given. Default: none.",
+    )
+    group.add_argument(
+        "--kv-policy-max-one-piece-prefill",
+        metavar="TOKENS",
+        help="Longest prompt that is prefilled in one piece where a policy finds the layer after "
+        "which tokens leave only from data; a longer one is served in full. Default: the chunk "
+        "size (--chunked-prefill-size).",
+    )
+    group.add_argument(
+        "--kv-policy-fold-interval",
+        metavar="STEPS",
+        help="Entries leave at every so many decode steps, where a policy does not say "
+        f"`decode.when` itself. Default {DEFAULT_INTERVAL}.",
+    )
+    group.add_argument(
+        "--kv-policy-kernels",
+        metavar="{" + ",".join(KERNELS) + "}",
+        help="What scores, chooses and copies entries. Default auto: triton on a CUDA device, "
+        "torch elsewhere.",
+    )
+    group.add_argument(
+        "--kv-policy-max-cost",
+        metavar="PERCENT",
+        help="Most that scoring and choosing may take, in percent of the time of a prefill of the "
+        "model's context length, as `kvpolicy explain` reckons it; a policy that takes more is "
+        f"refused. 0 for any. Default {DEFAULT_COST}.",
+    )
+    group.add_argument(
+        "--kv-policy-max-failures",
+        metavar="REQUESTS",
+        help="A policy that has failed for so many requests is disabled: its requests are served "
+        f"in full. 0 for never. Default {DEFAULT_FAILURES}.",
+    )
+    group.add_argument(
+        "--kv-policy-allow-inspection",
+        action="store_true",
+        help="Let clients ask which positions are kept (custom_params.kv_policy_kept) and "
+        "prescribe output (kv_policy_force). For evaluation: both cost the server waits.",
+    )
+    group.add_argument(
+        "--kv-policy-override",
+        metavar="{" + ",".join(OVERRIDES) + "}",
+        help="Which policy a request may name itself: any that is served or `none` (full KV), only "
+        "one that is listed by --kv-policy, or none at all; others are refused. Default any.",
+    )
+    group.add_argument(
+        "--kv-experiment",
+        metavar="FILE",
+        help="Experiment (YAML) that assigns policies to the requests that name none; see "
+        "`kvpolicy experiment check`.",
+    )
+    group.add_argument(
+        "--kv-experiment-state",
+        metavar="FILE",
+        help="Where it is kept that the experiment has ended, so that a restart does not undo it.",
+    )
+    group.add_argument(
+        "--kv-experiment-slots",
+        metavar="SLOTS",
+        help="Slots of the KV pool that are set aside for scoring requests again with full KV; "
+        "no other request loses cached tokens for it. Default: 2 %% of the pool, no more than the "
+        "model's context, and 0 where the experiment has no `shadow`.",
+    )
+
+
+def export(arguments: Namespace) -> None:
+    """Put the parsed options into the environment, which child processes inherit.
+
+    Raises:
+        Refused: a value contains the separator of its variable, is not among those of its option,
+            or is no number where one is wanted.
+    """
+    for option, variable, separator in (
+        ("kv_policy", PATHS_VARIABLE, os.pathsep),
+        ("kv_policy_set", SETTINGS_VARIABLE, ","),
+        ("kv_policy_allow_set", ALLOW_SET_VARIABLE, ","),
+    ):
+        values = getattr(arguments, option, None)
+        if not values:
+            continue
+        flag = _flag(option)
+        if option == "kv_policy":
+            values = [_absolute(value) for value in values]
+        for value in values:
+            if separator in value:
+                raise Refused(f"{flag} {value}: a value cannot contain `{separator}`")
+        os.environ[variable] = separator.join(values)
+    for option, variable, check in (
+        ("kv_policy_max_one_piece_prefill", ONE_PIECE_VARIABLE, lambda: one_piece(None)),
+        ("kv_policy_fold_interval", INTERVAL_VARIABLE, fold_interval),
+        ("kv_policy_kernels", KERNELS_VARIABLE, kernels),
+        ("kv_policy_max_cost", COST_VARIABLE, max_cost),
+        ("kv_policy_max_failures", FAILURES_VARIABLE, max_failures),
+        ("kv_policy_allow_inspection", INSPECTION_VARIABLE, allows_inspection),
+        ("kv_policy_override", OVERRIDE_VARIABLE, override),
+        ("kv_experiment", EXPERIMENT_VARIABLE, experiment_file),
+        ("kv_experiment_state", STATE_VARIABLE, experiment_state),
+        ("kv_experiment_slots", SLOTS_VARIABLE, experiment_slots),
+    ):
+        value = getattr(arguments, option, None)
+        if value is None or value is False:
+            continue
+        if option in _FILES:
+            value = os.path.abspath(value)
+        os.environ[variable] = "1" if value is True else value
+        check()
+        if not requested()[0]:
+            shown = _flag(option) if value is True else f"{_flag(option)} {value}"
+            raise Refused(f"{shown}: there is no --kv-policy")
+
+
+def _absolute(value: str) -> str:
+    name, path = _named(value)
+    return os.path.abspath(path) if name is None else f"{name}={os.path.abspath(path)}"
+
+
+def _named(value: str) -> tuple[str | None, str]:
+    """The name that a value of --kv-policy gives, None if it gives none, and the path.
+
+    Raises:
+        Refused: there is no path, or the name cannot be one.
+    """
+    name, equals, path = value.partition("=")
+    if not equals or os.sep in name:
+        return None, value
+    if not path:
+        raise Refused(f"--kv-policy {value}: expected PATH or NAME=PATH")
+    if not _NAME.fullmatch(name):
+        raise Refused(
+            f"--kv-policy {value}: `{name}` cannot be a name; a name has letters, digits, `@`, "
+            "`.`, `_` and `-`, and begins with a letter or a digit"
+        )
+    return name, path
+
+
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")
+
+
+def requested() -> tuple[list[str], list[str]]:
+    """Policies (`PATH` or `NAME=PATH`) and settings from the environment."""
+    paths = os.environ.get(PATHS_VARIABLE, "").split(os.pathsep)
+    settings = os.environ.get(SETTINGS_VARIABLE, "").split(",")
+    return [p for p in paths if p], [s for s in settings if s]
+
+
+def allowed_to_set() -> list[str]:
+    """Parameters that requests may set, `[POLICY.]NAME`, from the environment."""
+    return [each for each in os.environ.get(ALLOW_SET_VARIABLE, "").split(",") if each]
+
+
+def fold_interval() -> int:
+    """Decode steps from one fold to the next, from the environment.
+
+    Raises:
+        Refused: it is not a whole number from 1 on.
+    """
+    found = _whole(INTERVAL_VARIABLE, "--kv-policy-fold-interval", 1)
+    return DEFAULT_INTERVAL if found is None else found
+
+
+def max_cost() -> int:
+    """Percent of a prefill's time that a policy may take, from the environment; 0: any.
+
+    Raises:
+        Refused: it is not a whole number.
+    """
+    found = _whole(COST_VARIABLE, "--kv-policy-max-cost", 0)
+    return DEFAULT_COST if found is None else found
+
+
+def max_failures() -> int:
+    """Requests for which a policy may fail before it is disabled, from the environment; 0: any.
+
+    Raises:
+        Refused: it is not a whole number.
+    """
+    found = _whole(FAILURES_VARIABLE, "--kv-policy-max-failures", 0)
+    return DEFAULT_FAILURES if found is None else found
+
+
+def allows_inspection() -> bool:
+    """Whether clients may ask for kept positions and prescribe output, from the environment.
+
+    Raises:
+        Refused: it is neither 0 nor 1.
+    """
+    return bool(_whole(INSPECTION_VARIABLE, "--kv-policy-allow-inspection", 0, 1))
+
+
+def override() -> str:
+    """What clients may name, one of OVERRIDES, from the environment.
+
+    Raises:
+        Refused: it is none of them.
+    """
+    return _one_of(OVERRIDE_VARIABLE, "--kv-policy-override", OVERRIDES)
+
+
+def experiment_file() -> Path | None:
+    """The file of the experiment, from the environment."""
+    found = os.environ.get(EXPERIMENT_VARIABLE)
+    return Path(found) if found else None
+
+
+def experiment_state() -> Path | None:
+    """The file that keeps how an experiment ended, from the environment.
+
+    Raises:
+        Refused: there is no experiment, or no folder for the file.
+    """
+    found = os.environ.get(STATE_VARIABLE)
+    if not found:
+        return None
+    if experiment_file() is None:
+        raise Refused(f"--kv-experiment-state {found}: there is no --kv-experiment")
+    if not os.path.isdir(os.path.dirname(found)):
+        raise Refused(f"--kv-experiment-state {found}: its folder is not there")
+    return Path(found)
+
+
+def experiment_slots(pool: int = 0, context: int = 0) -> int:
+    """Slots set aside for scoring requests again, from the environment.
+
+    Args:
+        pool: slots that there are.
+        context: tokens of the model's context.
+
+    Raises:
+        Refused: it is not a whole number, there is no experiment, or more than half of the pool.
+    """
+    flag = "--kv-experiment-slots"
+    found = _whole(SLOTS_VARIABLE, flag, 0)
+    if experiment_file() is None:
+        if found:
+            raise Refused(f"{flag} {found}: there is no --kv-experiment")
+        return 0
+    if found is None:
+        return min(int(DEFAULT_SET_ASIDE * pool), context)
+    if pool and found > pool // 2:
+        raise Refused(f"{flag} {found}: more than half of the pool, which has {pool} slots")
+    return found
+
+
+def kernels() -> str:
+    """What computes, one of KERNELS, from the environment.
+
+    Raises:
+        Refused: it is none of them.
+    """
+    return _one_of(KERNELS_VARIABLE, "--kv-policy-kernels", KERNELS)
+
+
+def _one_of(variable: str, flag: str, values: Sequence[str]) -> str:
+    """A value from the environment; the first of those that there are by default."""
+    text = os.environ.get(variable, "").strip() or values[0]
+    if text not in values:
+        raise Refused(f"{flag} {text}: expected one of {', '.join(values)}")
+    return text
+
+
+def one_piece(chunk: int | None) -> int | None:
+    """Tokens of a prompt that is prefilled in one piece at most; None for any number.
+
+    Args:
+        chunk: SGLang's chunk size, taken where the operator said nothing.
+
+    Raises:
+        Refused: the operator's number is not a whole number from 1 on.
+    """
+    found = _whole(ONE_PIECE_VARIABLE, "--kv-policy-max-one-piece-prefill", 1)
+    if found is None:
+        return chunk if chunk is not None and chunk > 0 else None
+    return found
+
+
+def _whole(variable: str, flag: str, least: int, most: int | None = None) -> int | None:
+    """A whole number from the environment; None if there is none.
+
+    Raises:
+        Refused: it is something else, or not between `least` and `most`.
+    """
+    text = os.environ.get(variable, "").strip()
+    if not text:
+        return None
+    if text.isdecimal() and len(text) < 19:
+        found = int(text)
+        if least <= found and (most is None or found <= most):
+            return found
+    expected = f"a whole number from {least} on" if most is None else f"{least} or {most}"
+    raise Refused(f"{flag} {text}: expected {expected}")
+
+
+def load_policies(values: Sequence[str], settings: Sequence[str]) -> tuple[Policy, ...]:
+    """Read and check policy files, each once.
+
+    Args:
+        values, settings: of --kv-policy and --kv-policy-set.
+
+    Raises:
+        Refused: a file cannot be read, is wrong or needs what is not served; two policies have the
+            same name; a setting has no policy. The message holds the checker's diagnostics.
+    """
+    if settings and not values:
+        raise Refused(f"--kv-policy-set {settings[0]}: there is no --kv-policy")
+    read: dict[str, Checked] = {}
+    named: dict[str, str] = {}
+    for value in values:
+        given, path = _named(value)
+        if path not in read:
+            read[path] = _checked(path)
+        name = given or read[path].require().name
+        if name == NO_POLICY:
+            raise Refused(f"--kv-policy {value}: the name `{NO_POLICY}` stands for no policy")
+        if name in named:
+            raise Refused(
+                f"--kv-policy {value}: {named[name]} is also called `{name}`; give one of them "
+                f"another name, as in --kv-policy {name}-2={path}"
+            )
+        named[name] = path
+    chosen = _settings(settings, list(named))
+    policies = []
+    for name, path in named.items():
+        checked = read[path]
+        warnings = render_all(checked.diagnostics, checked.source)
+        policies.append(Policy(name, checked.require(), path, chosen[name], warnings))
+    return tuple(policies)
+
+
+def policy_of(name: str, text: str, settings: Mapping[str, str]) -> Policy:
+    """A policy that comes as text while the server runs.
+
+    Raises:
+        Refused: the name cannot be one, or the text is wrong or needs what is not served.
+    """
+    if name == NO_POLICY or not _NAME.fullmatch(name):
+        raise Refused(f"`{name[:60]}` cannot be a name: it has letters, digits, `@`, `.`, `_`, `-`")
+    checked = load(Source(name, text))
+    if checked.program is None:
+        raise Refused(render_all(checked.errors, checked.source))
+    if checked.unserved:
+        raise Refused(f"{'; '.join(checked.unserved)}.")
+    warnings = render_all(checked.diagnostics, checked.source)
+    return Policy(name, checked.program, REQUEST, dict(settings), warnings)
+
+
+def log_warnings(policies: Sequence[Policy]) -> None:
+    """What the checker says of files that are well, each once."""
+    for path, text in {policy.path: policy.warnings for policy in policies}.items():
+        if text:
+            logger.warning("--kv-policy %s:\n%s", path, text)
+
+
+def _checked(path: str) -> Checked:
+    try:
+        checked = load(path)
+    except PolicyError as error:
+        raise Refused(f"--kv-policy {path}: {error.diagnostics[0].message}") from None
+    if checked.program is None:
+        raise Refused(f"--kv-policy {path}:\n{render_all(checked.errors, checked.source)}")
+    if checked.unserved:
+        raise Refused(f"--kv-policy {path}: {'; '.join(checked.unserved)}.")
+    return checked
+
+
+def _settings(settings: Sequence[str], names: Sequence[str]) -> dict[str, dict[str, str]]:
+    values: dict[str, dict[str, str]] = {name: {} for name in names}
+    for setting in settings:
+        left, equals, value = setting.partition("=")
+        policy, dot, parameter = left.strip().rpartition(".")
+        if not equals or not parameter:
+            raise Refused(f"--kv-policy-set {setting}: expected NAME=VALUE or POLICY.NAME=VALUE")
+        if not dot:
+            if len(names) > 1:
+                raise Refused(
+                    f"--kv-policy-set {setting}: say which policy, as in {names[0]}.{setting}"
+                )
+            policy = names[0]
+        if policy not in values:
+            raise Refused(
+                f"--kv-policy-set {setting}: no policy is called `{policy}`; "
+                f"there is {', '.join(names)}"
+            )
+        values[policy][parameter] = value.strip()
+    return values

@@ -1,0 +1,172 @@
+"""What a policy cannot be combined with: each is one sentence that names the option and why."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from kvpolicy.dsl.bind.model_config import ModelConfig, config_of
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
+from kvpolicy.sglang_ext.face import compat, kernels_in_use
+from kvpolicy.sglang_ext.face.errors import Refused
+from kvpolicy.sglang_ext.face.options import kernels
+
+# Attention backends for prefills and decode steps, in any combination; see backend.py.
+SERVED_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
+
+# Option, the value with which it is harmless, how it is written, why it does not work.
+OPTIONS = (
+    ("speculative_algorithm", None, "draft tokens are verified against slots that were freed"),
+    ("disaggregation_mode", "null", "a compressed request's row cannot be transferred"),
+    ("enable_mixed_chunk", False, "decoding requests would be computed as prefills"),
+    ("tp_size", 1, "budgets that depend on all KV heads are not yet reduced over ranks"),
+    ("pp_size", 1, "budgets that depend on all layers are not yet reduced over stages"),
+    ("dp_size", 1, "requests are not yet accounted over data-parallel schedulers"),
+    ("attn_cp_size", 1, "keys of one request would be spread over ranks"),
+    ("dcp_size", 1, "keys of one request would be spread over ranks"),
+    ("enable_dp_attention", False, "decode steps may be computed as prefills"),
+    ("enable_hierarchical_cache", False, "host copies of the cache are not tested with policies"),
+    ("enable_lmcache", False, "it stores whole rows, and freed slots are no longer in them"),
+    ("enable_flexkv", False, "it stores whole rows, and freed slots are no longer in them"),
+    ("enable_hisparse", False, "it keeps its own tables of a request's slots"),
+    ("enable_unified_memory", False, "slots would move between pools"),
+    ("enable_two_batch_overlap", False, "a forward would see half of a batch"),
+    ("enable_pdmux", False, "prefill and decode would run at the same time"),
+    ("enable_torch_compile", False, "decode steps read ragged tables"),
+    ("dllm_algorithm", None, "blocks are denoised in place, not appended"),
+    ("enable_deterministic_inference", False, "its attention kernels cannot read private pages"),
+    ("is_embedding", False, "nothing is decoded"),
+    ("encoder_only", False, "nothing is decoded"),
+    ("strip_thinking_cache", False, "it moves the end of what a request owns"),
+)
+
+
+def check_version() -> None:
+    """Refuse a version of SGLang that was not checked."""
+    found = compat.installed_version()
+    if found not in compat.CHECKED_VERSIONS:
+        checked = ", ".join(compat.CHECKED_VERSIONS)
+        raise Refused(f"--kv-policy works with SGLang {checked}, but {found} is installed.")
+
+
+def check_options(options: Any) -> None:
+    """Refuse options that cannot be combined with a policy.
+
+    Args:
+        options: SGLang's options as resolved, defaults chosen.
+
+    Raises:
+        Refused: names the option and why.
+    """
+    for name, harmless, why in OPTIONS:
+        value = getattr(options, name)
+        if value != harmless and not (value is None and harmless == "null"):
+            raise _refusal(name, value, why)
+    if options.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
+        why = "quantized entries are not yet copied with their scales"
+        raise _refusal("kv_cache_dtype", options.kv_cache_dtype, why)
+    for backend in dict.fromkeys(compat.attention_backends(options)):
+        if backend not in SERVED_BACKENDS:
+            why = f"only {', '.join(SERVED_BACKENDS)} can read compressed entries in this version"
+            raise _refusal("attention_backend", backend, why)
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        if backend != "torch_native" and options.device == "cpu" and not interpreted:
+            why = "without a GPU its kernels run in Triton's interpreter only (TRITON_INTERPRET=1)"
+            raise _refusal("attention_backend", backend, why)
+    kernels_in_use.check(kernels(), options.device)
+    if compat.captures_whole_prefills(options):
+        why = "a policy looks at each layer of a prompt, and there is nothing between them"
+        raise _refusal("cuda_graph_backend_prefill", "full", why)
+    if compat.uses_rust_server():
+        raise Refused("SGLANG_RUST_SERVER cannot be combined with --kv-policy: it is not tested.")
+    if compat.post_capture_sizing():
+        raise Refused(
+            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING cannot be combined with --kv-policy: "
+            "the pool is then not allocated in one piece."
+        )
+
+
+def _refusal(name: str, value: Any, why: str) -> Refused:
+    option = "--" + name.replace("_", "-")
+    shown = option if value is True else f"{option} {value}"
+    return Refused(f"{shown} cannot be combined with --kv-policy: {why}.")
+
+
+def check_model(config: Any) -> None:
+    """Refuse models whose attention a policy does not describe.
+
+    Args:
+        config: SGLang's model config.
+
+    Raises:
+        Refused: says what the model has.
+    """
+    window = "keys outside the window are freed already"
+    for present, what, why in (
+        (compat.is_mla(config), "latent attention (MLA)", "entries are not keys and values"),
+        (compat.has_recurrent_layers(config), "recurrent layers", "their state has no entries"),
+        (config.is_hybrid_swa, "sliding-window layers", window),
+        (config.attention_chunk_size is not None, "chunked local attention", window),
+        (config.is_encoder_decoder, "cross-attention", "the encoder's entries are not a prompt"),
+        (config.has_attention_sinks, "attention sinks in its softmax", "scores would differ"),
+        (not config.is_generation, "no language-model head", "nothing is decoded"),
+    ):
+        if present:
+            raise Refused(
+                f"--model-path {config.model_path} cannot be served with --kv-policy: "
+                f"the model has {what}, and {why}."
+            )
+
+
+def model_shape(config: Any) -> ModelShape:
+    """Sizes of a model from SGLang's model config, before its weights are loaded."""
+    return ModelShape(
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.get_total_num_kv_heads(),
+        head_dim=config.head_dim,
+    )
+
+
+def model_sizes(config: Any) -> ModelConfig:
+    """What a model's prefill takes, from SGLang's model config.
+
+    Raises:
+        Refused: the config lacks a size.
+    """
+    try:
+        found = config_of("--model-path", compat.config_values(config))
+    except PolicyError as error:
+        raise Refused(f"--kv-policy: {error}") from None
+    return replace(found, shape=model_shape(config))
+
+
+def check_layers(layers: list[Any], shape: ModelShape) -> None:
+    """Refuse a loaded model whose attention layers are not all ordinary and alike.
+
+    Args:
+        layers: the model's attention layers.
+        shape: what the policies were bound to.
+
+    Raises:
+        Refused: says which layer has what.
+    """
+    if [layer.layer_id for layer in layers] != list(range(shape.layers)):
+        raise Refused(
+            f"--kv-policy: the model has {len(layers)} attention layers where its config says "
+            f"{shape.layers}."
+        )
+    for layer in layers:
+        sizes = (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
+        wanted = (shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim)
+        for wrong, what in (
+            (sizes != wanted, f"heads {sizes} where the config says {wanted}"),
+            (not compat.is_decoder_attention(layer), "attention that is not causal"),
+            (layer.sliding_window_size > -1, "a sliding window"),
+            (layer.logit_cap > 0, "capped logits"),
+            (layer.xai_temperature_len > 0, "a temperature by position"),
+        ):
+            if wrong:
+                raise Refused(f"--kv-policy: attention layer {layer.layer_id} has {what}.")

@@ -1,0 +1,58 @@
+"""The order of what the scheduler and the forwards do on a device.
+
+With overlap, SGLang prepares a batch on the scheduler's stream while the forward before it runs on
+another. The list of free slots, the radix cache and the table of slots belong to the scheduler: its
+kernels write and read them on its own stream. But what a forward finds out decides how many private
+slots a request needs and which of its ordinary ones it gives up, so that has to be done in the
+middle of SGLang's forward.
+
+`scheduling` is the context for it. On entry the scheduler's stream waits for what the forward has
+queued so far: a slot that is given up there goes back to the list only after the kernels that read
+it. On exit the forward's stream waits for the scheduler's: slots just taken are known before they
+are written to. Whoever gets a freed slot next writes to it in a later forward, whose kernels stand
+behind this one's on the same stream; nothing else writes entries. On a CPU, and where the forward
+runs on the scheduler's own stream, there is nothing to order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from kvpolicy.sglang_ext.face import compat
+
+
+class Streams:
+    """The scheduler's stream and that of its forwards."""
+
+    def __init__(self) -> None:
+        self._scheduler: Any = None
+
+    def bind(self, scheduler: Any) -> None:
+        """Take the streams from SGLang's scheduler; it may still replace its own later."""
+        self._scheduler = scheduler
+
+    @contextmanager
+    def scheduling(self) -> Iterator[None]:
+        """In this block, work goes to the scheduler's stream, in order with the forward's."""
+        if self._scheduler is None:
+            yield
+            return
+        module, own, _ = compat.streams(self._scheduler)
+        current = module.current_stream()
+        if current == own:
+            yield
+            return
+        own.wait_stream(current)
+        with module.stream(own):
+            yield
+        current.wait_stream(own)
+
+    def shared(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor, whose memory is not reused while either stream may still read it."""
+        if self._scheduler is not None and tensor.is_cuda:
+            for stream in compat.streams(self._scheduler)[1:]:
+                tensor.record_stream(stream)
+        return tensor

@@ -1,0 +1,1 @@
+"""The plugin in a forward: scoring and compressing prompts, decoding, folds, resuming."""

@@ -1,0 +1,102 @@
+"""Copying what a policy keeps of a prompt to private pages."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from kvpolicy.sglang_ext.request.reasons import Reason
+from kvpolicy.sglang_ext.request.request import State
+
+if TYPE_CHECKING:
+    from kvpolicy.sglang_ext.forward.services import Services
+
+
+def compress(
+    services: Services,
+    state: State,
+    row: int,
+    slots: torch.Tensor,
+    kept: torch.Tensor,
+    counts: torch.Tensor,
+    run: Any,
+) -> None:
+    """Copy a prompt's kept entries to the request's private pages, or give these back.
+
+    They are given back where everything is kept, and where the copy saves no slots, unless the
+    policy goes on while decoding from what it has kept.
+
+    Args:
+        row: of the request in SGLang's request pool.
+        slots: [N] int64 slots of the prompt.
+        kept: [L, G, N] bool.
+        counts: [L, G] int64 on the host, how many entries of each list are kept.
+        run: of the policy's program, finished.
+    """
+    store = services.store
+    # Where tokens have left the prefill, the prompt's own slots lack entries of deeper layers.
+    left = state.progress.layer is not None
+    if int(counts.sum()) == kept.numel() and not left:
+        _give_back(services, state)
+        return
+    if state.private is None:
+        state.private = store.allocate(row, state.served.name, 0, state.prompt, services.evict)
+    if not state.folds and not left and not store.saves(state.private, counts):
+        _give_back(services, state)
+        return
+    if not store.grow(state.private, store.slots_for(counts), services.evict):
+        _give_back(services, state)
+        state.uncompressed = Reason.NO_SLOTS
+        state.forget()
+        return
+    store.fill(state.private, counts)
+    state.uncompressed = None
+    copy_kept(services, state, slots, kept, counts, run)
+
+
+def _give_back(services: Services, state: State) -> None:
+    if state.private is not None:
+        services.store.release(state.private)
+        state.private = None
+
+
+def copy_kept(
+    services: Services,
+    state: State,
+    slots: torch.Tensor,
+    kept: torch.Tensor,
+    counts: torch.Tensor,
+    run: Any,
+) -> None:
+    """Write all layers' kept entries, merged and rotated where the policy says so."""
+    arena, bound, private = services.arena, run.program.bound, state.private
+    kernels = state.served.kernels
+    if bound.rules.merge is None and bound.positions != "slots":
+        kernels.compact_layers(arena.storage, slots, kept, private.slots, private.first_page)
+        return
+    pages = arena.pages(private.slots)
+    for layer, start in enumerate(private.layer_starts):
+        k, v = arena.storage[layer][:, slots].transpose(1, 2)  # each [G, N, D]
+        if bound.rules.merge is not None:
+            most = run.there(layer).numel() - int(counts[layer].min())
+            if most:
+                k, v = run.merged(layer, k, v, most)
+        shift = run.shift(layer)
+        if shift is not None:
+            k = services.rotary.move(k, shift, kernels.rotate)
+        own = pages[start:]
+        kernels.place(arena.entries, k, v, kept[layer], own, value_offset=arena.value_offset)
+
+
+class timed:
+    """Adds the time of a block to a request's compression seconds."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._state.seconds += time.perf_counter() - self._started

@@ -1,0 +1,180 @@
+"""Requests of a policy in one decode forward: what they read, and what is noted and drops after it.
+
+A backend reads either the device tables, all requests at once, or, where there is no kernel for
+them, lists of entries that are written out for each forward.
+
+Nothing is shown to policies while the model computes. Queries are noted (notes.py), and after the
+forward a policy is taken through all noted steps at once: where entries may leave, or where so many
+have gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from kvpolicy.sglang_ext.face.host import to_device
+from kvpolicy.sglang_ext.forward.failures import DECODING, FOLD, READING
+from kvpolicy.sglang_ext.forward.fold import Fold, Room
+from kvpolicy.sglang_ext.forward.follow import Following, Reader, may_leave, no_queries
+from kvpolicy.sglang_ext.memory.lists import Lists
+from kvpolicy.sglang_ext.memory.private import Private
+from kvpolicy.sglang_ext.request.request import State, state_of
+
+if TYPE_CHECKING:
+    from kvpolicy.sglang_ext.forward.services import Services
+
+Attend = Callable[[Lists, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Follower:
+    """A request whose policy goes on.
+
+    Attributes:
+        length: its tokens, that of this forward included.
+        noted: whether its policy will read the queries of this forward.
+    """
+
+    request: Any
+    state: State
+    length: int
+    noted: bool
+
+
+class DecodeStep:
+    """The rows of one decode forward."""
+
+    def __init__(self, runtime: Services, batch: Any) -> None:
+        self._runtime, self._arena = runtime, runtime.arena
+        self._table = batch.req_to_token_pool.req_to_token
+        self._lengths = batch.seq_lens_cpu.tolist()
+        self._requests = batch.reqs
+        self._followers: dict[int, _Follower] = {}  # by row
+        self._private: dict[int, Private] = {}  # by row
+        for i, request in enumerate(batch.reqs):
+            state = state_of(request)
+            if state is None:
+                continue
+            if state.memory is not None:
+                with runtime.failures.contained(request, DECODING):
+                    length = self._lengths[i]
+                    noted = state.reads_queries(length - state.prompt)
+                    self._followers[i] = _Follower(request, state, length, noted)
+            if state.private is not None:
+                self._private[i] = state.private
+        self._noted = [i for i, each in self._followers.items() if each.noted]
+
+    @cached_property
+    def _lists(self) -> Lists:
+        lengths = [self._lengths[i] for i in self._private]
+        return Lists(self._arena, list(self._private.values()), lengths, self._table)
+
+    @property
+    def reads(self) -> bool:
+        """Whether any row reads compressed entries."""
+        return bool(self._private)
+
+    def entries(self, layer: int) -> int:
+        """How many entries all rows read at a layer, of all KV heads; the host knows."""
+        heads, made = self._arena.kv_heads, 0
+        for row, length in enumerate(self._lengths):
+            private = self._private.get(row)
+            tail = length if private is None else length - private.tail_start
+            made += heads * tail + (sum(private.entries(layer)) if private else 0)
+        return made
+
+    @property
+    def notes(self) -> bool:
+        """Whether queries of this forward are to be noted."""
+        return bool(self._noted)
+
+    @cached_property
+    def plain(self) -> torch.Tensor:
+        """[B''] int64 rows that read no compressed entries."""
+        # There may be more rows than requests: beams of one request follow the others.
+        others = [i for i in range(len(self._lengths)) if i not in self._private]
+        return to_device(others, torch.int64, self._table.device)
+
+    @cached_property
+    def _index(self) -> torch.Tensor:
+        return to_device(list(self._private), torch.int64, self._table.device)
+
+    def overwrite(self, heads: torch.Tensor, out: torch.Tensor, attend: Attend) -> None:
+        """Write the attention of all rows that read compressed entries.
+
+        Args:
+            heads: [B, H, D] queries.
+            out: [B, H, D], written in place.
+            attend: from lists of B' requests and queries [B', 1, H, D] to as much attention.
+        """
+        out[self._index] = attend(self._lists, heads[self._index].unsqueeze(1))[:, 0]
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A block in which the rows that policies concern are read, in one operation.
+
+        If it fails, it has failed for all of them, and none is read so any more in this forward.
+        """
+        try:
+            yield
+        except Exception as error:
+            for row in {*self._private, *self._noted}:
+                self._runtime.failures.note(self._requests[row], READING, error)
+            self._private, self._noted = {}, []
+            for cached in ("_lists", "_index", "plain"):
+                self.__dict__.pop(cached, None)
+
+    def finish(self) -> None:
+        """After the forward: note its step; take policies through theirs, and fold what stays."""
+        if not self._followers:
+            return
+        self._note()
+        failures, room, leaving = self._runtime.failures, Room(self._runtime), set()
+        for row, each in self._followers.items():
+            with failures.contained(each.request, FOLD):
+                if may_leave(self._runtime, room, each.request, each.state, each.length):
+                    leaving.add(row)
+        most, folds = self._runtime.queries.most_steps(len(self._noted)), []
+        for row, each in self._followers.items():
+            if each.state.failed or not (row in leaving or each.state.notes.full(most)):
+                continue
+            fold = None
+            with failures.contained(each.request, DECODING):
+                fold = self._follow(each, leaves=row in leaving)
+            if fold is not None and each.state.served.bound.decode.merge is not None:
+                self._finish(each, fold)  # the rows that it has merged are not held for longer
+            elif fold is not None:
+                folds.append((each, fold))
+        # All policies have been asked before the host waits for the first one's numbers.
+        for each, fold in folds:
+            self._finish(each, fold)
+
+    def _finish(self, follower: _Follower, fold: Fold) -> None:
+        with self._runtime.failures.contained(follower.request, FOLD):
+            fold.finish()
+
+    def _note(self) -> None:
+        taken = None
+        if self._noted:
+            taken = self._runtime.queries.take(self._noted, len(self._lengths))
+        places = {row: place for place, row in enumerate(self._noted)}
+        for row, each in self._followers.items():
+            if each.state.failed:
+                continue
+            position = each.length - 1 - each.state.progress.shift
+            each.state.notes.add(position, (taken, places[row]) if each.noted else None)
+
+    def _follow(self, follower: _Follower, *, leaves: bool) -> Fold | None:
+        request, state, length = follower.request, follower.state, follower.length
+        reader = Reader.of(self._arena, self._table, request, state, length)
+        nothing = no_queries(state, self._arena)
+        queries = state.notes.queries(self._runtime.queries.scaled, nothing)
+        following = Following(request, state, length, state.notes.positions, queries, reader)
+        fold = following.go(self._runtime, leaves=leaves)
+        state.notes.clear()
+        return fold

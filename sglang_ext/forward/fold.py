@@ -1,0 +1,264 @@
+"""Folds: at a decode step entries leave, and what stays is written to private pages.
+
+A fold takes in everything that a request has cached: its private pages, its tail in ordinary slots
+and, the first time, a prompt that still lies in the radix cache, of which it makes a copy. Then the
+tail's slots are freed, and the private slots become as many as are needed.
+
+The host waits for the device once, for how many entries stay (where the policy merges, the policy
+has waited already). It does not where that is known: each list lost entries at the last fold, and
+no data decide its size (dsl/bind/lasting.py). Then the numbers are only read at the next fold.
+
+There are three ways to write what stays:
+
+* in place: no entry changes, and each list has pages for what it keeps. One kernel moves the
+  entries of all layers to the front of their pages; the layout stays.
+* layer by layer: each list has pages for what it keeps, or, laid out anew, each layer's pages end
+  before those of the next one began. What a layer keeps is read, changed as the policy says, and
+  written, before the next layer is read.
+* all at once: more slots are needed. Everything that stays is read before anything is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from kvpolicy.kernels.entries.rounding import rounded
+from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face.host import to_device
+from kvpolicy.sglang_ext.request.request import State
+
+if TYPE_CHECKING:
+    from kvpolicy.dsl.execute.decode import Choice
+    from kvpolicy.sglang_ext.forward.services import Services
+
+# From a layer and `there` [G, M] or None to k, v [G, M, D].
+Read = Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+
+# A layout is given up when it takes this many times the slots that the entries need.
+_WASTEFUL = 1.125
+
+
+class Room:
+    """Slots that the folds of one forward may take, found before anything is chosen.
+
+    A policy cannot take back what it let leave, so a fold is begun only if it can be finished.
+    """
+
+    def __init__(self, runtime: Services) -> None:
+        self._runtime = runtime
+        self._promised = 0
+
+    def promise(self, request: Any, state: State, length: int) -> bool:
+        """Whether there are slots for a fold even if nothing leaves; they count as taken then.
+
+        Args:
+            length: tokens of the request, the new one included.
+        """
+        store, tree = self._runtime.store, self._runtime.tree
+        need = store.slots_for(self._all(state, length))
+        if state.private is not None:
+            need -= state.private.slots.numel()
+        free = store.allocator.available_size() + tree.evictable_size()
+        if state.published:
+            end = length // tree.page_size * tree.page_size
+            need -= max(end - max(request.kv.cache_protected_len, state.prompt), 0)
+            free += compat.locked_alone(tree, request)
+        need = max(need, 0)
+        if self._promised + need > free:
+            return False
+        self._promised += need
+        return True
+
+    def _all(self, state: State, length: int) -> torch.Tensor:
+        """[L, G] entries that are cached now, on the host."""
+        private, arena = state.private, self._runtime.arena
+        if private is None:
+            return torch.full((arena.layers, arena.kv_heads), length)
+        return torch.tensor(private.laid_out) + (length - private.tail_start)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What stays of one layer.
+
+    Attributes:
+        k, v: [G, M, D] in the pool's dtype.
+        kept: [G, M] bool.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    kept: torch.Tensor
+
+
+class Fold:
+    """One request of which entries may have left, after the forward."""
+
+    def __init__(
+        self,
+        runtime: Services,
+        request: Any,
+        state: State,
+        length: int,
+        read: Read,
+        choices: list[Choice],
+    ) -> None:
+        """
+        Args:
+            length: tokens of the request, the new one included.
+            read: of its entries, up to the new one.
+            choices: of the policy, for every layer.
+        """
+        self._runtime, self._request, self._state = runtime, request, state
+        self._length, self._read, self._choices = length, read, choices
+
+    def finish(self) -> None:
+        """Write what stays; if nothing left, all stays where it is. The host waits once at most."""
+        started = time.perf_counter()
+        runtime, state = self._runtime, self._state
+        if self._lasts():
+            private = state.private
+            came = self._length - private.tail_start
+            self.write_in_place(torch.tensor(private.laid_out), state.memory.stays(private.counts))
+            self._report(came * private.counts.numel(), started)
+            return
+        finite = state.memory.finite
+        landed = state.memory.land()
+        dropped = int((landed.there - landed.kept).sum())
+        if dropped == 0:
+            if state.private is not None:
+                state.private.full = False
+            return
+        if state.private is None:
+            row = self._request.kv.req_pool_idx
+            state.private = runtime.store.allocate(
+                row, state.served.name, 0, self._length, runtime.evict
+            )
+        fits = self._fits(landed.kept)
+        if fits and not any(_changes(each) for each in self._choices):
+            self.write_in_place(landed.kept, finite)
+        elif fits or self._fits_by_layer(landed.kept):
+            self.write_by_layer(landed.kept)
+        else:
+            self.write_anew(landed.kept)
+        state.private.full = bool((landed.there > landed.kept).all())
+        self._report(dropped, started)
+
+    def _report(self, dropped: int, started: float) -> None:
+        seconds = time.perf_counter() - started
+        self._runtime.reports.finished_fold(self._request, self._state, dropped, seconds)
+
+    def _lasts(self) -> bool:
+        """Whether it is known, without waiting, that what stays takes the place of what was."""
+        private, memory = self._state.private, self._state.memory
+        if private is None or not private.full or memory.landed():
+            return False
+        same = memory.lasts(private.laid_out) and not any(map(_changes, self._choices))
+        return same and self._fits(torch.tensor(private.laid_out))
+
+    def _fits(self, counts: torch.Tensor) -> bool:
+        """Whether each list has pages for what it keeps, [L, G], and not many too many."""
+        private, store = self._state.private, self._runtime.store
+        if private.room is None or not bool((counts <= private.room).all()):
+            return False
+        return private.slots.numel() <= _WASTEFUL * store.slots_for(counts)
+
+    def _fits_by_layer(self, counts: torch.Tensor) -> bool:
+        """Whether the pages of each layer can be laid out anew before the next one is read."""
+        private = self._state.private
+        if private.layer_starts is None:
+            return False
+        first, pages = self._runtime.store.lay_out(counts)
+        ends = [*first[1:, 0].tolist(), pages]
+        most = [*private.layer_starts[1:], private.slots.numel() * len(ends)]
+        return all(end <= limit for end, limit in zip(ends, most, strict=True))
+
+    def write_in_place(self, counts: torch.Tensor, finite: torch.Tensor) -> None:
+        """Move the entries of all layers to the front of their pages.
+
+        Args:
+            counts: [L, G] int64 on the host, entries that stay.
+            finite: [] bool on the device; where False, everything stays.
+        """
+        runtime, private, choices = self._runtime, self._state.private, self._choices
+        there = None
+        if any(each.there is not None for each in choices):
+            there = torch.cat([
+                torch.ones_like(each.kept).flatten() if each.there is None else each.there.flatten()
+                for each in choices
+            ])  # fmt: skip
+        starts = itertools.accumulate((each.kept.shape[1] for each in choices), initial=0)
+        written = self._state.served.kernels.settle(
+            runtime.arena.storage,
+            runtime.tables.tables,
+            private.row,
+            self._length,
+            runtime.tree.req_to_token_pool.req_to_token,
+            torch.cat([each.kept.flatten() for each in choices]),
+            there,
+            list(starts),
+            finite,
+        )
+        runtime.store.settled(private, counts, written)
+        self.leave_tail()
+
+    def write_by_layer(self, counts: torch.Tensor) -> None:
+        """Write [L, G] entries that stay, each layer before the next one is read."""
+        runtime, private = self._runtime, self._state.private
+        stays, device = self._fits(counts), private.slots.device
+        first = private.first_page
+        if not stays:
+            first = to_device(runtime.store.lay_out(counts)[0], torch.int32, device)
+        self._place(self._rows(), first)
+        self.leave_tail()
+        if stays:
+            runtime.store.settled(private, counts, to_device(counts, torch.int32, device))
+        else:
+            runtime.store.fill(private, counts)
+
+    def write_anew(self, counts: torch.Tensor) -> None:
+        """Read all [L, G] entries that stay, take the slots that they need, and write them."""
+        store, private = self._runtime.store, self._state.private
+        layers = list(self._rows())
+        self.leave_tail()
+        if not store.grow(private, store.slots_for(counts), self._runtime.evict):
+            raise RuntimeError(f"request {self._request.rid}: the slots for its fold are gone")
+        store.fill(private, counts)
+        self._place(layers, private.first_page)
+
+    def leave_tail(self) -> None:
+        """What the tail's slots hold is in private pages, or dropped: they are given up."""
+        self._state.private.tail_start = self._length
+        self._runtime.detach(self._request, self._state)
+
+    def _rows(self) -> Iterator[_Rows]:
+        """What stays of each layer in turn, read when it is asked for."""
+        dtype, choices = self._runtime.arena.storage.dtype, self._choices
+        for layer in range(len(choices)):
+            choice = choices.pop(0)  # with merged rows, if any
+            k, v = choice.k, choice.v
+            if k is None or v is None:
+                read_k, read_v = self._read(layer, choice.there)
+                k, v = read_k if k is None else k, read_v if v is None else v
+            if choice.shift is not None:
+                rotate = self._state.served.kernels.rotate
+                k = self._runtime.rotary.move(k, choice.shift, rotate)
+            yield _Rows(rounded(k, dtype), rounded(v, dtype), choice.kept)
+
+    def _place(self, layers: Iterable[_Rows], first_page: torch.Tensor) -> None:
+        """Write the rows of each layer in turn; first_page [L, G] of their lists."""
+        arena, place = self._runtime.arena, self._state.served.kernels.place
+        pages = arena.pages(self._state.private.slots)
+        for rows, first in zip(layers, first_page, strict=True):
+            given = (rows.k, rows.v, rows.kept, pages)
+            place(arena.entries, *given, value_offset=arena.value_offset, first_page=first)
+
+
+def _changes(choice: Choice) -> bool:
+    """Whether entries that stay become others."""
+    return any(each is not None for each in (choice.k, choice.v, choice.shift))

@@ -1,0 +1,263 @@
+"""Prompts in one extend forward: which rows the policies see, what is kept when a prompt ends.
+
+After the last layer the host waits for the device once, for all prompts that end in the forward:
+it needs to know how many entries each list has, and whether the tensors were finite. What else
+makes it wait:
+
+* a policy that propagates: once per prompt at each layer after which it lets tokens go, for how
+  many they are, once more where the radix cache had some of them; and for a condition that data
+  decide, once per prompt and layer at which it is tested
+* `cluster[layer]`, and `split[layer]` and `cascade[layer]` of totals or maxima that data decide:
+  once per prompt, because the host divides exactly
+* layers in pairs (share.py): once per pair, for how many tokens keep both originals
+* a request that asks which positions are kept: once
+* kernels of torch, which define the others: wherever their references look at values
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from kvpolicy.dsl.execute.decode import Held
+from kvpolicy.dsl.execute.kernels import Slots
+from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face.host import to_host
+from kvpolicy.sglang_ext.forward import share
+from kvpolicy.sglang_ext.forward.compress import compress, timed
+from kvpolicy.sglang_ext.forward.failures import CHOOSING, COMPACTION, SCORING
+from kvpolicy.sglang_ext.forward.frame import Frame
+from kvpolicy.sglang_ext.report.kept import described
+from kvpolicy.sglang_ext.request.request import State, iterate_rows
+
+if TYPE_CHECKING:
+    from kvpolicy.sglang_ext.forward.services import Services
+
+
+@dataclass
+class Scored:
+    """A request whose prompt ends in this forward.
+
+    Attributes:
+        slots: [n] int64 slots of the tokens that are there: at first all N of the prompt.
+        tokens: [n] int64 their positions in the prompt; None: all.
+        prompt_slots: [N] int64 slots of all tokens that the run decides about.
+        run: of the policy's program.
+        queries: last queries that it observes at a layer, where there are so many.
+        chosen: [m] int64 indices into the n tokens, which alone go deeper than the layer just
+            observed; None if all do.
+        origin: [N] int64 positions in the prompt of what the run decides about, after a restart
+            of a request that asks for them; None: the run's are the prompt's.
+    """
+
+    request: Any
+    state: State
+    slots: torch.Tensor
+    prompt_slots: torch.Tensor
+    run: Any
+    queries: int
+    tokens: torch.Tensor | None = None
+    chosen: torch.Tensor | None = None
+    origin: torch.Tensor | None = None
+
+    def narrow(self, chosen: torch.Tensor) -> None:
+        """Only the chosen tokens [m] are there from now on."""
+        self.slots = self.slots[chosen]
+        self.tokens = chosen if self.tokens is None else self.tokens[chosen]
+
+    def restart(self, chosen: torch.Tensor) -> None:
+        """The prefill begins again on the chosen tokens [m]; their entries go to the last slots."""
+        tokens = chosen.numel()
+        if self.state.shows_kept:
+            self.origin = chosen
+        self.slots = self.prompt_slots = self.slots[self.slots.numel() - tokens :]
+        self.run = self.run.again(tokens)
+        self.queries = self.run.queries
+
+
+@dataclass
+class _Windowed:
+    """A request with queries of its observation window in a chunk that is not its last."""
+
+    request: Any
+    state: State
+    count: int  # of its last rows
+
+
+@dataclass
+class _Accumulated:
+    """A request with a chunk that is not its last, whose policy adds up what all queries say."""
+
+    request: Any
+    state: State
+    slots: torch.Tensor  # [n] int64 of its tokens up to the end of the chunk
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What one request keeps, on the device.
+
+    Attributes:
+        kept: [L, G, N] bool.
+        numbers: what the host needs: [L, G] entries of each list, as of `Held.of` [L, 2] or, where
+            nothing is remembered, [0, 2], and whether the model's tensors were finite.
+    """
+
+    kept: torch.Tensor
+    numbers: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class PrefillStep:
+    """What the policies see and decide in one extend forward."""
+
+    def __init__(self, services: Services, batch: Any, frame: Frame) -> None:
+        self._services, self._frame = services, frame
+        self.scored: list[Scored] = []
+        self._windowed: list[_Windowed] = []
+        self._accumulated: list[_Accumulated] = []
+        table = batch.req_to_token_pool.req_to_token
+        for request, state, rows, prefix in iterate_rows(batch):
+            length = prefix + rows.stop - rows.start
+            slots = table[request.kv.req_pool_idx, :length].to(torch.int64)
+            with services.failures.contained(request, SCORING):
+                self._begin(request, state, slots, prefix)
+
+    def _begin(self, request: Any, state: State, slots: torch.Tensor, prefix: int) -> None:
+        """Note what a request needs in this forward.
+
+        Args:
+            slots: [n] int64 of its tokens up to the end of the forward.
+            prefix: tokens before it.
+        """
+        length = slots.numel()
+        first = max(prefix, state.prompt - state.queries)
+        if length < state.prompt and state.served.program.accumulates:
+            if prefix == 0:
+                state.run = state.served.program.start(state.prompt)
+            self._accumulated.append(_Accumulated(request, state, slots))
+        elif first < length < state.prompt:
+            self._windowed.append(_Windowed(request, state, length - first))
+        elif length == state.prompt:
+            run, queries = state.run, state.queries
+            if run is None:
+                run = state.served.program.start(state.prompt)
+            else:
+                queries = max(state.prompt - prefix, state.served.tail(state.prompt))
+            self.scored.append(Scored(request, state, slots, slots, run, queries))
+
+    def observe(self, layer: Any, heads: torch.Tensor) -> None:
+        """Show one layer to the policies; its keys and values are in the pool already.
+
+        Args:
+            heads: [rows, H, D] queries of the forward after RoPE.
+        """
+        for each in self._windowed:
+            rows = self._frame.rows(each.request)
+            if rows is not None:
+                window = heads[rows.stop - each.count : rows.stop].clone()
+                each.state.window.setdefault(layer.layer_id, []).append(window)
+        failures = self._services.failures
+        for chunk in self._accumulated:
+            rows = self._frame.rows(chunk.request)
+            if rows is not None and not chunk.state.failed:
+                with failures.contained(chunk.request, SCORING), timed(chunk.state):
+                    self._accumulate(chunk, layer, heads[rows])
+        for scored in self.scored:
+            rows = self._frame.rows(scored.request)
+            if rows is not None and not scored.state.failed:
+                with failures.contained(scored.request, SCORING), timed(scored.state):
+                    self._observe(scored, layer, heads[rows])
+
+    def _accumulate(self, chunk: _Accumulated, layer: Any, heads: torch.Tensor) -> None:
+        state = chunk.state
+        k, v = self._entries(state, layer, chunk.slots)
+        queries = compat.scaled(heads, layer).transpose(0, 1)
+        state.run.accumulate(layer.layer_id, queries, k, v)
+        tail = state.served.tail(state.prompt)
+        earlier = state.window.get(layer.layer_id, [])
+        latest = torch.cat([*earlier, heads])
+        state.window[layer.layer_id] = [latest[max(latest.shape[0] - tail, 0) :].clone()]
+
+    def _entries(
+        self, state: State, layer: Any, slots: torch.Tensor
+    ) -> tuple[torch.Tensor | Slots, torch.Tensor | Slots | None]:
+        """Keys and values of one layer at the slots [n], as a policy's program takes them."""
+        own = [Slots(pool, slots) for pool in self._services.arena.storage[layer.layer_id]]
+        if not state.served.kernels.read_the_pool:
+            own = [each.dense() for each in own]
+        return own[0], own[1] if state.served.bound.needs_values else None
+
+    def _observe(self, scored: Scored, layer: Any, heads: torch.Tensor) -> None:
+        state, there = scored.state, scored.slots.numel()
+        wanted = min(scored.queries, there)
+        queries = heads[max(heads.shape[0] - wanted, 0) :]
+        earlier = state.window.get(layer.layer_id, [])
+        if earlier and queries.shape[0] < wanted:
+            queries = torch.cat([*earlier, queries])[-wanted:]
+        if queries.shape[0] != wanted:
+            raise RuntimeError(
+                f"request {scored.request.rid}: {queries.shape[0]} of the last {wanted} "
+                f"queries of its prompt were computed"
+            )
+        queries = compat.scaled(queries, layer)
+        k, v = self._entries(state, layer, scored.slots)
+        scored.chosen = scored.run.observe(
+            layer.layer_id, queries.transpose(0, 1), k, v, scored.tokens
+        )
+
+    def finish(self) -> None:
+        """After the forward: choose what is kept and copy it to private pages."""
+        failures, chosen = self._services.failures, []
+        for each in self.scored:
+            if each.state.failed:
+                continue
+            with failures.contained(each.request, CHOOSING), timed(each.state):
+                chosen.append((each, self._choose(each)))
+        # All have been asked before the host waits for the first one's numbers.
+        numbers = iter(to_host([tensor for _, own in chosen for tensor in own.numbers]))
+        for each, own in chosen:
+            counts, held, finite = next(numbers), next(numbers), next(numbers)
+            with failures.contained(each.request, COMPACTION):
+                with timed(each.state):
+                    each.run.settle(finite=bool(finite))
+                    self._compress(each, own.kept, counts)
+                    layers = [Held(positions, bool(alike)) for positions, alike in held.tolist()]
+                    each.state.remember(each.run, layers)
+                self._describe(each, own.kept)
+                self._note(each, int(counts.sum()))
+
+    def _choose(self, scored: Scored) -> _Chosen:
+        kept = torch.stack(scored.run.finish(wait=False))  # [L, G, N]
+        finite = scored.run.finite
+        if finite is None:
+            finite = kept.new_ones(())
+        # Only a policy that goes on remembers what each layer holds.
+        held = Held.of(kept if scored.state.folds else kept[:0])
+        return _Chosen(kept, (kept.sum(dim=2), held, finite))
+
+    def _compress(self, scored: Scored, kept: torch.Tensor, counts: torch.Tensor) -> None:
+        state, run = scored.state, scored.run
+        state.window.clear()
+        state.run = None
+        if state.served.upper_layers:
+            share.compress(self._services, state, scored.prompt_slots, run)
+            return
+        row = scored.request.kv.req_pool_idx
+        compress(self._services, state, row, scored.prompt_slots, kept, counts, run)
+
+    @staticmethod
+    def _describe(scored: Scored, kept: torch.Tensor) -> None:
+        """Which of [L, G, N] entries were copied, where the answer is to say it."""
+        state = scored.state
+        paired = bool(state.served.upper_layers)  # they hold everything
+        if state.shows_kept and state.private is not None and not state.counted and not paired:
+            state.kept = described(kept, scored.origin, state.prompt)
+
+    def _note(self, scored: Scored, kept: int) -> None:
+        progress = scored.state.progress
+        if progress.barred and progress.layer is None:
+            # All layers have all entries: others may use them.
+            scored.request.skip_radix_cache_insert = progress.barred = False
+        finite = not scored.run.not_finite
+        self._services.reports.finished_prompt(scored.request, scored.state, kept, finite=finite)

@@ -1,0 +1,355 @@
+"""Prefill in which tokens leave: deeper layers compute only the rows that a policy chose.
+
+Every decoder layer of the model is wrapped. After a layer at which tokens leave, the rows of the
+hidden states and of the residual stream are gathered, and a view of the forward batch takes the
+place of SGLang's: each request has its chosen tokens' slots in a scratch row of the table of slots.
+Chosen tokens from the radix cache are read there and have no rows. After the last layer the
+rows take the batch's own length again: the row from which a request's logits are taken holds its
+last computed token.
+
+A prompt in chunks waits at the layer after which its tokens leave: rows of earlier chunks are held
+until the last chunk, and layers without any row are skipped. A policy that restarts has its chosen
+tokens embedded and computed from layer 0 on, at positions 0, 1, ..., before deeper layers go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face.host import to_device, to_host
+from kvpolicy.sglang_ext.face.kernels_in_use import in_use
+from kvpolicy.sglang_ext.forward import view
+from kvpolicy.sglang_ext.forward.failures import PROPAGATION
+from kvpolicy.sglang_ext.forward.frame import Frame
+from kvpolicy.sglang_ext.forward.prefill_step import PrefillStep, Scored
+from kvpolicy.sglang_ext.request.propagation import Rows
+from kvpolicy.sglang_ext.request.request import State, state_of
+
+if TYPE_CHECKING:
+    from kvpolicy.sglang_ext.forward.services import Services
+
+Layer = Callable[..., torch.Tensor]
+
+
+@dataclass
+class _Part:
+    """One request in the forward."""
+
+    request: Any
+    index: int  # in the batch
+    own: slice  # its rows in SGLang's batch
+    row: int  # of the table of slots
+    length: int  # tokens there
+    state: State | None  # None: it keeps all its rows
+    scored: Scored | None  # in the forward that ends its prompt
+    lost: bool = False  # it failed, and none of its rows is worth anything
+
+    @property
+    def restarts(self) -> bool:
+        """Whether its chosen tokens are prefilled again."""
+        plan = None if self.state is None else self.state.plan
+        return plan is not None and plan.restarts
+
+    @property
+    def failed(self) -> bool:
+        """Whether its policy has failed."""
+        return self.state is not None and self.state.failed
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether all its rows go through every layer."""
+        return self.state is None or (self.failed and self.state.is_whole)
+
+
+def shifts(batch: Any) -> torch.Tensor | None:
+    """By how much positions of a batch's rows are smaller after second prefills; None: nowhere.
+
+    Returns:
+        [rows] int64 on the CPU; in a decode batch further rows may follow the requests'.
+    """
+    states = [state_of(request) for request in batch.reqs]
+    shifts = [0 if state is None else state.progress.shift for state in states]
+    if not any(shifts):
+        return None
+    if batch.forward_mode.is_decode():
+        return torch.tensor(shifts + [0] * (len(batch.seq_lens) - len(shifts)))
+    rows = zip(shifts, batch.prefix_lens, states, strict=True)
+    shifts = [shift if shift and prefix >= s.prompt else 0 for shift, prefix, s in rows]
+    return torch.tensor(shifts).repeat_interleave(torch.tensor(batch.extend_lens))
+
+
+class PropagateStep:
+    """The propagating requests of one extend forward, and who else is in it."""
+
+    def __init__(self, services: Services, batch: Any, frame: Frame, prefill: PrefillStep) -> None:
+        self._services, self._frame = services, frame
+        self._kernels = in_use(services.arena.storage.device)
+        self._batch: Any = None  # SGLang's forward batch
+        self._view: Any = None  # what deeper layers get instead
+        self._rows = 0  # at the current layer
+        self._reached = -1
+        scored = {id(each.request): each for each in prefill.scored}
+        self._parts = [
+            self._part(i, request, length, scored.get(id(request)))
+            for i, (request, length) in enumerate(
+                zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)
+            )
+        ]
+        self._scratch = iter(services.scratch_rows)
+
+    def _part(self, index: int, request: Any, length: int, scored: Scored | None) -> _Part:
+        state = state_of(request)
+        goes = state is not None and state.propagates and length <= state.prompt
+        own = self._frame.rows(request)
+        row = request.kv.req_pool_idx
+        return _Part(request, index, own, row, length, state if goes else None, scored)
+
+    @staticmethod
+    def wanted(batch: Any) -> bool:
+        """Whether rows may leave in this forward."""
+        states = (state_of(request) for request in batch.reqs)
+        return any(
+            state is not None and state.propagates and prefix < state.prompt
+            for state, prefix in zip(states, batch.prefix_lens, strict=True)
+        )
+
+    def layer(
+        self, number: int, run: Layer, positions: torch.Tensor, hidden: Any, batch: Any, **kw: Any
+    ) -> Any:
+        """Run one layer on the rows that are there; afterwards let the chosen ones go on.
+
+        Args:
+            number: from 0.
+            run: the layer.
+            positions, hidden, batch: as SGLang passes them, for all rows.
+        """
+        self._reached = number
+        if self._batch is None:
+            self._batch, self._rows = batch, positions.shape[0]
+        current = self._batch if self._view is None else self._view
+        if self._rows:
+            positions = positions if self._view is None else self._view.positions
+            hidden = run(positions, hidden, current, **kw)
+        if any(self._leaves(part, number) for part in self._parts):
+            hidden = self._narrow(number, hidden, current)
+        last = number == self._services.arena.layers - 1
+        changed = self._view is not None or any(part.lost for part in self._parts)
+        return self._widen(hidden) if last and changed else hidden
+
+    def finish(self) -> None:
+        """After the forward; it fails for the requests if SGLang did not go through the layers."""
+        if self._reached == self._services.arena.layers - 1:
+            return
+        error = RuntimeError(
+            f"a prefill with --kv-policy ended at layer {self._reached}: SGLang did not call the "
+            f"wrapped layers; start it with --disable-cuda-graph"
+        )
+        for part in self._parts:
+            if part.state is not None:
+                self._services.failures.note(part.request, PROPAGATION, error, whole=False)
+
+    def _leaves(self, part: _Part, layer: int) -> bool:
+        """Whether rows of a request leave or join after a layer."""
+        if part.state is None:
+            return False
+        stops = part.state.plan.layer == layer
+        if part.scored is None:
+            return stops and part.state.propagates
+        if part.scored.chosen is not None:
+            deepest = layer == self._services.arena.layers - 1
+            return part.state.plan.restarts or not deepest
+        return stops and part.state.progress.stopped
+
+    def _narrow(self, layer: int, hidden: Any, batch: Any) -> Any:
+        rows, update = view.rows_of(hidden, batch)
+        pieces = self._pieces(layer, rows)
+        try:
+            return self._join(pieces, rows, update)
+        except Exception as error:
+            # It was one operation for the whole batch. All rows go on as they are; those of the
+            # requests for which it was done are worth nothing any more.
+            for part, _ in pieces:
+                if not part.keeps_rows:
+                    part.lost = True
+                    self._services.failures.note(part.request, PROPAGATION, error, whole=False)
+            return compat.put_stream(batch, rows.hidden, rows.residual, update)
+
+    def _pieces(self, layer: int, rows: Rows) -> list[tuple[_Part, Rows]]:
+        """The rows of each request that go deeper than a layer, of those that have any.
+
+        Args:
+            rows: of all requests, after the layer.
+        """
+        again = self._again(layer)
+        pieces = []
+        for part in self._parts:
+            where = self._frame.rows(part.request)
+            piece = None if where is None else rows.take(where)
+            if id(part.request) in again:
+                piece = again[id(part.request)]
+            elif not part.lost and self._leaves(part, layer):
+                own, piece, part.lost = piece, None, True  # unless it succeeds
+                with self._services.failures.contained(part.request, PROPAGATION, whole=False):
+                    piece, part.lost = self._chosen(part, layer, own), False
+            if not part.lost and piece is not None and piece.ids.numel():
+                pieces.append((part, piece))
+        return pieces
+
+    def _join(self, pieces: Sequence[tuple[_Part, Rows]], rows: Rows, update: Any) -> Any:
+        """What the next layer is called with: these rows alone.
+
+        Args:
+            rows: all that there were.
+            update: how output and residual are added up.
+        """
+        extents, frame, end = [], {}, 0
+        for part, piece in pieces:
+            count = piece.ids.numel()
+            extents.append(view.Extent(part.row, part.length, count, part.index))
+            frame[id(part.request)] = slice(end, end + count)
+            end += count
+        joined = Rows.cat([piece for _, piece in pieces]) if pieces else rows.take(slice(0))
+        self._view = view.make(self._services.runner, self._batch, extents, joined)
+        self._frame.replace(frame)
+        self._rows = end
+        return compat.put_stream(self._view, joined.hidden, joined.residual, update)
+
+    def _chosen(self, part: _Part, layer: int, piece: Rows) -> Rows | None:
+        """The rows of a request that go deeper; notes what is there from now on."""
+        progress, scored = part.state.progress, part.scored
+        if scored is not None and part.failed:
+            # It was stopped in an earlier chunk: without the chosen tokens nothing can go deeper.
+            return None
+        if scored is None:  # the prompt goes on in a later chunk
+            progress.stopped = True
+            if not part.state.plan.restarts:
+                # What enters a layer may be changed in place by it.
+                progress.held.append(Rows(*(each.clone() for each in piece)))
+            return None
+        piece = Rows.cat([*progress.held, piece])
+        progress.held.clear()
+        if scored.chosen is None:
+            return piece
+        chosen, scored.chosen = scored.chosen, None
+        without = scored.slots.numel() - piece.ids.numel()
+        scored.narrow(chosen)
+        self._note(part, layer, chosen.numel())
+        self._point(part, scored.slots)
+        if without:
+            # Tokens from the radix cache have no rows; how many of them were chosen, data say.
+            (found,) = to_host([(chosen < without).sum()])
+            chosen = chosen[int(found) :] - without
+        return Rows(*self._kernels.take_rows(piece, chosen))
+
+    def _note(self, part: _Part, layer: int, tokens: int) -> None:
+        progress = part.state.progress
+        progress.layer = layer if progress.layer is None else progress.layer
+        progress.tokens = tokens
+
+    def _point(self, part: _Part, slots: torch.Tensor) -> None:
+        """Make a scratch row of the table hold the slots of the tokens that are there."""
+        if part.row not in self._services.scratch_rows:
+            part.row = next(self._scratch)
+        part.length = slots.numel()
+        table = compat.slot_table(self._services.runner)
+        table[part.row, : part.length] = slots.to(table.dtype)
+
+    def _again(self, layer: int) -> dict[int, Rows]:
+        """Prefill the chosen tokens of requests that restart, up to this layer."""
+        parts = [
+            part
+            for part in self._parts
+            if part.scored is not None and self._leaves(part, layer)
+            if part.restarts and not part.failed
+        ]
+        starts, extents, frame, end = [], [], {}, 0
+        for part in parts:
+            part.lost = True  # unless it succeeds
+            with self._services.failures.contained(part.request, PROPAGATION, whole=False):
+                starts.append(self._start(part, layer))
+                extents.append(view.Extent(part.row, part.length, part.length, part.index))
+                frame[id(part.request)] = slice(end, end + part.length)
+                end += part.length
+        if not starts:
+            return {}
+        try:
+            again = self._start_again(layer, starts, extents, frame)
+        except Exception as error:
+            for part in parts:
+                self._services.failures.note(part.request, PROPAGATION, error, whole=False)
+            return {}
+        for part in parts:
+            part.lost = id(part.request) not in again
+        return again
+
+    def _start_again(
+        self,
+        layer: int,
+        starts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        extents: Sequence[view.Extent],
+        frame: Mapping[int, slice],
+    ) -> dict[int, Rows]:
+        """Compute layers 0 to `layer` on the tokens that requests start again with.
+
+        Args:
+            starts: as of `_start`.
+            extents, frame: where each request's rows are.
+        """
+        ids, positions, slots = (torch.cat(each) for each in zip(*starts, strict=True))
+        hidden = compat.embed(self._services.runner.model, ids)
+        rows = Rows(hidden, hidden, ids, positions, slots)
+        batch = view.make(self._services.runner, self._batch, extents, rows)
+        compat.start_stream(batch)
+        earlier = self._frame.replace(frame)
+        try:
+            for run in self._services.layers[: layer + 1]:
+                hidden = run(positions, hidden, batch)
+        finally:
+            self._frame.replace(earlier)
+        rows, _ = view.rows_of(hidden, batch)
+        return {request: rows.take(where) for request, where in frame.items()}
+
+    def _start(self, part: _Part, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Ids, positions and slots [m] of the tokens that a request starts again with."""
+        scored, progress = part.scored, part.state.progress
+        chosen, scored.chosen = scored.chosen, None
+        if chosen is None:  # all; earlier chunks did not go beyond this layer
+            chosen = torch.arange(part.state.prompt, device=scored.slots.device)
+        tokens = chosen.numel()
+        progress.held.clear()
+        progress.shift = part.state.prompt - tokens
+        self._note(part, layer, tokens)
+        # The last slots of the prompt are its own; the first ones may be the radix cache's.
+        scored.restart(chosen)
+        self._point(part, scored.slots)
+        ids = to_device(part.request.origin_input_ids, torch.int64, chosen.device)[chosen]
+        return ids, torch.arange(tokens, device=chosen.device), scored.slots
+
+    def _widen(self, hidden: Any) -> Any:
+        """All rows of SGLang's batch again; those of tokens that left, or were lost, hold zeros."""
+        rows, update = view.rows_of(hidden, self._batch if self._view is None else self._view)
+        own, where = [], []
+        for part in self._parts:
+            found, rows_of_part = self._frame.rows(part.request), part.own
+            if found is None or part.lost:
+                continue
+            if part.state is not None:  # its last row alone is wanted
+                found, rows_of_part = (
+                    slice(each.stop - 1, each.stop) for each in (found, rows_of_part)
+                )
+            where.append(torch.arange(found.start, found.stop))
+            own.append(torch.arange(rows_of_part.start, rows_of_part.stop))
+        total = self._parts[-1].own.stop
+        stream = [rows.hidden, rows.residual]
+        wide = [each.new_zeros((total, *each.shape[1:])) for each in stream]
+        if own:
+            into, source = to_device(
+                torch.stack([torch.cat(own), torch.cat(where)]), torch.int64, rows.hidden.device
+            )
+            kernels = self._kernels
+            kernels.put_rows(wide, into, kernels.take_rows(stream, source))
+        return compat.put_stream(self._batch, *wide, update)

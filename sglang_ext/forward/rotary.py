@@ -1,0 +1,70 @@
+"""The rotary embedding of the served model: what moves a cached key to a later position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kvpolicy.kernels.entries.rotate import rotate
+from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face.errors import Refused
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotation of keys by position.
+
+    Attributes:
+        inv_freq: [R / 2] float64, radians per position of each pair of dimensions.
+        interleaved: pairs are (2i, 2i + 1); otherwise (i, i + R / 2).
+    """
+
+    inv_freq: torch.Tensor
+    interleaved: bool
+
+    def move(
+        self, k: torch.Tensor, shift: torch.Tensor, rotate: Callable[..., torch.Tensor] = rotate
+    ) -> torch.Tensor:
+        """Keys [G, M, D] as if they stood `shift` [G, M] int64 positions later, dtype of k.
+
+        Args:
+            rotate: the kernel, as in `kernels.rotate`.
+        """
+        inv_freq = self.inv_freq.to(k.device, non_blocking=True)
+        return rotate(k, shift, inv_freq, interleaved=self.interleaved)
+
+
+def of_model(model: Any) -> Rotary:
+    """The rotation of a loaded model's keys.
+
+    Raises:
+        Refused: it is not the same for all layers and positions, or there is none.
+    """
+    plain, others = compat.rotary_embeddings(model)
+    if others:
+        raise _refused(f"{type(others[0]).__name__} does not turn keys by position alone")
+    if not plain:
+        raise _refused("the model has no rotary embedding")
+    found = [_of_module(module) for module in plain]
+    for each in found[1:]:
+        same = torch.equal(each.inv_freq, found[0].inv_freq)
+        if not same or each.interleaved != found[0].interleaved:
+            raise _refused("the model's layers turn their keys differently")
+    return found[0]
+
+
+def _of_module(module: Any) -> Rotary:
+    # A linearly scaled embedding divides positions by its factor.
+    factors = getattr(module, "scaling_factors", [1.0])
+    if len(factors) != 1:
+        raise _refused("the model has several scaling factors")
+    inv_freq = module._compute_inv_freq(module.base).double().cpu() / factors[0]
+    return Rotary(inv_freq, not module.is_neox_style)
+
+
+def _refused(why: str) -> Refused:
+    return Refused(
+        f"--kv-policy: a policy with `positions: slots` cannot be served with this model: {why}."
+    )

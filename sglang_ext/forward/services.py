@@ -1,0 +1,108 @@
+"""What every forward works with: one scheduler's memory, metrics, and the forward that goes on.
+
+The parts come as SGLang starts: first what the policies' files say, then the pool, then the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from kvpolicy.dsl.ir.nodes import Program
+from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face.streams import Streams
+from kvpolicy.sglang_ext.forward.failures import Failures
+from kvpolicy.sglang_ext.forward.rotary import Rotary
+from kvpolicy.sglang_ext.memory.arena import Arena
+from kvpolicy.sglang_ext.memory.store import Store
+from kvpolicy.sglang_ext.memory.tables import DeviceTables
+from kvpolicy.sglang_ext.report.metrics import Metrics
+from kvpolicy.sglang_ext.report.reports import Reports
+from kvpolicy.sglang_ext.request.queries import QueryBuffer
+from kvpolicy.sglang_ext.request.request import State
+
+
+class Forward(Protocol):
+    """The parts of the forward that goes on (step.py), None where it has none of them."""
+
+    prefill: Any
+    resume: Any
+    propagate: Any
+    decode: Any
+
+
+class Services:
+    """The parts of one scheduler that forwards share.
+
+    Attributes:
+        propagates, shares: whether any policy of the start lets tokens leave the prefill, or stores
+            layers in pairs: what the server is prepared for.
+        tree: SGLang's radix cache, from the first batch on.
+        step: the forward that goes on.
+        scratch_rows: of SGLang's table of slots, for policies by which tokens leave the prefill.
+        runner: SGLang's model runner, where there are such policies.
+        layers: forwards of the model's decoder layers, where there are such policies.
+        has_room: whether prompts have been given up since the scheduler last tried to admit.
+    """
+
+    arena: Arena
+    tables: DeviceTables
+    store: Store
+    rotary: Rotary
+    metrics: Metrics
+    reports: Reports
+    failures: Failures
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        self.propagates = any(program.propagate is not None for program in programs)
+        self.shares = any(program.share is not None for program in programs)
+        self.streams = Streams()
+        self.queries = QueryBuffer(programs)
+        self.tree: Any = None
+        self.step: Forward | None = None
+        self.scratch_rows = range(0)
+        self.runner: Any = None
+        self.layers: list[Callable[..., Any]] = []
+        self.has_room = False
+
+    def start(self, metrics: Metrics, max_failures: int) -> None:
+        """The server is about to serve.
+
+        Args:
+            max_failures: requests for which a policy may fail before it is disabled; 0: any number.
+        """
+        self.metrics = metrics
+        self.reports = Reports(self.arena, metrics)
+        self.failures = Failures(self.store, metrics, self.reports, max_failures)
+
+    def evict(self, slots: int) -> None:
+        """Ask the radix cache to make so many slots available."""
+        compat.evict(self.tree, slots)
+
+    def detach(self, req: Any, state: State) -> None:
+        """Give up the slots of what has been copied to private pages, the prompt's among them.
+
+        The prompt is left to the radix cache. Before it has been offered there, nothing is done:
+        `Runtime.published` comes back to it.
+        """
+        if state.published:
+            with self.streams.scheduling():
+                self._detach(req, state)
+
+    def _detach(self, req: Any, state: State) -> None:
+        tree, first = self.tree, req.kv.cache_protected_len if state.detached else 0
+        end = state.private.tail_start // tree.page_size * tree.page_size
+        if req.kv.cache_protected_len < end:
+            # The tail; and of the prompt what the cache, if it is on, has not taken.
+            tree.free_kv_row(req.kv, [(req.kv.cache_protected_len, end)])
+            req.kv.cache_protected_len = end
+        if not state.detached:
+            tree.unlock(req.lock)
+            req.lock = None
+            # What is decoded from here on was computed from chosen entries; others must not reuse
+            # it.
+            req.skip_radix_cache_insert = True
+            state.detached = True
+        # The slots may be someone else's soon; a stray read must not find them.
+        tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, first:end] = 0
+        self.has_room = True

@@ -1,0 +1,135 @@
+"""Requests of which some layers are stored in pairs: section `share` of a policy (MiniCache).
+
+An upper layer and the one below it store one direction per token, KV head and tensor (key, value),
+and a length for each layer, all in one list of private pages per KV head; `entries/pairs.py` of the
+kernels says how. Tokens of `except` keep both originals. Keys and values are excepted
+independently, so in one entry the key may be a direction and the value an original; the list has as
+many more entries as the larger of both numbers. Layers without a pair are copied whole. What is
+decoded later lies in ordinary slots, whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from kvpolicy.kernels.entries import pairs
+from kvpolicy.sglang_ext.face.host import to_device, to_host
+from kvpolicy.sglang_ext.memory.arena import Arena
+from kvpolicy.sglang_ext.memory.shared import Shared
+
+if TYPE_CHECKING:
+    from kvpolicy.sglang_ext.forward.services import Services
+    from kvpolicy.sglang_ext.request.request import State
+
+
+def compress(services: Services, state: State, slots: torch.Tensor, run: Any) -> None:
+    """Store a prompt's layers in pairs in its private pages, or give these back.
+
+    They are given back where so many tokens are excepted that no slot is saved, or where the
+    model's tensors are not finite.
+
+    Args:
+        slots: [N] int64 slots of the prompt.
+        run: of the policy's program, finished.
+    """
+    private, store, arena = state.private, services.store, services.arena
+    kernels, uppers = state.served.kernels, state.served.upper_layers
+    whole = [n for n in range(arena.layers) if n not in uppers and n + 1 not in uppers]
+    lists = torch.zeros((arena.layers, arena.kv_heads), dtype=torch.int64)
+    lists[whole] = state.prompt
+    pages = arena.pages(private.slots)
+    # The pairs one by one, so that only one of them is held twice.
+    for layer in uppers:
+        rows = None if run.not_finite else _paired(arena, slots, layer, run)
+        if rows is not None:
+            lists[layer] = rows.entries
+        if rows is None or not store.saves(private, lists):
+            store.release(private)
+            state.private = None
+            return
+        first_page, _ = store.lay_out(lists)
+        own = pages[int(first_page[layer, 0]) :]
+        kernels.place(arena.entries, *rows.dense, own, value_offset=arena.value_offset)
+        _put_codes(arena, pages, first_page[layer], rows.codes)
+    private.shared = Shared.of(uppers, state.prompt, arena)
+    store.fill(private, lists)
+    kept = torch.zeros((*lists.shape, state.prompt), dtype=torch.bool, device=slots.device)
+    for layer in whole:
+        kept[layer] = True
+    kernels.compact_layers(arena.storage, slots, kept, private.slots, private.first_page)
+    for upper in uppers:
+        private.first_page[upper - 1] = private.first_page[upper]
+    private.counts = torch.full_like(private.counts, state.prompt)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A pair's list before it is written.
+
+    Attributes:
+        entries: [G] int64 on the host, M of each KV head.
+        dense: k, v [G, M, D] and which rows there are [G, M]; those of codes are zeros.
+        codes: float32 [2, G, 2K, F] of (key, value).
+    """
+
+    entries: torch.Tensor
+    dense: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    codes: torch.Tensor
+
+
+def _paired(arena: Arena, slots: torch.Tensor, layer: int, run: Any) -> _Rows:
+    """The list of an upper layer and the one below it; the host waits for its length."""
+    storage, tokens = arena.storage, slots.numel()
+    own = storage[layer][:, slots].transpose(1, 2)  # [2, G, N, D]
+    below = storage[layer - 1][:, slots].transpose(1, 2)
+    found = run.shared(layer, *below, *own)
+    excepted = torch.stack([found.except_k, found.except_v])
+    lengths = torch.stack([below, own]).double().norm(dim=-1).float()  # [2, 2, G, N]
+    floats = pairs.floats_of_row(storage.shape[4], storage.dtype)
+    codes = [pairs.encode(lengths[:, i], excepted[i]) for i in range(2)]
+    codes = torch.stack([pairs.rows_of(each, floats) for each in codes])
+    entries = codes.shape[2] + tokens + excepted.sum(dim=2).amax(dim=0)
+    (on_host,) = to_host([entries])
+    there = torch.arange(int(on_host.max()), device=slots.device) < entries[:, None]
+    before, more = codes.shape[2], there.shape[1] - codes.shape[2] - tokens
+    dense = [
+        torch.nn.functional.pad(
+            _list(direction, own[i], below[i], excepted[i], more), (0, 0, before, 0)
+        )
+        for i, direction in enumerate((found.direction_k, found.direction_v))
+    ]
+    return _Rows(on_host, (*dense, there), codes)
+
+
+def _put_codes(
+    arena: Arena, pages: torch.Tensor, first_page: torch.Tensor, codes: torch.Tensor
+) -> None:
+    """Write codes to the front of a pair's lists, bit by bit.
+
+    Args:
+        pages: of the request.
+        first_page: [G] of the lists, on the host.
+        codes: float32 [2, G, 2K, F].
+    """
+    first = to_device(first_page, torch.int64, pages.device)
+    place = torch.arange(codes.shape[2], device=pages.device)
+    number = first[:, None] + place // arena.kv_heads
+    entries = pages[number] * arena.kv_heads + place % arena.kv_heads
+    numbers = pairs.numbers(arena.storage)
+    numbers[entries], numbers[entries + arena.value_offset] = codes
+
+
+def _list(
+    direction: torch.Tensor,
+    own: torch.Tensor,
+    below: torch.Tensor,
+    excepted: torch.Tensor,
+    more: int,
+) -> torch.Tensor:
+    """[G, N + more, D] rows of one tensor: the tokens', then the lower layer's excepted ones."""
+    rows = torch.where(excepted[:, :, None], own.to(direction.dtype), direction)
+    first = (~excepted).to(torch.uint8).argsort(dim=1, stable=True)[:, :more]
+    lower = below.gather(1, first[:, :, None].expand(-1, -1, below.shape[2]))
+    return torch.cat([rows, lower.to(rows.dtype)], dim=1)

@@ -1,0 +1,34 @@
+"""One forward of a batch: what the plugin does in it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvpolicy.sglang_ext.forward.decode_step import DecodeStep
+from kvpolicy.sglang_ext.forward.frame import Frame
+from kvpolicy.sglang_ext.forward.prefill_step import PrefillStep
+from kvpolicy.sglang_ext.forward.propagate import PropagateStep
+from kvpolicy.sglang_ext.forward.resume import ResumeStep
+
+if TYPE_CHECKING:
+    from kvpolicy.sglang_ext.forward.services import Services
+
+
+class Step:
+    """The plugin's part in one forward; each part is None in a forward of another kind."""
+
+    def __init__(self, services: Services, batch: Any) -> None:
+        mode = batch.forward_mode
+        extend = mode.is_extend()
+        frame = Frame(batch) if extend else None
+        self.prefill = PrefillStep(services, batch, frame) if extend else None
+        self.resume = ResumeStep(services, batch, frame) if extend else None
+        propagates = extend and PropagateStep.wanted(batch)
+        self.propagate = PropagateStep(services, batch, frame, self.prefill) if propagates else None
+        self.decode = DecodeStep(services, batch) if mode.is_decode() else None
+
+    def finish(self) -> None:
+        """After the forward: compress the prompts that ended in it, and fold."""
+        for part in (self.propagate, self.prefill, self.resume, self.decode):
+            if part is not None:
+                part.finish()

@@ -1,0 +1,79 @@
+"""A forward batch that holds only some rows of the one that SGLang made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face.host import to_device
+from kvpolicy.sglang_ext.request.propagation import Rows
+
+
+@dataclass(frozen=True)
+class Extent:
+    """One request in a view.
+
+    Attributes:
+        row: of SGLang's table of slots, whose first `length` elements are its tokens' slots.
+        length: tokens there, those without rows included.
+        rows: of its last tokens.
+        index: of the request in SGLang's batch.
+    """
+
+    row: int
+    length: int
+    rows: int
+    index: int
+
+
+def make(runner: Any, batch: Any, extents: Sequence[Extent], rows: Rows) -> Any:
+    """A view of a batch: the given requests with the given rows.
+
+    Args:
+        runner: SGLang's model runner.
+        batch: the forward batch that SGLang made.
+        extents: the requests, in order of their rows.
+        rows: of all of them; their entries are written to `rows.slots`.
+    """
+    lengths = [e.length for e in extents]
+    counts = [e.rows for e in extents]
+    prefixes = [e.length - e.rows for e in extents]
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    own = [e.row for e in extents]
+    there = to_device([own, lengths, counts, prefixes, starts], torch.int64, rows.positions.device)
+    fields = {
+        "batch_size": len(extents),
+        "input_ids": rows.ids,
+        "positions": rows.positions,
+        "out_cache_loc": rows.slots,
+        "req_pool_indices": there[0].to(batch.req_pool_indices.dtype),
+        "req_pool_indices_cpu": torch.tensor(own, dtype=torch.int64),
+        "seq_lens": there[1].to(batch.seq_lens.dtype),
+        "seq_lens_cpu": torch.tensor(lengths, dtype=torch.int64),
+        "seq_lens_sum": sum(lengths),
+        "orig_seq_lens": there[1].to(torch.int32),
+        "extend_num_tokens": sum(counts),
+        "extend_seq_lens": there[2].to(torch.int32),
+        "extend_seq_lens_cpu": counts,
+        "extend_prefix_lens": there[3].to(torch.int32),
+        "extend_prefix_lens_cpu": prefixes,
+        "extend_start_loc": there[4].to(torch.int32),
+        "global_num_token_non_padded_cpu": sum(counts),
+        "rids": [batch.rids[e.index] for e in extents],
+        "lora_ids": [batch.lora_ids[e.index] for e in extents],
+    }
+    return compat.view_of(runner, batch, fields)
+
+
+def rows_of(hidden: Any, batch: Any) -> tuple[Rows, Any]:
+    """The rows that a layer returned for a batch, and how the next one adds them up.
+
+    Args:
+        hidden: what the layer returned.
+        batch: SGLang's forward batch, or a view.
+    """
+    output, residual, update = compat.take_stream(hidden, batch)
+    return Rows(output, residual, batch.input_ids, batch.positions, batch.out_cache_loc), update

@@ -1,0 +1,260 @@
+"""Private slots of compressed requests: who holds which, and what their pages contain.
+
+Slots come from SGLang's own allocator and are counted in its unit, so that admission, eviction,
+retraction and the leak checks see one pool:
+available + evictable + protected + session + uncached + private == total at every step, where
+slots set aside for internal requests are in none of them but while they are lent.
+The store is also the pool's "aux cache": SGLang tells it when a request's row is freed or when
+everything is flushed. Private slots are tensors of the scheduler's stream, wherever they are taken;
+what is laid out in them belongs to the forwards' (see streams.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from kvpolicy.sglang_ext.face.host import to_device
+from kvpolicy.sglang_ext.face.streams import Streams
+from kvpolicy.sglang_ext.memory.arena import Arena
+from kvpolicy.sglang_ext.memory.private import Private
+from kvpolicy.sglang_ext.memory.set_aside import Allocator, SetAside
+from kvpolicy.sglang_ext.memory.tables import DeviceTables
+
+
+class Store:
+    """All private slots of one scheduler."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        allocator: Allocator,
+        changed: Callable[[str, int], None] = lambda policy, slots: None,
+        tables: DeviceTables | None = None,
+        streams: Streams | None = None,
+        set_aside: SetAside | None = None,
+    ) -> None:
+        """
+        Args:
+            changed: called with a policy's name and the slots it now holds, after every change.
+            tables: what decode steps read on the device, if they do.
+            streams: on which slots are taken and given back.
+            set_aside: slots of internal requests, if there are any.
+        """
+        self.arena = arena
+        self.allocator = allocator
+        self._changed = changed
+        self._tables = tables
+        self._streams = streams or Streams()
+        self.set_aside = set_aside or SetAside(allocator, 0)
+        self.by_row: dict[int, Private] = {}
+        self._held: dict[str, int] = {}
+
+    @property
+    def held(self) -> int:
+        """Slots held by all requests."""
+        return sum(self._held.values())
+
+    @property
+    def dense_capacity(self) -> int:
+        """Tokens that SGLang may schedule: all but what is set aside."""
+        return self.allocator.size - self.set_aside.total
+
+    @property
+    def uncached(self) -> int:
+        """Slots of that capacity that are neither free nor SGLang's own."""
+        return self.held - self.set_aside.lent
+
+    def whole_pages(self, slots: int) -> int:
+        """Rounded up to what the allocator hands out."""
+        return -(-slots // self.allocator.page_size) * self.allocator.page_size
+
+    def allocate(
+        self, row: int, policy: str, slots: int, tail_start: int, evict: Callable[[int], object]
+    ) -> Private | None:
+        """Take slots for a request, evicting from the radix cache where needed; None if too few.
+
+        Args:
+            evict: asks the radix cache to make so many slots available.
+        """
+        if row in self.by_row:
+            raise RuntimeError(f"row {row} already holds private slots")
+        slots = self.whole_pages(slots)
+        taken = self._take(slots, evict)
+        if taken is None:
+            return None
+        private = Private(row, policy, taken, tail_start)
+        self.by_row[row] = private
+        self._count(policy, slots)
+        return private
+
+    def _take(
+        self, slots: int, evict: Callable[[int], object], earlier: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """So many slots [S] int32, behind those that there are; None if too few are left."""
+        with self._streams.scheduling():
+            evict(slots)
+            taken = self.allocator.alloc(slots)
+            if taken is None:
+                return None
+            # The allocator hands out a view of its whole free list; a copy does not keep that
+            # alive.
+            taken = taken.to(torch.int32)
+            taken = taken if earlier is None else torch.cat([earlier, taken])
+            return self._streams.shared(taken)
+
+    def _give_back(self, private: Private, keep: int = 0) -> None:
+        """Give back all slots of a request but the first ones."""
+        surplus = private.slots.numel() - keep
+        with self._streams.scheduling():
+            self.allocator.free(private.slots[keep:].to(torch.int64))
+            private.slots = self._streams.shared(private.slots[:keep].clone())
+        self._count(private.policy, -surplus)
+
+    def slots_for(self, counts: torch.Tensor) -> int:
+        """Slots that so many entries [L, G] take."""
+        return self.whole_pages(self.arena.slots_for(self.lay_out(counts)[1]))
+
+    def saves(self, private: Private, counts: torch.Tensor) -> bool:
+        """Whether so many entries [L, G] take fewer slots than the prompt does."""
+        return self.slots_for(counts) < private.tail_start
+
+    def grow(self, private: Private, slots: int, evict: Callable[[int], object]) -> bool:
+        """Take more slots, until a request has so many; False, and nothing, if too few are left.
+
+        Args:
+            evict: as for `allocate`.
+        """
+        more = slots - private.slots.numel()
+        if more <= 0:
+            return True
+        slots = self._take(more, evict, private.slots)
+        if slots is None:
+            return False
+        private.slots = slots
+        self._count(private.policy, more)
+        return True
+
+    def fill(self, private: Private, counts: torch.Tensor) -> None:
+        """Lay out the pages for what was kept and give back the slots that are not needed.
+
+        Args:
+            counts: [L, G] entries that will be written, on the host.
+        """
+        page, device = self.arena.kv_heads, self.arena.storage.device
+        first_page, pages = self.lay_out(counts)
+        private.laid_out = counts.tolist()
+        private.room = (counts + page - 1) // page * page
+        private.layer_starts = first_page[:, 0].tolist()
+        private.counts = to_device(counts, torch.int32, device)
+        private.first_page = to_device(first_page, torch.int32, device)
+        slots = self.whole_pages(self.arena.slots_for(pages))
+        if private.slots.numel() > slots:
+            self._give_back(private, keep=slots)
+        if self._tables is not None:
+            self._tables.note(private)
+
+    def lay_out(self, counts: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Where the lists of a request begin if they follow each other.
+
+        Args:
+            counts: [L, G] entries, on the host.
+
+        Returns:
+            [L, G] first page of each list, and the pages that all take.
+        """
+        page = self.arena.kv_heads
+        used = ((counts + page - 1) // page).flatten()
+        return (used.cumsum(0) - used).view(counts.shape), int(used.sum())
+
+    def settled(self, private: Private, counts: torch.Tensor, written: torch.Tensor) -> None:
+        """The lists of a request have become shorter where they lie.
+
+        Args:
+            counts: [L, G] entries that they hold, on the host.
+            written: int32 [L, G], the same on the device.
+        """
+        private.laid_out = counts.tolist()
+        private.counts = written
+        if self._tables is not None:
+            self._tables.note(private)
+
+    def empty(self, private: Private, tail_start: int) -> None:
+        """Give back every slot of a request that goes on without what it held.
+
+        Args:
+            tail_start: position from which it reads ordinary slots.
+        """
+        private.tail_start, private.shared = tail_start, None
+        self.fill(private, torch.zeros((self.arena.layers, self.arena.kv_heads), dtype=torch.int64))
+
+    def release(self, private: Private) -> None:
+        """Give back every slot of a request."""
+        if self.by_row.get(private.row) is not private:
+            raise RuntimeError(f"row {private.row} does not hold these private slots")
+        del self.by_row[private.row]
+        self._give_back(private)
+        if self._tables is not None:
+            self._tables.forget(private.row)
+
+    def free(self, row: int) -> None:
+        """SGLang has freed a row: its request finished, was aborted or retracted."""
+        private = self.by_row.get(row)
+        if private is not None:
+            self.release(private)
+
+    def clear(self) -> None:
+        """SGLang flushes everything; it empties the allocator itself next."""
+        self.by_row.clear()
+        if self._tables is not None:
+            self._tables.forget_all()
+        for policy, slots in list(self._held.items()):
+            self._count(policy, -slots)
+
+    def reset_allocator(self) -> None:
+        """SGLang has emptied its allocator; private slots come with the next requests."""
+        self.set_aside.take()
+
+    def alloc_to_lengths(self, **_: object) -> None:
+        """SGLang has lengthened rows; private slots do not grow."""
+
+    def check_integrity(self, free: torch.Tensor) -> None:
+        """Raise unless every private slot is held exactly once and none is free.
+
+        Args:
+            free: slots on the allocator's free list.
+
+        Raises:
+            RuntimeError: says which slots are wrong.
+        """
+        slots = [p.slots.to(torch.int64) for p in self.by_row.values()]
+        held = torch.cat([*slots, self.set_aside.slots.to(free.device)])
+        counted = self.held + self.set_aside.total - self.set_aside.lent
+        if held.numel() != counted:
+            raise RuntimeError(f"{held.numel()} slots are listed but {counted} are counted")
+        unique, times = held.unique(return_counts=True)
+        if (times > 1).any():
+            raise RuntimeError(f"slots held twice: {unique[times > 1][:8].tolist()}")
+        both = unique[torch.isin(unique, free)]
+        if both.numel():
+            raise RuntimeError(f"slots both private and free: {both[:8].tolist()}")
+        for private in self.by_row.values():
+            self._check_pages(private)
+        if self._tables is not None:
+            self._tables.check(private for private in self.by_row.values() if private.ready)
+
+    def _check_pages(self, private: Private) -> None:
+        if private.counts is None or private.first_page is None:
+            return
+        page = self.arena.kv_heads
+        ends = private.first_page + (private.counts + page - 1) // page
+        last = int(ends.max())
+        if last > self.arena.layers * private.slots.numel():
+            raise RuntimeError(f"row {private.row}: {last} pages in {private.slots.numel()} slots")
+        overlap = private.first_page.flatten()[1:] < ends.flatten()[:-1]
+        if private.shared is None and bool(overlap.any()):
+            raise RuntimeError(f"row {private.row}: two lists share a page")
+
+    def _count(self, policy: str, slots: int) -> None:
+        self._held[policy] = self._held.get(policy, 0) + slots
+        self._changed(policy, self._held[policy])

@@ -1,0 +1,171 @@
+"""Keeps the tables that a decode step reads on the device up to date.
+
+What changes is noted where it happens, in the scheduler or at the end of a forward, and written at
+the beginning of the next forward. So everything is written on the stream of the forwards, after the
+steps that read the earlier state and before those that read the new one, and a captured CUDA graph
+finds the tensors where they always were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from kvpolicy.kernels.entries.tables import Tables
+from kvpolicy.sglang_ext.face.streams import Streams
+from kvpolicy.sglang_ext.memory.arena import Arena
+
+if TYPE_CHECKING:
+    from kvpolicy.sglang_ext.memory.private import Private
+
+
+class DeviceTables:
+    """The tables of one scheduler.
+
+    Private slots of one row lie together. They are handed out from the front to the back; when the
+    end is reached, all are written again from the front, which always makes room because there is
+    twice as much of it as the pool has slots.
+
+    Attributes:
+        tables: what kernels read.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        rows: int,
+        slots: int,
+        streams: Streams | None = None,
+        *,
+        pairs: bool = False,
+    ) -> None:
+        """
+        Args:
+            rows: R of SGLang's table of slots, the padding row included.
+            slots: of the pool.
+            pairs: whether a request may store layers in pairs.
+        """
+        sizes, device = (rows, arena.layers, arena.kv_heads, slots), arena.storage.device
+        self.tables = self.empty(*sizes, device, pairs=pairs)
+        self._streams = streams or Streams()
+        self._changed: dict[int, Private | None] = {}
+        self._written: dict[int, Private] = {}
+        self._places: dict[int, range] = {}
+        self.end = 0  # of the places that are taken
+
+    @staticmethod
+    def empty(
+        rows: int,
+        layers: int,
+        kv_heads: int,
+        slots: int,
+        device: torch.device | str,
+        *,
+        pairs: bool,
+    ) -> Tables:
+        """The tables of a pool of so many slots, of which no row has private pages."""
+        return Tables.empty(rows, layers, kv_heads, 2 * slots, device, pairs=pairs)
+
+    def note(self, private: Private) -> None:
+        """A request's private pages are laid out anew; read when the tables are written."""
+        self._changed[private.row] = private
+
+    def forget(self, row: int) -> None:
+        """A row has no private pages any more."""
+        self._changed[row] = None
+
+    def forget_all(self) -> None:
+        """No row has private pages any more."""
+        self._changed = dict.fromkeys((*self._changed, *self._written))
+
+    def write(self) -> None:
+        """Write what has changed, on the current stream, without waiting for the device."""
+        changed, self._changed = self._changed, {}
+        for row, private in changed.items():
+            self._written.pop(row, None)
+            if private is None:
+                self._places.pop(row, None)
+                self.tables.counts[row].zero_()
+                self.tables.tail_start[row].zero_()
+        kept = [private for private in changed.values() if private is not None]
+        for private in kept:
+            self._written[private.row] = private
+        moved = self._find_places(kept)
+        for private in kept:
+            self._write_lists(private)
+        for private in moved:
+            self._write_slots(private)
+
+    def _find_places(self, changed: Iterable[Private]) -> Iterable[Private]:
+        """Where slots go; returns whose are to be written."""
+        for private in changed:
+            place, count = self._places.get(private.row), private.slots.numel()
+            if place is not None and count <= len(place):
+                self._places[private.row] = place[:count]
+                continue
+            if self.end + count > self.tables.slots.shape[0]:
+                return self._compact()
+            self._places[private.row] = range(self.end, self.end + count)
+            self.end += count
+        return changed
+
+    def _compact(self) -> Iterable[Private]:
+        self._places, self.end = {}, 0
+        for private in self._written.values():
+            end = self.end + private.slots.numel()
+            self._places[private.row] = range(self.end, end)
+            self.end = end
+        return self._written.values()
+
+    def _write_lists(self, private: Private) -> None:
+        row, tables = private.row, self.tables
+        tables.counts[row].copy_(private.counts)
+        if private.shared is not None:
+            tables.paired[row].copy_(private.shared.paired)
+        elif tables.paired.numel():
+            tables.paired[row].zero_()
+        tables.first_page[row].copy_(private.first_page)
+        tables.tail_start[row].fill_(private.tail_start)
+
+    def _write_slots(self, private: Private) -> None:
+        place = self._places[private.row]
+        self._streams.shared(private.slots)
+        self.tables.slots_start[private.row].fill_(place.start)
+        self.tables.slots[place.start : place.stop].copy_(private.slots)
+
+    def check(self, held: Iterable[Private]) -> None:
+        """Raise unless the tables say what requests hold, where nothing is still to be written.
+
+        Args:
+            held: of every row that holds private pages which may be read.
+
+        Raises:
+            RuntimeError: says which row is wrong.
+        """
+        tables, rows = self.tables, set(self._changed)
+        for private in held:
+            row = private.row
+            if row in self._changed:
+                continue
+            rows.add(row)
+            start = int(tables.slots_start[row])
+            slots = tables.slots[start : start + private.slots.numel()]
+            same = (
+                torch.equal(slots, private.slots)
+                and torch.equal(tables.counts[row], private.counts)
+                and self._says_pairs(private)
+                and torch.equal(tables.first_page[row], private.first_page)
+                and int(tables.tail_start[row]) == private.tail_start
+            )
+            if not same:
+                raise RuntimeError(f"row {row}: the device tables are not what it holds")
+        others = [row for row in range(tables.tail_start.shape[0]) if row not in rows]
+        if tables.counts[others].any() or tables.tail_start[others].any():
+            raise RuntimeError("the device tables list private pages of a row that has none")
+
+    def _says_pairs(self, private: Private) -> bool:
+        paired, row = self.tables.paired, private.row
+        if private.shared is not None:
+            return torch.equal(paired[row], private.shared.paired)
+        return not paired.numel() or not bool(paired[row].any())

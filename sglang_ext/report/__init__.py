@@ -1,0 +1,1 @@
+"""What is said of requests: facts in answers, metrics, kept positions."""

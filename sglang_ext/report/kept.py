@@ -1,0 +1,54 @@
+"""Which positions of a prompt every list holds, for a client that asks: `kv_policy_kept`."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from kvpolicy.sglang_ext.face.asked import KEPT, shown
+
+
+def wanted(asked: Mapping[str, Any]) -> bool:
+    """Whether a request asks for it.
+
+    Args:
+        asked: what it asks of policies.
+
+    Raises:
+        ValueError: what it says is neither true nor false; the message is for the client.
+    """
+    value = asked.get(KEPT, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"custom_params.{KEPT} is {shown(value)}; expected true or false")
+    return value
+
+
+def described(kept: torch.Tensor, positions: torch.Tensor | None, prompt: int) -> dict[str, Any]:
+    """What an answer says; the host waits for the device.
+
+    Args:
+        kept: [L, G, n] bool of n tokens.
+        positions: [n] int64 in the prompt, ascending; None: the tokens are the prompt.
+        prompt: N.
+
+    Returns:
+        `shape` [L, G, N], and `bits`: base64 of the bits, each list's padded to whole bytes.
+    """
+    if positions is not None:
+        whole = kept.new_zeros((*kept.shape[:2], prompt))
+        whole[:, :, positions] = kept
+        kept = whole
+    return _packed(kept.cpu().numpy())
+
+
+def everything(layers: int, kv_heads: int, prompt: int) -> dict[str, Any]:
+    """The same of a prompt of N tokens that is held in full."""
+    return _packed(np.ones((layers, kv_heads, prompt), dtype=bool))
+
+
+def _packed(kept: np.ndarray) -> dict[str, Any]:
+    bits = np.packbits(kept, axis=-1)
+    return {"shape": list(kept.shape), "bits": b64encode(bits.tobytes()).decode("ascii")}

@@ -1,0 +1,155 @@
+"""What is said of a request: its facts in the answer's `meta_info`, and the metrics."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvpolicy.experiments.experiment import NO_POLICY
+from kvpolicy.sglang_ext.face import asked, compat
+from kvpolicy.sglang_ext.memory.arena import Arena
+from kvpolicy.sglang_ext.report import kept
+from kvpolicy.sglang_ext.report.metrics import Metrics
+from kvpolicy.sglang_ext.request.reasons import Reason
+from kvpolicy.sglang_ext.request.request import State, state_of
+
+logger = logging.getLogger(__name__)
+
+
+class Reports:
+    """The reports of one scheduler."""
+
+    def __init__(self, arena: Arena, metrics: Metrics) -> None:
+        self._arena, self._metrics = arena, metrics
+
+    def queued(self, req: Any, *, shows_kept: bool) -> None:
+        """Note at its arrival whether a request asks which positions are kept."""
+        state = state_of(req)
+        if not shows_kept or req.to_finish is not None:
+            return
+        if state is not None:
+            state.shows_kept = True
+            return
+        # Nothing will leave, and no policy will report it.
+        prompt = len(req.origin_input_ids)
+        facts = {"policy": NO_POLICY, "prompt_tokens": prompt, "kept": self._everything(prompt)}
+        self._send(req, facts)
+
+    def without_policy(self, req: Any) -> None:
+        """Note that the prompt of a request has ended that no policy applies to."""
+        # A retracted one comes again, with what it has said so far.
+        internal = compat.is_health_check(req) or asked.scores(req)
+        if not req.output_ids and not internal and req.to_finish is None:
+            self._metrics.without_policy()
+
+    def finished_prompt(self, req: Any, state: State, entries: int, *, finite: bool) -> None:
+        """Note the outcome of compressing a prompt of which so many entries were chosen.
+
+        Args:
+            finite: whether the model's tensors were; otherwise nothing can be chosen by them.
+        """
+        if state.private is None:
+            shares = state.served.upper_layers
+            nothing = Reason.NOTHING_SAVED if shares else Reason.NOTHING_DROPPED
+            state.uncompressed = state.uncompressed or nothing
+            if not finite:
+                state.uncompressed = Reason.NOT_FINITE
+            return
+        if state.counted:
+            return
+        state.counted = True
+        facts = self._of_compressed(state, entries)
+        self._report(req, state, facts)
+        self._metrics.compressed(
+            state.served.name,
+            prompt=state.prompt,
+            entries=(facts["entries_before"], entries),
+            size=(facts["kv_bytes_before"], facts["kv_bytes_after"]),
+            seconds=state.seconds,
+        )
+
+    def _of_compressed(self, state: State, entries: int) -> dict[str, Any]:
+        arena, name = self._arena, state.served.name
+        after = state.private.slots.numel()
+        facts = {
+            "policy": name,
+            "prompt_tokens": state.prompt,
+            "entries_before": arena.layers * arena.kv_heads * state.prompt,
+            "entries_kept": entries,
+            "kv_bytes_before": arena.slot_bytes * state.prompt,
+            "kv_bytes_after": arena.slot_bytes * after,
+            "slots_freed": state.prompt - after,
+            "compression_seconds": round(state.seconds, 6),
+        }
+        if state.propagates:
+            facts |= state.progress.facts(state.prompt)
+            self._metrics.propagated(name, facts["propagated_tokens"])
+        if state.shows_kept:
+            facts["kept"] = state.kept or self._everything(state.prompt)
+        return facts
+
+    def served_in_full(self, req: Any, state: State, reason: Reason) -> None:
+        """Note that the prompt of a request has ended and all of it stays."""
+        state.window.clear()
+        if state.counted:
+            return
+        state.counted = True
+        facts = {
+            "policy": state.served.name,
+            "prompt_tokens": state.prompt,
+            "uncompressed": reason.value,
+        }
+        if state.shows_kept:
+            facts["kept"] = self._everything(state.prompt)
+        self._report(req, state, facts)
+        self._metrics.uncompressed(state.served.name, reason)
+
+    def gave_up(self, req: Any, state: State, reason: Reason) -> None:
+        """Note that a request whose prompt has ended goes on without its policy."""
+        self._report_again(req, state, {"uncompressed": reason.value})
+        self._metrics.gave_up(state.served.name, reason)
+
+    def finished_fold(self, req: Any, state: State, dropped: int, seconds: float) -> None:
+        """Note that so many entries of a request have left at a decode step."""
+        state.folded += 1
+        state.dropped += dropped
+        now = {"folds": state.folded, "entries_dropped_in_decode": state.dropped}
+        self._report_again(req, state, now)
+        self._metrics.folded(state.served.name, dropped, seconds)
+
+    def skipped_fold(self, req: Any, state: State, step: int) -> None:
+        """Note that there were no slots for a fold at a decode step."""
+        state.skipped.add(step)
+        self._report_again(req, state, {"skipped_folds": len(state.skipped)})
+        self._metrics.skipped_fold(state.served.name)
+
+    def _everything(self, prompt: int) -> dict[str, Any]:
+        arena = self._arena
+        return kept.everything(arena.layers, arena.kv_heads, prompt)
+
+    def _report(self, req: Any, state: State, facts: dict[str, Any]) -> None:
+        state.facts = facts
+        if state.folds:
+            facts |= {"folds": 0, "entries_dropped_in_decode": 0, "skipped_folds": 0}
+        self._send(req, facts)
+        if state.served.set:
+            facts["set"] = state.served.set
+        shown = {name: value for name, value in facts.items() if name != "kept"}
+        logger.debug("Prompt ended. rid=%s, %s", req.rid, shown)
+
+    @staticmethod
+    def _send(req: Any, facts: dict[str, Any]) -> None:
+        # SGLang puts these into the answer's meta_info, one element per output token; the
+        # tokenizer's hook makes it one value.
+        req.customized_info = {**(req.customized_info or {}), "kv_policy": [facts]}
+
+    @staticmethod
+    def _report_again(req: Any, state: State, changes: dict[str, Any]) -> None:
+        values = req.customized_info["kv_policy"]
+        if len(values) <= req.send_token_offset:
+            # The last element has been sent; the next token's has not.
+            values += [None] * (len(req.output_ids) - len(values))
+            # What is kept of the prompt has been sent, and the tokenizer remembers it.
+            values.append({name: x for name, x in state.facts.items() if name != "kept"})
+            state.facts = values[-1]
+        state.facts.update(changes)

@@ -1,0 +1,92 @@
+"""Admission to SGLang's prefill passes: slots that requests need, and prompts that must wait."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.request.reasons import Reason
+from kvpolicy.sglang_ext.request.request import State, state_of
+
+if TYPE_CHECKING:
+    from kvpolicy.sglang_ext.memory.store import Store
+
+IN_FLIGHT = 2  # decode steps that may begin before a prompt is left to the radix cache
+
+
+def must_wait(adder: Any, req: Any, state: State, most: int) -> bool:
+    """Whether a propagating prompt cannot be admitted to a pass.
+
+    There may be `most` of them in a pass. One that must be prefilled in one piece waits until it
+    fits or is alone; then the pass is made as large as it is. Its length was limited when it was
+    queued.
+
+    Args:
+        adder: SGLang's prefill adder; its chunk size may be raised.
+    """
+    states = (state_of(each) for each in adder.can_run_list)
+    if sum(each is not None and each.propagates for each in states) >= most:
+        return True
+    if state.plan.layer is not None or adder.rem_chunk_tokens is None:
+        return False
+    needed = adder.ceil_paged_tokens(len(req.full_untruncated_fill_ids) - req.prefix_len)
+    if needed <= adder.rem_chunk_tokens:
+        return False
+    if adder.can_run_list:
+        return True
+    adder.rem_chunk_tokens = needed
+    return False
+
+
+def reserve(store: Store, adder: Any, req: Any, state: State, extend: int | None) -> int:
+    """Slots beyond its tokens that a request needs when it is admitted; see `Runtime.reserve`."""
+    slots = store.whole_pages(state.slots) if state.wanted else 0
+    page = adder.per_req_token_overhead
+    if req.kv.holds_kv:
+        return _reserve_chunk(adder, req, state, slots, extend)
+    ahead = req.sampling_params.max_new_tokens
+    output = min(max(ahead - len(req.output_ids), 0), compat.longest_estimated_output())
+    tokens = len(req.full_untruncated_fill_ids)  # with the output of a retracted request
+    most = state.served.growth.most(state.prompt, ahead) if state.folds else None
+    grows = tokens - state.prompt + output
+    grows = grows if most is None else min(grows, max(most - slots, 0))
+    if not slots:  # its prompt stays until its first fold at least
+        return grows - (tokens - state.prompt + output)
+    if slots + max(state.prompt + IN_FLIGHT, grows) + 2 * page >= store.dense_capacity:
+        # It would wait for ever: even an empty pool has no room for prompt and copy.
+        state.uncompressed = Reason.NO_SLOTS
+        state.forget()
+        return 0
+    if compat.simulates_output(adder, req):
+        return slots
+    # The copy takes the prompt's place: it holds both when its prefill ends, and the copy with
+    # its output later. What the prompt has in the radix cache is not its own.
+    own = max(state.prompt - req.prefix_len, 0)
+    needs = slots + max(own + IN_FLIGHT, grows)
+    if extend is not None and req.prefix_len + extend < tokens:
+        return needs - extend  # SGLang reckons with this chunk alone
+    return needs - (tokens - req.prefix_len + output)
+
+
+def _reserve_chunk(adder: Any, req: Any, state: State, slots: int, extend: int | None) -> int:
+    """The same of a further chunk, which cannot wait: where its copy does not fit, it goes
+    without one. Until its prompt ends, what is missing is kept from others in the pass.
+    """
+    chunk = extend or 0
+    budget = adder.memory_budget
+    room = min(budget.remaining_current, budget.remaining_total)
+    room -= adder.ceil_paged_tokens(chunk) + adder.per_req_token_overhead
+    missing = state.prompt - req.prefix_len - chunk
+    if missing <= 0:
+        return slots if slots <= room else 0
+    return max(min(slots + missing, room), 0)
+
+
+def still_needs(req: Any, state: State, estimate: float) -> float:
+    """Slots that a running request may come to need; see `Runtime.still_needs`."""
+    most = state.served.growth.most(state.prompt, req.sampling_params.max_new_tokens)
+    if most is None:
+        return estimate
+    held = req.kv.kv_allocated_len - max(req.kv.cache_protected_len, state.prompt)
+    held += 0 if state.private is None else state.private.slots.numel()
+    return min(estimate, max(most - held, 0))

@@ -1,0 +1,40 @@
+"""Requests of the plugin's own, which score another's tokens: nobody else notices them.
+
+SGLang observes no times of them and leaves nothing of them in the radix cache, they are computed in
+slots set aside (set_aside.py), and whoever waits behind one that cannot be admitted goes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvpolicy.sglang_ext.face import asked, compat
+from kvpolicy.sglang_ext.memory.set_aside import SetAside
+
+
+def queue(req: Any) -> None:
+    """An internal request enters the queue."""
+    compat.leave_out_of_metrics(req)
+
+
+def admit(set_aside: SetAside, adder: Any, req: Any, original: Callable[[], Any]) -> Any:
+    """Instead of the prefill adder's `add_one_req`: in slots set aside, or it is refused.
+
+    Args:
+        original: SGLang's own, with its arguments.
+
+    Returns:
+        The adder's answer.
+    """
+    if not set_aside.lend(req.rid, len(req.origin_input_ids) - req.prefix_len):
+        if req.to_finish is None:
+            compat.refuse_unnoticed(req, asked.NO_ROOM)
+        return compat.passed_over()
+    with compat.uncounted(adder):
+        answer = original()
+    if adder.can_run_list and adder.can_run_list[-1] is req:
+        return answer
+    set_aside.ended(req.rid)
+    set_aside.take_back(lambda _: None)
+    return compat.passed_over()

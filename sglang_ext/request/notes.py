@@ -1,0 +1,100 @@
+"""Decode steps that a request's policy has not been taken through yet.
+
+Between two folds nothing of a request leaves, so its policy need not look on while the model
+computes: keys and values stay where they are, and queries are all that would be gone. After every
+decode forward those of the requests that are followed are kept (queries.py), and each request
+remembers here which are its own, until its policy is taken through the steps at once (follow.py).
+
+A request holds queries `[L, H, D]` of at most `LONGEST` steps: of fewer where entries leave more
+often or many requests are followed, of the last ones only where its policy reads no others, and of
+none where it reads none. They are free when it has been followed, ends or is retracted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.ir.traverse import nodes_of, state_roots
+
+LONGEST = 64  # decode steps that a policy is taken through at once, at most
+
+
+def wanted(bound: Bound, prompt: int) -> int | None:
+    """Of how many decode steps since it was followed last a policy reads the queries.
+
+    Returns:
+        Of the last so many, at most; None: of all, because states advance by each.
+    """
+    states = {} if bound.decode is None else bound.decode.states
+    if any(node.type.window for node in nodes_of(state_roots(states))):
+        return None
+    return bound.step_queries(prompt)
+
+
+@dataclass
+class Notes:
+    """What is noted of one request.
+
+    Attributes:
+        wanted: as of `wanted`.
+        positions: of the steps' tokens.
+        rows: per step, of the last ones that are wanted: queries [L, F, H, D] of F requests, and
+            which of these is the request.
+    """
+
+    wanted: int | None = 0
+    positions: list[int] = field(default_factory=list)
+    rows: deque[tuple[torch.Tensor, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = deque(maxlen=self.wanted)
+
+    def full(self, most: int) -> bool:
+        """Whether the policy is to be taken through the steps before more than `most` are noted."""
+        return self.wanted is None and len(self.positions) >= most
+
+    def add(self, position: int, taken: tuple[torch.Tensor, int] | None) -> None:
+        """A step has been computed.
+
+        Args:
+            taken: its queries, as in `rows`; None if the policy will not read them.
+        """
+        self.positions.append(position)
+        if taken is not None:
+            self.rows.append(taken)
+
+    def queries(
+        self, scaled: Callable[[torch.Tensor, int], torch.Tensor], nothing: torch.Tensor
+    ) -> Callable[[int], torch.Tensor]:
+        """From a layer to the T steps' queries [H, T, D] as policies see them.
+
+        Those of steps that the policy does not read are zero.
+
+        Args:
+            scaled: from queries and their layer to queries as a policy sees them.
+            nothing: [H, 1, D] zeros, for a policy that reads none.
+        """
+        steps = len(self.positions)
+        if not self.rows:
+            return lambda layer: nothing.expand(-1, steps, -1)
+        held: list[torch.Tensor] = []
+
+        def of(layer: int) -> torch.Tensor:
+            if not held:
+                held.append(torch.stack([step[:, row] for step, row in self.rows], 2))
+            own = scaled(held[0][layer], layer)
+            missing = steps - own.shape[1]
+            if missing == 0:
+                return own
+            return torch.cat([own.new_zeros(own.shape[0], missing, own.shape[2]), own], 1)
+
+        return of
+
+    def clear(self) -> None:
+        """The policy has been taken through the steps."""
+        self.positions.clear()
+        self.rows.clear()

@@ -1,0 +1,127 @@
+"""What is known of a request whose tokens leave the prefill, before and between its forwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.bounds import Bounds
+from kvpolicy.dsl.ir.counts import whole
+from kvpolicy.dsl.ir.nodes import Node
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a policy propagates a prompt of N tokens.
+
+    Attributes:
+        layer: after which tokens leave, once; None if data decide or if it is not only one layer.
+            Then the prompt has to be prefilled in one piece.
+        restarts: whether the chosen tokens are prefilled again at positions 0, 1, ...
+        most_prefix: tokens that may be taken from the radix cache at most.
+    """
+
+    layer: int | None
+    restarts: bool
+    most_prefix: int
+
+
+def plan(bound: Bound, prompt: int) -> Plan | None:
+    """The plan for a prompt; None where surely every layer sees all tokens."""
+    if bound.propagate is None:
+        return None
+    layer, deepest = bound.propagation_layer(prompt), bound.shape.layers - 1
+    if layer is not None and layer >= deepest + bound.restarts:
+        return None
+    return Plan(layer, bound.restarts, _most_prefix(bound, prompt))
+
+
+def _most_prefix(bound: Bound, prompt: int) -> int:
+    """Cached tokens that a propagating prompt may use.
+
+    They have no rows: deeper layers read their entries, but nothing is computed for them. So the
+    last queries of every layer, the prompt's last token included, must be among the others. And a
+    second prefill writes its entries to slots that the request owns, as many as tokens are chosen.
+    """
+    tokens = bound.propagate_lowered.tokens
+    if bound.restarts:
+        return prompt - max(Bounds(bound, prompt).size(tokens).head)
+    window = max(bound.queries(prompt), 1)
+    layers = range(bound.shape.layers)
+    sure = min(_last_chosen(bound, tokens, prompt, layer) for layer in layers)
+    return prompt - window if sure >= min(window, prompt) else 0
+
+
+def _last_chosen(bound: Bound, node: Node, prompt: int, layer: int) -> int:
+    """How many of the last tokens a token set holds for certain, whatever the data."""
+    if node.op == "all":
+        return prompt
+    if node.op == "or":
+        return max(_last_chosen(bound, each, prompt, layer) for each in node.args)
+    if node.op == "fill":
+        return _last_chosen(bound, node.args[1], prompt, layer)
+    if node.op == "choose":
+        return min(_last_chosen(bound, each, prompt, layer) for each in node.args[::2])
+    if node.op == "top" and node.args[0].op == "position":
+        needs = bound.static.needs(node.args[1])
+        if needs is not None and "length" not in needs:
+            return whole(bound.number(node.args[1], prompt, layer), prompt)
+    return 0
+
+
+class Rows(NamedTuple):
+    """Rows that enter a layer, T of one or several requests.
+
+    Attributes:
+        hidden, residual: [T, C] output of the layer before and the residual stream beside it.
+        ids, positions, slots: [T] int64 tokens, their positions and where their entries go.
+    """
+
+    hidden: torch.Tensor
+    residual: torch.Tensor
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+
+    def take(self, rows: slice) -> Rows:
+        """Some of the rows, not copied."""
+        return Rows(*(each[rows] for each in self))
+
+    @staticmethod
+    def cat(parts: Sequence[Rows]) -> Rows:
+        """The rows of all parts, in order; those of a single part are not copied."""
+        if len(parts) == 1:
+            return parts[0]
+        return Rows(*(torch.cat(each) for each in zip(*parts, strict=True)))
+
+
+@dataclass
+class Progress:
+    """How far a request's propagation has come.
+
+    Attributes:
+        stopped: whether earlier chunks ended after the acting layer.
+        held: their rows, which wait for the last chunk; none of a policy that restarts.
+        layer: the first layer after which tokens left; None if none did.
+        tokens: tokens that the last layer saw; None if none left.
+        shift: how many positions the output comes earlier than its tokens are in the request: N - m
+            after a second prefill of m tokens.
+        barred: whether the prompt was kept out of the radix cache.
+    """
+
+    stopped: bool = False
+    held: list[Rows] = field(default_factory=list)
+    layer: int | None = None
+    tokens: int | None = None
+    shift: int = 0
+    barred: bool = False
+
+    def facts(self, prompt: int) -> dict[str, int | None]:
+        """What an answer reports, of a prompt of N tokens."""
+        seen = prompt if self.tokens is None else self.tokens
+        return {"selected_layer": self.layer, "propagated_tokens": seen}

@@ -1,0 +1,120 @@
+"""Queries of decode forwards, noted for policies that are taken through their steps later.
+
+Every decode forward with a request that needs it copies each layer's queries, after RoPE, into one
+buffer `[L, rows, H, D]`, inside the CUDA graph where one is replayed; after the forward one copy
+keeps the rows of the requests that are followed (notes.py).
+
+The buffer has as many rows as the largest captured batch, and lies there from before the capture
+on: graphs remember its address. A larger batch, which runs without a graph, has a buffer of its
+own, as has a server that captures nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from kvpolicy.dsl.ir.nodes import Program
+from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
+from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face.host import to_device
+from kvpolicy.sglang_ext.request.notes import LONGEST
+
+logger = logging.getLogger(__name__)
+
+LARGEST = 2**28  # bytes of queries that all requests of a forward hold at most, see `most_steps`
+
+
+def may_read(program: Program) -> bool:
+    """Whether a policy, whatever its parameters, reads queries of decode steps."""
+    rules = program.decode
+    if rules is None:
+        return False
+    states, merge = state_roots(rules.states), merge_roots(rules.merge)
+    roots = [rules.keep, rules.score, rules.budget, *states, *merge]
+    return any(node.type.window for node in nodes_of(roots))
+
+
+def most_bytes(step: int) -> int:
+    """What queries may take, those of a step in the buffer and those noted for later.
+
+    Args:
+        step: bytes of one step's queries, of all requests that are followed at once.
+    """
+    return step * (1 + _fitting(step))
+
+
+def _fitting(step: int) -> int:
+    return min(LONGEST, max(LARGEST // step, 1))
+
+
+class QueryBuffer:
+    """The queries of the decode forward that is going on, all layers.
+
+    Attributes:
+        needed: whether any served policy reads them.
+    """
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        self.needed = any(may_read(program) for program in programs)
+        self.captured: torch.Tensor | None = None  # graphs write to it, so it is never replaced
+        self.larger: torch.Tensor | None = None  # for batches that no graph serves
+        self._layers: dict[int, Any] = {}
+
+    def reserve(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate the buffer of batches that are about to be captured, if any policy needs it.
+
+        Args:
+            shape: [L, rows, H, D] of the largest.
+        """
+        if not self.needed:
+            return
+        self.captured = torch.zeros(tuple(shape), dtype=dtype, device=device)
+        logger.info(
+            "KV-cache policies: %.1f MiB for queries of a decode step of %d requests, and up to "
+            "%.1f MiB for those of steps that policies have not been taken through.",
+            self.captured.nbytes / 2**20,
+            shape[1],
+            self.most_steps(shape[1]) * self.captured.nbytes / 2**20,
+        )
+
+    def write(self, layer: Any, heads: torch.Tensor, layers: int) -> None:
+        """Note the queries of a layer; inside a capture, too.
+
+        Args:
+            layer: SGLang's attention layer.
+            heads: [rows, H, D] after RoPE.
+            layers: L.
+        """
+        self._layers[layer.layer_id] = layer
+        rows = heads.shape[0]
+        held = self._of(rows)
+        if held is None or rows > held.shape[1]:
+            held = self.larger = heads.new_zeros((layers, *heads.shape))
+        held[layer.layer_id, :rows].copy_(heads)
+
+    def take(self, rows: Sequence[int], batch: int) -> torch.Tensor:
+        """[L, F, H, D] copies of F rows of the forward that is over, which had so many in all."""
+        held = self._of(batch)
+        return held.index_select(1, to_device(rows, torch.int64, held.device))
+
+    def most_steps(self, requests: int) -> int:
+        """How many steps so many requests note before their policies are taken through them.
+
+        At most `LONGEST`, and at most as many as fit into `LARGEST`, but at least one.
+        """
+        held = self.captured if self.larger is None else self.larger
+        if held is None or not requests:
+            return LONGEST
+        return _fitting(requests * held[:, 0].numel() * held.element_size())
+
+    def scaled(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
+        """Queries of a layer as a policy sees them."""
+        return compat.scaled(queries, self._layers[layer])
+
+    def _of(self, rows: int) -> torch.Tensor | None:
+        """The buffer in which a forward of so many rows finds its place."""
+        captured = self.captured
+        return captured if captured is not None and rows <= captured.shape[1] else self.larger

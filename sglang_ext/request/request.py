@@ -1,0 +1,353 @@
+"""What the plugin knows about one request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.bounds import max_entries
+from kvpolicy.dsl.execute.kernels import Slots
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.experiments.experiment import NO_POLICY
+from kvpolicy.sglang_ext.face import pairing
+from kvpolicy.sglang_ext.face.asked import POLICY, named
+from kvpolicy.sglang_ext.face.kernels_in_use import in_use
+from kvpolicy.sglang_ext.face.options import Policy
+from kvpolicy.sglang_ext.memory.arena import Arena
+from kvpolicy.sglang_ext.memory.growth import ENDLESS, Growth
+from kvpolicy.sglang_ext.memory.private import Private
+from kvpolicy.sglang_ext.request.notes import Notes, wanted
+from kvpolicy.sglang_ext.request.propagation import Plan, Progress
+from kvpolicy.sglang_ext.request.reasons import Reason
+from kvpolicy.sglang_ext.request import propagation
+
+if TYPE_CHECKING:
+    from kvpolicy.dsl.execute.decode import Held, Memory
+
+_ATTRIBUTE = "kv_policy_state"
+_MANY = 1024  # output tokens during which entries surely may leave
+_WARM = 256  # tokens of a prompt that needs every kernel generated for a policy
+
+
+@dataclass
+class Standing:
+    """How a policy has done, with whatever parameters.
+
+    Attributes:
+        failures: requests for which it failed.
+        enabled: until it has failed too often.
+    """
+
+    failures: int = 0
+    enabled: bool = True
+
+
+class Served:
+    """A policy bound to the model that is served.
+
+    Attributes:
+        set: values of parameters that the request has set.
+    """
+
+    def __init__(self, policy: Policy, bound: Bound, arena: Arena, page_size: int) -> None:
+        self.policy, self.name = policy, policy.name
+        self.bound = bound
+        self.kernels = in_use(arena.storage.device)
+        self.program = TorchProgram(bound, kernels=self.kernels.table)
+        self.upper_layers = pairing.upper_layers(bound)
+        self._arena = arena
+        self.growth = Growth(bound, arena, page_size)
+        # Both are asked for at every attempt to admit a request, by prompt length.
+        self.most_slots = lru_cache(maxsize=4096)(self._most_slots)
+        self.queries = lru_cache(maxsize=4096)(bound.queries)
+        self.tail = lru_cache(maxsize=4096)(self._tail)
+        self.plan = lru_cache(maxsize=4096)(lambda prompt: propagation.plan(bound, prompt))
+        self._bounded = max_entries(bound, ENDLESS) < self._everything(ENDLESS)
+        self.standing = Standing()
+        self.set: dict[str, Any] = {}
+
+    def warm(self) -> None:
+        """Compiles the kernels generated for the policy before a request waits for them."""
+        storage = self._arena.storage
+        slots = torch.arange(min(_WARM, storage.shape[2]), device=storage.device)
+        self.program.warm(*(Slots(pool, slots) for pool in storage[0]))
+
+    def _tail(self, prompt: int) -> int:
+        """Last queries of a prompt that are read by themselves, not only in sums over all."""
+        bound = self.bound
+        windows = [node for node in bound.nodes() if node.op in ("attn", "logits", "distance")]
+        layers = range(bound.shape.layers)
+        most = [bound.window(n, prompt, layer) for n in windows if n.args for layer in layers]
+        return max([*most, bound.step_queries(prompt) - 1, 1])
+
+    def _everything(self, prompt: int) -> int:
+        return self.bound.shape.layers * self.bound.shape.kv_heads * prompt
+
+    def _most_slots(self, prompt: int) -> int | None:
+        """Private slots that suffice for a prompt; None when the policy surely keeps all of it."""
+        entries = max_entries(self.bound, prompt)
+        if entries >= self._everything(prompt):
+            return None if self._bounded or self.keeps_prompt else prompt
+        slots = self._arena.most_slots(entries)
+        # Where the policy goes on, what it drops is dropped, even if that saves no slots; and what
+        # has left the prefill has left.
+        goes_on = self.bound.decode is not None or self.bound.propagates
+        return slots if slots < prompt or goes_on else None
+
+    @property
+    def keeps_prompt(self) -> bool:
+        """Whether nothing leaves before the first decode step."""
+        keeps = self.bound.rules.keep.op == "all" and not self.bound.propagates
+        return self.bound.decode is not None and keeps
+
+    def folds_within(self, prompt: int, output: int) -> bool:
+        """Whether entries may leave while so many tokens are generated."""
+        if self.bound.decode is None:
+            return False
+        # The last token is not computed, so a request of n tokens has n - 1 decode steps.
+        steps = range(1, min(output, _MANY))
+        return output >= _MANY or any(self.bound.leaves_at(step, prompt) for step in steps)
+
+
+@dataclass
+class State:
+    """A request's policy and how far it has come.
+
+    Attributes:
+        served: its policy.
+        prompt: N, tokens of the prompt.
+        slots: private slots to reserve, an upper bound.
+        uncompressed: why its prompt is served in full, or None.
+        folds: whether entries may leave while it decodes.
+        memory: what its policy remembers while it decodes, from the end of its prompt on.
+        notes: decode steps that its policy has not been taken through.
+        private: its compressed copy, from the forward that ends its prompt, or its first fold, on.
+        published: whether SGLang has offered its prompt to the radix cache.
+        detached: whether its prompt has been left to the radix cache.
+        was_compressed: whether it decoded under its policy before it was retracted.
+        skipped: decode steps at which there were no slots for what would have stayed.
+        folded: how many times entries have left while it decoded.
+        dropped: entries that have left while it decoded.
+        facts: what is reported of it.
+        window: per layer, queries of the observation window seen in earlier chunks.
+        run: of the policy's program, where it adds up what earlier chunks say.
+        seconds: time spent on scoring and compaction.
+        counted: whether metrics include it.
+        shows_kept: whether its answer says which positions are kept.
+        kept: what it says of a prompt that was compressed.
+        plan: how its tokens leave the prefill; None if all go through every layer.
+        progress: how far that has come.
+        failed: whether the policy has failed in its work for the request.
+    """
+
+    served: Served
+    prompt: int
+    slots: int
+    uncompressed: Reason | None = None
+    folds: bool = False
+    memory: Memory | None = None
+    notes: Notes = field(default_factory=Notes)
+    private: Private | None = None
+    published: bool = False
+    detached: bool = False
+    was_compressed: bool = False
+    skipped: set[int] = field(default_factory=set)
+    folded: int = 0
+    dropped: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+    window: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    run: Any = None
+    seconds: float = 0.0
+    counted: bool = False
+    shows_kept: bool = False
+    kept: dict[str, Any] | None = None
+    plan: Plan | None = None
+    progress: Progress = field(default_factory=Progress)
+    failed: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all layers still hold all entries of its prompt, in ordinary slots."""
+        left = self.progress.stopped or self.progress.layer is not None
+        return not self.detached and not left
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the request is to be compressed when its prompt ends."""
+        return self.uncompressed is None
+
+    @property
+    def observed(self) -> bool:
+        """Whether its policy sees the prompt: to compress it, or to go on from it."""
+        return self.wanted or self.folds
+
+    @property
+    def propagates(self) -> bool:
+        """Whether deeper layers may see fewer tokens than the prompt has."""
+        # Once chunks have stopped at a layer, deeper ones lack their entries: no row goes there.
+        stopped = self.failed and self.progress.stopped
+        return self.plan is not None and (self.wanted or stopped)
+
+    @property
+    def queries(self) -> int:
+        """W, the last queries of the prompt that the policy observes."""
+        return self.served.queries(self.prompt)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether its earlier output has to be computed again under its policy."""
+        return self.observed and self.was_compressed
+
+    def leaves_at(self, step: int) -> bool:
+        """Whether entries are to leave at a decode step, from 1."""
+        # After a restart the policy's prompt is the tokens that were chosen.
+        prompt = self.prompt if self.memory is None else self.memory.prompt
+        return step not in self.skipped and self.served.bound.leaves_at(step, prompt)
+
+    def reads_queries(self, step: int) -> bool:
+        """Whether its policy will read the queries of a decode step, from 1."""
+        if self.memory.not_finite:
+            return False
+        later = self.notes.wanted
+        return later is None or any(self.leaves_at(step + i) for i in range(later))
+
+    def next_end(self, prefix: int, end: int) -> int:
+        """Where a pass of a resumed request must end: its prompt, or where entries leave.
+
+        Args:
+            prefix, end: tokens before the pass, and after it if nothing cuts it short.
+        """
+        if prefix < self.prompt:
+            return min(self.prompt, end)
+        steps = range(prefix - self.prompt + 1, end - self.prompt)
+        return next((self.prompt + step for step in steps if self.leaves_at(step)), end)
+
+    def remember(self, run: Any, held: Sequence[Held]) -> None:
+        """After its prompt: go on from what a finished run of the policy's program has found.
+
+        Args:
+            held: what the host knows of every layer.
+        """
+        if self.folds and not run.not_finite:
+            self.memory = run.memory(held)
+            self.notes = Notes(wanted(self.served.bound, self.memory.prompt))
+        else:
+            self.forget()
+
+    def give_up(self, reason: Reason) -> None:
+        """Serve what is left of the request without its policy."""
+        self.uncompressed = reason
+        self.window.clear()
+        self.run = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Give up what its policy remembers: it goes on in full."""
+        self.folds = False
+        self.memory = None
+        self.notes = Notes()
+
+
+def state_of(request: Any) -> State | None:
+    """The state of an SGLang request; None when no policy applies to it."""
+    return getattr(request, _ATTRIBUTE, None)
+
+
+def iterate_finishing(batch: Any) -> Iterator[tuple[Any, State | None]]:
+    """Requests of an extend batch whose prompt ends in it, with their state."""
+    for request in batch.reqs:
+        if request.extend_end == len(request.origin_input_ids):
+            yield request, state_of(request)
+
+
+def iterate_rows(batch: Any) -> Iterator[tuple[Any, State, slice, int]]:
+    """Requests of an extend batch that a policy sees: state, rows, tokens before these."""
+    end = 0
+    for request, prefix, count in zip(
+        batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
+    ):
+        start, end = end, end + count
+        state = state_of(request)
+        if state is not None and state.observed:
+            yield request, state, slice(start, end), prefix
+
+
+def is_assigned(request: Any) -> bool:
+    """Whether `assign` has seen the request; it is queued again after a retraction."""
+    return hasattr(request, _ATTRIBUTE)
+
+
+def choose(policies: Mapping[str, Served], default: str, asked: Mapping[str, Any]) -> Served | None:
+    """The policy of a request: the one it names, none, or the server's default.
+
+    Args:
+        asked: what the request asks of policies.
+
+    Raises:
+        ValueError: the name is unknown or not a string; the message is for the client.
+    """
+    name = asked.get(POLICY, default)
+    if name == NO_POLICY:
+        return None
+    if not isinstance(name, str) or name not in policies:
+        known = ", ".join(f"`{each}`" for each in (*policies, NO_POLICY))
+        raise ValueError(f"custom_params.{POLICY} is {named(name)}; this server has {known}")
+    return policies[name]
+
+
+def assign(request: Any, served: Served | None, one_piece: int | None = None) -> None:
+    """Note the request's policy, and whether it can be compressed as far as known by now.
+
+    Args:
+        one_piece: tokens that are prefilled at once at most, None for any number.
+    """
+    state = None if served is None else State(served, len(request.origin_input_ids), slots=0)
+    setattr(request, _ATTRIBUTE, state)  # at once: what fails from here on is the request's
+    if state is None:
+        return
+    if not state.served.standing.enabled:
+        state.uncompressed = Reason.POLICY_DISABLED
+        return
+    state.plan = plan = state.served.plan(state.prompt)
+    reason = _unsuited(request, plan)
+    if reason is None and plan is not None:
+        reason = _cannot_propagate(request, plan, state.prompt, one_piece)
+    if reason is None:
+        output = request.sampling_params.max_new_tokens
+        state.folds = state.served.folds_within(state.prompt, output)
+        slots = state.served.most_slots(state.prompt)
+        if slots is None:
+            reason = Reason.DECODE_ONLY if state.served.keeps_prompt else Reason.SHORT_PROMPT
+        state.slots = slots or 0
+    state.uncompressed = reason
+
+
+def _cannot_propagate(
+    request: Any, plan: Plan, prompt: int, one_piece: int | None
+) -> Reason | None:
+    if request.return_logprob and 0 <= request.logprob_start_len < prompt - 1:
+        return Reason.INPUT_LOGPROBS
+    if request.return_hidden_states:
+        return Reason.HIDDEN_STATES
+    if plan.layer is None and one_piece is not None and prompt > one_piece:
+        return Reason.TOO_LONG
+    return None
+
+
+def _unsuited(request: Any, plan: Plan | None) -> Reason | None:
+    # Where tokens leave the prefill, the first new token already depends on it.
+    if request.sampling_params.max_new_tokens < (2 if plan is None else 1):
+        return Reason.ONE_TOKEN
+    if request.multimodal_inputs is not None:
+        return Reason.MULTIMODAL
+    if request.input_embeds is not None or request.positional_embed_overrides is not None:
+        return Reason.EMBEDDINGS
+    if request.session is not None:
+        return Reason.SESSION
+    if request.beam_group is not None:
+        return Reason.BEAM
+    return None

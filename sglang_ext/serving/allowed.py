@@ -1,0 +1,106 @@
+"""Parameters that requests may set, `custom_params.kv_policy_set`, as the front end checks them.
+
+The operator lists them (`--kv-policy-allow-set`). A wrong value is the client's error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, listed
+from kvpolicy.dsl.tools.cost_limit import check_cost
+from kvpolicy.sglang_ext.face import options
+from kvpolicy.sglang_ext.face.asked import SET, named, shown
+from kvpolicy.sglang_ext.face.errors import Refused
+from kvpolicy.sglang_ext.face.options import Policy, text_of
+from kvpolicy.sglang_ext.serving.catalog import Catalog
+
+_MOST_CHECKED = 1024
+
+
+class Allowed:
+    """The parameters that requests may set."""
+
+    def __init__(self, catalog: Catalog, names: Sequence[str]) -> None:
+        """
+        Args:
+            catalog: the policies that are served.
+            names: of --kv-policy-allow-set, `POLICY.NAME`, or `NAME` where there is one policy.
+
+        Raises:
+            Refused: a policy or parameter that is listed is not there.
+        """
+        self._catalog = catalog
+        self._names = _by_policy(list(catalog.policies.values()), names)
+        self._check = lru_cache(maxsize=_MOST_CHECKED)(self._problem)
+
+    def check(self, policy: Any, values: Any) -> None:
+        """Whether a request may set these values of a policy.
+
+        Args:
+            policy: that the request names; None for the default.
+
+        Raises:
+            ValueError: it may not; the message is for the client.
+        """
+        policies = self._catalog.policies
+        name = self._catalog.default if policy is None else policy
+        if not isinstance(values, dict):
+            raise ValueError(f"custom_params.{SET} is {shown(values)}; expected a JSON object")
+        if not isinstance(name, str) or name not in policies:
+            raise ValueError(f"custom_params.{SET} sets parameters of {named(name)}")
+        allowed = self._names.get(name, ())
+        for key, value in values.items():
+            if key not in allowed:
+                known = f"only {listed(allowed, 'and')}" if allowed else "none"
+                raise ValueError(
+                    f"custom_params.{SET} sets {named(key)}; of `{name}` requests may set {known} "
+                    "(--kv-policy-allow-set)"
+                )
+            if not isinstance(value, bool | int | float):
+                raise ValueError(
+                    f"custom_params.{SET}.{key} is {shown(value)}; expected a number, true or false"
+                )
+        texts = tuple(sorted((key, text_of(value)) for key, value in values.items()))
+        problem = self._check(policies[name], texts)
+        if problem is not None:
+            raise ValueError(f"custom_params.{SET} of `{name}`: {problem}")
+
+    def _problem(self, policy: Policy, values: tuple[tuple[str, str], ...]) -> str | None:
+        catalog, most = self._catalog, options.max_cost()
+        try:
+            bound = policy.with_settings(values).bind(catalog.model.shape)
+            if most:
+                option = "--kv-policy-max-cost"
+                check_cost(bound, catalog.model, catalog.length, most / 100, option)
+        except (PolicyError, Refused) as error:
+            first = error.diagnostics[0].message if isinstance(error, PolicyError) else str(error)
+            return first.splitlines()[0]
+        return None
+
+
+def _by_policy(policies: Sequence[Policy], given: Sequence[str]) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    known = {policy.name: policy for policy in policies}
+    for each in given:
+        policy, dot, parameter = each.rpartition(".")
+        if not dot:
+            if len(policies) > 1:
+                example = f"{policies[0].name}.{each}"
+                raise Refused(f"--kv-policy-allow-set {each}: say of which policy, as in {example}")
+            policy = policies[0].name
+        if policy not in known:
+            raise Refused(
+                f"--kv-policy-allow-set {each}: no policy is called `{policy}`; there is "
+                f"{', '.join(known)}"
+            )
+        parameters = list(known[policy].program.params)
+        if parameter not in parameters:
+            there = listed(parameters, "and") if parameters else "none"
+            raise Refused(
+                f"--kv-policy-allow-set {each}: `{policy}` has no such parameter; there is {there}"
+            )
+        names.setdefault(policy, []).append(parameter)
+    return names

@@ -1,0 +1,176 @@
+"""In the scheduler: policies that are added, replaced or withdrawn while it runs.
+
+A policy is read, bound and its kernels compiled in a thread of its own; then the scheduler takes it
+up between two batches. Requests that run keep the policy with which they began. What was sized when
+the server started is the envelope: a policy that needs more is refused, with the number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.ir.nodes import ModelShape, Program
+from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face.errors import Refused
+from kvpolicy.sglang_ext.face.options import Policy, policy_of
+from kvpolicy.sglang_ext.forward.rotary import Rotary, of_model
+from kvpolicy.sglang_ext.forward.services import Services
+from kvpolicy.sglang_ext.memory.tables import DeviceTables
+from kvpolicy.sglang_ext.request.queries import may_read, most_bytes
+from kvpolicy.sglang_ext.request.request import Served
+from kvpolicy.sglang_ext.serving.reserved import SCRATCH
+from kvpolicy.sglang_ext.serving.served import ServedPolicies
+
+logger = logging.getLogger(__name__)
+
+# What the front end asks for, and how far it has come.
+PREPARE, LOOK, COMMIT, WITHDRAW = "prepare", "look", "commit", "withdraw"
+PREPARING, READY, FAILED, DONE = "preparing", "ready", "failed", "done"
+
+
+class Changes:
+    """The changes of one scheduler, one at a time."""
+
+    def __init__(
+        self,
+        services: Services,
+        policies: ServedPolicies,
+        runner: Any,
+        shape: ModelShape,
+        make: Callable[[Policy, Bound], Served],
+        captured: int,
+    ) -> None:
+        """
+        Args:
+            runner: SGLang's model runner.
+            shape: of the model.
+            make: from a policy and its binding to what is served, compiled.
+            captured: requests of the largest captured decode batch; 0 if none is captured.
+        """
+        self._services, self._policies = services, policies
+        self._runner, self._shape = runner, shape
+        self._make, self._captured = make, captured
+        self._ticket: str | None = None
+        self._policy: Policy | None = None
+        self._served: Served | None = None
+        self._rotary: Rotary | None = None
+        self._problem: str | None = None
+
+    def handle(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """What the front end asks, between two batches; returns at once.
+
+        Args:
+            body: `action`; `ticket`, by which the front end knows its change; for `prepare` also
+                `name`, `text` and `settings` of the policy, for `withdraw` its `name`.
+        """
+        action = body["action"]
+        if action == PREPARE:
+            self._prepare(body)
+        elif action == WITHDRAW:
+            return self._withdraw(body["name"])
+        elif body["ticket"] != self._ticket:
+            return {"state": FAILED, "problem": "another change has taken its place"}
+        elif action == COMMIT:
+            return self._commit()
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        if self._problem is not None:
+            return {"state": FAILED, "problem": self._problem}
+        return {"state": PREPARING if self._served is None else READY}
+
+    def _prepare(self, body: Mapping[str, Any]) -> None:
+        self._ticket = ticket = body["ticket"]
+        self._policy = self._served = self._rotary = self._problem = None
+        given = (body["name"], body["text"], body["settings"])
+        threading.Thread(target=self._build, args=(ticket, *given), daemon=True).start()
+
+    def _build(self, ticket: str, name: str, text: str, settings: dict[str, str]) -> None:
+        """In a thread: everything that takes time."""
+        started = time.perf_counter()
+        policy = served = rotary = problem = None
+        try:
+            policy = policy_of(name, text, settings)
+            self._check(policy.program)
+            with _side_stream():
+                if policy.program.positions == "slots":
+                    rotary = of_model(self._runner.model)
+                served = self._make(policy, policy.bind(self._shape))
+        except Refused as error:
+            problem = str(error)
+        except Exception as error:
+            logger.exception("A policy could not be prepared.")
+            problem = f"it could not be prepared: {type(error).__name__}: {error}"
+        if ticket == self._ticket:
+            # The scheduler's thread reads `served` or `problem` first: they come last.
+            self._policy, self._rotary = policy, rotary
+            self._served, self._problem = served, problem
+            seconds = time.perf_counter() - started
+            logger.info("KV-cache policy %s was prepared in %.1f s.", name, seconds)
+
+    def _check(self, program: Program) -> None:
+        """Refuse a policy that needs what was not reserved.
+
+        Raises:
+            Refused: says what is missing, and how much.
+        """
+        services = self._services
+        rows, width = compat.slot_table(self._runner).shape
+        if program.propagate is not None and not services.layers:
+            missing = SCRATCH * width * 4
+            what = f"{SCRATCH} rows of SGLang's table of slots, in which tokens leave the prefill"
+            raise _lacking(missing, what)
+        if program.share is not None and not services.shares:
+            sizes = (rows, self._shape.layers, self._shape.kv_heads, services.store.allocator.size)
+            tables = [DeviceTables.empty(*sizes, "meta", pairs=pairs) for pairs in (True, False)]
+            raise _lacking(tables[0].bytes - tables[1].bytes, "tables of layers in pairs")
+        if may_read(program) and self._captured and not services.queries.needed:
+            storage, shape = services.arena.storage, self._shape
+            step = shape.layers * self._captured * shape.heads * shape.head_dim
+            raise _lacking(most_bytes(step * storage.element_size()), "queries of decode steps")
+
+    def _commit(self) -> dict[str, Any]:
+        served, policy = self._served, self._policy
+        if served is None or policy is None:
+            return self._state()
+        if self._rotary is not None:
+            self._services.rotary = self._rotary
+        self._policies.replace(policy, served)
+        self._ticket = self._served = self._policy = None
+        logger.info(
+            "KV-cache policy %s is served from now on. digest=%s",
+            policy.name,
+            served.bound.digest[:12],
+        )
+        return {"state": DONE}
+
+    def _withdraw(self, name: str) -> dict[str, Any]:
+        self._policies.withdraw(name)
+        logger.info("KV-cache policy %s is withdrawn; requests that run keep it.", name)
+        return {"state": DONE}
+
+
+def _lacking(size: int, what: str) -> Refused:
+    return Refused(
+        f"it needs {size / 2**20:.1f} MiB for {what}, which this server did not reserve; start the "
+        "server with a policy that needs them too"
+    )
+
+
+@contextlib.contextmanager
+def _side_stream() -> Iterator[None]:
+    """Work of this thread does not wait for the scheduler's, nor it for this."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()

@@ -1,0 +1,98 @@
+"""What the plugin holds on the device beside SGLang's KV pool, reckoned before the pool is sized.
+
+SGLang gives the pool what `--mem-fraction-static` leaves beside the weights. Tables and buffers of
+the plugin are allocated later and stay, so they are taken off the pool; otherwise they would come
+out of what is left for forwards. So are the queries kept between folds, up to the limit that
+queries.py sets. What else comes and goes with requests, states of policies and what a fold computes
+with, is not.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from kvpolicy.sglang_ext.face import compat, refusals
+from kvpolicy.sglang_ext.face.errors import Refused
+from kvpolicy.sglang_ext.memory.tables import DeviceTables
+from kvpolicy.sglang_ext.request.queries import most_bytes
+
+if TYPE_CHECKING:
+    from kvpolicy.sglang_ext.forward.services import Services
+
+logger = logging.getLogger(__name__)
+
+SCRATCH = 32  # rows of SGLang's table of slots for propagating prompts of one forward
+
+
+def size_pool(
+    services: Services, original: Callable[[int], Any], configurator: Any, budget: int
+) -> Any:
+    """SGLang's sizes of the pool, made for what the plugin leaves of a budget.
+
+    The number of tokens that an operator gave stays, if the whole budget has room for it.
+
+    Args:
+        original: from bytes to sizes.
+        configurator: SGLang's object that sizes the pool.
+        budget: bytes for the pool and what lies beside it.
+
+    Raises:
+        Refused: nothing is left for the pool.
+    """
+    sizes = original(budget)
+    options = compat.resolved(configurator.server_args)
+    parts = reckon(services, configurator, options, sizes.max_total_num_tokens)
+    held = sum(parts.values())
+    given, before = options.max_total_tokens, sizes.max_total_num_tokens
+    if given is not None and before >= given // options.page_size * options.page_size:
+        effect = "--max-total-tokens stays as given"
+    elif held >= budget:
+        raise Refused(
+            f"--mem-fraction-static {options.mem_fraction_static} leaves {_mib(budget)} MiB beside "
+            f"the weights, and KV-cache policies need {_mib(held)} MiB of it; raise it, or lower "
+            "--max-running-requests."
+        )
+    else:
+        sizes = original(budget - held)
+        now = sizes.max_total_num_tokens
+        effect = f"the pool has {now} tokens, {before - now} fewer for it"
+    listed = ", ".join(f"{what} {_mib(size)}" for what, size in parts.items() if size)
+    line = "KV-cache policies take %s MiB of the device beside the KV pool (%s); %s."
+    logger.info(line, _mib(held), listed, effect)
+    return sizes
+
+
+def reckon(services: Services, configurator: Any, options: Any, tokens: int) -> dict[str, int]:
+    """Bytes of each part beside a pool of so many tokens; of a smaller pool none is larger.
+
+    Args:
+        options: SGLang's, as resolved.
+    """
+    config = configurator.model_config
+    shape = refusals.model_shape(config)
+    requests = configurator.resolve_max_num_reqs(tokens)
+    scratch = SCRATCH if services.propagates else 0
+    rows = requests + 1 + scratch
+    sizes = (rows, shape.layers, shape.kv_heads, tokens)
+    tables = DeviceTables.empty(*sizes, "meta", pairs=services.shares)
+    row = config.context_len + 64  # SGLang's rows are a few tokens longer than the context
+    parts = {"tables": tables.bytes, "rows of propagating prompts": scratch * row * 4}
+    captured = min(compat.captured_requests(options), requests)
+    if captured and compat.attention_backends(options)[1] != "torch_native":
+        from kvpolicy.kernels.attention.decode_attention_triton import workspace_elements
+
+        sizes = (shape.heads, shape.kv_heads, shape.head_dim)
+        device = torch.device(configurator.device)
+        parts["decode attention"] = 4 * workspace_elements(captured, *sizes, device)
+        if services.queries.needed:
+            step = math.prod((shape.layers, captured, shape.heads, shape.head_dim))
+            parts["queries"] = most_bytes(step * configurator.model_dtype.itemsize)
+    return parts
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f}"

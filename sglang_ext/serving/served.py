@@ -1,0 +1,64 @@
+"""The policies that a scheduler serves, from request to request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvpolicy.sglang_ext.face import asked
+from kvpolicy.sglang_ext.face.options import Policy
+from kvpolicy.sglang_ext.report.metrics import Metrics
+from kvpolicy.sglang_ext.request import request
+from kvpolicy.sglang_ext.request.request import Served
+from kvpolicy.sglang_ext.serving.variants import Variants
+
+
+class ServedPolicies:
+    """Policies by name; the first one is the default of requests that name none."""
+
+    def __init__(self, served: Sequence[Served], variants: Variants, metrics: Metrics) -> None:
+        self._served = {each.name: each for each in served}
+        self._variants, self._metrics = variants, metrics
+
+    def choose(self, wanted: Mapping[str, Any]) -> Served | None:
+        """What a request wants; None for full KV.
+
+        Args:
+            wanted: the plugin's keys of its `custom_params`.
+
+        Raises:
+            ValueError: there is no such policy, or it cannot be served with the request's values;
+                the message is for the client.
+        """
+        served = request.choose(self._served, self._default, wanted)
+        values = wanted.get(asked.SET)
+        return served if served is None or not values else self._variants.of(served, values)
+
+    @property
+    def _default(self) -> str:
+        return next(iter(self._served))
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The policies, for clients that ask the server."""
+        return [
+            {
+                "name": each.name,
+                "path": each.policy.path,
+                "settings": dict(each.policy.settings),
+                "default": each.name == self._default,
+                "enabled": each.standing.enabled,
+                "failures": each.standing.failures,
+            }
+            for each in self._served.values()
+        ]
+
+    def replace(self, policy: Policy, served: Served) -> None:
+        """Serve a policy from the next request on, in place of one of its name."""
+        self._served[policy.name] = served  # keeps its place
+        self._variants.forget(policy.name)
+        self._metrics.enabled(policy.name, on=True)
+
+    def withdraw(self, name: str) -> None:
+        """Serve a policy no longer; requests that have it keep it."""
+        self._served.pop(name, None)
+        self._variants.forget(name)

@@ -1,0 +1,69 @@
+"""Policies with parameters that a request sets (allowed.py), in a scheduler.
+
+The front end has checked the values; the scheduler binds the policy with them once and keeps what
+was used last. What a server reserves at its start depends on a policy's text, not on its
+parameters, so a variant needs nothing more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.sglang_ext.face.asked import SET
+from kvpolicy.sglang_ext.face.errors import Refused
+from kvpolicy.sglang_ext.face.options import Policy, text_of
+from kvpolicy.sglang_ext.request.request import Served
+
+logger = logging.getLogger(__name__)
+
+MOST = 64  # variants that a scheduler keeps
+
+
+class Variants:
+    """Policies with parameters of requests, in a scheduler; those used last are kept."""
+
+    def __init__(self, shape: ModelShape, make: Callable[[Policy, Any], Served]) -> None:
+        """
+        Args:
+            shape: of the model.
+            make: from a policy and its binding to what is served.
+        """
+        self._shape, self._make = shape, make
+        self._kept: OrderedDict[tuple[str, tuple[tuple[str, str], ...]], Served] = OrderedDict()
+
+    def of(self, base: Served, values: Mapping[str, Any]) -> Served:
+        """A policy with other values of some parameters.
+
+        Raises:
+            ValueError: it cannot be bound with them.
+        """
+        texts = tuple(sorted((key, text_of(value)) for key, value in values.items()))
+        key = (base.name, texts)
+        if key not in self._kept:
+            policy = base.policy.with_settings(texts)
+            try:
+                variant = self._make(policy, policy.bind(self._shape))
+            except Refused as error:
+                raise ValueError(f"custom_params.{SET}: {error}") from None
+            except Exception as error:
+                logger.exception("KV-cache policy %s cannot be served with %s.", base.name, texts)
+                raise ValueError(
+                    f"custom_params.{SET}: `{base.name}` failed with these values; the server's "
+                    "log says why"
+                ) from error
+            variant.standing = base.standing
+            variant.set = dict(values)
+            self._kept[key] = variant
+            while len(self._kept) > MOST:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def forget(self, name: str) -> None:
+        """The policy of this name has changed, or gone."""
+        for key in [key for key in self._kept if key[0] == name]:
+            del self._kept[key]
