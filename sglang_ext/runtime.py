@@ -182,6 +182,10 @@ class Runtime:
             state = state_of(req)
             if state is None or not state.wanted or state.private is not None:
                 continue
+            if state.in_place:
+                # Others must not find the prompt: its slots will hold something else.
+                req.skip_radix_cache_insert = state.progress.barred = True
+                continue
             if req.extend_end != state.prompt and not state.propagates:
                 continue
             with self.services.failures.contained(req, ADMISSION):
@@ -266,5 +270,5 @@ class Runtime:
             state.was_compressed = len(req.output_ids) > 0
         state.private = state.memory = None
         state.notes = Notes()
-        state.published = state.detached = False
+        state.published = state.detached = state.in_place = False
         state.folded = state.dropped = 0

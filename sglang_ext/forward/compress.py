@@ -1,4 +1,4 @@
-"""Copying what a policy keeps of a prompt to private pages."""
+"""Copying what a policy keeps of a prompt to private pages, or moving it within its slots."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from kvpolicy.kernels.entries.compact_within import compact_within
 from kvpolicy.sglang_ext.request.reasons import Reason
 from kvpolicy.sglang_ext.request.request import State
 
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 
 def compress(
     services: Services,
+    request: Any,
     state: State,
-    row: int,
     slots: torch.Tensor,
     kept: torch.Tensor,
     counts: torch.Tensor,
@@ -28,24 +29,36 @@ def compress(
     policy goes on while decoding from what it has kept.
 
     Args:
-        row: of the request in SGLang's request pool.
+        request: SGLang's.
         slots: [N] int64 slots of the prompt.
         kept: [L, G, N] bool.
         counts: [L, G] int64 on the host, how many entries of each list are kept.
         run: of the policy's program, finished.
     """
-    store = services.store
+    store, needed = services.store, services.store.slots_for(counts)
     # Where tokens have left the prefill, the prompt's own slots lack entries of deeper layers.
     left = state.progress.layer is not None
     if int(counts.sum()) == kept.numel() and not left:
         _give_back(services, state)
         return
-    if state.private is None:
-        state.private = store.allocate(row, state.served.name, 0, state.prompt, services.evict)
-    if not state.folds and not left and not store.saves(state.private, counts):
+    if not state.folds and not left and needed >= state.prompt:
         _give_back(services, state)
         return
-    if not store.grow(state.private, store.slots_for(counts), services.evict):
+    row, name = request.kv.req_pool_idx, state.served.name
+    first = request.kv.cache_protected_len
+    if state.in_place and needed <= state.prompt - first:
+        own = slots[first : first + needed].to(torch.int32)
+        state.private = store.borrow(row, name, own, state.prompt)
+        store.fill(state.private, counts)
+        state.uncompressed = None
+        private, total = state.private, int(counts.sum())
+        compact_within(
+            services.arena.storage, slots, kept, total, private.slots, private.first_page
+        )
+        return
+    if state.private is None:
+        state.private = store.allocate(row, name, 0, state.prompt, services.evict)
+    if not store.grow(state.private, needed, services.evict):
         _give_back(services, state)
         state.uncompressed = Reason.NO_SLOTS
         state.forget()

@@ -243,8 +243,7 @@ class PrefillStep:
         if state.served.upper_layers:
             share.compress(self._services, state, scored.prompt_slots, run)
             return
-        row = scored.request.kv.req_pool_idx
-        compress(self._services, state, row, scored.prompt_slots, kept, counts, run)
+        compress(self._services, scored.request, state, scored.prompt_slots, kept, counts, run)
 
     @staticmethod
     def _describe(scored: Scored, kept: torch.Tensor) -> None:
@@ -256,7 +255,7 @@ class PrefillStep:
 
     def _note(self, scored: Scored, kept: int) -> None:
         progress = scored.state.progress
-        if progress.barred and progress.layer is None:
+        if progress.barred and scored.state.is_whole:
             # All layers have all entries: others may use them.
             scored.request.skip_radix_cache_insert = progress.barred = False
         finite = not scored.run.not_finite

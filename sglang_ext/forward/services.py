@@ -91,10 +91,15 @@ class Services:
 
     def _detach(self, req: Any, state: State) -> None:
         tree, first = self.tree, req.kv.cache_protected_len if state.detached else 0
-        end = state.private.tail_start // tree.page_size * tree.page_size
+        private = state.private
+        end = private.tail_start // tree.page_size * tree.page_size
         if req.kv.cache_protected_len < end:
             # The tail; and of the prompt what the cache, if it is on, has not taken.
-            tree.free_kv_row(req.kv, [(req.kv.cache_protected_len, end)])
+            start = req.kv.cache_protected_len
+            if private.borrowed:  # the first slots of the prompt's own
+                start += private.slots.numel()
+                self.store.own(private)
+            tree.free_kv_row(req.kv, [(start, end)])
             req.kv.cache_protected_len = end
         if not state.detached:
             tree.unlock(req.lock)

@@ -45,7 +45,7 @@ def compress(services: Services, state: State, slots: torch.Tensor, run: Any) ->
         rows = None if run.not_finite else _paired(arena, slots, layer, run)
         if rows is not None:
             lists[layer] = rows.entries
-        if rows is None or not store.saves(private, lists):
+        if rows is None or store.slots_for(lists) >= state.prompt:
             store.release(private)
             state.private = None
             return

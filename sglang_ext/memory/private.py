@@ -26,6 +26,8 @@ class Private:
             the boundary of ownership is a multiple of SGLang's page size.
         shared: layers that are stored in pairs, if any.
         full: whether every list lost entries when it was written last.
+        borrowed: whether the slots are still the prompt's, in the request's row: it was compacted
+            within them, and the row has not been given up yet.
     """
 
     row: int
@@ -39,6 +41,7 @@ class Private:
     layer_starts: list[int] | None = None
     shared: Shared | None = None
     full: bool = False
+    borrowed: bool = False
 
     @property
     def ready(self) -> bool:

@@ -88,6 +88,23 @@ class Store:
         self._count(policy, slots)
         return private
 
+    def borrow(self, row: int, policy: str, slots: torch.Tensor, tail_start: int) -> Private:
+        """Compact a request within the slots of its prompt, which are the row's until `own`.
+
+        Args:
+            slots: [S] int32, whole pages of the allocator.
+        """
+        if row in self.by_row:
+            raise RuntimeError(f"row {row} already holds private slots")
+        private = Private(row, policy, slots, tail_start, borrowed=True)
+        self.by_row[row] = private
+        return private
+
+    def own(self, private: Private) -> None:
+        """The row has been given up but for the slots that a request had borrowed of it."""
+        private.borrowed = False
+        self._count(private.policy, private.slots.numel())
+
     def _take(
         self, slots: int, evict: Callable[[int], object], earlier: torch.Tensor | None = None
     ) -> torch.Tensor | None:
@@ -105,6 +122,9 @@ class Store:
 
     def _give_back(self, private: Private, keep: int = 0) -> None:
         """Give back all slots of a request but the first ones."""
+        if private.borrowed:  # they are given back with the row
+            private.slots = private.slots[:keep].clone()
+            return
         surplus = private.slots.numel() - keep
         with self._streams.scheduling():
             self.allocator.free(private.slots[keep:].to(torch.int64))
@@ -114,10 +134,6 @@ class Store:
     def slots_for(self, counts: torch.Tensor) -> int:
         """Slots that so many entries [L, G] take."""
         return self.whole_pages(self.arena.slots_for(self.lay_out(counts)[1]))
-
-    def saves(self, private: Private, counts: torch.Tensor) -> bool:
-        """Whether so many entries [L, G] take fewer slots than the prompt does."""
-        return self.slots_for(counts) < private.tail_start
 
     def grow(self, private: Private, slots: int, evict: Callable[[int], object]) -> bool:
         """Take more slots, until a request has so many; False, and nothing, if too few are left.
@@ -227,7 +243,7 @@ class Store:
         Raises:
             RuntimeError: says which slots are wrong.
         """
-        slots = [p.slots.to(torch.int64) for p in self.by_row.values()]
+        slots = [p.slots.to(torch.int64) for p in self.by_row.values() if not p.borrowed]
         held = torch.cat([*slots, self.set_aside.slots.to(free.device)])
         counted = self.held + self.set_aside.total - self.set_aside.lent
         if held.numel() != counted:

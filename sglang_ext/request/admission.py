@@ -43,7 +43,7 @@ def reserve(store: Store, adder: Any, req: Any, state: State, extend: int | None
     slots = store.whole_pages(state.slots) if state.wanted else 0
     page = adder.per_req_token_overhead
     if req.kv.holds_kv:
-        return _reserve_chunk(adder, req, state, slots, extend)
+        return _reserve_chunk(adder, req, state, 0 if state.in_place else slots, extend)
     ahead = req.sampling_params.max_new_tokens
     output = min(max(ahead - len(req.output_ids), 0), compat.longest_estimated_output())
     tokens = len(req.full_untruncated_fill_ids)  # with the output of a retracted request
@@ -52,17 +52,25 @@ def reserve(store: Store, adder: Any, req: Any, state: State, extend: int | None
     grows = grows if most is None else min(grows, max(most - slots, 0))
     if not slots:  # its prompt stays until its first fold at least
         return grows - (tokens - state.prompt + output)
-    if slots + max(state.prompt + IN_FLIGHT, grows) + 2 * page >= store.dense_capacity:
+    # What the prompt has in the radix cache is not its own.
+    own = max(state.prompt - req.prefix_len, 0)
+    may_move = state.may_move(store.arena.slot_bytes) and slots + page <= own
+    together = slots + max(state.prompt + IN_FLIGHT, grows) + 2 * page >= store.dense_capacity
+    within = max(state.prompt + IN_FLIGHT, slots + grows) + 2 * page >= store.dense_capacity
+    if together and (within or not may_move):
         # It would wait for ever: even an empty pool has no room for prompt and copy.
         state.uncompressed = Reason.NO_SLOTS
         state.forget()
         return 0
     if compat.simulates_output(adder, req):
-        return slots
+        state.in_place = may_move  # there is no radix cache
+        return 0 if may_move else slots
     # The copy takes the prompt's place: it holds both when its prefill ends, and the copy with
-    # its output later. What the prompt has in the radix cache is not its own.
-    own = max(state.prompt - req.prefix_len, 0)
+    # its output later. Where there is no room for both, the prompt is compacted where it is.
     needs = slots + max(own + IN_FLIGHT, grows)
+    state.in_place = may_move and needs + page >= _room(adder)
+    if state.in_place:
+        needs = max(own + IN_FLIGHT, slots + grows)
     if extend is not None and req.prefix_len + extend < tokens:
         return needs - extend  # SGLang reckons with this chunk alone
     return needs - (tokens - req.prefix_len + output)
@@ -73,13 +81,17 @@ def _reserve_chunk(adder: Any, req: Any, state: State, slots: int, extend: int |
     without one. Until its prompt ends, what is missing is kept from others in the pass.
     """
     chunk = extend or 0
-    budget = adder.memory_budget
-    room = min(budget.remaining_current, budget.remaining_total)
+    room = _room(adder)
     room -= adder.ceil_paged_tokens(chunk) + adder.per_req_token_overhead
     missing = state.prompt - req.prefix_len - chunk
     if missing <= 0:
         return slots if slots <= room else 0
     return max(min(slots + missing, room), 0)
+
+
+def _room(adder: Any) -> int:
+    budget = adder.memory_budget
+    return min(budget.remaining_current, budget.remaining_total)
 
 
 def still_needs(req: Any, state: State, estimate: float) -> float:

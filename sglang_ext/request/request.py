@@ -20,16 +20,17 @@ from kvpolicy.sglang_ext.face.options import Policy
 from kvpolicy.sglang_ext.memory.arena import Arena
 from kvpolicy.sglang_ext.memory.growth import ENDLESS, Growth
 from kvpolicy.sglang_ext.memory.private import Private
+from kvpolicy.sglang_ext.request import propagation
 from kvpolicy.sglang_ext.request.notes import Notes, wanted
 from kvpolicy.sglang_ext.request.propagation import Plan, Progress
 from kvpolicy.sglang_ext.request.reasons import Reason
-from kvpolicy.sglang_ext.request import propagation
 
 if TYPE_CHECKING:
     from kvpolicy.dsl.execute.decode import Held, Memory
 
 _ATTRIBUTE = "kv_policy_state"
 _MANY = 1024  # output tokens during which entries surely may leave
+MOST_MOVED = 2**29  # bytes that are held twice where a prompt is compacted within its slots
 _WARM = 256  # tokens of a prompt that needs every kernel generated for a policy
 
 
@@ -128,6 +129,8 @@ class State:
         private: its compressed copy, from the forward that ends its prompt, or its first fold, on.
         published: whether SGLang has offered its prompt to the radix cache.
         detached: whether its prompt has been left to the radix cache.
+        in_place: whether it is compacted within the slots of its prompt, which others then cannot
+            find in the radix cache: there is no room for prompt and copy at once.
         was_compressed: whether it decoded under its policy before it was retracted.
         skipped: decode steps at which there were no slots for what would have stayed.
         folded: how many times entries have left while it decoded.
@@ -154,6 +157,7 @@ class State:
     private: Private | None = None
     published: bool = False
     detached: bool = False
+    in_place: bool = False
     was_compressed: bool = False
     skipped: set[int] = field(default_factory=set)
     folded: int = 0
@@ -173,7 +177,20 @@ class State:
     def is_whole(self) -> bool:
         """Whether all layers still hold all entries of its prompt, in ordinary slots."""
         left = self.progress.stopped or self.progress.layer is not None
-        return not self.detached and not left
+        moved = self.private is not None and self.private.borrowed
+        return not self.detached and not left and not moved
+
+    def may_move(self, slot_bytes: int) -> bool:
+        """Whether its prompt may be compacted within its own slots.
+
+        Args:
+            slot_bytes: of one slot, all layers; what is kept is held twice for a moment.
+        """
+        bound = self.served.bound
+        changes = bound.rules.merge is not None or bound.positions == "slots"
+        fits = self.slots * slot_bytes <= MOST_MOVED
+        others = self.served.upper_layers or self.propagates or self.resumes
+        return self.wanted and fits and not (changes or others)
 
     @property
     def wanted(self) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kvpolicy.kernels.entries import compact_layers as reference
-from kvpolicy.kernels.entries import compact_layers_triton
+from kvpolicy.kernels.entries import compact_layers_triton, compact_within
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -141,3 +141,44 @@ def test_wrong_arguments_are_named(function, place, change, message):
     arguments[place] = change
     with pytest.raises(ValueError, match=message):
         function(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize(("layers", "group", "length"), [(1, 1, 1), (3, 2, 63), (2, 3, 20)])
+def test_within_the_prompts_own_slots_the_same_is_found(layers, group, length, share, dtype):
+    """Apart and within leave the same entries in the pages; what is no page stays as it was."""
+    apart = Case(layers, group, 5, length, dtype, SHARES[share], spare=0)
+    within = Case(layers, group, 5, length, dtype, SHARES[share], spare=0)
+    needed = len(apart.private)
+    if needed > length:
+        pytest.skip("more pages than slots: a page for each of few entries")
+    for private in (within.prompt[:needed], within.prompt[torch.randperm(length)[:needed]]):
+        within.private = private.int()
+        total = int(within.kept.sum())
+        arguments = [within.prompt, within.kept, total, within.private, within.first_page]
+        storage = within.storage.clone().to(DEVICE)
+        moved = [each if isinstance(each, int) else each.to(DEVICE) for each in arguments]
+        compact_within.compact_within(storage, *moved)
+        found, expected = storage.cpu(), one_by_one(apart)
+        assert torch.equal(bits(read(within, found)), bits(read(apart, expected)))
+        others = torch.ones(found.shape[2], dtype=torch.bool)
+        others[within.private.long()] = False
+        assert torch.equal(bits(found[:, :, others]), bits(within.storage[:, :, others]))
+
+
+def read(case, storage):
+    """[2, E, D] what the pages of all lists hold, in order."""
+    layers, _, padded, group, size = storage.shape
+    entries, targets = storage.view(-1, size), []
+    for (layer, head), first in zip(
+        torch.cartesian_prod(torch.arange(layers), torch.arange(group)).view(-1, 2).tolist(),
+        case.first_page.flatten().tolist(),
+        strict=True,
+    ):
+        for j in range(int(case.kept[layer, head].sum())):
+            page = first + j // group
+            row = (page % layers) * 2 * padded + int(case.private[page // layers])
+            targets.append(row * group + j % group)
+    targets = torch.tensor(targets, dtype=torch.int64)
+    return torch.stack([entries[targets], entries[targets + padded * group]])

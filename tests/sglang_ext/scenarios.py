@@ -213,6 +213,48 @@ def tight(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     return result | driver.left_over()
 
 
+def within(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """Requests whose policy halves the prompt, in a pool that is full of such requests."""
+    from kvpolicy.sglang_ext.memory.store import Store
+
+    length, output = 83, 16  # of `sinks-recent`, 40 tokens are kept
+    driver = start(model, {"max_total_tokens": 320, **flags})
+    rnd = random.Random(6)
+    prompts = [prompt(rnd, length) for _ in range(12)]
+    moved: list[int] = []
+    borrow = Store.borrow
+
+    def noting(self: Store, row: int, *arguments: Any) -> Any:
+        moved.append(row)
+        return borrow(self, row, *arguments)
+
+    Store.borrow = noting
+    running = [0]
+    driver.each_step.append(
+        lambda: running.__setitem__(0, max(running[0], len(driver.scheduler.running_batch.reqs)))
+    )
+    cases = [
+        (f"{i}", tokens, ("sinks-recent", "lava")[i % 2], (1, output)[i > 1])
+        for i, tokens in enumerate(prompts)
+    ]
+    for rid, tokens, policy, new in cases:
+        driver.send(rid, tokens, policy=policy, max_new_tokens=new)
+    driver.finish()
+    together = {rid: answer.tokens for rid, answer in driver.answers.items()}
+    result = {
+        "moved": len(moved),
+        "at once": running[0],
+        "retractions": sum(answer.retractions for answer in driver.answers.values()),
+        "compressed": sum("entries_kept" in answer.facts for answer in driver.answers.values()),
+    }
+    driver.flush()
+    moved.clear()
+    alone = driver.alone(cases)
+    result["moved alone"] = len(moved)
+    result["different"] = [rid for rid, tokens in together.items() if tokens != alone[rid].tokens]
+    return result | driver.left_over()
+
+
 def evicted(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     """What is left of two prompts in a full pool, when a later request has found the older one."""
     os.environ["SGLANG_KV_POLICY_EXPERIMENT"] = "experiment.yaml"  # of the front end
@@ -273,6 +315,7 @@ SCENARIOS = {
     "prefix": prefix,
     "capacity": capacity,
     "tight": tight,
+    "within": within,
     "evicted": evicted,
 }
 

@@ -99,6 +99,27 @@ def test_a_copy_takes_its_prompts_place_in_a_pool_that_holds_no_more(run, flags)
     assert (seen["used"], seen["private"], seen["missing_after_flush"]) == (0, 0, 0)
 
 
+@pytest.mark.parametrize(
+    ("env", "flags"),
+    [
+        ({}, {}),
+        ({}, {"page_size": 4}),
+        (RETRACT, {"chunked_prefill_size": 32}),
+        ({}, {"disable_overlap_schedule": True, "disable_radix_cache": True}),
+    ],
+    ids=["whole", "pages", "retracted-chunks", "no-radix"],
+)
+def test_a_prompt_is_compacted_within_its_slots_where_there_is_no_room_for_a_copy(run, env, flags):
+    seen = run("within", env, **flags)
+    assert seen["different"] == []
+    assert seen["compressed"] == 10  # two have one token only
+    assert seen["moved"] >= 3
+    assert seen["moved alone"] == (10 if "disable_radix_cache" in flags else 0)
+    assert seen["at once"] >= 4
+    assert (seen["retractions"] > 0) == bool(env)
+    assert (seen["used"], seen["private"], seen["missing_after_flush"]) == (0, 0, 0)
+
+
 def test_many_more_requests_decode_at_once(run):
     seen = run("capacity")  # at 12.5 % kept
     assert seen["none"] == 3

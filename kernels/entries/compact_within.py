@@ -1,0 +1,41 @@
+"""Move the chosen entries of a prompt to private pages within the prompt's own slots."""
+
+from __future__ import annotations
+
+import torch
+from kvpolicy.kernels.entries.compact_layers import check
+
+
+def compact_within(
+    storage: torch.Tensor,
+    prompt_slots: torch.Tensor,
+    kept: torch.Tensor,
+    total: int,
+    private_slots: torch.Tensor,
+    first_page: torch.Tensor,
+) -> None:
+    """As `compact_layers`, where the private slots may be slots of the prompt.
+
+    All is read before anything is written: what is kept is held a second time meanwhile, beside the
+    pool. A few torch operations on any device, whatever the number of layers; nothing waits for it.
+
+    Args:
+        total: E, how many entries are kept in all lists.
+
+    Raises:
+        ValueError: as of `compact_layers`.
+    """
+    check(storage, prompt_slots, kept, private_slots, first_page)
+    layers, _, padded, group, size = storage.shape
+    layer, head, position = torch.nonzero_static(kept, size=total).unbind(1)
+    counts = kept.sum(dim=2).flatten()
+    each = layer * group + head
+    place = torch.arange(total, device=kept.device) - (counts.cumsum(0) - counts)[each]
+    source = (layer * 2 * padded + prompt_slots[position]) * group + head
+    page = first_page.flatten()[each].long() + place // group
+    into = (page % layers) * 2 * padded + private_slots.long()[page // layers]
+    target = into * group + place % group
+    entries = storage.view(-1, size)
+    moved = [entries.index_select(0, source + offset) for offset in (0, padded * group)]
+    for offset, rows in zip((0, padded * group), moved, strict=True):
+        entries.index_copy_(0, target + offset, rows)
