@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.ir.counts import Number, whole
+from kvpolicy.dsl.ir.counts import Number, snap, whole
 from kvpolicy.dsl.ir.nodes import Node, When
 
 Interval = tuple[float, float]
@@ -239,7 +239,7 @@ def _with_zero(*a: Interval) -> Interval:
 
 def _to_whole(function: Callable[[Number], int], a: Interval) -> Interval:
     """`floor`, `ceil` or `round` of both ends, which all keep the order."""
-    return tuple(x if math.isinf(x) else function(x) for x in a)
+    return tuple(x if math.isinf(x) else function(snap(x)) for x in a)
 
 
 _RULES: dict[str, Callable[..., Interval]] = {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
+from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.exact import NotStatic, Value, evaluate
 from kvpolicy.dsl.ir.nodes import Node, Program
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic
@@ -128,6 +128,4 @@ def _layers(env: Mapping[str, Value]) -> Iterator[Mapping[str, Value]]:
 
 def _count(value: Value) -> Fraction | float:
     """A number of entries: floored, not negative."""
-    if isinstance(value, float) and math.isinf(value):
-        return max(0.0, value)
-    return Fraction(max(0, math.floor(value)))
+    return max(Fraction(0), counts.floored(value))

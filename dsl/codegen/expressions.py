@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from kvpolicy.dsl.bind.kernel_values import exponent, finite, is_end
 from kvpolicy.dsl.codegen.leaves import Leaves
 from kvpolicy.dsl.codegen.tiles import SEEN, TILE, Condition, Tile, conjunction, together
+from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.lower import REDUCTIONS
 from kvpolicy.dsl.ir.nodes import Node
 
@@ -277,7 +278,7 @@ class Writer(Leaves):
     def _reach(self, width: Node) -> tuple[str, str, str]:
         """How far a pool reaches before and after a token, and its width."""
         if self.bound.static.needs(width) == frozenset():
-            size = max(1, int(self.bound.number(width, 1)))
+            size = max(1, counts.whole(self.bound.number(width, 1), 2**31))
             return str((size - 1) // 2), str(size // 2), repr(float(size))
         names = [self.arguments.number(width, how) for how in ("before", "after", "width")]
         self.used.update(dict.fromkeys(names))

@@ -9,6 +9,7 @@ from kvpolicy.dsl.codegen.forms import Form
 from kvpolicy.dsl.codegen.regions import Bundle
 from kvpolicy.dsl.codegen.shapes import TileShape
 from kvpolicy.dsl.codegen.tiles import Arguments
+from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
 
 
@@ -78,4 +79,4 @@ class Parts:
             return None
         if self.bound.static.needs(node.args[0]) != frozenset():
             return None
-        return max(0, int(self.bound.number(node.args[0], 1)))
+        return counts.whole(self.bound.number(node.args[0], 1), 2**31)

@@ -26,13 +26,13 @@ def widened(x: Value, frame: Frame, prompt: int) -> Value:
     if frame.positions is None or "token" not in x.axes:
         return x
     dim = x.axes.index("token")
-    shape = list(x.data.shape)
+    shape = list(x.tensor.shape)
     shape[dim] = prompt
-    data = x.data.new_zeros(shape).index_copy(dim, frame.positions, x.data)
-    if x.data.dtype == torch.bool and x.mask is None:
+    data = x.tensor.new_zeros(shape).index_copy(dim, frame.positions, x.tensor)
+    if data.dtype == torch.bool and x.mask is None:
         return Value(data, x.axes, finite=True)
     own = torch.ones((), dtype=torch.bool, device=frame.device) if x.mask is None else x.mask
-    own = aligned(own, x.mask_axes, x.axes).expand(x.data.shape)
+    own = aligned(own, x.mask_axes, x.axes).expand(x.tensor.shape)
     mask = own.new_zeros(shape).index_copy(dim, frame.positions, own)
     return Value(data, x.axes, mask, x.axes, finite=x.finite)
 
@@ -42,9 +42,9 @@ def narrowed(x: Value, places: torch.Tensor) -> Value:
     if "token" not in x.axes:
         return x
     mask = x.mask
-    if "token" in x.mask_axes:
+    if mask is not None and "token" in x.mask_axes:
         mask = mask.index_select(x.mask_axes.index("token"), places)
-    data = x.data.index_select(x.axes.index("token"), places)
+    data = x.tensor.index_select(x.axes.index("token"), places)
     return replace(x, data=data, mask=mask)
 
 
@@ -68,9 +68,9 @@ class History:
         """Notes a node's value at a layer; `layers`: how many are read later, None for all."""
         frame = evaluation.frame
         own = self.values.setdefault(id(node), {})
-        own[frame.layer] = (evaluation.value(node), frame.positions)
+        own[frame.here] = (evaluation.value(node), frame.positions)
         if layers is not None:
-            own.pop(frame.layer - layers, None)
+            own.pop(frame.here - layers, None)
 
     def read(self, node: Node, layer: int, frame: Frame) -> Value:
         """An earlier layer's value at the tokens that are still there."""
@@ -85,7 +85,7 @@ class History:
 
 def look_back(node: Node, evaluation: Evaluation, history: History) -> Value:
     """`past`, a reduction of it, or `at` over the layers done so far."""
-    frame, layer = evaluation.frame, evaluation.frame.layer
+    frame, layer = evaluation.frame, evaluation.frame.here
     if node.op != "at":
         x, number = (node if node.op == "past" else node.args[0]).args
         size = counts.whole(evaluation.number(number), frame.bound.shape.layers)
@@ -96,20 +96,24 @@ def look_back(node: Node, evaluation: Evaluation, history: History) -> Value:
         ]
         return _past(node, values, frame)
     wanted, x = node.args
-    at = counts.snap(evaluation.number(wanted))
-    if not _is_layer(at, layer):
+    at = _named(wanted, evaluation, layer + 1)
+    if at is None:
         return nowhere(evaluation.value(x), frame)
-    return evaluation.value(x) if at == layer else history.read(x, int(at), frame)
+    return evaluation.value(x) if at == layer else history.read(x, at, frame)
 
 
-def _is_layer(x: counts.Number, last: int) -> bool:
-    return 0 <= x <= last and x == int(x)
+def _named(node: Node, evaluation: Evaluation, size: int) -> int | None:
+    """The layer, among the first `size`, that a number names; None if it names none."""
+    mask = evaluation.value(node).mask
+    if mask is not None and not mask.all():
+        return None
+    return counts.index(evaluation.number(node), size)
 
 
 def _past(node: Node, values: list[Value], frame: Frame) -> Value:
     """Values of this layer and those before it along the axis `past`, or what they reduce to."""
     if node.op != "past":
-        made = torch_layers.of_layers(node, frame, values, frame.layer)
+        made = torch_layers.of_layers(node, frame, values, frame.here)
         if made is not None:
             return made
         return OPERATIONS[node.op](node, frame, _stacked(values, frame))
@@ -119,7 +123,7 @@ def _past(node: Node, values: list[Value], frame: Frame) -> Value:
 def _stacked(values: list[Value], frame: Frame) -> Value:
     x = stacked(values, frame.device)
     size = len(values)
-    there = torch.arange(size, device=frame.device) >= size - 1 - frame.layer
+    there = torch.arange(size, device=frame.device) >= size - 1 - frame.here
     axes = ("past", *x.axes[1:])
     if x.mask is None:
         return Value(x.data, axes, there, ("past",), finite=x.finite)
@@ -133,7 +137,7 @@ def known_before(node: Node, evaluation: Evaluation) -> Value:
     frame = evaluation.frame
     layers = range(frame.bound.shape.layers)
     each = [replace(evaluation, frame=replace(frame, layer=i), known={}) for i in layers]
-    return Layers(each, frame.prompt).value(node, each[frame.layer])
+    return Layers(each, frame.prompt_tokens).value(node, each[frame.here])
 
 
 class Layers:
@@ -160,7 +164,7 @@ class Layers:
 
     def value(self, node: Node, evaluation: Evaluation) -> Value:
         """The part of one layer in a node that looks at other layers."""
-        layer = evaluation.frame.layer
+        layer = evaluation.frame.here
         if node.op in ("past", "at") or torch_layers.over_past(node, self.frame):
             return self._look(node, evaluation)
         arguments = operands(node)
@@ -193,17 +197,17 @@ class Layers:
         static = [self.frame.bound.static.needs(x) is not None for x in arguments]
         if node.op != "cluster" and static == [True, False, True][: len(arguments)]:
             known = [self._numbers(x) for i, x in enumerate(arguments) if i != 1]
-            made = torch_layers.divided(node, self.frame, self._all(arguments[1]), *known)
-            if made is not None:
-                return made
+            divided = torch_layers.divided(node, self.frame, self._all(arguments[1]), *known)
+            if divided is not None:
+                return divided
         numbers = [self._numbers(x) for x in arguments]
         if node.op != "cluster":
-            most = numbers[2] if len(numbers) == 3 else None
+            maxima = numbers[2] if len(numbers) == 3 else None
             cascade = node.op == "cascade"
-            made = counts.split(numbers[0][0], numbers[1], most, cascade=cascade)
+            made = counts.split(numbers[0][0], numbers[1], maxima, cascade=cascade)
         else:
-            most = counts.whole(float(numbers[1][0]), len(self.evaluations))
-            made = counts.cluster([float(x) for x in numbers[0]], most)
+            number = counts.whole(float(numbers[1][0]), len(self.evaluations))
+            made = counts.cluster([float(x) for x in numbers[0]], number)
         return sent(torch.tensor(made, dtype=torch.float64, device=HOST), self.frame.device)
 
     def _numbers(self, node: Node) -> list:
@@ -212,9 +216,10 @@ class Layers:
         if self.frame.bound.static.needs(node) is not None:
             return [each.number(node) for each in evaluations]
         values = [each.value(node).data for each in evaluations]
-        if not all(isinstance(x, torch.Tensor) for x in values):
+        tensors = [x for x in values if isinstance(x, torch.Tensor)]
+        if len(tensors) < len(values):
             return [each.number(node) for each in evaluations]
-        return torch.stack(values).tolist()
+        return torch.stack(tensors).tolist()
 
     def _all(self, node: Node) -> Value:
         """A node's values at all layers, the axis `layer` first."""
@@ -227,14 +232,11 @@ class Layers:
         if node.op != "at":
             x, number = (node if node.op == "past" else node.args[0]).args
             size = counts.whole(evaluation.number(number), layers)
-            wanted = [max(0, frame.layer - i) for i in reversed(range(size))]
-            return _past(node, [self._at(x, each, frame) for each in wanted], frame)
+            before = [max(0, frame.here - i) for i in reversed(range(size))]
+            return _past(node, [self._at(x, each, frame) for each in before], frame)
         wanted, x = node.args
-        at = counts.snap(evaluation.number(wanted))
-        reached = frame.layer if node.when <= When.LAYER else layers - 1
-        if not _is_layer(at, reached):
-            return nowhere(evaluation.value(x), frame)
-        return self._at(x, int(at), frame)
+        at = _named(wanted, evaluation, frame.here + 1 if node.when <= When.LAYER else layers)
+        return nowhere(evaluation.value(x), frame) if at is None else self._at(x, at, frame)
 
     def _at(self, x: Node, layer: int, frame: Frame) -> Value:
         """Another layer's value at this layer's tokens."""

@@ -91,6 +91,8 @@ def at(node: Node, frame: Frame, wanted: Value, x: Value) -> Value:
     # Where a model's tensors hold NaN nothing is decided, but nothing may be read outside either.
     index_ = place.nan_to_num(0.0).clamp(0, layers - 1).long()
     there_axes: tuple[str, ...] = ("layer",)
+    if wanted.mask is not None:
+        there, there_axes = frame.conjunction(there, there_axes, wanted.mask, wanted.mask_axes)
     if x.mask is not None:
         own = x.mask[index_] if "layer" in x.mask_axes else x.mask
         there, there_axes = frame.conjunction(there, there_axes, own, x.mask_axes)

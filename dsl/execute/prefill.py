@@ -15,6 +15,7 @@ from kvpolicy.dsl.execute.kernels import Slots
 from kvpolicy.dsl.execute.merge import Merging
 from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.execute.values import Frame, Value
+from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, When
 
 
@@ -256,7 +257,8 @@ def _layers(numbers: list[Node] | None, evaluation: Evaluation) -> int | None:
     """How many layers, this one included, are read later; None: any."""
     if numbers is None:
         return None
-    return max(int(evaluation.number(each)) for each in numbers)
+    layers = evaluation.frame.bound.shape.layers
+    return max(counts.whole(evaluation.number(each), layers) for each in numbers)
 
 
 class _Sums:

@@ -5,7 +5,6 @@ Dimensions: L layers, H query heads, G KV heads, N cached tokens, D head size, W
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -30,8 +29,7 @@ def _floored(x: Value) -> Value:
     """Whole numbers; a number of the host stays one, so that no step waits for the device."""
     if isinstance(x.data, torch.Tensor):
         return Value(snapped(x.data.double()).floor(), x.axes, finite=x.finite)
-    number = counts.snap(x.data)
-    return Value(float(math.floor(number)) if math.isfinite(number) else float(number))
+    return Value(float(counts.floored(x.data)))
 
 
 @dataclass

@@ -46,6 +46,17 @@ class Value:
     zero: bool = False
     finite: bool = False
 
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The data of a value that has axes or was computed of one that has.
+
+        Raises:
+            TypeError: it is a number of the host.
+        """
+        if not isinstance(self.data, torch.Tensor):
+            raise TypeError(f"{self.data} is a number of the host")
+        return self.data
+
 
 @dataclass
 class Frame:
@@ -115,6 +126,22 @@ class Frame:
         return made.masked_fill(~self.there[..., None], 0)
 
     @property
+    def here(self) -> int:
+        """The layer that is computed.
+
+        Raises:
+            TypeError: it is after the last one.
+        """
+        if self.layer is None:
+            raise TypeError("after the last layer there is no layer at hand")
+        return self.layer
+
+    @property
+    def prompt_tokens(self) -> int:
+        """N: tokens of the prompt."""
+        return self.tokens if self.prompt is None else self.prompt
+
+    @property
     def places(self) -> torch.Tensor:
         """int64 [n]: original positions of the candidates."""
         if self.positions is not None:
@@ -123,10 +150,9 @@ class Frame:
 
     def number(self, node: Node) -> Fraction | float | bool:
         """A scalar that the host knows."""
-        prompt = self.tokens if self.prompt is None else self.prompt
         length = None if self.generated is not None else self.tokens
         return self.bound.number(
-            node, prompt, self.layer or 0, length=length, generated=self.generated
+            node, self.prompt_tokens, self.layer or 0, length=length, generated=self.generated
         )
 
     def window(self, node: Node) -> int:

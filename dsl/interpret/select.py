@@ -5,7 +5,6 @@ Dimensions: L layers, G KV heads, M candidates of a layer.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -97,8 +96,7 @@ def whole_budget(e: Evaluator, layer: int) -> Array:
     if budget is None:
         return Array.of(("kv",), e.budgets[layer])
     if e.bound.static.needs(budget) is not None:
-        number = e.number(budget, layer)
-        return Array.of((), float(math.floor(number)) if math.isfinite(number) else number)
+        return Array.of((), float(counts.floored(e.number(budget, layer))))
     value = e.value(budget, layer)
     return Array.of(value.axes, np.floor(arrays.snapped(value.data)))
 
@@ -129,12 +127,14 @@ def _past(e: Evaluator, node: Node, layer: int) -> Array:
 
 
 def _at(e: Evaluator, node: Node, layer: int) -> Array:
-    wanted = counts.snap(e.number(node.args[0], layer))
     reached = layer if node.when <= When.LAYER else len(e.every_layer) - 1
-    if wanted == int(wanted) and 0 <= wanted <= reached:
-        return e.read_at(e.value(node.args[1], int(wanted)), int(wanted), layer)
-    x = e.value(node.args[1], layer)
-    return Array.of(x.axes, x.data, np.zeros(x.data.shape, dtype=np.bool_))
+    which, x = node.args
+    named = e.value(which, layer).present.all()
+    wanted = counts.index(e.number(which, layer), reached + 1) if named else None
+    if wanted is not None:
+        return e.read_at(e.value(x, wanted), wanted, layer)
+    own = e.value(x, layer)
+    return Array.of(own.axes, own.data, np.zeros(own.data.shape, dtype=np.bool_))
 
 
 def _split(e: Evaluator, node: Node, layer: int) -> Array:

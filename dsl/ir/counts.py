@@ -20,6 +20,9 @@ from kvpolicy.dsl.ir.split import cascade_layers, split_layers
 # above the error of float64 sums, far below one entry in a million.
 SNAP = 2.0**-32
 
+# From here on every float64 is a whole number.
+_ALL_WHOLE = 2.0**52
+
 # More entries than any cache holds.
 _LARGE = 2**62
 
@@ -28,7 +31,7 @@ Number = Fraction | float | int
 
 def snap(x: Number) -> Number:
     """`x`, or the multiple of 1/2 that it misses only by rounding errors."""
-    if isinstance(x, Fraction | int) or not math.isfinite(x):
+    if isinstance(x, Fraction | int) or not abs(x) < _ALL_WHOLE:
         return x
     nearest = round(2 * x) / 2
     return nearest if abs(x - nearest) <= SNAP * max(1.0, abs(x)) else x
@@ -40,6 +43,18 @@ def whole(x: Number, most: int) -> int:
     if x >= most:
         return most
     return max(0, math.floor(x)) if x > 0 else 0
+
+
+def floored(x: Number) -> Number:
+    """`floor(x)`; an infinity stays what it is."""
+    x = snap(x)
+    return math.floor(x) if math.isfinite(x) else x
+
+
+def index(x: Number, size: int) -> int | None:
+    """The place, among `size`, that a number names; None if it names none."""
+    x = snap(x)
+    return int(x) if 0 <= x < size and x == int(x) else None
 
 
 def split(

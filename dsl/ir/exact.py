@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
+from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
-from kvpolicy.dsl.ir.split import cascade_layers, split_layers
 
 Value = Fraction | bool | float
 
@@ -117,9 +117,8 @@ class _Evaluation:
 
     def _at(self, node: Node) -> Value | None:
         which, here = self.value(node.args[0]), self._given_layer()
-        if which is None or which != int(which) or not 0 <= which <= here:
-            return None
-        return self._each_layer()[int(which)].value(node.args[1])
+        layer = None if which is None else counts.index(which, here + 1)
+        return None if layer is None else self._each_layer()[layer].value(node.args[1])
 
     def _given_layer(self) -> int:
         if "layer" not in self.env:
@@ -139,13 +138,16 @@ class _Evaluation:
 
     def _split(self, node: Node, layers: list[_Evaluation]) -> Value:
         here = self._given_layer()
-        columns = [[layer.value(arg) for layer in layers] for arg in node.args]
-        if any(value is None for column in columns for value in column):
-            raise NotStatic("an absent share")
-        total = columns[0][here]
+        columns = [[_share(layer.value(arg)) for layer in layers] for arg in node.args]
         maxima = columns[2] if len(columns) > 2 else None
-        divide = cascade_layers if node.op == "cascade" else split_layers
-        return Fraction(divide(total, columns[1], maxima)[here])
+        cascade = node.op == "cascade"
+        return Fraction(counts.split(columns[0][here], columns[1], maxima, cascade=cascade)[here])
+
+
+def _share(value: Value | None) -> Value:
+    if value is None:
+        raise NotStatic("an absent share")
+    return value
 
 
 def _number(operation: Callable[..., Value], args: list) -> Value:
@@ -200,7 +202,12 @@ def _power(base: Value, exponent: Value) -> Value:
 
 def _round_to(function: Callable[[Value], int]) -> Callable[[Value], Value]:
     """floor, ceil or round; an infinity stays what it is."""
-    return lambda x: x if isinstance(x, float) and math.isinf(x) else Fraction(function(x))
+
+    def rounded(x: Value) -> Value:
+        infinite = isinstance(x, float) and math.isinf(x)
+        return x if infinite else Fraction(function(counts.snap(x)))
+
+    return rounded
 
 
 def _floor_divide(a: Value, b: Value) -> Value:
@@ -208,6 +215,12 @@ def _floor_divide(a: Value, b: Value) -> Value:
         quotient = _number(lambda: _float(a) / _float(b), []) if b else _by_zero(a)
         return _round_to(math.floor)(quotient)
     return Fraction(a // b)
+
+
+def _modulo(a: Value, b: Value) -> Value:
+    if isinstance(a, float) or isinstance(b, float):
+        return a - b * _floor_divide(a, b) if b else Fraction(0)
+    return a % b if b else Fraction(0)
 
 
 def _exp(x: Value) -> float:
@@ -223,7 +236,7 @@ _NUMERIC: dict[str, Callable[..., Value]] = {
     "multiply": lambda a, b: a * b,
     "divide": lambda a, b: a / b,
     "floor_divide": _floor_divide,
-    "modulo": lambda a, b: a % b if b else Fraction(0),
+    "modulo": _modulo,
     "power": _power,
     "negate": lambda a: -a,
     "abs": abs,

@@ -67,6 +67,16 @@ def node_of(text, **params):
         ("log(0)", -math.inf),
         ("exp(1e300)", math.inf),
         ("floor(1 / 0)", math.inf),
+        # exp(log(8)) is 7.999999999999998 and exp(log(9)) 9.000000000000002.
+        ("floor(exp(log(8)))", 8),
+        ("ceil(exp(log(9)))", 9),
+        ("exp(log(8)) // 2", 4),
+        ("floor(exp(log(8)) % 4)", 0),
+        ("round(exp(log(9)) / 2)", 4),
+        ("sum[layer](split[layer](exp(log(8)), 1))", 8),
+        # Layers that do not exist.
+        ("count[layer](at(1 / 0, layer))", 0),
+        ("count[layer](at(layer where layer > 1, layer))", 2),
     ],
 )
 def test_value(text, value):

@@ -60,6 +60,32 @@ def test_layers_compete(keep, beside, decode):
     assert_agreement(f"{BESIDE[beside]}budget: 6\nkeep: {keep}\n{decode}")
 
 
+@pytest.mark.parametrize("beside", ["merge", "propagate"])
+@pytest.mark.parametrize(
+    "which", ["layer - 1 where strength > 2.2", "layer / 0", "at(0, strength) where layer > 1"]
+)
+@pytest.mark.parametrize("known", ["strength", "max[layer](strength)"], ids=["layer", "end"])
+def test_values_at_layers_that_do_not_exist(beside, which, known):
+    """A layer that is absent or infinite is none; it was read as 0, or as what was left out."""
+    lets = "let:\n  strength: max[kv, token, dim](value)\n"
+    rest = BESIDE[beside].replace(SCORE, "")
+    other = f"1 where at({which}, layer + {known}) > 1 else norm1[dim](key)"
+    score = f"score: sum[dim](key) + ({other})\n"
+    assert_agreement(f"{lets}{score}{rest}budget: 6\nkeep: top(score)\n")
+
+
+@pytest.mark.parametrize("beside", ["merge", "propagate"])
+@pytest.mark.parametrize("number", ["exp(log(8))", "exp(log(8)) + 0 * norm1[kv, token, dim](key)"])
+def test_numbers_that_miss_a_whole_one_by_rounding(beside, number):
+    """7.999999999999998 counts as 8 in all places."""
+    data = "key" in number
+    past = "sum[past](past(score_, exp(log(8)) - 6))"
+    lets = f"let:\n  score_: norm1[dim](key)\n  looked: {past}\n"
+    rest = BESIDE[beside].replace(SCORE, "")
+    budget = f"floor({number})" if data else number
+    assert_agreement(f"{lets}score: looked\n{rest}budget: {budget}\nkeep: top(score)\n")
+
+
 @pytest.mark.parametrize(
     "keep",
     [

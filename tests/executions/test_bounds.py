@@ -38,6 +38,15 @@ def kept(bound, tokens: int, seed: int, ties: bool = False) -> int:
     return sum(int(layer.sum()) for layer in interpret(bound, *prompt).kept)
 
 
+@pytest.mark.parametrize("whole", ["floor(%s)", "%s // 1", "ceil(%s - 1)", "round(%s - 0.5)"])
+def test_numbers_that_miss_a_whole_one_by_rounding(whole):
+    """exp(log(8)) is 7.999999999999998: a budget of 8, whether the host or data decide it."""
+    number = "(exp(log(8)) + 0 * max[kv, token, dim](key))"
+    for text in (number, "exp(log(8))"):
+        bound = written(f"{SCORE}budget: {whole % text}\nkeep: top(score)\n", SHAPES[0])
+        assert kept(bound, 12, 0) == bound.max_entries(12)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_random_policies(seed):
