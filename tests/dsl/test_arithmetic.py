@@ -1,0 +1,186 @@
+"""Arithmetic that all executions share, held against the rationals of definition.py."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from itertools import product
+
+import numpy as np
+import pytest
+from definition import Definition, OutOfReach, Tree, written
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.interpret.interpreter import interpret
+from kvpolicy.dsl.ir.exact import NotStatic, evaluate
+from kvpolicy.dsl.ir.nodes import ModelShape, Node
+from kvpolicy.dsl.syntax.source import Source
+from trees import LEAVES, ONE, numbers
+
+SHAPE = ModelShape(layers=3, heads=4, kv_heads=2, head_dim=1)
+SIZES = {"layers": 3, "heads": 4, "kv_heads": 2}
+TOTALS = (*(("number", text) for text in ("0", "1", "7.5", "20", "101")), ("name", "heads"))
+PARAMETER = (("^", ("name", "p"), ONE),) * 2
+
+
+def program(text: str):
+    return load(Source("x.yaml", f"policy: x\nlanguage: 1\n{text}")).require()
+
+
+def node_of(text: str) -> Node:
+    """The node of an expression; `p` is a parameter."""
+    let = f"let:\n  v: |\n    {text}\n"
+    file = f"params: {{p: 0}}\n{let}keep: all where v > 0 else recent(4)\n"
+    return program(file).prefill.lets["v"]
+
+
+def bound(text: str, **settings: str) -> Bound:
+    return bind(program(text), SHAPE, settings)
+
+
+def names_of(**more: int | Fraction):
+    """What names are worth at a layer, for the definition."""
+    fixed = {name: Fraction(x) for name, x in {**SIZES, **more}.items()}
+    values = {name: lambda layer, x=x: x for name, x in fixed.items()}
+    return {**values, "layer": Fraction}
+
+
+def expected(tree: Tree, layer: int, definition: Definition):
+    try:
+        return definition.value(tree, layer)
+    except OutOfReach:
+        assume(False)
+
+
+@given(numbers(LEAVES + PARAMETER, TOTALS), st.integers(0, 2), st.fractions(-9, 9))
+def test_expressions_known_beforehand_are_rationals(tree, layer, p):
+    value = expected(tree, layer, Definition(names_of(p=p), SHAPE.layers))
+    node = node_of(written(tree))
+    env = {name: Fraction(x) for name, x in SIZES.items()}
+    env |= {"layer": Fraction(layer), "param:p": p}
+    if value is None:
+        with pytest.raises(NotStatic):
+            evaluate(node, env)
+        return
+    found = evaluate(node, env)
+    assert found == value
+    assert isinstance(found, Fraction)
+
+
+DATA = (("name", "x"), ("name", "x"), ("name", "x"))
+
+
+def as_float64(x: Fraction) -> None:
+    """Leaves out what float64 would round or snap, and what float32 would."""
+    bits = x.denominator.bit_length() - 1
+    exact = x.denominator == 1 << bits and bits < 20 and abs(x.numerator) < 1 << 20
+    if not exact:
+        raise OutOfReach
+
+
+@given(
+    numbers((*LEAVES[:5], *LEAVES[10:], *PARAMETER, *DATA), TOTALS),
+    st.lists(st.integers(-12, 12), min_size=3, max_size=3),
+    st.integers(-4, 4),
+)
+def test_expressions_of_data_are_the_same_numbers(tree, data, p):
+    """What parameters decide is folded before, the rest computed in float64."""
+    at_layers = {"x": lambda layer: Fraction(data[layer], 4)}
+    definition = Definition(names_of(p=p) | at_layers, SHAPE.layers, as_float64)
+    values = [expected(tree, layer, definition) for layer in range(SHAPE.layers)]
+    policy = bound(
+        "params: {p: 0}\nlet: {x: 'max[kv, token, dim](value)'}\n"
+        f"score: |\n  0 * position ^ 1 + ({written(tree)})\nkeep: all\n",
+        p=str(p),
+    )
+    v = np.broadcast_to(np.array(data, np.float32)[:, None, None, None] / 4, (3, 2, 2, 1))
+    scores = interpret(policy, np.zeros((3, 4, 2, 1), np.float32), np.zeros_like(v), v).scores
+    for score, value in zip(scores, values, strict=True):
+        assert np.array_equal(score, np.full((2, 2), _float(value)), equal_nan=True)
+
+
+def _float(value: Fraction | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+PROMPT = (("^", ("name", "prompt"), ONE),)
+
+
+@given(
+    numbers(LEAVES + PARAMETER + PROMPT, TOTALS, absent=False),
+    st.integers(0, 9),
+    st.integers(-5, 5),
+)
+def test_budgets_are_floored(tree, prompt, p):
+    definition = Definition(names_of(p=p, prompt=prompt), SHAPE.layers)
+    budgets = [expected(tree, layer, definition) for layer in range(SHAPE.layers)]
+    kept = [min(prompt, max(0, math.floor(budget))) for budget in budgets]
+    policy = bound(
+        "params: {p: 0}\nscore: max[dim](key)\nkeep: top(score)\n"
+        f"budget: |\n  0 * prompt ^ 1 + ({written(tree)})\n",
+        p=str(p),
+    )
+    k = np.zeros((3, 2, prompt, 1), np.float32)
+    result = interpret(policy, np.zeros((3, 4, prompt, 1), np.float32), k, k)
+    assert [layer.sum(-1).tolist() for layer in result.kept] == [[each] * 2 for each in kept]
+    assert sum(2 * each for each in kept) <= policy.max_entries(prompt)
+
+
+INFINITE = {math.inf: "(1 / 0)", -math.inf: "(-1 / 0)"}
+ENDS = [-math.inf, *(Fraction(x, 2) for x in (-6, -1, 0, 1, 4)), math.inf]
+
+
+def _shown(x: Fraction | float) -> str:
+    return INFINITE[x] if isinstance(x, float) else f"({float(x):g})"
+
+
+def _limits(op: str, a, b) -> Fraction | float:
+    """Of numbers one of which is infinite; what would not be a number is 0."""
+    x, y = float(a), float(b)
+    if op == "max" or op == "min":
+        return (max if op == "max" else min)(x, y)
+    if op == "^":
+        return _power_of_infinite(x, y)
+    if op in ("/", "//", "%") and y == 0:
+        return 0 if x == 0 or op == "%" else math.copysign(math.inf, x)
+    if op == "/" or op == "//":
+        if math.isinf(x) and math.isinf(y):
+            return 0
+        quotient = x / y
+        return quotient if math.isinf(quotient) or op == "/" else math.floor(quotient)
+    if op == "%":
+        return 0  # x - y * floor(x / y), where one of the products has no value
+    made = {"+": x + y, "-": x - y, "*": x * y}[op]
+    return 0 if math.isnan(made) else made
+
+
+def _power_of_infinite(x: float, y: float) -> float:
+    if y == 0 or x == 1:
+        return 1
+    if math.isinf(y):
+        if x < 0:
+            return 0 if (y > 0 and x > -1) or (y < 0 and x < -1) else _unbounded_power(x, y)
+        return math.inf if (x > 1) == (y > 0) else 0
+    if x > 0:
+        return math.inf if y > 0 else 0
+    if y != math.floor(y):
+        return 0  # of a negative number only whole powers
+    if y < 0:
+        return 0
+    return -math.inf if y % 2 else math.inf
+
+
+def _unbounded_power(x: float, y: float) -> float:
+    return 1 if x == -1 else math.inf
+
+
+@pytest.mark.parametrize("op", ["+", "-", "*", "/", "//", "%", "^", "min", "max"])
+def test_infinities(op):
+    pairs = [(a, b) for a, b in product(ENDS, ENDS) if math.inf in (abs(a), abs(b))]
+    call = f"{op}(%s, %s)" if op in ("min", "max") else f"%s {op.replace('%', '%%')} %s"
+    lets = [f"  v{i}: '{call % (_shown(a), _shown(b))}'\n" for i, (a, b) in enumerate(pairs)]
+    nodes = program(f"keep: all\nlet:\n{''.join(lets)}").prefill.lets.values()
+    found = {pair: evaluate(node, {}) for pair, node in zip(pairs, nodes, strict=True)}
+    assert found == {pair: _limits(op, *pair) for pair in pairs}
