@@ -12,9 +12,8 @@ are computed step by step instead.
 from __future__ import annotations
 
 from kvpolicy.dsl.ir.lower import ELEMENTWISE, REDUCTIONS, Static
-from kvpolicy.dsl.ir.nodes import Node, State
+from kvpolicy.dsl.ir.nodes import WINDOWS, Node, State
 
-_WINDOWS = frozenset("attn logits distance".split())
 _POOLS = frozenset(("avgpool", "maxpool"))
 _SAME = frozenset("key value position all".split())
 _UNBOUNDED = frozenset(("exp", "log"))
@@ -85,7 +84,7 @@ class Additive:
         """Whether a query's value is the same, and finite, when other queries are there too."""
         if self._static.needs(node) is not None or node.op in _SAME:
             return self.constant(node)
-        if node.op in _WINDOWS:
+        if node.op in WINDOWS:
             return node.value == "new"
         if node.op in _POOLS:
             inner, width = node.args

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.ir.counts import Number, snap, whole
-from kvpolicy.dsl.ir.nodes import Node, When
+from kvpolicy.dsl.ir.nodes import WINDOWS, Node, When
 
 Interval = tuple[float, float]
 
@@ -158,7 +158,7 @@ class Intervals:
         """Whether a reduction over `axes` may find no value at all, where `given` holds."""
         if not node.type.absent:
             return False
-        if node.op in ("attn", "logits", "distance"):  # the last query sees every token
+        if node.op in WINDOWS:  # the last query sees every token
             return not {"query", "token"} & set(axes)
         if node.op == "mask":
             condition = node.args[1]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.nodes import WINDOWS, Node
 from kvpolicy.dsl.ir.written import written
 
-WINDOWS = frozenset(("attn", "logits", "distance"))
 ARITHMETIC = frozenset(
     "add subtract multiply divide power negate abs exp log sqrt minimum maximum less less_equal "
     "greater greater_equal equal not_equal and or not mask choose".split()

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 OPERATIONS_PER_BYTE = 200
 MATRIX_PER_VECTOR = 16
 
-WINDOWS = ("attn", "logits")
+# What is computed per query and token by a matrix product.
+MAPS = ("attn", "logits")
 SOFTMAX = 5  # scale, subtract, exponential, sum, divide
 
 _POOLS = ("avgpool", "maxpool")
@@ -109,7 +110,7 @@ class Sizes:
     def queries(self, node: Node) -> int:
         """The axis `query` of a value: that of the widest window in it."""
         if id(node) not in self._queries:
-            if node.op in (*WINDOWS, "distance"):
+            if node.op in (*MAPS, "distance"):
                 found = self.window(node)
             else:
                 found = max(map(self.queries, node.args), default=0)
@@ -141,7 +142,7 @@ class Sizes:
         """Computing one value of one layer, its arguments being there."""
         own, inner = self.of(node), max(map(self.of, node.args), default=0.0)
         keys = self.axes["kv"] * self.tokens * self.axes["dim"] * self.element
-        if node.op in WINDOWS:
+        if node.op in MAPS:
             passes = 2 if node.op == "attn" else 1
             softmax = SOFTMAX * own if node.op == "attn" else 0.0
             asked = self.axes["kv"] * self.axes["group"] * self.queries(node) * self.axes["dim"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 from kvpolicy.dsl.bind.kernel_values import finite
 from kvpolicy.dsl.codegen.regions import Reduction
 from kvpolicy.dsl.ir.lower import REDUCTIONS
-from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.nodes import WINDOWS, Node
 
 
 def skips(each: Reduction) -> bool:
@@ -13,12 +15,12 @@ def skips(each: Reduction) -> bool:
     node, x = each.node, each.node.args[0]
     if x.type.kind == "truth":
         return _false_after(x)
-    return _absent_after(x) or (node.op == "sum" and finite(x) and _zero_after(x))
+    return _absent_after(x) or (node.op == "sum" and finite(x) and nothing_after(x))
 
 
 def _absent_after(node: Node) -> bool:
     """Whether a number is absent where the token comes after the query."""
-    if node.op in ("attn", "logits", "distance"):
+    if node.op in WINDOWS:
         return True
     if node.op == "mask":
         return _absent_after(node.args[0]) or _false_after(node.args[1])
@@ -39,13 +41,22 @@ def _false_after(node: Node) -> bool:
     return compares and any(_absent_after(each) for each in node.args)
 
 
-def _zero_after(node: Node) -> bool:
-    """Whether a number is absent or 0 there."""
+def nothing_after(node: Node) -> bool:
+    """Whether a number is absent or 0 where the token comes after the query."""
     if _absent_after(node):
         return True
     if node.op == "multiply":
-        return any(_zero_after(each) for each in node.args)
+        return any(nothing_after(each) for each in node.args)
     if node.op in ("add", "subtract"):
-        return all(_zero_after(each) for each in node.args)
-    first = ("divide", "power", "mask", "negate", "abs", "sqrt", "sum", "mean")
-    return node.op in first and _zero_after(node.args[0])
+        return all(nothing_after(each) for each in node.args)
+    if node.op in ("sum", "mean"):
+        # What is added up over queries or tokens is there for all of them.
+        return not {"query", "token"} & set(node.axes) and nothing_after(node.args[0])
+    if node.op == "power" and not _positive(node.args[1]):
+        return False
+    first = ("divide", "power", "mask", "negate", "abs", "sqrt")
+    return node.op in first and nothing_after(node.args[0])
+
+
+def _positive(node: Node) -> bool:
+    return isinstance(node.value, Fraction) and node.value > 0

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kernel_values import (
     ARITHMETIC,
-    WINDOWS,
     exponent,
     finite,
     inlined,
@@ -25,7 +24,7 @@ from kvpolicy.dsl.bind.kernel_values import (
     window_key,
 )
 from kvpolicy.dsl.ir.lower import REDUCTIONS
-from kvpolicy.dsl.ir.nodes import Node, State, When
+from kvpolicy.dsl.ir.nodes import WINDOWS, Node, State, When
 from kvpolicy.dsl.ir.traverse import nodes_of
 
 _PER_TOKEN = frozenset(("kv", "group", "token"))

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from kvpolicy.dsl.codegen.causal import nothing_after
 from kvpolicy.dsl.execute.elementwise import reduce
 from kvpolicy.dsl.execute.plan import operands
 from kvpolicy.dsl.execute.values import Frame, Value, as_tensor, filled
 from kvpolicy.dsl.ir.lower import ELEMENTWISE, REDUCTIONS
-from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.nodes import WINDOWS, Node
 
 if TYPE_CHECKING:
     from kvpolicy.dsl.execute.evaluate import Evaluation
@@ -34,8 +35,6 @@ _CPU_BLOCK_BYTES = 4 << 20
 # reads only the tokens up to its last query.
 _CAUSAL_BLOCKS, _LEAST_ROWS = 8, 64
 _LONG = frozenset(("query", "dim"))
-# Values per query and token; they say themselves which tokens come after the query.
-WINDOWS = frozenset(("attn", "logits", "distance"))
 _VECTORS = frozenset(("key", "value"))
 _INSIDE = ELEMENTWISE | REDUCTIONS | WINDOWS | _VECTORS | {"index", "avgpool", "maxpool"}
 
@@ -95,7 +94,7 @@ class Region:
         vectors = any("dim" in each.type.axes for each in nodes)
         causal = (
             node.op == "sum" and by_query and not any(window.args for window in windows)
-            and all(_by_token(each) for each in nodes) and _nothing_after(node.args[0])
+            and all(_by_token(each) for each in nodes) and nothing_after(node.args[0])
         )  # fmt: skip
         by_head = not mixed and len(headless) < len(nodes)
         return cls(
@@ -106,20 +105,6 @@ class Region:
 def _by_token(node: Node) -> bool:
     """Whether every token's value comes from that token alone, attention apart."""
     return node.op not in ("index", "avgpool", "maxpool") and "token" not in node.axes
-
-
-def _nothing_after(node: Node) -> bool:
-    """Whether a value is absent or 0 where the token comes after the query."""
-    if node.op in WINDOWS:
-        return True
-    if node.op == "multiply":
-        return any(_nothing_after(each) for each in node.args)
-    if node.op in ("add", "subtract"):
-        return all(_nothing_after(each) for each in node.args)
-    if node.op == "power" and (node.args[1].op != "number" or node.args[1].value <= 0):
-        return False
-    first = ("divide", "power", "mask", "negate", "abs", "sqrt", "sum", "mean")
-    return node.op in first and _nothing_after(node.args[0])
 
 
 @lru_cache(maxsize=4096)

@@ -8,13 +8,12 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.evaluate import Updates
 from kvpolicy.dsl.execute.ops import OPERATIONS
 from kvpolicy.dsl.execute.plan import operands
-from kvpolicy.dsl.ir.nodes import OF_MERGE, Node, State, When
+from kvpolicy.dsl.ir.nodes import OF_MERGE, WINDOWS, Node, State, When
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, propagate_roots, state_roots
 from kvpolicy.dsl.syntax.diagnostics import refused
 
 STATES = frozenset("state before budget decided".split())
 _ATTENTION = frozenset("attn logits state before past at".split())
-_WINDOWS = frozenset("attn logits distance".split())
 
 
 class Direct:
@@ -47,7 +46,7 @@ class Direct:
         every = list(nodes_of([*self.roots, *state_roots(rules.states), *merge, *early]))
         self._check(every)
         self.needed = bool(bound.propagates or rules.states or rules.merge)
-        self.needed |= any(node.op in _WINDOWS and self._by_layer(node) for node in every)
+        self.needed |= any(node.op in WINDOWS and self._by_layer(node) for node in every)
         self._later: dict[int, bool] = {}
         self.handed = self._handed(self.roots, merge)
         # All that the prefill computes of its layers, merges apart.
@@ -58,7 +57,7 @@ class Direct:
         self.looks = _looks(nodes_of([*self.handed, *remembered, *early]))
         self.sums = {} if bound.propagates else self._sums(rules.states)
         # Whatever else reads all queries cannot be put together from chunks.
-        whole = [n for n in every if n.op in _WINDOWS and not n.args]
+        whole = [n for n in every if n.op in WINDOWS and not n.args]
         inside = {id(n) for total in self.sums.values() for n in total.walk()}
         self.accumulates = bool(self.sums) and all(id(n) in inside for n in whole)
 

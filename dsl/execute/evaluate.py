@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from kvpolicy.dsl.execute.blocks import WINDOWS, in_blocks
+from kvpolicy.dsl.execute.blocks import in_blocks
 from kvpolicy.dsl.execute.elementwise import mask
 from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.layers import over_past
@@ -26,7 +26,7 @@ from kvpolicy.dsl.execute.values import (
     sizes_of,
     union,
 )
-from kvpolicy.dsl.ir.nodes import Node, Rules, State, Type
+from kvpolicy.dsl.ir.nodes import WINDOWS, Node, Rules, State, Type
 
 
 @dataclass(frozen=True)

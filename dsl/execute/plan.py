@@ -14,7 +14,7 @@ from kvpolicy.dsl.execute.entropy import distribution, entropy
 from kvpolicy.dsl.execute.kernels import NONE, Kernels
 from kvpolicy.dsl.execute.ops import OPERATIONS
 from kvpolicy.dsl.execute.values import HOST, Frame, Value, aligned, constant, of_layer, sent, union
-from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.nodes import WINDOWS, Node
 
 
 @dataclass
@@ -146,7 +146,7 @@ def _number(x: Value) -> Value:
 
 def operands(node: Node) -> tuple[Node, ...]:
     """What a step reads; a window is a number that `bind` already knows, an entropy one step."""
-    if node.op in ("attn", "logits", "distance"):
+    if node.op in WINDOWS:
         return ()
     x = distribution(node)
     return node.args if x is None else (x,)

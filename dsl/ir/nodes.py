@@ -171,6 +171,8 @@ OPERATIONS: Mapping[str, tuple[str, str]] = {
     "target": ("1", "x"),
     "dropped": ("1", "x with its axis token read at the dropped entries (in `merge`)"),
 }
+# Values per query and token; they say themselves which tokens come after the query.
+WINDOWS = frozenset(("attn", "logits", "distance"))
 # What is known only while a layer merges.
 OF_MERGE = frozenset("nearest next target dropped special".split())
 

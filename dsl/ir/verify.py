@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from fractions import Fraction
 
-from kvpolicy.dsl.ir.nodes import AXES, OPERATIONS, Node, Program
+from kvpolicy.dsl.ir.nodes import AXES, OPERATIONS, WINDOWS, Node, Program
 
 _SIZES = frozenset("layer layers kv_heads heads prompt length generated cached pi".split())
 _TRUTHS = frozenset(
@@ -194,7 +194,7 @@ _VALUES: dict[str, Callable[[Node, Program], bool]] = {
     "decided": lambda node, program: node.value in program.prefill.decided,
     "special": lambda node, program: node.value in ("own", "below", "mass", "members"),
     **dict.fromkeys(
-        ("attn", "logits", "distance"),
+        WINDOWS,
         lambda node, program: (
             node.value in ("recent", "all", "new") and (node.value == "recent") == bool(node.args)
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.nodes import WINDOWS, Node
 
 _BINARY = {
     "add": "+", "subtract": "-", "multiply": "*", "divide": "/", "floor_divide": "//",
@@ -12,7 +12,6 @@ _BINARY = {
     "greater_equal": ">=", "equal": "==", "not_equal": "!=", "and": "and", "or": "or",
 }  # fmt: skip
 _NAMES = {"minimum": "min", "maximum": "max"}
-_WINDOWS = ("attn", "logits", "distance")
 
 
 def written(node: Node, *, named: bool = False) -> str:
@@ -27,7 +26,7 @@ def written(node: Node, *, named: bool = False) -> str:
     args = [written(each, named=True) for each in node.args]
     if node.op in ("number", "truth"):
         return _constant(node.value)
-    if node.op in _WINDOWS:
+    if node.op in WINDOWS:
         return f"{node.op}({f'recent({args[0]})' if args else node.value})"
     if node.op == "top" and node.origin in ("recent", "sinks"):
         count = node.args[1]  # floored by lowering

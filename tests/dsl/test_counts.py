@@ -30,6 +30,8 @@ weights = st.lists(rationals | st.integers(0, 5), min_size=1, max_size=9)
 
 @given(finite)
 @example(1.7e308)
+@example(0.5 + 2.0**-32)
+@example(-(2.0**-32))
 def test_snap(x):
     expected = float(snapped(x))
     assert counts.snap(x) == expected
@@ -73,6 +75,7 @@ def test_shares_of_rationals(shares, total, maxima):
     st.lists(near_halves, min_size=9, max_size=9),
     st.booleans(),
 )
+@example([1.0, 2.0], 7 - 2.0**-34, [9 - 2.0**-34] * 9, False)
 def test_shares_of_computed_numbers(shares, total, maxima, cascades):
     """Weights decide who gets the odd entries, so they are rounded; total and maxima count."""
     rounded = [Fraction(single(share)) for share in shares]

@@ -188,6 +188,18 @@ def test_a_thousand_tokens(name):
     assert_same_kept(prefill(TorchProgram(bound), *tensors), prefill(with_kernels, *tensors))
 
 
+@pytest.mark.parametrize("inner", ["sum[query, group](attn(all))", "mean[query, group](attn(all))"])
+def test_what_was_added_up_over_queries_is_there_for_all(inner):
+    """Queries that do not see a token add what does not depend on them all the same."""
+    case = Case(1, 4, 2, 16, 200)
+    bound = inline(f"sum[query](sum[group](attn(all)) + {inner})", case.shape)
+    tensors = case.tensors(3)
+    runs = [prefill(TorchProgram(bound, report=True, kernels=t), *tensors) for t in ({}, TABLE)]
+    a, b = (run.result(bound.lowered.score)[0].tensor for run in runs)
+    bar = relative_error(case, *tensors[:2], 200, 400)
+    torch.testing.assert_close(a, b, rtol=bar, atol=0.0)
+
+
 @pytest.mark.parametrize("name", ["h2o", "cake", "asl", "d2o", "simlayerkv-prefill"])
 def test_what_follows_a_prefill(name, monkeypatch):
     """States, merges and decode steps go on from the kernels' values."""
