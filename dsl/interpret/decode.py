@@ -12,7 +12,8 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.data.arrays import Array
 from kvpolicy.dsl.data.result import StepResult, Steps, reported
 from kvpolicy.dsl.interpret.merge import merge
-from kvpolicy.dsl.interpret.values import Decided, Evaluator, Layer
+from kvpolicy.dsl.interpret.select import Evaluator
+from kvpolicy.dsl.interpret.values import Decided, Layer
 
 
 @dataclass

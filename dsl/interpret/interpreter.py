@@ -18,8 +18,8 @@ from kvpolicy.dsl.data.recording import check_layer_queries
 from kvpolicy.dsl.data.result import LayerValue, Result, Steps, reported
 from kvpolicy.dsl.interpret.decode import Cache, decode, turned
 from kvpolicy.dsl.interpret.merge import merge, shared
-from kvpolicy.dsl.interpret.select import whole_budget
-from kvpolicy.dsl.interpret.values import Evaluator, Layer
+from kvpolicy.dsl.interpret.select import Evaluator, whole_budget
+from kvpolicy.dsl.interpret.values import Layer
 from kvpolicy.dsl.ir.nodes import Node, Rules
 from kvpolicy.dsl.syntax.diagnostics import refused
 

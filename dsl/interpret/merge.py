@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from kvpolicy.dsl.data import arrays
 from kvpolicy.dsl.data.arrays import Array
-from kvpolicy.dsl.interpret.values import Evaluator
+from kvpolicy.dsl.interpret.select import Evaluator
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Merge, Node, Share, Type
 

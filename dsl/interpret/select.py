@@ -1,4 +1,4 @@
-"""Order, selection and looking across layers: operations of the interpreter's `Evaluator`.
+"""Order, selection and looking across layers, and with them the interpreter's `Evaluator`.
 
 Dimensions: L layers, G KV heads, M candidates of a layer.
 """
@@ -6,40 +6,37 @@ Dimensions: L layers, G KV heads, M candidates of a layer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 from kvpolicy.dsl.data import arrays
 from kvpolicy.dsl.data.arrays import Array
+from kvpolicy.dsl.interpret.values import Values
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, When
 
-if TYPE_CHECKING:
-    from kvpolicy.dsl.interpret.values import Evaluator
 
-
-def _rank(e: Evaluator, node: Node, layer: int) -> Array:
+def _rank(e: Values, node: Node, layer: int) -> Array:
     x = arrays.rank(e.gathered(node.args[0], node.axes, layer), node.axes)
     return e.own(x, node.axes, layer)
 
 
-def _index(e: Evaluator, node: Node, layer: int) -> Array:
+def _index(e: Values, node: Node, layer: int) -> Array:
     x = e.value(node.args[0], layer)
     return Array.of(node.axes, np.arange(x.data.shape[x.axes.index(node.axes[0])]))
 
 
-def _top(e: Evaluator, node: Node, layer: int) -> Array:
+def _top(e: Values, node: Node, layer: int) -> Array:
     if len(node.args) == 1:
         return _fill(e, node, (), layer)
     x = e.gathered(node.args[0], node.axes, layer)
     return e.own(arrays.top(x, e.value(node.args[1], layer), node.axes), node.axes, layer)
 
 
-def _then(e: Evaluator, node: Node, layer: int) -> Array:
+def _then(e: Values, node: Node, layer: int) -> Array:
     return _prefix(e, node.args, layer)
 
 
-def _prefix(e: Evaluator, sets: tuple[Node, ...], layer: int) -> Array:
+def _prefix(e: Values, sets: tuple[Node, ...], layer: int) -> Array:
     """`a then b then ...`: each chooses among what those before it left over."""
     if not sets:
         return Array.of(("token",), np.zeros(e.candidates(layer), dtype=np.bool_))
@@ -56,7 +53,7 @@ def _prefix(e: Evaluator, sets: tuple[Node, ...], layer: int) -> Array:
     return arrays.elementwise(np.logical_or, taken, e.own(chosen, last.axes, layer))
 
 
-def _rest(e: Evaluator, top: Node, before: tuple[Node, ...], layer: int) -> Array:
+def _rest(e: Values, top: Node, before: tuple[Node, ...], layer: int) -> Array:
     """`x where not taken`, at all layers if they compete."""
 
     def at(each: int) -> Array:
@@ -68,7 +65,7 @@ def _rest(e: Evaluator, top: Node, before: tuple[Node, ...], layer: int) -> Arra
     return e.stacked(at, layer) if "layer" in top.axes else at(layer)
 
 
-def _fill(e: Evaluator, top: Node, before: tuple[Node, ...], layer: int) -> Array:
+def _fill(e: Values, top: Node, before: tuple[Node, ...], layer: int) -> Array:
     """What `before` takes and the best of the rest, until the budget is full."""
     among = list(e.every_layer) if "layer" in top.axes else [layer]
     sets = [e.spread(_prefix(e, before, each), ("kv", "token"), each) for each in among]
@@ -90,7 +87,7 @@ def _fill(e: Evaluator, top: Node, before: tuple[Node, ...], layer: int) -> Arra
     return Array.of(("kv", "token"), sets[here].data | chosen.data | fits)
 
 
-def whole_budget(e: Evaluator, layer: int) -> Array:
+def whole_budget(e: Values, layer: int) -> Array:
     """The budget in force at a layer, floored."""
     budget = e.own_budget
     if budget is None:
@@ -101,7 +98,7 @@ def whole_budget(e: Evaluator, layer: int) -> Array:
     return Array.of(value.axes, np.floor(arrays.snapped(value.data)))
 
 
-def _budget(e: Evaluator, node: Node, layer: int) -> Array:
+def _budget(e: Values, node: Node, layer: int) -> Array:
     """The name `budget`: of these rules, or inside `propagate` of that section."""
     outer = e.own_budget
     e.own_budget = e.bound.program.propagate.budget if node.value else e.rules.budget
@@ -110,14 +107,14 @@ def _budget(e: Evaluator, node: Node, layer: int) -> Array:
     return budget
 
 
-def _pool(e: Evaluator, node: Node, layer: int) -> Array:
+def _pool(e: Values, node: Node, layer: int) -> Array:
     width = max(1, counts.whole(e.number(node.args[1], layer), 2**31))
     x, there = e.value(node.args[0], layer), e.layers[layer].there
     held = there if e.layers[layer].ragged and "kv" in x.axes else None
     return arrays.pool(x, width, node.op == "maxpool", held)
 
 
-def _past(e: Evaluator, node: Node, layer: int) -> Array:
+def _past(e: Values, node: Node, layer: int) -> Array:
     number = counts.whole(e.number(node.args[1], layer), len(e.every_layer))
     sources = [max(0, layer - i) for i in reversed(range(number))]
     x = arrays.stack("past", [e.read_at(e.value(node.args[0], i), i, layer) for i in sources])
@@ -126,7 +123,7 @@ def _past(e: Evaluator, node: Node, layer: int) -> Array:
     return Array.of(x.axes, x.data, present)
 
 
-def _at(e: Evaluator, node: Node, layer: int) -> Array:
+def _at(e: Values, node: Node, layer: int) -> Array:
     reached = layer if node.when <= When.LAYER else len(e.every_layer) - 1
     which, x = node.args
     named = e.value(which, layer).present.all()
@@ -137,7 +134,7 @@ def _at(e: Evaluator, node: Node, layer: int) -> Array:
     return Array.of(own.axes, own.data, np.zeros(own.data.shape, dtype=np.bool_))
 
 
-def _split(e: Evaluator, node: Node, layer: int) -> Array:
+def _split(e: Values, node: Node, layer: int) -> Array:
     total = e.number(node.args[0], 0)
     weights = [e.number(node.args[1], each) for each in e.every_layer]
     maxima = None
@@ -147,13 +144,13 @@ def _split(e: Evaluator, node: Node, layer: int) -> Array:
     return Array.of((), parts[layer])
 
 
-def _cluster(e: Evaluator, node: Node, layer: int) -> Array:
+def _cluster(e: Values, node: Node, layer: int) -> Array:
     values = [e.number(node.args[0], each) for each in e.every_layer]
     number = counts.whole(e.number(node.args[1], layer), len(values))
     return Array.of((), counts.cluster(values, number)[layer])
 
 
-SELECTIONS: dict[str, Callable[[Evaluator, Node, int], Array]] = {
+SELECTIONS: dict[str, Callable[[Values, Node, int], Array]] = {
     "rank": _rank,
     "index": _index,
     "top": _top,
@@ -167,3 +164,13 @@ SELECTIONS: dict[str, Callable[[Evaluator, Node, int], Array]] = {
     "cascade": _split,
     "cluster": _cluster,
 }
+
+
+class Evaluator(Values):
+    """Values of nodes of every operation."""
+
+    def special(self, node: Node, layer: int) -> Array:
+        """Operations with rules of their own."""
+        if node.op in SELECTIONS:
+            return SELECTIONS[node.op](self, node, layer)
+        return super().special(node, layer)

@@ -18,7 +18,6 @@ import numpy as np
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.data import arrays
 from kvpolicy.dsl.data.arrays import Array
-from kvpolicy.dsl.interpret.select import SELECTIONS
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, Rules, State, Type
 from kvpolicy.dsl.syntax.diagnostics import refused
@@ -51,8 +50,8 @@ class Layer:
         return not self.there.all()
 
 
-class Evaluator:
-    """Values of nodes, each computed once per layer.
+class Values:
+    """Values of nodes, each computed once per layer; choices are `Evaluator`'s (select.py).
 
     Args:
         bound: the policy.
@@ -117,8 +116,6 @@ class Evaluator:
 
     def special(self, node: Node, layer: int) -> Array:
         """Operations with rules of their own."""
-        if node.op in SELECTIONS:
-            return SELECTIONS[node.op](self, node, layer)
         if node.op not in _LEAVES:
             what = "a decode step" if self.generated else "the end of a layer's prefill"
             name = self.bound.program.name
@@ -392,19 +389,19 @@ def _sizes(x: Array) -> list[tuple[str, int]]:
     return list(zip(x.axes, x.data.shape, strict=True))
 
 
-_LEAVES: dict[str, Callable[[Evaluator, Node, int], Array]] = {
-    "position": Evaluator._position,
-    "all": Evaluator._all,
-    "new": Evaluator._new,
-    "size": Evaluator._size,
-    "key": Evaluator._tensor,
-    "value": Evaluator._tensor,
-    "attn": Evaluator._attn,
-    "logits": Evaluator._logits,
-    "distance": Evaluator._distance,
-    "uniform": Evaluator._uniform,
-    "state": Evaluator._state,
-    "decided": Evaluator._decided,
-    "mask": Evaluator._mask,
-    "choose": Evaluator._choose,
+_LEAVES: dict[str, Callable[[Values, Node, int], Array]] = {
+    "position": Values._position,
+    "all": Values._all,
+    "new": Values._new,
+    "size": Values._size,
+    "key": Values._tensor,
+    "value": Values._tensor,
+    "attn": Values._attn,
+    "logits": Values._logits,
+    "distance": Values._distance,
+    "uniform": Values._uniform,
+    "state": Values._state,
+    "decided": Values._decided,
+    "mask": Values._mask,
+    "choose": Values._choose,
 }

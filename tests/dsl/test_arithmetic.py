@@ -12,6 +12,7 @@ from definition import Definition, OutOfReach, Tree, written
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.interpret.interpreter import interpret
 from kvpolicy.dsl.ir.exact import NotStatic, evaluate
@@ -125,7 +126,7 @@ def test_budgets_are_floored(tree, prompt, p):
     k = np.zeros((3, 2, prompt, 1), np.float32)
     result = interpret(policy, np.zeros((3, 4, prompt, 1), np.float32), k, k)
     assert [layer.sum(-1).tolist() for layer in result.kept] == [[each] * 2 for each in kept]
-    assert sum(2 * each for each in kept) <= policy.max_entries(prompt)
+    assert sum(2 * each for each in kept) <= max_entries(policy, prompt)
 
 
 INFINITE = {math.inf: "(1 / 0)", -math.inf: "(-1 / 0)"}

@@ -44,7 +44,7 @@ def test_numbers_that_miss_a_whole_one_by_rounding(whole):
     number = "(exp(log(8)) + 0 * max[kv, token, dim](key))"
     for text in (number, "exp(log(8))"):
         bound = written(f"{SCORE}budget: {whole % text}\nkeep: top(score)\n", SHAPES[0])
-        assert kept(bound, 12, 0) == bound.max_entries(12)
+        assert kept(bound, 12, 0) == max_entries(bound, 12)
 
 
 @pytest.mark.slow
