@@ -11,6 +11,7 @@ import pytest
 import torch
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
@@ -65,7 +66,7 @@ def _kept_while_decoding(bound, prompt, device: str) -> list:
     if bound.rules.merge is not None:
         for layer in range(3):
             run.merged(layer, k[layer], v[layer])
-    memory = run.memory()
+    memory = Memory.after(run)
     if memory is None:
         return [layer.cpu().tolist() for layer in run.finish()]
     generator = torch.Generator().manual_seed(1)

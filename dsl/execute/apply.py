@@ -270,7 +270,7 @@ class _Cache:
     """Keys and values of every layer, laid out as its `Memory` says."""
 
     def __init__(self, run: Run, vectors: Vectors, dtype: torch.dtype) -> None:
-        self.memory = run.memory()
+        self.memory = Memory.after(run)
         self.changes = _changes(run.program.bound)
         self.position = run.size
         self.dtype = dtype

@@ -10,10 +10,9 @@ Dimensions: G KV heads, n candidates of a layer, W queries, D head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +23,8 @@ from kvpolicy.dsl.execute.values import Frame, Value, as_tensor, filled
 from kvpolicy.dsl.ir.lower import ELEMENTWISE, REDUCTIONS
 from kvpolicy.dsl.ir.nodes import WINDOWS, Node
 
-if TYPE_CHECKING:
-    from kvpolicy.dsl.execute.evaluate import Evaluation
+# From a node, a block of a layer and values known in it to the node's value there.
+Within = Callable[[Node, Frame, dict[int, Value]], Value]
 
 # Bytes of float64 that one value of a block may take; on a CPU what its caches hold: a multiple of
 # this takes several times as long there.
@@ -112,13 +111,19 @@ def _region(node: Node) -> Region | None:
     return Region.of(node)
 
 
-def in_blocks(node: Node, evaluation: Evaluation) -> Value | None:
-    """The value of a reduction, computed in blocks; None where it is to be computed in one."""
-    region, frame = _region(node), evaluation.frame
+def in_blocks(
+    node: Node, frame: Frame, value: Callable[[Node], Value], within: Within
+) -> Value | None:
+    """The value of a reduction, computed in blocks; None where it is to be computed in one.
+
+    Args:
+        value: of nodes on all of the layer.
+    """
+    region = _region(node)
     # After the last layer what was computed of the tensors is held, not they themselves.
     if region is None or (region.asks and frame.q is None) or (region.reads and frame.k is None):
         return None
-    known = {id(each): evaluation.value(each) for each in region.outside}
+    known = {id(each): value(each) for each in region.outside}
     windows = {frame.window(each) for each in region.windows}
     by_query = region.by_query and len(windows) == 1
     heads, rows = _sizes(region, frame, windows, by_query)
@@ -128,8 +133,7 @@ def in_blocks(node: Node, evaluation: Evaluation) -> Value | None:
         own = known if heads == frame.kv else cut_heads(known, part.kv_start, part.kv)
         for block in _rows(part, windows, rows if by_query else None, region.causal):
             near = own if block.tokens == frame.tokens else _first_tokens(own, block.tokens)
-            inner = replace(evaluation, frame=block, known=dict(near), whole=False)
-            x = inner.value(node.args[0])
+            x = within(node.args[0], block, dict(near))
             if block is frame:
                 return reduce(node, frame, x)
             made = _Partial.of(node, block, x).of_all(frame.tokens)

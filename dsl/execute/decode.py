@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
@@ -29,12 +28,10 @@ from kvpolicy.dsl.execute.follow import (
 from kvpolicy.dsl.execute.kernels import Keys
 from kvpolicy.dsl.execute.layout import Choice, Held, Layout, Remembered, Rows, shift_of
 from kvpolicy.dsl.execute.merge import Merging, merged_rows
+from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.execute.together import leave, present, shifts
 from kvpolicy.dsl.execute.values import Frame, Value, sent
-
-if TYPE_CHECKING:
-    from kvpolicy.dsl.execute.run import Run
 
 # From a layer and `there` [G, M] or None to its keys and values [G, M, D].
 Read = Callable[[int, torch.Tensor | None], tuple[Keys, Keys]]
@@ -106,14 +103,15 @@ class Memory:
         self._landed: Landed | None = None
 
     @classmethod
-    def after(cls, run: Run, held: Sequence[Held] | None = None) -> Memory:
-        """The memory that a finished prefill leaves.
+    def after(cls, run: Run, held: Sequence[Held] | None = None) -> Memory | None:
+        """What decoding remembers of a finished prefill (and all `merged`); None: nothing leaves.
 
         Args:
             held: of every layer, if the caller knows it; else the host waits for the device.
         """
-        program = run.program
-        bound, steps = program.bound, program.steps
+        bound, steps = run.program.bound, run.program.steps
+        if steps is None:
+            return None
         kept = run.finish()
         budgets = run.budgets() if steps.reads_budget and not run.not_finite else None
         decided = {} if run.not_finite else run.decided()

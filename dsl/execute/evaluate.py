@@ -168,10 +168,13 @@ class Evaluation:
                 self.known.update(self.generated.values(bundle, self.frame, self.value))
                 return self.known[id(node)]
         if self.whole:
-            done = in_blocks(node, self)
+            done = in_blocks(node, self.frame, self.value, self._within)
             if done is not None:
                 return done
         return operation(node)(node, self.frame, *(self.value(x) for x in operands(node)))
+
+    def _within(self, node: Node, block: Frame, known: dict[int, Value]) -> Value:
+        return replace(self, frame=block, known=known, whole=False).value(node)
 
     def broadcast(self, x: Value, type_: Type) -> Value:
         """The value with all axes of a type."""

@@ -5,13 +5,11 @@ Dimensions: L layers, H query heads, G KV heads, N cached tokens, D head size, W
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from kvpolicy.dsl.execute.blocks import block_bytes, concatenated, cut_heads
-from kvpolicy.dsl.execute.decode import Held, Memory
+from kvpolicy.dsl.execute.compiled import Compiled, LayerSteps, Step
 from kvpolicy.dsl.execute.kernels import Slots
 from kvpolicy.dsl.execute.layout import shift_of
 from kvpolicy.dsl.execute.plan import Plan, call, stacked
@@ -20,9 +18,6 @@ from kvpolicy.dsl.execute.values import Frame, Value, aligned, of_layer, snapped
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.lower import Phase
 from kvpolicy.dsl.ir.nodes import Node
-
-if TYPE_CHECKING:
-    from kvpolicy.dsl.execute.program import LayerSteps, Step, TorchProgram
 
 
 def _floored(x: Value) -> Value:
@@ -45,7 +40,7 @@ class Run:
         restarted: the prefill is to begin again on the tokens that `observe` returned: `again`.
     """
 
-    program: TorchProgram
+    program: Compiled
     prompt: int
     queries: int
     tokens: int | None = None
@@ -243,14 +238,6 @@ class Run:
     def merge_states(self, layer: int) -> dict[str, Value]:
         """States of a layer's merge, as far as there are any yet."""
         return {}
-
-    def memory(self, held: Sequence[Held] | None = None) -> Memory | None:
-        """What decoding remembers, after `finish` (and all `merged`); None: nothing leaves.
-
-        Args:
-            held: of every layer, if the caller knows it; else the host waits for the device.
-        """
-        return None if self.program.bound.decode is None else Memory.after(self, held)
 
     def last_queries(self, layer: int) -> torch.Tensor | None:
         """[H, n, D] queries of the prompt's end that decode steps may read."""

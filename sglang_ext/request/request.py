@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import max_entries
+from kvpolicy.dsl.execute.decode import Held, Memory
 from kvpolicy.dsl.execute.kernels import Slots
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.experiments.experiment import NO_POLICY
@@ -24,9 +25,6 @@ from kvpolicy.sglang_ext.request import propagation
 from kvpolicy.sglang_ext.request.notes import Notes, wanted
 from kvpolicy.sglang_ext.request.propagation import Plan, Progress
 from kvpolicy.sglang_ext.request.reasons import Reason
-
-if TYPE_CHECKING:
-    from kvpolicy.dsl.execute.decode import Held, Memory
 
 _ATTRIBUTE = "kv_policy_state"
 _MANY = 1024  # output tokens during which entries surely may leave
@@ -250,7 +248,7 @@ class State:
             held: what the host knows of every layer.
         """
         if self.folds and not run.not_finite:
-            self.memory = run.memory(held)
+            self.memory = Memory.after(run, held)
             self.notes = Notes(wanted(self.served.bound, self.memory.prompt))
         else:
             self.forget()

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.interpret.values import Evaluator, Layer
+from kvpolicy.dsl.interpret.select import Evaluator
+from kvpolicy.dsl.interpret.values import Layer
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.ops.functions import FUNCTIONS
 from kvpolicy.dsl.syntax.source import Source

@@ -64,7 +64,7 @@ class Store:
         for own, rows in zip(made.run.finish(), made.vectors, strict=True):
             some = own.any(0)
             self.rows.append(tuple(x[:, some].float() for x in rows))
-        self.memory: Memory = made.run.memory()
+        self.memory: Memory = Memory.after(made.run)
         self.steps = Recorded(*(torch.tensor(x) for x in steps))
         self.done = 0
         self.first = made.run.size

@@ -45,7 +45,7 @@ def prefill(bound, tokens=12, seed=0) -> Memory:
     if bound.rules.merge is not None:
         for layer in range(SHAPE[0]):
             run.merged(layer, k[layer], v[layer])
-    return run.memory()
+    return Memory.after(run)
 
 
 class Server:

@@ -70,7 +70,7 @@ def choices(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 def _record_runs() -> list[Any]:
     """Make the torch program note what it was shown; the last run is the last element."""
-    from kvpolicy.dsl.execute.program import Run
+    from kvpolicy.dsl.execute.run import Run
 
     runs: list[Any] = []
     observe, finish = Run.observe, Run.finish
