@@ -14,7 +14,6 @@ from kvpolicy.evaluation.records import FULL
 from kvpolicy.evaluation.reporting import summary_text
 from kvpolicy.evaluation.reporting.needles import needles
 from kvpolicy.evaluation.reporting.plot_style import MOST, OTHERS, style
-from kvpolicy.evaluation.reporting.plots import telling_budget
 from kvpolicy.evaluation.reporting.results import Series
 from kvpolicy.evaluation.reporting.summary import COSTS, Row, Summary, Turns, front, named
 from kvpolicy.experiments.offline_page import filled, inline_json
@@ -64,7 +63,7 @@ def page_data(summary: Summary) -> dict[str, Any]:
         "needles": _needles(summary),
         "maps": _maps(summary),
         "chosen": [policies.index(name) for name in summary.prominent(MOST)],
-        "telling": telling_budget(summary),
+        "telling": summary.telling_budget(),
         "styles": [style(i)._asdict() for i in range(len(policies))],
         "others": OTHERS,
         "shades": [

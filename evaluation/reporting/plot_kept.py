@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 
 import numpy as np
-from kvpolicy.evaluation.reporting import plots, summary_text
+from kvpolicy.evaluation.reporting import summary_text
 from kvpolicy.evaluation.reporting.summary import Summary
 from matplotlib import pyplot
 from matplotlib.colors import ListedColormap
@@ -33,7 +33,7 @@ def kept(summary: Summary) -> Figure | None:
     prompt = (maps[0]["task"], maps[0]["length"], maps[0]["index"])
     own = [m for m in maps if (m["task"], m["length"], m["index"]) == prompt]
     budgets = {m["budget"] for m in own}
-    budget = plots.telling_budget(summary)
+    budget = summary.telling_budget()
     budget = budget if budget in budgets else own[0]["budget"]
     best = summary.prominent(len(own))
     own = sorted((m for m in own if m["budget"] in (budget, None) and m["policy"] in best),

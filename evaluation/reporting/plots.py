@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 import numpy as np
 from kvpolicy.evaluation.records import FULL
-from kvpolicy.evaluation.reporting import plot_labels, summary_text
+from kvpolicy.evaluation.reporting import plot_kept, plot_labels, summary_text
 from kvpolicy.evaluation.reporting.needles import needles
 from kvpolicy.evaluation.reporting.plot_style import MOST, OTHERS, Style, style
 from kvpolicy.evaluation.reporting.results import Series
@@ -36,8 +36,6 @@ SCALES = {"kv_bytes": 2**-20, "ttft": 1000, "tpot": 1000}
 
 def write(summary: Summary, folder: Path) -> list[Path]:
     """accuracy.png, pareto.png, needle.png and kept.png, of what the run has figures for."""
-    from kvpolicy.evaluation.reporting import plot_kept
-
     written = []
     for name, draw in (
         ("accuracy.png", accuracy),
@@ -233,7 +231,7 @@ def needle(summary: Summary) -> Figure | None:
     shown = [series for series in summary.results.series if series in heat.score]
     budget, across = None, max(Counter(policy for policy, _ in shown).values())
     if len(shown) > PANELS:
-        budget = telling_budget(summary)
+        budget = summary.telling_budget()
         shown = [series for series in shown if series[1] in (budget, None)]
     if budget is not None or across == 1:
         across = int(np.ceil(np.sqrt(1.8 * len(shown))))
@@ -277,13 +275,3 @@ def _heat(axis: Axes, score: np.ndarray, series: Series, lengths: Sequence[int])
     axis.set_xticks(range(len(lengths)), lengths, fontsize=7, rotation=90 * (len(lengths) > 3))
     axis.set_yticks((-0.5, len(score) / 2 - 0.5, len(score) - 0.5), ("0", "50", "100"), fontsize=7)
     return shades
-
-
-def telling_budget(summary: Summary) -> float | None:
-    """The budget at which the policies' scores lie furthest apart."""
-    scores: dict[float, list[float]] = {}
-    for series in summary.results.series:
-        score = summary.row(series).score
-        if series[1] is not None and score is not None:
-            scores.setdefault(series[1], []).append(score.mean)
-    return max(scores, key=lambda b: (float(np.std(scores[b])), b), default=None)

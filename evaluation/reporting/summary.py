@@ -112,6 +112,15 @@ class Summary:
         asked = {policy for policy, budget in self.results.series if budget is not None}
         return sorted(scores, key=lambda p: (p not in asked, -float(np.mean(scores[p]))))[:most]
 
+    def telling_budget(self) -> float | None:
+        """The budget at which the policies' scores lie furthest apart."""
+        scores: dict[float, list[float]] = {}
+        for series in self.results.series:
+            score = self.row(series).score
+            if series[1] is not None and score is not None:
+                scores.setdefault(series[1], []).append(score.mean)
+        return max(scores, key=lambda b: (float(np.std(scores[b])), b), default=None)
+
     def _rows(self) -> Iterable[Row]:
         tasks: list[str | None] = [*self.results.tasks]
         lengths: list[int | None] = self.results.lengths

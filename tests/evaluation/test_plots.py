@@ -109,7 +109,7 @@ def test_needle_shows_all_budgets_of_few_and_one_budget_of_many(few, many):
     assert titles[0] == "full KV"
     figure = plots.needle(many)
     panels = [a for a in figure.axes if a.get_visible() and a.images]
-    budget = plots.telling_budget(many)
+    budget = many.telling_budget()
     assert len(panels) == 1 + len(made_run.NAMES)
     assert all(f"{100 * budget:g} %" in a.get_title() for a in panels[1:])
 
@@ -117,7 +117,7 @@ def test_needle_shows_all_budgets_of_few_and_one_budget_of_many(few, many):
 def test_kept_shows_the_bits(few):
     figure = plot_kept.kept(few)
     entry = next(m for m in few.results.maps if m["policy"] == few.prominent(1)[0]
-                 and m["budget"] == plots.telling_budget(few))  # fmt: skip
+                 and m["budget"] == few.telling_budget())  # fmt: skip
     mask = plot_kept.mask(entry)
     shown = np.asarray(figure.axes[0].images[0].get_array())
     assert np.array_equal(shown, mask.reshape(-1, mask.shape[-1]))
