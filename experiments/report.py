@@ -6,14 +6,13 @@ import html
 from datetime import UTC, datetime
 from pathlib import Path
 
+from kvpolicy.experiments import offline_page
 from kvpolicy.experiments.headline import headline
-from kvpolicy.experiments.offline_page import filled, inline_json
 from kvpolicy.experiments.overview import Overview
 from kvpolicy.experiments.report_charts import charts
 from kvpolicy.experiments.report_sections import Section, facts, prose, sections
 
 SOURCES = Path(__file__).parent / "pages"
-VENDORED = {"d3.min.js": "d3.LICENSE.txt", "plot.min.js": "plot.LICENSE.txt"}
 
 
 def page(overview: Overview) -> str:
@@ -21,24 +20,14 @@ def page(overview: Overview) -> str:
     drawn = charts(overview)
     parts = sections(overview, drawn)
     named = {
-        "TITLE": html.escape(f"Experiment {overview.experiment.name} - kvpolicy"),
-        "STYLE": _source("experiment.css"),
         "HEADER": _header(overview),
         "NAV": "\n".join(f'<a href="#{part.id}">{html.escape(part.title)}</a>' for part in parts),
         "SECTIONS": "\n\n".join(map(_section, parts)),
-        "DATA": inline_json(drawn),
-        "SCRIPTS": _scripts(),
     }
-    return filled(_source("experiment.html"), named)
-
-
-def _source(name: str) -> str:
-    return (SOURCES / name).read_text(encoding="utf-8")
-
-
-def _scripts() -> str:
-    vendored = [f"/*\n{_source(licence)}*/\n{_source(name)}" for name, licence in VENDORED.items()]
-    return "\n".join(f"<script>\n{text}</script>" for text in [*vendored, _source("experiment.js")])
+    body = offline_page.filled((SOURCES / "experiment.html").read_text("utf-8"), named)
+    own = [SOURCES / "experiment.css", SOURCES / "experiment.js"]
+    title = f"Experiment {overview.experiment.name} - kvpolicy"
+    return offline_page.page(title, body, drawn, own)
 
 
 def _section(part: Section) -> str:

@@ -13,6 +13,7 @@ from kvpolicy.experiments.experiment import NO_POLICY, as_document
 from kvpolicy.experiments.fmt import format_text
 from kvpolicy.experiments.headline import lacks
 from kvpolicy.experiments.html_table import table
+from kvpolicy.experiments.offline_page import figure
 from kvpolicy.experiments.overview import Overview, Row
 from kvpolicy.experiments.report_charts import BYTES, NAMES, TIMES, change
 from kvpolicy.experiments.sample_ratio import ALARM
@@ -295,13 +296,7 @@ def prose(text: str) -> str:
 
 
 def _figure(charts: Collection[str], name: str, title: str, small: str) -> str:
-    if name not in charts:
-        return ""
-    return (
-        f"<figure><figcaption>{html.escape(title)} <small>({html.escape(small)})</small>"
-        f'</figcaption><div class="chart" data-chart="{name}" role="img" '
-        f'aria-label="{html.escape(title)}; the table has the figures"></div></figure>'
-    )
+    return figure(name, title, small) if name in charts else ""
 
 
 def facts(overview: Overview) -> Sequence[tuple[str, str]]:

@@ -3,13 +3,16 @@
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "forks"))
+import browser as browsers
 import forked
 import quicker
 
@@ -58,3 +61,14 @@ def servers_are_forks() -> None:
     from kvpolicy.evaluation import serving
 
     forked.servers_are_forks(serving)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[browsers.Browser]:
+    """A browser for all tests that look at pages."""
+    program = browsers.found()
+    if program is None:
+        pytest.skip("needs Chromium")
+    started = browsers.Browser(program)
+    yield started
+    started.close()

@@ -1,4 +1,4 @@
-// The charts of a report on an experiment, drawn by Plot as wide as their place is.
+// The charts of a report on an experiment.
 "use strict";
 
 const ROW = 46; // pixels of an arm in a chart, its label included
@@ -52,24 +52,11 @@ function bars(width, { rows, label, aside }) {
 }
 
 function start() {
-  const charts = JSON.parse(document.getElementById("data").textContent);
-  const draw = { intervals, bars };
-  const show = (place) => {
+  const charts = pageData(), draw = { intervals, bars };
+  for (const place of document.querySelectorAll("[data-chart]")) {
     const chart = charts[place.dataset.chart];
-    const drawn = draw[chart.kind](Math.max(240, place.clientWidth), chart);
-    drawn.setAttribute("aria-hidden", "true"); // the place has a name, and the table the figures
-    place.replaceChildren(drawn);
-  };
-  const widths = new Map();
-  const observer = new ResizeObserver((entries) => {
-    for (const { target } of entries) {
-      if (widths.get(target) !== target.clientWidth) {
-        widths.set(target, target.clientWidth);
-        show(target);
-      }
-    }
-  });
-  for (const place of document.querySelectorAll("[data-chart]")) observer.observe(place);
+    showChart(place, (width) => draw[chart.kind](width, chart));
+  }
 }
 
 start();

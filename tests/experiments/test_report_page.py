@@ -3,14 +3,12 @@
 import hashlib
 import json
 import re
-import shutil
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from kvpolicy.experiments import report
+from kvpolicy.experiments import offline_page, report
 from kvpolicy.experiments.html_table import table
 from kvpolicy.experiments.overview import Answer, Overview
 from kvpolicy.experiments.report_charts import change, charts
@@ -18,8 +16,6 @@ from kvpolicy.experiments.report_charts import change, charts
 sys.path.insert(0, str(Path(__file__).parent))
 from made_experiment import SWITCHBACK, TEXT, THREE, Made, made
 
-BROWSER = Path(__file__).parent / "report_browser.js"
-needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 VOID = {"meta"}
 SECTIONS = ["sample-ratio", "guardrails", "memory", "time", "drift", "worst", "shadow", "changes",
             "file"]  # fmt: skip
@@ -186,33 +182,56 @@ def test_times_are_compared_only_where_that_is_causal(text, kind):
         assert ("control" in labels.replace("control:", "")) == (kind == "switchback")
 
 
-@needs_node
-@pytest.mark.parametrize("width", [376, 1152])
-def test_scripts_draw_every_chart(text, seen, kind, width, tmp_path):
-    path = tmp_path / "page.html"
-    path.write_text(text, encoding="utf-8")
-    done = subprocess.run(
-        ["node", BROWSER, path, str(width)], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    drawn = json.loads(done.stdout)
-    assert set(drawn) == set(charts(seen))
+DRAWN = """
+return Object.fromEntries($$("[data-chart]").map((place) => {
+  const chart = $("svg", place), { domain, range } = chart.scale("x");
+  const at = (node, name) => Number(node.getAttribute(name));
+  const marks = (name, shape) => $$(`g[aria-label="${name}"] > ${shape}`, chart);
+  const bars = marks("rule", "line").flatMap((line) => [at(line, "x1"), at(line, "x2")]);
+  const texts = marks("text", "text");
+  return [place.dataset.chart, {
+    width: at(chart, "width"), wide: place.clientWidth, hidden: chart.getAttribute("aria-hidden"),
+    domain, outside: bars.filter((x) => x < range[0] - 1 || x > range[1] + 1).length,
+    signs: $$('g[aria-label="dot"] > *', chart)
+      .map((dot) => [dot.getAttribute("d"), dot.getAttribute("fill")]),
+    arrows: texts.map((text) => text.textContent).filter((text) => text === "\u25b6").length,
+    labels: texts.map((text) => text.textContent),
+    bad: broken(place),
+  }];
+}));"""
+
+
+@pytest.mark.parametrize(("width", "dark"), [(400, True), (1200, False)])
+def test_scripts_draw_every_chart(browser, text, seen, kind, width, dark):
+    browser.open(text, width, dark)
+    drawn = browser.run(DRAWN)
+    assert browser.problems == []
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+    made = charts(seen)
+    assert set(drawn) == set(made)
     for name, chart in drawn.items():
-        low, high = chart["x"]["domain"]
+        low, high = chart["domain"]
         assert low < high
-        assert chart["width"] == width
-        assert chart["attributes"] == {"aria-hidden": "true"}
-        for mark in chart["marks"]:
-            for row in mark["rows"]:
-                assert row.get("y", chart["y"]["domain"][0]) in chart["y"]["domain"]
-                for key in {"x", "x1", "x2"} & set(row):
-                    assert low <= row[key] <= high, (name, mark["name"])
+        assert (chart["outside"], chart["bad"], chart["hidden"]) == (0, 0, "true"), name
+        assert chart["width"] == chart["wide"] <= width
+        for row in made[name]["rows"]:
+            assert row["label"] in chart["labels"]
     if kind == "aborted":
-        dots = next(m["rows"] for m in drawn["drift"]["marks"] if m["name"] == "dot")
-        assert [dot["symbol"] for dot in dots] == ["square", "circle", "times"]
-        assert [dot["fill"] for dot in dots] == ["var(--aside)", "var(--good)", "var(--bad)"]
-        arrows = [m["rows"] for m in drawn["guardrails"]["marks"] if m["name"] == "text"][:2]
-        assert [row["y"] for row in arrows[1]] == ["drift/sinks-6", "top1_disagreement/sinks-6"]
+        shapes, colours = zip(*drawn["drift"]["signs"], strict=True)
+        assert len(set(shapes)) == 3
+        assert colours == ("var(--aside)", "var(--good)", "var(--bad)")
+        assert drawn["guardrails"]["arrows"] == 2  # drift and top1_disagreement of sinks-6
+
+
+def test_charts_follow_the_width_of_the_page(browser):
+    browser.open(report.page(overview(made(500))), 1200)
+    before, after, wide = browser.run("""
+        const width = () => Number($("[data-chart] svg").getAttribute("width"));
+        const before = width();
+        document.body.style.maxWidth = "600px";
+        await drawn();
+        return [before, width(), $("[data-chart]").clientWidth];""")
+    assert after == wide < before
 
 
 def test_worst_requests_name_their_replica():
@@ -248,15 +267,15 @@ def test_words_of_others_are_escaped():
     assert "<script>alert" not in text
     assert "<b>" not in text
     assert text.count("&lt;script&gt;alert(1)") >= 3
-    assert len(re.findall("<script", text)) == len(report.VENDORED) + 2
+    assert len(re.findall("<script", text)) == len(offline_page.LIBRARY) + 3
     Page(text)
 
 
 def test_vendored_files_are_those_that_are_recorded():
-    recorded = (report.SOURCES / "vendored.txt").read_text(encoding="utf-8")
+    recorded = (offline_page.SOURCES / "vendored.txt").read_text(encoding="utf-8")
     text = report.page(overview(Made()))
-    for name, licence in report.VENDORED.items():
-        content = (report.SOURCES / name).read_bytes()
+    for name, licence in offline_page.LIBRARY.items():
+        content = (offline_page.SOURCES / name).read_bytes()
         digest = hashlib.sha256(content).hexdigest()
         line = next(line for line in recorded.splitlines() if line.startswith(f"{name} "))
         assert line.split()[-1] == digest
@@ -264,10 +283,9 @@ def test_vendored_files_are_those_that_are_recorded():
         version = line.split()[2]
         assert f"v{version} " in content.decode()[:80]
         assert version in Page(text).said
-        assert "permission notice appear in all copies" in (report.SOURCES / licence).read_text(
-            encoding="utf-8"
-        )
-        assert (report.SOURCES / licence).read_text(encoding="utf-8") in text
+        terms = (offline_page.SOURCES / licence).read_text(encoding="utf-8")
+        assert "permission notice appear in all copies" in terms
+        assert terms in text
         assert b"</script" not in content.lower()
 
 
