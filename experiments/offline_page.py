@@ -34,7 +34,7 @@ def page(title: str, body: str, data: Any, sources: Sequence[Path]) -> str:
         "TITLE": html.escape(title),
         "STYLE": "".join(map(_text, styles)),
         "BODY": body,
-        "DATA": inline_json(data),
+        "DATA": _inline_json(data),
         "SCRIPTS": "\n".join(
             f"<script>\n{text}</script>" for text in [*library, *map(_text, scripts)]
         ),
@@ -65,7 +65,7 @@ def figure(name: str, title: str, small: str = "") -> str:
     )
 
 
-def inline_json(data: Any) -> str:
+def _inline_json(data: Any) -> str:
     """Data for a script element; nothing inside can end the element."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")

@@ -19,6 +19,11 @@ HEIGHT = 900  # of the window, pixels
 HELPERS = """
 const $ = (selector, within = document) => within.querySelector(selector);
 const $$ = (selector, within = document) => [...within.querySelectorAll(selector)];
+// Chooses an option, as a reader does.
+const choose = (select, value) => {
+  $(select).value = value;
+  $(select).dispatchEvent(new Event("change"));
+};
 // Until what has changed is drawn.
 const drawn = () => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
 // Attributes of drawn elements that no number belongs in.
@@ -84,7 +89,7 @@ class Browser:
         self.run("await drawn();")
 
     def run(self, statements: str) -> Any:
-        """What statements return, which may await; `$`, `$$`, `drawn` and `broken` are HELPERS."""
+        """What statements return, which may await; the names of HELPERS stand for something."""
         text = f"(async () => {{ {HELPERS} {statements} }})()"
         answer = self._ask(
             "Runtime.evaluate", expression=text, awaitPromise=True, returnByValue=True

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import html
 import json
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from kvpolicy.evaluation.looking.fidelity_result import Compared, Summary, summaries
-from kvpolicy.evaluation.looking.inspect_page import filled
 from kvpolicy.evaluation.looking.terminal import percent
 from kvpolicy.evaluation.reporting import plot_style
+from kvpolicy.experiments import html_table, offline_page
 
 _COLUMNS = (
     "policy",
@@ -27,6 +27,8 @@ _COLUMNS = (
     "first other, free",
     "perplexity (full KV)",
 )
+_SOURCES = Path(__file__).parents[1] / "pages"
+_OWN = ("fidelity.css", "policy_style.js", "fidelity.js")
 _BINS = 32  # of positions, in the picture, at most
 _LEAST = 8  # values in a bin, on average over all bins
 _SHOWN = 4  # texts per policy on the page
@@ -92,7 +94,7 @@ def write(results: Sequence[Compared], folder: Path) -> list[Path]:
     lines = [json.dumps(each.as_row(), ensure_ascii=False) for each in results]
     paths[1].write_text("\n".join(lines) + "\n", encoding="utf-8")
     draw(summaries(results), paths[2])
-    paths[3].write_text(page(results, paths[2].read_bytes()), encoding="utf-8")
+    paths[3].write_text(page(results), encoding="utf-8")
     return paths
 
 
@@ -163,22 +165,39 @@ def by_position(values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return (edges[:-1] + edges[1:] - 1) / 2, np.array(means)
 
 
-def page(results: Sequence[Compared], picture: bytes) -> str:
-    """One HTML file that needs nothing else: table, picture, and texts with what moved."""
+def page(results: Sequence[Compared]) -> str:
+    """One HTML file that needs nothing else: table, charts, and texts with what moved."""
     found = summaries(results)
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in _COLUMNS)
-    rows = "\n".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _row(summary)) + "</tr>"
-        for summary in found
-    )
-    return filled(
-        "fidelity.html",
-        head=head,
-        rows=rows,
-        notes="\n".join(f"<p>{html.escape(note)}</p>" for note in notes(results)),
-        picture=base64.b64encode(picture).decode("ascii"),
-        texts="\n".join(_text(part) for summary in found for part in summary.parts[:_SHOWN]),
-    )
+    head = [f"{_COLUMNS[0]} ", *_COLUMNS[1:]]
+    said = "\n".join(f"<p>{html.escape(note)}</p>" for note in notes(results))
+    texts = "\n".join(_text(part) for summary in found for part in summary.parts[:_SHOWN])
+    body = f"""<h1>Fidelity to full KV</h1>
+{html_table.table("Distance from full KV by policy", head, [*map(_row, found)])}
+{said}
+<h2>By position</h2>
+<div id="policies"></div>
+{offline_page.figure("kl", "KL divergence by position")}
+{offline_page.figure("agree", "Positions with the same top token")}
+<h2>Where it differs</h2>
+<p>Darker: the distribution of this token is further from full KV's, from a KL of 0.01, 0.1, 0.5 and
+2 nats on. <span class="other">Underlined</span>: the likeliest token is another one.</p>
+{texts}"""
+    own = [_SOURCES / name for name in _OWN]
+    return offline_page.page("Fidelity to full KV", body, list(_charts(found)), own)
+
+
+def _charts(found: Sequence[Summary]) -> Iterator[dict[str, Any]]:
+    """Of each policy what `pages/fidelity.js` draws: figures by position, and the line's style."""
+    for number, summary in enumerate(found):
+        positions, kl = by_position([part.distance.kl for part in summary.parts])
+        _, agree = by_position([part.distance.agree for part in summary.parts])
+        yield {
+            "name": summary.title,
+            "style": plot_style.style(number)._asdict(),
+            "positions": positions.tolist(),
+            "kl": [float(f"{value:.4g}") for value in kl],
+            "agree": [float(f"{value:.4g}") for value in agree],
+        }
 
 
 def _text(part: Compared) -> str:
@@ -191,4 +210,5 @@ def _text(part: Compared) -> str:
         title = f"position {at}: KL {kl:.4f}" + ("" if agree else ", another top token")
         spans.append(f'<span class="{kind}" title="{title}">{html.escape(word)}</span>')
     name = html.escape(f"{part.policy}, {part.text}")
-    return f"<h3>{name}</h3>\n<pre>{''.join(spans)}</pre>"
+    region = f'class="words" tabindex="0" role="region" aria-label="Text: {name}"'
+    return f"<h3>{name}</h3>\n<pre {region}>{''.join(spans)}</pre>"

@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 import html
-import json
-import re
 from pathlib import Path
-from typing import Any
 
 from kvpolicy.evaluation.looking import terminal
 from kvpolicy.evaluation.looking.kept import Kept
+from kvpolicy.experiments import offline_page
 
 _SOURCES = Path(__file__).parents[1] / "pages"
+_OWN = ("kept_map.css", "kept_map.js", "inspect.js")
 
 
 def page(kept: Kept) -> str:
     """The page as text."""
     heading, *lines = terminal.summary(kept)
-    return filled(
-        "inspect.html",
-        title=html.escape(f"{kept.policy}: what it kept of a prompt"),
-        heading=html.escape(heading),
-        facts="\n".join(f"<p>{html.escape(line)}</p>" for line in lines),
-        answer=html.escape(kept.answer.strip()),
-        map=script_json(kept.as_map()),
-        script=(_SOURCES / "kept_map.js").read_text(encoding="utf-8"),
-    )
-
-
-def filled(template: str, **parts: str) -> str:
-    """A template of `pages/` with every `@@name@@` replaced."""
-    text = (_SOURCES / template).read_text(encoding="utf-8")
-    return re.sub(r"@@(\w+)@@", lambda found: parts[found[1]], text)
-
-
-def script_json(value: Any) -> str:
-    """JSON that may stand inside of a script element, whatever texts it holds."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    for character in "<>&\N{LINE SEPARATOR}\N{PARAGRAPH SEPARATOR}":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
+    facts = "\n".join(f"<p>{html.escape(line)}</p>" for line in lines)
+    body = f"""<h1>{html.escape(heading)}</h1>
+{facts}
+<p>Layers go down, positions across. A shade is the share of a layer's KV heads that hold a position
+after the prefill. Click on a layer, or choose it with the arrow keys, to see its heads and the text
+as they hold it; Escape goes back to all.</p>
+<div id="map"></div>
+<h2>Answer</h2>
+<pre tabindex="0" role="region" aria-label="Answer">{html.escape(kept.answer.strip())}</pre>"""
+    title = f"{kept.policy}: what it kept of a prompt"
+    own = [_SOURCES / name for name in _OWN]
+    return offline_page.page(title, body, kept.as_map(), own)

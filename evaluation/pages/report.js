@@ -2,7 +2,6 @@
 "use strict";
 
 const TURNS = { all: 0, first: 1, later: 2 };
-const byId = (id) => document.getElementById(id);
 
 class Page {
   constructor(data) {
@@ -62,24 +61,20 @@ class Page {
 }
 
 function fillSelect(select, pairs, value) {
-  select.replaceChildren(...pairs.map(([key, text]) => html("option", { value: key, textContent: text })));
+  select.replaceChildren(...pairs.map(([key, text]) => element("option", { value: key, textContent: text })));
   select.value = String(value);
 }
 
 function drawPolicies(page) {
   const chips = page.data.policies.map(({ name, about }, policy) => {
-    const look = looks(page, policy), colour = look.colour || page.data.others;
-    const box = html("input", { type: "checkbox", checked: look.chosen });
+    const look = looks(page, policy);
+    const box = element("input", { type: "checkbox", checked: look.chosen });
     box.addEventListener("change", () => {
       if (box.checked) page.choose(policy); else page.styleOf.delete(policy);
       drawAll(page);
       byId("policies").children[policy].children[0].focus();
     });
-    const sample = svg("svg", { viewBox: "0 0 34 14", "aria-hidden": "true" },
-      svg("line", { x1: 1, x2: 33, y1: 7, y2: 7, stroke: colour, "stroke-width": 2,
-        "stroke-dasharray": look.dash.join(" ") || null }),
-      svg("path", { fill: colour, d: markerPath(look.marker, 17, 7, look.chosen ? 4 : 2) }));
-    return html("label", { title: about }, box, sample, name);
+    return element("label", { title: about }, box, sample(look, look.chosen ? 4 : 2), name);
   });
   byId("policies").replaceChildren(...chips);
 }
@@ -112,21 +107,31 @@ function sortable(table, made, sorting) {
 function drawTurns(page) {
   byId("turns").hidden = page.data.conversations.length === 0;
   byId("turns-tasks").replaceChildren(...page.data.conversations.map((task) =>
-    html("li", { textContent: `${page.taskName(task)}: ${page.taskTitle(task)}` })));
+    element("li", { textContent: `${page.taskName(task)}: ${page.taskTitle(task)}` })));
   sortable(byId("turns-table"), turnTable(page, [...page.data.series.keys()]), page.sorting.turns);
 }
 
+// A place for a chart of each task; what is drawn in it changes.
+function makePanels(page) {
+  byId("accuracy-panels").replaceChildren(...page.tasks().map((task) => element("figure", {},
+    element("figcaption", {}, task < 0 ? "All tasks" : `${page.taskName(task)}: ${page.taskTitle(task)}`),
+    element("div", { className: "chart", role: "group" }))));
+}
+
 function drawAccuracy(page) {
-  byId("accuracy-panels").replaceChildren(...page.tasks().map((task) => accuracyChart(page, task,
-    task < 0 ? "All tasks" : `${page.taskName(task)}: ${page.taskTitle(task)}`)));
+  page.tasks().forEach((task, i) => {
+    const place = byId("accuracy-panels").children[i].children[1];
+    place.setAttribute("aria-label", accuracyAbout(page, task));
+    showChart(place, (width) => accuracyChart(page, task, width));
+  });
 }
 
 function drawPareto(page) {
-  const cost = byId("cost").value;
+  const cost = byId("cost").value, task = Number(byId("pareto-task").value);
   byId("pareto").hidden = !cost;
-  if (cost) {
-    byId("pareto-panel").replaceChildren(paretoChart(page, cost, Number(byId("pareto-task").value)));
-  }
+  if (!cost) return;
+  byId("pareto-panel").setAttribute("aria-label", `Score against ${COSTS[cost].short}`);
+  showChart(byId("pareto-panel"), (width) => paretoChart(page, cost, task, width));
 }
 
 function drawNeedle(page) {
@@ -137,12 +142,6 @@ function drawNeedle(page) {
   const shown = Object.keys(needle.score).map(Number).filter((i) =>
     page.hasBudget(i, budget) && (page.isChosen(i) || page.styleOf.size === 0));
   byId("needle-panels").replaceChildren(...shown.map((i) => needleChart(page, needle, i)));
-}
-
-function drawScale(page) {
-  const shades = html("span", {}, ...page.data.shades.map((shade) =>
-    html("i", { style: `background:${shade}` })));
-  byId("needle-scale").replaceChildren("0 %", shades, "100 %");
 }
 
 // The map of the chosen prompt, policy and budget; what there is none of is not offered.
@@ -162,9 +161,9 @@ function drawKept(page) {
   const { tokens, asked } = prompts[prompt], series = page.data.series[entry[1]];
   byId("kept-about").textContent = (leftOut ? `${leftOut} more maps are in kept.jsonl. ` : "")
     + (series.setting ? `Set for it: ${series.setting}.` : "");
-  const element = html("div");
-  byId("kept-map").replaceChildren(element);
-  drawKeptMap(element, { tokens, layers: entry[2], kv_heads: entry[3], bits: entry[4],
+  const place = element("div");
+  byId("kept-map").replaceChildren(place);
+  drawKeptMap(place, { tokens, layers: entry[2], kv_heads: entry[3], bits: entry[4],
     title: series.name, asked });
 }
 
@@ -182,16 +181,6 @@ function drawAll(page) {
   drawPareto(page);
   drawNeedle(page);
   drawTurns(page);
-}
-
-// What lies under the pointer or has the keyboard's place is told in a line above the chart.
-function tell(id, status) {
-  const say = (event) => {
-    const told = event.target.closest("[data-about]");
-    byId(status).textContent = told ? told.getAttribute("data-about") : "";
-  };
-  byId(id).addEventListener("mouseover", say);
-  byId(id).addEventListener("focusin", say);
 }
 
 function fillSelects(page) {
@@ -212,7 +201,7 @@ function fillSelects(page) {
 }
 
 function start() {
-  const page = new Page(JSON.parse(byId("data").textContent));
+  const page = new Page(pageData());
   fillSelects(page);
   const on = (id, draw) => byId(id).addEventListener("change", () => draw(page));
   for (const id of ["view", "table-task", "table-policies", "table-budget"]) on(id, drawTable);
@@ -234,10 +223,8 @@ function start() {
       drawAll(page);
     });
   }
-  tell("accuracy-panels", "accuracy-status");
-  tell("pareto-panel", "pareto-status");
-  tell("needle-panels", "needle-status");
-  drawScale(page);
+  byId("needle-scale").append(Plot.legend({ color: SHADES, label: "score, %", width: 200 }));
+  makePanels(page);
   drawAll(page);
   drawKept(page);
   for (const id of ["pareto", "needle", "turns", "kept"]) byId(`to-${id}`).hidden = byId(id).hidden;

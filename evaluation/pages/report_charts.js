@@ -9,15 +9,17 @@ const COSTS = {
   tpot: { title: "time per output token, ms", short: "time per output token", unit: "ms",
     of: (row) => row.tpot && row.tpot[0], scale: 1000 },
 };
+const LINE = 12; // pixels between two names
+const LETTER = 6.2; // pixels of a letter of a name, about
+const SCORES = { domain: [-3, 104], ticks: [0, 20, 40, 60, 80, 100], grid: true, label: "score, %",
+  labelArrow: "none" };
 
-const percents = { ticks: [0, 20, 40, 60, 80, 100], text: String };
-
-// How a policy is drawn: {style, chosen}; the chosen ones keep their style while others change.
+// How a policy is drawn; the chosen ones keep their style while others change.
 function looks(page, policy) {
-  const place = page.styleOf.get(policy);
-  return place === undefined
-    ? { colour: null, marker: "circle", dash: [], chosen: false }
-    : { ...page.data.styles[place], chosen: true };
+  const place = page.styleOf.get(policy), chosen = place !== undefined;
+  const style = chosen ? page.data.styles[place]
+    : { colour: page.data.others, marker: "circle", dash: [] };
+  return { ...plotStyle(style), chosen };
 }
 
 function pointText(page, row) {
@@ -25,185 +27,208 @@ function pointText(page, row) {
   return `${series.name}: score ${scoreText(row)}, kept ${percent(row.kept)}`;
 }
 
-// Score against the share kept, one chart per task (-1: all).
-function accuracyChart(page, task, title) {
-  const width = 400, height = 290;
-  const box = { left: 46, top: 8, right: width - 8, bottom: height - 40 };
-  const curves = accuracyCurves(page, task);
-  const shares = [...page.budgets, ...curves.flatMap((curve) => curve.rows.map((row) => row.kept))];
-  const least = Math.log(Math.min(...shares)), high = Math.log(1.06 * Math.max(...shares));
-  const low = least - (page.styleOf.size ? 0.4 : 0.05) * (high - least || 1); // names stand there
-  const x = (share) => box.left + ((Math.log(share) - low) / (high - low)) * (box.right - box.left);
-  const y = (score) => box.bottom - ((score + 4) / 108) * (box.bottom - box.top);
-  const whole = Math.max(...shares) > 0.9 && !page.budgets.includes(1) ? [1] : [];
-  const across = { at: (value) => x(value / 100),
-    ticks: [...page.budgets, ...whole].map((share) => 100 * share),
-    text: (value) => String(Number(value.toPrecision(3))), title: "entries of the prompt kept, %" };
-  const parts = [axes(box, across, { ...percents, at: y, title: "score, %" })];
-  const full = page.full === null ? null : page.row(page.full, task);
-  if (full && full.score) {
-    const level = round(y(100 * full.score[0]));
-    parts.push(svg("line", { class: "full", x1: box.left, x2: box.right, y1: level, y2: level },
-      svg("title", {}, `full KV: ${scoreText(full)}`)));
-  }
-  for (const curve of curves) {
-    parts.push(drawCurve(page, curve, (share) => x(share) + curve.aside, (score) => y(100 * score)));
-  }
-  const chosen = curves.filter((curve) => curve.look.chosen);
-  const at = (curve) => (row) => [x(row.kept) + curve.aside, y(100 * row.score[0])];
-  const labels = chosen.map((curve) => {
-    const [left, level] = at(curve)(curve.rows[0]);
-    return { x: left, y: level, text: curve.name, look: curve.look };
-  }).sort((a, b) => a.y - b.y);
-  const points = chosen.flatMap((curve) => between(curve.rows.map(at(curve))));
-  const lines = full && full.score
-    ? [[box.left, y(100 * full.score[0]), box.right, y(100 * full.score[0])]] : [];
-  parts.push(placeLabels(labels, points, lines, box, LEFT_FIRST));
-  const about = `${title}: score against the share kept; full KV `
-    + `${full && full.score ? scoreText(full) : "not asked"}; ${curves.length} policies`;
-  return html("figure", {}, html("figcaption", {}, title), chart(width, height, about, ...parts));
-}
-
-// The corners of a line and points between them, which labels keep off.
-function between(corners) {
-  return corners.flatMap(([x, y], i) => {
-    const [nextX, nextY] = corners[i + 1] || [x, y];
-    return [...Array(9).keys()].map((k) => [x + (k / 9) * (nextX - x), y + (k / 9) * (nextY - y)]);
-  });
-}
-
-// Rows by policy, by rising share; those in colour last, so that they lie on top.
+// Policies with their points by rising share; those in colour last, so that they lie on top.
 function accuracyCurves(page, task) {
-  const curves = new Map();
-  page.data.series.forEach((series, i) => {
-    const row = page.row(i, task);
-    if (series.policy === null || !row || !row.score || !row.kept) return;
-    if (!curves.has(series.policy)) {
-      curves.set(series.policy, { name: page.data.policies[series.policy].name, rows: [], aside: 0,
-        look: looks(page, series.policy) });
-    }
-    curves.get(series.policy).rows.push(row);
-  });
-  for (const curve of curves.values()) curve.rows.sort((a, b) => a.kept - b.kept);
+  const curves = page.data.policies.map(({ name }, policy) => {
+    const rows = page.data.series.flatMap((series, i) => (series.policy === policy ? [i] : []))
+      .map((i) => page.row(i, task)).filter((row) => row && row.score && row.kept)
+      .sort((a, b) => a.kept - b.kept);
+    const curve = { name, look: looks(page, policy), aside: 0,
+      about: rows.map((row) => pointText(page, row)).join("\n") };
+    curve.points = rows.map((row) => ({ curve, x: 100 * row.kept, y: 100 * row.score[0],
+      low: 100 * row.score[1], high: 100 * row.score[2] }));
+    return curve;
+  }).filter((curve) => curve.points.length);
   // Curves in colour lie a little aside, so that bars at one share do not cover each other.
-  const chosen = [...curves.values()].filter((curve) => curve.look.chosen);
+  const chosen = curves.filter((curve) => curve.look.chosen);
   const step = Math.min(3, 16 / chosen.length); // pixels
   chosen.forEach((curve, i) => { curve.aside = step * (i - (chosen.length - 1) / 2); });
-  return [...curves.values()].sort((a, b) => a.look.chosen - b.look.chosen);
+  return d3.sort(curves, (curve) => curve.look.chosen);
 }
 
-function drawCurve(page, { name, rows, look }, x, y) {
-  const colour = look.colour;
-  const line = "M" + rows.map((row) => `${round(x(row.kept))},${round(y(row.score[0]))}`).join("L");
-  const bars = rows.map((row) => {
-    const at = round(x(row.kept)), low = round(y(row.score[1])), high = round(y(row.score[2]));
-    return `M${at},${low}V${high}M${at - 3},${low}h6M${at - 3},${high}h6`;
-  }).join("");
-  const about = rows.map((row) => pointText(page, row)).join("; ");
-  const parts = [
-    svg("title", {}, name),
-    svg("path", { class: "hit", d: line }),
-    svg("path", { class: "line", d: line, fill: "none", stroke: colour,
-      "stroke-width": look.chosen ? 2 : 1, "stroke-dasharray": look.dash.join(" ") || null }),
-    svg("path", { class: "bars", d: bars, fill: "none", stroke: colour, "stroke-width": 1.2 }),
-    ...rows.map((row) => svg("path", { class: "point", fill: colour, "data-about": pointText(page, row),
-      d: markerPath(look.marker, x(row.kept), y(row.score[0]), look.chosen ? 3.6 : 1.8) },
-    svg("title", {}, pointText(page, row)))),
+// Line, points and intervals of a policy; intervals are seen where the style sheet says so.
+function curveMarks({ points, about, look }) {
+  const { colour, symbol, rotate, dash, chosen } = look, kind = chosen ? "chosen" : "other";
+  return [
+    Plot.line(points, { x: "x", y: "y", className: `curve ${kind}`, stroke: colour,
+      strokeWidth: chosen ? 2 : 1, strokeOpacity: chosen ? 1 : 0.5, strokeDasharray: dash,
+      ariaLabel: chosen ? () => about : null }),
+    Plot.link(points, { x1: "x", x2: "x", y1: "low", y2: "high", className: `bars ${kind}`,
+      stroke: colour, strokeWidth: 1.4 }),
+    Plot.dot(points, { x: "x", y: "y", symbol, rotate, fill: colour, r: chosen ? 4 : 2 }),
   ];
-  return svg("g", { class: `series ${look.chosen ? "chosen" : "other"}`, "data-about": name + ": " + about,
-    role: "img", "aria-label": about, tabindex: look.chosen ? 0 : null }, ...parts);
+}
+
+// Names of the policies in colour in a column, each as near as may be to where its curve begins.
+function nameMarks(curves, low, perScore) {
+  const gap = LINE / perScore, first = (curve) => curve.points[0].y;
+  if (curves.length * gap > SCORES.domain[1]) return []; // the choice of policies names them too
+  const sorted = d3.sort(curves, first), places = [];
+  sorted.forEach((curve, i) => places.push(i ? Math.max(first(curve), places[i - 1] + gap)
+    : Math.max(first(curve), 0)));
+  sorted.forEach((_, i) => {
+    places[i] = Math.min(places[i], 100 - (sorted.length - 1 - i) * gap);
+  });
+  return sorted.flatMap(({ name, look: { colour, symbol, rotate } }, i) => {
+    const at = { x: () => low, y: () => places[i] };
+    return [
+      Plot.dot([0], { ...at, dx: 8, symbol, rotate, fill: colour, r: 3.5 }),
+      Plot.text([name], { ...at, dx: 15, text: String, textAnchor: "start", fill: "currentColor",
+        stroke: "var(--page)", strokeWidth: 4 }),
+    ];
+  });
+}
+
+// Score against the share kept, of one task (-1: all).
+function accuracyChart(page, task, width) {
+  const height = 290, curves = accuracyCurves(page, task);
+  const chosen = curves.filter((curve) => curve.look.chosen);
+  const points = curves.flatMap((curve) => curve.points);
+  const asked = page.budgets.map((share) => 100 * share);
+  const shares = [...asked, ...points.map((point) => point.x), ...(points.length ? [] : [100])];
+  const least = Math.min(...shares), high = 1.06 * Math.max(...shares);
+  const low = least * (least / high) ** (chosen.length ? 0.5 : 0.05); // names stand there
+  const full = page.full === null ? null : page.row(page.full, task).score;
+  const pixel = (high / low) ** (1 / (width - 48));
+  for (const point of points) point.x *= pixel ** point.curve.aside;
+  const all = high > 95 && !asked.includes(100) ? [100] : [];
+  const chart = Plot.plot({
+    width, height, marginLeft: 40, marginRight: 8, marginTop: 18, marginBottom: 40,
+    x: { type: "log", domain: [low, high], ticks: [...asked, ...all], grid: true,
+      tickFormat: (share) => String(Number(share.toPrecision(3))), labelAnchor: "center",
+      label: "entries of the prompt kept, %", labelArrow: "none" },
+    y: SCORES,
+    marks: [
+      Plot.frame({ stroke: "var(--line)" }),
+      Plot.ruleY(full ? [100 * full[0]] : [], { stroke: "currentColor", strokeDasharray: "6 3",
+        title: () => `full KV: ${scoreText(page.row(page.full, task))}` }),
+      ...curves.flatMap(curveMarks),
+      ...nameMarks(chosen, low, (height - 58) / 107),
+      Plot.tip(points, Plot.pointer({ x: "x", y: "y", lineWidth: 32,
+        title: (point) => point.curve.about })),
+    ],
+  });
+  chart.addEventListener("input", () => {
+    for (const kind of [".curve", ".bars"]) {
+      chart.querySelectorAll(kind).forEach((marks, i) =>
+        marks.classList.toggle("told", chart.value?.curve === curves[i]));
+    }
+  });
+  return chart;
+}
+
+function accuracyAbout(page, task) {
+  const full = page.full === null ? null : page.row(page.full, task);
+  return `${page.taskTitle(task)}: score against the share kept; full KV `
+    + (full && full.score ? scoreText(full) : "not asked");
+}
+
+// Points of "score against a cost", with what is told of each.
+function paretoPoints(page, cost, task) {
+  const kind = COSTS[cost], front = page.front(cost, task);
+  return page.data.series.map((_, i) => page.row(i, task))
+    .filter((row) => row && row.score && kind.of(row) !== null).map((row) => {
+      const series = page.data.series[row.series], x = kind.scale * kind.of(row);
+      const best = front.best.includes(row.series), full = series.policy === null;
+      return { x, y: 100 * row.score[0], name: series.name, best, full,
+        named: full || front.named.includes(row.series), look: looks(page, series.policy),
+        about: `${pointText(page, row)}, ${kind.short} ${Number(x.toPrecision(3))} ${kind.unit}`
+          + (best ? "; on the front" : "") };
+    });
+}
+
+// Names above and left of their points, where nothing lies that the front leaves behind; one above
+// the other where they would meet. A line leads to those that had to move.
+function frontNames(points, across, up) {
+  const placed = [];
+  for (const point of d3.sort(points.filter((each) => each.named), (each) => each.y)) {
+    const x = across.apply(point.x), long = LETTER * point.name.length;
+    const left = x - long > across.range[0]; // room on that side
+    const span = left ? [x - long, x] : [x, x + long];
+    let y = up.apply(point.y) - 9;
+    const meets = (other) => other.span[0] < span[1] && span[0] < other.span[1]
+      && Math.abs(other.y - y) < LINE;
+    for (let other; (other = placed.find(meets));) y = other.y - LINE;
+    placed.push({ ...point, left, span, y, at: up.invert(y) });
+  }
+  const moved = placed.filter(({ y, at }) => (at - y) > 12 / Math.abs(up.apply(1) - up.apply(0)));
+  const text = (left) => Plot.text(placed.filter((each) => each.left === left), { x: "x", y: "at",
+    text: "name", dx: left ? -4 : 4, textAnchor: left ? "end" : "start", fill: "currentColor",
+    stroke: "var(--page)", strokeWidth: 4 });
+  return [Plot.link(moved, { x1: "x", x2: "x", y1: "y", y2: "at", stroke: "var(--dim)" }),
+    text(true), text(false)];
 }
 
 // Score against a cost; what no other point beats is joined and named.
-function paretoChart(page, cost, task) {
-  const width = 900, height = 520, kind = COSTS[cost];
-  const box = { left: 50, top: 10, right: width - 14, bottom: height - 42 };
-  const rows = page.data.series.map((_, i) => page.row(i, task))
-    .filter((row) => row && row.score && kind.of(row) !== null);
-  const costs = rows.map((row) => kind.scale * kind.of(row));
-  const least = Math.min(...costs), most = Math.max(...costs), room = 0.06 * (most - least) || 1;
-  const low = Math.max(0, least - room), high = most + room;
-  const x = (value) => box.left + ((value - low) / (high - low)) * (box.right - box.left);
-  const y = (score) => box.bottom - ((score + 4) / 108) * (box.bottom - box.top);
-  const at = (row) => [x(kind.scale * kind.of(row)), y(100 * row.score[0])];
-  const parts = [axes(box, { at: x, ticks: ticks(low, high, 7), text: String, title: kind.title },
-    { ...percents, at: y, title: "score, %" })];
-  const bySeries = new Map(rows.map((row) => [row.series, row]));
-  const front = page.front(cost, task);
-  const best = front.best.map((series) => bySeries.get(series));
-  const corners = best.map(at), lines = [];
-  let path = "";
-  corners.forEach(([px, py], i) => {
-    path += i ? `H${round(px)}V${round(py)}` : `M${round(px)},${round(py)}`;
-    if (i) lines.push([...corners[i - 1], px, corners[i - 1][1]], [px, corners[i - 1][1], px, py]);
+function paretoChart(page, cost, task, width) {
+  const points = paretoPoints(page, cost, task), margins = { left: 40, right: 14 };
+  const [least, most] = d3.extent(points, (point) => point.x), room = 0.06 * (most - least) || 1;
+  const x = { domain: [Math.max(0, least - room), most + room], grid: true, ticks: width / 110,
+    labelAnchor: "center", label: COSTS[cost].title, labelArrow: "none" };
+  const height = 480, top = 36, bottom = 40;
+  const across = Plot.scale({ x: { ...x, range: [margins.left, width - margins.right] } });
+  const up = Plot.scale({ y: { ...SCORES, range: [height - bottom, top] } });
+  const dots = (test, r) => {
+    const own = points.filter((point) => !point.full && test(point));
+    return Plot.dot(own, { x: "x", y: "y", symbol: ({ look }) => look.symbol, r,
+      rotate: ({ look }) => look.rotate, fill: ({ look }) => look.colour,
+      ariaLabel: (point) => (point.best || point.look.chosen ? point.about : null) });
+  };
+  return Plot.plot({
+    width, height, marginLeft: margins.left, marginRight: margins.right, marginTop: top,
+    marginBottom: bottom, x, y: SCORES,
+    marks: [
+      Plot.frame({ stroke: "var(--line)" }),
+      Plot.line(d3.sort(points.filter((point) => point.best), (point) => point.x),
+        { x: "x", y: "y", curve: "step-after", stroke: "currentColor", strokeWidth: 1 }),
+      dots(({ look }) => !look.chosen, 3),
+      dots(({ look }) => look.chosen, 5),
+      Plot.dot(points.filter((point) => point.full), { x: "x", y: "y", symbol: "star", r: 6,
+        fill: "currentColor", ariaLabel: "about" }),
+      ...frontNames(points, across, up),
+      Plot.tip(points, Plot.pointer({ x: "x", y: "y", title: "about" })),
+    ],
   });
-  parts.push(svg("path", { class: "front", d: path }));
-  const order = rows.map((row) => ({ row, look: looks(page, page.data.series[row.series].policy) }));
-  order.sort((a, b) => a.look.chosen - b.look.chosen);
-  for (const { row, look } of order) parts.push(paretoPoint(page, row, look, kind, at(row), best));
-  const shown = rows.filter((row) => front.named.includes(row.series) || row.series === page.full);
-  const labels = shown.map((row) => ({ x: at(row)[0], y: at(row)[1],
-    text: page.data.series[row.series].name })).sort((a, b) => a.x - b.x);
-  parts.push(placeLabels(labels, rows.map(at), lines, box));
-  const about = `Score against ${kind.short}; on the front: `
-    + best.map((row) => `${page.data.series[row.series].name} (${scoreText(row)})`).join(", ");
-  return chart(width, height, about, ...parts);
 }
 
-function paretoPoint(page, row, look, kind, [x, y], best) {
-  const series = page.data.series[row.series], full = series.policy === null;
-  const front = best.includes(row);
-  const value = kind.scale * kind.of(row);
-  const about = `${pointText(page, row)}, ${kind.short} ${Number(value.toPrecision(3))} `
-    + `${kind.unit}${front ? "; on the front" : ""}`;
-  const shape = full ? "star" : look.marker;
-  return svg("path", { class: full ? "star" : look.chosen ? "point" : "series other point",
-    fill: full ? null : look.colour || page.data.others, "data-about": about, role: "img",
-    "aria-label": about, tabindex: front || look.chosen ? 0 : null,
-    d: markerPath(shape, x, y, full || look.chosen ? 5 : 3.2) }, svg("title", {}, about));
+// Depth and length of each cell, with its score in percent; null: nothing was asked there.
+function needleCells(page, needle, series) {
+  const depths = needle.score[series].length;
+  const edge = (depth) => Math.round((100 * depth) / depths);
+  return needle.score[series].flatMap((row, depth) => row.map((value, i) => {
+    const place = `depth ${edge(depth)} to ${edge(depth + 1)} %, ${page.data.lengths[i]} tokens`;
+    const score = value === null ? null : Math.round(100 * value);
+    return { depth: `${edge(depth)}-${edge(depth + 1)} %`, length: page.data.lengths[i], score,
+      about: score === null ? `${place}: nothing asked`
+        : `${place}: ${score} % of ${needle.count[series][depth][i]}` };
+  }));
 }
 
-// Scores of one policy and budget by depth (down) and length (across).
+const SHADES = { scheme: "cividis", domain: [0, 100] };
+
 function needleChart(page, needle, series) {
-  const score = needle.score[series], count = needle.count[series];
-  const lengths = page.data.lengths, cell = 46, line = 20;
-  const left = 52, top = 4, width = left + cell * lengths.length + 6;
-  const height = top + line * score.length + 22, parts = [], said = [];
-  score.forEach((row, depth) => {
-    const y = top + depth * line;
-    const [from, to] = [depth, depth + 1].map((n) => Math.round((100 * n) / score.length));
-    const range = `${from} to ${to} %`;
-    if (score.length < 8 || depth % 2 === 0) {
-      parts.push(svg("text", { class: "tick", x: left - 4, y: y + 14, "text-anchor": "end",
-        "font-size": 10, "aria-hidden": "true" }, range.replace(" to ", "-")));
-    }
-    row.forEach((value, i) => {
-      const place = `depth ${range}, ${lengths[i]} tokens`;
-      const about = value === null ? `${place}: nothing asked`
-        : `${page.data.series[series].name}, ${place}: ${Math.round(100 * value)} % of ${count[depth][i]}`;
-      said.push(value === null ? about : `${place}: ${Math.round(100 * value)} %`);
-      parts.push(...needleCell(page, value, left + i * cell, y, cell, line, about));
-    });
-  });
-  lengths.forEach((length, i) => parts.push(svg("text", { class: "tick", "font-size": 11,
-    x: left + (i + 0.5) * cell, y: height - 7, "text-anchor": "middle", "aria-hidden": "true" },
-  String(length))));
+  const cells = needleCells(page, needle, series), at = { x: "length", y: "depth" };
+  const depths = [...new Set(cells.map((cell) => cell.depth))], known = cells.filter(({ score }) =>
+    score !== null);
+  const every = depths.length < 8 ? 1 : 2;
   const name = page.data.series[series].name;
-  const figure = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
-    tabindex: 0, "aria-label": `${name}: ${said.join("; ")}` }, ...parts);
-  return html("figure", {}, html("figcaption", {}, name), figure);
-}
-
-function needleCell(page, value, x, y, width, height, about) {
-  const shades = page.data.shades;
-  const look = value === null ? { class: "empty" }
-    : { fill: shades[Math.round(value * (shades.length - 1))] };
-  const parts = [svg("rect", { x, y, width: width - 1, height: height - 1, "data-about": about, ...look },
-    svg("title", {}, about))];
-  if (value !== null) {
-    parts.push(svg("text", { x: x + width / 2, y: y + 14, "text-anchor": "middle", "font-size": 11,
-      "pointer-events": "none", "aria-hidden": "true",
-      style: `fill:${value > 0.55 ? "#000" : "#fff"}` }, String(Math.round(100 * value))));
-  }
-  return parts;
+  const chart = Plot.plot({
+    width: 62 + 46 * page.data.lengths.length, height: 26 + 20 * depths.length, marginLeft: 56,
+    marginRight: 6, marginTop: 4, marginBottom: 22, padding: 0.03,
+    x: { type: "band", domain: page.data.lengths, label: null, tickSize: 0 },
+    y: { type: "band", domain: depths, label: null, tickSize: 0,
+      ticks: depths.filter((_, i) => i % every === 0) },
+    color: SHADES,
+    marks: [
+      Plot.cell(cells.filter(({ score }) => score === null), { ...at, fill: "var(--empty)" }),
+      Plot.cell(known, { ...at, fill: "score" }),
+      Plot.text(known, { ...at, text: "score", fill: ({ score }) => (score > 55 ? "#000" : "#fff") }),
+      Plot.tip(cells, Plot.pointer({ ...at, title: "about" })),
+    ],
+  });
+  chart.setAttribute("aria-hidden", "true");
+  const said = cells.map((cell) => cell.about).join("; ");
+  return element("figure", {}, element("figcaption", {}, name),
+    element("div", { className: "chart", role: "img", tabIndex: 0, "aria-label": `${name}: ${said}` },
+      chart));
 }

@@ -104,17 +104,17 @@ function fillTable(table, made, sorting, again) {
   }
   const head = made.columns.map(([name, kind, title], i) => {
     const mine = sorting.column === i;
-    const button = html("button", { type: "button", title,
+    const button = element("button", { type: "button", title,
       textContent: name + (mine ? (sorting.down ? " ▼" : " ▲") : "") });
     button.addEventListener("click", () => {
       sorting.down = mine ? !sorting.down : kind !== "text";
       sorting.column = i;
       again(i);
     });
-    return html("th", { className: kind, scope: "col",
+    return element("th", { className: kind, scope: "col",
       "aria-sort": mine ? (sorting.down ? "descending" : "ascending") : "none" }, button);
   });
-  const body = rows.map((row) => html("tr", {},
-    ...row.map(({ text, kind }) => html("td", { className: kind, textContent: text }))));
-  table.replaceChildren(html("thead", {}, html("tr", {}, ...head)), html("tbody", {}, ...body));
+  const body = rows.map((row) => element("tr", {},
+    ...row.map(({ text, kind }) => element("td", { className: kind, textContent: text }))));
+  table.replaceChildren(element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body));
 }

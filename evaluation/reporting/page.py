@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from kvpolicy.evaluation.records import FULL
 from kvpolicy.evaluation.reporting import summary_text
@@ -16,28 +15,22 @@ from kvpolicy.evaluation.reporting.needles import needles
 from kvpolicy.evaluation.reporting.plot_style import MOST, OTHERS, style
 from kvpolicy.evaluation.reporting.results import Series
 from kvpolicy.evaluation.reporting.summary import COSTS, Row, Summary, Turns, front, named
-from kvpolicy.experiments.offline_page import filled, inline_json
+from kvpolicy.experiments import offline_page
 
 SOURCES = Path(__file__).parents[1] / "pages"
-SCRIPTS = ("kept_map.js", "report_svg.js", "report_charts.js", "report_tables.js", "report.js")
+OWN = (
+    *("kept_map.css", "report.css"),
+    *("kept_map.js", "policy_style.js", "report_charts.js", "report_tables.js", "report.js"),
+)
 MAP_BYTES = 1_500_000  # of all maps in the page
-SHADES = 21
 
 
 def text(summary: Summary) -> str:
     """The page."""
-    scripts = (f"<script>\n{_source(name)}</script>" for name in SCRIPTS)
-    parts = {
-        "STYLE": _source("report.css"),
-        "HEADER": _header(summary),
-        "DATA": inline_json(page_data(summary)),
-        "SCRIPTS": "\n".join(scripts),
-    }
-    return filled(_source("report.html"), parts)
-
-
-def _source(name: str) -> str:
-    return (SOURCES / name).read_text(encoding="utf-8")
+    template = (SOURCES / "report.html").read_text(encoding="utf-8")
+    body = offline_page.filled(template, {"HEADER": _header(summary)})
+    own = [SOURCES / name for name in OWN]
+    return offline_page.page("What the policies cost - kvpolicy", body, page_data(summary), own)
 
 
 def page_data(summary: Summary) -> dict[str, Any]:
@@ -66,10 +59,6 @@ def page_data(summary: Summary) -> dict[str, Any]:
         "telling": summary.telling_budget(),
         "styles": [style(i)._asdict() for i in range(len(policies))],
         "others": OTHERS,
-        "shades": [
-            matplotlib.colors.to_hex(colour)
-            for colour in matplotlib.colormaps["cividis"](np.linspace(0, 1, SHADES))
-        ],
     }
 
 

@@ -49,7 +49,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
 // What a mark gives an `ariaLabel` is a stop of the Tab key, where Plot shows what it shows under
 // the mouse. How many there are.
 function addStops(chart) {
-  const stops = chart.querySelectorAll("[aria-label]:not(g)");
+  const stops = chart.querySelectorAll("g[aria-label] > [aria-label]:not(g)");
   for (const stop of stops) {
     stop.setAttribute("tabindex", "0");
     stop.setAttribute("role", "img");

@@ -171,10 +171,34 @@ def test_the_files_hold_every_position_and_every_text(tmp_path):
     assert [each["text"] for each in found] == ["a", "b"]
     assert found[0]["mean_kl"] == pytest.approx(parts[0].distance.kl.mean())
     assert paths[2].read_bytes()[:4] == b"\x89PNG"
-    page = paths[3].read_text()
+
+
+@pytest.mark.parametrize(("width", "dark"), [(400, True), (1400, False)])
+def test_the_page_draws_both_figures_and_needs_nothing_else(browser, width, dark):
+    parts = [compared("a", positions=10), compared("b", seed=2, positions=10)]
+    parts += [compared("a", "lava", seed=3, positions=10)]
+    page = fidelity_report.page(parts)
     assert "&lt;b&gt;</span>" in page
-    assert not re.search(r"https?://|<script|@import|@@", page)
-    assert re.findall(r'src="(.{22})', page) == ["data:image/png;base64,"]
+    assert not re.search(r"\ssrc\s*=|@import|url\(https?:|@@", page)
+    assert len(page) < 1_500_000
+    browser.open(page, width, dark)
+    drawn = browser.run("""return {
+        lines: $$("[data-chart]").map((place) => $$("g[aria-label=line] path", place).length),
+        top: $$("[data-chart] svg").map((chart) => chart.scale("y").domain[1]),
+        wide: document.documentElement.scrollWidth, broken: broken(document),
+        policies: $$("#policies span").map((span) => span.lastChild.textContent),
+        head: $$("th[scope=col]").length, rows: $$("th[scope=row]").map((th) => th.textContent),
+        tokens: $$(".words span").length, other: $$(".words .other").length,
+    };""")
+    assert browser.problems == []
+    assert drawn["lines"] == [2, 2]
+    assert drawn["top"][1] == 100
+    assert (drawn["wide"], drawn["broken"]) == (width, 0)
+    titles = ["snapkv (capacity=5)", "lava (capacity=5)"]
+    assert drawn["policies"] == drawn["rows"] == titles
+    assert drawn["head"] == 9
+    assert drawn["tokens"] == 30
+    assert drawn["other"] == sum(int((~part.distance.agree).sum()) for part in parts)
 
 
 def test_bins_of_positions_are_means_over_all_texts():

@@ -1,9 +1,8 @@
 """report.html: it needs nothing else, holds the run's figures, and its scripts draw them."""
 
+import itertools
 import json
 import re
-import shutil
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,13 +10,13 @@ from pathlib import Path
 import pytest
 from kvpolicy.evaluation.records import FULL
 from kvpolicy.evaluation.reporting import page, results
+from kvpolicy.evaluation.reporting.needles import needles
 from kvpolicy.evaluation.reporting.summary import Summary, Turns
+from kvpolicy.experiments import offline_page
 
 sys.path.insert(0, str(Path(__file__).parent))
 import made_run
 
-DOM = Path(__file__).parent / "report_dom.js"
-needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 VOID = {"meta", "input"}
 
 
@@ -59,20 +58,12 @@ def text(summary):
     return page.text(summary)
 
 
-@pytest.fixture(scope="module")
-def path(text, tmp_path_factory):
-    written = tmp_path_factory.mktemp("page") / "report.html"
-    written.write_text(text, encoding="utf-8")
-    return written
-
-
-def run(path, statements):
-    """What statements print after the page's scripts have run."""
-    done = subprocess.run(
-        ["node", DOM, path], input=statements, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+@pytest.fixture
+def opened(browser, text):
+    """The browser, with the page of `summary` open."""
+    browser.open(text)
+    assert browser.problems == []
+    return browser
 
 
 def test_is_one_well_formed_page_without_links_outside(text):
@@ -81,26 +72,21 @@ def test_is_one_well_formed_page_without_links_outside(text):
     assert len(parsed.ids) == len(set(parsed.ids))
     assert text.startswith("<!doctype html>")
     scripts = [attrs for tag, attrs in parsed.tags if tag == "script"]
-    assert len(scripts) == len(page.SCRIPTS) + 1
+    own = [name for name in page.OWN if name.endswith(".js")]
+    assert len(scripts) == len(offline_page.LIBRARY) + len(own) + 2  # with the data
     for tag, attrs in parsed.tags:
         assert tag not in ("link", "img", "iframe", "object")
         assert not {"src", "onclick"} & attrs.keys()
         assert attrs.get("href", "#").startswith("#")
-    assert not re.search(r"@import|url\(", text)
-    # The one address is the name of SVG; the server's was the run's own.
-    addresses = set(re.findall(r"https?://[^\s\"'<]+", text))
-    assert addresses == {"http://www.w3.org/2000/svg", "http://127.0.0.1:20000"}
+    assert not re.search(r"@import|url\(https?:", text)
 
 
 def test_every_placeholder_is_filled(text):
-    assert "<!--" not in text
-    for name in ("kept_map.js", "report.css"):
-        assert (page.SOURCES / name).read_text(encoding="utf-8") in text
-
-
-def test_scripts_cannot_end_their_element():
-    for name in page.SCRIPTS:
-        assert "</script" not in (page.SOURCES / name).read_text(encoding="utf-8").lower()
+    assert not re.search(r"<!-- [A-Z]+ -->", text)
+    for name in page.OWN:
+        source = (page.SOURCES / name).read_text(encoding="utf-8")
+        assert source in text
+        assert "</script" not in source.lower()
 
 
 def test_data_round_trip(text, summary):
@@ -167,58 +153,120 @@ def test_fronts_are_those_of_the_figures(summary):
     assert best[-1] == summary.results.series.index((FULL, None))
 
 
-@needs_node
-def test_scripts_draw_everything(path, summary):
-    drawn = run(path, """
-        const texts = (node, name) => node.all(name).map((n) => n.textContent);
-        console.log(JSON.stringify({
-          hidden: Object.keys(byIds).filter((id) => byIds[id].hidden),
-          captions: texts(byIds["accuracy-panels"], "figcaption"),
-          series: byIds["accuracy-panels"].children[0].find((n) => n.attributes.tabindex === "0")
-            .map((n) => n.attributes["aria-label"]),
-          head: texts(byIds.table, "th"), rows: byIds.table.all("tr").length - 1,
-          first: texts(byIds.table.all("tr")[1], "td"),
-          labels: byIds["pareto-panel"].find((n) => n.attributes.class === "label")
-            .map((n) => n.textContent),
-          needles: texts(byIds["needle-panels"], "figcaption"),
-          turns: texts(byIds["turns-table"], "th"),
-          policies: texts(byIds.policies, "label"),
-          map: maps[0].title, tokens: maps[0].tokens.length,
-          nan: [...byIds["accuracy-panels"].all("path"), ...byIds["pareto-panel"].all("path")]
-            .filter((n) => /NaN|undefined|Infinity/.test(n.attributes.d)).length,
-        }));""")  # fmt: skip
-    assert drawn["hidden"] == []
-    assert drawn["nan"] == 0
+@pytest.mark.parametrize(("width", "dark"), [(400, True), (1400, False)])
+def test_scripts_draw_everything(browser, text, summary, width, dark):
+    browser.open(text, width, dark)
+    drawn = browser.run("""
+        const texts = (selector) => $$(selector).map((node) => node.textContent);
+        return {
+          hidden: $$("[hidden]").map((node) => node.className),
+          captions: texts("#accuracy-panels figcaption"),
+          curves: $$("#accuracy-panels figure:first-child [tabindex]").map((node) =>
+            node.getAttribute("aria-label")),
+          charts: $$("#accuracy-panels .chart, #pareto-panel").map((place) =>
+            [place.clientWidth, Number($("svg", place).getAttribute("width"))]),
+          named: texts("#pareto-panel g[aria-label=text] text"),
+          stops: $$("#pareto-panel [tabindex]").length,
+          needles: texts("#needle-panels figcaption"),
+          cells: $$("#needle-panels figure:first-child rect").length,
+          shades: new Set($$("#needle-panels rect").map((cell) => cell.getAttribute("fill"))).size,
+          head: texts("#table th"), rows: $$("#table tbody tr").length,
+          first: texts("#table tbody tr:first-child td"),
+          turns: texts("#turns-table th"),
+          policies: $$("#policies label").map((label) => label.lastChild.textContent),
+          map: texts("#kept-map h3"), tokens: $$("#kept-map .kept-text span").length,
+          broken: broken(document), wide: document.documentElement.scrollWidth,
+        };""")  # fmt: skip
+    assert browser.problems == []
+    # Nothing is chosen on the map, so that it has no heads.
+    assert sorted(drawn["hidden"]) == ["kept-cursor", "kept-cursor", "kept-plot", "kept-row",
+                                       "kept-row"]  # fmt: skip
+    assert drawn["broken"] == 0
+    assert drawn["wide"] == width
     assert drawn["captions"][:2] == ["All tasks", "niah: Single needle"]
     assert len(drawn["captions"]) == 1 + len(made_run.TITLES)
-    assert len(drawn["series"]) == 3
-    assert "lava 50 %: score" in " ".join(drawn["series"])
-    assert drawn["rows"] == len(summary.results.series) == 13
+    assert len(drawn["curves"]) == 3
+    assert "lava 50 %: score" in " ".join(drawn["curves"])
+    assert all(wide == drawn for wide, drawn in drawn["charts"])
     full = summary.row((FULL, None))
+    assert "full KV" in drawn["named"]
+    assert drawn["stops"] == len(summary.results.series)
+    assert len(drawn["needles"]) == 4
+    heat = needles(summary.results)["niah"].score[FULL, None]
+    assert drawn["cells"] == heat.size
+    assert drawn["shades"] > 5
+    assert drawn["rows"] == len(summary.results.series) == 13
     score = " to ".join(f"{100 * value:.0f}" for value in full.score[1:])
     assert drawn["first"][:3] == ["full KV", "-", f"{100 * full.score.mean:.0f} ({score})"]
-    assert "full KV" in drawn["labels"]
-    assert len(drawn["needles"]) == 4
     assert drawn["turns"][2] == "multiturn: first"
     assert drawn["policies"] == list(made_run.NAMES[:3])
-    assert drawn["map"].startswith(summary.prominent(1)[0])
+    assert drawn["map"][0].startswith(summary.prominent(1)[0])
     assert drawn["tokens"] == 512
 
 
-@needs_node
-def test_tables_are_sorted_by_a_click(path, summary):
-    drawn = run(path, """
-        const column = (i) => byIds.table.all("tr").slice(1).map((r) => r.children[i].textContent);
-        const click = (i) => byIds.table.all("th")[i].children[0].fire("click");
+def test_points_stand_where_their_figures_are(opened, summary):
+    """Of score against memory, by the scales of the chart."""
+    found = opened.run("""
+        const chart = $("#pareto-panel svg"), x = chart.scale("x"), y = chart.scale("y");
+        return $$("[tabindex]", chart).map((dot) => {
+          const { e, f } = dot.transform.baseVal.consolidate().matrix;
+          const name = dot.getAttribute("aria-label").split(":")[0];
+          return [name, x.invert(e - 0.5), y.invert(f - 0.5)];
+        });""")
+    rows = [summary.row(series) for series in summary.results.series]
+    wanted = {
+        page.summary_text.name(row.series): (row.kv_bytes / 2**20, 100 * row.score.mean)
+        for row in rows
+    }
+    assert {name for name, *_ in found} == set(wanted)
+    for name, size, score in found:
+        assert (size, score) == pytest.approx(wanted[name], rel=0.02, abs=0.5)
+
+
+def test_a_line_tells_its_figures_and_intervals_to_mouse_and_keyboard(opened, summary):
+    told = """
+        const chart = $("#accuracy-panels svg");
+        return { tip: $("g[aria-label=tip]", chart).textContent,
+          bars: $$(".bars", chart).map((bars) => getComputedStyle(bars).visibility),
+          focused: document.activeElement.getAttribute("aria-label") };"""
+    before = opened.run(told)
+    assert (before["tip"], set(before["bars"])) == ("", {"hidden"})
+    opened.run('$("#bars").focus()')
+    opened.press("Tab")
+    keyboard = opened.run(told)
+    name = keyboard["focused"].split(" 6 %")[0]
+    assert name in made_run.NAMES
+    for budget in made_run.BUDGETS:
+        row = summary.row((name, budget))
+        assert f"{name} {100 * budget:g} %: score {100 * row.score.mean:.0f}" in keyboard["tip"]
+    assert sorted(keyboard["bars"]) == ["hidden", "hidden", "visible"]
+    opened.press("Tab")
+    assert opened.run(told)["focused"].split(" 6 %")[0] != name
+    opened.run("document.activeElement.blur()")
+    assert opened.run(told)["tip"] == ""
+    x, y = opened.run("""
+        $("#accuracy-panels").scrollIntoView();
+        await drawn();
+        const { x, y } = $("#accuracy-panels svg g[aria-label=dot] > *").getBoundingClientRect();
+        return [x, y];""")
+    opened.point(x + 3, y + 3)
+    mouse = opened.run(told)
+    assert ": score" in mouse["tip"]
+    assert mouse["bars"].count("visible") == 1
+
+
+def test_tables_are_sorted_by_a_click(opened, summary):
+    drawn = opened.run("""
+        const column = (i) => $$("#table tbody tr").map((row) => row.children[i].textContent);
+        const click = (i) => $$("#table th button")[i].click();
         click(2); const down = column(2), focus = document.activeElement.textContent;
         click(2); const up = column(2);
         click(3); const differences = column(3);
-        byIds["table-budget"].value = "0.125"; byIds["table-budget"].fire("change");
+        choose("#table-budget", "0.125");
         const few = column(0);
-        byIds.view.value = "scores"; byIds.view.fire("change");
-        console.log(JSON.stringify({down, up, focus, differences, few,
-          head: byIds.table.all("th").map((n) => n.textContent),
-          task: byIds["table-task"].parentNode.hidden}));""")  # fmt: skip
+        choose("#view", "scores");
+        return {down, up, focus, differences, few, task: byId("table-task").parentNode.hidden,
+          head: $$("#table th").map((node) => node.textContent)};""")  # fmt: skip
     scores = [summary.row(series).score.mean for series in summary.results.series]
     shown = [f"{100 * score:.0f}" for score in sorted(scores, reverse=True)]
     assert [text.split()[0] for text in drawn["down"]] == shown
@@ -230,43 +278,69 @@ def test_tables_are_sorted_by_a_click(path, summary):
     assert drawn["task"] is True
 
 
-@needs_node
-def test_choices_change_what_is_drawn(path, summary):
-    drawn = run(path, """
-        const chosen = () => byIds["accuracy-panels"].children[0]
-          .find((n) => (n.attributes.class ?? "") === "series chosen").length;
-        const box = () => byIds.policies.children[1].children[0];
+def test_choices_change_what_is_drawn(opened, summary):
+    drawn = opened.run("""
+        const chosen = () => $$("#accuracy-panels figure:first-child .curve.chosen").length;
+        const all = () => $$("#accuracy-panels figure:first-child .curve").length;
         const before = chosen();
-        box().checked = false; box().fire("change");
-        const without = chosen(), needles = byIds["needle-panels"].children.length;
-        byIds.none.fire("click"); const none = chosen();
-        byIds.every.fire("click"); const every = chosen();
-        byIds.length.value = "1"; byIds.length.fire("change");
-        const long = byIds.table.all("tr")[1].children[2].textContent;
-        byIds.cost.value = "ttft"; byIds.cost.fire("change");
-        const axis = byIds["pareto-panel"].find((n) => n.attributes.class === "axis")
-          .map((n) => n.textContent);
-        byIds.bars.checked = true; byIds.bars.fire("change");
-        const point = byIds["accuracy-panels"].find((n) => n.attributes.class === "point")[0];
-        point.fire("mouseover");
-        const status = byIds["accuracy-status"].textContent;
-        byIds["kept-policy"].value = "2"; byIds["kept-policy"].fire("change");
-        byIds["kept-budget"].value = "0.06"; byIds["kept-budget"].fire("change");
-        console.log(JSON.stringify({before, without, needles, none, every, long, axis, status,
-          bars: byIds["accuracy-panels"].className, map: maps.at(-1).title}));""")  # fmt: skip
+        $$("#policies input")[1].click();
+        const focused = document.activeElement.parentNode.lastChild.textContent;
+        const without = chosen(), needles = $$("#needle-panels figure").length, grey = all();
+        byId("none").click(); const none = chosen();
+        byId("every").click(); const every = chosen();
+        choose("#length", "1");
+        const long = $("#table tbody tr").children[2].textContent;
+        choose("#cost", "ttft");
+        const axis = $$("#pareto-panel g[aria-label$='axis label'] text").map((n) => n.textContent);
+        const visible = () => new Set($$("#accuracy-panels .bars.chosen").map((bars) =>
+          getComputedStyle(bars).visibility));
+        const hidden = [...visible()];
+        byId("bars").click();
+        const bars = [...visible()];
+        choose("#kept-policy", "2");
+        choose("#kept-budget", "0.06");
+        return {before, without, needles, none, every, long, axis, hidden, bars, focused, grey,
+          map: $("#kept-map h3").textContent, broken: broken(document)};""")  # fmt: skip
+    assert opened.problems == []
     assert (drawn["before"], drawn["without"], drawn["none"], drawn["every"]) == (3, 2, 0, 3)
+    assert drawn["grey"] == 3
+    assert drawn["focused"] == made_run.NAMES[1]
     assert drawn["needles"] == 3  # full KV and two policies
     score = summary.row((FULL, None), None, 1024).score.mean
     assert drawn["long"].split()[0] == f"{100 * score:.0f}"
-    assert drawn["axis"] == ["time to first token, ms", "score, %"]
-    assert "all-bars" in drawn["bars"]
-    assert ": score" in drawn["status"]
+    assert sorted(drawn["axis"]) == ["score, %", "time to first token, ms"]
+    assert (drawn["hidden"], drawn["bars"]) == (["hidden"], ["visible"])
     assert drawn["map"] == f"{made_run.NAMES[2]} 6 %"
+    assert drawn["broken"] == 0
 
 
-@needs_node
+def test_names_on_the_front_do_not_meet(browser, tmp_path):
+    browser.open(page.text(made(tmp_path, made_run.NAMES, tasks=("niah",), lengths=(512,))), 400)
+    for cost in ("kv_bytes", "ttft", "tpot"):
+        boxes = browser.run(f"""
+            choose("#cost", "{cost}");
+            return $$("#pareto-panel g[aria-label=text] text").map((node) => {{
+              const {{ left, right, top, bottom }} = node.getBoundingClientRect();
+              return [left, right, top, bottom];
+            }});""")
+        assert boxes
+        for (left, right, top, bottom), other in itertools.combinations(boxes, 2):
+            apart = left >= other[1] - 1 or right <= other[0] + 1
+            assert apart or top >= other[3] - 3 or bottom <= other[2] + 3
+        assert all(0 <= left < right <= 400 for left, right, _, _ in boxes)
+
+
+def test_a_printed_page_is_light_and_whole(browser, text):
+    browser.open(text, dark=True, media="print")
+    assert browser.run("""return {
+        paper: getComputedStyle(document.body).backgroundColor,
+        cut: $$(".wide").filter((box) => box.scrollHeight > box.clientHeight + 1).length,
+        shown: ["nav", ".bar", "#best"].filter((each) => $(each).offsetHeight).length,
+    };""") == {"paper": "rgb(255, 255, 255)", "cut": 0, "shown": 0}  # fmt: skip
+
+
 @pytest.mark.parametrize("case", ["full alone", "no full", "one of all", "interrupted"])
-def test_small_runs_are_drawn_too(case, tmp_path):
+def test_small_runs_are_drawn_too(browser, case, tmp_path):
     names = () if case == "full alone" else made_run.NAMES[:1]
     options = {"tasks": ("vt",), "lengths": (512,), "budgets": (0.25,), "maps": False}
     plan = made_run.write(tmp_path, names, samples=2, **options)
@@ -278,14 +352,14 @@ def test_small_runs_are_drawn_too(case, tmp_path):
         samples.write_text("".join(line for line in lines if '"none"' not in line))
     if case == "interrupted":
         samples.write_text(samples.read_text().splitlines(keepends=True)[0])
-    path = tmp_path / "report.html"
-    path.write_text(page.text(Summary(results.load(tmp_path))))
-    drawn = run(path, """console.log(JSON.stringify({
-        rows: byIds.table.all("tr").slice(1).map((r) => r.textContent),
-        bad: ["accuracy-panels", "pareto-panel"].flatMap((id) => byIds[id].find((n) =>
-          Object.values(n.attributes).some((v) => /NaN|undefined|Infinity/.test(v)))).length,
-        hidden: Object.keys(byIds).filter((id) => byIds[id].hidden)}));""")  # fmt: skip
-    assert drawn["bad"] == 0
+    browser.open(page.text(Summary(results.load(tmp_path))))
+    drawn = browser.run("""return {
+        rows: $$("#table tbody tr").map((row) => row.textContent), broken: broken(document),
+        charts: $$("#accuracy-panels svg, #pareto-panel svg").length,
+        hidden: $$("[hidden]").map((node) => node.id)};""")  # fmt: skip
+    assert browser.problems == []
+    assert drawn["broken"] == 0
+    assert drawn["charts"] == 2
     assert len(drawn["rows"]) == (1 if case in ("full alone", "no full") else 2)
     assert {"needle", "turns", "kept", "to-needle", "to-kept"} <= set(drawn["hidden"])
     if case == "interrupted":

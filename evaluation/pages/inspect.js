@@ -1,0 +1,1 @@
+drawKeptMap(byId("map"), pageData());
