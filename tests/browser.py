@@ -79,14 +79,18 @@ class Browser:
         path.write_text(page, encoding="utf-8")
         size = {"width": width, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
         self._ask("Emulation.setDeviceMetricsOverride", **size)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._ask("Emulation.setEmulatedMedia", media=media, features=[scheme])
+        self.emulate(dark, media)
         self.problems.clear()
         self._loaded = False
         self._ask("Page.navigate", url=path.as_uri())
         while not self._loaded:
             self._next()
         self.run("await drawn();")
+
+    def emulate(self, dark: bool, media: str = "") -> None:
+        """Changes theme and medium, as `open` sets them."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._ask("Emulation.setEmulatedMedia", media=media, features=[scheme])
 
     def run(self, statements: str) -> Any:
         """What statements return, which may await; the names of HELPERS stand for something."""

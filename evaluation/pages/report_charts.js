@@ -137,26 +137,28 @@ function paretoPoints(page, cost, task) {
     });
 }
 
-// Names above and left of their points, where nothing lies that the front leaves behind; one above
-// the other where they would meet. A line leads to those that had to move.
+// Names above their points and left of them, where nothing lies that the front leaves behind; without
+// room on that side right of them. Each goes up until it covers neither point nor name, and a line
+// leads to those that went far.
 function frontNames(points, across, up) {
-  const placed = [];
-  for (const point of d3.sort(points.filter((each) => each.named), (each) => each.y)) {
-    const x = across.apply(point.x), long = LETTER * point.name.length;
-    const left = x - long > across.range[0]; // room on that side
-    const span = left ? [x - long, x] : [x, x + long];
+  const taken = points.map((point) => {
+    const x = across.apply(point.x), y = up.apply(point.y);
+    return [x - 5, x + 5, y - 5, y + 5];
+  });
+  const names = d3.sort(points.filter((point) => point.named), (point) => point.y).map((point) => {
+    const x = across.apply(point.x), long = 6 + LETTER * point.name.length;
+    const left = x - long > across.range[0], [from, to] = left ? [x - long, x] : [x, x + long];
     let y = up.apply(point.y) - 9;
-    const meets = (other) => other.span[0] < span[1] && span[0] < other.span[1]
-      && Math.abs(other.y - y) < LINE;
-    for (let other; (other = placed.find(meets));) y = other.y - LINE;
-    placed.push({ ...point, left, span, y, at: up.invert(y) });
-  }
-  const moved = placed.filter(({ y, at }) => (at - y) > 12 / Math.abs(up.apply(1) - up.apply(0)));
-  const text = (left) => Plot.text(placed.filter((each) => each.left === left), { x: "x", y: "at",
-    text: "name", dx: left ? -4 : 4, textAnchor: left ? "end" : "start", fill: "currentColor",
+    while (y > LINE && taken.some(([start, end, top, bottom]) =>
+      start < to && from < end && top < y + LINE / 2 && y - LINE / 2 < bottom)) y -= 2;
+    taken.push([from, to, y - LINE / 2, y + LINE / 2]);
+    return { ...point, left, at: up.invert(y), far: up.apply(point.y) - y > 2 * LINE };
+  });
+  const text = (left) => Plot.text(names.filter((name) => name.left === left), { x: "x", y: "at",
+    text: "name", dx: left ? -5 : 5, textAnchor: left ? "end" : "start", fill: "currentColor",
     stroke: "var(--page)", strokeWidth: 4 });
-  return [Plot.link(moved, { x1: "x", x2: "x", y1: "y", y2: "at", stroke: "var(--dim)" }),
-    text(true), text(false)];
+  return [Plot.link(names.filter((name) => name.far), { x1: "x", x2: "x", y1: "y", y2: "at",
+    stroke: "var(--dim)" }), text(true), text(false)];
 }
 
 // Score against a cost; what no other point beats is joined and named.

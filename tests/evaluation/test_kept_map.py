@@ -169,9 +169,13 @@ def test_the_text_points_back_to_the_map(shown):
 
 
 def test_colours_follow_the_theme(shown):
-    light, dark = (shown(dark=each).run(SEEN + "return cells(layers)") for each in (False, True))
+    page = shown()
+    light = page.run(SEEN + "return cells(layers)")
+    page.emulate(dark=True)
+    dark = page.run(SEEN + "await drawn(); return cells(layers)")
     assert tuple(light[1][0]) == NONE
     assert sum(dark[1][0]) < sum(dark[1][9])  # dark: the more is held, the lighter
+    assert dark == shown(dark=True).run(SEEN + "return cells(layers)")
 
 
 def test_texts_are_never_html(shown):
