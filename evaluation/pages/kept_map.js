@@ -96,19 +96,18 @@ globalThis.drawKeptMap = (() => {
 
     get height() { return Math.max(4, Math.min(22, Math.floor(360 / this.rows.length))); }
 
-    get width() { return Math.max(1, this.place.clientWidth - LEFT - RIGHT); }
-
     // Row and position under the mouse; a row outside the cells is the nearest one.
     at(event) {
-      const { left, top } = this.place.getBoundingClientRect();
-      const position = (event.clientX - left - LEFT) * this.length / this.width;
+      const { left, top, width } = this.place.getBoundingClientRect();
+      const position = (event.clientX - left - LEFT) / (width - LEFT - RIGHT) * this.length;
       const row = (event.clientY - top) / this.height;
       return [within(row, this.rows.length), within(position, this.length)];
     }
 
     point(position) {
       this.cursor.hidden = position === null;
-      this.cursor.style.left = `${LEFT + (position + 0.5) * this.width / this.length}px`;
+      const share = (position + 0.5) / this.length;
+      this.cursor.style.left = `calc(${LEFT}px + ${share} * (100% - ${LEFT + RIGHT}px))`;
       this.cursor.style.height = `${this.rows.length * this.height}px`;
     }
 
@@ -118,7 +117,7 @@ globalThis.drawKeptMap = (() => {
         top: `${row * this.height - 1}px`, height: `${this.height + 2}px` });
     }
 
-    // One cell per pixel at most: a raster draws a hundred thousand of them at once.
+    // One cell per pixel at most, all in one image: as elements so many would take seconds.
     draw(width) {
       const { rows, length, asked } = this, high = rows.length * this.height;
       const cells = Math.max(1, Math.min(length, Math.floor(width - LEFT - RIGHT)));
@@ -133,7 +132,7 @@ globalThis.drawKeptMap = (() => {
       return Plot.plot({
         width, height: high + BELOW, marginLeft: LEFT, marginRight: RIGHT, marginTop: 0,
         marginBottom: BELOW, x: { domain: [0, length], label: null },
-        y: { domain: [rows.length, 0], label: null }, 
+        y: { domain: [rows.length, 0], label: null },
         color: { ...shades, domain: [0, LEAST, 1], range: colours("none", "low", "most") },
         marks: [
           Plot.raster(values, { width: cells, height: rows.length, x1: 0, x2: length, y1: 0,

@@ -41,10 +41,12 @@ function showChart(place, draw) {
   observer.observe(place);
 }
 
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-  // Images that Plot paints know no variables of the style sheet.
-  for (const place of document.querySelectorAll(".chart")) if (widths.has(place)) drawChart(place);
-});
+// Images that Plot paints know no variables of the style sheet.
+for (const query of ["(prefers-color-scheme: dark)", "print"]) {
+  matchMedia(query).addEventListener("change", () => {
+    for (const place of document.querySelectorAll(".chart")) if (widths.has(place)) drawChart(place);
+  });
+}
 
 // What a mark gives an `ariaLabel` is a stop of the Tab key, where Plot shows what it shows under
 // the mouse. How many there are.

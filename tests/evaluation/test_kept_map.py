@@ -176,6 +176,8 @@ def test_colours_follow_the_theme(shown):
     assert tuple(light[1][0]) == NONE
     assert sum(dark[1][0]) < sum(dark[1][9])  # dark: the more is held, the lighter
     assert dark == shown(dark=True).run(SEEN + "return cells(layers)")
+    page.emulate(dark=True, media="print")
+    assert page.run(SEEN + "await drawn(); return cells(layers)") == light
 
 
 def test_texts_are_never_html(shown):
