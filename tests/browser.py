@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
 HEIGHT = 900  # of the window, pixels
+PATIENCE = 120  # seconds for one message
 HELPERS = """
 const $ = (selector, within = document) => within.querySelector(selector);
 const $$ = (selector, within = document) => [...within.querySelectorAll(selector)];
@@ -139,6 +141,8 @@ class Browser:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._read], [], [], PATIENCE)
+            assert ready, "the browser does not answer"
             part = os.read(self._read, 1 << 20)
             assert part, "the browser has ended"
             self._buffer += part

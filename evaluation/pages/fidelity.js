@@ -32,7 +32,7 @@ function byPosition(width, figure, policies) {
         ];
       }),
       Plot.tip(points, Plot.pointer({ x: "position", y: "value", title: ({ policy, position, value }) =>
-        `${policy.name}\nabout position ${position}: ${Number((size * value).toPrecision(3))}`
+        `${policy.name}\nabout position ${Math.round(position)}: ${Number((size * value).toPrecision(3))}`
         + (size > 1 ? " %" : " nats") })),
     ],
   });

@@ -58,8 +58,12 @@ function addStops(chart) {
     const tell = (kind, place = {}) => chart.dispatchEvent(
       new PointerEvent(kind, { pointerType: "mouse", ...place }));
     stop.addEventListener("focus", () => {
-      const { x, y } = stop.getPointAtLength(stop.getTotalLength())
-        .matrixTransform(stop.getScreenCTM());
+      // A symbol is moved to its place, a line is told at its end; groups of marks are half a pixel
+      // aside, which Plot's pointer knows nothing of.
+      const [move] = stop.transform.baseVal;
+      const at = move ? new DOMPoint(move.matrix.e, move.matrix.f)
+        : stop.getPointAtLength(stop.getTotalLength());
+      const { x, y } = at.matrixTransform(chart.getScreenCTM());
       tell("pointermove", { clientX: x, clientY: y });
     });
     stop.addEventListener("blur", () => tell("pointerleave"));

@@ -223,6 +223,19 @@ def test_points_stand_where_their_figures_are(opened, summary):
         assert (size, score) == pytest.approx(wanted[name], rel=0.02, abs=0.5)
 
 
+def test_a_point_tells_of_itself_and_not_of_its_neighbours(browser, tmp_path):
+    summary = made(tmp_path, made_run.NAMES, tasks=("niah",), lengths=(512,), samples=50)
+    browser.open(page.text(summary), 400)
+    told = browser.run("""
+        const chart = $("#pareto-panel svg");
+        return $$("[tabindex]", chart).map((stop) => {
+          stop.focus();
+          return [stop.getAttribute("aria-label"), chart.value.about];
+        });""")
+    assert len(told) > 6
+    assert all(label == about for label, about in told)
+
+
 def test_a_line_tells_its_figures_and_intervals_to_mouse_and_keyboard(opened, summary):
     told = """
         const chart = $("#accuracy-panels svg");
