@@ -131,6 +131,9 @@ def test_keys_and_choices_do_what_the_mouse_does(shown):
     for key in ("ArrowRight", "ArrowLeft", "ArrowUp"):
         page.press(key)
     assert page.run(seen)[:2] == [["0", "-1"], 'position 8 "i": held by 1 of 2 KV heads (layer 0)']
+    page.press("Home")
+    page.press("ArrowRight", shift=True)  # a twentieth of the prompt, one position at least
+    assert page.run(seen)[1] == 'position 1 "b\\n": held by 1 of 2 KV heads (layer 0)'
     page.press("Tab")  # to the heads
     page.press("ArrowDown")
     assert page.run(seen)[0] == ["0", "0"]
