@@ -1,15 +1,13 @@
-"""Text of an expression -> syntax tree, by the LALR tables made from expr.lark."""
+"""Text of an expression -> syntax tree, by Lark from expr.lark."""
 
 from __future__ import annotations
 
-import re
 import unicodedata
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvpolicy.dsl.syntax.expr_table import ACTIONS, END, GOTOS, KEYWORDS, LITERALS, PATTERN, RULES
+from kvpolicy.dsl.syntax.grammar import literals, parser
 from kvpolicy.dsl.syntax.source import Span
 from kvpolicy.dsl.syntax.tree import (
     Argument,
@@ -23,13 +21,21 @@ from kvpolicy.dsl.syntax.tree import (
     Then,
     Where,
 )
+from lark import (
+    Token,
+    Transformer_NonRecursive,
+    Tree,
+    UnexpectedCharacters,
+    UnexpectedToken,
+    v_args,
+)
+from lark.exceptions import VisitError
+from lark.tree import Meta
 
 MAX_CHARACTERS = 2_000
 MAX_DEPTH = 40
 MAX_EXPONENT = 300
 
-_TOKEN = re.compile(PATTERN)
-_ONE = (True,)  # the one symbol of a rule, which is kept
 _COMPARISONS = {
     "<": "less",
     "<=": "less_equal",
@@ -80,39 +86,12 @@ class ExpressionError(Exception):
         self.code, self.message, self.start, self.end, self.help = code, message, start, end, help
 
 
-class Token(NamedTuple):
-    """A terminal of the grammar with its text and its place in the expression."""
-
-    kind: str
-    text: str
-    start: int
-    end: int
-
-
-@dataclass
-class _Item:
-    """A finished part on the parser's stack: a token, a tree, or a list of parts."""
-
-    value: Any
-    start: int
-    end: int
-
-
 def tokenize(text: str) -> list[Token]:
-    """Terminals of the text, ended by `$END`; raises ExpressionError."""
-    tokens, at = [], 0
-    while at < len(text):
-        match = _TOKEN.match(text, at)
-        if match is None:
-            raise _foreign(text, at)
-        kind = match.lastgroup or ""
-        if kind == "NAME":
-            kind = KEYWORDS.get(match.group(), kind)
-        if kind != "IGNORED":
-            tokens.append(Token(kind, match.group(), at, match.end()))
-        at = match.end()
-    tokens.append(Token("$END", "", len(text.rstrip()), len(text.rstrip())))
-    return tokens
+    """Terminals of the text; raises ExpressionError."""
+    try:
+        return list(parser().lex(text))
+    except UnexpectedCharacters as error:
+        raise _foreign(text, error.pos_in_stream) from None
 
 
 def _foreign(text: str, at: int) -> ExpressionError:
@@ -149,198 +128,197 @@ def parse_expression(text: str, place: Callable[[int], int]) -> Expr:
             len(text),
             "name parts of it under `let`",
         )
-    return _Parser(tokenize(text), place).run()
+    try:
+        tree = parser().parse(text)
+    except UnexpectedCharacters as error:
+        raise _foreign(text, error.pos_in_stream) from None
+    except UnexpectedToken as error:
+        tokens = tokenize(text)  # a foreign character is reported first, wherever it stands
+        for part in _finished(error):
+            _build(part, place)
+        raise _unexpected(tokens, error) from None
+    return _build(tree, place)
 
 
-class _Parser:
-    """The stack machine that the tables drive."""
+def _build(tree: Tree[Token], place: Callable[[int], int]) -> Expr:
+    try:
+        return _Builder(place).transform(tree)
+    except VisitError as error:
+        raise error.orig_exc from None
 
-    def __init__(self, tokens: list[Token], place: Callable[[int], int]) -> None:
-        self.tokens = tokens
-        self.place = place
-        self.states = [0]
-        self.items: list[_Item] = []
-        self.depths: dict[int, int] = {}
 
-    def run(self) -> Expr:
-        at = 0
-        while True:
-            token = self.tokens[at]
-            action = ACTIONS[self.states[-1]].get(token.kind)
-            if action is None:
-                raise unexpected(self.tokens, at, set(ACTIONS[self.states[-1]]))
-            if action >= 0:
-                self.states.append(action)
-                self.items.append(_Item(token, token.start, token.end))
-                at += 1
-                continue
-            self.reduce(-1 - action)
-            if token.kind == "$END" and self.states[-1] == END:
-                return self.items[0].value
+def _finished(error: UnexpectedToken) -> list[Tree[Token]]:
+    """What was read completely before the error, in the order of writing."""
+    stack = error.interactive_parser.parser_state.value_stack
+    parts: list[Any] = []
+    for part in stack:
+        # A repetition within a rule is a tree of Lark's own.
+        parts += part.children if isinstance(part, Tree) and part.data.startswith("_") else [part]
+    return [part for part in parts if isinstance(part, Tree)]
 
-    def reduce(self, number: int) -> None:
-        origin, name, transparent, kept = RULES[number]
-        if transparent and kept == _ONE and not isinstance(self.items[-1].value, list):
-            self.states[-1] = GOTOS[self.states[-2]][origin]  # from one level to the next, as it is
-            return
-        taken = self.items[-len(kept) :]
-        del self.items[-len(kept) :], self.states[-len(kept) :]
-        children: list[_Item] = []
-        for item, keep in zip(taken, kept, strict=True):
-            if keep:
-                children.extend(item.value if isinstance(item.value, list) else [item])
-        start, end = taken[0].start, taken[-1].end
-        value: Any
-        if name.startswith("_"):
-            value = children
-        elif len(children) == 1 and (transparent or name == "start"):
-            value = children[0].value
-        else:
-            value = self.build(name, children, start, end)
-        self.items.append(_Item(value, start, end))
-        self.states.append(GOTOS[self.states[-1]][origin])
 
-    def build(self, name: str, children: list[_Item], start: int, end: int) -> Any:
-        span = self.span(start, end)
-        values = [child.value for child in children]
-        if name == "axes":
-            return tuple(Axis(self.span(t.start, t.end), t.text) for t in values)
-        if name == "arguments":
-            return tuple(v if isinstance(v, Argument) else Argument(None, None, v) for v in values)
-        if name == "named":
-            token = values[0]
-            return Argument(token.text, self.span(token.start, token.end), values[1])
-        tree = self.tree(name, values, span)
-        depth = 1 + max((self.depths[id(child)] for child in tree.children), default=0)
+@v_args(inline=True, meta=True)
+class _Builder(Transformer_NonRecursive):
+    """Lark's tree -> syntax tree, with one method for each rule that is no operation."""
+
+    def __init__(self, place: Callable[[int], int]) -> None:
+        super().__init__()
+        self._place = place
+        self._depths: dict[int, int] = {}
+
+    def number(self, meta: Meta, token: Token) -> Expr:
+        return Number(self._span(meta), _number(token), str(token))
+
+    def name(self, meta: Meta, token: Token) -> Expr:
+        return Name(self._span(meta), str(token))
+
+    def call(self, meta: Meta, name: Token, *parts: tuple[Any, ...]) -> Expr:
+        axes = next((part for part in parts if isinstance(part[0], Axis)), None)
+        arguments = next((part for part in parts if isinstance(part[0], Argument)), ())
+        call = Call(self._span(meta), str(name), self._span(name), axes, arguments)
+        return self._nested(meta, call)
+
+    def axes(self, meta: Meta, *names: Token) -> tuple[Axis, ...]:
+        return tuple(Axis(self._span(name), str(name)) for name in names)
+
+    def arguments(self, meta: Meta, *values: Expr | Argument) -> tuple[Argument, ...]:
+        return tuple(v if isinstance(v, Argument) else Argument(None, None, v) for v in values)
+
+    def named(self, meta: Meta, name: Token, value: Expr) -> Argument:
+        return Argument(str(name), self._span(name), value)
+
+    def mask(self, meta: Meta, value: Expr, condition: Expr) -> Expr:
+        return self._nested(meta, Where(self._span(meta), value, condition, None))
+
+    def choose(self, meta: Meta, value: Expr, condition: Expr, other: Expr) -> Expr:
+        return self._nested(meta, Where(self._span(meta), value, condition, other))
+
+    def then(self, meta: Meta, *terms: Expr) -> Expr:
+        return self._nested(meta, Then(self._span(meta), terms))
+
+    def compare(self, meta: Meta, left: Expr, sign: Token, right: Expr) -> Expr:
+        return self._nested(meta, Operation(self._span(meta), _COMPARISONS[sign], (left, right)))
+
+    def chain(
+        self, meta: Meta, low: Expr, first: Token, middle: Expr, second: Token, high: Expr
+    ) -> Expr:
+        if first[0] != second[0] or first[0] not in "<>":
+            message = f"`{first}` and `{second}` do not form a chain"
+            help = (
+                "a chain has one direction, as in `1 <= x < 4`; otherwise join comparisons "
+                "with `and`"
+            )
+            raise _error(message, second, help)
+        operands = (low, middle, high)
+        chain = Chain(self._span(meta), _COMPARISONS[first], _COMPARISONS[second], operands)
+        return self._nested(meta, chain)
+
+    def __default__(self, data: str, children: list[Expr], meta: Meta) -> Expr:
+        operation = Operation(self._span(meta), str(data).rstrip("_"), tuple(children))
+        return self._nested(meta, operation)
+
+    def _nested(self, meta: Meta, tree: Expr) -> Expr:
+        """The tree, if it is not too deep."""
+        depth = 1 + max((self._depths.get(id(child), 1) for child in tree.children), default=0)
         if depth > MAX_DEPTH:
             message = f"the expression is nested more than {MAX_DEPTH} deep"
-            raise ExpressionError("size", message, start, end, "name parts of it under `let`")
-        self.depths[id(tree)] = depth
+            help = "name parts of it under `let`"
+            raise ExpressionError("size", message, meta.start_pos, meta.end_pos, help)
+        self._depths[id(tree)] = depth
         return tree
 
-    def tree(self, name: str, values: list[Any], span: Span) -> Expr:
-        if name == "number":
-            return Number(span, _number(values[0]), values[0].text)
-        if name == "name":
-            return Name(span, values[0].text)
-        if name == "call":
-            axes = next((v for v in values[1:] if v and isinstance(v[0], Axis)), None)
-            arguments = next((v for v in values[1:] if v and isinstance(v[0], Argument)), ())
-            token = values[0]
-            name_span = self.span(token.start, token.end)
-            return Call(span, token.text, name_span, axes, arguments)
-        if name in ("mask", "choose"):
-            return Where(span, values[0], values[1], values[2] if name == "choose" else None)
-        if name == "then":
-            return Then(span, tuple(values))
-        if name == "compare":
-            return Operation(span, _COMPARISONS[values[1].text], (values[0], values[2]))
-        if name == "chain":
-            return self.chain(values, span)
-        return Operation(span, name.rstrip("_"), tuple(values))
+    def _span(self, part: Meta | Token) -> Span:
+        return Span(self._place(part.start_pos), self._place(part.end_pos - 1) + 1)
 
-    def chain(self, values: list[Any], span: Span) -> Expr:
-        first, second = values[1], values[3]
-        if first.text[0] != second.text[0] or first.text[0] not in "<>":
-            raise ExpressionError(
-                "syntax",
-                f"`{first.text}` and `{second.text}` do not form a chain",
-                second.start,
-                second.end,
-                "a chain has one direction, as in `1 <= x < 4`; otherwise join comparisons "
-                "with `and`",
-            )
-        operands = (values[0], values[2], values[4])
-        return Chain(span, _COMPARISONS[first.text], _COMPARISONS[second.text], operands)
 
-    def span(self, start: int, end: int) -> Span:
-        return Span(self.place(start), self.place(end - 1) + 1 if end > start else self.place(end))
+def _error(message: str, token: Token, help: str | None = None) -> ExpressionError:
+    return ExpressionError("syntax", message, token.start_pos, token.end_pos, help)
 
 
 def _number(token: Token) -> Fraction:
-    _, _, exponent = token.text.partition("e")
+    _, _, exponent = token.partition("e")
     if exponent and (len(exponent) > 4 or abs(int(exponent)) > MAX_EXPONENT):
-        message = f"`{token.text}` is out of range"
         help = f"the exponent may be -{MAX_EXPONENT} to {MAX_EXPONENT}"
-        raise ExpressionError("syntax", message, token.start, token.end, help)
-    return Fraction(token.text)
+        raise _error(f"`{token}` is out of range", token, help)
+    return Fraction(token)
 
 
-def unexpected(tokens: list[Token], at: int, expected: set[str]) -> ExpressionError:
-    """The error for a token that cannot stand where it does."""
-    token = tokens[at]
-    before = f"after `{tokens[at - 1].text}`" if at else "at the start"
-    at_end = token.kind == "$END"
-    start, end = (token.start, token.end) if not at_end else _last(tokens)
-    help = None
-    if at_end and at == 0:
+def _unexpected(tokens: list[Token], error: UnexpectedToken) -> ExpressionError:
+    """What is wrong with a token that cannot stand where it does."""
+    token, expected = error.token, error.expected
+    at_end = token.type == "$END"
+    read = [t for t in tokens if at_end or t.start_pos < token.start_pos]
+    last = read[-1] if read else None
+    before = f"after `{last}`" if last else "at the start"
+    place, help = token, None
+    if at_end:  # a caret needs something to stand under
+        place = last or Token("$END", "", start_pos=0, end_pos=0)
+    if at_end and not last:
         message = "the expression is empty"
     elif "NUMBER" in expected:
         message = f"expected an operand {before}"
         if not at_end:
-            message += f", not `{token.text}`"
-        if token.kind == "STAR" and tokens[at - 1].kind == "STAR":
+            message += f", not `{token}`"
+        if token.type == "STAR" and last and last.type == "STAR":
             help = "the power operator is `^`"
-        elif at > 1 and tokens[at - 1].text == "%" and tokens[at - 2].kind == "NUMBER":
-            share = float(_number(tokens[at - 2]) / 100)
-            message = f"`{tokens[at - 2].text}%` is no number; `%` is the rest of a division"
-            start, end = tokens[at - 2].start, tokens[at - 1].end
-            help = f"a share is a number such as `{share:g}`, of the prompt `{share:g} * prompt`"
+        elif len(read) > 1 and last == "%" and read[-2].type == "NUMBER":
+            return _percent(read[-2], last)
     elif expected <= {"NAME"}:
         message = f"expected the name of an axis {before}"
     elif "RSQB" in expected and not at_end:
-        message = f"expected `,` or `]` {before}, not `{token.text}`"
+        message = f"expected `,` or `]` {before}, not `{token}`"
     elif at_end and ("RPAR" in expected or "RSQB" in expected):
         opening = _open_bracket(tokens)
-        message = f"`{opening.text}` is never closed"
-        start, end = opening.start, opening.end
-    elif token.kind == "LSQB":
+        message = f"`{opening}` is never closed"
+        place = opening
+    elif token.type == "LSQB":
         message = "`[` may follow only the name of a function, as in `sum[query](x)`"
     elif expected == {"LPAR"}:
         message = f"expected `(` {before}"
         help = "axes belong to a function call, as in `sum[query](x)`"
-    elif token.kind in ("RPAR", "RSQB"):
-        message = f"`{token.text}` closes nothing"
-    elif token.kind == "EQUAL":
+    elif token.type in ("RPAR", "RSQB"):
+        message = f"`{token}` closes nothing"
+    elif token.type == "EQUAL":
         message = "`=` is not part of an expression here"
         help = "comparison is `==`; a name before `=` gives an argument of a function"
-    elif token.kind in ("NAME", "NUMBER", "LPAR", "NOT"):
-        message = f"expected an operator between `{tokens[at - 1].text}` and `{token.text}`"
-        help = _operator_help(tokens, at)
+    elif token.type in ("NAME", "NUMBER", "LPAR", "NOT"):
+        message = f"expected an operator between `{last}` and `{token}`"
+        help = _operator_help(last, token)
     else:
-        message = f"`{token.text}` cannot follow `{tokens[at - 1].text}`"
+        message = f"`{token}` cannot follow `{last}`"
         help = _follow_help(token, expected)
-    return ExpressionError("syntax", message, start, end, help)
+    return _error(message, place, help)
 
 
-def _operator_help(tokens: list[Token], at: int) -> str | None:
-    word, before = tokens[at].text, tokens[at - 1].text
-    if word in ("if", "in", "is") or before in ("if", "in", "is"):
+def _percent(number: Token, sign: Token) -> ExpressionError:
+    share = float(_number(number) / 100)
+    message = f"`{number}%` is no number; `%` is the rest of a division"
+    help = f"a share is a number such as `{share:g}`, of the prompt `{share:g} * prompt`"
+    return ExpressionError("syntax", message, number.start_pos, sign.end_pos, help)
+
+
+def _operator_help(last: Token, token: Token) -> str | None:
+    if token in ("if", "in", "is") or last in ("if", "in", "is"):
         return "the only conditional is `x where condition else y`"
-    if word == "(" and tokens[at - 1].kind == "NUMBER":
+    if token == "(" and last.type == "NUMBER":
         return "multiplication is written `*`"
     return None
 
 
 def _follow_help(token: Token, expected: set[str]) -> str | None:
-    if token.kind == "RELATION":
+    if token.type == "RELATION":
         return "a chain has at most two comparisons; join more with `and`"
-    if token.kind in ("WHERE", "THEN", "ELSE"):
-        return f"put what stands before `{token.text}` in parentheses"
-    signs = sorted(LITERALS[kind] for kind in expected if kind in LITERALS)
+    if token.type in ("WHERE", "THEN", "ELSE"):
+        return f"put what stands before `{token}` in parentheses"
+    signs = sorted(text for name, text in literals().items() if name in expected)
     return f"expected one of {' '.join(f'`{s}`' for s in signs)}" if len(signs) < 4 else None
-
-
-def _last(tokens: list[Token]) -> tuple[int, int]:
-    """The last token before the end, for a caret under something."""
-    return (tokens[-2].start, tokens[-2].end) if len(tokens) > 1 else (0, 0)
 
 
 def _open_bracket(tokens: list[Token]) -> Token:
     opened = []
     for token in tokens:
-        if token.kind in ("LPAR", "LSQB"):
+        if token.type in ("LPAR", "LSQB"):
             opened.append(token)
-        elif token.kind in ("RPAR", "RSQB") and opened:
+        elif token.type in ("RPAR", "RSQB") and opened:
             opened.pop()
     return opened[-1]

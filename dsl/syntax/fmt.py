@@ -233,7 +233,7 @@ def _quoted(text: str) -> str:
 # Expressions
 
 _TIGHT_AFTER = ("LPAR", "LSQB", "UNARY")
-_TIGHT_BEFORE = ("RPAR", "RSQB", "COMMA", "$END")
+_TIGHT_BEFORE = ("RPAR", "RSQB", "COMMA")
 _OPERANDS = ("NAME", "NUMBER", "RPAR", "RSQB")
 
 
@@ -250,14 +250,14 @@ class _Piece:
 def _pieces(text: str) -> Iterator[_Piece]:
     before = ""  # kind of the token before; a sign without a left operand is UNARY
     depth = 0
-    for token in tokenize(text)[:-1]:
-        kind = token.kind
+    for token in tokenize(text):
+        kind = token.type
         if kind == "MINUS" and before not in _OPERANDS:
             kind = "UNARY"
         call = kind in ("LPAR", "LSQB") and before in ("NAME", "RSQB")
         tight = call or not before or before in _TIGHT_AFTER or kind in _TIGHT_BEFORE
         depth -= kind in ("RPAR", "RSQB")
-        yield _Piece(token.text, not tight, depth, text.count("\n", 0, token.start))
+        yield _Piece(str(token), not tight, depth, text.count("\n", 0, token.start_pos))
         depth += kind in ("LPAR", "LSQB")
         before = kind
 
@@ -330,6 +330,6 @@ def _says_the_same(old: Node, new: Node) -> bool:
 
 def _words(text: str) -> list[str] | None:
     try:
-        return [token.text for token in tokenize(text)]
+        return [str(token) for token in tokenize(text)]
     except ExpressionError:
         return [text]

@@ -55,13 +55,12 @@ def main(arguments: Sequence[str] | None = None, more: Mapping[str, Command] | N
 
 
 def _check(args: argparse.Namespace) -> int:
-    from kvpolicy.dsl.bind.model_config import USUAL, read_config
     from kvpolicy.dsl.check.policy import load
     from kvpolicy.dsl.syntax.library import TEST_SUFFIX
 
     if args.model is not None and not args.trial:
         raise refused("--model", "arguments", "it says what `--trial` is made for", "add `--trial`")
-    shape = USUAL if args.model is None else read_config(args.model).shape
+    shape = _tried_shape(args.model) if args.trial else None
     code = 0
     for file in args.files:
         if file.endswith(TEST_SUFFIX):
@@ -77,13 +76,20 @@ def _check(args: argparse.Namespace) -> int:
             print(render_all(checked.diagnostics, checked.source))
         if checked.errors:
             code = max(code, 1)
-        elif args.trial and not checked.unserved:
+        elif shape and not checked.unserved:
             code = max(code, _tried(checked, shape))
         else:
             print(f"{checked.source.name}: ok")
             for sentence in checked.unserved:
                 print(f"{checked.source.name}: note: {sentence}")
     return code
+
+
+def _tried_shape(model: str | None) -> ModelShape:
+    """The sizes that policies are tried for."""
+    from kvpolicy.dsl.bind.model_config import USUAL, read_config
+
+    return USUAL if model is None else read_config(model).shape
 
 
 def _tried(checked: Checked, shape: ModelShape) -> int:

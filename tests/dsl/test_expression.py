@@ -1,14 +1,15 @@
-"""The parser's tables are those of expr.lark, its trees are Lark's, its spans are exact."""
+"""The saved parser is that of expr.lark, syntax trees are its trees, spans are exact."""
 
 from fractions import Fraction
 from pathlib import Path
 
+import lark
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvpolicy.dsl.ops.functions import FUNCTIONS
 from kvpolicy.dsl.syntax import grammar
-from kvpolicy.dsl.syntax.expression import ExpressionError, parse_expression, tokenize
+from kvpolicy.dsl.syntax.expression import ExpressionError, parse_expression
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.dsl.syntax.tree import (
@@ -32,7 +33,7 @@ WORDS = (
     "(", ")", "[", "]", ",", "=", "<", "<=", "==", "!=", ">=", "1", "0.5", "2e-3", "top",
     "sum[a](x)",
 )  # fmt: skip
-LARK: Lark = grammar.build_lark()
+LARK: Lark = grammar.build()
 
 
 def scalars(node):
@@ -103,8 +104,7 @@ def as_lark(expr):
 def plain(tree):
     if isinstance(tree, Token):
         return str(tree)
-    children = tuple(plain(child) for child in tree.children)
-    return children[0] if tree.data == "start" else (str(tree.data).rstrip("_"), *children)
+    return (str(tree.data).rstrip("_"), *(plain(child) for child in tree.children))
 
 
 def mixed_chain(tree):
@@ -115,8 +115,50 @@ def mixed_chain(tree):
     return signs not in ("<<", ">>") or any(map(mixed_chain, tree))
 
 
-def test_tables_are_current():
-    assert grammar.TABLE.read_text(encoding="utf-8") == grammar.generate()
+def rows_by_path(lark):
+    """Rows of the parse table by the symbols that lead to their state: numbers of states differ."""
+    table = lark.parser.parser._parse_table
+    paths = {table.start_states["start"]: ()}
+    queue = list(paths)
+    for state in queue:
+        for symbol, (action, target) in sorted(table.states[state].items()):
+            if action.name == "Shift" and target not in paths:
+                paths[target] = (*paths[state], symbol)
+                queue.append(target)
+    return {
+        path: {
+            symbol: paths[target] if action.name == "Shift" else (target, target.alias)
+            for symbol, (action, target) in table.states[state].items()
+        }
+        for state, path in paths.items()
+    } | {"end": paths[table.end_states["start"]]}
+
+
+def terminals(lark):
+    return {t.name: (type(t.pattern), t.pattern.to_regexp(), t.priority) for t in lark.terminals}
+
+
+def test_saved_parser_is_that_of_the_grammar():
+    with grammar.SAVED.open("rb") as file:
+        version = file.readline()
+        saved = Lark.load(file)
+    assert version == f"lark {lark.__version__}\n".encode()
+    assert rows_by_path(saved) == rows_by_path(LARK)
+    assert [rule.serialize() for rule in saved.rules] == [rule.serialize() for rule in LARK.rules]
+    assert terminals(saved) == terminals(LARK)
+    assert saved.lexer_conf.ignore == LARK.lexer_conf.ignore
+    assert saved.options.options == LARK.options.options
+
+
+def test_saved_parser_is_loaded(monkeypatch):
+    monkeypatch.setattr(grammar, "build", lambda: pytest.fail("made from the grammar"))
+    assert rows_by_path(grammar.parser.__wrapped__()) == rows_by_path(LARK)
+
+
+def test_another_version_of_lark_makes_the_parser_anew(monkeypatch):
+    monkeypatch.setattr(grammar, "_HEADER", b"lark 0.0\n")
+    monkeypatch.setattr(grammar, "build", lambda: "made from the grammar")
+    assert grammar.parser.__wrapped__() == "made from the grammar"
 
 
 @pytest.mark.parametrize("number", range(len(EXPRESSIONS)))
@@ -143,17 +185,20 @@ def test_accepts_what_lark_accepts(words):
         parse_expression(text, lambda offset: offset)
 
 
-@given(st.text(alphabet="abwhere_not then01.e+-*/%^()[],=<>! \n", max_size=30))
-def test_splits_into_larks_tokens(text):
-    try:
-        ours = [(t.kind, t.text, t.start) for t in tokenize(text)[:-1]]
-    except ExpressionError:
-        ours = None
-    try:
-        theirs = [(t.type, str(t), t.start_pos) for t in LARK.lex(text)]
-    except UnexpectedInput:
-        theirs = None
-    assert ours == theirs
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1 < a > 2 )", "do not form a chain"),  # before what cannot follow
+        ("f(a, " + "-" * 40 + "b, c", "nested more than 40 deep"),
+        ("1e999 + )", "out of range"),
+        ("a ) + 1 < a > 2", "closes nothing"),
+        ("a ) #", "`#` is not part"),  # a foreign character before all else
+        ("1e999 + #", "`#` is not part"),
+    ],
+)
+def test_which_of_two_defects_is_reported(text, message):
+    with pytest.raises(ExpressionError, match=message):
+        parse_expression(text, lambda offset: offset)
 
 
 @pytest.mark.parametrize("number", range(len(EXPRESSIONS)))

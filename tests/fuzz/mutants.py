@@ -104,13 +104,13 @@ def words(random: Random) -> str:
     some = random.sample(sorted(found), min(len(found), random.randint(1, 3)))
     for span in (found[start] for start in sorted(some, reverse=True)):
         try:
-            tokens = tokenize(text[span.start : span.end])[:-1]
+            tokens = tokenize(text[span.start : span.end])
         except ExpressionError:  # written over lines with comments, or in quotes
             continue
         one, other = random.choice(tokens), random.choice(tokens)
-        made = random.choice((other.text, "", f"{one.text} {other.text}", random.choice(SNIPPETS)))
-        at = span.start + one.start
-        text = f"{text[:at]}{made}{text[at + len(one.text) :]}"
+        made = random.choice((str(other), "", f"{one} {other}", random.choice(SNIPPETS)))
+        at = span.start + one.start_pos
+        text = f"{text[:at]}{made}{text[at + len(one) :]}"
     return text
 
 
