@@ -44,8 +44,6 @@ from kvpolicy.dsl.syntax.source import Source
 _ENVIRONMENTS = 512
 # More queries than any request has.
 _MOST = 2**31
-# Lets whose values `kvpolicy run` reports.
-REPORTED = ("layer_ratio", "laziness")
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,8 @@ class Bound:
     """A policy with a model and parameter values: what an execution runs.
 
     `rules`, `decode`, `propagate` and `share` have everything folded that parameters and sizes
-    decide, and `states` only as far as something reads them; the `lowered` ones have no `then`, no
-    unsized `top` and no name `budget` either (see `ir/lower.py`).
+    decide, `states` only as far as something reads them, and the `lets` that are reported; the
+    `lowered` ones have no `then`, no unsized `top` and no name `budget` either (see `ir/lower.py`).
 
     Attributes:
         program: the checked policy.
@@ -203,12 +201,12 @@ class Bound:
         return self.propagate is not None and self.propagate.restart is not None
 
     @cached_property
-    def tested(self) -> frozenset[str]:
+    def tested(self) -> tuple[str, ...]:
         """Reported lets by which a layer decides whether it propagates."""
         if self.propagate is None:
-            return frozenset()
+            return ()
         read = {id(node) for node in nodes_of([self.propagate.first, self.propagate.every])}
-        return frozenset(name for name, node in self.rules.lets.items() if id(node) in read)
+        return tuple(name for name, node in self.rules.lets.items() if id(node) in read)
 
     def propagation_layer(self, prompt: int) -> int | None:
         """The layer after which fewer tokens are computed, where `first` needs no data.
@@ -287,7 +285,7 @@ def bind(
     if too_much:
         raise PolicyError(too_much, Source(program.name, ""))
     _check_shared(program, shape, params)
-    folded = _needed(fold(Sections.of(program), env))
+    folded = _needed(fold(Sections.of(program), env), program.report)
     lowered = lower(folded)
     return Bound(
         program,
@@ -318,8 +316,12 @@ def _check_shared(program: Program, shape: ModelShape, params: Mapping[str, Valu
         raise refused(program.name, "share", message, "for example `layer % 2 == 1`")
 
 
-def _needed(folded: Sections) -> Sections:
-    """The sections without what nothing reads: rules that do nothing, states and lets."""
+def _needed(folded: Sections, report: tuple[str, ...]) -> Sections:
+    """The sections without what nothing reads: rules that do nothing, states and lets.
+
+    Args:
+        report: names of the lets that are reported.
+    """
     everything = Node("all", type=Type("truth", ("token",)), when=When.PROMPT)
     prefill, decode = folded.prefill, folded.decode
     prefill = replace(prefill, keep=prefill.keep or everything)
@@ -327,7 +329,7 @@ def _needed(folded: Sections) -> Sections:
         if decode.keep is None or decode.keep.op == "all":
             decode = None
         else:
-            decode = _with_states(decode, _decode_roots(replace(decode, states={})))
+            decode = _read(decode, _decode_roots(replace(decode, states={})), report)
     propagate = folded.propagate
     if propagate is not None:
         propagate = None if _never(propagate) else _without_restart(propagate)
@@ -338,19 +340,26 @@ def _needed(folded: Sections) -> Sections:
     roots = [prefill.keep, prefill.budget, prefill.score, *merge_roots(prefill.merge)]
     roots += [*propagate_roots(propagate), *decided.values()]
     later = () if decode is None else (x.name for x in decode.states.values() if x.inherited)
-    prefill = _with_states(prefill, roots, set(later))
+    prefill = _read(prefill, roots, report, set(later))
     return Sections(prefill, decode, propagate, folded.share)
 
 
-def _with_states(rules: Rules, roots: list[Node | None], also: set[str] = frozenset()) -> Rules:
-    """The rules with the states and reported lets that the roots read, and the states `also`."""
+def _read(
+    rules: Rules,
+    roots: list[Node | None],
+    report: tuple[str, ...],
+    also: set[str] = frozenset(),
+) -> Rules:
+    """The rules with the states and reported lets that the roots read, and the states `also`.
+
+    What is reported is never computed for that alone, unless it is known before the prefill.
+    """
     wanted = state_roots({name: rules.states[name] for name in also})
     names = also | states_needed([*roots, *wanted], rules.states)
     states = {name: state for name, state in rules.states.items() if name in names}
     read = {id(node) for node in nodes_of([*roots, *state_roots(states)])}
-    lets = {
-        name: node for name, node in rules.lets.items() if name in REPORTED and id(node) in read
-    }
+    lets = {name: rules.lets[name] for name in report if name in rules.lets}
+    lets = {n: x for n, x in lets.items() if id(x) in read or x.when <= When.PROMPT}
     return replace(rules, states=states, lets=lets)
 
 

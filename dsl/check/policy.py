@@ -19,11 +19,13 @@ from kvpolicy.dsl.check.expressions import Typer
 from kvpolicy.dsl.check.fit import does_not_fit
 from kvpolicy.dsl.check.names import Context, Uses
 from kvpolicy.dsl.check.params import declared_data, declared_params
+from kvpolicy.dsl.check.report import report
 from kvpolicy.dsl.check.scope import Scope
 from kvpolicy.dsl.ir.exact import NotStatic, Value, evaluate
 from kvpolicy.dsl.ir.graph import MAX_DEPTH, MAX_NODES, TooLarge
-from kvpolicy.dsl.ir.nodes import Node, Param, Program, Rules
+from kvpolicy.dsl.ir.nodes import Node, Param, Program, Rules, When
 from kvpolicy.dsl.ir.ranges import range_problem
+from kvpolicy.dsl.syntax.blocks import Item
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, in_order
 from kvpolicy.dsl.syntax.library import read_source
 from kvpolicy.dsl.syntax.parse import parse
@@ -107,7 +109,8 @@ class _FileChecker:
         share = check_rules.share(scope)
         read = check_rules.read(scope)
         positions = file.get("positions") or "original"
-        self.unused()
+        reported = report(scope)
+        self.unused(reported)
         if not {"keep", "propagate", "decode", "share", "read"} & set(file.items):
             message = "the file has no `keep`: nothing would be dropped"
             scope.error("key", message, file.span, "for example `keep: recent(1024)`")
@@ -118,7 +121,7 @@ class _FileChecker:
             (file.get("source") or "").strip(), params, (*requires, *self.conditions()),
             data, replace(prefill, lets=scope.lets("prefill"), decided=self.decided()),
             replace(decode, lets=scope.lets("decode")) if decode else None,
-            propagate, share, read, positions, scope.source,
+            propagate, share, read, positions, tuple(reported), scope.source,
         )  # fmt: skip
         self.test_defaults(program)
         return program
@@ -140,17 +143,28 @@ class _FileChecker:
         check_rules.note_unserved(self.scope, rules)
         return rules
 
-    def unused(self) -> None:
+    def unused(self, reported: Mapping[str, Item]) -> None:
         """Warns of names that nothing uses, and checks what they stand for all the same."""
         for definition in list(check_rules.unused(self.scope)):
-            if definition.kind != "state":
-                message = f"`{definition.name}` is never used"
-                self.scope.warn("unused", message, definition.item.key)
+            node, item = None, None
             if definition.kind == "let" and isinstance(definition.item.value, Expr):
                 phase = "decode" if definition.section.startswith("decode") else "prefill"
                 inside = definition.section if definition.section not in ("", "decode") else None
+                item = None if inside else reported.get(definition.name)
                 context = Context(phase, inside)
-                self.scope.node(definition, context, definition.item.span)
+                node = self.scope.node(definition, context, definition.item.span)
+            if item is not None:
+                self._never_computed(definition.name, node, item)
+            elif definition.kind != "state":
+                message = f"`{definition.name}` is never used"
+                self.scope.warn("unused", message, definition.item.key)
+
+    def _never_computed(self, name: str, node: Node | None, item: Item) -> None:
+        """Warns of a name that is reported and not used, if it would have to be computed."""
+        if node is not None and node.when > When.PROMPT:
+            message = f"`{name}` is reported, but no rule uses it: it has no value"
+            help = "what is reported is not computed for that alone"
+            self.scope.warn("unused", message, item.span, help)
 
     def decided(self) -> dict[str, Node]:
         """The lets of the prefill whose values decode reads."""

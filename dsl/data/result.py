@@ -30,8 +30,8 @@ class StepResult:
         merged: per layer and KV head, (k, v), float64 [entries, D], in the order of `kept`: the
             vectors as they are cached. None unless the policy merges, shares or rotates keys.
         thresholds: by name of a state of the merge, its value per layer after the step.
-        named: by name of a reported let (`bind.REPORTED`), its value per layer; None at layers
-            where this step did not compute it.
+        named: by name under `report`, its value per layer; None at layers where this step did not
+            compute it.
     """
 
     kept: list[list[list[int]]]

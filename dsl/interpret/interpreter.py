@@ -260,11 +260,12 @@ def _result(last: _Pass, chosen: np.ndarray, tokens: int) -> Result:
 
 
 def _named(last: _Pass) -> dict[str, list[LayerValue]]:
-    names = last.bound.rules.lets.keys() - last.bound.tested
-    lets = {name: last.e.rules.lets[name] for name in names}
+    names = [name for name in last.bound.rules.lets if name not in last.bound.tested]
     return {
-        name: [reported(last.e.value(node, layer)) for layer in last.e.every_layer]
-        for name, node in lets.items()
+        name: [
+            reported(last.e.value(last.e.rules.lets[name], layer)) for layer in last.e.every_layer
+        ]
+        for name in names
     }
 
 

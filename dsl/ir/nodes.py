@@ -284,7 +284,8 @@ class Share:
 class Rules:
     """What decides at one phase. Used for the prefill and, under `decode`, for a step.
 
-    `decided` are, of the prefill, the lets whose values rules of decode read.
+    `decided` are, of the prefill, the lets whose values rules of decode read. `lets` are all that
+    the phase uses; those of a bound program are reported.
     """
 
     score: Node | None = None
@@ -313,6 +314,7 @@ class Program:
     share: Share | None = None
     read: Node | None = None
     positions: str = "original"  # or "slots"
+    report: tuple[str, ...] = ()  # names of lets
     file: Source | None = field(default=None, repr=False)  # what it was checked from
 
 

@@ -25,11 +25,11 @@ def print_nodes(roots: Iterable[tuple[str, Node]]) -> str:
 
 
 def print_program(program: Program) -> str:
-    """The whole program; `about` and `source` are left out, they mean nothing to an execution."""
+    """The whole program but `about`, `source` and `report`, which decide nothing."""
     printer = _Printer()
     ends = [f"policy {program.name}"]
     for field in fields(program):
-        if field.name not in ("name", "about", "source", "file"):
+        if field.name not in ("name", "about", "source", "file", "report"):
             ends.extend(printer.section(field.name, getattr(program, field.name)))
     return "\n".join([*printer.lines, *ends]) + "\n"
 

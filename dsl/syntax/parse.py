@@ -66,7 +66,7 @@ class _Reader:
             return self.keys(node, key, path, name)
         if form == "named":
             return self.named(node, key, path)
-        if form in ("expressions", "choices", "values"):
+        if form in ("expressions", "choices", "values", "names"):
             return self.list(node, key, path, name)
         if not isinstance(node, Scalar):
             self.error("key", f"`{path}` takes {_TAKES[form]}, not a {_kind(node)}", name)
@@ -109,13 +109,16 @@ class _Reader:
 
     def list(self, node: Node, key: Key, path: str, name: Span) -> list[Item] | None:
         if not isinstance(node, Sequence):
-            if key.form == "expressions" and isinstance(node, Scalar):
+            if key.form in ("expressions", "names") and isinstance(node, Scalar):
                 help = f"write `{path}: [{node.text.strip()}]`"
             else:
                 help = f"write `{path}: [...]`"
             self.error("key", f"`{path}` takes a list", node.span, help)
             return None
-        read = {"expressions": self.expression, "choices": self.choice, "values": self.literal}
+        read = {
+            "expressions": self.expression, "choices": self.choice, "values": self.literal,
+            "names": self.listed_name,
+        }  # fmt: skip
         items = []
         for item in node.items:
             if isinstance(item, Scalar):
@@ -124,6 +127,13 @@ class _Reader:
             else:
                 self.error("key", f"`{path}` lists plain values", item.span)
         return items
+
+    def listed_name(self, node: Scalar, key: Key, path: str) -> str | None:
+        if _NAME.fullmatch(node.text):
+            return node.text
+        help = "a value that has no name gets one under `let`"
+        self.error("key", f"`{path}` lists names, not {_shown(node)}", _visible(node), help)
+        return None
 
     def text(self, node: Scalar, key: Key, path: str) -> str:
         return node.text

@@ -23,6 +23,7 @@ _FORMS: dict[str, dict[str, Any]] = {
     "default": _VALUE,
     "expressions": {"type": "array", "items": _VALUE},
     "values": {"type": "array", "items": {"type": ["number", "boolean"]}},
+    "names": {"type": "array", "items": {"type": "string", "pattern": NAME}},
     "text": {"type": "string"},
     "name": {"type": "string", "pattern": POLICY, "maxLength": 64},
     "version": {"const": 1},

@@ -11,9 +11,10 @@ class Key:
 
     `form` says what may stand under it: "expression", "expressions" (a list), "text", "name" (the
     policy's), "version", "number", "truth", "default" (number, truth or expression), "choice" (one
-    of `choices`), "choices" (a list of them), "values" (a list of numbers), "keys" (a mapping with
-    `keys`), "same" (the word `same`, or a mapping with `keys`), "named" (names of the author's,
-    each with what `item` says) or "either" (an expression, or a mapping with `keys`).
+    of `choices`), "choices" (a list of them), "values" (a list of numbers), "names" (a list of
+    names of the author's), "keys" (a mapping with `keys`), "same" (the word `same`, or a mapping
+    with `keys`), "named" (names of the author's, each with what `item` says) or "either" (an
+    expression, or a mapping with `keys`).
     """
 
     name: str
@@ -145,4 +146,5 @@ FILE = (
         ),
     ),
     Key("positions", "choice", "positions that attention sees", choices=("original", "slots")),
+    Key("report", "names", "names under `let` whose values `kvpolicy run` and tests show"),
 )

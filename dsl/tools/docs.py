@@ -87,7 +87,8 @@ def _form(key: Key) -> str:
         return f"names, each with {of.get(key.item.name, 'a mapping')}"
     return {
         "expressions": "list of expressions", "version": "`1`", "truth": "`true` or `false`",
-        "default": "number, truth or expression", "values": "list of values", "keys": "mapping",
+        "default": "number, truth or expression", "values": "list of values",
+        "names": "list of names", "keys": "mapping",
         "same": "`same` or mapping",
     }.get(key.form, key.form)  # fmt: skip
 

@@ -138,6 +138,8 @@ def _sections(
         yield "Layers that share directions", explain_sections.sharing(bound, written)
     if bound.decode is not None:
         yield "While decoding", explain_sections.decode(bound, config, length, written)
+    if bound.program.report:
+        yield "Reported by `kvpolicy run`", explain_sections.reported(bound, written)
 
 
 def _parameters(bound: Bound) -> Iterator[str]:

@@ -118,6 +118,20 @@ def decode(bound: Bound, config: ModelConfig, length: int, written: Written) -> 
         yield f"  {name:<26} {flops_text(operations):>12} per layer"
 
 
+def reported(bound: Bound, written: Written) -> Iterator[str]:
+    """Which values are shown, of which moments."""
+    lets = {"prefill": bound.rules.lets}
+    if bound.decode is not None:
+        lets["decode"] = bound.decode.lets
+    names = bound.program.report
+    width = max(map(len, names))
+    for name in names:
+        nodes = {phase: known[name] for phase, known in lets.items() if name in known}
+        moments = " and ".join(nodes) or "not computed with these parameters"
+        text = "".join(f"  {written(node)}  : {node.type}" for node in [*nodes.values()][:1])
+        yield f"  {name:<{width}}  {moments:<7}{text}"
+
+
 def decode_words(bound: Bound) -> str:
     """When entries leave, in a few words."""
     if bound.decode is None:

@@ -140,7 +140,9 @@ def check_case(program: Program, case: Case, execution: str) -> list[str]:
 
 def _differences(expected: Mapping[str, object], output: Mapping[str, object]) -> Iterator[str]:
     for name, value in expected.items():
-        if name not in output:
+        if name == "reported" and isinstance(value, Mapping):
+            yield from _differences(value, output)
+        elif name not in output:
             yield f"the policy has no {name} to compare"
         elif name == "kept":
             yield from _kept_differences(value, output[name])

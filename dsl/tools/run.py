@@ -83,10 +83,7 @@ def _values(result: Result | StepResult) -> dict[str, object]:
 
 
 def _layers(per_layer: list) -> list:
-    return [
-        [_number(x) for x in value] if isinstance(value, list) else _number(value)
-        for value in per_layer
-    ]
+    return [_layers(x) if isinstance(x, list) else _number(x) for x in per_layer]
 
 
 def propagation(result: Result) -> dict[str, object]:

@@ -27,7 +27,7 @@ of the message with which the settings are refused.
 seed growing by 1 from step to step. `after` says what is cached after some of them (the tokens of
 the steps follow the prompt's): what `kept` would say, or a mapping with `kept`, `merged` and
 `thresholds`. `selected_layer` is a layer or `none`; `propagated` the positions that go deeper, for
-`propagate.every` by layer. `merged`, `thresholds`, `layer_ratio` and `laziness` are those of
+`propagate.every` by layer. `merged`, `thresholds` and, by name, what is `reported` are those of
 `kvpolicy run`, compared to 1e-5; one number stands for all layers. `fold_interval` and `inv_freq`
 are the options of the same names.
 """
@@ -47,8 +47,7 @@ MAX_VALUES = 1 << 22  # numbers in one tensor
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?(e[+-]?[0-9]{1,2})?")
 # What a test may expect of the prefill, and of a decode step.
-_VALUES = ("thresholds", "layer_ratio", "laziness")
-_AFTER_KEYS = ("kept", "merged", *_VALUES)
+_AFTER_KEYS = ("kept", "merged", "thresholds", "reported")
 _EXPECTED_KEYS = (*_AFTER_KEYS, "budgets", "selected_layer", "propagated", "after")
 _STEP_TENSORS = ("q_step", "k_step", "v_step")
 _CASE_KEYS = (
@@ -84,7 +83,8 @@ class Case:
         inv_freq: numbers, or None.
         fold_interval: at least 1.
         expected: what is tested of the prefill, by key of `kvpolicy run`: `kept` [L][G] positions,
-            `budgets` [L][G], `merged` [L] of `key` and `value`, lists of numbers [L] and so on.
+            `budgets` [L][G], `merged` [L] of `key` and `value`, lists of numbers [L] and so on;
+            under `reported` by name.
         after: the same, by decode step.
         refused: part of the message expected, or None.
     """
@@ -178,9 +178,11 @@ class _Reader:
             found["kept"] = self.heads(keys["kept"], shape, self.positions)
         if "budgets" in keys:
             found["budgets"] = self.heads(keys["budgets"], shape, self.whole)
-        for name in _VALUES:
-            if name in keys:
-                found[name] = self.layers(keys[name], shape, self.value)
+        if "thresholds" in keys:
+            found["thresholds"] = self.layers(keys["thresholds"], shape, self.value)
+        if "reported" in keys:
+            values = self.mapping(keys["reported"])
+            found["reported"] = {n: self.layers(x, shape, self.value) for n, x in values.items()}
         if "merged" in keys:
             found["merged"] = self.layers(keys["merged"], shape, self.difference)
         if "selected_layer" in keys:
@@ -222,8 +224,10 @@ class _Reader:
             raise self.defect(message, node)
         return [read(item) for item in node.items]
 
-    def value(self, node: yaml_nodes.Node) -> float | None:
-        """A number, or `none`."""
+    def value(self, node: yaml_nodes.Node) -> float | list | None:
+        """A number, `none`, or a list of them for each KV head or what else a value has."""
+        if isinstance(node, yaml_nodes.Sequence):
+            return [self.value(item) for item in node.items]
         return None if self.text(node) == "none" else self.number(node)
 
     def difference(self, node: yaml_nodes.Node) -> dict[str, float]:

@@ -130,6 +130,23 @@ def test_merging_and_sharing(model, capsys):
     assert lines[0] == "layers     0 and 1, 2 and 3"
 
 
+def test_what_is_reported(model, tmp_path, capsys):
+    assert explain(model, "d2o") == 0
+    lines = section(capsys.readouterr().out, "Reported by `kvpolicy run`")
+    assert lines == ["layer_ratio  prefill  layers * rate * softmax[layer](-spread)  : number"]
+    policy = tmp_path / "p.yaml"
+    policy.write_text(
+        "policy: p\nlanguage: 1\nparams: {wide: false}\nlet:\n  size: mean[kv](norm1[dim](key))\n"
+        "keep: top(size, 4) where wide else recent(4)\ndecode: same\nreport: [size]\n"
+    )
+    assert explain(model, str(policy)) == 0
+    lines = section(capsys.readouterr().out, "Reported by `kvpolicy run`")
+    assert lines == ["size  not computed with these parameters"]
+    assert explain(model, str(policy), "--set", "wide=true") == 0
+    lines = section(capsys.readouterr().out, "Reported by `kvpolicy run`")
+    assert lines == ["size  prefill and decode  mean[kv](norm1[dim](key))  : number[token]"]
+
+
 def test_difference_of_sections(model, capsys):
     assert main(["diff", "fastkv", "h2o", "--model", model, "--length", "1000"]) == 1
     text = capsys.readouterr().out

@@ -97,6 +97,14 @@ def test_comments_are_kept(comment):
     assert formatted(text) == text
 
 
+def test_reported_names_are_the_last_list():
+    text = "policy: x\nlanguage: 1\nreport:\n  - b  # first\n  - a\n{}keep: top(a + b, 4)\n"
+    lets = "let:\n  a: norm1[dim](key)\n  b: position\n"
+    assert formatted(text.format(lets)) == (
+        f"policy: x\nlanguage: 1\n{lets}keep: top(a + b, 4)\nreport: [b, a]  # first\n"
+    )
+
+
 def test_laid_out_expressions_keep_their_lines():
     text = (
         "policy: x\nlanguage: 1\nbudget: |\n  4*prompt\n\n    where  layer<2\n  else -8\n"

@@ -14,7 +14,7 @@ BAD = (
     "key-unknown", "key-unknown-nested", "key-missing-policy", "key-missing-default",
     "key-missing-tokens", "key-policy-name", "key-language", "key-unit", "key-number", "key-list",
     "key-mapping", "key-parameter-name", "key-expression-mapping", "key-decode", "key-positions",
-    "key-apply", "key-data-axes", "key-data-no-axes",
+    "key-apply", "key-data-axes", "key-data-no-axes", "key-report-list", "key-report-expression",
 )  # fmt: skip
 
 

@@ -402,7 +402,7 @@ def test_what_is_reported_may_have_any_axes():
     """Found by the fuzzer: reports took lists of one axis."""
     assert_agreement(
         "let:\n  laziness: uniform(3)  # [token]\nscore: norm1[dim](key)\nbudget: 6\n"
-        "keep: top(score)\ndecode:\n  keep: laziness > 0.5\n"
+        "keep: top(score)\ndecode:\n  keep: laziness > 0.5\nreport: [laziness]\n"
     )
 
 

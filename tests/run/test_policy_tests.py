@@ -102,6 +102,28 @@ def test_merges(tmp_path, capsys):
     assert outcome(tmp_path, MERGE, case.replace("value: 1}", "value: 1.1}")) == 1
 
 
+def test_what_is_reported(tmp_path, capsys):
+    policy = (
+        "\nlet:\n  size: mean[token](norm1[dim](key))\n"
+        "keep: recent(2) where mean[kv](size) > 1 else all\ndecode: same\nreport: [size]\n"
+    )
+    case = """
+    model: {layers: 2, heads: 2, kv_heads: 2, head_size: 1}
+    tokens: 3
+    steps: 1
+    k: [[[[1], [2], [3]], [[0], [0], [0]]], [[[4], [5], [6]], [[3], [2], [1]]]]
+    reported: {size: [[2, 0], [5, 2]]}
+    after: {1: {reported: {size: [[1.5, 0], [3.66666667, 1]]}}}
+"""
+    assert outcome(tmp_path, policy, case) == 0
+    assert outcome(tmp_path, policy, case.replace("[5, 2]", "[5, none]")) == 1
+    assert "size is [[2.0, 0.0], [5.0, 2.0]], not [[2.0, 0.0], [5.0, None]]" in (
+        capsys.readouterr().out
+    )
+    assert outcome(tmp_path, policy, case.replace("{size: [[2", "{sise: [[2")) == 1
+    assert "the policy has no sise to compare" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+from kvpolicy.dsl.check.report import OUTPUT_KEYS
 from kvpolicy.dsl.tools.cli import main
 from kvpolicy.dsl.tools.commands import EXECUTIONS
 
@@ -286,6 +289,30 @@ def test_keys_at_slots_need_frequencies(tmp_path):
     turned = both(tmp_path, "streamingllm", with_steps(9, inv_freq=np.array([1.0, 0.1])), *options)
     assert turned["kept"] == plain["kept"]
     assert all(layer["key"] > 0.01 and layer["value"] == 0 for layer in turned["merged"])
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_what_a_policy_reports(tmp_path, execution):
+    (tmp_path / "p.yaml").write_text(
+        "policy: p\nlanguage: 1\nlet:\n  size: norm1[dim](key) where position > 0\n"
+        "  wide: mean[kv, token](size) > 0\nkeep: all where wide else top(size, 2)\n"
+        "report: [wide, size]\n"
+    )
+    given = arrays(3)
+    assert run(tmp_path, str(tmp_path / "p.yaml"), given, "--execution", execution) == 0
+    result = output(tmp_path)
+    assert list(result) == ["kept", "budgets", "wide", "size"]
+    assert result["wide"] == [1] * L
+    sizes = np.abs(given["k"].astype(float)).sum(-1)
+    assert [[head[0] for head in layer] for layer in result["size"]] == [[None] * G] * L
+    found = np.array([[head[1:] for head in layer] for layer in result["size"]])
+    np.testing.assert_allclose(found, sizes[:, :, 1:])
+
+
+def test_what_is_written_of_every_policy_is_documented_and_no_name_to_report():
+    text = (Path(__file__).parents[2] / "docs" / "run.md").read_text(encoding="utf-8")
+    table = text.partition("## Output")[2].partition("## Executions")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(OUTPUT_KEYS)
 
 
 def test_several_thresholds_are_named(tmp_path):
