@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
@@ -293,10 +294,16 @@ def _tune_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help=_FILE)
     parser.add_argument(
         "--for",
-        dest="goal",
+        dest="parameter",
         required=True,
-        choices=("fastkv-layer",),
-        help="the layer that `propagate.first` compares with a parameter",
+        metavar="PARAMETER",
+        help="what to choose: a parameter that `propagate` depends on",
+    )
+    parser.add_argument(
+        "--values",
+        nargs="+",
+        metavar="VALUE",
+        help="values to try; default: those that the policy declares",
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="folder of a checkpoint")
     parser.add_argument(
@@ -307,7 +314,13 @@ def _tune_arguments(parser: argparse.ArgumentParser) -> None:
         help="*.jsonl with a prompt per line (text or input_ids); other files are one text each",
     )
     parser.add_argument(
-        "--deepest", type=int, metavar="LAYER", help="last layer to choose; default: the middle"
+        "--most",
+        type=_number,
+        metavar="VALUE",
+        help="largest value to choose; default: of layers the middle one",
+    )
+    parser.add_argument(
+        "--rows", type=float, metavar="SHARE", help="most token rows that may be computed, 0 to 1"
     )
     parser.add_argument("--device", help="where the model runs; default: a GPU if there is one")
     parser.add_argument("--out", metavar="PLOT.png", help="draw the distances")
@@ -336,6 +349,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--length", required=True, type=_length, metavar="N", help="tokens of the prompt"
     )
+
+
+def _number(text: str) -> Fraction:
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise argparse.ArgumentTypeError(f"`{text}` is not a number") from None
 
 
 def _length(text: str) -> int:
@@ -379,7 +399,7 @@ COMMANDS = {
     "run": Command("apply a policy to recorded tensors", _delegate, _run_arguments),
     "test": Command("run the tests beside policies (NAME.test.yaml)", _delegate, _test_arguments),
     "tune": Command(
-        "choose the layer of a propagation with a model and prompts", _delegate, _tune_arguments
+        "choose a parameter of a propagation with a model and prompts", _delegate, _tune_arguments
     ),
     "fmt": Command("write policy files in their canonical form", _fmt, _fmt_arguments),
     "diff": Command("what changes between two policies", _delegate, _diff_arguments),

@@ -1,4 +1,4 @@
-"""`kvpolicy tune`: the distances it prints, the layer that it chooses, and what it refuses."""
+"""`kvpolicy tune`: the distances it prints, the value that it chooses, and what it refuses."""
 
 import json
 import random
@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "examples" / "model-tiny")
 
 
-def tune(policy: str, prompts, *more: str, model: str = MODEL) -> int:
+def tune(policy: str, prompts, *more: str, parameter: str = "tsp_layer", model: str = MODEL) -> int:
     files = [str(each) for each in prompts]
-    command = ["tune", policy, "--for", "fastkv-layer", "--model", model]
+    command = ["tune", policy, "--for", parameter, "--model", model]
     return main([*command, "--prompts", *files, *more])
 
 
@@ -33,9 +33,15 @@ def prompts(tmp_path):
     return path
 
 
+def table(output: str) -> dict[str, list[str]]:
+    """By value its distance, relative distance and rows computed."""
+    head, *below = output.partition("prompts: ")[2].splitlines()[1:]
+    assert head.split()[1:] == ["distance", "relative", "rows", "computed"]
+    return {line.split()[0]: line.split()[1:] for line in below[: below.index("")]}
+
+
 def rows(output: str) -> dict[int, list[str]]:
-    lines = [line.split() for line in output.splitlines() if line[:5].strip().isdigit()]
-    return {int(line[0]): line[1:] for line in lines}
+    return {int(value): row for value, row in table(output).items()}
 
 
 def salient(q, k, window: int, kernel: int, number: int):
@@ -88,11 +94,81 @@ def test_distances_and_choice(prompts, capsys, tmp_path):
     assert plot.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_deepest_layer_to_choose(prompts, capsys):
-    assert tune("fastkv", [prompts], "--deepest", "0") == 0
+def test_the_largest_value_to_choose(prompts, capsys):
+    assert tune("fastkv", [prompts], "--most", "0") == 0
     output = capsys.readouterr().out
     assert "tsp_layer: 0\n" in output
-    assert output.count("(deeper than asked)") == 2
+    assert output.count("(more than asked)") == 2
+
+
+def test_a_share_is_tried_in_steps_and_limited_by_the_rows_it_computes(prompts, capsys, tmp_path):
+    plot = tmp_path / "plot.png"
+    more = ("--rows", "0.66", "--set", "tsp_layer=1", "--set", "window=4", "--out", str(plot))
+    assert tune("fastkv", [prompts], *more, parameter="tsp_rate") == 0
+    output = capsys.readouterr().out
+    found = table(output)
+    assert list(found) == ["0.1", "0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9", "1"]
+    # Two of four layers compute all tokens; with all of them going deeper nothing changes.
+    assert [row[2] for row in found.values()][-1] == "100.0%"
+    assert found["1"][:2] == ["0", "0.00%"]
+    few = [value for value in found if float(found[value][2][:-1]) <= 66]
+    assert few == ["0.1", "0.2", "0.3"]
+    best = min(few, key=lambda value: float(found[value][0]))
+    assert f"--kv-policy-set tsp_rate={best}\n" in output
+    assert output.count("(more than asked)") == 7
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_truth_values_and_values_of_ones_own(prompts, capsys):
+    assert tune("fastkv", [prompts], parameter="average") == 0
+    assert list(table(capsys.readouterr().out)) == ["false", "true"]
+    assert tune("fastkv", [prompts], "--values", "4", "16", "4", parameter="window") == 0
+    assert list(table(capsys.readouterr().out)) == ["4", "16"]
+
+
+def test_values_that_the_policy_does_not_allow_are_not_tried(prompts, capsys, tmp_path):
+    policy = tmp_path / "p.yaml"
+    policy.write_text(
+        "policy: p\nlanguage: 1\nparams: {most: {default: 4, unit: tokens, min: 1, max: 9}}\n"
+        "require: [most % 3 != 0]\npropagate: {first: layer == 1, tokens: recent(most)}\n"
+        "keep: all\n"
+    )
+    assert tune(str(policy), [prompts], parameter="most") == 0
+    assert list(table(capsys.readouterr().out)) == ["1", "2", "4", "5", "7", "8"]
+    assert tune(str(policy), [prompts], "--values", "5", "6", parameter="most") == 2
+    assert "requires" in capsys.readouterr().err
+
+
+def test_tokens_that_leave_at_every_layer_that_acts(prompts, capsys, tmp_path):
+    from eager_llama import attend, checkpoint
+
+    policy = tmp_path / "p.yaml"
+    policy.write_text(
+        "policy: p\nlanguage: 1\nparams: {phase: {default: 0, min: 0, max: 1}}\n"
+        "propagate: {every: layer % 2 == phase, tokens: recent(length // 3)}\nkeep: all\n"
+    )
+    assert tune(str(policy), [prompts], "--values", "0", "1", parameter="phase") == 0
+    found = rows(capsys.readouterr().out)
+    model = checkpoint(MODEL)
+
+    def final(prompt: list[int], acting: list[int]):
+        there = torch.arange(len(prompt))
+        hidden, computed = model.embed(torch.tensor(prompt)), 0
+        for layer in range(model.shape.layers):
+            q, k, v = model.project(layer, hidden, there)
+            hidden = model.leave(layer, hidden, attend(q, k, v))
+            computed += len(there)
+            if layer in acting:
+                left = slice(len(there) - len(there) // 3, None)
+                there, hidden = there[left], hidden[left]
+        return model.normed(hidden[-1], "model.norm"), computed / model.shape.layers / len(prompt)
+
+    for phase, acting in ((0, [0, 2]), (1, [1, 3])):
+        ends = [(final(ids(n), acting), final(ids(n), [])) for n in (70, 101)]
+        distances = [(a - b).pow(2).mean().item() for (a, _), (b, _) in ends]
+        assert float(found[phase][0]) == pytest.approx(sum(distances) / 2, rel=2e-3)
+        shares = [share for (_, share), _ in ends]
+        assert float(found[phase][2][:-1]) == pytest.approx(50 * sum(shares), abs=0.06)
 
 
 def test_texts_and_token_ids_are_the_same_prompts(capsys, tmp_path):
@@ -131,12 +207,26 @@ def test_model_types(kind, tmp_path, prompts, capsys):
 
 
 @pytest.mark.parametrize(
+    ("policy", "parameter", "more", "message"),
+    [
+        ("snapkv", "capacity", [], "a policy whose `propagate` depends on a parameter"),
+        ("fastkv", "kv_rate", [], "`kv_rate` does not change which tokens go deeper"),
+        ("fastkv", "tsp_lair", [], "did you mean `tsp_layer`?"),
+        ("fastkv", "capacity", [], "may have too many values to try them all"),
+        ("fastkv", "window", ["--values", "8"], "there is no choice of `window`"),
+        ("fastkv", "window", ["--values", "8", "0"], "it must be a whole number, at least 1"),
+        ("fastkv", "tsp_rate", ["--values", "0.5", "1", "--most", "0.2"], "no value is small"),
+        ("gemfilter", "filter", [], "begins the prefill again"),
+    ],
+)
+def test_parameters_that_cannot_be_chosen(policy, parameter, more, message, prompts, capsys):
+    assert tune(policy, [prompts], *more, parameter=parameter) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("policy", "content", "more", "message"),
     [
-        ("snapkv", "[5]", [], "needs a policy with `propagate` and `first`"),
-        ("pyramidinfer", "[5]", [], "needs a policy with `propagate` and `first`"),
-        ("asl", "[5]", [], "does not compare `layer` with a parameter"),
-        ("gemfilter", "[5]", [], "begins the prefill again"),
         ("fastkv", "[5]", ["--set", "tsp_layer=1"], "leave it out"),
         ("fastkv", "", [], "there is no prompt in"),
         ("fastkv", "\n \n", [], "there is no prompt in"),
@@ -144,10 +234,10 @@ def test_model_types(kind, tmp_path, prompts, capsys):
         ("fastkv", '{"question": "?"}', [], "this line is no prompt"),
         ("fastkv", "[]", [], "this line is no prompt"),
         ("fastkv", "[1, 2.5]", [], "this line is no prompt"),
-        ("fastkv", "[5, 6, 7]", [], "3 tokens are no more than the policy's window"),
+        ("fastkv", "[5, 6, 7]", [], "all of the prompt's 3 tokens go deeper"),
         ("fastkv", json.dumps([5] * 50), ["--set", "tsp_rate=1"], "all of the prompt's 50 tokens"),
         ("fastkv", json.dumps([5] * 50 + [512]), [], "token id 512: the model has 512 tokens"),
-        ("fastkv", json.dumps([5] * 50), ["--deepest", "3"], "to choose from are 0 to 2"),
+        ("fastkv", json.dumps([5] * 50), ["--rows", "0.1"], "none computes few enough rows"),
     ],
 )
 def test_refusals(policy, content, more, message, tmp_path, capsys):
