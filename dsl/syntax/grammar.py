@@ -1,4 +1,4 @@
-"""The parser of expr.lark, and its file in the package: `python -m kvpolicy.dsl.syntax.grammar` writes it.
+"""The parser of expr.lark; `python -m kvpolicy.dsl.syntax.grammar` writes its file in the package.
 
 Lark takes fifteen times as long to make the parser as to load it, so what `Lark.save` writes is
 delivered beside the grammar.
