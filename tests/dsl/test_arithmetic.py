@@ -8,8 +8,8 @@ from itertools import product
 
 import numpy as np
 import pytest
-from definition import Definition, OutOfReach, Tree, written
-from hypothesis import assume, given
+from definition import OPERATIONS, Definition, OutOfReach, Tree, snapped, written
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.bounds import max_entries
@@ -18,7 +18,7 @@ from kvpolicy.dsl.interpret.interpreter import interpret
 from kvpolicy.dsl.ir.exact import NotStatic, evaluate
 from kvpolicy.dsl.ir.nodes import ModelShape, Node
 from kvpolicy.dsl.syntax.source import Source
-from trees import LEAVES, ONE, numbers
+from trees import LEAVES, NEAR_HALVES, ONE, numbers
 
 SHAPE = ModelShape(layers=3, heads=4, kv_heads=2, head_dim=1)
 SIZES = {"layers": 3, "heads": 4, "kv_heads": 2}
@@ -55,7 +55,55 @@ def expected(tree: Tree, layer: int, definition: Definition):
         assume(False)
 
 
-@given(numbers(LEAVES + PARAMETER, TOTALS), st.integers(0, 2), st.fractions(-9, 9))
+ARGUMENTS = tuple(("^", ("name", name), ONE) for name in "abc")
+ONE_ARGUMENT = ("negate", "abs", "floor", "ceil", "round")
+
+
+def operator_node(op: str) -> tuple[Tree, Node]:
+    """An operator of the parameters a, b and c."""
+    tree = (op, *ARGUMENTS[: 1 if op in ONE_ARGUMENT else 3 if op == "clamp" else 2])
+    text = written(tree if isinstance(OPERATIONS[op](*[Fraction(1)] * (len(tree) - 1)), Fraction)
+                   else ("choose", ONE, tree, ("number", "0")))  # fmt: skip
+    file = f"params: {{a: 0, b: 0, c: 0}}\nlet:\n  v: |\n    {text}\n"
+    return tree, program(file + "keep: all where v > 0 else recent(4)\n").prefill.lets["v"]
+
+
+FEW = [Fraction(x, 6) for x in (-15, -12, -9, -6, -2, 0, 2, 3, 6, 9, 12, 15, 20)]
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_operators(op):
+    tree, node = operator_node(op)
+    for values in product(FEW, repeat=len(tree) - 1):
+        names = dict(zip("abc", values, strict=False))
+        try:
+            value = Definition(names_of(**names), 1).value(tree, 0)
+        except OutOfReach:  # an infinity, or a float64
+            continue
+        assert evaluate(node, {f"param:{name}": x for name, x in names.items()}) == value, values
+
+
+@pytest.mark.parametrize("op", ["floor", "ceil", "round", "//", "%"])
+def test_computed_numbers_that_become_whole_ones(op):
+    tree, node = operator_node(op)
+
+    @given(NEAR_HALVES, st.sampled_from([Fraction(1), Fraction(-1)]))
+    def same(a, b):
+        found = evaluate(node, {"param:a": a, "param:b": b})
+        if op == "%":  # what is left over the whole part, as computed
+            assert found == a - float(b * math.floor(snapped(float(a / b))))
+        else:
+            names = names_of(a=snapped(a), b=b)
+            assert found == Definition(names, 1).value(tree, 0)
+
+    same()
+
+
+@settings(max_examples=150)
+@given(
+    numbers(LEAVES + PARAMETER, TOTALS), st.integers(0, 2),
+    st.builds(Fraction, st.integers(-20, 20), st.sampled_from([1, 2, 3])),
+)  # fmt: skip
 def test_expressions_known_beforehand_are_rationals(tree, layer, p):
     value = expected(tree, layer, Definition(names_of(p=p), SHAPE.layers))
     node = node_of(written(tree))
@@ -81,13 +129,14 @@ def as_float64(x: Fraction) -> None:
         raise OutOfReach
 
 
+@settings(max_examples=150)
 @given(
     numbers((*LEAVES[:5], *LEAVES[10:], *PARAMETER, *DATA), TOTALS),
     st.lists(st.integers(-12, 12), min_size=3, max_size=3),
     st.integers(-4, 4),
 )
 def test_expressions_of_data_are_the_same_numbers(tree, data, p):
-    """What parameters decide is folded before, the rest computed in float64."""
+    """The interpreter: rationals where no data decide, float64 beside them."""
     at_layers = {"x": lambda layer: Fraction(data[layer], 4)}
     definition = Definition(names_of(p=p) | at_layers, SHAPE.layers, as_float64)
     values = [expected(tree, layer, definition) for layer in range(SHAPE.layers)]

@@ -16,15 +16,10 @@ from kvpolicy.dsl.data.arrays import snapped as snapped_array
 from kvpolicy.dsl.execute.values import snapped as snapped_tensor
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.split import cascade_layers, split_layers
+from trees import NEAR_HALVES
 
-# Multiples of one half and what lies around the distance at which a value counts as one.
-near_halves = st.builds(
-    lambda half, distance: half / 2 + distance * 2.0**-34 * max(1.0, abs(half / 2)),
-    st.integers(-(2**40), 2**40) | st.integers(-20, 20),
-    st.integers(-8, 8) | st.floats(-8, 8),
-)
-finite = near_halves | st.floats(allow_nan=False, allow_infinity=False)
-rationals = st.fractions(-50, 200, max_denominator=60)
+finite = NEAR_HALVES | st.floats(allow_nan=False, allow_infinity=False)
+rationals = st.builds(Fraction, st.integers(-150, 900), st.sampled_from([1, 2, 3, 7]))
 weights = st.lists(rationals | st.integers(0, 5), min_size=1, max_size=9)
 
 
@@ -71,8 +66,8 @@ def test_shares_of_rationals(shares, total, maxima):
 
 @given(
     st.lists(st.floats(-1, 1e6), min_size=1, max_size=9),
-    st.integers(0, 300).map(float) | near_halves.filter(lambda x: x < 1e4),
-    st.lists(near_halves, min_size=9, max_size=9),
+    st.integers(0, 300).map(float) | NEAR_HALVES.filter(lambda x: x < 1e4),
+    st.lists(NEAR_HALVES, min_size=9, max_size=9),
     st.booleans(),
 )
 @example([1.0, 2.0], 7 - 2.0**-34, [9 - 2.0**-34] * 9, False)
@@ -135,7 +130,7 @@ def test_the_hash_leaves_no_int64(seed, layer, kv, token, generated):
         assert counts.hashed(seed, layer, *places, generated).tolist() == [expected]
 
 
-@given(near_halves | rationals)
+@given(NEAR_HALVES | rationals)
 def test_seeds(x):
     exact = x if isinstance(x, Fraction) else snapped(x)
     assert counts.seed(x) == math.floor(exact)

@@ -74,6 +74,10 @@ def node_of(text, **params):
         ("floor(exp(log(8)) % 4)", 0),
         ("round(exp(log(9)) / 2)", 4),
         ("sum[layer](split[layer](exp(log(8)), 1))", 8),
+        ("at(layer, layer)", 1),
+        ("count[layer](not at(layer, layer) >= 0)", 0),
+        ("1 where (layer > 0 where layer > 1) else 2", 2),
+        ("count[layer]((layer where layer > 1) >= 2)", 2),
         # Layers that do not exist.
         ("count[layer](at(1 / 0, layer))", 0),
         ("count[layer](at(layer where layer > 1, layer))", 2),

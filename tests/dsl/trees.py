@@ -1,4 +1,4 @@
-"""Random expressions for hypothesis, as the trees of definition.py."""
+"""Random expressions for hypothesis, as the trees of definition.py, and numbers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ LEAVES = (
     ("^", ("name", "layers"), ONE),
 )
 _DEEPEST = 4
+# Multiples of one half and what lies around the distance at which a value counts as one.
+NEAR_HALVES = st.builds(
+    lambda half, distance: half / 2 + distance * 2.0**-34 * max(1.0, abs(half / 2)),
+    st.integers(-(2**40), 2**40) | st.integers(-20, 20),
+    st.integers(-8, 8) | st.floats(-8, 8),
+)
 _BINARY = ("+", "-", "*", "/", "//", "%", "min", "max")
 _UNARY = ("negate", "abs", "floor", "ceil", "round")
 _LOOKS = ("sum[layer]", "mean[layer]", "max[layer]", "min[layer]", "var[layer]")
@@ -54,7 +60,7 @@ class _Writer:
     ) -> None:
         self.draw, self.leaves, self.totals = draw, leaves, totals
         self.kinds: list[Callable[[int], Tree]] = [
-            self.binary, self.binary, self.unary, self.power, self.clamp, self.choose,
+            self.binary, self.binary, self.unary, self.power, self.clamp, self.choose, self.choose,
         ]  # fmt: skip
         self.conditions = [self.comparison, self.comparison, self.chain, self.logic]
         if across:
