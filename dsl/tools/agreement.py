@@ -5,17 +5,18 @@ Dimensions: L layers, G KV heads, N tokens of the prompt, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
-from kvpolicy.dsl.data.result import Result
+from kvpolicy.dsl.data.result import LayerValue, Result, StepResult
 from kvpolicy.dsl.tools.units import positions_text
 
 # Vectors are stored in float32: values next to a boundary may be rounded apart.
 _RELATIVE, _ABSOLUTE = 3e-7, 1e-7
-# Numbers computed in float64.
-_EXACT = 1e-9
+# Numbers computed in float64, relative and absolute; budgets are whole.
+_COMPUTED, _WHOLE = (1e-9, 1e-12), (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Difference:
     """Where two results differ.
 
     Attributes:
-        section: of the policy that decides it: `propagate`, `budget`, `score`, `keep` or `merge`.
+        section: of the policy that decides it: `propagate`, `budget`, `score`, `keep` or `merge`;
+            or the name of a reported let.
         step: decode step, from 1; 0: the prefill.
         text: what the first result has and what the second one has.
     """
@@ -36,8 +38,9 @@ class Difference:
 def difference(expected: Result, actual: Result) -> Difference | None:
     """The first difference, in the order in which a policy decides; None if there is none.
 
-    Budgets and scores are compared where both results have them, the latter up to the rounding of
-    float64; entries exactly; vectors up to the rounding of float32.
+    Budgets, scores and reported lets are compared where both results have them, the latter two up
+    to the rounding of float64, as are the states of a merge; entries exactly; vectors up to the
+    rounding of float32.
     """
     return next(_differences(expected, actual), None)
 
@@ -49,19 +52,21 @@ def _differences(expected: Result, actual: Result) -> Iterator[Difference]:
     if expected.propagated != actual.propagated or expected.positions != actual.positions:
         text = f"{_propagated(expected)} go deeper, and {_propagated(actual)}"
         yield Difference("propagate", 0, text)
-    yield from _numbers("budget", expected.budgets, actual.budgets, 0)
-    yield from _numbers("score", expected.scores, actual.scores, _EXACT)
+    yield from _numbers("budget", expected.budgets, actual.budgets, _WHOLE)
+    yield from _numbers("score", expected.scores, actual.scores, _COMPUTED)
     yield from _entries(_positions(expected.kept), _positions(actual.kept), 0)
     for layer, (a, b) in enumerate(zip(expected.merged or (), actual.merged or (), strict=True)):
         for head, held in enumerate(expected.kept[layer]):
             rows, others = [x[head][held] for x in a], [x[head][held] for x in b]
             where = f"{_head(layer, head)},"
             yield from _vectors(rows, others, np.flatnonzero(held).tolist(), where, 0)
+    yield from _reported(expected, actual, 0)
     for step, (one, other) in enumerate(zip(expected.steps, actual.steps, strict=True), 1):
         yield from _entries(one.kept, other.kept, step)
         for layer, heads in enumerate(zip(one.merged or (), other.merged or (), strict=True)):
             for head, (x, y) in enumerate(zip(*heads, strict=True)):
                 yield from _vectors(x, y, one.kept[layer][head], f"{_head(layer, head)},", step)
+        yield from _reported(one, other, step)
 
 
 def _layer(result: Result) -> str:
@@ -84,19 +89,50 @@ def _head(layer: int, head: int) -> str:
 
 
 def _numbers(
-    section: str, expected: list | None, actual: list | None, tolerance: float
+    section: str,
+    expected: list | None,
+    actual: list | None,
+    tolerance: tuple[float, float],
 ) -> Iterator[Difference]:
     """Numbers [G] or [G, N] of every layer."""
     if expected is None or actual is None:
         return
     for layer, (a, b) in enumerate(zip(expected, actual, strict=True)):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        apart = ~np.isclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+        apart = ~np.isclose(a, b, *tolerance, equal_nan=True)
         if apart.any():
             head, *position = np.argwhere(apart)[0].tolist()
             at = f", position {position[0]}" if position else ""
             place = (head, *position)
             yield Difference(section, 0, f"{_head(layer, head)}{at}: {a[place]:g} and {b[place]:g}")
+
+
+def _reported(
+    expected: Result | StepResult, actual: Result | StepResult, step: int
+) -> Iterator[Difference]:
+    """Reported lets, and states of the merge."""
+    for name, layer, text in _values(expected.thresholds, actual.thresholds):
+        yield Difference("merge", step, f"layer {layer}: `{name}` is {text}")
+    if expected.named and actual.named:
+        for name, layer, text in _values(expected.named, actual.named):
+            yield Difference(name, step, f"layer {layer}: {text}")
+
+
+def _values(
+    expected: Mapping[str, list[LayerValue]], actual: Mapping[str, list[LayerValue]]
+) -> Iterator[tuple[str, int, str]]:
+    """Name, layer and both values, where these differ; a name that is missing has none."""
+    for name in sorted({*expected, *actual}):
+        own, other = expected.get(name, []), actual.get(name, [])
+        for layer, (a, b) in enumerate(zip_longest(own, other)):
+            if not _close(a, b):
+                yield name, layer, f"{a} and {b}"
+
+
+def _close(a: LayerValue, b: LayerValue) -> bool:
+    if a is None or b is None:
+        return a is b
+    return np.shape(a) == np.shape(b) and np.allclose(a, b, *_COMPUTED, equal_nan=True)
 
 
 def _entries(expected: list, actual: list, step: int) -> Iterator[Difference]:

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 from definition import Definition, OutOfReach, written
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
@@ -47,6 +47,7 @@ few = st.none() | st.integers(-3, 3).map(lambda x: Fraction(x, 2))
 UNITS = (None, "tokens", "layers", "ratio")
 
 
+@settings(max_examples=300)
 @given(
     st.fixed_dictionaries(
         {"min": few, "max": few, "above": few, "odd": st.booleans(), "unit": st.sampled_from(UNITS)}
@@ -115,19 +116,21 @@ def test_defaults_of_sizes_and_other_parameters(tree, a):
 
 @given(numbers(SIZES, absent=False, across=False), st.integers(-5, 5))
 def test_require(tree, a):
-    sizes = {"layers": 5, "heads": 6, "kv_heads": 3, "a": a}
-    names = {name: lambda layer, x=Fraction(x): x for name, x in sizes.items()}
+    """Refused where it is false: for the defaults at once, for overrides when they are bound."""
     condition = (">", tree, ("number", "1"))
-    try:
-        holds = Definition(names, SHAPE.layers).value(condition, 0)
-    except OutOfReach:
-        assume(False)
-    text = f"params: {{a: 0}}\nrequire:\n  - |\n    {written(condition)} or a == -9\n"
+    holds = []
+    for given_ in (0, a):
+        sizes = {"layers": 5, "heads": 6, "kv_heads": 3, "a": given_}
+        names = {name: lambda layer, x=Fraction(x): x for name, x in sizes.items()}
+        try:
+            holds.append(Definition(names, SHAPE.layers).value(condition, 0))
+        except OutOfReach:
+            assume(False)
+    text = f"params: {{a: 0}}\nrequire:\n  - |\n    {written(condition)}\n"
     checked = load(Source("x.yaml", f"policy: x\nlanguage: 1\n{text}" + KEEP.format("a")))
-    if checked.program is None:  # false for every model: refused at once
-        assert not holds
-        return
-    if holds:
+    if checked.program is None:  # without a model, where its sizes do not matter
+        assert not holds[0]
+    elif holds[1]:
         bind(checked.program, SHAPE, {"a": str(a)})
     else:
         with pytest.raises(PolicyError, match="requires"):

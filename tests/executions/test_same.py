@@ -15,6 +15,7 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.dsl.tools.commands import execute
+from recordings import both, tensors
 
 SHAPES = [(3, 4, 2, 8), (2, 2, 2, 4), (1, 4, 1, 3), (2, 8, 2, 5)]
 SMALL = {"capacity": "11", "window": "4", "start": "2", "queries": "3", "reach": "5"}
@@ -29,29 +30,15 @@ VARIANTS = [
 ]
 
 
-def tensors(rng, shape, tokens, ties=False):
-    """q, k, v; with `ties` small integers, so that many scores are equal."""
-    layers, heads, kv, size = shape
-    result = []
-    for count in (heads, kv, kv):
-        dims = (layers, count, tokens, size)
-        made = rng.integers(-1, 2, dims) if ties else rng.normal(size=dims)
-        result.append(made.astype(np.float32))
-    return result
+def prompt(rng, shape, tokens, ties=False):
+    """q, k, v."""
+    return tensors(rng, shape, tokens, 0, ties)[:3]
 
 
 def assert_same(bound, q, k, v):
-    expected, actual = execute(bound, "interpreter", q, k, v), execute(bound, "torch", q, k, v)
-    for layer, (a, b) in enumerate(zip(expected.kept, actual.kept, strict=True)):
-        assert np.array_equal(a, b), f"layer {layer}: {np.argwhere(a != b).tolist()}"
-    if expected.budgets is not None:
-        assert all(map(np.array_equal, expected.budgets, actual.budgets))
-    if expected.scores is not None:
-        for a, b in zip(expected.scores, actual.scores, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+    expected, _ = both(bound, q, k, v)
     kept = sum(int(layer.sum()) for layer in expected.kept)
     assert kept <= max_entries(bound, k.shape[2])
-    return expected
 
 
 def only_selects(name: str) -> bool:
@@ -75,7 +62,7 @@ def test_shipped_policies(name):
                 bound = bind(program, ModelShape(shape[0], shape[1], shape[2], shape[3]), given_)
                 seed += 1
                 rng = np.random.default_rng(seed)
-                assert_same(bound, *tensors(rng, shape, tokens, ties=seed % 3 == 0))
+                assert_same(bound, *prompt(rng, shape, tokens, ties=seed % 3 == 0))
 
 
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "sinks-recent"])
@@ -85,7 +72,7 @@ def test_static_budgets_are_counted_exactly(name):
     given_ = {n: x for n, x in SMALL.items() if n in program.params}
     bound = bind(program, ModelShape(3, 4, 2, 4), given_)
     for tokens in range(1, 30):
-        q, k, v = tensors(np.random.default_rng(tokens), (3, 4, 2, 4), tokens)
+        q, k, v = prompt(np.random.default_rng(tokens), (3, 4, 2, 4), tokens)
         kept = execute(bound, "torch", q, k, v).kept
         assert sum(int(layer.sum()) for layer in kept) == max_entries(bound, tokens)
 
@@ -105,7 +92,7 @@ def test_permuted_heads(name):
     program = load(name).require()
     given_ = {n: x for n, x in SMALL.items() if n in program.params}
     bound = bind(program, ModelShape(1, 4, 4, 8), given_)
-    q, k, v = tensors(np.random.default_rng(5), (1, 4, 4, 8), 33)
+    q, k, v = prompt(np.random.default_rng(5), (1, 4, 4, 8), 33)
     turn = [2, 0, 3, 1]
     kept = execute(bound, "torch", q, k, v).kept[0]
     turned = execute(bound, "torch", q[:, turn], k[:, turn], v[:, turn]).kept[0]
@@ -127,7 +114,7 @@ def test_requests_do_not_disturb_each_other(name):
     given_ = {n: x for n, x in SMALL.items() if n in program.params}
     shared = TorchProgram(bind(program, ModelShape(3, 4, 2, 8), given_))
     rng = np.random.default_rng(3)
-    requests = [tensors(rng, (3, 4, 2, 8), tokens) for tokens in (29, 17, 29)]
+    requests = [prompt(rng, (3, 4, 2, 8), tokens) for tokens in (29, 17, 29)]
     alone = [_observe(shared, *request) for request in requests]
     runs = [shared.start(request[1].shape[2]) for request in requests]
     inputs = [[torch.tensor(x) for x in request] for request in requests]
@@ -147,7 +134,7 @@ def test_requests_do_not_disturb_each_other(name):
 def test_blocks_of_heads_change_nothing(name, monkeypatch):
     """Long prompts are scored a few KV heads at a time."""
     bound = bind(load(name).require(), ModelShape(2, 8, 4, 8), {"capacity": "9", "window": "4"})
-    request = tensors(np.random.default_rng(1), (2, 8, 4, 8), 37)
+    request = prompt(np.random.default_rng(1), (2, 8, 4, 8), 37)
     whole = _observe(TorchProgram(bound), *request)
     monkeypatch.setattr("kvpolicy.dsl.execute.blocks.BLOCK_BYTES", 1)
     assert torch.equal(_observe(TorchProgram(bound), *request), whole)
@@ -158,7 +145,7 @@ def test_blocks_of_heads_change_nothing(name, monkeypatch):
 def test_any_float(name, dtype):
     """The tensors' own numbers decide, whatever their type: nothing is computed in it."""
     bound = bind(load(name).require(), ModelShape(2, 4, 2, 8), {"capacity": "9", "window": "4"})
-    request = tensors(np.random.default_rng(2), (2, 4, 2, 8), 41)
+    request = prompt(np.random.default_rng(2), (2, 4, 2, 8), 41)
     rounded = [torch.tensor(x).to(dtype).double().numpy() for x in request]
     expected = np.stack(execute(bound, "interpreter", *rounded).kept)
     assert np.array_equal(_observe(TorchProgram(bound), *request, dtype).numpy(), expected)
@@ -169,7 +156,7 @@ def test_nan_keeps_everything():
     bound = bind(load("lava").require(), ModelShape(2, 4, 2, 4), {"capacity": "8", "window": "4"})
     for index in range(3):
         for value in (np.nan, np.inf):
-            request = tensors(np.random.default_rng(0), (2, 4, 2, 4), 20)
+            request = prompt(np.random.default_rng(0), (2, 4, 2, 4), 20)
             request[index][1, 0, 18, 2] = value
             run = TorchProgram(bound).start(20)
             for layer in range(2):
@@ -283,4 +270,4 @@ def test_random_policies(score, keep, budget):
     for seed, (shape, tokens) in enumerate([(SHAPES[0], 19), (SHAPES[2], 2), (SHAPES[1], 11)]):
         bound = bind(program, ModelShape(*shape))
         rng = np.random.default_rng(seed)
-        assert_same(bound, *tensors(rng, shape, tokens, ties=seed == 2))
+        assert_same(bound, *prompt(rng, shape, tokens, ties=seed == 2))
