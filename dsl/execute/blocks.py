@@ -235,12 +235,12 @@ class _Partial:
     def of(cls, node: Node, frame: Frame, x: Value) -> _Partial:
         dims = [x.axes.index(axis) for axis in node.axes]
         if node.op == "sum":
-            data = (x.data if x.zero else filled(x, 0.0)).sum(dims)
+            data = (x.tensor if x.zero else filled(x, 0.0)).sum(dims)
             return cls("sum", _without(x.axes, node.axes), data, x.finite)
         if node.op not in ("mean", "var"):
             made = reduce(node, frame, x)
-            return cls(node.op, made.axes, made.data, made.finite)
-        number = reduce(replace(node, op="count"), frame, x).data
+            return cls(node.op, made.axes, made.tensor, made.finite)
+        number = reduce(replace(node, op="count"), frame, x).tensor
         if node.op == "mean":
             total = _Partial.of(replace(node, op="sum"), frame, x)
             return replace(total, op="mean", number=number)
@@ -251,7 +251,7 @@ class _Partial:
         ):  # a variance with an infinite value is none, whatever the other blocks hold
             infinite = ~filled(x, 0.0).isfinite()
             spread = spread.masked_fill(infinite.sum(dims) > 0, math.nan)
-        return cls(node.op, mean.axes, mean.data, mean.finite, number, spread)
+        return cls(node.op, mean.axes, mean.tensor, mean.finite, number, spread)
 
     def of_all(self, tokens: int) -> _Partial:
         """A sum over the first tokens, with 0 for those after them."""
@@ -318,8 +318,8 @@ def concatenated(parts: list[Value]) -> Value:
     first = parts[0]
     if len(parts) == 1 or "kv" not in first.axes:
         return first
-    data = torch.cat([x.data for x in parts], first.axes.index("kv"))
+    data = torch.cat([x.tensor for x in parts], first.axes.index("kv"))
     mask = first.mask
     if "kv" in first.mask_axes:
-        mask = torch.cat([x.mask for x in parts], first.mask_axes.index("kv"))
+        mask = torch.cat([x.mask for x in parts if x.mask is not None], first.mask_axes.index("kv"))
     return replace(first, data=data, mask=mask)

@@ -42,7 +42,8 @@ def elementwise(
         finite = all(x.finite for x in args)
         if data.dtype != torch.bool and (nan or not finite):
             data = data.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
-        mask, mask_axes = None, ()
+        mask: torch.Tensor | None = None
+        mask_axes: tuple[str, ...] = ()
         for x in args:
             mask, mask_axes = frame.both(Value(0, axes, mask, mask_axes), x)
         return Value(data, axes, mask, mask_axes, finite=finite and stays_finite)
@@ -167,10 +168,10 @@ def reduce(node: Node, frame: Frame, x: Value) -> Value:
     if found is not None:
         kernel, there = found
         return Value(kernel(x.data, there, dims), axes, finite=x.finite)
-    if (node.op == "count" and x.data.dtype != torch.bool) or node.op in ("mean", "var"):
+    if (node.op == "count" and x.tensor.dtype != torch.bool) or node.op in ("mean", "var"):
         number = _present(x, node.axes, dims, axes, frame)
     if node.op == "count":
-        if x.data.dtype == torch.bool:
+        if x.tensor.dtype == torch.bool:
             number = filled(x, False).sum(dims).double()
         return Value(number, axes, finite=True)
     if node.op == "any":
@@ -180,7 +181,7 @@ def reduce(node: Node, frame: Frame, x: Value) -> Value:
         return Value(data, axes, finite=True)
     if node.op in ("max", "min"):
         return Value(_extreme(node.op, x, dims), axes, finite=x.finite and x.mask is None)
-    data = (x.data if x.zero else filled(x, 0.0)).sum(dims)
+    data = (x.tensor if x.zero else filled(x, 0.0)).sum(dims)
     if node.op != "sum":
         data = data / number
         if node.op == "var":
@@ -218,18 +219,19 @@ def _present(
 ) -> torch.Tensor:
     """How many values are present, with the axes of the result."""
     unmasked = math.prod(
-        x.data.shape[dim] for dim, axis in zip(dims, over, strict=True) if axis not in x.mask_axes
+        x.tensor.shape[dim] for dim, axis in zip(dims, over, strict=True) if axis not in x.mask_axes
     )
-    if x.mask is None:
+    mask = x.mask
+    if mask is None:
         return torch.full((), float(unmasked), dtype=torch.float64, device=frame.device).expand(
-            [x.data.shape[i] for i, axis in enumerate(x.axes) if axis in axes]
+            [x.tensor.shape[i] for i, axis in enumerate(x.axes) if axis in axes]
         )
     inner = [i for i, axis in enumerate(x.mask_axes) if axis in over]
     left = tuple(axis for axis in x.mask_axes if axis not in over)
 
     def make() -> torch.Tensor:
-        return (x.mask.sum(inner) if inner else x.mask).double() * unmasked
+        return (mask.sum(inner) if inner else mask).double() * unmasked
 
-    number = frame.once(("count", id(x.mask), tuple(inner), unmasked), (x.mask,), make)
+    number = frame.once(("count", id(mask), tuple(inner), unmasked), (mask,), make)
     sizes = sizes_of(x)
     return aligned(number, left, axes).expand([sizes[axis] for axis in axes])

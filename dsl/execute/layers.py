@@ -42,24 +42,25 @@ def of_layers(node: Node, frame: Frame, values: Sequence[Value], layer: int) -> 
     """
     kernel, own = frame.kernels[_OF_LAYERS[node.op]], values[-1]
     kind = torch.bool if node.op == "any" else torch.float64
-    if len(values) > MOST_LAYERS or any(
-        not isinstance(x.data, torch.Tensor)
-        or (x.data.dtype, x.data.shape, x.axes) != (kind, own.data.shape, own.axes)
-        for x in values
-    ):
+    numbers = [x.data for x in values if isinstance(x.data, torch.Tensor)]
+    if len(values) > MOST_LAYERS or len(numbers) < len(values):
+        return None
+    if any((x.dtype, x.shape) != (kind, numbers[-1].shape) for x in numbers):
+        return None
+    if any(x.axes != own.axes for x in values):
         return None
     there = None
     if any(x.mask is not None for x in values):
         there = [_present(x) for x in values]
-    made = kernel([x.data for x in values], there, max(0, len(values) - 1 - layer))
+    made = kernel(numbers, there, max(0, len(values) - 1 - layer))
     return Value(made, own.axes, finite=all(x.finite for x in values))
 
 
 def _present(x: Value) -> torch.Tensor:
     """Where a value is present, in its own shape."""
     if x.mask is None:
-        return torch.ones_like(x.data, dtype=torch.bool)
-    return aligned(x.mask, x.mask_axes, x.axes).expand(x.data.shape)
+        return torch.ones_like(x.tensor, dtype=torch.bool)
+    return aligned(x.mask, x.mask_axes, x.axes).expand(x.tensor.shape)
 
 
 # Across layers: `x` holds all layers, its first axis being `layer`.
@@ -72,13 +73,14 @@ def past(node: Node, frame: Frame, x: Value, number: Value) -> Value:
     layer = torch.arange(layers, device=frame.device)[:, None]
     wanted = layer - size + 1 + torch.arange(size, device=frame.device)
     axes = ("layer", "past", *x.axes[1:])
-    there, there_axes = wanted >= 0, ("layer", "past")
+    there = wanted >= 0
+    there_axes: tuple[str, ...] = ("layer", "past")
     index_ = wanted.clamp(min=0)
     if x.mask is not None:
         own = x.mask[index_] if "layer" in x.mask_axes else x.mask
         own_axes = union(x.mask_axes, ("past",)) if "layer" in x.mask_axes else x.mask_axes
         there, there_axes = frame.conjunction(there, there_axes, own, own_axes)
-    return Value(x.data[index_], axes, there, there_axes, finite=x.finite)
+    return Value(x.tensor[index_], axes, there, there_axes, finite=x.finite)
 
 
 def at(node: Node, frame: Frame, wanted: Value, x: Value) -> Value:
@@ -96,7 +98,7 @@ def at(node: Node, frame: Frame, wanted: Value, x: Value) -> Value:
     if x.mask is not None:
         own = x.mask[index_] if "layer" in x.mask_axes else x.mask
         there, there_axes = frame.conjunction(there, there_axes, own, x.mask_axes)
-    return Value(x.data[index_], x.axes, there, there_axes, finite=x.finite)
+    return Value(x.tensor[index_], x.axes, there, there_axes, finite=x.finite)
 
 
 def _listed(node: Node, x: Value, frame: Frame) -> list:
@@ -139,7 +141,7 @@ def divided(
     if kernel is None or not fits:
         return None
     limit = limits.pop() if limits else None
-    return kernel(whole, weights.data.double(), limit, cascade=node.op == "cascade")
+    return kernel(whole, weights.tensor.double(), limit, cascade=node.op == "cascade")
 
 
 def cluster(node: Node, frame: Frame, x: Value, number: Value) -> Value:

@@ -40,7 +40,7 @@ def _competing(
     found = kernel_for("keys", frame, x)
     if found is not None:
         kernel, there = found
-        keys = kernel(x.data.permute(turn), None if there is None else there.permute(turn))
+        keys = kernel(x.tensor.permute(turn), None if there is None else there.permute(turn))
     else:
         keys = sorting_keys(x).permute(turn)
     shape = list(keys.shape)
@@ -48,7 +48,7 @@ def _competing(
 
 
 def sorting_keys(x: Value) -> torch.Tensor:
-    keys = x.data.float() + 0.0  # -0 becomes 0
+    keys = x.tensor.float() + 0.0  # -0 becomes 0
     keys = keys.view(torch.int32)
     keys = keys ^ ((keys >> 31) & 0x7FFFFFFF)
     if x.mask is None:
@@ -84,15 +84,15 @@ def _select(keys: torch.Tensor, number: torch.Tensor | int) -> torch.Tensor:
 
 def top(node: Node, frame: Frame, x: Value, count: Value) -> Value:
     """The `count` highest along `node.axes`."""
-    known = not isinstance(count.data, torch.Tensor) and frame.there is None
-    if node.origin in ("recent", "sinks") and known:
-        return _ends(node, frame, count)
+    number = count.data
+    ends = node.origin in ("recent", "sinks") and frame.there is None
+    if ends and not isinstance(number, torch.Tensor):
+        return _ends(node, frame, counts.whole(number, frame.tokens))
     return _top(frame, x, count, node.axes)
 
 
-def _ends(node: Node, frame: Frame, count: Value) -> Value:
+def _ends(node: Node, frame: Frame, number: int) -> Value:
     """The first or last tokens, without sorting positions."""
-    number = counts.whole(count.data, frame.tokens)
     order = torch.arange(frame.tokens, device=frame.device)
     data = order < number if node.origin == "sinks" else order >= frame.tokens - number
     return Value(data, ("token",))
@@ -157,7 +157,7 @@ def rank(node: Node, frame: Frame, x: Value) -> Value:
 
 def index(node: Node, frame: Frame, x: Value) -> Value:
     """0, 1, ... along an axis."""
-    size = x.data.shape[x.axes.index(node.axes[0])]
+    size = x.tensor.shape[x.axes.index(node.axes[0])]
     first = frame.rows.start if frame.rows is not None and node.axes == ("query",) else 0
     data = torch.arange(first, first + size, dtype=torch.float64, device=frame.device)
     return Value(data, node.axes, finite=True)
@@ -169,7 +169,7 @@ def _taken(x: Value, frame: Frame) -> Value:
     if "token" not in x.axes:
         return _times(x, frame.candidates())
     axes = tuple(axis for axis in x.axes if axis != "token")
-    return Value(x.data.sum(x.axes.index("token")), axes)
+    return Value(x.tensor.sum(x.axes.index("token")), axes)
 
 
 def _times(x: Value, number: Value) -> Value:
@@ -188,7 +188,7 @@ def _over(number: Value, node: Node, frame: Frame) -> Value:
             continue
         if axis in number.axes:
             rest = tuple(each for each in number.axes if each != axis)
-            number = Value(number.data.sum(number.axes.index(axis)), rest)
+            number = Value(number.tensor.sum(number.axes.index(axis)), rest)
         else:
             number = Value(number.data * size, number.axes)
     return number
