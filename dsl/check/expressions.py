@@ -212,7 +212,7 @@ class Typer:
             when = When.PROMPT
         elif builtin.where not in ("always", "layer"):
             when, exact = self.context.base, False
-        value: object = builtin.name if builtin.op in ("size", "special") else None
+        value: str | bool | None = builtin.name if builtin.op in ("size", "special") else None
         if builtin.op == "truth":
             value = builtin.name == "true"
         return self.graph.make(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from fractions import Fraction
 
 from kvpolicy.dsl.ir.exact import NotStatic, Value, evaluator
 from kvpolicy.dsl.ir.nodes import AXES, Extent, Node, Type, When
@@ -74,7 +75,7 @@ class Graph:
         over: tuple[str, ...] = (),
         unit: str | None = None,
         absent: bool | None = None,
-        value: object = None,
+        value: Fraction | bool | str | None = None,
         when: When = When.LOAD,
         exact: bool | None = None,
         span: Span | None = None,
@@ -97,7 +98,7 @@ class Graph:
             when = self._across_layers(op, when)
         window, reach = (_extent(axis, result, extent, args) for axis in _WITH_EXTENT)
         type_ = Type(kind, result, unit, absent, exact, window, reach)
-        key = (op, tuple(map(id, args)), over, type(value), value, type_, when)
+        key: tuple = (op, tuple(map(id, args)), over, type(value), value, type_, when)
         if op == "top":  # kept apart, so that messages find each where it was written
             key += (span,)
         if key not in self.nodes:
@@ -137,11 +138,23 @@ class Graph:
             return when
         return When.END
 
-    def relabel(self, node: Node, **changes: object) -> Node:
-        """A copy of a node that differs in name, origin, span, type or time."""
-        key = ("relabel", id(node), *sorted(changes.items(), key=lambda item: item[0]))
+    def relabel(
+        self,
+        node: Node,
+        *,
+        name: str | None = None,
+        origin: str | None = None,
+        span: Span | None = None,
+    ) -> Node:
+        """A copy of a node that differs in what is given."""
+        key = ("relabel", id(node), name, origin, span)
         if key not in self.nodes:
-            copy = replace(node, **changes)
+            copy = replace(
+                node,
+                name=name or node.name,
+                origin=origin or node.origin,
+                span=span or node.span,
+            )
             self._register(copy)
             self.nodes[key] = copy
         return self.nodes[key]

@@ -6,7 +6,7 @@ are always rewritten by one function: what was shared stays shared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kvpolicy.dsl.ir.nodes import Merge, Node, Program, Propagate, Rules, Share, State
@@ -109,7 +109,7 @@ def propagate_roots(propagate: Propagate | None) -> list[Node]:
     return [node for node in parts if node is not None]
 
 
-def nodes_of(roots: Iterator[Node] | list[Node | None]) -> Iterator[Node]:
+def nodes_of(roots: Iterable[Node | None]) -> Iterator[Node]:
     """Every node below the roots, once, arguments before users."""
     seen: set[int] = set()
     for root in roots:

@@ -129,15 +129,18 @@ def _sections(
     def written(node: Node) -> str:
         return _written(checked, node)
 
-    if bound.propagates:
-        yield "Tokens that reach a layer", explain_sections.propagation(bound, length, written)
+    propagate = bound.propagate
+    if propagate is not None:
+        text = explain_sections.propagation(bound, propagate, length, written)
+        yield "Tokens that reach a layer", text
     merge = bound.rules.merge
     if merge is not None:
         yield "What becomes of dropped entries", explain_sections.merging(merge, written)
     if bound.share is not None:
-        yield "Layers that share directions", explain_sections.sharing(bound, written)
+        yield "Layers that share directions", explain_sections.sharing(bound, bound.share, written)
     if bound.decode is not None:
-        yield "While decoding", explain_sections.decode(bound, config, length, written)
+        text = explain_sections.decode(bound, bound.decode, config, length, written)
+        yield "While decoding", text
     if bound.program.report:
         yield "Reported by `kvpolicy run`", explain_sections.reported(bound, written)
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.bind.model_config import ModelConfig
-from kvpolicy.dsl.ir.nodes import Merge, Node
+from kvpolicy.dsl.ir.nodes import Merge, Node, Propagate, Rules, Share
 from kvpolicy.dsl.tools.decode_cost import decode_cost, memory_of_decode
 from kvpolicy.dsl.tools.units import flops_text, size_text
 
@@ -27,13 +27,13 @@ def layers_text(first: int, last: int) -> str:
     return f"layer {first}" if first == last else f"layers {first}-{last}"
 
 
-def propagation(bound: Bound, length: int, written: Written) -> Iterator[str]:
+def propagation(bound: Bound, propagate: Propagate, length: int, written: Written) -> Iterator[str]:
     """How many tokens reach each layer, and what decides it."""
-    rules = bound.propagate
-    moment = rules.first or rules.every
-    word = "first" if rules.first else "every"
-    yield f"  {word:<8} {written(moment)}{_acting(bound, length)}"
-    yield f"  {'tokens':<8} {written(rules.tokens)}"
+    if propagate.first is not None:
+        yield f"  {'first':<8} {written(propagate.first)}{_acting(bound, length)}"
+    if propagate.every is not None:
+        yield f"  {'every':<8} {written(propagate.every)}"
+    yield f"  {'tokens':<8} {written(propagate.tokens)}"
     if bound.restarts:
         yield "  The prefill begins again on these tokens, at positions 0, 1, ..."
     ranges = lengths(bound, length)
@@ -59,22 +59,20 @@ def _rows(bound: Bound, length: int) -> int:
 
 def _acting(bound: Bound, length: int) -> str:
     """At which layer tokens leave, where it is known."""
-    if bound.propagate.first is None:
-        return ""
     layer = bound.propagation_layer(length)
     if layer is None:
         return "  (the prompt's content decides)"
     return "  (never)" if layer == bound.shape.layers else f"  (layer {layer})"
 
 
-def sharing(bound: Bound, written: Written) -> Iterator[str]:
+def sharing(bound: Bound, share: Share, written: Written) -> Iterator[str]:
     """Which layers share, and what."""
-    layers = [i for i in range(bound.shape.layers) if bound.number(bound.share.when, 0, i)]
+    layers = [i for i in range(bound.shape.layers) if bound.number(share.when, 0, i)]
     pairs = ", ".join(f"{i - 1} and {i}" for i in layers) or "none"
     yield f"  {'layers':<10} {pairs}"
-    yield f"  {'direction':<10} {written(bound.share.direction)}"
-    if bound.share.exceptions is not None:
-        yield f"  {'except':<10} {written(bound.share.exceptions)}"
+    yield f"  {'direction':<10} {written(share.direction)}"
+    if share.exceptions is not None:
+        yield f"  {'except':<10} {written(share.exceptions)}"
 
 
 def merging(merge: Merge, written: Written) -> Iterator[str]:
@@ -95,14 +93,16 @@ def merging(merge: Merge, written: Written) -> Iterator[str]:
     yield f"  {'apply':<8} {' and '.join(f'{each}s' for each in merge.apply)}"
 
 
-def decode(bound: Bound, config: ModelConfig, length: int, written: Written) -> Iterator[str]:
+def decode(
+    bound: Bound, rules: Rules, config: ModelConfig, length: int, written: Written
+) -> Iterator[str]:
     """When entries leave while decoding, what is remembered for it, and what a step costs."""
-    rules = bound.decode
     when = "every step, or as often as the server is told to"
     if rules.when is not None:
         when = written(rules.when)
     yield f"  {'when':<8} {when}"
-    yield f"  {'keep':<8} {written(rules.keep)}"
+    if rules.keep is not None:
+        yield f"  {'keep':<8} {written(rules.keep)}"
     for name, state in rules.states.items():
         if state.next is not None:
             yield f"  {'state':<8} {name}: {written(state.next)}  : {state.type}"

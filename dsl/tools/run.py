@@ -73,7 +73,9 @@ def report(result: Result, scores: bool = False) -> dict[str, object]:
 
 def _values(result: Result | StepResult) -> dict[str, object]:
     """Thresholds of merges and reported lets, per layer."""
-    values = {name: _layers(per_layer) for name, per_layer in result.named.items()}
+    values: dict[str, object] = {
+        name: _layers(per_layer) for name, per_layer in result.named.items()
+    }
     thresholds = {name: _layers(per_layer) for name, per_layer in result.thresholds.items()}
     if len(thresholds) == 1:
         values["thresholds"] = next(iter(thresholds.values()))

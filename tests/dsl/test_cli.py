@@ -183,7 +183,8 @@ def test_broken_pipe_is_silent():
 def test_check_needs_no_heavy_module(file):
     """Whole process: what executes policies is not imported, and no parser is made."""
     script = (
-        "import sys\nfrom kvpolicy.dsl.syntax import grammar\nfrom kvpolicy.dsl.tools.cli import main\n"
+        "import sys\nfrom kvpolicy.dsl.syntax import grammar\n"
+        "from kvpolicy.dsl.tools.cli import main\n"
         "grammar.build = lambda: sys.exit('the parser is made from the grammar')\n"
         "code = main(['check', sys.argv[1]])\n"
         "heavy = {'torch', 'numpy', 'sglang', 'jsonschema'} & set(sys.modules)\n"
