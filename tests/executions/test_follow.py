@@ -176,7 +176,7 @@ def test_nothing_waits_before_the_numbers_land(name):
     shape = SHAPES[0]
     _, store = stores(bound_to(name, shape), shape, 14, 0, kernels=merging)
     merges = store.memory.bound.decode.merge is not None
-    waited = ["torch_follow.py:read tolist"]
+    waited = ["follow.py:read tolist"]
     for number in (1, 4, 16):
         with HostWaits() as waits:
             choices = store.begin(number)

@@ -24,7 +24,7 @@ ONE_WAIT = {
     "d2o": ["rate=0.4"],
 }
 WAIT = "host.py:to_host cpu"
-LAND = "torch_follow.py:read tolist"
+LAND = "follow.py:read tolist"
 
 
 @pytest.mark.server
@@ -173,7 +173,7 @@ def test_what_else_waits_is_what_is_documented(scenario):
         lengths=[100, 70],
     )
     (fastkv,), (minicache,) = (seen[name]["forwards"] for name in ("fastkv", "minicache"))
-    assert sorted(fastkv["waits"]) == [WAIT, *["torch_prefill.py:_number tolist"] * 2]
+    assert sorted(fastkv["waits"]) == [WAIT, *["prefill.py:_number tolist"] * 2]
     assert minicache["waits"] == [WAIT] * (1 + 2 * 2)  # two pairs of each prompt
 
 
