@@ -67,13 +67,14 @@ def _record_pages() -> list[tuple[Any, list[list[Any]]]]:
     seen: list = []
     original = module.compress
 
-    def noting(runtime, state, row, slots, chosen, counts, run):
-        original(runtime, state, row, slots, chosen, counts, run)
-        private, arena, bound = state.private, runtime.arena, run.program.bound
+    def noting(services, request, state, slots, chosen, counts, run):
+        arena, bound = services.arena, run.program.bound
+        keys = arena.storage[:, 0][:, slots].transpose(1, 2).clone()  # they may move
+        original(services, request, state, slots, chosen, counts, run)
+        private = state.private
         changed = bound.rules.merge is not None or bound.positions == "slots"
         if private is None or changed or state.progress.shift:
             return
-        keys = arena.storage[:, 0][:, slots].transpose(1, 2)
         table, own = arena.pages(private.slots), []
         for layer, row_of_counts in enumerate(private.counts.tolist()):
             own.append([])
@@ -84,7 +85,7 @@ def _record_pages() -> list[tuple[Any, list[list[Any]]]]:
                     for i in range(count)
                 ]
                 own[-1].append(arena.entries[entries].clone())
-        seen.append((keys.clone(), own))
+        seen.append((keys, own))
 
     module.compress = noting
     return seen

@@ -134,7 +134,7 @@ def _note_steps(driver: Any) -> list[dict[str, Any]]:
         out = decode(self, *args, **options)
         # One layer is enough, and a pair's: layers 2 and 3 are stored together by MiniCache.
         if args[3].layer_id == 2 and seen[-1]["graph"] == "kv_policy_compressed":
-            captured = _as_captured(runtimes[0], partial(decode, self), *args)
+            captured = _as_captured(runtimes[0].services, partial(decode, self), *args)
             seen[-1]["captured_error"] = (captured[: len(out)] - out).abs().max()
         return out
 
@@ -143,7 +143,7 @@ def _note_steps(driver: Any) -> list[dict[str, Any]]:
     return seen
 
 
-def _as_captured(runtime: Any, decode: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any) -> Any:
+def _as_captured(services: Any, decode: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any) -> Any:
     """What a graph of two rows more, which are padding, computes of a batch."""
     from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_attention_variant
 
@@ -153,13 +153,13 @@ def _as_captured(runtime: Any, decode: Any, q: Any, k: Any, v: Any, layer: Any, 
     names = ("req_pool_indices", "out_cache_loc")
     static = SimpleNamespace(**{name: padded(getattr(batch, name)) for name in names})
     static.seq_lens = padded(batch.seq_lens, 1)  # as SGLang's Triton backend fills them
-    step, runtime.step = runtime.step, None
+    step, services.step = services.step, None
     _set_capture_attention_variant("kv_policy_compressed")
     try:
         return decode(padded(q), padded(k), padded(v), layer, static)
     finally:
         _set_capture_attention_variant(None)
-        runtime.step = step
+        services.step = step
 
 
 def _graph_runner(runner: Any) -> Any:
@@ -218,9 +218,9 @@ def memory(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     backend.init_cuda_graph_state(captured, captured)
     reader = _closure(backend.init_cuda_graph_state, "tables")
     held = {
-        "tables": reader.runtime.tables.tables.bytes,
+        "tables": reader.services.tables.tables.bytes,
         "decode attention": reader.workspace.nbytes,
-        "queries": reader.runtime.queries.captured.nbytes,
+        "queries": reader.services.queries.captured.nbytes,
     }
     return {
         "reckoned": reckoned,

@@ -87,10 +87,10 @@ def _record(driver: Driver) -> tuple[list, dict[int, list[int]]]:
     kept: list = []
     original = module.compress
 
-    def noting(runtime, state, row, slots, chosen, counts, run):
+    def noting(services, request, state, slots, chosen, counts, run):
         kept.append([[each.nonzero()[:, 0].tolist() for each in layer] for layer in chosen])
         assert counts.tolist() == chosen.sum(dim=2).tolist()
-        original(runtime, state, row, slots, chosen, counts, run)
+        original(services, request, state, slots, chosen, counts, run)
 
     module.compress = noting
     rows: dict[int, list[int]] = {}

@@ -99,11 +99,14 @@ def test_what_is_said_to_be_kept_is_kept(run, model, policies, flags):
 
 @server
 def test_a_prompt_for_whose_copy_there_is_no_room_is_held_in_full(run):
-    policies = {"snapkv": ["capacity=150", "window=16"]}
+    """One that cannot be compacted within its slots, as its entries are merged."""
+    policies = {"d2o": ["rate=0.5"], "snapkv": ["capacity=150", "window=16"]}
     found = run("kept", policies=policies, lengths=[290], max_total_tokens=300)
-    facts = found["snapkv 290"]["facts"]
+    facts = found["d2o 290"]["facts"]
     assert facts["uncompressed"] == "no_slots"
     assert positions(facts["kept"]) == [[list(range(290))] * 2] * 4
+    within = found["snapkv 290"]["facts"]
+    assert within["entries_kept"] == 150 * 2 * 4
 
 
 FORCED = {name: BY_ENTRY[name] for name in ("snapkv", "lava", "h2o", "streamingllm", "d2o")}

@@ -86,7 +86,7 @@ def test_a_request_finds_its_own_rows_of_every_step():
         notes.add(50 + step, (buffer.take(followed, rows), own))
         expected.append(q[:, followed[own]])
     computed(buffer, 5, 9)  # what is noted later is another step's
-    shown = notes.queries(buffer, torch.zeros(HEADS, 1, SIZE))
+    shown = notes.queries(buffer.scaled, torch.zeros(HEADS, 1, SIZE))
     for number in range(LAYERS):
         assert torch.equal(shown(number), torch.stack([q[number] for q in expected], 1))
     assert notes.positions == [50, 51, 52]
@@ -110,7 +110,7 @@ def test_queries_are_scaled_as_a_policys_attention_is():
     buffer, notes = QueryBuffer([program("h2o")]), Notes(None)
     q = computed(buffer, 1, 0, scaling=1.0)
     notes.add(7, (buffer.take([0], 1), 0))
-    shown = notes.queries(buffer, torch.zeros(HEADS, 1, SIZE))(1)
+    shown = notes.queries(buffer.scaled, torch.zeros(HEADS, 1, SIZE))(1)
     torch.testing.assert_close(shown[:, 0], q[1, 0] * SIZE**0.5)
 
 
@@ -123,7 +123,7 @@ def test_of_a_window_only_the_last_queries_are_held():
         notes.add(step, (buffer.take([0], 1), 0))
     assert len(notes.rows) == 2
     assert not notes.full(1)  # they are not more than it holds anyway
-    shown = notes.queries(buffer, torch.zeros(HEADS, 1, SIZE))(2)
+    shown = notes.queries(buffer.scaled, torch.zeros(HEADS, 1, SIZE))(2)
     assert shown.shape == (HEADS, 5, SIZE)
     assert shown[:, :3].eq(0).all()
     assert torch.equal(shown[:, 3], q[3][2, 0])
@@ -134,7 +134,9 @@ def test_a_policy_that_reads_no_queries_is_shown_nothing():
     notes = Notes(0)
     for step in range(3):
         notes.add(step, None)
-    shown = notes.queries(QueryBuffer([program("streamingllm")]), torch.zeros(HEADS, 1, SIZE))(0)
+    shown = notes.queries(
+        QueryBuffer([program("streamingllm")]).scaled, torch.zeros(HEADS, 1, SIZE)
+    )(0)
     assert shown.shape == (HEADS, 3, SIZE)
     assert shown.eq(0).all()
 

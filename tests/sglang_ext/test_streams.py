@@ -131,7 +131,7 @@ def test_what_a_request_gives_up_is_given_up_on_the_schedulers_stream(device):
     services.tree = Tree()
     kv = SimpleNamespace(cache_protected_len=7, req_pool_idx=1)
     request = SimpleNamespace(kv=kv, lock=object(), skip_radix_cache_insert=False)
-    private = SimpleNamespace(tail_start=20)
+    private = SimpleNamespace(tail_start=20, borrowed=False)
     state = SimpleNamespace(published=False, detached=False, private=private)
     services.detach(request, state)
     assert device.taken() == []
