@@ -1,0 +1,137 @@
+"""Host work of folds: torch operations, launches of kernels and time, by requests in a batch.
+
+No model is computed and no kernel: requests decode over random queries and entries through the
+plugin's own decode step, and what a GPU would compute is left out of clock and count. Before
+anything is printed the result is checked: every request folded as often as it should, lists are no
+longer than the policy's budget, and every slot is where the store says.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import report
+import torch
+from folding_requests import Case, Crowd
+from kvpolicy.dsl.ir.nodes import ModelShape
+from tqdm import tqdm
+
+# With which each policy holds 32 entries per layer and KV head.
+SETTINGS = {
+    "h2o": {"heavy": "16", "window": "16"},
+    "tova": {"capacity": "32"},
+    "streamingllm": {"start": "4", "window": "28"},
+    "vatp": {"rate": "0.25", "start": "4"},
+    "cake": {"capacity": "32", "window": "4"},
+    "cam": {"start": "4", "window": "28", "reach": "4"},
+}
+PROMPT, HELD = 64, 32
+HEADER = (
+    "policy",
+    "requests",
+    "folds in the busiest step",
+    "operations in it",
+    "views among them",
+    "launches in it",
+    "operations + launches per request and fold",
+    "host ms per decode step",
+    "host ms of the slowest step",
+)
+
+
+def entries(policy: str, prompt: int) -> int:
+    """How many entries a list holds after a fold."""
+    return 2 * (prompt // 4) if policy == "vatp" else HELD
+
+
+def observe(policy: str, requests: int, options: argparse.Namespace) -> dict:
+    """Numbers of one policy and batch: counts of one interval, times of the others."""
+    shape = ModelShape(options.layers, 2 * options.kv_heads, options.kv_heads, options.head_dim)
+    prompts = [PROMPT + i % (options.lengths or 1) for i in range(requests)]
+    rounds = options.rounds + 2
+    case = Case(policy, SETTINGS[policy], prompts, shape, options.interval, options.seed)
+    crowd = Crowd(case, rounds * options.interval)
+    # After two intervals every request holds what it goes on holding.
+    for _ in range(2 * options.interval):
+        crowd.step()
+    steps, means, slowest = [], [], []
+    for turn in range(options.rounds):
+        seconds = []
+        for _ in range(options.interval):
+            before = crowd.folds
+            observed, spent = crowd.step(counting=turn == 0)
+            seconds.append(spent)
+            if turn == 0:
+                steps.append((observed, crowd.folds - before))
+        if turn:
+            means.append(sum(seconds) / len(seconds))
+            slowest.append(max(seconds))
+    lists = shape.layers * shape.kv_heads
+    crowd.check(lists * sum(entries(policy, prompt) for prompt in prompts))
+    if crowd.folds != requests * rounds:
+        raise SystemExit(f"fold_host: {crowd.folds} folds of {requests} requests in {rounds} turns")
+    busiest, folds = max(steps, key=lambda each: each[0].operations)
+    total = sum(each.operations + each.launches for each, _ in steps)
+    return {
+        "folds": folds,
+        "operations": busiest.operations,
+        "views": busiest.views,
+        "launches": busiest.launches,
+        "per_fold": total / max(sum(number for _, number in steps), 1),
+        "mean_seconds": means,
+        "slowest_seconds": slowest,
+    }
+
+
+def row(policy: str, requests: int, made: dict) -> list[str]:
+    """A line of the table."""
+    return [
+        policy,
+        str(requests),
+        str(made["folds"]),
+        f"{made['operations']:,}",
+        f"{made['views']:,}",
+        f"{made['launches']:,}",
+        f"{made['per_fold']:,.1f}",
+        report.spread(made["mean_seconds"], 2, 1000),
+        report.spread(made["slowest_seconds"], 1, 1000),
+    ]
+
+
+def parse() -> argparse.Namespace:
+    parser = report.arguments(__doc__)
+    parser.add_argument("--policies", default=",".join(SETTINGS))
+    parser.add_argument("--requests", default="1,32,128", help="decoded together")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=8)
+    parser.add_argument("--interval", type=int, default=16, help="decode steps between folds")
+    parser.add_argument("--lengths", type=int, default=16, help="different lengths of prompts")
+    parser.add_argument("--rounds", type=int, default=4, help="intervals; the first is counted")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(1)
+    names = options.policies.split(",")
+    numbers = [int(n) for n in options.requests.split(",")]
+    rows, data = [], {}
+    bar = tqdm(total=len(names) * len(numbers), desc="policies x batches")
+    for name in names:
+        for number in numbers:
+            data[f"{name}@{number}"] = made = observe(name, number, options)
+            rows.append(row(name, number, made))
+            bar.update()
+    bar.close()
+    text = (
+        f"{options.layers} layers, {options.kv_heads} KV heads, folds every {options.interval} "
+        f"steps; prompts of {PROMPT} to {PROMPT + max(options.lengths - 1, 0)} tokens. Times: "
+        f"median (min-max) of {options.rounds - 1} intervals, on a CPU, without what stands for "
+        "kernels.\n\n" + report.table(HEADER, rows)
+    )
+    report.publish("fold_host", "Host work of folds", text, data, options.save)
+
+
+if __name__ == "__main__":
+    main()
