@@ -97,7 +97,7 @@ class Fold:
 
     Attributes:
         storage: [L, 2, padded, G, D].
-        tables, req_to_token, length: it is row 1.
+        tables, req_to_token, length: it is row 1; row: that, on the device.
         kept, there: bool [L, G, M]; heads hold different ones of the M positions.
         lists: int64 [L, G, n] key entries of the pool, tail included.
         pages: int64 [P], its private pages.
@@ -111,6 +111,7 @@ class Fold:
     there: torch.Tensor
     lists: torch.Tensor
     pages: torch.Tensor
+    row: torch.Tensor
 
     @classmethod
     def of(cls, model: Model, tokens: int, number: int) -> Fold:
@@ -139,14 +140,16 @@ class Fold:
         there = some(model, number + number // 4 + TAIL, number + TAIL)
         leaves = some(model, number + TAIL, TAIL)
         kept = there & ~leaves.gather(2, (there.cumsum(2) - 1).clamp(min=0))
-        return cls(storage, tables, req_to_token, tokens + TAIL, kept, there, lists, pages)
+        row = torch.ones(1, dtype=torch.int64, device=device)
+        return cls(storage, tables, req_to_token, tokens + TAIL, kept, there, lists, pages, row)
 
     def settle(self, implementation: Callable[..., torch.Tensor]) -> torch.Tensor:
         """In place, by one of the implementations."""
         layers, width = self.kept.shape[0], self.kept.shape[2]
         return implementation(
-            self.storage, self.tables, 1, self.length, self.req_to_token, self.kept.flatten(),
-            self.there.flatten(), range(0, layers * width + 1, width), self.kept.new_ones(()),
+            self.storage, self.tables, self.row, self.row * self.length, self.req_to_token,
+            self.kept.flatten(), self.there.flatten(), range(0, layers * width + 1, width),
+            self.kept.new_ones(1, 1),
         )  # fmt: skip
 
     def through_copies(self) -> None:

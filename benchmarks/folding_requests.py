@@ -24,10 +24,12 @@ from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.kernels.entries import carry, tally
 from kvpolicy.kernels.merging import merge_rows, nearest, share
-from kvpolicy.kernels.scoring import order, over_layers, select, spread
+from kvpolicy.kernels.scoring import best, order, over_layers, select, spread
 from kvpolicy.sglang_ext.face.kernels_in_use import KernelsInUse, chosen_for
 from kvpolicy.sglang_ext.forward.decode_step import DecodeStep
+from kvpolicy.sglang_ext.forward.rotary import Rotary
 from kvpolicy.sglang_ext.memory.arena import Arena, create_arena
 from kvpolicy.sglang_ext.memory.store import Store
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
@@ -37,6 +39,9 @@ from kvpolicy.sglang_ext.request.request import State
 from torch.utils._python_dispatch import TorchDispatchMode
 
 REFERENCES: dict[str, Callable] = {
+    "best": best.best,
+    "carry": carry.carry,
+    "tally": tally.tally,
     "keys": order.keys,
     "rank": order.rank,
     "top": select.top,
@@ -51,7 +56,10 @@ REFERENCES: dict[str, Callable] = {
     "gram": share.gram,
     "blend": share.blend,
 }
-_MOVING = ("compact_layers", "place", "settle", "gather", "rotate", "take_rows", "put_rows")
+_MOVING = (
+    "compact_layers", "place", "settle", "gather", "rotate", "turn", "entry_ids", "take_rows",
+    "put_rows",
+)  # fmt: skip
 _OWN_STATE = "kv_policy_state"  # of a request
 
 
@@ -135,7 +143,8 @@ class Watch:
                     for each in source.results
                     if not each.stage
                 )
-                return results, [torch.ones((), dtype=torch.bool)]
+                finite = [torch.ones(len(ids), dtype=torch.bool)]
+                return results, finite
 
         return run
 
@@ -243,7 +252,7 @@ class Crowd:
             self._begin()
 
     def _runtime(self) -> SimpleNamespace:
-        queries = QueryBuffer([self.bound.program])
+        queries, half = QueryBuffer([self.bound.program]), self.case.shape.head_dim // 2
 
         @contextmanager
         def contained(request: Any, stage: str):
@@ -254,12 +263,8 @@ class Crowd:
             queries=queries, evict=lambda slots: None, detach=self._detach,
             failures=SimpleNamespace(contained=contained),
             reports=SimpleNamespace(finished_fold=self._finished),
-            rotary=SimpleNamespace(move=self._turned),
+            rotary=Rotary(10000.0 ** (-torch.arange(half) / half).double(), interleaved=False),
         )  # fmt: skip
-
-    def _turned(self, keys: torch.Tensor, shift: torch.Tensor, rotate: Callable) -> torch.Tensor:
-        size = self.case.shape.head_dim // 2
-        return rotate(keys, shift, 10000.0 ** (-torch.arange(size) / size))
 
     def _finished(self, request: Any, state: State, dropped: int, seconds: float) -> None:
         self.folds, self.dropped = self.folds + 1, self.dropped + dropped

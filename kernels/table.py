@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvpolicy.kernels.entries import carry_triton, tally_triton
 from kvpolicy.kernels.merging import merge_rows_triton, nearest_triton, share_triton
 from kvpolicy.kernels.scoring import (
+    best_triton,
     generated,
     order_triton,
     over_layers_triton,
@@ -17,6 +19,9 @@ from kvpolicy.kernels.scoring import (
 TRITON: dict[str, Callable] = {
     "generated": generated.generated,
     "keys": order_triton.keys,
+    "best": best_triton.best,
+    "carry": carry_triton.carry,
+    "tally": tally_triton.tally,
     "top": select_triton.top,
     "rank": order_triton.rank,
     "mean": spread_triton.mean,

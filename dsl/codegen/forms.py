@@ -22,6 +22,8 @@ class Form:
         rows: ends the name of the pointer that says where rows lie.
         flag: a constant of all kernels; `heads`: how many KV heads there are, which at decode
             steps may be those of one layer or of all together.
+        block_at: which tokens a block has: at decode steps counted from the newest, so that what
+            stands in front of a list, for the sake of longer ones, changes none of its sums.
         entries: which tokens of a block there are; `held` the same in a tile.
         last: where the keys end that the row pass reads.
         places: where a block's rows lie, and the mask that reads them.
@@ -40,6 +42,7 @@ class Form:
     rows: str
     flag: str
     heads: str
+    block_at: str
     entries: str
     held: str
     last: str
@@ -70,7 +73,7 @@ class Form:
 
     def block(self) -> str:
         """The loop over a program's blocks of tokens."""
-        lines = f"token = entry[None, None, :]\n{self.entries}{self.held}"
+        lines = f"{self.block_at}\ntoken = entry[None, None, :]\n{self.entries}{self.held}"
         return _BLOCK + "".join(f"    {line}\n" for line in lines.rstrip("\n").split("\n"))
 
     def ranks(self, lines: list[str]) -> list[str]:
@@ -88,7 +91,6 @@ end = tl.minimum(begin + blocks, tl.cdiv(tokens, BLOCK_N))
 for turn in range(begin, end):
     # From the end, which the pass before read last: it may still be in the GPU's cache.
     block = begin + end - 1 - turn
-    entry = block * BLOCK_N + tl.arange(0, BLOCK_N)
 """
 
 _TILE = """\
@@ -120,6 +122,7 @@ PREFILL = Form(
     rows="slots",
     flag="POSITIONS",
     heads="KV: tl.constexpr",
+    block_at="entry = block * BLOCK_N + tl.arange(0, BLOCK_N)",
     entries="",
     held="held = token < tokens\n",
     last="""\
@@ -146,8 +149,9 @@ STEPS = Form(
     rows="ids",
     flag="RAGGED",
     heads="KV",
+    block_at="entry = tokens - (block + 1) * BLOCK_N + tl.arange(0, BLOCK_N)",
     entries="""\
-owned = entry < tokens
+owned = (entry >= 0) & (entry < tokens)
 if RAGGED:
     owned = tl.load(holds + head * tokens + entry, mask=owned, other=0) != 0
 at = tl.load(positions + entry, mask=owned, other=0).to(tl.int32)

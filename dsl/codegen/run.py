@@ -42,14 +42,18 @@ _REST = '''\
         block: tokens of a tile, a power of two; None: by device.
 
     Returns:
-        Tensors of the results, and 0-d bool tensors that are false if the model's tensors held NaN
-        or infinity.
+        Tensors of the results, and bool tensors{size} that are false if the model's tensors held
+        NaN or infinity.
     """'''
+
+
+_SPLITS = 128  # of a list at a decode step, at most
 
 
 def run_text(made: Parts) -> str:
     """The text of `run`."""
-    document = (_STEPS if made.form.steps else _PREFILL).format(rest=_REST)
+    size = " [G]" if made.form.steps else ", 0-d,"
+    document = (_STEPS if made.form.steps else _PREFILL).format(rest=_REST.format(size=size))
     lines = [document, *_sizes(made)]
     results = {each.name: each for each in made.results}
     tensors, numbers = made.arguments.tensors, made.arguments.numbers
@@ -59,7 +63,7 @@ def run_text(made: Parts) -> str:
         lines.append(f"    ({', '.join(numbers)},) = numbers")
     lines.append("    checks = []")
     if made.columns or made.rows:
-        lines += _row_splits()
+        lines += _row_splits(made)
     if made.softmax:
         lines += _softmax(made)
     for each in results.values():
@@ -128,7 +132,15 @@ def _sizes(made: Parts) -> list[str]:
     ]
 
 
-def _row_splits() -> list[str]:
+def _row_splits(made: Generator) -> list[str]:
+    if made.form.steps:
+        return [
+            "    # A list is cut by its length alone: its sums do not depend on what else there is.",
+            '    blocks = max((8192 if gpu else 512) // sizes["BLOCK_N"], 1)',
+            f"    blocks = max(blocks, triton.cdiv(total, {_SPLITS}))",
+            "    splits = max(triton.cdiv(total, blocks), 1)",
+            '    tiles = triton.cdiv(queries, sizes["BLOCK_W"])',
+        ]
     return [
         '    tiles = triton.cdiv(queries, sizes["BLOCK_W"])',
         "    splits = max(1, min(total, wanted // max(1, tiles * kv)))",
@@ -142,8 +154,7 @@ def _softmax(made: Parts) -> list[str]:
     pointers = ", ".join([*form.window, "k", f"key_{form.rows}", *form.pass_marks])
     # At decode steps a query may see nothing.
     finite = '(row_lse < float("inf"))' if form.steps else "row_lse.isfinite()"
-    # Of one layer's KV heads or of all layers': that is compiled once, too.
-    most = "wanted" if form.steps else "max(1, wanted // kv)"
+    most = _SPLITS if form.steps else "max(1, wanted // kv)"
     return [
         '    rows_of_all = kv * sizes["GROUP"] * queries',
         "    partial = torch.empty(splits, rows_of_all, dtype=torch.float32, device=k.device)",
@@ -161,7 +172,7 @@ def _softmax(made: Parts) -> list[str]:
         "            # The most that there are for any prompt, so that it is compiled once.",
         f"            SPLITS_P=triton.next_power_of_2({most}), BLOCK=16,",
         "        )",
-        f"    checks.append({finite}.all())",
+        f"    checks.append({finite}{'.view(kv, -1).all(1)' if form.steps else '.all()'})",
     ]
 
 
@@ -203,7 +214,11 @@ def _columns(made: Parts) -> list[str]:
         f"        {stride}, {_strides(made, 'k')}, {v_stride},",
         "        step, **sizes, **launch,",
         "    )",
-        *(["    checks.append(flags.sum() == 0)"] if made.flags else []),
+        *(
+            [f"    checks.append(flags.sum({'1' if form.steps else ''}) == 0)"]
+            if made.flags
+            else []
+        ),
     ]
 
 

@@ -23,11 +23,12 @@ def store(writer: Writer, name: str, axes: tuple[str, ...], tile: Tile, *, truth
 
 def places(lines: list[str], indent: str, form: Form) -> list[str]:
     """Definitions of the places that the lines store to."""
+    inside = "(token >= 0) & (token < tokens)"
     known = {
-        "inside": "token < tokens",
+        "inside": inside,
         "at_kv": "head * tokens + token",
         "at_head": "(head * GROUP + group) * tokens + token",
-        "real": f"(group < GROUP) & {'(token < tokens)' if form.steps else 'held'}",
+        "real": f"(group < GROUP) & {inside if form.steps else 'held'}",
     }
     words = {word for line in lines for word in re.findall(r"\w+", line)}
     return [f"{indent}{name} = {text}" for name, text in known.items() if name in words]

@@ -92,6 +92,7 @@ def row_pass(form: Form) -> str:
         before=_shifted(before, "    "),
         last=_shifted(form.last, "    "),
         keys=_shifted(form.entries + form.tile("k"), "        "),
+        block_at=form.block_at,
         seen=form.line_seen,
         inside=_shifted(inside, "        "),
         none=_shifted(form.none, "    "),
@@ -126,6 +127,7 @@ def rows(
         sizes=_SIZES.format(flag=form.flag),
         queries=_shifted(queries, "    "),
         keys=_shifted(loads, "        "),
+        block_at=form.block_at,
         seen=form.seen,
         heads=form.heads,
         **{name: "\n".join(each) for name, each in lines.items()},
@@ -171,7 +173,7 @@ def row_partials(
 {queries}    top = tl.full([GROUP_P * BLOCK_W], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_P * BLOCK_W], tl.float32)
 {before}{last}    for block in range(part * blocks, last):
-        entry = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        {block_at}
 {keys}        scores = tl.dot(asked, tl.trans(k_tile), input_precision=PRECISION) * SCALE
         seen = {seen}
         scores = tl.where(seen, scores, float("-inf"))
@@ -234,7 +236,7 @@ def rows(
     dim = tl.arange(0, HEAD_DIM_P)
 {queries}{before}
     for block in range(part * blocks, tl.minimum((part + 1) * blocks, tl.cdiv(tokens, BLOCK_N))):
-        entry = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        {block_at}
 {keys}        scores = tl.dot(asked, tl.trans(k_tile), input_precision=PRECISION)
         logits = tl.reshape(scores * SCALE, (GROUP_P, BLOCK_W, BLOCK_N))
         seen = {seen}

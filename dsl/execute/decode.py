@@ -9,12 +9,13 @@ Dimensions: L layers, H query heads, G KV heads, M cached positions of a layer, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.ends import Ends
 from kvpolicy.dsl.execute.evaluate import Evaluation
 from kvpolicy.dsl.execute.follow import (
     Decided,
@@ -28,6 +29,7 @@ from kvpolicy.dsl.execute.follow import (
 from kvpolicy.dsl.execute.kernels import Keys
 from kvpolicy.dsl.execute.layout import Choice, Held, Layout, Remembered, Rows, shift_of
 from kvpolicy.dsl.execute.merge import Merging, merged_rows
+from kvpolicy.dsl.execute.requests import Block
 from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.execute.together import leave, present, shifts
@@ -85,7 +87,6 @@ class Memory:
         generated: decode steps so far.
         not_finite: the model's tensors held NaN or infinity; from then on nothing leaves. It is
             known when entries may leave next.
-        layers: what is remembered of each of the L layers.
         steps: what a decode step computes.
     """
 
@@ -94,7 +95,9 @@ class Memory:
         self.generated = 0
         self.not_finite = False
         self._reported: dict[str, dict[int, Value]] = {name: {} for name in steps.report}
-        self.layers = layers
+        # Layer by layer, or, where requests are taken through steps together, a part of a block.
+        self._layers = layers
+        self._block: tuple[Block, int] | None = None
         self.steps = steps
         self._walk = Walk(bound, steps, prompt)
         self._leaves = False
@@ -137,6 +140,55 @@ class Memory:
         memory.not_finite = run.not_finite
         return memory
 
+    @property
+    def layers(self) -> list[Remembered]:
+        """What is remembered of each of the L layers."""
+        if self._block is not None:
+            self.land()
+            self._divide()
+        return self._layers
+
+    def _divide(self) -> None:
+        """Goes on layer by layer."""
+        if self._block is not None:
+            block, place = self._block
+            self._layers = block.remembered(place, whole=self.not_finite)
+            self._finite, self._block = block.finite_of(place), None
+
+    def together(self, steps: int, *, leaves: bool) -> Hashable | None:
+        """What is the same of requests that can be taken through so many steps together.
+
+        None: the request goes alone, by `follow`.
+
+        Args:
+            leaves: whether entries may leave at the last step.
+        """
+        self.land()
+        rule = self.rule
+        if rule is None or self.not_finite:
+            return None
+        generated = self.generated + steps
+        leaves = leaves and self.bound.leaves_at(generated, self.prompt)
+        if not leaves and not self.steps.advances:
+            return None
+        numbers = self.steps.numbers(rule, self.prompt, generated)
+        return id(self.steps), steps, leaves, id(rule.score), rule.budget is None, numbers
+
+    @property
+    def rule(self) -> Ends | None:
+        """By what entries stay, if the request can be taken through steps with others."""
+        return self.steps.rule(self.prompt)
+
+    def block(self) -> tuple[Block, int]:
+        """What is remembered, as a place in a block of requests."""
+        return self._block or (Block.of(self), 0)
+
+    def followed(self, block: Block, place: int, steps: int) -> None:
+        """Has been taken through so many steps with others: its place in their block now."""
+        self.generated += steps
+        self._layers, self._open, self._landed = [], None, None
+        self._block = block, place
+
     def clone(self) -> Memory:
         """A copy that goes on by itself."""
         self.land()
@@ -148,8 +200,12 @@ class Memory:
     def layout(self, layer: int) -> Layout:
         """The entries of a layer, those of the current step included."""
         self.land()
-        own = self.layers[layer]
-        own.settle()
+        if self._block is not None:
+            block, place = self._block
+            own = block.remembered(place)[layer]
+        else:
+            own = self._layers[layer]
+            own.settle()
         return Layout(own.positions, own.there)
 
     def step(self, position: int, *, leaves: bool = True) -> None:
@@ -166,6 +222,7 @@ class Memory:
     def _begin(self, steps: int, leaves: bool) -> None:
         """Begins decode steps; entries may leave at the last."""
         self.land()
+        self._divide()
         self._landed = None
         self.generated += steps
         self._leaves = leaves and self.bound.leaves_at(self.generated, self.prompt)
@@ -308,7 +365,7 @@ class Memory:
         if self._finite is not None:
             checks = [*checks, self._finite]
         if checks:
-            self._finite = torch.stack(checks).all()
+            self._finite = torch.cat([x.reshape(-1) for x in checks]).all()
 
     def _choices(self, decisions: list[_Decision]) -> list[Choice]:
         """What stays at every layer; it is forgotten what leaves when the numbers have landed."""
@@ -370,6 +427,9 @@ class Memory:
 
     def landed(self) -> bool:
         """Whether `land` would not wait for the device."""
+        if self._block is not None:
+            counts = self._block[0].counts
+            return counts is None or counts.arrived()
         return self._open is None or self._open.landing.arrived()
 
     def land(self) -> Landed | None:
@@ -378,6 +438,13 @@ class Memory:
         Returns:
             The numbers of the last `follow`; None where nothing could leave at it.
         """
+        if self._block is not None and self._landed is None:
+            block, place = self._block
+            if block.counts is not None:
+                self._landed = landed = block.counts.read()[place]
+                if not landed.finite:
+                    self.not_finite = True
+                    self._divide()
         if self._open is not None:
             opened, self._open = self._open, None
             self._landed = landed = opened.landing.read()

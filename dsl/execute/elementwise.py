@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from kvpolicy.dsl.execute.values import (
@@ -160,8 +161,26 @@ def _where(at: torch.Tensor, a, b, frame: Frame) -> torch.Tensor:
 # Reductions.
 
 
+def of_each_layer(x: Value, heads: int) -> Value:
+    """KV heads of several layers, `heads` of each, with an axis `layer` of their own."""
+    mask, axes = x.mask, x.mask_axes
+    if mask is not None and "kv" in axes:
+        mask, axes = mask.unflatten(0, (-1, heads)), ("layer", *axes)
+    data = torch.as_tensor(x.data).unflatten(0, (-1, heads))
+    return Value(data, ("layer", *x.axes), mask, axes, zero=x.zero, finite=x.finite)
+
+
+def for_each_head(x: Value, heads: int) -> Value:
+    """A value of several layers, the same for all `heads` KV heads of each."""
+    data = torch.as_tensor(x.data).repeat_interleave(heads, 0)
+    return Value(data, ("kv", *x.axes[1:]), finite=x.finite)
+
+
 def reduce(node: Node, frame: Frame, x: Value) -> Value:
     """A reduction over `node.axes` that skips absent values."""
+    if frame.heads is not None and "kv" in node.axes:
+        plain = replace(frame, heads=None)
+        return for_each_head(reduce(node, plain, of_each_layer(x, frame.heads)), frame.heads)
     dims = [x.axes.index(axis) for axis in node.axes]
     axes = tuple(axis for axis in x.axes if axis not in node.axes)
     found = kernel_for(node.op, frame, x) if node.op in ("mean", "var") else None

@@ -8,7 +8,7 @@ Dimensions: L layers, G KV heads, n candidates of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -196,10 +196,12 @@ class Evaluation:
 
     def _begin(self, name: str) -> Value:
         """A state's value before this step."""
+        old = self.before.get(name)
+        if old is not None and sizes_of(old).get("token") == self.frame.tokens:
+            return old
         start = self.updates.states[name].start
         first = Value(0.0, finite=True) if start is None else self.value(start)
         first = self.broadcast(first, self.updates.states[name].type)
-        old = self.before.get(name)
         if old is None:
             return first
         return old if "token" not in old.axes else self._longer(old, first)
@@ -208,8 +210,6 @@ class Evaluation:
         """A state with the first values of entries that are new."""
         frame, at = self.frame, old.axes.index("token")
         missing = frame.tokens - old.data.shape[at]
-        if not missing:
-            return old
         shape = [*old.data.shape[:at], frame.tokens, *old.data.shape[at + 1 :]]
         data = as_tensor(first.data, frame).double()
         fresh = (
@@ -236,7 +236,11 @@ class Evaluation:
 
     def advance(self, rules: Rules) -> dict[str, Value]:
         """All states of the rules after this step."""
-        return {name: self.state(name) for name in rules.states}
+        return self.states_of(rules.states)
+
+    def states_of(self, names: Iterable[str]) -> dict[str, Value]:
+        """Some states after this step."""
+        return {name: self.state(name) for name in names}
 
 
 def spread(x: Value, axes: tuple[str, ...], frame: Frame) -> torch.Tensor:

@@ -182,8 +182,8 @@ def _at_steps(bundle: Bundle, frame: Frame, ordered: bool) -> tuple:
         holds = frame.there.contiguous().view(torch.int8)
         if ordered:
             ranks = frame.there.cumsum(-1, dtype=torch.int32)
-            last = frame.there.logical_not().to(torch.uint8)
-            order = last.argsort(dim=-1, stable=True).int()
+            held = holds.sort(dim=-1, descending=True, stable=True)
+            order = held.indices.int()
     return (q, asked, *_by_id(frame.k), *values, frame.positions, holds, ranks, order)
 
 
@@ -245,8 +245,9 @@ def _completed(
 ) -> dict[int, Value]:
     parts: dict[int, dict[str, torch.Tensor]] = {}
     for result, data in zip(results, made, strict=True):
-        data = data.bool() if result.truth else data.double()
+        data = data.bool() if result.truth else data
         if result.splits:
+            data = data if result.truth else data.double()
             join = _JOIN[result.node.op]
             data = data.any(0) if data.dtype == torch.bool else getattr(data, join)(0)
         parts.setdefault(id(result.node), {})[result.part] = data
@@ -256,6 +257,8 @@ def _completed(
     for node in bundle.outputs:
         own = parts[id(node)]
         each = reductions.get(id(node))
+        if each is None or not each.rest:
+            own = {name: x if x.dtype == torch.bool else x.double() for name, x in own.items()}
         x = _value(node, own, axes[id(node)])
         if each is not None and (each.rest or "count" in own):
             x = _rest(node, each.rest, own, axes[id(node)], frame)
@@ -277,19 +280,29 @@ def _rest(
     frame: Frame,
 ) -> Value:
     """The reduction over the axes that the kernel left, in float64."""
+    apart = frame.heads if "kv" in rest else None  # KV heads of each layer
     over = tuple(axis for axis in rest if axis in axes)
     dims = [axes.index(axis) for axis in over]
     left = tuple(axis for axis in axes if axis not in over)
     if node.op in ("mean", "count"):
         # What a KV head does not hold was stored as 0.
-        totals = {
-            name: part.double().sum(dims) if dims else part.double()
-            for name, part in parts.items()
-        }  # fmt: skip
+        total = torch.stack(list(parts.values()))
+        if apart is not None:
+            total = total.unflatten(1, (-1, apart))
+            dims = [2, *(dim + 2 for dim in dims if dim)]
+            left = ("kv", *left)
+        else:
+            dims = [dim + 1 for dim in dims]
+        total = total.sum(dims, dtype=torch.float64) if dims else total.double()
+        if apart is not None:
+            total = total.unsqueeze(2).expand(-1, -1, apart, *total.shape[2:])
         if node.op == "count":
-            return Value(totals["value"], left, finite=True)
-        data = totals["sum"] / totals["count"]
-        data = torch.nan_to_num(data, nan=0.0, posinf=math.inf, neginf=-math.inf)
-        return Value(data, left, finite=finite(node))
-    x = Value(parts["value"], axes, finite=finite(node))
+            (data,) = total
+        else:
+            by_name = dict(zip(parts, total, strict=True))
+            data = by_name["sum"] / by_name["count"]
+            data = data.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
+        data = data if apart is None else data.flatten(0, 1)
+        return Value(data, left, finite=node.op == "count" or finite(node))
+    x = Value(parts["value"].double(), axes, finite=finite(node))
     return reduce(replace(node, axes=over), frame, frame.present(x) if "token" in axes else x)

@@ -25,6 +25,25 @@ top(keys, number) -> bool [R, n]
     The `number` (int, or int64 [R, 1]) highest of int32 keys [R, n] per row, of equal ones the
     first; the lowest int32 is absent and never chosen.
 
+best(score, present, there, numbers) -> bool [R, M]
+    Of the entries that bool `there` [R, M] holds the first and last ones, and of the rest the
+    highest float64 scores, compared as float32, of equal ones the first; all, if they are no more
+    than wanted. numbers is int64 [N, 3], for R / N rows each: first entries, last entries, entries
+    in all. Scores are absent where bool `present` is false (None: nowhere); without scores only the
+    ends stay.
+
+carry(kept, positions, used, newest, states, fresh, *, steps, width) -> positions, there, states
+    Of S layers of G KV heads the entries that some head of bool `kept` [S * G, M] keeps, in order,
+    and `steps` new ones, in the last columns of `width`: int64 [S, width] positions, -1 where
+    nothing is, the new ones up to int64 `newest` [N], of S / N layers each; bool [S * G, width],
+    what each list holds; and each float64 state [S * G, width], the float `fresh` of new entries.
+    int64 `used` [S] says how many positions of a layer are kept.
+
+tally(kept, there, finite, expected, group) -> int64 [S, 3 + 2 * G], bool [S]
+    Of S layers how many positions some KV head keeps, whether all keep the same, whether bool
+    `finite` [S * G] is true, how many entries there are per KV head and how many stay. And whether
+    a layer is finite and as many stay as the numbers `expected` say, if given.
+
 nearest(x, dropped, dropped_count, kept, kept_count) -> int64 [G, P]
     For each dropped entry where in its head's list `kept` the one of the highest cosine stands, of
     equal ones the first; 0 beyond the counts and where nothing is kept. Cosines are of float64 unit

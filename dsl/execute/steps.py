@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from kvpolicy.dsl.bind.additive import Additive
 from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.ends import Ends
 from kvpolicy.dsl.bind.lasting import Lasting
 from kvpolicy.dsl.execute.direct import STATES, reads_budget
 from kvpolicy.dsl.execute.evaluate import Updates
@@ -21,6 +25,15 @@ _TENSORS = frozenset("attn logits key value".split())
 _OF_STATES = _TENSORS
 
 
+def _only_orders(node: Node) -> bool:
+    """Whether a node reads positions for nothing but the order of entries."""
+    return node.op in ("top", "negate") or not any(_is_place(each) for each in node.args)
+
+
+def _is_place(node: Node) -> bool:
+    return node.op == "position" or (node.op == "negate" and _is_place(node.args[0]))
+
+
 class Steps:
     """The rules of decode, ready to be evaluated at every layer.
 
@@ -34,6 +47,8 @@ class Steps:
         at_once: whether several steps are then one sum over their queries.
         advancing_reads, leaving_reads: whether keys or values are read for that, and where entries
             leave.
+        fresh: by name of a state its value for new entries; NaN if data, or the request, decide it.
+        leaving_merge: whether what leaves is merged.
         kernels: that take the place of torch operations; those generated for the policy:
             `advancing` for its states, `leaving` for what is read where entries leave.
         advancing_roots, leaving_roots: what these compute.
@@ -62,7 +77,8 @@ class Steps:
         self.at_once = all(map(additive.state, states))
         self.lasting = Lasting(bound, states_present=self.at_once)
         self.advancing_reads = any(node.op in _TENSORS for node in remembered)
-        self.leaving_reads = rules.merge is not None or any(node.op in _TENSORS for node in leaving)
+        self.leaving_merge = rules.merge is not None
+        self.leaving_reads = self.leaving_merge or any(node.op in _TENSORS for node in leaving)
         self.advancing = Generated.of(
             bound, self.advancing_roots, kernels, self.updates.states, steps=True
         )
@@ -71,11 +87,75 @@ class Steps:
         self.states_alike = self.at_once and self._alike(bound, self.advancing_roots, _OF_STATES)
         self.states_alike &= not self.advancing_reads or self.by_kernels
         self.keep_alike = not report and self._alike(bound, [rules.keep], frozenset(("position",)))
+        self.fresh = self._fresh(bound)
+        self._rules: dict[int, Ends | None] = {}
+        self._places: torch.Tensor | None = None
+        self._bound = bound
 
     @property
     def by_kernels(self) -> bool:
         """Whether generated kernels read all that is read to advance the states."""
         return self.advancing is not None and not self.advancing.regions.reasons
+
+    def _fresh(self, bound: Bound) -> dict[str, float]:
+        """The first values of states, if they are numbers of each entry that no data decide."""
+        found = {}
+        for name, state in self.updates.states.items():
+            first = 0.0
+            if state.start is not None and bound.static.needs(state.start) == frozenset():
+                first = float(bound.number(state.start, 1))
+            elif state.start is not None:
+                first = math.nan
+            found[name] = first
+        return found
+
+    def rule(self, prompt: int) -> Ends | None:
+        """By what entries stay of requests that are taken through steps together.
+
+        None: a request with a prompt of so many tokens goes alone.
+        """
+        if prompt not in self._rules:
+            self._rules[prompt] = self._rule(prompt)
+        return self._rules[prompt]
+
+    def _rule(self, prompt: int) -> Ends | None:
+        bound, states = self._bound, self.updates.states.values()
+        if not {"best", "carry", "tally"} <= set(self.kernels) or not self.states_alike:
+            return None
+        entries = all(state.type.axes == ("kv", "token") for state in states)
+        known = not any(math.isnan(x) for x in self.fresh.values())
+        merges = self.leaving_merge
+        if self.report or merges or not entries or not known:
+            return None
+        if bound.step_queries(prompt) > 1:
+            return None
+        rule = Ends.of(bound, prompt)
+        return rule if rule is not None and self._serves(rule) else None
+
+    def _serves(self, rule: Ends) -> bool:
+        """Whether the scores of many layers can be computed as those of one."""
+        if rule.score is None:
+            return True
+        nodes, bound = list(nodes_of([rule.score])), self._bound
+        if any(node.op == "decided" for node in nodes):
+            return False
+        alike = like_heads(nodes, bound.static, _TENSORS | {"position"}, apart=True)
+        if not alike or not all(_only_orders(node) for node in nodes):
+            return False
+        reads = any(node.op in _TENSORS for node in nodes)
+        return not reads or (self.leaving is not None and not self.leaving.regions.reasons)
+
+    def places(self, width: int, device: torch.device) -> torch.Tensor:
+        """0 .. width - 1, made once for all that are not longer."""
+        if self._places is None or len(self._places) < width or self._places.device != device:
+            self._places = torch.arange(max(width, 1024) * 2, device=device)
+        return self._places[:width]
+
+    def numbers(self, rule: Ends, prompt: int, generated: int) -> tuple:
+        """The numbers of the host that enter states and scores at a step."""
+        roots = [*self.advancing_roots, rule.score]
+        known = [node for node in nodes_of(roots) if self._bound.static.needs(node)]
+        return tuple(self._bound.number(node, prompt, generated=generated) for node in known)
 
     def _alike(self, bound: Bound, roots: list[Node], leaves: frozenset[str]) -> bool:
         states = self.updates.states.values()

@@ -27,13 +27,16 @@ _LEAVES = frozenset("all new before state budget decided".split())
 _SELECTIONS = frozenset("top rank missing remaining fill avgpool maxpool".split())
 
 
-def like_heads(nodes: Sequence[Node], static: Static, leaves: frozenset[str]) -> bool:
+def like_heads(
+    nodes: Sequence[Node], static: Static, leaves: frozenset[str], *, apart: bool = False
+) -> bool:
     """Whether layers may stand for more KV heads in the computation of nodes.
 
     Args:
         nodes: all of them.
         static: of the policy.
         leaves: operations that may be read besides those that always may.
+        apart: whether reductions over KV heads are those of each layer, see `Frame.heads`.
     """
     for node in nodes:
         needs = static.needs(node)
@@ -41,7 +44,9 @@ def like_heads(nodes: Sequence[Node], static: Static, leaves: frozenset[str]) ->
             if "layer" in needs:
                 return False
             continue
-        if {"kv", "layer"} & set(node.axes):
+        if "layer" in node.axes:
+            return False
+        if "kv" in node.axes and not (apart and node.op in REDUCTIONS):
             return False
         if node.op == "decided" and (node.type.absent or set(node.type.axes) - {"kv"}):
             return False

@@ -82,7 +82,10 @@ class Frame:
         held: candidates per KV head, where that is not `tokens`.
         fixed: tensors that live as long as the plan, by id; masks made of these are made once.
         memo: what was made of `fixed` tensors.
-        checks: 0-d bool tensors, false if the model's tensors hold NaN or infinity.
+        checks: bool tensors, false if the model's tensors hold NaN or infinity: 0-d, or one per KV
+            head.
+        heads: G, if the KV heads are those of several layers; what looks across KV heads then looks
+            at so many at a time. None: they are those of one layer.
     """
 
     bound: Bound
@@ -107,6 +110,7 @@ class Frame:
     fixed: dict[int, torch.Tensor] = field(default_factory=dict)
     memo: dict[tuple, torch.Tensor] = field(default_factory=dict)
     checks: list[torch.Tensor] = field(default_factory=list)
+    heads: int | None = None
 
     @property
     def keys(self) -> torch.Tensor:
@@ -195,7 +199,7 @@ class Frame:
             data = data & aligned(there, own, axes)
             return Value(data, axes, x.mask, x.mask_axes, finite=True)
         mask, mask_axes = there, own
-        if x.mask is not None:
+        if x.mask is not None and x.mask is not there:
             mask, mask_axes = self.conjunction(x.mask, x.mask_axes, mask, own)
         return Value(data, axes, mask, mask_axes, finite=x.finite)
 

@@ -16,59 +16,69 @@ from kvpolicy.kernels.entries.tables import Tables
 def settle(
     storage: torch.Tensor,
     tables: Tables,
-    row: int,
-    length: int,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
     req_to_token: torch.Tensor,
     kept: torch.Tensor,
     there: torch.Tensor | None,
     starts: Sequence[int],
     proceed: torch.Tensor,
 ) -> torch.Tensor:
-    """Move the kept entries of one request, in all layers, to the front of their lists' pages.
+    """Move the kept entries of B requests, in all layers, to the front of their lists' pages.
 
-    The list of (layer l, KV head g) is `tables.counts[row, l, g]` entries in private pages, then
-    the tokens `tables.tail_start[row] .. length - 1` in ordinary slots (see `decode_attention` for
-    where these lie). The kept ones become the first entries of its private pages, in their order,
-    tail tokens too; the ordinary slots are only read. A request without private entries (counts 0,
-    tail_start 0) is copied whole.
+    The list of (layer l, KV head g) of the request in a row is `tables.counts[row, l, g]` entries
+    in private pages, then the tokens `tables.tail_start[row] .. length - 1` in ordinary slots (see
+    `decode_attention` for where these lie). The kept ones become the first entries of its private
+    pages, in their order, tail tokens too; the ordinary slots are only read. A request without
+    private entries (counts 0, tail_start 0) is copied whole.
 
     Args:
         storage: [L, 2, padded slots, G, D] any dtype, contiguous; written in place.
         tables: of R rows; not changed. From `first_page` on, each list has pages for what it
             keeps, which no other list has.
-        row: of the request, in SGLang's request pool.
-        length: tokens of the request, those dropped and the newest included.
+        rows: int64 [B] of the requests, in SGLang's request pool, no one twice.
+        lengths: int64 [B], their tokens, those dropped and the newest included.
         req_to_token: int32 [>= R, context], the ordinary slot of each token.
-        kept: bool [G * starts[L]]: [G, M] of each layer, one behind the other.
+        kept: bool [G * starts[B * L]]: [G, M] of each layer of the first request, one behind the
+            other, then of the next request.
         there: the same of the candidates that are cached: the j-th entry of a list is its j-th
             True. None: all are. What is kept is also there, or it is not looked at.
-        starts: L + 1 numbers on the host; layer l has M = starts[l + 1] - starts[l] candidates.
-        proceed: bool, 0-d; if it is false, nothing is written.
+        starts: B * L + 1 numbers on the host; layer l of request b has
+            M = starts[b * L + l + 1] - starts[b * L + l] candidates. A `range`: all as many.
+        proceed: bool [B, P]; where one of them is false, nothing of the request is written.
 
     Returns:
-        int32 [L, G], entries in the private pages of each list afterwards: what is kept, or
-        `tables.counts[row]` if it does not proceed.
+        int32 [B, L, G], entries in the private pages of each list afterwards: what is kept, or
+        `tables.counts[row]` of a request that does not proceed.
 
     Raises:
         ValueError: names the argument, what was expected and what was given. Nothing is written
             then.
     """
-    check(storage, tables, row, req_to_token, kept, there, starts, proceed)
-    own = _Request.of(storage, tables, row, length, req_to_token)
-    if not bool(proceed):
-        return tables.counts[row].to(torch.int32, copy=True)
-    masks = [_masks(kept, there, storage.shape[3], *part) for part in itertools.pairwise(starts)]
-    for layer, (held, _) in enumerate(masks):
-        own.check_there(layer, held.sum(dim=1))
-    counts = torch.stack([stays.sum(dim=1) for _, stays in masks])
-    own.check_room(counts)
-    for layer, (held, stays) in enumerate(masks):
+    check(storage, tables, rows, lengths, req_to_token, kept, there, starts, proceed)
+    layers, group = tables.counts.shape[1:]
+    made = tables.counts[rows].to(torch.int32)
+    moves = []
+    requests = zip(rows.tolist(), lengths.tolist(), proceed.all(1).tolist(), strict=True)
+    for number, (row, length, proceeds) in enumerate(requests):
+        if not proceeds:
+            continue
+        own = Cached.of(storage, tables, row, length, req_to_token)
+        parts = itertools.pairwise(starts[number * layers : (number + 1) * layers + 1])
+        masks = [_masks(kept, there, group, *part) for part in parts]
+        for layer, (held, _) in enumerate(masks):
+            own.check_there(layer, held.sum(dim=1))
+        counts = torch.stack([stays.sum(dim=1) for _, stays in masks])
+        own.check_room(counts)
+        made[number] = counts
+        moves += [(own, layer, *each) for layer, each in enumerate(masks)]
+    for own, layer, held, stays in moves:
         _move(storage, own, layer, held, stays)
-    return counts.to(torch.int32)
+    return made
 
 
 @dataclass(frozen=True)
-class _Request:
+class Cached:
     """What one request has cached.
 
     Attributes:
@@ -91,7 +101,7 @@ class _Request:
         row: int,
         length: int,
         req_to_token: torch.Tensor,
-    ) -> _Request:
+    ) -> Cached:
         """Reads its row of the tables."""
         tail = req_to_token[row, int(tables.tail_start[row]) : length]
         slots = tables.slots[int(tables.slots_start[row]) :]
@@ -160,7 +170,7 @@ def _masks(
 
 
 def _move(
-    storage: torch.Tensor, own: _Request, layer: int, held: torch.Tensor, stays: torch.Tensor
+    storage: torch.Tensor, own: Cached, layer: int, held: torch.Tensor, stays: torch.Tensor
 ) -> None:
     """Everything of a layer is read before anything is written."""
     size, offset = storage.shape[4], storage.shape[2] * storage.shape[3]
@@ -177,7 +187,8 @@ def _move(
 def check(
     storage: torch.Tensor,
     tables: Tables,
-    row: int,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
     req_to_token: torch.Tensor,
     kept: torch.Tensor,
     there: torch.Tensor | None,
@@ -189,30 +200,60 @@ def check(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    if storage.dim() != 5 or storage.shape[1] != 2 or not storage.is_contiguous():
+    check_requests(storage, tables, rows, lengths, req_to_token)
+    layers, group, number = storage.shape[0], storage.shape[3], rows.shape[0]
+    ascending = isinstance(starts, range) or list(starts) == sorted(starts)
+    if len(starts) != number * layers + 1 or starts[0] != 0 or not ascending:
         raise ValueError(
-            f"storage: expected contiguous [L, 2, padded, G, D], got {list(storage.shape)}"
+            f"starts: expected {number * layers + 1} ascending numbers from 0, got {starts}"
         )
-    layers, group = storage.shape[0], storage.shape[3]
-    if len(starts) != layers + 1 or starts[0] != 0 or list(starts) != sorted(starts):
-        raise ValueError(f"starts: expected {layers + 1} ascending numbers from 0, got {starts}")
     for name, mask in (("kept", kept), ("there", kept if there is None else there)):
         if mask.dtype != torch.bool or list(mask.shape) != [group * starts[-1]]:
             raise ValueError(
                 f"{name}: expected bool [{group * starts[-1]}], got {mask.dtype} {list(mask.shape)}"
             )
-    if proceed.dtype != torch.bool or proceed.dim():
-        raise ValueError(f"proceed: expected bool [], got {proceed.dtype} {list(proceed.shape)}")
-    rows = tables.tail_start.shape[0]
+    check_proceed(proceed, number)
+
+
+def check_proceed(proceed: torch.Tensor, number: int) -> None:
+    """Refuses another shape or dtype of what says whether B requests proceed.
+
+    Raises:
+        ValueError: says what was expected and what was given.
+    """
+    if proceed.dtype != torch.bool or proceed.dim() != 2 or len(proceed) != number:
+        raise ValueError(
+            f"proceed: expected bool [{number}, P], got {proceed.dtype} {list(proceed.shape)}"
+        )
+
+
+def check_requests(
+    storage: torch.Tensor,
+    tables: Tables,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    req_to_token: torch.Tensor,
+) -> None:
+    """Refuses wrong shapes and dtypes of what says where requests' entries lie; reads no tensor.
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    if storage.dim() != 5 or storage.shape[1] != 2 or not storage.is_contiguous():
+        raise ValueError(
+            f"storage: expected contiguous [L, 2, padded, G, D], got {list(storage.shape)}"
+        )
+    listed = [tables.tail_start.shape[0], storage.shape[0], storage.shape[3]]
     for name, tensor in (("counts", tables.counts), ("first_page", tables.first_page)):
-        if list(tensor.shape) != [rows, layers, group]:
-            raise ValueError(
-                f"tables.{name}: expected {[rows, layers, group]}, got {list(tensor.shape)}"
-            )
+        if list(tensor.shape) != listed:
+            raise ValueError(f"tables.{name}: expected {listed}, got {list(tensor.shape)}")
     if req_to_token.dim() != 2 or req_to_token.dtype != torch.int32:
         raise ValueError(
             f"req_to_token: expected int32 [rows, context], "
             f"got {req_to_token.dtype} {list(req_to_token.shape)}"
         )
-    if not 0 <= row < min(rows, req_to_token.shape[0]):
-        raise ValueError(f"row: expected 0 to {min(rows, req_to_token.shape[0]) - 1}, got {row}")
+    for name, tensor in (("rows", rows), ("lengths", lengths)):
+        if tensor.dtype != torch.int64 or tensor.dim() != 1 or len(tensor) != len(rows):
+            raise ValueError(
+                f"{name}: expected int64 [{len(rows)}], got {tensor.dtype} {list(tensor.shape)}"
+            )

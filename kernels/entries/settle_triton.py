@@ -49,8 +49,8 @@ _REGISTERS = 64
 def settle(
     storage: torch.Tensor,
     tables: Tables,
-    row: int,
-    length: int,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
     req_to_token: torch.Tensor,
     kept: torch.Tensor,
     there: torch.Tensor | None,
@@ -60,7 +60,7 @@ def settle(
     piece: int | None = None,
     tile: int | None = None,
 ) -> torch.Tensor:
-    """Move the kept entries of one request, in all layers, to the front of their lists' pages.
+    """Move the kept entries of B requests, in all layers, to the front of their lists' pages.
 
     As `settle.settle`, without reading a number of the device: neither that candidates are as many
     as the lists are long is checked, nor that what stays has pages of its own.
@@ -72,31 +72,34 @@ def settle(
             None: as measured, else `rows_of`.
 
     Returns:
-        int32 [L, G], entries in the private pages of each list afterwards.
+        int32 [B, L, G], entries in the private pages of each list afterwards.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
         TunedError: as `tuned.load`.
     """
-    check(storage, tables, row, req_to_token, kept, there, starts, proceed)
+    check(storage, tables, rows, lengths, req_to_token, kept, there, starts, proceed)
     layers, _, padded, group, _ = storage.shape
     words = _words(storage)
-    size, word = words.shape[4], words.element_size()
-    where = (size * word, layers * group, starts[-1] // layers)
+    size, word, lists = words.shape[4], words.element_size(), rows.shape[0] * layers
+    counts = torch.empty((rows.shape[0], layers, group), dtype=torch.int32, device=storage.device)
+    if not lists:
+        return counts
+    where = (size * word, layers * group, starts[-1] // lists)
     measured = tuned.choice("settle", storage.device, *where)
     piece = piece or measured.get("piece", _LINE)
     part = min(triton.next_power_of_2(size), max(piece // word, 1))
     tile = tile or measured.get("tile") or rows_of(part, word)
     pieces = triton.cdiv(size, part)
-    counts = torch.empty((layers, group), dtype=torch.int32, device=storage.device)
     # Pieces and heads change fastest: those of one ordinary slot lie side by side.
-    _settle[(pieces * group, 2, layers)](
+    _settle[(pieces * group, 2, lists)](
         words, tables.counts, tables.first_page, tables.tail_start, tables.slots_start,
         tables.slots, req_to_token, _bytes(kept), None if there is None else _bytes(there),
-        _on_device(starts, storage.device), proceed.view(torch.uint8), counts,
-        row, length, padded, req_to_token.stride(0), starts[1],
+        _on_device(starts, storage.device), proceed.contiguous().view(torch.uint8), counts,
+        rows, lengths, padded, req_to_token.stride(0), starts[1],
         LAYERS=layers, GROUP=group, SIZE=size, PIECE=part, PIECES=pieces,
-        TILE=tile, maxnreg=_REGISTERS if tile <= rows_of(part, word) else None,
+        TILE=tile, FLAGS=proceed.shape[1], FLAGS_P=triton.next_power_of_2(max(proceed.shape[1], 1)),
+        maxnreg=_REGISTERS if tile <= rows_of(part, word) else None,
     )  # fmt: skip
     return counts
 
@@ -112,7 +115,9 @@ def _bytes(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _on_device(starts: Sequence[int], device: torch.device) -> torch.Tensor | None:
-    """int64 [L + 1]; the host does not wait for the copy. None where all layers are as wide."""
+    """int64 [B * L + 1]; the host does not wait for the copy. None where all are as wide."""
+    if isinstance(starts, range):
+        return None
     if len({end - start for start, end in itertools.pairwise(starts)}) == 1:
         return None
     made = torch.tensor(starts, dtype=torch.int64)
@@ -121,33 +126,35 @@ def _on_device(starts: Sequence[int], device: torch.device) -> torch.Tensor | No
     return made.to(device, non_blocking=True)
 
 
-@triton.jit(do_not_specialize=["row", "length", "padded", "context", "width"])
+@triton.jit(do_not_specialize=["padded", "context", "width"])
 def _settle(
     storage, counts, first_pages, tail_starts, slots_starts,
     slots, req_to_token, kept, there,
     starts, proceed, result,
-    row, length, padded, context, width,
+    rows, lengths, padded, context, width,
     LAYERS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PIECE: tl.constexpr,
-    PIECES: tl.constexpr, TILE: tl.constexpr,
+    PIECES: tl.constexpr, TILE: tl.constexpr, FLAGS: tl.constexpr, FLAGS_P: tl.constexpr,
 ):  # fmt: skip
     """Moves a piece of the rows of one list's keys or values."""
     head, piece = tl.program_id(0) // PIECES, tl.program_id(0) % PIECES
-    which, layer = tl.program_id(1), tl.program_id(2)
-    row = row.to(tl.int64)
+    which, request = tl.program_id(1), tl.program_id(2) // LAYERS
+    layer = tl.program_id(2) % LAYERS
+    row = tl.load(rows + request)
     list_ = layer * GROUP + head
     private = tl.load(counts + row * LAYERS * GROUP + list_)
     number = private
-    if tl.load(proceed) != 0:
+    if proceeds(proceed, request, FLAGS, FLAGS_P):
+        length = tl.load(lengths + request).to(tl.int32)
         first_page = tl.load(first_pages + row * LAYERS * GROUP + list_)
         tail_start = tl.load(tail_starts + row)
         cached = private + tl.maximum(length - tail_start, 0)
         own_slots = slots + tl.load(slots_starts + row)
         tail_slots = req_to_token + row * context + tail_start
         if starts is None:
-            start = layer.to(tl.int64) * width
+            start = tl.program_id(2).to(tl.int64) * width
         else:
-            start = tl.load(starts + layer)
-            width = (tl.load(starts + layer + 1) - start).to(tl.int32)
+            start = tl.load(starts + tl.program_id(2))
+            width = (tl.load(starts + tl.program_id(2) + 1) - start).to(tl.int32)
         first = start * GROUP + head.to(tl.int64) * width
         kept += first
         if there is not None:
@@ -189,7 +196,15 @@ def _settle(
             x = tl.load(base + from_[:, None] * SIZE, mask=(from_ >= 0)[:, None] & own)
             tl.store(base + next_into[:, None] * SIZE, next_x, mask=(next_into >= 0)[:, None] & own)
     if (which == 0) & (piece == 0):
-        tl.store(result + list_, number)
+        tl.store(result + request.to(tl.int64) * LAYERS * GROUP + list_, number)
+
+
+@triton.jit
+def proceeds(flags, request, FLAGS: tl.constexpr, FLAGS_P: tl.constexpr):
+    """Whether all flags of a request are true."""
+    flag = tl.arange(0, FLAGS_P)
+    own = tl.load(flags + request.to(tl.int64) * FLAGS + flag, mask=flag < FLAGS, other=1)
+    return tl.min(own.to(tl.int32)) != 0
 
 
 @triton.jit

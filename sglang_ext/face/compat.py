@@ -406,8 +406,14 @@ def scaled(queries: torch.Tensor, layer: Any) -> torch.Tensor:
     """Queries as a policy sees them: its attention is softmax(q k / sqrt(D)); the model's may
     be scaled otherwise.
     """
+    factor = scale(layer)
+    return queries if factor == 1.0 else queries * factor
+
+
+def scale(layer: Any) -> float:
+    """By what queries of a layer are multiplied for policies."""
     factor = layer.scaling * math.sqrt(layer.qk_head_dim)
-    return queries if math.isclose(factor, 1.0, rel_tol=1e-6) else queries * factor
+    return 1.0 if math.isclose(factor, 1.0, rel_tol=1e-6) else factor
 
 
 def evict(tree: Any, slots: int) -> None:

@@ -28,7 +28,8 @@ class KernelsInUse:
     Attributes:
         name: `torch` or `triton`.
         table: of the policies' programs, see `dsl.torch_kernels`.
-        compact_layers, place, settle, gather, rotate, take_rows, put_rows: as in `kernels`.
+        compact_layers, place, settle, gather, rotate, turn, entry_ids, take_rows, put_rows: as in
+            `kernels`.
     """
 
     name: str
@@ -38,6 +39,8 @@ class KernelsInUse:
     settle: Callable[..., torch.Tensor]
     gather: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rotate: Callable[..., torch.Tensor]
+    turn: Callable[..., None]
+    entry_ids: Callable[..., torch.Tensor]
     take_rows: Callable[..., list[torch.Tensor]]
     put_rows: Callable[..., None]
 
@@ -99,29 +102,35 @@ def check(asked: str, device: str) -> None:
 
 
 def _torch() -> KernelsInUse:
+    from kvpolicy.kernels.attention.entry_ids import entry_ids
     from kvpolicy.kernels.entries.compact_layers import compact_layers
     from kvpolicy.kernels.entries.gather import gather
     from kvpolicy.kernels.entries.place import place
     from kvpolicy.kernels.entries.rotate import rotate
     from kvpolicy.kernels.entries.rows import put_rows, take_rows
     from kvpolicy.kernels.entries.settle import settle
+    from kvpolicy.kernels.entries.turn import turn
 
     return KernelsInUse(
-        "torch", NONE, compact_layers, place, settle, gather, rotate, take_rows, put_rows
-    )
+        "torch", NONE, compact_layers, place, settle, gather, rotate, turn, entry_ids, take_rows,
+        put_rows,
+    )  # fmt: skip
 
 
 def _triton() -> KernelsInUse:
     # Triton decides when its kernels are made whether they are interpreted, and need not be there
     # where torch computes.
+    from kvpolicy.kernels.attention.entry_ids_triton import entry_ids
     from kvpolicy.kernels.entries.compact_layers_triton import compact_layers
     from kvpolicy.kernels.entries.gather_triton import gather
     from kvpolicy.kernels.entries.place_triton import place
     from kvpolicy.kernels.entries.rotate_triton import rotate
     from kvpolicy.kernels.entries.rows_triton import put_rows, take_rows
     from kvpolicy.kernels.entries.settle_triton import settle
+    from kvpolicy.kernels.entries.turn_triton import turn
     from kvpolicy.kernels.table import TRITON
 
     return KernelsInUse(
-        "triton", TRITON, compact_layers, place, settle, gather, rotate, take_rows, put_rows
-    )
+        "triton", TRITON, compact_layers, place, settle, gather, rotate, turn, entry_ids,
+        take_rows, put_rows,
+    )  # fmt: skip

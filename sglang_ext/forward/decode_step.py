@@ -10,7 +10,7 @@ have gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +20,14 @@ import torch
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.forward.failures import DECODING, FOLD, READING
 from kvpolicy.sglang_ext.forward.fold import Fold, Room
-from kvpolicy.sglang_ext.forward.follow import Following, Reader, may_leave, no_queries
+from kvpolicy.sglang_ext.forward.fold_together import FoldTogether, Member, Together, group_of
+from kvpolicy.sglang_ext.forward.follow import (
+    Following,
+    Reader,
+    check_last_fold,
+    may_leave,
+    no_queries,
+)
 from kvpolicy.sglang_ext.memory.lists import Lists
 from kvpolicy.sglang_ext.memory.private import Private
 from kvpolicy.sglang_ext.request.request import State, state_of
@@ -139,20 +146,51 @@ class DecodeStep:
             with failures.contained(each.request, FOLD):
                 if may_leave(self._runtime, room, each.request, each.state, each.length):
                     leaving.add(row)
-        most, folds = self._runtime.queries.most_steps(len(self._noted)), []
+        most = self._runtime.queries.most_steps(len(self._noted))
+        alone: list[tuple[_Follower, bool]] = []
+        groups: dict[tuple[Hashable, bool], list[Member]] = {}
         for row, each in self._followers.items():
-            if each.state.failed or not (row in leaving or each.state.notes.full(most)):
+            leaves = row in leaving
+            if each.state.failed or not (leaves or each.state.notes.full(most)):
                 continue
-            fold = None
             with failures.contained(each.request, DECODING):
-                fold = self._follow(each, leaves=row in leaving)
-            if fold is not None and each.state.served.bound.decode.merge is not None:
-                self._finish(each, fold)  # the rows that it has merged are not held for longer
-            elif fold is not None:
-                folds.append((each, fold))
+                check_last_fold(each.request, each.state)
+                member = Member(each.request, each.state, each.length)
+                group = group_of(member, leaves=leaves)
+                if group is None:
+                    alone.append((each, leaves))
+                else:
+                    groups.setdefault((group, leaves), []).append(member)
         # All policies have been asked before the host waits for the first one's numbers.
-        for each, fold in folds:
-            self._finish(each, fold)
+        folds = [
+            fold
+            for (_, leaves), members in groups.items()
+            for fold in self._follow_together(members, leaves=leaves)
+        ]
+        others = []
+        for each, leaves in alone:
+            own = None
+            with failures.contained(each.request, DECODING):
+                own = self._follow(each, leaves=leaves)
+            if own is not None and each.state.served.bound.decode.merge is not None:
+                self._finish(each, own)  # the rows that it has merged are not held for longer
+            elif own is not None:
+                others.append((each, own))
+        for fold in folds:
+            fold.finish()
+        for each, own in others:
+            self._finish(each, own)
+
+    def _follow_together(self, members: list[Member], *, leaves: bool) -> list[FoldTogether]:
+        """Take the policies of a group through their steps; where that fails, one by one."""
+        try:
+            fold = Together(self._runtime, self._table, members).follow(leaves=leaves)
+            return [] if fold is None else [fold]
+        except Exception as error:
+            if len(members) == 1:
+                self._runtime.failures.note(members[0].request, DECODING, error)
+                return []
+        return [fold for each in members for fold in self._follow_together([each], leaves=leaves)]
 
     def _finish(self, follower: _Follower, fold: Fold) -> None:
         with self._runtime.failures.contained(follower.request, FOLD):

@@ -34,7 +34,10 @@ from kvpolicy.sglang_ext.request.request import State
 
 if TYPE_CHECKING:
     from kvpolicy.dsl.execute.decode import Choice
+    from kvpolicy.dsl.execute.follow import Landed
     from kvpolicy.sglang_ext.forward.services import Services
+    from kvpolicy.sglang_ext.memory.private import Private
+    from kvpolicy.sglang_ext.memory.store import Store
 
 # From a layer and `there` [G, M] or None to k, v [G, M, D].
 Read = Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
@@ -60,9 +63,12 @@ class Room:
             length: tokens of the request, the new one included.
         """
         store, tree = self._runtime.store, self._runtime.tree
-        need = store.slots_for(self._all(state, length))
-        if state.private is not None:
-            need -= state.private.slots.numel()
+        private = state.private
+        if private is None:
+            everything = torch.full((store.arena.layers, store.arena.kv_heads), length)
+            need = store.slots_for(everything)
+        else:
+            need = store.slots_with(private, length - private.tail_start) - private.slots.numel()
         free = store.allocator.available_size() + tree.evictable_size()
         if state.published:
             end = length // tree.page_size * tree.page_size
@@ -73,13 +79,6 @@ class Room:
             return False
         self._promised += need
         return True
-
-    def _all(self, state: State, length: int) -> torch.Tensor:
-        """[L, G] entries that are cached now, on the host."""
-        private, arena = state.private, self._runtime.arena
-        if private is None:
-            return torch.full((arena.layers, arena.kv_heads), length)
-        return torch.tensor(private.laid_out) + (length - private.tail_start)
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,17 @@ class _Rows:
     k: torch.Tensor
     v: torch.Tensor
     kept: torch.Tensor
+
+
+def fits(store: Store, private: Private | None, counts: torch.Tensor) -> bool:
+    """Whether each list of a request has pages for what it keeps, [L, G], and not many too many."""
+    if private is None or private.room is None:
+        return False
+    if counts.tolist() == private.laid_out:
+        return private.slots.numel() <= _WASTEFUL * store.slots_with(private, 0)
+    return bool((counts <= private.room).all()) and (
+        private.slots.numel() <= _WASTEFUL * store.slots_for(counts)
+    )
 
 
 class Fold:
@@ -119,16 +129,25 @@ class Fold:
 
     def finish(self) -> None:
         """Write what stays; if nothing left, all stays where it is. The host waits once at most."""
-        started = time.perf_counter()
-        runtime, state = self._runtime, self._state
+        started, state = time.perf_counter(), self._state
         if self._lasts():
             private = state.private
             came = self._length - private.tail_start
             self.write_in_place(torch.tensor(private.laid_out), state.memory.stays(private.counts))
             self._report(came * private.counts.numel(), started)
             return
-        finite = state.memory.finite
         landed = state.memory.land()
+        assert landed is not None
+        self.write(landed, started)
+
+    def write(self, landed: Landed, started: float | None = None) -> None:
+        """Write what stays, by the numbers that have landed.
+
+        Args:
+            started: when the fold began; None: now.
+        """
+        started = time.perf_counter() if started is None else started
+        runtime, state = self._runtime, self._state
         dropped = int((landed.there - landed.kept).sum())
         if dropped == 0:
             if state.private is not None:
@@ -139,10 +158,11 @@ class Fold:
             state.private = runtime.store.allocate(
                 row, state.served.name, 0, self._length, runtime.evict
             )
-        fits = self._fits(landed.kept)
-        if fits and not any(_changes(each) for each in self._choices):
+        stays = self._fits(landed.kept)
+        if stays and not any(_changes(each) for each in self._choices):
+            finite = torch.ones((), dtype=torch.bool, device=state.private.slots.device)
             self.write_in_place(landed.kept, finite)
-        elif fits or self._fits_by_layer(landed.kept):
+        elif stays or self._fits_by_layer(landed.kept):
             self.write_by_layer(landed.kept)
         else:
             self.write_anew(landed.kept)
@@ -162,11 +182,8 @@ class Fold:
         return same and self._fits(torch.tensor(private.laid_out))
 
     def _fits(self, counts: torch.Tensor) -> bool:
-        """Whether each list has pages for what it keeps, [L, G], and not many too many."""
-        private, store = self._state.private, self._runtime.store
-        if private.room is None or not bool((counts <= private.room).all()):
-            return False
-        return private.slots.numel() <= _WASTEFUL * store.slots_for(counts)
+        """As `fits`."""
+        return fits(self._runtime.store, self._state.private, counts)
 
     def _fits_by_layer(self, counts: torch.Tensor) -> bool:
         """Whether the pages of each layer can be laid out anew before the next one is read."""
@@ -193,18 +210,18 @@ class Fold:
                 for each in choices
             ])  # fmt: skip
         starts = itertools.accumulate((each.kept.shape[1] for each in choices), initial=0)
+        device = runtime.arena.storage.device
         written = self._state.served.kernels.settle(
             runtime.arena.storage,
             runtime.tables.tables,
-            private.row,
-            self._length,
+            *to_device([[private.row], [self._length]], torch.int64, device),
             runtime.tree.req_to_token_pool.req_to_token,
             torch.cat([each.kept.flatten() for each in choices]),
             there,
             list(starts),
-            finite,
+            finite.view(1, 1),
         )
-        runtime.store.settled(private, counts, written)
+        runtime.store.settled(private, counts, written[0])
         self.leave_tail()
 
     def write_by_layer(self, counts: torch.Tensor) -> None:

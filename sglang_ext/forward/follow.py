@@ -125,7 +125,7 @@ class Following:
         Returns:
             What is to be written if some do; None if none may.
         """
-        self._check_last_fold()
+        check_last_fold(self.request, self.state)
         read = self.read or self.reader.given
         choices = self.state.memory.follow(self.positions, self.queries, read, leaves=leaves)
         if not choices:
@@ -133,13 +133,14 @@ class Following:
         rows = self.reader.gathered
         return Fold(runtime, self.request, self.state, self.length, rows, choices)
 
-    def _check_last_fold(self) -> None:
-        """Raise unless the last fold kept what it was reckoned to keep, if it did not wait."""
-        landed, private = self.state.memory.land(), self.state.private
-        if landed is None or not landed.finite or private is None or not private.full:
-            return
-        if landed.kept.tolist() != private.laid_out:
-            raise RuntimeError(f"request {self.request.rid}: a fold kept other numbers of entries")
+
+def check_last_fold(request: Any, state: State) -> None:
+    """Raise unless the last fold kept what it was reckoned to keep, if it did not wait."""
+    landed, private = state.memory.land(), state.private
+    if landed is None or not landed.finite or private is None or not private.full:
+        return
+    if landed.kept.tolist() != private.laid_out:
+        raise RuntimeError(f"request {request.rid}: a fold kept other numbers of entries")
 
 
 def may_leave(runtime: Services, room: Room, request: Any, state: State, length: int) -> bool:

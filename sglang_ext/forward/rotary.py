@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,10 +19,12 @@ class Rotary:
     Attributes:
         inv_freq: [R / 2] float64, radians per position of each pair of dimensions.
         interleaved: pairs are (2i, 2i + 1); otherwise (i, i + R / 2).
+        placed: `inv_freq` by device, as far as it was needed there.
     """
 
     inv_freq: torch.Tensor
     interleaved: bool
+    placed: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
     def move(
         self, k: torch.Tensor, shift: torch.Tensor, rotate: Callable[..., torch.Tensor] = rotate
@@ -34,6 +36,13 @@ class Rotary:
         """
         inv_freq = self.inv_freq.to(k.device, non_blocking=True)
         return rotate(k, shift, inv_freq, interleaved=self.interleaved)
+
+    def turn(self, turn: Callable[..., None], storage: torch.Tensor, *given: Any) -> None:
+        """Turn keys in place, as in `kernels.turn`, which is given with its other arguments."""
+        key = storage.device
+        if key not in self.placed:
+            self.placed[key] = self.inv_freq.to(key)
+        turn(storage, *given, self.placed[key], interleaved=self.interleaved)
 
 
 def of_model(model: Any) -> Rotary:

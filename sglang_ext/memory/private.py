@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from kvpolicy.sglang_ext.memory.shared import Shared
@@ -28,6 +28,7 @@ class Private:
         full: whether every list lost entries when it was written last.
         borrowed: whether the slots are still the prompt's, in the request's row: it was compacted
             within them, and the row has not been given up yet.
+        needs: slots that all its entries take with so many tokens more, as far as asked.
     """
 
     row: int
@@ -42,6 +43,7 @@ class Private:
     shared: Shared | None = None
     full: bool = False
     borrowed: bool = False
+    needs: dict[int, int] = field(default_factory=dict)
 
     @property
     def ready(self) -> bool:

@@ -135,6 +135,12 @@ class Store:
         """Slots that so many entries [L, G] take."""
         return self.whole_pages(self.arena.slots_for(self.lay_out(counts)[1]))
 
+    def slots_with(self, private: Private, tail: int) -> int:
+        """Slots that the entries of a request take with so many tokens more in every list."""
+        if tail not in private.needs:
+            private.needs[tail] = self.slots_for(torch.tensor(private.laid_out) + tail)
+        return private.needs[tail]
+
     def grow(self, private: Private, slots: int, evict: Callable[[int], object]) -> bool:
         """Take more slots, until a request has so many; False, and nothing, if too few are left.
 
@@ -160,6 +166,7 @@ class Store:
         page, device = self.arena.kv_heads, self.arena.storage.device
         first_page, pages = self.lay_out(counts)
         private.laid_out = counts.tolist()
+        private.needs.clear()
         private.room = (counts + page - 1) // page * page
         private.layer_starts = first_page[:, 0].tolist()
         private.counts = to_device(counts, torch.int32, device)
@@ -191,9 +198,15 @@ class Store:
             written: int32 [L, G], the same on the device.
         """
         private.laid_out = counts.tolist()
+        private.needs.clear()
         private.counts = written
         if self._tables is not None:
             self._tables.note(private)
+
+    def tail_moved(self, private: Private) -> None:
+        """The lists of a request are as long as before, and its tail begins elsewhere."""
+        if self._tables is not None:
+            self._tables.note_tail(private)
 
     def empty(self, private: Private, tail_start: int) -> None:
         """Give back every slot of a request that goes on without what it held.

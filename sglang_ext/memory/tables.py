@@ -8,11 +8,12 @@ finds the tensors where they always were.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from kvpolicy.kernels.entries.tables import Tables
+from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.face.streams import Streams
 from kvpolicy.sglang_ext.memory.arena import Arena
 
@@ -50,6 +51,7 @@ class DeviceTables:
         self.tables = self.empty(*sizes, device, pairs=pairs)
         self._streams = streams or Streams()
         self._changed: dict[int, Private | None] = {}
+        self._moved: dict[int, Private] = {}
         self._written: dict[int, Private] = {}
         self._places: dict[int, range] = {}
         self.end = 0  # of the places that are taken
@@ -71,6 +73,10 @@ class DeviceTables:
         """A request's private pages are laid out anew; read when the tables are written."""
         self._changed[private.row] = private
 
+    def note_tail(self, private: Private) -> None:
+        """Only where a request's tail begins has changed; read when the tables are written."""
+        self._moved[private.row] = private
+
     def forget(self, row: int) -> None:
         """A row has no private pages any more."""
         self._changed[row] = None
@@ -82,6 +88,8 @@ class DeviceTables:
     def write(self) -> None:
         """Write what has changed, on the current stream, without waiting for the device."""
         changed, self._changed = self._changed, {}
+        moved, self._moved = self._moved, {}
+        self._write_tails([each for row, each in moved.items() if row not in changed])
         for row, private in changed.items():
             self._written.pop(row, None)
             if private is None:
@@ -91,11 +99,19 @@ class DeviceTables:
         kept = [private for private in changed.values() if private is not None]
         for private in kept:
             self._written[private.row] = private
-        moved = self._find_places(kept)
+        placed = self._find_places(kept)
         for private in kept:
             self._write_lists(private)
-        for private in moved:
+        for private in placed:
             self._write_slots(private)
+
+    def _write_tails(self, moved: Sequence[Private]) -> None:
+        if not moved:
+            return
+        tails = self.tables.tail_start
+        rows = to_device([each.row for each in moved], torch.int64, tails.device)
+        starts = to_device([each.tail_start for each in moved], torch.int32, tails.device)
+        tails.index_copy_(0, rows, starts)
 
     def _find_places(self, changed: Iterable[Private]) -> Iterable[Private]:
         """Where slots go; returns whose are to be written."""
@@ -143,10 +159,10 @@ class DeviceTables:
         Raises:
             RuntimeError: says which row is wrong.
         """
-        tables, rows = self.tables, set(self._changed)
+        tables, rows = self.tables, {*self._changed, *self._moved}
         for private in held:
             row = private.row
-            if row in self._changed:
+            if row in self._changed or row in self._moved:
                 continue
             rows.add(row)
             start = int(tables.slots_start[row])

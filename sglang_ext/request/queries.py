@@ -114,6 +114,14 @@ class QueryBuffer:
         """Queries of a layer as a policy sees them."""
         return compat.scaled(queries, self._layers[layer])
 
+    def scaled_layers(self, queries: torch.Tensor) -> torch.Tensor:
+        """The same of queries [B, L, H, T, D]."""
+        factors = [compat.scale(self._layers[layer]) for layer in range(queries.shape[1])]
+        if all(factor == 1.0 for factor in factors):
+            return queries
+        by = to_device(factors, queries.dtype, queries.device)
+        return queries * by[:, None, None, None]
+
     def _of(self, rows: int) -> torch.Tensor | None:
         """The buffer in which a forward of so many rows finds its place."""
         captured = self.captured

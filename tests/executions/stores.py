@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.apply import prefilled, turned
 from kvpolicy.dsl.execute.decode import Choice, Memory
 from kvpolicy.dsl.execute.kernels import NONE, Entries, Kernels
 from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.execute.requests import follow_together
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 
@@ -45,7 +47,7 @@ class Store:
 
     Args:
         bound: the policy.
-        kernels: of its program.
+        kernels: of its program; program: that, if it is shared.
         prompt: q [L, H, N, D], k and v [L, G, N, D].
         steps: as `Recorded`.
         poison: what rows hold that a KV head does not.
@@ -55,11 +57,13 @@ class Store:
     """
 
     def __init__(
-        self, bound: Bound, prompt, steps, poison: float = math.nan, kernels: Kernels = NONE
-    ) -> None:
+        self, bound: Bound, prompt, steps, poison: float = math.nan, kernels: Kernels = NONE,
+        program: TorchProgram | None = None,
+    ) -> None:  # fmt: skip
         size = prompt[1].shape[-1]
         self.inv_freq = None if size % 2 else 100.0 ** (-np.arange(size // 2) / 2)
-        made = prefilled(TorchProgram(bound, kernels=kernels), *prompt, self.inv_freq)
+        self.program = program or TorchProgram(bound, kernels=kernels)
+        made = prefilled(self.program, *prompt, self.inv_freq)
         self.rows: list[Rows] = []
         for own, rows in zip(made.run.finish(), made.vectors, strict=True):
             some = own.any(0)
@@ -174,6 +178,53 @@ class Pool(Store):
         pool = self.pool.setdefault(0, in_one_pool(self.rows, 0, None))
         own = in_one_pool(self.rows, layer, there)
         return tuple(Entries(x.pool, y.ids) for x, y in zip(pool, own, strict=True))
+
+
+def together(stores: list[Pool], number: int, *, leaves: bool = True) -> None:
+    """So many steps of several requests at once, all their entries in one pool."""
+    first = [each.done for each in stores]
+    for each in stores:
+        for _ in range(number):
+            each.append()
+
+    def queries() -> torch.Tensor:
+        own = [
+            each.steps.q[at : at + number].permute(1, 2, 0, 3)
+            for each, at in zip(stores, first, strict=True)
+        ]
+        return torch.cat([x.flatten(0, 1) for x in own])
+
+    def read(there: torch.Tensor) -> tuple[Entries, Entries]:
+        heads = stores[0].rows[0][0].shape[0]
+        pools: list[list[torch.Tensor]] = [[], []]
+        ids, before = [], 0
+        for i, each in enumerate(stores):
+            for layer in range(len(each.rows)):
+                number = len(each.rows) * i + layer
+                held = there[number * heads : (number + 1) * heads]
+                own = held[:, held.shape[1] - each.rows[layer][0].shape[1] :]
+                found = in_one_pool(each.rows, layer, own)
+                shifted = torch.where(own, found[0].ids + before, 0)
+                ids.append(F.pad(shifted, (held.shape[1] - own.shape[1], 0)))
+            for pool, x in zip(pools, found, strict=True):
+                pool.append(x.pool)
+            before += len(found[0].pool)
+        return tuple(Entries(torch.cat(pool), torch.cat(ids)) for pool in pools)
+
+    steps = [
+        range(x.first + at, x.first + at + number) for x, at in zip(stores, first, strict=True)
+    ]
+    memories = [each.memory for each in stores]
+    newest = torch.tensor([own[-1] for own in steps])
+    staying = follow_together(memories, steps, newest, queries, read, leaves=leaves)
+    if staying is None:
+        return
+    for i, each in enumerate(stores):
+        choices = staying.block.choices(i, slots=each.memory.bound.positions == "slots")
+        each.memory.land()
+        assert each.memory.not_finite != bool(staying.proceed[i].all()) or staying.repeats
+        for layer, choice in enumerate(choices if not each.memory.not_finite else ()):
+            each.leave(layer, choice)
 
 
 def assert_alike(one: Store, other: Store) -> None:

@@ -163,7 +163,7 @@ def both(frame: Frame, node: Node) -> tuple[Value, Value]:
         frame = replace(frame, checks=[])
         values.append(evaluated(frame, node, given))
         assert frame.checks
-        assert all(bool(each) for each in frame.checks)
+        assert all(bool(each.all()) for each in frame.checks)
     return values[0], values[1]
 
 
@@ -293,7 +293,7 @@ def test_not_finite(score, wrong):
             x.pool[x.ids[1, row], column] = number
             frame.checks.clear()
             evaluated(frame, node, made)
-            assert all(bool(each) for each in frame.checks) == finite
+            assert all(bool(each.all()) for each in frame.checks) == finite
 
 
 def test_entries_are_gathered_only_for_torch():

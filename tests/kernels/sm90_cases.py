@@ -17,8 +17,10 @@ from kvpolicy.dsl.execute.kernels import Slots
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.kernels.attention.decode_attention_triton import decode_attention
+from kvpolicy.kernels.attention.entry_ids_triton import entry_ids
 from kvpolicy.kernels.attention.entry_table_triton import entry_table
 from kvpolicy.kernels.attention.paged_attention_triton import paged_attention
+from kvpolicy.kernels.entries.carry_triton import carry
 from kvpolicy.kernels.entries.compact_layers_triton import compact_layers
 from kvpolicy.kernels.entries.gather_triton import gather
 from kvpolicy.kernels.entries.place_triton import place
@@ -26,6 +28,9 @@ from kvpolicy.kernels.entries.rotate_triton import rotate
 from kvpolicy.kernels.entries.rows_triton import put_rows, take_rows
 from kvpolicy.kernels.entries.settle_triton import settle
 from kvpolicy.kernels.entries.tables import Tables
+from kvpolicy.kernels.entries.tally_triton import tally
+from kvpolicy.kernels.entries.turn_triton import turn
+from kvpolicy.kernels.scoring.best_triton import best
 from kvpolicy.kernels.scoring.select_triton import top
 from kvpolicy.kernels.table import TRITON
 from sm90 import compiled
@@ -113,9 +118,31 @@ def settling(dtype: torch.dtype = torch.bfloat16, size: int = D, ragged: bool = 
     starts = [*range(0, L * 2064, 2064), L * 2064]
     starts[1] += 5 * ragged
     settle(
-        empty(L, 2, SLOTS, G, size, dtype=dtype), tables, 1, 9000, slots, kept,
-        there if ragged else None, starts, empty(dtype=torch.bool),
+        empty(L, 2, SLOTS, G, size, dtype=dtype), tables, ids(1), ids(1), slots, kept,
+        there if ragged else None, starts, empty(1, 1, dtype=torch.bool),
     )  # fmt: skip
+
+
+def together(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None:
+    """A fold of B requests, all layers."""
+    tables, width, lists = Tables.empty(4097, L, G, SLOTS, "cuda"), 2064, B * L * G
+    slots, storage = ids(4097, 131076, dtype=torch.int32), empty(L, 2, SLOTS, G, size, dtype=dtype)
+    kept, there = (empty(lists, width, dtype=torch.bool) for _ in range(2))
+    score, proceed = empty(lists, width, dtype=torch.float64), empty(B, L, dtype=torch.bool)
+    where = (storage, tables, ids(B), ids(B), slots)
+    entry_ids(*where, there)
+    for present in (None, kept):
+        best(score, present, there, ids(B, 3))
+    best(None, None, there, ids(B, 3))
+    tally(kept, there, empty(lists, dtype=torch.bool), ids(B * L, 3 + 2 * G), G)
+    tally(kept, there, None, None, G)
+    positions = ids(B * L, width)
+    for states in ([], [score], [score, score]):
+        fresh = [0.0] * len(states)
+        carry(kept, positions, ids(B * L), ids(B), states, fresh, steps=16, width=width)
+    for interleaved in (False, True):
+        frequencies = empty(size // 2, dtype=torch.float64)
+        turn(*where, kept, there, proceed, frequencies, interleaved=interleaved)
 
 
 def rows() -> None:
@@ -169,6 +196,8 @@ CASES: dict[str, Callable[[], object]] = {
     "fold in place": settling,
     "fold in place, fp32, D 80, all heads alike": lambda: settling(torch.float32, 80, False),
     "fold in place, fp16, D 256": lambda: settling(torch.float16, 256),
+    "folds of requests together": together,
+    "folds of requests together, fp32, D 256": lambda: together(torch.float32, 256),
     "rows of hidden states": rows,
     "merging": merging,
     "sharing": sharing,

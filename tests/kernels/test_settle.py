@@ -52,19 +52,19 @@ class Case:
         counts = settle(
             storage,
             tables,
-            self.row,
-            self.length,
+            torch.tensor([self.row], device=DEVICE),
+            torch.tensor([self.length], device=DEVICE),
             self.req_to_token.to(DEVICE),
             *masks,
             starts,
-            torch.tensor(self.proceed, device=DEVICE),
+            torch.tensor([[self.proceed]], device=DEVICE),
             **options,
         )
         assert all(
             torch.equal(x.cpu(), y) for x, y in zip(vars(tables).values(), before, strict=True)
         )
         assert counts.dtype == torch.int32
-        return storage.cpu(), counts.cpu()
+        return storage.cpu(), counts[0].cpu()
 
     def entry(self, layer, head, place):
         """Where an entry of a private list lies: its layer's rows, slot and place."""
@@ -288,6 +288,55 @@ def test_any_lists(seed):
     same(each.run(settle_triton.settle, tile=1 << random(3, 6)), wanted)
 
 
+def in_one_pool(one, other):
+    """The pool, tables and slots of two requests, of which the other is in row 3."""
+    before = one.storage.shape[2]
+    storage = torch.cat([one.storage, other.storage], 2)
+    tables = {name: each.clone() for name, each in vars(one.tables).items()}
+    for name in ("counts", "first_page", "tail_start"):
+        tables[name][3] = getattr(other.tables, name)[2]
+    tables["slots"] = torch.cat([one.tables.slots, other.tables.slots + before])
+    tables["slots_start"][3] = len(one.tables.slots) + other.tables.slots_start[2]
+    width = max(one.length, other.length) + 3
+    table = torch.ones(6, width, dtype=torch.int32)
+    table[2, : one.length] = one.req_to_token[2, : one.length]
+    table[3, : other.length] = other.req_to_token[2, : other.length] + before
+    return storage, Tables(**tables), table
+
+
+@pytest.mark.parametrize("proceed", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("settle", [reference.settle, settle_triton.settle])
+def test_requests_move_as_each_alone(settle, proceed):
+    """In one launch, in any order; those that do not proceed stay as they are."""
+    one = case([[9, 14], [3, 0]], 4, 0.6)
+    other = case([[0, 0], [0, 0]], 17, 0.4, seed=1)
+    storage, tables, table = in_one_pool(one, other)
+    pairs = list(zip((one, other), proceed, strict=True))
+    wanted = [replace(each, proceed=own).one_by_one() for each, own in pairs]
+    for order in ((0, 1), (1, 0)):
+        each = [(one, other)[i] for i in order]
+        parts = [own.shape[1] for x in each for own in x.kept]
+        masks = [
+            torch.cat([own.flatten() for x in each for own in getattr(x, name)]).to(DEVICE)
+            for name in ("kept", "there")
+        ]
+        pool = storage.to(DEVICE, copy=True)
+        counts = settle(
+            pool,
+            Tables(*(t.to(DEVICE) for t in vars(tables).values())),
+            torch.tensor([(2, 3)[i] for i in order], device=DEVICE),
+            torch.tensor([x.length for x in each], device=DEVICE),
+            table.to(DEVICE),
+            *masks,
+            [0, *torch.tensor(parts).cumsum(0).tolist()],
+            torch.tensor([[True, proceed[i], True] for i in order], device=DEVICE),
+        ).cpu()
+        before = one.storage.shape[2]
+        for place, i in enumerate(order):
+            part = pool.cpu()[:, :, :before] if i == 0 else pool.cpu()[:, :, before:]
+            same((part.contiguous(), counts[place]), wanted[i])
+
+
 @pytest.mark.parametrize("settle", [reference.settle, settle_triton.settle])
 def test_nothing_is_written_where_it_does_not_proceed(settle):
     each = replace(SMALL["usual"], proceed=False)
@@ -348,7 +397,8 @@ def test_lists_that_are_not_as_long_as_said():
 
 WRONG = {
     "storage": (torch.zeros(2, 1, 9, 2, 4), r"storage: expected contiguous \[L, 2, padded, G, D\]"),
-    "row": (5, r"row: expected 0 to 3, got 5"),
+    "rows": (torch.ones(1), r"rows: expected int64 \[1\], got torch.float32 \[1\]"),
+    "lengths": (torch.ones(2).long(), r"lengths: expected int64 \[1\], got torch.int64 \[2\]"),
     "req_to_token": (
         torch.zeros(4, 9),
         r"req_to_token: expected int32 .* got torch.float32 \[4, 9",
@@ -356,7 +406,7 @@ WRONG = {
     "kept": (torch.ones(12), r"kept: expected bool \[12\], got torch.float32 \[12\]"),
     "there": (torch.ones(3, 4).bool(), r"there: expected bool \[12\], got torch.bool \[3, 4\]"),
     "starts": ([0, 4, 3], r"starts: expected 3 ascending numbers from 0, got \[0, 4, 3\]"),
-    "proceed": (torch.ones(1).bool(), r"proceed: expected bool \[\], got torch.bool \[1\]"),
+    "proceed": (torch.tensor([True]), r"proceed: expected bool \[1, P\], got torch.bool \[1\]"),
     "tables": (
         Tables.empty(5, 2, 3, 9, "cpu"),
         r"tables.counts: expected \[5, 2, 2\], got \[5, 2, 3",
@@ -371,13 +421,13 @@ def test_wrong_arguments_are_named(settle, name):
     arguments = {
         "storage": torch.zeros(2, 2, 9, 2, 4),
         "tables": Tables.empty(5, 2, 2, 9, "cpu"),
-        "row": 1,
-        "length": 3,
+        "rows": torch.tensor([1]),
+        "lengths": torch.tensor([3]),
         "req_to_token": torch.zeros(4, 9, dtype=torch.int32),
         "kept": torch.ones(12, dtype=torch.bool),
         "there": None,
         "starts": [0, 3, 6],
-        "proceed": torch.tensor(True),
+        "proceed": torch.tensor([[True]]),
     } | {name: value}
     with pytest.raises(ValueError, match=message):
         settle(**arguments)

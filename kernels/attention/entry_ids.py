@@ -1,0 +1,63 @@
+"""Where the entries of decoding requests lie in the pool, all layers at once."""
+
+from __future__ import annotations
+
+import torch
+from kvpolicy.kernels.entries.settle import Cached, check_requests
+from kvpolicy.kernels.entries.tables import Tables
+
+
+def entry_ids(
+    storage: torch.Tensor,
+    tables: Tables,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    req_to_token: torch.Tensor,
+    there: torch.Tensor,
+) -> torch.Tensor:
+    """Numbers of the key entries of B requests in the pool [E, D] that `storage` is.
+
+    Args:
+        storage, tables, rows, lengths, req_to_token: as of `settle`; nothing is written.
+        there: bool [B * L * G, M]: the j-th True of a list is its j-th entry, of its private pages
+            first, then of its tail; as many as the list is long.
+
+    Returns:
+        int64 [B * L * G, M]; 0 where nothing is there.
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check(storage, tables, rows, lengths, req_to_token, there)
+    layers, group = storage.shape[0], storage.shape[3]
+    made = torch.zeros(there.shape, dtype=torch.int64, device=there.device)
+    lists = there.view(len(rows), layers, group, there.shape[1])
+    for number, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+        own = Cached.of(storage, tables, row, length, req_to_token)
+        for layer, held in enumerate(lists[number]):
+            own.check_there(layer, held.sum(dim=1))
+            head, column = held.nonzero(as_tuple=True)
+            entries = own.entries(layer, head, held.cumsum(dim=1)[head, column] - 1)
+            made.view(lists.shape)[number, layer, head, column] = entries
+    return made
+
+
+def check(
+    storage: torch.Tensor,
+    tables: Tables,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    req_to_token: torch.Tensor,
+    there: torch.Tensor,
+) -> None:
+    """Refuses wrong shapes and dtypes; reads no tensor.
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check_requests(storage, tables, rows, lengths, req_to_token)
+    lists = len(rows) * storage.shape[0] * storage.shape[3]
+    if there.dtype != torch.bool or there.dim() != 2 or len(there) != lists:
+        raise ValueError(
+            f"there: expected bool [{lists}, M], got {there.dtype} {list(there.shape)}"
+        )

@@ -1,0 +1,81 @@
+"""Where the entries of decoding requests lie in the pool: one launch for all lists.
+
+A program goes through the candidates of one list in order, a block at a time: how many were there
+before is the place in the list.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.attention.decode_attention_triton import entry_at
+from kvpolicy.kernels.attention.entry_ids import check
+from kvpolicy.kernels.entries.tables import Tables
+
+
+def entry_ids(
+    storage: torch.Tensor,
+    tables: Tables,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    req_to_token: torch.Tensor,
+    there: torch.Tensor,
+    *,
+    block: int = 1024,
+) -> torch.Tensor:
+    """Numbers of the key entries of B requests in the pool [E, D] that `storage` is.
+
+    As `entry_ids.entry_ids`, without reading a number of the device: that candidates are as many as
+    the lists are long is not checked; where they are more, those beyond are 0.
+
+    Args:
+        block: candidates that a program looks at at a time, a power of two.
+
+    Returns:
+        int64 [B * L * G, M].
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check(storage, tables, rows, lengths, req_to_token, there)
+    layers, _, padded, groups, _ = storage.shape
+    made = torch.empty(there.shape, dtype=torch.int64, device=there.device)
+    if len(there):
+        _ids[(len(there),)](
+            tables.counts, tables.first_page, tables.tail_start, tables.slots_start, tables.slots,
+            rows, lengths, req_to_token, there.contiguous().view(torch.uint8), made,
+            padded, req_to_token.stride(0), there.shape[1],
+            LAYERS=layers, GROUPS=groups, BLOCK=block,
+        )  # fmt: skip
+    return made
+
+
+@triton.jit(do_not_specialize=["padded", "context", "width"])
+def _ids(
+    counts, first_pages, tail_starts, slots_starts, slots, rows, lengths, req_to_token,
+    there, made, padded, context, width,
+    LAYERS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One list."""
+    this = tl.program_id(0)
+    request, own = this // (LAYERS * GROUPS), this % (LAYERS * GROUPS)
+    layer, group = own // GROUPS, own % GROUPS
+    row = tl.load(rows + request)
+    list_ = row * LAYERS * GROUPS + own
+    count, tail_start = tl.load(counts + list_), tl.load(tail_starts + row)
+    length = count + tl.maximum(tl.load(lengths + request).to(tl.int32) - tail_start, 0)
+    first_page, own_slots = tl.load(first_pages + list_), slots + tl.load(slots_starts + row)
+    tail_slots = req_to_token + row * context + tail_start
+    base, seen = this.to(tl.int64) * width, 0
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        held = tl.load(there + base + column, mask=column < width, other=0).to(tl.int32)
+        place = seen + tl.cumsum(held) - held
+        inside = (held > 0) & (place < length)
+        entry = entry_at(
+            place, place, count, inside, own_slots, tail_slots, first_page,
+            layer, group, padded.to(tl.int64) * 2, LAYERS, GROUPS,
+        )  # fmt: skip
+        tl.store(made + base + column, tl.where(inside, entry, 0), mask=column < width)
+        seen += tl.sum(held)

@@ -1,0 +1,110 @@
+"""What is remembered of entries goes on with those that stay: a launch, one more per further state.
+
+A program takes all KV heads of a layer through their entries in order, a block at a time: how many
+some head kept before is the place of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.entries.carry import check
+
+
+def carry(
+    kept: torch.Tensor,
+    positions: torch.Tensor,
+    used: torch.Tensor,
+    newest: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    fresh: Sequence[float],
+    *,
+    steps: int,
+    width: int,
+    block: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """The entries of S layers of G KV heads that some head of the layer keeps, and new ones.
+
+    As `carry.carry`.
+
+    Args:
+        block: entries of each list that a program looks at at a time, a power of two. None: 4096
+            of all lists of a layer.
+
+    Returns:
+        int64 [S, M'], bool [S * G, M'] and states, each float64 [S * G, M'].
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check(kept, positions, used, newest, states, fresh)
+    layers, device = len(positions), kept.device
+    group = len(kept) // max(layers, 1)
+    heads = triton.next_power_of_2(max(group, 1))
+    made = torch.empty((layers, width), dtype=torch.int64, device=device)
+    there = torch.empty((len(kept), width), dtype=torch.bool, device=device)
+    later = [torch.empty((len(kept), width), dtype=torch.float64, device=device) for _ in states]
+    stays, own = kept.contiguous().view(torch.uint8), positions.contiguous()
+    first = True
+    for i in range(max(len(states), 1)) if layers and width else ():
+        old, new, value = (states[i], later[i], fresh[i]) if states else (None, None, 0.0)
+        _carry[(layers,)](
+            stays, own if first else None, used, used.stride(0), newest, made,
+            there.view(torch.uint8),
+            None if old is None else old.contiguous(), new, value,
+            kept.shape[1], width, steps, layers // len(newest),
+            GROUP=group, HEADS=heads, BLOCK=block or max(4096 // heads, 16),
+        )  # fmt: skip
+        first = False
+    return made, there, later
+
+
+@triton.jit(do_not_specialize=["fresh", "before", "width", "steps", "share"])
+def _carry(
+    kept, positions, used, used_stride, newest, made, there, state, later, fresh,
+    before, width, steps, share,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One layer."""
+    this = tl.program_id(0)
+    layer = this.to(tl.int64)
+    head = tl.arange(0, HEADS)
+    real = (head < GROUP)[:, None]
+    old = ((layer * GROUP + head) * before)[:, None]
+    new = ((layer * GROUP + head) * width)[:, None]
+    start = width - steps - tl.load(used + layer * used_stride).to(tl.int32)
+    last = tl.load(newest + this // share)
+    # What no entry of the layer takes: in front, and the new ones behind.
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        comes = column >= width - steps
+        inside = (column < width) & (comes | (column < start))
+        both = real & inside[None, :]
+        if positions is not None:
+            place = tl.where(comes, last - (width - 1 - column), -1)
+            tl.store(made + layer * width + column, place, mask=inside)
+            held = tl.broadcast_to(comes[None, :], (HEADS, BLOCK)).to(tl.uint8)
+            tl.store(there + new + column[None, :], held, mask=both)
+        if state is not None:
+            x = tl.where(comes, fresh, 0.0).to(tl.float64)
+            x = tl.broadcast_to(x[None, :], (HEADS, BLOCK))
+            tl.store(later + new + column[None, :], x, mask=both)
+    seen = 0
+    for first in range(0, before, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = real & (column < before)[None, :]
+        stays = tl.load(kept + old + column[None, :], mask=inside, other=0).to(tl.int32)
+        some = tl.max(stays, 0)
+        target = start + seen + tl.cumsum(some) - some
+        both = real & (some > 0)[None, :]
+        if positions is not None:
+            own = tl.load(positions + layer * before + column, mask=some > 0, other=0)
+            tl.store(made + layer * width + target, own, mask=some > 0)
+            tl.store(there + new + target[None, :], stays.to(tl.uint8), mask=both)
+        if state is not None:
+            x = tl.load(state + old + column[None, :], mask=both, other=0.0)
+            tl.store(later + new + target[None, :], x, mask=both)
+        seen += tl.sum(some)

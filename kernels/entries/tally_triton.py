@@ -1,0 +1,84 @@
+"""How many entries of each list there are and stay, in one launch: a program per layer."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.entries.tally import BEFORE, check
+
+
+def tally(
+    kept: torch.Tensor,
+    there: torch.Tensor,
+    finite: torch.Tensor | None,
+    expected: torch.Tensor | None,
+    group: int,
+    *,
+    block: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of S layers with G KV heads each.
+
+    As `tally.tally`.
+
+    Args:
+        block: entries of each list that a program looks at at a time, a power of two. None: 4096
+            of all lists of a layer.
+
+    Returns:
+        int64 [S, 3 + 2 * G] and bool [S].
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check(kept, there, finite, expected, group)
+    layers, heads = len(kept) // group, triton.next_power_of_2(group)
+    numbers = torch.empty((layers, BEFORE + 2 * group), dtype=torch.int64, device=kept.device)
+    good = torch.empty(layers, dtype=torch.bool, device=kept.device)
+    if layers:
+        _tally[(layers,)](
+            kept.contiguous().view(torch.uint8), there.contiguous().view(torch.uint8),
+            None if finite is None else finite.contiguous().view(torch.uint8),
+            None if expected is None else expected.contiguous(),
+            numbers, good.view(torch.uint8), kept.shape[1],
+            GROUP=group, HEADS=heads, FIRST=BEFORE, BLOCK=block or max(4096 // heads, 16),
+        )  # fmt: skip
+    return numbers, good
+
+
+@triton.jit(do_not_specialize=["width"])
+def _tally(
+    kept, there, finite, expected, numbers, good, width,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One layer."""
+    layer = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)
+    real = head < GROUP
+    base = ((layer * GROUP + head) * width)[:, None]
+    cached, stay = tl.zeros((HEADS,), tl.int32), tl.zeros((HEADS,), tl.int32)
+    positions, apart = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = real[:, None] & (column < width)[None, :]
+        held = tl.load(there + base + column[None, :], mask=inside, other=0).to(tl.int32)
+        stays = tl.load(kept + base + column[None, :], mask=inside, other=0).to(tl.int32) & held
+        some = tl.max(stays, 0)
+        positions += tl.sum(some)
+        apart += tl.sum(tl.where(inside & (stays != some[None, :]), 1, 0))
+        cached += tl.sum(held, 1)
+        stay += tl.sum(stays, 1)
+    own = numbers + layer * (FIRST + 2 * GROUP)
+    tl.store(own, positions.to(tl.int64))
+    tl.store(own + 1, (apart == 0).to(tl.int64))
+    tl.store(own + FIRST + head, cached.to(tl.int64), mask=real)
+    tl.store(own + FIRST + GROUP + head, stay.to(tl.int64), mask=real)
+    wrong = tl.full((), 0, tl.int32)
+    if finite is not None:
+        usable = tl.load(finite + layer * GROUP + head, mask=real, other=1)
+        wrong += tl.sum((usable == 0).to(tl.int32))
+    tl.store(own + 2, (wrong == 0).to(tl.int64))
+    if expected is not None:
+        place = expected + layer * (FIRST + 2 * GROUP) + FIRST + GROUP + head
+        wrong += tl.sum((real & (tl.load(place, mask=real, other=0) != stay)).to(tl.int32))
+    tl.store(good + layer, (wrong == 0).to(tl.uint8))

@@ -1,0 +1,78 @@
+"""After a fold in place: kept keys turn to the places that they have in the cache now."""
+
+from __future__ import annotations
+
+import torch
+from kvpolicy.kernels.entries.rotate import rotate
+from kvpolicy.kernels.entries.settle import Cached, check_proceed, check_requests
+from kvpolicy.kernels.entries.tables import Tables
+
+
+def turn(
+    storage: torch.Tensor,
+    tables: Tables,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    req_to_token: torch.Tensor,
+    kept: torch.Tensor,
+    there: torch.Tensor,
+    proceed: torch.Tensor,
+    inv_freq: torch.Tensor,
+    *,
+    interleaved: bool = False,
+) -> None:
+    """Rotate keys that `settle` moved by as many positions as entries after them were dropped.
+
+    Args:
+        storage, tables, rows, lengths, req_to_token, proceed: as of `settle`, which has been called
+            with the same.
+        kept, there: bool [B * L * G, M], as of `settle`.
+        inv_freq, interleaved: as of `rotate`.
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check(storage, tables, rows, lengths, req_to_token, kept, there, proceed, inv_freq)
+    layers, group, size = storage.shape[0], *storage.shape[3:]
+    entries = storage.view(-1, size)
+    lists = (len(rows), layers, group, kept.shape[1])
+    held, stays = there.view(lists), (kept & there).view(lists)
+    after = (held & ~stays).long().flip(-1).cumsum(-1).flip(-1)
+    for number, row in enumerate(rows.tolist()):
+        if not bool(proceed[number].all()):
+            continue
+        own = Cached.of(storage, tables, row, int(lengths[number]), req_to_token)
+        for layer, part in enumerate(stays[number]):
+            head, column = part.nonzero(as_tuple=True)
+            place = own.private(layer, head, part.cumsum(1)[head, column] - 1)
+            shift = after[number, layer, head, column]
+            turned = rotate(entries[place], shift, inv_freq, interleaved=interleaved)
+            entries.index_copy_(0, place, turned)
+
+
+def check(
+    storage: torch.Tensor,
+    tables: Tables,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    req_to_token: torch.Tensor,
+    kept: torch.Tensor,
+    there: torch.Tensor,
+    proceed: torch.Tensor,
+    inv_freq: torch.Tensor,
+) -> None:
+    """Refuses wrong shapes and dtypes; reads no tensor.
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check_requests(storage, tables, rows, lengths, req_to_token)
+    lists = len(rows) * storage.shape[0] * storage.shape[3]
+    for name, x in (("kept", kept), ("there", there)):
+        if x.dtype != torch.bool or x.dim() != 2 or len(x) != lists or x.shape != kept.shape:
+            raise ValueError(f"{name}: expected bool [{lists}, M], got {x.dtype} {list(x.shape)}")
+    check_proceed(proceed, len(rows))
+    if inv_freq.dim() != 1 or 2 * len(inv_freq) > storage.shape[4]:
+        raise ValueError(
+            f"inv_freq: expected [<= {storage.shape[4] // 2}], got {list(inv_freq.shape)}"
+        )

@@ -1,0 +1,102 @@
+"""After a fold in place: kept keys turn where they lie, in one launch, a program per list."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.entries.rotate_triton import _turned
+from kvpolicy.kernels.entries.settle_triton import proceeds
+from kvpolicy.kernels.entries.tables import Tables
+from kvpolicy.kernels.entries.turn import check
+
+
+def turn(
+    storage: torch.Tensor,
+    tables: Tables,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    req_to_token: torch.Tensor,
+    kept: torch.Tensor,
+    there: torch.Tensor,
+    proceed: torch.Tensor,
+    inv_freq: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    tile: int | None = None,
+) -> None:
+    """Rotate keys that `settle` moved by as many positions as entries after them were dropped.
+
+    As `turn.turn`, within the bound of `rotate_triton`.
+
+    Args:
+        tile: entries that a program turns at a time; a power of two. None: such that it holds
+            2,048 numbers, or 512 in float64.
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check(storage, tables, rows, lengths, req_to_token, kept, there, proceed, inv_freq)
+    layers, _, padded, group, size = storage.shape
+    pairs = len(inv_freq)
+    if not kept.numel() or not pairs:
+        return
+    most = 512 if storage.dtype == torch.float64 else 2048
+    _turn[(len(kept),)](
+        storage, tables.first_page, tables.slots_start, tables.slots, rows,
+        kept.contiguous().view(torch.uint8), there.contiguous().view(torch.uint8),
+        proceed.contiguous().view(torch.uint8), inv_freq.double(), padded, kept.shape[1],
+        LAYERS=layers, GROUP=group, SIZE=size, PAIRS=pairs,
+        PADDED_PAIRS=triton.next_power_of_2(pairs), INTERLEAVED=interleaved,
+        TILE=tile or max(most // triton.next_power_of_2(size), 1),
+        FLAGS=proceed.shape[1], FLAGS_P=triton.next_power_of_2(max(proceed.shape[1], 1)),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["padded", "width"])
+def _turn(
+    storage, first_pages, slots_starts, slots, rows, kept, there, proceed, inv_freq, padded, width,
+    LAYERS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAIRS: tl.constexpr,
+    PADDED_PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, TILE: tl.constexpr,
+    FLAGS: tl.constexpr, FLAGS_P: tl.constexpr,
+):  # fmt: skip
+    """One list."""
+    this = tl.program_id(0)
+    request = this // (LAYERS * GROUP)
+    if proceeds(proceed, request, FLAGS, FLAGS_P):
+        row = tl.load(rows + request)
+        first_page = tl.load(first_pages + row * LAYERS * GROUP + this % (LAYERS * GROUP))
+        own_slots = slots + tl.load(slots_starts + row)
+        base = this.to(tl.int64) * width
+        dropped = 0
+        for start in range(0, width, TILE):
+            column = start + tl.arange(0, TILE)
+            held = tl.load(there + base + column, mask=column < width, other=0).to(tl.int32)
+            stays = tl.load(kept + base + column, mask=column < width, other=0).to(tl.int32)
+            dropped += tl.sum(held & (1 - stays))
+        pair = tl.arange(0, PADDED_PAIRS)
+        first = (2 * pair if INTERLEAVED else pair)[None, :]
+        second = first + (1 if INTERLEAVED else PAIRS)
+        frequency = tl.load(inv_freq + pair, mask=pair < PAIRS, other=0)[None, :]
+        number = 0
+        for start in range(0, width, TILE):
+            column = start + tl.arange(0, TILE)
+            held = tl.load(there + base + column, mask=column < width, other=0).to(tl.int32)
+            stays = tl.load(kept + base + column, mask=column < width, other=0).to(tl.int32) & held
+            left = held - stays
+            by = dropped - tl.cumsum(left)
+            place = number + tl.cumsum(stays) - stays
+            turns = (stays > 0) & (by > 0)
+            page = first_page + place // GROUP
+            slot = tl.load(own_slots + page // LAYERS, mask=turns, other=0).to(tl.int64)
+            entry = ((page % LAYERS) * padded.to(tl.int64) * 2 + slot) * GROUP + place % GROUP
+            at = storage + entry[:, None] * SIZE
+            both = turns[:, None] & (pair < PAIRS)[None, :]
+            a = tl.load(at + first, mask=both, other=0)
+            b = tl.load(at + second, mask=both, other=0)
+            angle = by.to(tl.float64)[:, None] * frequency
+            new_a, new_b = _turned(a, b, angle)
+            tl.store(at + first, new_a, mask=both)
+            tl.store(at + second, new_b, mask=both)
+            number += tl.sum(stays)
+            dropped -= tl.sum(left)

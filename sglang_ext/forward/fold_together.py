@@ -1,0 +1,219 @@
+"""Requests of one policy that are taken through their steps at once, and fold at once.
+
+One launch finds the entries of all lists of all layers and requests, one settles them; see
+`dsl/execute/requests.py` for what lies between. What a request gets does not depend on the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from kvpolicy.dsl.execute.kernels import Entries
+from kvpolicy.dsl.execute.requests import Staying, follow_together
+from kvpolicy.sglang_ext.face.host import to_device
+from kvpolicy.sglang_ext.forward.failures import FOLD
+from kvpolicy.sglang_ext.forward.fold import Fold, fits
+from kvpolicy.sglang_ext.forward.follow import Reader
+from kvpolicy.sglang_ext.request.notes import queries_of
+from kvpolicy.sglang_ext.request.request import State
+
+if TYPE_CHECKING:
+    from kvpolicy.dsl.execute.decode import Memory
+    from kvpolicy.dsl.execute.follow import Landed
+    from kvpolicy.sglang_ext.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of the requests.
+
+    Attributes:
+        length: its tokens, those of the steps included.
+    """
+
+    request: Any
+    state: State
+    length: int
+
+    @property
+    def memory(self) -> Memory:
+        """What its policy remembers."""
+        assert self.state.memory is not None
+        return self.state.memory
+
+    @property
+    def landed(self) -> Landed:
+        """What stays, by the numbers of the last follow; the host waits for them."""
+        landed = self.memory.land()
+        assert landed is not None
+        return landed
+
+
+def group_of(member: Member, *, leaves: bool) -> Hashable | None:
+    """What is the same of requests that may be followed together; None: this one goes alone."""
+    state = member.state
+    if not state.served.kernels.read_the_pool:
+        return None
+    if state.private is not None and state.private.shared is not None:
+        return None
+    return member.memory.together(len(state.notes.positions), leaves=leaves)
+
+
+class Together:
+    """B requests of one group, after a forward."""
+
+    def __init__(self, runtime: Runtime, table: torch.Tensor, members: Sequence[Member]) -> None:
+        """
+        Args:
+            table: [rows, context] SGLang's table of slots.
+        """
+        self._runtime, self._table, self._members = runtime, table, list(members)
+        self._kernels = members[0].state.served.kernels
+        self._bound = members[0].state.served.bound
+        numbers = [
+            [each.request.kv.req_pool_idx for each in members],
+            [each.length for each in members],
+            [each.state.notes.positions[-1] for each in members],
+        ]
+        device = runtime.arena.storage.device
+        self._rows, self._lengths, self._newest = to_device(numbers, torch.int64, device).unbind(0)
+
+    def follow(self, *, leaves: bool) -> FoldTogether | None:
+        """Take the policies through the steps; what is to be written, if entries may leave.
+
+        If it raises, nothing has changed.
+        """
+        states = [each.state for each in self._members]
+        staying = follow_together(
+            [each.memory for each in self._members],
+            [state.notes.positions for state in states],
+            self._newest,
+            lambda: queries_of([state.notes for state in states], self._runtime.queries),
+            self._read,
+            leaves=leaves,
+        )
+        for state in states:
+            state.notes.clear()
+        return None if staying is None else FoldTogether(self, staying)
+
+    def _read(self, there: torch.Tensor) -> tuple[Entries, Entries]:
+        arena = self._runtime.arena
+        tables, find = self._runtime.tables.tables, self._kernels.entry_ids
+        ids = find(arena.storage, tables, self._rows, self._lengths, self._table, there)
+        return Entries(arena.entries, ids), Entries(arena.values, ids)
+
+
+class FoldTogether:
+    """Requests of which entries may have left, after the forward."""
+
+    def __init__(self, together: Together, staying: Staying) -> None:
+        self._together, self._staying = together, staying
+        self._runtime = together._runtime
+        self._written: dict[int, torch.Tensor] = {}
+
+    def finish(self) -> None:
+        """Write what stays. The host waits once at most, and not where it knows what stays."""
+        started, members = time.perf_counter(), self._together._members
+        failures = self._runtime.failures
+        lasting: list[int] = []
+        known: list[int] = []
+        others: list[int] = []
+        for place, each in enumerate(members):
+            with failures.contained(each.request, FOLD):
+                if self._lasts(each):
+                    lasting.append(place)
+                elif self._drops(each):
+                    stays = fits(self._runtime.store, each.state.private, each.landed.kept)
+                    (known if stays else others).append(place)
+        for places, proceed in ((lasting, self._staying.proceed), (known, None)):
+            if places:
+                self._settle(places, proceed)
+        share = (time.perf_counter() - started) / max(len(members), 1)
+        for place in (*lasting, *known):
+            with failures.contained(members[place].request, FOLD):
+                self._settled(place, share, known=place in known)
+        for place in others:
+            each = members[place]
+            with failures.contained(each.request, FOLD):
+                self._alone(place, each).write(each.landed)
+
+    def _lasts(self, each: Member) -> bool:
+        """Whether it is known, without waiting, that what stays takes the place of what was."""
+        private, memory = each.state.private, each.memory
+        if private is None or private.laid_out is None or not private.full:
+            return False
+        if memory.landed() or not self._staying.repeats or not memory.lasts(private.laid_out):
+            return False
+        return fits(self._runtime.store, private, torch.tensor(private.laid_out))
+
+    def _drops(self, each: Member) -> bool:
+        """Whether anything leaves; the host waits for the numbers."""
+        private = each.state.private
+        if any(each.landed.dropped):
+            return True
+        if private is not None:
+            private.full = False
+        return False
+
+    def _settle(self, places: list[int], proceed: torch.Tensor | None) -> None:
+        """Move what stays of some requests to the front of their pages; if it fails, all fail."""
+        try:
+            self._launch(places, proceed)
+        except Exception as error:
+            for place in places:
+                member = self._together._members[place]
+                self._runtime.failures.note(member.request, FOLD, error)
+
+    def _launch(self, places: list[int], proceed: torch.Tensor | None) -> None:
+        runtime, together, staying = self._runtime, self._together, self._staying
+        number, width = len(together._members), staying.kept.shape[1]
+        given = [together._rows, together._lengths, staying.kept, staying.there]
+        given += [] if proceed is None else [proceed]
+        if len(places) < number:
+            index = to_device(places, torch.int64, self._staying.kept.device)
+            given = [
+                x.unflatten(0, (number, -1)).index_select(0, index).flatten(0, 1) for x in given
+            ]
+        rows, lengths, kept, there, *rest = given
+        proceed = rest[0] if rest else kept.new_ones(len(places), 1)
+        lists = len(places) * runtime.arena.layers
+        where = (runtime.arena.storage, runtime.tables.tables, rows, lengths, together._table)
+        written = together._kernels.settle(
+            *where, kept.view(-1), there.view(-1), range(0, lists * width + 1, width), proceed
+        )
+        if together._bound.positions == "slots":
+            runtime.rotary.turn(together._kernels.turn, *where, kept, there, proceed)
+        self._written = dict(zip(places, written.unbind(0), strict=True))
+
+    def _settled(self, place: int, seconds: float, *, known: bool) -> None:
+        """A request's lists have been settled; without `known` they are as long as before."""
+        each, runtime = self._together._members[place], self._runtime
+        private, request = each.state.private, each.request
+        assert private is not None
+        assert private.laid_out is not None
+        lists = len(private.laid_out) * len(private.laid_out[0])
+        dropped, same = (each.length - private.tail_start) * lists, True
+        if known:
+            landed = each.landed
+            left = [x for own in (landed.there - landed.kept).tolist() for x in own]
+            dropped, private.full = sum(left), min(left) > 0
+            same = landed.kept.tolist() == private.laid_out
+        if same:
+            runtime.store.tail_moved(private)
+        else:
+            runtime.store.settled(private, each.landed.kept, self._written[place])
+        private.tail_start = each.length
+        runtime.detach(request, each.state)
+        runtime.reports.finished_fold(request, each.state, dropped, seconds)
+
+    def _alone(self, place: int, each: Member) -> Fold:
+        """The fold of a request whose lists get other pages."""
+        runtime, together = self._runtime, self._together
+        slots = together._bound.positions == "slots"
+        choices = self._staying.block.choices(place, slots=slots)
+        reader = Reader.of(runtime.arena, together._table, each.request, each.state, each.length)
+        return Fold(runtime, each.request, each.state, each.length, reader.gathered, choices)

@@ -1,0 +1,222 @@
+"""Requests taken through steps together get what each gets alone, whoever else is there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.execute.steps import Steps
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.kernels.table import TRITON
+from recordings import tensors
+from stores import Pool, Store, together
+
+SHAPE = (3, 4, 2, 16)
+SETTINGS = {
+    "h2o": {"heavy": "5", "window": "4"}, "tova": {"capacity": "9"},
+    "streamingllm": {"start": "2", "window": "6"},
+    "streamingllm-original": {"start": "0", "window": "7"},
+    "vatp": {"rate": "0.25", "start": "2"}, "cake": {"capacity": "9", "window": "3"},
+}  # fmt: skip
+PROMPTS = (14, 1, 23, 14)
+TABLE = {name: TRITON[name] for name in ("generated", "best", "carry", "tally")}
+
+
+@pytest.fixture(autouse=True)
+def _generated_files(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "generated"))
+
+
+def bound_to(name, shape=SHAPE, **more):
+    given = SETTINGS.get(name, {}) | more
+    return bind(load(name).require(), ModelShape(*shape), given)
+
+
+def requests(bound, prompts=PROMPTS, kind=Pool, program=None, **more):
+    """One store for each prompt, of other numbers; all have one program."""
+    program = program or TorchProgram(bound, **more)
+    shape = (bound.shape.layers, bound.shape.heads, bound.shape.kv_heads, bound.shape.head_dim)
+    made = []
+    for seed, tokens in enumerate(prompts):
+        *prompt, later = tensors(np.random.default_rng(seed), shape, tokens, 60)
+        made.append(kind(bound, prompt, later, program=program))
+    return made
+
+
+def groups(stores, number, leaves=True):
+    """The stores that go together, by what has to be the same."""
+    found = {}
+    for each in stores:
+        found.setdefault(each.memory.together(number, leaves=leaves), []).append(each)
+    assert None not in found
+    return list(found.values())
+
+
+def copied(memory):
+    """What a request remembers, layer by layer; it goes on in its block."""
+    memory.land()
+    block = memory._block
+    return memory.layers if block is None else block[0].remembered(block[1])
+
+
+def test_which_policies_go_together():
+    going = []
+    for name in shipped():
+        bound = bound_to(name)
+        if bound.decode is not None and Steps(bound, False, TABLE).rule(40) is not None:
+            going.append(name)
+    assert sorted(going) == sorted(SETTINGS)
+    assert Steps(bound_to("h2o"), False).rule(40) is None  # without kernels
+    # Where a share of the prompt is less than a token, nothing leaves.
+    assert Steps(bound_to("vatp"), False, TABLE).rule(3) is None
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_gets_what_it_gets_alone(name):
+    """Layers and requests hold different numbers of entries, KV heads different entries."""
+    bound = bound_to(name)
+    prompts = PROMPTS if name != "vatp" else (14, 9, 23, 14)
+    plain = requests(bound, prompts, Store)
+    crowd = requests(bound, prompts, kernels=TABLE)
+    for turn, number in enumerate((3, 1, 16, 5)):
+        leaves = turn != 1 or name not in ("h2o", "vatp")
+        chosen = [each.follow(number, leaves=leaves) for each in plain]
+        (own,) = groups(crowd[:: -1 if turn % 2 else 1], number, leaves)
+        together(own, number, leaves=leaves)
+        for one, other, choices in zip(plain, crowd, chosen, strict=True):
+            assert one.held() == other.held()
+            if choices and turn == 2:
+                for layer, choice in enumerate(choices):
+                    landed = other.memory.land()
+                    assert landed.kept[layer].tolist() == choice.kept.sum(-1).tolist()
+    assert all(each.done == 25 for each in crowd)
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_number_depends_on_the_others(name):
+    """Bit by bit: alone, with others, in any order, beside one that is not finite."""
+    bound = bound_to(name)
+    prompts = (14, 40, 23)
+    alone, crowd = (requests(bound, prompts, kernels=TABLE) for _ in range(2))
+    reads = name not in ("streamingllm", "streamingllm-original")
+    poisoned = requests(bound, (30,), program=crowd[0].program)[0]
+    before = poisoned.held()
+    for order, number in (((0, 1, 2), 4), ((2, 0, 1), 16), ((1, 2), 3), ((0,), 3), ((1, 0, 2), 5)):
+        for i in order:
+            together([alone[i]], number)
+        others = [crowd[i] for i in order]
+        if poisoned.memory.together(number, leaves=True) is not None:
+            poisoned.steps.q[poisoned.done + number - 1, 1, -1, 2] = float("nan")
+            others.insert(1, poisoned)
+        for own in groups(others, number):
+            together(own, number)
+        for one, other in zip(alone, crowd, strict=True):
+            assert one.held() == other.held()
+            layers = (copied(each.memory) for each in (one, other))
+            for a, b in zip(*layers, strict=True):
+                for state in a.states:
+                    held = torch.ones(2, len(a.positions)).bool() if a.there is None else a.there
+                    assert torch.equal(a.states[state].data[held], b.states[state].data[held])
+    assert poisoned.memory.not_finite == reads
+    if reads:
+        since = list(range(30, 30 + poisoned.done))
+        assert poisoned.held() == [[own + since for own in heads] for heads in before]
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+def test_a_request_goes_alone_and_comes_back():
+    """Layer by layer in between, by a copy, and by steps at which nothing may leave."""
+    bound = bound_to("h2o")
+    plain, crowd = requests(bound, kind=Store), requests(bound, kernels=TABLE)
+    for number, way in (
+        (3, "together"),
+        (2, "alone"),
+        (16, "together"),
+        (4, "copies"),
+        (1, "together"),
+    ):
+        for each in plain:
+            each.follow(number)
+        if way == "copies":
+            for each in crowd:
+                each.memory = each.memory.clone()
+        if way == "alone":
+            for each in crowd:
+                each.follow(number)
+        else:
+            together(crowd, number)
+        for one, other in zip(plain, crowd, strict=True):
+            assert one.held() == other.held()
+
+
+def test_what_fails_has_changed_nothing():
+    bound = bound_to("tova")
+    plain, crowd = (
+        requests(bound, kind=kind, **more)
+        for kind, more in ((Store, {}), (Pool, {"kernels": TABLE}))
+    )
+    together(crowd, 4)
+    done = [each.done for each in crowd]
+    rows = [list(each.rows) for each in crowd]
+    broken = crowd[2].memory.steps
+    original = broken.kernels
+
+    def fails(*given):
+        raise RuntimeError("made to fail")
+
+    broken.kernels = original | {"best": fails}
+    with pytest.raises(RuntimeError, match="made to fail"):
+        together(crowd, 3)
+    broken.kernels = original
+    for each, own, number in zip(crowd, rows, done, strict=True):
+        each.rows, each.done = own, number
+    together(crowd, 3)
+    for one, other in zip(plain, crowd, strict=True):
+        one.follow(4)
+        one.follow(3)
+        assert one.held() == other.held()
+
+
+@pytest.mark.parametrize(
+    ("rules", "goes"),
+    [
+        ("score: heat\nbudget: 9\nkeep: recent(3) then top(score)", True),
+        ("score: heat\nbudget: 9\nkeep: sinks(2) then recent(3) then top(score)", True),
+        ("score: heat\nbudget: 9\nkeep: top(score)", True),
+        ("score: maxpool(heat, 3)\nbudget: 9\nkeep: recent(3) then top(score)", True),
+        ("score: mean[kv](heat)\nbudget: 9\nkeep: recent(3) then top(score)", True),
+        ("score: heat\nbudget: floor(prompt / 2)\nkeep: recent(1) then top(score)", True),
+        ("score: heat\nbudget: 9 + generated\nkeep: recent(3) then top(score)", False),
+        ("score: heat * layer\nbudget: 9\nkeep: recent(3) then top(score)", False),
+        ("score: heat\nkeep: top[kv, token](score, 12)", False),
+        ("score: heat\nbudget: 9\nkeep: heat > 0.1 then top(score)", False),
+        ("score: heat\nkeep: recent(3) then recent(2)", False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+def test_rules(rules, goes):
+    lines = "".join(f"  {line}\n" for line in rules.splitlines())
+    text = (
+        "policy: a-test\nlanguage: 1\nabout: a test\nkeep: all\ndecode:\n"
+        f"  state:\n    heat: heat + sum[group, query](attn(new))\n{lines}"
+    )
+    bound = bind(load(Source("a-test.yaml", text)).require(), ModelShape(*SHAPE))
+    crowd = requests(bound, (14, 19), kernels=TABLE)
+    assert (crowd[0].memory.together(4, leaves=True) is not None) == goes
+    if not goes:
+        return
+    plain = requests(bound, (14, 19), Store)
+    for number in (4, 16, 3):
+        for each in plain:
+            each.follow(number)
+        (own,) = groups(crowd, number)
+        together(own, number)
+        for one, other in zip(plain, crowd, strict=True):
+            assert one.held() == other.held()

@@ -1,0 +1,141 @@
+"""`tally` and `carry`: references beside loops over entries, Triton beside them."""
+
+import pytest
+import torch
+from kvpolicy.kernels.entries import carry, carry_triton, tally, tally_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TALLIES = [tally.tally, tally_triton.tally]
+CARRIES = [carry.carry, carry_triton.carry]
+SIZES = [(4, 2, 37), (3, 1, 20), (2, 3, 70), (6, 8, 1), (1, 5, 0)]  # S, G, M
+
+
+def masks(layers, group, width, seed=0):
+    generator = torch.Generator().manual_seed(seed + width)
+    there = torch.rand(layers * group, width, generator=generator) < 0.8
+    kept = torch.rand(layers * group, width, generator=generator) < 0.6
+    if layers > 1:
+        kept[:group] = kept[0] & there[:group].all(0)  # all heads alike
+        there[:group] = there[0] | kept[:group]
+    return kept, there
+
+
+def on_device(*tensors):
+    return [x if x is None else x.to(DEVICE) for x in tensors]
+
+
+@pytest.mark.parametrize("counted", TALLIES)
+@pytest.mark.parametrize(("layers", "group", "width"), SIZES)
+def test_numbers_of_layers(counted, layers, group, width):
+    kept, there = masks(layers, group, width)
+    options = {} if counted is tally.tally else {"block": 16}
+    numbers, good = counted(*on_device(kept, there, None, None), group, **options)
+    assert good.all()
+    for layer in range(layers):
+        own = slice(layer * group, (layer + 1) * group)
+        stays, held = (kept & there)[own], there[own]
+        positions = sum(bool(column.any()) for column in stays.T)
+        alike = all(torch.equal(each, stays[0]) for each in stays)
+        wanted = [positions, int(alike), 1, *map(int, held.sum(1)), *map(int, stays.sum(1))]
+        assert numbers[layer].tolist() == wanted
+
+
+@pytest.mark.parametrize("counted", TALLIES)
+def test_what_is_not_finite_or_not_expected_is_found(counted):
+    kept, there = on_device(*masks(4, 3, 30))
+    finite = torch.ones(12, dtype=torch.bool, device=DEVICE)
+    finite[7] = False
+    numbers, good = counted(kept, there, finite, None, 3)
+    assert numbers[:, 2].tolist() == [1, 1, 0, 1]
+    assert good.tolist() == [True, True, False, True]
+    expected = numbers.clone()
+    expected[:, :6] += 1  # only what is kept counts
+    assert counted(kept, there, None, expected, 3)[1].all()
+    expected[1, 8] += 1
+    assert counted(kept, there, None, expected, 3)[1].tolist() == [True, False, True, True]
+    assert counted(kept, there, finite, expected, 3)[1].tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize("counted", TALLIES)
+def test_wrong_numbers_are_named(counted):
+    kept, there = masks(2, 3, 9)
+    for wrong, message in (
+        ((kept[:5], there, None, None), r"kept: expected bool \[S \* 3, M\]"),
+        ((kept, there[:, :4], None, None), r"there: expected torch.bool \[6, 9\]"),
+        ((kept, there, kept, None), r"finite: expected torch.bool \[6\]"),
+        ((kept, there, None, kept), r"expected: expected torch.int64 \[2, 9\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            counted(*wrong, 3)
+
+
+def carried(layers, group, width, states, requests, steps, extra, seed=0):
+    """Arguments of `carry`, and the result by definition."""
+    kept, there = masks(layers, group, width, seed)
+    kept = kept & there
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.randperm(500, generator=generator)[: layers * width].view(layers, width)
+    positions = positions.sort(1).values
+    values = [
+        torch.randn(layers * group, width, generator=generator, dtype=torch.float64)
+        for _ in range(states)
+    ]
+    for value in values:
+        value[~kept & (value < 0)] = float("nan")  # of what no head of a layer keeps it is nothing
+        value[kept] = value[kept].nan_to_num(1.0)
+    fresh = [0.5 * i for i in range(states)]
+    newest = torch.tensor([600 + 10 * i for i in range(requests)])
+    some = kept.view(layers, group, width).any(1)
+    used = torch.stack([some.sum(1), some.sum(1)], 1)[:, 1]  # a column of a table
+    wide = int(used.max()) + steps + extra
+    made = torch.full((layers, wide), -1)
+    held = torch.zeros(layers * group, wide, dtype=torch.bool)
+    later = [torch.zeros(layers * group, wide, dtype=torch.float64) for _ in values]
+    for layer in range(layers):
+        columns = some[layer].nonzero()[:, 0].tolist()
+        first = wide - steps - len(columns)
+        for place, column in enumerate(columns, first):
+            made[layer, place] = positions[layer, column]
+            for row in range(layer * group, (layer + 1) * group):
+                held[row, place] = kept[row, column]
+                for old, new in zip(values, later, strict=True):
+                    new[row, place] = old[row, column]
+        for step in range(steps):
+            end = int(newest[layer // (layers // requests)])
+            made[layer, wide - 1 - step] = end - step
+            own = slice(layer * group, (layer + 1) * group)
+            held[own, wide - 1 - step] = True
+            for new, value in zip(later, fresh, strict=True):
+                new[own, wide - 1 - step] = value
+    given = (kept, positions, used, newest)
+    return given, values, fresh, {"steps": steps, "width": wide}, (made, held, later)
+
+
+@pytest.mark.parametrize("moved", CARRIES)
+@pytest.mark.parametrize("states", [0, 1, 2])
+@pytest.mark.parametrize(("layers", "group", "width"), SIZES)
+def test_what_stays_is_carried_on(moved, states, layers, group, width):
+    for steps, extra, requests in ((1, 0, 1), (16, 5, layers), (0, 3, 1)):
+        case = carried(layers, group, width, states, requests, steps, extra)
+        given, values, fresh, options, wanted = case
+        more = {} if moved is carry.carry else {"block": 16}
+        made = moved(*on_device(*given), on_device(*values), fresh, **options, **more)
+        assert torch.equal(made[0].cpu(), wanted[0])
+        assert torch.equal(made[1].cpu(), wanted[1])
+        for mine, its in zip(made[2], wanted[2], strict=True):
+            assert torch.equal(mine.cpu().nan_to_num(7.0), its.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("moved", CARRIES)
+def test_wrong_memories_are_named(moved):
+    given, values, fresh, options, _ = carried(4, 2, 30, 1, 2, 3, 0)
+    kept, positions, used, newest = given
+    for wrong, message in (
+        ((kept.int(), positions, used, newest, values, fresh), r"kept: expected bool"),
+        ((kept, positions[:3], used, newest, values, fresh), r"positions: expected torch.int64"),
+        ((kept, positions, used, newest[[0, 0, 1]], values, fresh), r"newest: .* a part of 4"),
+        ((kept, positions, used, newest, [kept], fresh), r"states\[0\]: expected torch.float64"),
+        ((kept, positions, used, newest, values, []), r"fresh: expected 1 numbers, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            moved(*wrong, **options)
