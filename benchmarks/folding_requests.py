@@ -1,7 +1,8 @@
 """Requests that decode under a policy without a model: real folds over random queries and entries.
 
 What kernels would compute on a GPU is left out of clock and count: an entry of the kernels table is
-one launch, whose torch reference runs unobserved; a generated kernel gives zeros.
+one launch, whose torch reference runs unobserved; a generated kernel gives zeros. As on a GPU, the
+numbers of a fold have not arrived when it is written, where it does not wait for them.
 
 Dimensions: L layers, H query heads, G KV heads, D head size, B requests.
 """
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from kvpolicy.dsl.bind.bind import bind
@@ -21,8 +23,10 @@ from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.codegen.source import Source
 from kvpolicy.dsl.execute.apply import prefilled
 from kvpolicy.dsl.execute.decode import Memory
+from kvpolicy.dsl.execute.follow import Landing
 from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.execute.requests import Counts
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.kernels.entries import carry, tally
 from kvpolicy.kernels.merging import merge_rows, nearest, share
@@ -36,6 +40,7 @@ from kvpolicy.sglang_ext.memory.tables import DeviceTables
 from kvpolicy.sglang_ext.request.notes import Notes, wanted
 from kvpolicy.sglang_ext.request.queries import QueryBuffer
 from kvpolicy.sglang_ext.request.request import State
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 REFERENCES: dict[str, Callable] = {
@@ -69,23 +74,33 @@ class Observed(TorchDispatchMode):
     Attributes:
         operations: dispatched by torch outside kernels; `views` of them only look at memory
             otherwise, and a GPU does nothing.
-        launches: of kernels.
+        launches: of kernels; transfers: to the device, and of a fold's numbers from it.
         kernels: seconds spent in what stands for kernels.
     """
 
     def __init__(self, *, counting: bool) -> None:
         super().__init__()
-        self.operations = self.views = self.launches = 0
+        self.operations = self.views = self.launches = self.transfers = 0
+        self._sending = _Transfers(self)
         self.kernels = 0.0
         self.counting = counting
         self._inside = False
 
     def __enter__(self) -> Observed:
-        return super().__enter__() if self.counting else self
+        if self.counting:
+            self._sending.__enter__()
+            super().__enter__()
+        return self
 
     def __exit__(self, *error: Any) -> None:
         if self.counting:
             super().__exit__(*error)
+            self._sending.__exit__(*error)
+
+    @property
+    def device(self) -> int:
+        """What a GPU would be asked to do."""
+        return self.operations - self.views + self.launches + self.transfers
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -108,6 +123,21 @@ class Observed(TorchDispatchMode):
         finally:
             self._inside = False
             self.kernels += time.perf_counter() - started
+
+
+class _Transfers(TorchFunctionMode):
+    """Notes copies to the device, which on a CPU nobody makes."""
+
+    def __init__(self, observed: Observed) -> None:
+        super().__init__()
+        self._observed = observed
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        sends = getattr(func, "__name__", "") == "to" and (kwargs or {}).get("non_blocking")
+        self._observed.transfers += bool(sends and not self._observed._inside)
+        return func(*args, **(kwargs or {}))
 
 
 class Watch:
@@ -159,18 +189,24 @@ class Watch:
 
     @contextmanager
     def stand_in(self):
-        """A block in which generated kernels are not compiled."""
-        original = Generated._source
+        """A block in which generated kernels are not compiled, and numbers are on their way."""
+        original, begin = Generated._source, Counts.__init__
 
         def source(made: Generated, bundle: Any, single: bool) -> tuple[Source, Callable]:
             text, _ = original(made, bundle, single)
             return text, self.generated(made, text)
 
-        Generated._source = source
-        try:
+        def counts(made: Counts, numbers: torch.Tensor, requests: int) -> None:
+            begin(made, numbers, requests)
+            self.observed.transfers += 1
+
+        with (
+            mock.patch.object(Generated, "_source", source),
+            mock.patch.object(Counts, "__init__", counts),
+            mock.patch.object(Counts, "arrived", return_value=False),
+            mock.patch.object(Landing, "arrived", return_value=False),
+        ):
             yield
-        finally:
-            Generated._source = original
 
 
 class Slots:

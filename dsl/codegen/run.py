@@ -132,10 +132,10 @@ def _sizes(made: Parts) -> list[str]:
     ]
 
 
-def _row_splits(made: Generator) -> list[str]:
+def _row_splits(made: Parts) -> list[str]:
     if made.form.steps:
         return [
-            "    # A list is cut by its length alone: its sums do not depend on what else there is.",
+            "    # A list is cut by its length alone: its sums do not depend on other lists.",
             '    blocks = max((8192 if gpu else 512) // sizes["BLOCK_N"], 1)',
             f"    blocks = max(blocks, triton.cdiv(total, {_SPLITS}))",
             "    splits = max(triton.cdiv(total, blocks), 1)",

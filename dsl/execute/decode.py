@@ -172,7 +172,19 @@ class Memory:
         if not leaves and not self.steps.advances:
             return None
         numbers = self.steps.numbers(rule, self.prompt, generated)
-        return id(self.steps), steps, leaves, id(rule.score), rule.budget is None, numbers
+        # Lists of a block are as wide as the longest: at most twice what a request needs.
+        size = (self.width + steps).bit_length()
+        return id(self.steps), steps, leaves, id(rule.score), rule.budget is None, numbers, size
+
+    @property
+    def width(self) -> int:
+        """Cached positions of the layer that has most; `land` has been called."""
+        if self._block is None:
+            return max(len(own.positions) + len(own.since) for own in self._layers)
+        block, place = self._block
+        if block.counts is not None:
+            return max(own.positions for own in block.counts.read()[place].held)
+        return max(block.lengths[place * block.layers : (place + 1) * block.layers])
 
     @property
     def rule(self) -> Ends | None:

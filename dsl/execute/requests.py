@@ -5,8 +5,8 @@ layer the newest entries are in the last columns, and nothing is in front of tho
 Steps cost as many operations for many requests as for one; what a request gets does not depend on
 the others, since no number of one list enters another's.
 
-Only policies whose `keep` takes the ends of a list and the best of the rest (bind/ends.py), which do not
-compare layers, and for whose sums there are kernels are taken so (`Steps.together`).
+Only policies whose `keep` takes the ends of a list and the best of the rest (bind/ends.py), which
+do not compare layers, and for whose sums there are kernels are taken so (`Steps.together`).
 
 Dimensions: B requests, L layers, G KV heads, H query heads, M columns of a block, T steps, D head
 size.

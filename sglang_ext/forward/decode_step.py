@@ -20,7 +20,13 @@ import torch
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.forward.failures import DECODING, FOLD, READING
 from kvpolicy.sglang_ext.forward.fold import Fold, Room
-from kvpolicy.sglang_ext.forward.fold_together import FoldTogether, Member, Together, group_of
+from kvpolicy.sglang_ext.forward.fold_together import (
+    FoldTogether,
+    Member,
+    Together,
+    group_of,
+    parts_of,
+)
 from kvpolicy.sglang_ext.forward.follow import (
     Following,
     Reader,
@@ -165,7 +171,8 @@ class DecodeStep:
         folds = [
             fold
             for (_, leaves), members in groups.items()
-            for fold in self._follow_together(members, leaves=leaves)
+            for part in parts_of(members, self._arena)
+            for fold in self._follow_together(part, leaves=leaves)
         ]
         others = []
         for each, leaves in alone:

@@ -100,10 +100,15 @@ def fits(store: Store, private: Private | None, counts: torch.Tensor) -> bool:
     if private is None or private.room is None:
         return False
     if counts.tolist() == private.laid_out:
-        return private.slots.numel() <= _WASTEFUL * store.slots_with(private, 0)
+        return fits_again(store, private)
     return bool((counts <= private.room).all()) and (
         private.slots.numel() <= _WASTEFUL * store.slots_for(counts)
     )
+
+
+def fits_again(store: Store, private: Private) -> bool:
+    """The same where each list keeps as many entries as its pages hold."""
+    return private.slots.numel() <= _WASTEFUL * store.slots_with(private, 0)
 
 
 class Fold:

@@ -6,6 +6,7 @@ One launch finds the entries of all lists of all layers and requests, one settle
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -16,15 +17,19 @@ from kvpolicy.dsl.execute.kernels import Entries
 from kvpolicy.dsl.execute.requests import Staying, follow_together
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.forward.failures import FOLD
-from kvpolicy.sglang_ext.forward.fold import Fold, fits
+from kvpolicy.sglang_ext.forward.fold import Fold, fits, fits_again
 from kvpolicy.sglang_ext.forward.follow import Reader
-from kvpolicy.sglang_ext.request.notes import queries_of
+from kvpolicy.sglang_ext.request.queries import queries_of
 from kvpolicy.sglang_ext.request.request import State
 
 if TYPE_CHECKING:
     from kvpolicy.dsl.execute.decode import Memory
     from kvpolicy.dsl.execute.follow import Landed
+    from kvpolicy.sglang_ext.memory.arena import Arena
     from kvpolicy.sglang_ext.runtime import Runtime
+
+
+LARGEST = 2**28  # bytes of one number of every entry of the requests that are followed at once
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,13 @@ def group_of(member: Member, *, leaves: bool) -> Hashable | None:
     if state.private is not None and state.private.shared is not None:
         return None
     return member.memory.together(len(state.notes.positions), leaves=leaves)
+
+
+def parts_of(members: Sequence[Member], arena: Arena) -> list[list[Member]]:
+    """The requests of a group, as many at a time as are computed with little memory."""
+    widest = max(each.memory.width + len(each.state.notes.positions) for each in members)
+    size = max(LARGEST // (arena.layers * arena.kv_heads * widest * 8), 1)
+    return [list(members[i : i + size]) for i in range(0, len(members), size)]
 
 
 class Together:
@@ -148,12 +160,13 @@ class FoldTogether:
             return False
         if memory.landed() or not self._staying.repeats or not memory.lasts(private.laid_out):
             return False
-        return fits(self._runtime.store, private, torch.tensor(private.laid_out))
+        return fits_again(self._runtime.store, private)
 
     def _drops(self, each: Member) -> bool:
         """Whether anything leaves; the host waits for the numbers."""
         private = each.state.private
-        if any(each.landed.dropped):
+        landed = each.landed
+        if landed.there.tolist() != landed.kept.tolist():
             return True
         if private is not None:
             private.full = False
@@ -198,10 +211,11 @@ class FoldTogether:
         lists = len(private.laid_out) * len(private.laid_out[0])
         dropped, same = (each.length - private.tail_start) * lists, True
         if known:
-            landed = each.landed
-            left = [x for own in (landed.there - landed.kept).tolist() for x in own]
+            there, kept = each.landed.there.tolist(), each.landed.kept.tolist()
+            pairs = zip(itertools.chain(*there), itertools.chain(*kept), strict=True)
+            left = [number - stays for number, stays in pairs]
             dropped, private.full = sum(left), min(left) > 0
-            same = landed.kept.tolist() == private.laid_out
+            same = kept == private.laid_out
         if same:
             runtime.store.tail_moved(private)
         else:

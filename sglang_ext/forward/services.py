@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvpolicy.dsl.ir.nodes import Program
-from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face import compat, options
 from kvpolicy.sglang_ext.face.streams import Streams
 from kvpolicy.sglang_ext.forward.failures import Failures
 from kvpolicy.sglang_ext.forward.rotary import Rotary
@@ -57,7 +57,7 @@ class Services:
         self.propagates = any(program.propagate is not None for program in programs)
         self.shares = any(program.share is not None for program in programs)
         self.streams = Streams()
-        self.queries = QueryBuffer(programs)
+        self.queries = QueryBuffer(programs, options.fold_interval())
         self.tree: Any = None
         self.step: Forward | None = None
         self.scratch_rows = range(0)

@@ -13,13 +13,12 @@ none where it reads none. They are free when it has been followed, ends or is re
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.ir.traverse import nodes_of, state_roots
-from kvpolicy.sglang_ext.face.host import to_device
 
 LONGEST = 64  # decode steps that a policy is taken through at once, at most
 
@@ -99,26 +98,3 @@ class Notes:
         """The policy has been taken through the steps."""
         self.positions.clear()
         self.rows.clear()
-
-
-def queries_of(notes: Sequence[Notes], buffer: QueryBuffer) -> torch.Tensor:
-    """[B * L * H, T, D]: queries of B requests' last steps as policies see them.
-
-    All have noted those of as many steps, T.
-    """
-    first = notes[0]
-    places = [[own for _, own in each.rows] for each in notes]
-    taken = [step for step, _ in first.rows]
-    same = all(
-        all(x is step for (x, _), step in zip(each.rows, taken, strict=True)) for each in notes[1:]
-    )
-    if same and all(own == [own[0]] * len(own) for own in places):
-        # As usual: these requests, and maybe others, were noted at every step.
-        held = torch.stack([step.transpose(0, 1) for step in taken], 3)  # [F, L, H, T, D]
-        index = [own[0] for own in places]
-        if index != list(range(held.shape[0])):
-            held = held.index_select(0, to_device(index, torch.int64, held.device))
-    else:
-        own = [torch.stack([step[:, row] for step, row in each.rows], 2) for each in notes]
-        held = torch.stack(own)  # [B, L, H, T, D]
-    return buffer.scaled_layers(held).flatten(0, 2)

@@ -20,11 +20,13 @@ from kvpolicy.dsl.ir.nodes import Program
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.host import to_device
-from kvpolicy.sglang_ext.request.notes import LONGEST
+from kvpolicy.sglang_ext.request.notes import LONGEST, Notes
 
 logger = logging.getLogger(__name__)
 
-LARGEST = 2**28  # bytes of queries that all requests of a forward hold at most, see `most_steps`
+# Bytes of queries that all requests of a forward hold at most, if that is enough for the steps
+# between two folds, see `most_steps`.
+LARGEST = 2**28
 
 
 def may_read(program: Program) -> bool:
@@ -37,17 +39,19 @@ def may_read(program: Program) -> bool:
     return any(node.type.window for node in nodes_of(roots))
 
 
-def most_bytes(step: int) -> int:
+def most_bytes(step: int, interval: int) -> int:
     """What queries may take, those of a step in the buffer and those noted for later.
 
     Args:
         step: bytes of one step's queries, of all requests that are followed at once.
+        interval: decode steps from one fold to the next.
     """
-    return step * (1 + _fitting(step))
+    return step * (1 + _fitting(step, interval))
 
 
-def _fitting(step: int) -> int:
-    return min(LONGEST, max(LARGEST // step, 1))
+def _fitting(step: int, interval: int) -> int:
+    # Taking policies through their steps more often would fold nothing, and cost as much.
+    return min(LONGEST, max(LARGEST // step, interval))
 
 
 class QueryBuffer:
@@ -57,7 +61,12 @@ class QueryBuffer:
         needed: whether any served policy reads them.
     """
 
-    def __init__(self, programs: Sequence[Program]) -> None:
+    def __init__(self, programs: Sequence[Program], interval: int = 1) -> None:
+        """
+        Args:
+            interval: decode steps from one fold to the next.
+        """
+        self._interval = interval
         self.needed = any(may_read(program) for program in programs)
         self.captured: torch.Tensor | None = None  # graphs write to it, so it is never replaced
         self.larger: torch.Tensor | None = None  # for batches that no graph serves
@@ -103,12 +112,13 @@ class QueryBuffer:
     def most_steps(self, requests: int) -> int:
         """How many steps so many requests note before their policies are taken through them.
 
-        At most `LONGEST`, and at most as many as fit into `LARGEST`, but at least one.
+        At most `LONGEST`, and at most as many as fit into `LARGEST`, but at least those between two
+        folds: what is held grows with the requests.
         """
         held = self.captured if self.larger is None else self.larger
         if held is None or not requests:
             return LONGEST
-        return _fitting(requests * held[:, 0].numel() * held.element_size())
+        return _fitting(requests * held[:, 0].numel() * held.element_size(), self._interval)
 
     def scaled(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
         """Queries of a layer as a policy sees them."""
@@ -126,3 +136,26 @@ class QueryBuffer:
         """The buffer in which a forward of so many rows finds its place."""
         captured = self.captured
         return captured if captured is not None and rows <= captured.shape[1] else self.larger
+
+
+def queries_of(notes: Sequence[Notes], buffer: QueryBuffer) -> torch.Tensor:
+    """[B * L * H, T, D]: queries of B requests' last steps as policies see them.
+
+    All have noted those of as many steps, T.
+    """
+    first = notes[0]
+    places = [[own for _, own in each.rows] for each in notes]
+    taken = [step for step, _ in first.rows]
+    same = all(
+        all(x is step for (x, _), step in zip(each.rows, taken, strict=True)) for each in notes[1:]
+    )
+    if same and all(own == [own[0]] * len(own) for own in places):
+        # As usual: these requests, and maybe others, were noted at every step.
+        held = torch.stack([step.transpose(0, 1) for step in taken], 3)  # [F, L, H, T, D]
+        index = [own[0] for own in places]
+        if index != list(range(held.shape[0])):
+            held = held.index_select(0, to_device(index, torch.int64, held.device))
+    else:
+        own = [torch.stack([step[:, row] for step, row in each.rows], 2) for each in notes]
+        held = torch.stack(own)  # [B, L, H, T, D]
+    return buffer.scaled_layers(held).flatten(0, 2)

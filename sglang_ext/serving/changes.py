@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.ir.nodes import ModelShape, Program
-from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face import compat, options
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.options import Policy, policy_of
 from kvpolicy.sglang_ext.forward.rotary import Rotary, of_model
@@ -134,7 +134,8 @@ class Changes:
         if may_read(program) and self._captured and not services.queries.needed:
             storage, shape = services.arena.storage, self._shape
             step = shape.layers * self._captured * shape.heads * shape.head_dim
-            raise _lacking(most_bytes(step * storage.element_size()), "queries of decode steps")
+            most = most_bytes(step * storage.element_size(), options.fold_interval())
+            raise _lacking(most, "queries of decode steps")
 
     def _commit(self) -> dict[str, Any]:
         served, policy = self._served, self._policy

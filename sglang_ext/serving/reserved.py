@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvpolicy.sglang_ext.face import compat, refusals
 from kvpolicy.sglang_ext.face.errors import Refused
+from kvpolicy.sglang_ext.face.options import fold_interval
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
 from kvpolicy.sglang_ext.request.queries import most_bytes
 
@@ -90,7 +91,8 @@ def reckon(services: Services, configurator: Any, options: Any, tokens: int) -> 
         parts["decode attention"] = 4 * workspace_elements(captured, *sizes, device)
         if services.queries.needed:
             step = math.prod((shape.layers, captured, shape.heads, shape.head_dim))
-            parts["queries"] = most_bytes(step * configurator.model_dtype.itemsize)
+            step *= configurator.model_dtype.itemsize
+            parts["queries"] = most_bytes(step, fold_interval())
     return parts
 
 

@@ -49,11 +49,11 @@ def requests(bound, prompts=PROMPTS, kind=Pool, program=None, **more):
 
 
 def groups(stores, number, leaves=True):
-    """The stores that go together, by what has to be the same."""
+    """The stores that go together, by what has to be the same; their widths need not be."""
     found = {}
     for each in stores:
-        found.setdefault(each.memory.together(number, leaves=leaves), []).append(each)
-    assert None not in found
+        *same, _ = each.memory.together(number, leaves=leaves)
+        found.setdefault(tuple(same), []).append(each)
     return list(found.values())
 
 

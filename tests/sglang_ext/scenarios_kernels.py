@@ -102,17 +102,19 @@ def decode_waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     """
     from host_waits import HostWaits, on_host
     from kvpolicy.dsl.execute.follow import Landing
-    from kvpolicy.sglang_ext.forward.fold import Fold
+    from kvpolicy.dsl.execute.requests import Counts
     from kvpolicy.sglang_ext.forward.step import Step
+    from kvpolicy.sglang_ext.report.reports import Reports
     from kvpolicy.sglang_ext.runtime import Runtime
 
     policies, lengths = flags.pop("policies"), flags.pop("lengths")
     output = flags.pop("output")
     if flags.pop("lagging", False):
-        Landing.arrived = lambda self: False
+        Landing.arrived = Counts.arrived = lambda self: False
     driver = start(model, policies, flags)
     seen: list[dict[str, Any]] = []
-    forward, make, end, write = Runtime.forward, Step.__init__, Step.finish, Fold.finish
+    forward, make, end = Runtime.forward, Step.__init__, Step.finish
+    finished = Reports.finished_fold
 
     def watched(method, *args):
         waits = HostWaits()
@@ -125,11 +127,11 @@ def decode_waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
         seen.append({"decodes": batch.forward_mode.is_decode(), "waits": [], "folds": 0})
         return forward(self, run, batch)
 
-    def noting_fold(self):
+    def noting_fold(self, *args):
         seen[-1]["folds"] += 1
-        write(self)
+        finished(self, *args)
 
-    Runtime.forward, Fold.finish = noting_forward, noting_fold
+    Runtime.forward, Reports.finished_fold = noting_forward, noting_fold
     Step.__init__ = lambda self, *args: watched(make, self, *args)
     Step.finish = lambda self: watched(end, self)
     found = {}

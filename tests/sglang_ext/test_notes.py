@@ -10,7 +10,7 @@ from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.sglang_ext.request import queries
 from kvpolicy.sglang_ext.request.notes import LONGEST, Notes, wanted
-from kvpolicy.sglang_ext.request.queries import QueryBuffer, may_read
+from kvpolicy.sglang_ext.request.queries import QueryBuffer, may_read, queries_of
 from kvpolicy.sglang_ext.request.request import State
 
 POLICIES = Path(__file__).parents[2] / "policies"
@@ -106,6 +106,26 @@ def test_captured_batches_and_larger_ones_are_found_where_they_were_written():
     assert buffer.larger.shape[1] == 5
 
 
+@pytest.mark.parametrize("scaling", [SIZE**-0.5, 1.0])
+def test_requests_are_shown_together_what_each_is_shown_alone(scaling):
+    """In any order, some of those that were noted, and where these were not always the same."""
+    for followed in ([[0, 2, 3]] * 3, [[0, 2, 3], [0, 1, 2, 3], [0, 2, 3]]):
+        buffer = QueryBuffer([program("h2o")])
+        own = {row: Notes(None) for row in (0, 2, 3)}
+        for step, rows in enumerate(followed):
+            computed(buffer, 4, step, scaling)
+            taken = buffer.take(rows, 4)
+            for row, notes in own.items():
+                notes.add(step, (taken, rows.index(row)))
+        for chosen in ([0, 2, 3], [3, 0], [2]):
+            made = queries_of([own[row] for row in chosen], buffer)
+            made = made.view(len(chosen), LAYERS, HEADS, 3, SIZE)
+            for each, row in zip(made, chosen, strict=True):
+                alone = own[row].queries(buffer, torch.zeros(HEADS, 1, SIZE))
+                for number in range(LAYERS):
+                    torch.testing.assert_close(each[number], alone(number), rtol=0, atol=0)
+
+
 def test_queries_are_scaled_as_a_policys_attention_is():
     buffer, notes = QueryBuffer([program("h2o")]), Notes(None)
     q = computed(buffer, 1, 0, scaling=1.0)
@@ -148,6 +168,9 @@ def test_steps_that_gather_are_bounded_in_number_and_in_bytes(monkeypatch):
     buffer.reserve((LAYERS, 8, HEADS, SIZE), torch.float32, torch.device("cpu"))
     monkeypatch.setattr(queries, "LARGEST", 20 * row)
     assert [buffer.most_steps(n) for n in (0, 1, 4, 8, 30)] == [LONGEST, 20, 5, 2, 1]
+    folding = QueryBuffer([program("h2o")], interval=4)
+    folding.reserve((LAYERS, 8, HEADS, SIZE), torch.float32, torch.device("cpu"))
+    assert [folding.most_steps(n) for n in (0, 1, 4, 8, 30)] == [LONGEST, 20, 5, 4, 4]
     for step in range(5):
         assert not notes.full(5)
         notes.add(step, (buffer.take([0], 1), 0))

@@ -126,9 +126,15 @@ def test_tables_are_reckoned_to_the_byte(propagates, scratch):
 
 
 def test_large_steps_are_noted_less_often():
-    assert most_bytes(LARGEST // LONGEST) == LARGEST // LONGEST + LARGEST
-    assert most_bytes(LARGEST // 3) == LARGEST // 3 * 4
-    assert most_bytes(3 * LARGEST) == 6 * LARGEST
+    assert most_bytes(LARGEST // LONGEST, 1) == LARGEST // LONGEST + LARGEST
+    assert most_bytes(LARGEST // 3, 1) == LARGEST // 3 * 4
+    assert most_bytes(3 * LARGEST, 1) == 6 * LARGEST
+
+
+def test_steps_between_two_folds_are_noted_however_large():
+    assert most_bytes(LARGEST // 3, 16) == LARGEST // 3 * 17
+    assert most_bytes(3 * LARGEST, 2 * LONGEST) == 3 * LARGEST * (1 + LONGEST)
+    assert most_bytes(LARGEST // 32, 16) == LARGEST // 32 * 33
 
 
 @pytest.mark.parametrize("given", [1000, 1007])

@@ -1,0 +1,84 @@
+"""What a fold asks of a GPU does not depend on how many layers and requests there are.
+
+Counted are torch operations that compute, launches of kernels, and transfers, from the second fold
+on; what notes a step's queries is done at every step, and not counted. Views are not: nothing runs.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.sglang_ext.forward import fold_together
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from fold_host import SETTINGS, entries
+from folding_requests import Case, Crowd
+
+INTERVAL, MOST = 4, 15
+TOGETHER = ("h2o", "tova", "streamingllm", "vatp", "cake")
+BATCHES = ((2, (64,)), (6, (64,)), (2, (64, 65, 66, 67)), (5, (67, 64, 64, 65, 66)))
+
+
+def steps(policy, layers, prompts):
+    """Observed decode steps, and how many requests folded at each, once all have folded twice."""
+    shape = ModelShape(layers, 4, 2, 8)
+    crowd = Crowd(Case(policy, SETTINGS[policy], list(prompts), shape, INTERVAL), 5 * INTERVAL)
+    for _ in range(2 * INTERVAL):
+        crowd.step()
+    made = []
+    for _ in range(2 * INTERVAL):
+        before = crowd.folds
+        observed, _ = crowd.step(counting=True)
+        made.append((observed, crowd.folds - before))
+    assert crowd.folds == 4 * len(prompts)
+    crowd.check(layers * 2 * sum(entries(policy, prompt) for prompt in prompts))
+    return made
+
+
+@pytest.mark.parametrize("policy", TOGETHER)
+def test_a_fold_of_a_batch_takes_few_operations(policy):
+    found = set()
+    for layers, prompts in BATCHES:
+        made = steps(policy, layers, prompts)
+        noting = min(observed.device for observed, folds in made if not folds)
+        found |= {observed.device - noting for observed, folds in made if folds}
+        assert all(observed.launches for observed, folds in made if folds)
+    assert max(found) <= MOST, found
+    assert len(found) == 1, found
+
+
+@pytest.mark.parametrize("policy", ["h2o", "streamingllm"])
+def test_large_batches_are_followed_in_parts(policy, monkeypatch):
+    """So that what is computed with does not grow with the batch; lists stay what they are."""
+    monkeypatch.setattr(fold_together, "LARGEST", 2 * 2 * 2 * 40 * 8)
+    parts = []
+    follow = fold_together.Together.follow
+
+    def noted(self, *, leaves):
+        parts.append(len(self._members))
+        return follow(self, leaves=leaves)
+
+    monkeypatch.setattr(fold_together.Together, "follow", noted)
+    steps(policy, 2, (64, 65, 64, 64, 66))
+    assert max(parts) == 2
+    assert sum(parts) == 5 * 4
+
+
+def test_a_request_that_fails_with_others_fails_alone(monkeypatch):
+    shape = ModelShape(2, 4, 2, 8)
+    crowd = Crowd(Case("tova", SETTINGS["tova"], [64, 65, 66], shape, INTERVAL), 4 * INTERVAL)
+    failed = []
+    crowd.runtime.failures.note = lambda request, stage, error: failed.append(request.rid)
+    follow = fold_together.Together.follow
+
+    def fails(self, *, leaves):
+        if any(each.request.rid == "2" for each in self._members):
+            raise RuntimeError("made to fail")
+        return follow(self, leaves=leaves)
+
+    monkeypatch.setattr(fold_together.Together, "follow", fails)
+    for _ in range(INTERVAL):
+        crowd.step()
+    assert failed == ["2"]
+    assert crowd.folds == 2
