@@ -22,7 +22,7 @@ _PREFILL = '''def run(
 
 _STEPS = '''def run(
     q, query_positions, k, key_ids, v, value_ids, positions, holds, ranks, order, inputs, numbers,
-    *, block=None
+    *, block=None, split=None
 ):
     """Launches the kernels; nothing waits for the device.
 
@@ -40,20 +40,23 @@ _STEPS = '''def run(
 _REST = '''\
         inputs: tensors, numbers: of the host, in the order in which they are unpacked below.
         block: tokens of a tile, a power of two; None: by device.
-
+{split}
     Returns:
         Tensors of the results, and bool tensors{size} that are false if the model's tensors held
         NaN or infinity.
     """'''
 
 
+_SPLIT = "        split: tokens after which a row's sum is cut; None: by device.\n"
 _SPLITS = 128  # of a list at a decode step, at most
 
 
 def run_text(made: Parts) -> str:
     """The text of `run`."""
-    size = " [G]" if made.form.steps else ", 0-d,"
-    document = (_STEPS if made.form.steps else _PREFILL).format(rest=_REST.format(size=size))
+    size, split = (" [G]", _SPLIT) if made.form.steps else (", 0-d,", "")
+    document = (_STEPS if made.form.steps else _PREFILL).format(
+        rest=_REST.format(size=size, split=split)
+    )
     lines = [document, *_sizes(made)]
     results = {each.name: each for each in made.results}
     tensors, numbers = made.arguments.tensors, made.arguments.numbers
@@ -136,7 +139,7 @@ def _row_splits(made: Parts) -> list[str]:
     if made.form.steps:
         return [
             "    # A list is cut by its length alone: its sums do not depend on other lists.",
-            '    blocks = max((8192 if gpu else 512) // sizes["BLOCK_N"], 1)',
+            '    blocks = max((split or (8192 if gpu else 512)) // sizes["BLOCK_N"], 1)',
             f"    blocks = max(blocks, triton.cdiv(total, {_SPLITS}))",
             "    splits = max(triton.cdiv(total, blocks), 1)",
             '    tiles = triton.cdiv(queries, sizes["BLOCK_W"])',

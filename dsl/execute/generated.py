@@ -78,13 +78,14 @@ class Generated:
         return all(each.dtype in _TYPES for each in needed)
 
     def values(
-        self, bundle: Bundle, frame: Frame, value: Callable[[Node], Value]
+        self, bundle: Bundle, frame: Frame, value: Callable[[Node], Value], **options: int
     ) -> dict[int, Value]:
         """The bundle's outputs, by id of node.
 
         Args:
             frame: of a layer.
             value: gives the values that the bundle reads.
+            options: of the source's `run`.
         """
         single = torch.float32 in {x.dtype for x in (frame.q, frame.k) if x is not None}
         source, run = self._source(bundle, single)
@@ -94,7 +95,7 @@ class Generated:
             given = _at_steps(bundle, frame, source.order)
         else:
             given = _in_prefill(bundle, frame)
-        made, checks = run(*given, inputs, numbers)
+        made, checks = run(*given, inputs, numbers, **options)
         frame.checks.extend(checks)
         return _completed(bundle, source.results, made, frame)
 
@@ -118,8 +119,11 @@ class Generated:
             frames.append(replace(frame, positions=places))
         for frame in frames:
             for bundle in self.regions.bundles:
-                if self.serves(bundle, frame):
-                    self.values(bundle, frame, partial(_nothing, bundle, frame))
+                if not self.serves(bundle, frame):
+                    continue
+                # What puts the pieces of long lists together is compiled, too.
+                for options in ({}, {"split": 1}) if self.regions.steps else ({},):
+                    self.values(bundle, frame, partial(_nothing, bundle, frame), **options)
 
     def _source(self, bundle: Bundle, single: bool) -> tuple[Source, Callable]:
         key = (id(bundle), single)
