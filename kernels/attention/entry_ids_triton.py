@@ -51,7 +51,10 @@ def entry_ids(
     return made
 
 
-@triton.jit(do_not_specialize=["padded", "context", "width"])
+@triton.jit(
+    do_not_specialize=["padded", "context", "width"],
+    do_not_specialize_on_alignment=["rows", "lengths"],
+)
 def _ids(
     counts, first_pages, tail_starts, slots_starts, slots, rows, lengths, req_to_token,
     there, made, padded, context, width,

@@ -62,7 +62,10 @@ def carry(
     return made, there, later
 
 
-@triton.jit(do_not_specialize=["fresh", "before", "width", "steps", "share"])
+@triton.jit(
+    do_not_specialize=["used_stride", "fresh", "before", "width", "steps", "share"],
+    do_not_specialize_on_alignment=["used", "newest"],
+)
 def _carry(
     kept, positions, used, used_stride, newest, made, there, state, later, fresh,
     before, width, steps, share,

@@ -126,7 +126,10 @@ def _on_device(starts: Sequence[int], device: torch.device) -> torch.Tensor | No
     return made.to(device, non_blocking=True)
 
 
-@triton.jit(do_not_specialize=["padded", "context", "width"])
+@triton.jit(
+    do_not_specialize=["padded", "context", "width"],
+    do_not_specialize_on_alignment=["rows", "lengths"],
+)
 def _settle(
     storage, counts, first_pages, tail_starts, slots_starts,
     slots, req_to_token, kept, there,

@@ -53,7 +53,7 @@ def turn(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["padded", "width"])
+@triton.jit(do_not_specialize=["padded", "width"], do_not_specialize_on_alignment=["rows"])
 def _turn(
     storage, first_pages, slots_starts, slots, rows, kept, there, proceed, inv_freq, padded, width,
     LAYERS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAIRS: tl.constexpr,

@@ -146,6 +146,8 @@ class FoldTogether:
                 self._settle(places, proceed)
         share = (time.perf_counter() - started) / max(len(members), 1)
         for place in (*lasting, *known):
+            if members[place].state.failed:
+                continue
             with failures.contained(members[place].request, FOLD):
                 self._settled(place, share, known=place in known)
         for place in others:
