@@ -22,11 +22,11 @@ from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.codegen.source import Source
 from kvpolicy.dsl.execute.apply import prefilled
+from kvpolicy.dsl.execute.block import Counts
 from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.dsl.execute.follow import Landing
 from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.dsl.execute.requests import Counts
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.kernels.entries import carry, tally
 from kvpolicy.kernels.merging import merge_rows, nearest, share
@@ -282,12 +282,12 @@ class Crowd:
         )
         self.store = Store(self.arena, self.slots, tables=self.tables)
         self.folds = self.dropped = 0
-        self.runtime = self._runtime()
+        self.services = self._services()
         self.requests: list[SimpleNamespace] = []
         with self.watch.stand_in():
             self._begin()
 
-    def _runtime(self) -> SimpleNamespace:
+    def _services(self) -> SimpleNamespace:
         queries, half = QueryBuffer([self.bound.program]), self.case.shape.head_dim // 2
 
         @contextmanager
@@ -328,7 +328,7 @@ class Crowd:
             if prompt not in memories:
                 q = tensors[:prompt].permute(1, 2, 0, 3).numpy()
                 run = prefilled(plain, q, *[q[:, : shape.kv_heads]] * 2).run
-                memory = Memory(self.bound, prompt, run.memory().layers, program.steps)
+                memory = Memory(self.bound, prompt, Memory.after(run).layers, program.steps)
                 memories[prompt] = (run.finish(), memory)
             kept, memory = memories[prompt]
             state = State(served, prompt, 0)
@@ -372,12 +372,12 @@ class Crowd:
             self._grow(request, 1)
         shape = self.case.shape
         heads = torch.randn(len(self.requests), shape.heads, shape.head_dim, generator=self.random)
-        if self.runtime.queries.needed:
+        if self.services.queries.needed:
             for number in range(shape.layers):
                 layer = SimpleNamespace(
                     layer_id=number, scaling=shape.head_dim**-0.5, qk_head_dim=shape.head_dim
                 )
-                self.runtime.queries.write(layer, heads, shape.layers)
+                self.services.queries.write(layer, heads, shape.layers)
         batch = SimpleNamespace(
             req_to_token_pool=self.slots.req_to_token_pool,
             seq_lens_cpu=torch.tensor([each.length for each in self.requests]),
@@ -388,7 +388,7 @@ class Crowd:
             started = time.perf_counter()
             with observed:
                 self.tables.write()
-                DecodeStep(self.runtime, batch).finish()
+                DecodeStep(self.services, batch).finish()
             seconds = time.perf_counter() - started - observed.kernels
         return observed, seconds
 

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.ends import Ends
+from kvpolicy.dsl.execute.block import Block
 from kvpolicy.dsl.execute.evaluate import Evaluation
 from kvpolicy.dsl.execute.follow import (
     Decided,
@@ -29,7 +30,6 @@ from kvpolicy.dsl.execute.follow import (
 from kvpolicy.dsl.execute.kernels import Keys
 from kvpolicy.dsl.execute.layout import Choice, Held, Layout, Remembered, Rows, shift_of
 from kvpolicy.dsl.execute.merge import Merging, merged_rows
-from kvpolicy.dsl.execute.requests import Block
 from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.execute.together import leave, present, shifts
@@ -193,7 +193,10 @@ class Memory:
 
     def block(self) -> tuple[Block, int]:
         """What is remembered, as a place in a block of requests."""
-        return self._block or (Block.of(self), 0)
+        return self._block or (
+            Block.of(self.layers, self.bound.shape.kv_heads, self.steps.fresh),
+            0,
+        )
 
     def followed(self, block: Block, place: int, steps: int) -> None:
         """Has been taken through so many steps with others: its place in their block now."""

@@ -62,8 +62,8 @@ class _Follower:
 class DecodeStep:
     """The rows of one decode forward."""
 
-    def __init__(self, runtime: Services, batch: Any) -> None:
-        self._runtime, self._arena = runtime, runtime.arena
+    def __init__(self, services: Services, batch: Any) -> None:
+        self._services, self._arena = services, services.arena
         self._table = batch.req_to_token_pool.req_to_token
         self._lengths = batch.seq_lens_cpu.tolist()
         self._requests = batch.reqs
@@ -74,7 +74,7 @@ class DecodeStep:
             if state is None:
                 continue
             if state.memory is not None:
-                with runtime.failures.contained(request, DECODING):
+                with services.failures.contained(request, DECODING):
                     length = self._lengths[i]
                     noted = state.reads_queries(length - state.prompt)
                     self._followers[i] = _Follower(request, state, length, noted)
@@ -137,7 +137,7 @@ class DecodeStep:
             yield
         except Exception as error:
             for row in {*self._private, *self._noted}:
-                self._runtime.failures.note(self._requests[row], READING, error)
+                self._services.failures.note(self._requests[row], READING, error)
             self._private, self._noted = {}, []
             for cached in ("_lists", "_index", "plain"):
                 self.__dict__.pop(cached, None)
@@ -147,12 +147,12 @@ class DecodeStep:
         if not self._followers:
             return
         self._note()
-        failures, room, leaving = self._runtime.failures, Room(self._runtime), set()
+        failures, room, leaving = self._services.failures, Room(self._services), set()
         for row, each in self._followers.items():
             with failures.contained(each.request, FOLD):
-                if may_leave(self._runtime, room, each.request, each.state, each.length):
+                if may_leave(self._services, room, each.request, each.state, each.length):
                     leaving.add(row)
-        most = self._runtime.queries.most_steps(len(self._noted))
+        most = self._services.queries.most_steps(len(self._noted))
         alone: list[tuple[_Follower, bool]] = []
         groups: dict[tuple[Hashable, bool], list[Member]] = {}
         for row, each in self._followers.items():
@@ -191,22 +191,22 @@ class DecodeStep:
     def _follow_together(self, members: list[Member], *, leaves: bool) -> list[FoldTogether]:
         """Take the policies of a group through their steps; where that fails, one by one."""
         try:
-            fold = Together(self._runtime, self._table, members).follow(leaves=leaves)
+            fold = Together(self._services, self._table, members).follow(leaves=leaves)
             return [] if fold is None else [fold]
         except Exception as error:
             if len(members) == 1:
-                self._runtime.failures.note(members[0].request, DECODING, error)
+                self._services.failures.note(members[0].request, DECODING, error)
                 return []
         return [fold for each in members for fold in self._follow_together([each], leaves=leaves)]
 
     def _finish(self, follower: _Follower, fold: Fold) -> None:
-        with self._runtime.failures.contained(follower.request, FOLD):
+        with self._services.failures.contained(follower.request, FOLD):
             fold.finish()
 
     def _note(self) -> None:
         taken = None
         if self._noted:
-            taken = self._runtime.queries.take(self._noted, len(self._lengths))
+            taken = self._services.queries.take(self._noted, len(self._lengths))
         places = {row: place for place, row in enumerate(self._noted)}
         for row, each in self._followers.items():
             if each.state.failed:
@@ -218,8 +218,8 @@ class DecodeStep:
         request, state, length = follower.request, follower.state, follower.length
         reader = Reader.of(self._arena, self._table, request, state, length)
         nothing = no_queries(state, self._arena)
-        queries = state.notes.queries(self._runtime.queries.scaled, nothing)
+        queries = state.notes.queries(self._services.queries.scaled, nothing)
         following = Following(request, state, length, state.notes.positions, queries, reader)
-        fold = following.go(self._runtime, leaves=leaves)
+        fold = following.go(self._services, leaves=leaves)
         state.notes.clear()
         return fold

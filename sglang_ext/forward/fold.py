@@ -52,8 +52,8 @@ class Room:
     A policy cannot take back what it let leave, so a fold is begun only if it can be finished.
     """
 
-    def __init__(self, runtime: Services) -> None:
-        self._runtime = runtime
+    def __init__(self, services: Services) -> None:
+        self._services = services
         self._promised = 0
 
     def promise(self, request: Any, state: State, length: int) -> bool:
@@ -62,7 +62,7 @@ class Room:
         Args:
             length: tokens of the request, the new one included.
         """
-        store, tree = self._runtime.store, self._runtime.tree
+        store, tree = self._services.store, self._services.tree
         private = state.private
         if private is None:
             everything = torch.full((store.arena.layers, store.arena.kv_heads), length)
@@ -116,7 +116,7 @@ class Fold:
 
     def __init__(
         self,
-        runtime: Services,
+        services: Services,
         request: Any,
         state: State,
         length: int,
@@ -129,7 +129,7 @@ class Fold:
             read: of its entries, up to the new one.
             choices: of the policy, for every layer.
         """
-        self._runtime, self._request, self._state = runtime, request, state
+        self._services, self._request, self._state = services, request, state
         self._length, self._read, self._choices = length, read, choices
 
     def finish(self) -> None:
@@ -152,7 +152,7 @@ class Fold:
             started: when the fold began; None: now.
         """
         started = time.perf_counter() if started is None else started
-        runtime, state = self._runtime, self._state
+        services, state = self._services, self._state
         dropped = int((landed.there - landed.kept).sum())
         if dropped == 0:
             if state.private is not None:
@@ -160,8 +160,8 @@ class Fold:
             return
         if state.private is None:
             row = self._request.kv.req_pool_idx
-            state.private = runtime.store.allocate(
-                row, state.served.name, 0, self._length, runtime.evict
+            state.private = services.store.allocate(
+                row, state.served.name, 0, self._length, services.evict
             )
         stays = self._fits(landed.kept)
         if stays and not any(_changes(each) for each in self._choices):
@@ -176,7 +176,7 @@ class Fold:
 
     def _report(self, dropped: int, started: float) -> None:
         seconds = time.perf_counter() - started
-        self._runtime.reports.finished_fold(self._request, self._state, dropped, seconds)
+        self._services.reports.finished_fold(self._request, self._state, dropped, seconds)
 
     def _lasts(self) -> bool:
         """Whether it is known, without waiting, that what stays takes the place of what was."""
@@ -188,14 +188,14 @@ class Fold:
 
     def _fits(self, counts: torch.Tensor) -> bool:
         """As `fits`."""
-        return fits(self._runtime.store, self._state.private, counts)
+        return fits(self._services.store, self._state.private, counts)
 
     def _fits_by_layer(self, counts: torch.Tensor) -> bool:
         """Whether the pages of each layer can be laid out anew before the next one is read."""
         private = self._state.private
         if private.layer_starts is None:
             return False
-        first, pages = self._runtime.store.lay_out(counts)
+        first, pages = self._services.store.lay_out(counts)
         ends = [*first[1:, 0].tolist(), pages]
         most = [*private.layer_starts[1:], private.slots.numel() * len(ends)]
         return all(end <= limit for end, limit in zip(ends, most, strict=True))
@@ -207,7 +207,7 @@ class Fold:
             counts: [L, G] int64 on the host, entries that stay.
             finite: [] bool on the device; where False, everything stays.
         """
-        runtime, private, choices = self._runtime, self._state.private, self._choices
+        services, private, choices = self._services, self._state.private, self._choices
         there = None
         if any(each.there is not None for each in choices):
             there = torch.cat([
@@ -215,40 +215,40 @@ class Fold:
                 for each in choices
             ])  # fmt: skip
         starts = itertools.accumulate((each.kept.shape[1] for each in choices), initial=0)
-        device = runtime.arena.storage.device
+        device = services.arena.storage.device
         written = self._state.served.kernels.settle(
-            runtime.arena.storage,
-            runtime.tables.tables,
+            services.arena.storage,
+            services.tables.tables,
             *to_device([[private.row], [self._length]], torch.int64, device),
-            runtime.tree.req_to_token_pool.req_to_token,
+            services.tree.req_to_token_pool.req_to_token,
             torch.cat([each.kept.flatten() for each in choices]),
             there,
             list(starts),
             finite.view(1, 1),
         )
-        runtime.store.settled(private, counts, written[0])
+        services.store.settled(private, counts, written[0])
         self.leave_tail()
 
     def write_by_layer(self, counts: torch.Tensor) -> None:
         """Write [L, G] entries that stay, each layer before the next one is read."""
-        runtime, private = self._runtime, self._state.private
+        services, private = self._services, self._state.private
         stays, device = self._fits(counts), private.slots.device
         first = private.first_page
         if not stays:
-            first = to_device(runtime.store.lay_out(counts)[0], torch.int32, device)
+            first = to_device(services.store.lay_out(counts)[0], torch.int32, device)
         self._place(self._rows(), first)
         self.leave_tail()
         if stays:
-            runtime.store.settled(private, counts, to_device(counts, torch.int32, device))
+            services.store.settled(private, counts, to_device(counts, torch.int32, device))
         else:
-            runtime.store.fill(private, counts)
+            services.store.fill(private, counts)
 
     def write_anew(self, counts: torch.Tensor) -> None:
         """Read all [L, G] entries that stay, take the slots that they need, and write them."""
-        store, private = self._runtime.store, self._state.private
+        store, private = self._services.store, self._state.private
         layers = list(self._rows())
         self.leave_tail()
-        if not store.grow(private, store.slots_for(counts), self._runtime.evict):
+        if not store.grow(private, store.slots_for(counts), self._services.evict):
             raise RuntimeError(f"request {self._request.rid}: the slots for its fold are gone")
         store.fill(private, counts)
         self._place(layers, private.first_page)
@@ -256,11 +256,11 @@ class Fold:
     def leave_tail(self) -> None:
         """What the tail's slots hold is in private pages, or dropped: they are given up."""
         self._state.private.tail_start = self._length
-        self._runtime.detach(self._request, self._state)
+        self._services.detach(self._request, self._state)
 
     def _rows(self) -> Iterator[_Rows]:
         """What stays of each layer in turn, read when it is asked for."""
-        dtype, choices = self._runtime.arena.storage.dtype, self._choices
+        dtype, choices = self._services.arena.storage.dtype, self._choices
         for layer in range(len(choices)):
             choice = choices.pop(0)  # with merged rows, if any
             k, v = choice.k, choice.v
@@ -269,12 +269,12 @@ class Fold:
                 k, v = read_k if k is None else k, read_v if v is None else v
             if choice.shift is not None:
                 rotate = self._state.served.kernels.rotate
-                k = self._runtime.rotary.move(k, choice.shift, rotate)
+                k = self._services.rotary.move(k, choice.shift, rotate)
             yield _Rows(rounded(k, dtype), rounded(v, dtype), choice.kept)
 
     def _place(self, layers: Iterable[_Rows], first_page: torch.Tensor) -> None:
         """Write the rows of each layer in turn; first_page [L, G] of their lists."""
-        arena, place = self._runtime.arena, self._state.served.kernels.place
+        arena, place = self._services.arena, self._state.served.kernels.place
         pages = arena.pages(self._state.private.slots)
         for rows, first in zip(layers, first_page, strict=True):
             given = (rows.k, rows.v, rows.kept, pages)

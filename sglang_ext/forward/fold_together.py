@@ -25,8 +25,8 @@ from kvpolicy.sglang_ext.request.request import State
 if TYPE_CHECKING:
     from kvpolicy.dsl.execute.decode import Memory
     from kvpolicy.dsl.execute.follow import Landed
+    from kvpolicy.sglang_ext.forward.services import Services
     from kvpolicy.sglang_ext.memory.arena import Arena
-    from kvpolicy.sglang_ext.runtime import Runtime
 
 
 LARGEST = 2**28  # bytes of one number of every entry of the requests that are followed at once
@@ -78,12 +78,12 @@ def parts_of(members: Sequence[Member], arena: Arena) -> list[list[Member]]:
 class Together:
     """B requests of one group, after a forward."""
 
-    def __init__(self, runtime: Runtime, table: torch.Tensor, members: Sequence[Member]) -> None:
+    def __init__(self, services: Services, table: torch.Tensor, members: Sequence[Member]) -> None:
         """
         Args:
             table: [rows, context] SGLang's table of slots.
         """
-        self._runtime, self._table, self._members = runtime, table, list(members)
+        self._services, self._table, self._members = services, table, list(members)
         self._kernels = members[0].state.served.kernels
         self._bound = members[0].state.served.bound
         numbers = [
@@ -91,7 +91,7 @@ class Together:
             [each.length for each in members],
             [each.state.notes.positions[-1] for each in members],
         ]
-        device = runtime.arena.storage.device
+        device = services.arena.storage.device
         self._rows, self._lengths, self._newest = to_device(numbers, torch.int64, device).unbind(0)
 
     def follow(self, *, leaves: bool) -> FoldTogether | None:
@@ -104,7 +104,7 @@ class Together:
             [each.memory for each in self._members],
             [state.notes.positions for state in states],
             self._newest,
-            lambda: queries_of([state.notes for state in states], self._runtime.queries),
+            lambda: queries_of([state.notes for state in states], self._services.queries),
             self._read,
             leaves=leaves,
         )
@@ -113,8 +113,8 @@ class Together:
         return None if staying is None else FoldTogether(self, staying)
 
     def _read(self, there: torch.Tensor) -> tuple[Entries, Entries]:
-        arena = self._runtime.arena
-        tables, find = self._runtime.tables.tables, self._kernels.entry_ids
+        arena = self._services.arena
+        tables, find = self._services.tables.tables, self._kernels.entry_ids
         ids = find(arena.storage, tables, self._rows, self._lengths, self._table, there)
         return Entries(arena.entries, ids), Entries(arena.values, ids)
 
@@ -124,13 +124,13 @@ class FoldTogether:
 
     def __init__(self, together: Together, staying: Staying) -> None:
         self._together, self._staying = together, staying
-        self._runtime = together._runtime
+        self._services = together._services
         self._written: dict[int, torch.Tensor] = {}
 
     def finish(self) -> None:
         """Write what stays. The host waits once at most, and not where it knows what stays."""
         started, members = time.perf_counter(), self._together._members
-        failures = self._runtime.failures
+        failures = self._services.failures
         lasting: list[int] = []
         known: list[int] = []
         others: list[int] = []
@@ -139,7 +139,7 @@ class FoldTogether:
                 if self._lasts(each):
                     lasting.append(place)
                 elif self._drops(each):
-                    stays = fits(self._runtime.store, each.state.private, each.landed.kept)
+                    stays = fits(self._services.store, each.state.private, each.landed.kept)
                     (known if stays else others).append(place)
         for places, proceed in ((lasting, self._staying.proceed), (known, None)):
             if places:
@@ -162,7 +162,7 @@ class FoldTogether:
             return False
         if memory.landed() or not self._staying.repeats or not memory.lasts(private.laid_out):
             return False
-        return fits_again(self._runtime.store, private)
+        return fits_again(self._services.store, private)
 
     def _drops(self, each: Member) -> bool:
         """Whether anything leaves; the host waits for the numbers."""
@@ -181,10 +181,10 @@ class FoldTogether:
         except Exception as error:
             for place in places:
                 member = self._together._members[place]
-                self._runtime.failures.note(member.request, FOLD, error)
+                self._services.failures.note(member.request, FOLD, error)
 
     def _launch(self, places: list[int], proceed: torch.Tensor | None) -> None:
-        runtime, together, staying = self._runtime, self._together, self._staying
+        services, together, staying = self._services, self._together, self._staying
         number, width = len(together._members), staying.kept.shape[1]
         given = [together._rows, together._lengths, staying.kept, staying.there]
         given += [] if proceed is None else [proceed]
@@ -195,18 +195,18 @@ class FoldTogether:
             ]
         rows, lengths, kept, there, *rest = given
         proceed = rest[0] if rest else kept.new_ones(len(places), 1)
-        lists = len(places) * runtime.arena.layers
-        where = (runtime.arena.storage, runtime.tables.tables, rows, lengths, together._table)
+        lists = len(places) * services.arena.layers
+        where = (services.arena.storage, services.tables.tables, rows, lengths, together._table)
         written = together._kernels.settle(
             *where, kept.view(-1), there.view(-1), range(0, lists * width + 1, width), proceed
         )
         if together._bound.positions == "slots":
-            runtime.rotary.turn(together._kernels.turn, *where, kept, there, proceed)
+            services.rotary.turn(together._kernels.turn, *where, kept, there, proceed)
         self._written = dict(zip(places, written.unbind(0), strict=True))
 
     def _settled(self, place: int, seconds: float, *, known: bool) -> None:
         """A request's lists have been settled; without `known` they are as long as before."""
-        each, runtime = self._together._members[place], self._runtime
+        each, services = self._together._members[place], self._services
         private, request = each.state.private, each.request
         assert private is not None
         assert private.laid_out is not None
@@ -219,17 +219,17 @@ class FoldTogether:
             dropped, private.full = sum(left), min(left) > 0
             same = kept == private.laid_out
         if same:
-            runtime.store.tail_moved(private)
+            services.store.tail_moved(private)
         else:
-            runtime.store.settled(private, each.landed.kept, self._written[place])
+            services.store.settled(private, each.landed.kept, self._written[place])
         private.tail_start = each.length
-        runtime.detach(request, each.state)
-        runtime.reports.finished_fold(request, each.state, dropped, seconds)
+        services.detach(request, each.state)
+        services.reports.finished_fold(request, each.state, dropped, seconds)
 
     def _alone(self, place: int, each: Member) -> Fold:
         """The fold of a request whose lists get other pages."""
-        runtime, together = self._runtime, self._together
+        services, together = self._services, self._together
         slots = together._bound.positions == "slots"
         choices = self._staying.block.choices(place, slots=slots)
-        reader = Reader.of(runtime.arena, together._table, each.request, each.state, each.length)
-        return Fold(runtime, each.request, each.state, each.length, reader.gathered, choices)
+        reader = Reader.of(services.arena, together._table, each.request, each.state, each.length)
+        return Fold(services, each.request, each.state, each.length, reader.gathered, choices)

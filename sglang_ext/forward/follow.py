@@ -114,7 +114,7 @@ class Following:
     reader: Reader
     read: Read | None = None
 
-    def go(self, runtime: Services, *, leaves: bool) -> Fold | None:
+    def go(self, services: Services, *, leaves: bool) -> Fold | None:
         """Take the policy through the steps.
 
         The host does not wait for the device unless entries are merged.
@@ -131,7 +131,7 @@ class Following:
         if not choices:
             return None
         rows = self.reader.gathered
-        return Fold(runtime, self.request, self.state, self.length, rows, choices)
+        return Fold(services, self.request, self.state, self.length, rows, choices)
 
 
 def check_last_fold(request: Any, state: State) -> None:
@@ -143,7 +143,7 @@ def check_last_fold(request: Any, state: State) -> None:
         raise RuntimeError(f"request {request.rid}: a fold kept other numbers of entries")
 
 
-def may_leave(runtime: Services, room: Room, request: Any, state: State, length: int) -> bool:
+def may_leave(services: Services, room: Room, request: Any, state: State, length: int) -> bool:
     """Whether entries leave at the decode step of a request's last token.
 
     If they should, and there is no room for what might stay, the step is noted as skipped.
@@ -157,5 +157,5 @@ def may_leave(runtime: Services, room: Room, request: Any, state: State, length:
         return False
     if room.promise(request, state, length):
         return True
-    runtime.reports.skipped_fold(request, state, step)
+    services.reports.skipped_fold(request, state, step)
     return False

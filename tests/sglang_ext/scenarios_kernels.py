@@ -101,8 +101,8 @@ def decode_waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     `lagging`: numbers never come before they are asked for, as on a device that is behind.
     """
     from host_waits import HostWaits, on_host
+    from kvpolicy.dsl.execute.block import Counts
     from kvpolicy.dsl.execute.follow import Landing
-    from kvpolicy.dsl.execute.requests import Counts
     from kvpolicy.sglang_ext.forward.step import Step
     from kvpolicy.sglang_ext.report.reports import Reports
     from kvpolicy.sglang_ext.runtime import Runtime
