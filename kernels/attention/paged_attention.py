@@ -107,7 +107,7 @@ def check(
             f"indptr: expected [{requests} * G + 1] with G dividing {heads}, "
             f"got {list(indptr.shape)}"
         )
-    for name, tensor in beside.items():
-        if tensor is not None and tensor.shape != indices.shape:
-            raise ValueError(f"{name}: expected {list(indices.shape)}, got {list(tensor.shape)}")
+    for name, other in beside.items():
+        if other is not None and other.shape != indices.shape:
+            raise ValueError(f"{name}: expected {list(indices.shape)}, got {list(other.shape)}")
     return groups

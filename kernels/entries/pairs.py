@@ -16,7 +16,11 @@ place behind the codes at which its original stands, as it is. Places are exact 
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
+
+_Count = TypeVar("_Count", int, torch.Tensor)
 
 BELOW, OWN = 0, 1  # the lower layer of a pair, and the upper one, which a policy calls its own
 
@@ -35,7 +39,7 @@ def floats_of_row(size: int, dtype: torch.dtype) -> int:
     return floats
 
 
-def code_rows(tokens: torch.Tensor | int, floats: int) -> torch.Tensor | int:
+def code_rows(tokens: _Count, floats: int) -> _Count:
     """K, rows of codes of one layer."""
     return -(-tokens // floats)
 

@@ -97,10 +97,11 @@ def _launch(
         elements = block or measured.get("block", 2048)
         blocks = [triton.cdiv(width, elements) for width in widths]
         spare = _MOST - len(some)
-        some = some + [(None, None)] * spare
         widths, blocks = widths + [0] * spare, blocks + [0] * spare
+        absent = [None] * spare
         _copy[(rows.shape[0], sum(blocks))](
-            *(source for source, _ in some), *(target for _, target in some), rows.contiguous(),
+            *(source for source, _ in some), *absent,
+            *(target for _, target in some), *absent, rows.contiguous(),
             *widths, *blocks[:-1], PUT=put, BLOCK=elements,
         )  # fmt: skip
 

@@ -35,15 +35,17 @@ def gram(
         ValueError: names the argument, the expected and the actual shape.
     """
     check(below, own)
-    (heads, pairs, size), listed = below.shape, rows is not None
-    if listed:
+    heads, pairs, size = below.shape
+    if rows is not None:
         check_rows(below, rows)
-        rows, pairs = [each.contiguous() for each in rows], rows[0].shape[1]
+        pairs = rows[0].shape[1]
     made = torch.empty((3, heads, pairs), dtype=torch.float64, device=below.device)
+    listed = (made, made) if rows is None else tuple(each.contiguous() for each in rows)
     if made.numel():
         _gram[(triton.cdiv(pairs, block), heads)](
-            *_strided(below), *_strided(own), *(rows if listed else (made, made)), made, pairs,
-            D=size, LISTED=listed, BLOCK_N=block, BLOCK_D=triton.next_power_of_2(size), num_warps=4,
+            *_strided(below), *_strided(own), *listed, made, pairs,
+            D=size, LISTED=rows is not None, BLOCK_N=block,
+            BLOCK_D=triton.next_power_of_2(size), num_warps=4,
         )  # fmt: skip
     return made
 

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import lru_cache
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 
 
@@ -33,10 +34,12 @@ def generated(name: str, source: str) -> Callable:
     stem = f"{re.sub(r'[^A-Za-z0-9]+', '_', name)}_{hashlib.sha256(source.encode()).hexdigest()}"
     path = _written(f"{stem}.py", source)
     module_name = f"kvpolicy_generated_{stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
+    loader = SourceFileLoader(module_name, str(path))
+    spec = ModuleSpec(module_name, loader, origin=str(path))
+    spec.has_location = True
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # where Triton looks for a function's globals
-    spec.loader.exec_module(module)
+    loader.exec_module(module)
     return module.run
 
 

@@ -62,7 +62,7 @@ def top(
     block = block or measured.get("block", 2048)
     programs = programs or measured.get("programs", 528)
     keys = keys.contiguous()
-    given = number if known else number.contiguous()
+    given = number if isinstance(number, int) else number.contiguous()
     chosen = torch.empty(keys.shape, dtype=torch.bool, device=keys.device)
     if size <= min(_SHORT, block * 4):
         held = max(triton.next_power_of_2(size), 256)
