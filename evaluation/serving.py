@@ -76,7 +76,7 @@ class Server:
         sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, **options}
         if policy is not None:
             sampling["custom_params"] = {"kv_policy": policy}
-        prompt = {"text": text} if text is not None else {"input_ids": list(input_ids)}
+        prompt = {"text": text} if input_ids is None else {"input_ids": list(input_ids)}
         response = self.post("/generate", {**prompt, "sampling_params": sampling})
         response.raise_for_status()
         return response.json()

@@ -61,8 +61,9 @@ def thins_some(bound: Bound, prompt: int) -> bool:
 
 def _keep(bound: Bound) -> Node:
     keep, later = bound.lowered.keep, bound.decode_lowered
-    only_later = keep.op == "all" and later is not None and later.keep is not None
-    return later.keep if only_later else keep
+    if keep.op == "all" and later is not None and later.keep is not None:
+        return later.keep
+    return keep
 
 
 def _size(bounds: Bounds, keep: Node) -> int:
@@ -139,14 +140,15 @@ class _Search:
     def values(self, share: float, lengths: Sequence[int]) -> list[Value]:
         """Values that keep a share; one for all lengths where the parameter is a share."""
         if not self._ratio:
-            found = [self._value(share, [length]) for length in lengths]
-            return [value for value in found if value is not None]
-        left, found = sorted(lengths, reverse=True), []
+            each = [self._value(share, [length]) for length in lengths]
+            return [value for value in each if value is not None]
+        found: list[Value] = []
+        left = sorted(lengths, reverse=True)
         while left:
             value = self._value(share, left)
+            taken = left[:1] if value is None else value.lengths
             if value is not None:
                 found.append(value)
-            taken = value.lengths if value is not None else left[:1]
             left = [length for length in left if length not in taken]
         return found
 

@@ -171,7 +171,7 @@ def _timed(
 
 def _per_token(first: float | None, last: float | None, generated: int) -> float | None:
     """Seconds per token after the first one; None if all came at once."""
-    if first is None or first == last or generated < 2:
+    if first is None or last is None or first == last or generated < 2:
         return None
     return (last - first) / (generated - 1)
 
@@ -267,7 +267,8 @@ class OpenAI:
             self._http.events("/v1/completions", body), lambda event: bool(event.get("choices"))
         )
         text = "".join(map(_said, events))
-        usage = next((e["usage"] for e in reversed(events) if e.get("usage")), {})
+        usages = (event["usage"] for event in reversed(events) if event.get("usage"))
+        usage: dict[str, Any] = next(usages, {})
         generated = usage.get("completion_tokens")
         if generated is None:
             generated = len(self._tokens.encode(text, special=False))

@@ -88,8 +88,8 @@ class Summary:
     @property
     def kept(self) -> float | None:
         """Mean share of the entries that are left; None where a server does not say it."""
-        shares = [part.kept for part in self.parts]
-        return None if None in shares else float(np.mean(shares))
+        shares = [part.kept for part in self.parts if part.kept is not None]
+        return float(np.mean(shares)) if len(shares) == len(self.parts) else None
 
     @cached_property
     def kl(self) -> np.ndarray:

@@ -101,7 +101,7 @@ def opened(args: argparse.Namespace) -> Iterator[Look]:
     tokens = Tokens(args.model)
     with contextlib.ExitStack() as stack:
         # On a GPU SGLang chooses kernels and precision itself.
-        flags = dict.fromkeys(GPU_FLAGS) if has_gpu() else {}
+        flags: dict[str, Any] = dict.fromkeys(GPU_FLAGS) if has_gpu() else {}
         started = serve(
             args.model,
             paths,

@@ -169,11 +169,10 @@ def _text(place: str, fields: dict, name: str) -> str:
 
 def _texts(place: str, fields: dict, name: str) -> tuple[str, ...]:
     value = _given(place, fields, name)
-    value = [value] if isinstance(value, str) else value
-    good = isinstance(value, list) and all(isinstance(one, str) and one.strip() for one in value)
-    if not good or not value:
+    texts = value if isinstance(value, list) else [value]
+    if not texts or not all(isinstance(one, str) and one.strip() for one in texts):
         raise ValueError(f"{place}: {name} must be a list of texts, none empty")
-    return tuple(value)
+    return tuple(texts)
 
 
 def _most_tokens(place: str, fields: dict) -> int | None:

@@ -14,7 +14,7 @@ from kvpolicy.evaluation.reporting import summary_text
 from kvpolicy.evaluation.reporting.needles import needles
 from kvpolicy.evaluation.reporting.plot_style import MOST, OTHERS, style
 from kvpolicy.evaluation.reporting.results import Series
-from kvpolicy.evaluation.reporting.summary import COSTS, Row, Summary, Turns, front, named
+from kvpolicy.evaluation.reporting.summary import COSTS, Row, Summary, Turns, front, named, point
 from kvpolicy.experiments import offline_page
 
 SOURCES = Path(__file__).parents[1] / "pages"
@@ -83,7 +83,7 @@ def _place(summary: Summary, task: str | None, length: int | None) -> tuple[int,
 
 
 def _row(summary: Summary, row: Row) -> list:
-    def three(values: Sequence[float] | None) -> list:
+    def three(values: Sequence[float] | None) -> list | None:
         return None if values is None else [_rounded(value) for value in values]
 
     return [
@@ -110,14 +110,14 @@ def _fronts(summary: Summary) -> dict[str, dict[str, list[list[int]]]]:
     """By cost and `task,length`: the series that no other beats, by rising cost, and the named."""
     found: dict[str, dict[str, list[list[int]]]] = {cost: {} for cost in COSTS}
     places = dict.fromkeys((row.task, row.length) for row in summary.rows.values())
-    for cost, value in COSTS.items():
+    for cost in COSTS:
         for task, length in places:
             known = [
-                (i, value(row), row.score.mean)
+                (i, at)
                 for i, series in enumerate(summary.results.series)
-                if (row := summary.row(series, task, length)).score and value(row) is not None
+                if (at := point(summary.row(series, task, length), cost)) is not None
             ]
-            points = [point[1:] for point in known]
+            points = [at for _, at in known]
             if points:
                 key = "{},{}".format(*_place(summary, task, length))
                 best = sorted(front(points), key=lambda i: points[i])
@@ -130,14 +130,16 @@ def _needles(summary: Summary) -> list[dict]:
     results = summary.results
     found = []
     for task, heat in needles(results).items():
-        entry = {"task": list(results.tasks).index(task), "score": {}, "count": {}}
+        scores: dict[str, list] = {}
+        counts: dict[str, list] = {}
         for series, score in heat.score.items():
             number = str(results.series.index(series))
-            entry["score"][number] = [
+            scores[number] = [
                 [None if np.isnan(value) else _rounded(value) for value in row] for row in score
             ]
-            entry["count"][number] = heat.count[series].astype(int).tolist()
-        found.append(entry)
+            counts[number] = heat.count[series].astype(int).tolist()
+        task_number = list(results.tasks).index(task)
+        found.append({"task": task_number, "score": scores, "count": counts})
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -57,23 +57,31 @@ def _place(
     axes: Axes, at: np.ndarray, size: Bbox, covered: Sequence[Bbox], pixel: float
 ) -> tuple[Point, Bbox]:
     """Offset in points of the label's lower left corner, and the pixels that it covers."""
+    places = _places(axes, at, size, covered, pixel)
+    best = next(places)
+    for place in places:
+        if best[0] == 0:
+            break
+        if place[0] < best[0]:
+            best = place
+    return best[1:]
+
+
+def _places(
+    axes: Axes, at: np.ndarray, size: Bbox, covered: Sequence[Bbox], pixel: float
+) -> Iterator[tuple[int, Point, Bbox]]:
+    """How much a label would cover at each place, the best places first; and as of `_place`."""
     inside = axes.get_window_extent()
-    best = None
     for distance in DISTANCES:
         for angle in ANGLES:
             way = np.array((np.cos(np.radians(angle)), np.sin(np.radians(angle))))
             middle = at + way * (distance * pixel + np.array((size.width, size.height)) / 2)
             box = Bbox.from_bounds(middle[0] - size.width / 2, middle[1] - size.height / 2,
                                    size.width, size.height)  # fmt: skip
-            corner = tuple((np.array((box.x0, box.y0)) - at) / pixel)
+            x, y = (np.array((box.x0, box.y0)) - at) / pixel
             outside = box.x0 < inside.x0 or box.x1 > inside.x1 or box.y0 < inside.y0
             outside = outside or box.y1 > inside.y1
-            overlaps = sum(box.overlaps(other) for other in covered) + 100 * outside
-            if best is None or overlaps < best[0]:
-                best = (overlaps, corner, box)
-            if overlaps == 0:
-                return corner, box
-    return best[1:]
+            yield sum(box.overlaps(other) for other in covered) + 100 * outside, (x, y), box
 
 
 def _line(axes: Axes, point: Point, box: Bbox) -> None:

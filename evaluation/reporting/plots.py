@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -15,7 +16,7 @@ from kvpolicy.evaluation.reporting import plot_kept, plot_labels, summary_text
 from kvpolicy.evaluation.reporting.needles import needles
 from kvpolicy.evaluation.reporting.plot_style import MOST, OTHERS, Style, style
 from kvpolicy.evaluation.reporting.results import Series
-from kvpolicy.evaluation.reporting.summary import COSTS, Row, Summary, front, named
+from kvpolicy.evaluation.reporting.summary import COSTS, Row, Summary, front, named, point
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -32,6 +33,7 @@ PANELS = 24  # needle maps in one picture
 AXES = {"kv_bytes": "KV memory of the prompt, MiB", "ttft": "time to first token, ms",
         "tpot": "time per output token, ms"}  # fmt: skip
 SCALES = {"kv_bytes": 2**-20, "ttft": 1000, "tpot": 1000}
+_Placed = list[tuple[Row, tuple[float, float]]]  # rows, and where they stand in the picture
 
 
 def write(summary: Summary, folder: Path) -> list[Path]:
@@ -123,8 +125,8 @@ def accuracy(summary: Summary) -> Figure | None:
     samples = summary.results.plan["samples"]
     figure.suptitle(f"Score against what is kept; bars: 95 % intervals of {samples} samples "
                     "per task and length", fontsize=10)  # fmt: skip
-    full = any(series[0] == FULL for series in summary.results.series)
-    _legend(figure, summary, styles, FULL_LINE if full else None)
+    has_full = any(series[0] == FULL for series in summary.results.series)
+    _legend(figure, summary, styles, FULL_LINE if has_full else None)
     return figure
 
 
@@ -133,11 +135,12 @@ def _curve(
 ) -> None:
     """One policy, moved `aside` by points, so that bars at one share do not cover each other."""
     rows = [summary.row(series, task) for series in summary.results.series if series[0] == policy]
-    rows = sorted((r for r in rows if r.score and r.kept), key=lambda row: row.kept)
-    if not rows:
+    known = [(row.kept, row.score) for row in rows if row.score and row.kept]
+    if not known:
         return
-    x = [100 * row.kept for row in rows]
-    mean, low, high = 100 * np.array([row.score for row in rows]).T
+    known.sort(key=lambda pair: pair[0])
+    x = [100 * kept for kept, _ in known]
+    mean, low, high = 100 * np.array([score for _, score in known]).T
     if s is None:
         axis.plot(x, mean, color=OTHERS, linewidth=0.8, marker=".", markersize=3, zorder=1.5)
         return
@@ -160,7 +163,8 @@ def _share_axis(panels: Sequence[Axes], summary: Summary) -> None:
     for axis in panels:
         if axis.xaxis.get_tick_params()["labelbottom"]:
             axis.set_xlabel("entries of the prompt kept, %", fontsize=8)
-        if axis.get_subplotspec().is_first_col():
+        place = axis.get_subplotspec()
+        if place is not None and place.is_first_col():
             axis.set_ylabel("score, %", fontsize=8)
         axis.xaxis.set_major_locator(FixedLocator(ticks))
         axis.xaxis.set_minor_locator(NullLocator())
@@ -170,14 +174,13 @@ def _share_axis(panels: Sequence[Axes], summary: Summary) -> None:
 def pareto(summary: Summary) -> Figure | None:
     """Mean score over all tasks against memory and times; the points that no other beats."""
     rows = [summary.row(series) for series in summary.results.series]
-    costs = [c for c in COSTS if any(r.score and COSTS[c](r) is not None for r in rows)]
-    if not costs:
+    known = {cost: found for cost in COSTS if (found := _known(rows, cost))}
+    if not known:
         return None
     styles = _styles(summary)
-    figure, panels = _grid(len(costs), 5, 4.4, 3, share="none")
-    for axis, cost in zip(panels, costs, strict=True):
-        known = [row for row in rows if row.score and COSTS[cost](row) is not None]
-        _points(axis, known, cost, styles)
+    figure, panels = _grid(len(known), 5, 4.4, 3, share="none")
+    for axis, (cost, found) in zip(panels, known.items(), strict=True):
+        _points(axis, found, styles)
         axis.set_xlabel(AXES[cost], fontsize=9)
         axis.set_ylabel("mean score over all tasks, %", fontsize=9)
         axis.grid(alpha=0.25)
@@ -187,20 +190,21 @@ def pareto(summary: Summary) -> Figure | None:
     _legend(figure, summary, styles, STAR if any(row.policy == FULL for row in rows) else None)
     figure.canvas.draw()  # the layout must stand before labels are placed
     figure.set_layout_engine("none")
-    for axis, cost in zip(panels, costs, strict=True):
-        known = [row for row in rows if row.score and COSTS[cost](row) is not None]
-        _name_front(axis, known, cost)
+    for axis, found in zip(panels, known.values(), strict=True):
+        _name_front(axis, found)
     return figure
 
 
-def _place(row: Row, cost: str) -> tuple[float, float]:
-    return (SCALES[cost] * COSTS[cost](row), 100 * row.score.mean)
+def _known(rows: Sequence[Row], cost: str) -> _Placed:
+    """The rows that have a score and a cost."""
+    found = ((row, point(row, cost)) for row in rows)
+    return [(row, (SCALES[cost] * at[0], 100 * at[1])) for row, at in found if at is not None]
 
 
-def _points(axis: Axes, rows: Sequence[Row], cost: str, styles: dict[str, Style]) -> None:
-    for row in rows:
+def _points(axis: Axes, placed: _Placed, styles: dict[str, Style]) -> None:
+    for row, (x, y) in placed:
         s = styles.get(row.policy)
-        x, y = _place(row, cost)
+        look: dict[str, Any]
         if row.policy == FULL:
             look = STAR | {"zorder": 4}
         elif s:
@@ -208,16 +212,17 @@ def _points(axis: Axes, rows: Sequence[Row], cost: str, styles: dict[str, Style]
         else:
             look = {"color": OTHERS, "marker": ".", "markersize": 6, "zorder": 2}
         axis.plot([x], [y], **look)
-    best = sorted(_place(rows[i], cost) for i in front([_place(row, cost) for row in rows]))
+    points = [at for _, at in placed]
+    best = sorted(points[i] for i in front(points))
     axis.plot(*zip(*best, strict=True), color="black", linewidth=0.8, drawstyle="steps-post",
               zorder=1.8)  # fmt: skip
     axis.margins(0.09)
 
 
-def _name_front(axis: Axes, rows: Sequence[Row], cost: str) -> None:
-    points = [_place(row, cost) for row in rows]
+def _name_front(axis: Axes, placed: _Placed) -> None:
+    points = [at for _, at in placed]
     best = named(points)
-    names = [summary_text.name(rows[i].series) for i in best]
+    names = [summary_text.name(placed[i][0].series) for i in best]
     line = sorted(points[i] for i in front(points))
     plot_labels.annotate(axis, [points[i] for i in best], names, points, line)
 
@@ -272,6 +277,7 @@ def _heat(axis: Axes, score: np.ndarray, series: Series, lengths: Sequence[int])
     policy, budget = summary_text.name((series[0], None)), series[1]
     title = policy if budget is None else f"{policy}\n{summary_text.percent(budget)}"
     axis.set_title(title, fontsize=7.5)
-    axis.set_xticks(range(len(lengths)), lengths, fontsize=7, rotation=90 * (len(lengths) > 3))
+    names = [str(length) for length in lengths]
+    axis.set_xticks(range(len(lengths)), names, fontsize=7, rotation=90 * (len(lengths) > 3))
     axis.set_yticks((-0.5, len(score) / 2 - 0.5, len(score) - 0.5), ("0", "50", "100"), fontsize=7)
     return shades

@@ -83,8 +83,8 @@ def _score(units: np.ndarray, seed: int) -> Estimate:
 def _difference(units: np.ndarray, full: np.ndarray, seed: int) -> Estimate:
     """Of one stratum."""
     if _is_plain(units - full, np.concatenate((units, full))):
-        shares = (wilson(float(scores.mean()), len(scores)) for scores in (units, full))
-        return newcombe(*shares, _correlation(units, full))
+        own, whole = (wilson(float(scores.mean()), len(scores)) for scores in (units, full))
+        return newcombe(own, whole, _correlation(units, full))
     return _bootstrap(units - full, seed)
 
 

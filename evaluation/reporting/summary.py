@@ -123,7 +123,7 @@ class Summary:
 
     def _rows(self) -> Iterable[Row]:
         tasks: list[str | None] = [*self.results.tasks]
-        lengths: list[int | None] = self.results.lengths
+        lengths: list[int | None] = [*self.results.lengths]
         for series in self.results.series:
             for task in [None, *tasks] if len(tasks) != 1 else [None, tasks[0]]:
                 for length in [None, *lengths] if len(lengths) > 1 else [None]:
@@ -199,6 +199,12 @@ COSTS: dict[str, Callable[[Row], float | None]] = {
     "tpot": lambda row: row.tpot and row.tpot.median,
 }
 """What a score is set against: bytes, seconds, seconds."""
+
+
+def point(row: Row, cost: str) -> tuple[float, float] | None:
+    """What a row costs and its mean score; None where either is not known."""
+    spent = COSTS[cost](row)
+    return None if row.score is None or spent is None else (spent, row.score.mean)
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
