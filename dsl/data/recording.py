@@ -92,7 +92,8 @@ def read_recording(path: str | Path) -> Recording:
     steps = None
     if arrays.keys() & _STEPS.keys():
         _check_steps(where, arrays)
-        steps = tuple(arrays[name].astype(np.float32) for name in _STEPS)
+        q_step, k_step, v_step = (arrays[name].astype(np.float32) for name in _STEPS)
+        steps = (q_step, k_step, v_step)
     inv_freq = arrays.get("inv_freq")
     size = arrays["k"].shape[3]
     if inv_freq is not None and (size % 2 or inv_freq.shape != (size // 2,)):

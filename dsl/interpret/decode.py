@@ -14,6 +14,7 @@ from kvpolicy.dsl.data.result import StepResult, Steps, reported
 from kvpolicy.dsl.interpret.merge import merge
 from kvpolicy.dsl.interpret.select import Evaluator
 from kvpolicy.dsl.interpret.values import Decided, Layer
+from kvpolicy.dsl.ir.nodes import Rules
 
 
 @dataclass
@@ -88,36 +89,52 @@ def decode(
         names: the recording's position for each of the cache's.
     """
     results = []
+    rules = cache.bound.program.decode
     for q, k, v in zip(*steps, strict=True):
         cache.generated += 1
         leaves = cache.bound.leaves_at(cache.generated, cache.prompt)
         named: dict[str, list] = {}
         for layer in range(len(cache.layers)):
             cache.append(layer, q[layer], k[layer], v[layer])
-            if cache.bound.decode is not None:
-                _step(cache, layer, leaves, inv_freq, named)
+            if rules is not None and cache.bound.decode is not None:
+                read = cache.bound.decode
+                _step(cache, rules, read, layer, leaves, inv_freq, named)
         cache.position += 1
         results.append(_result(cache, names, named))
     return results
 
 
 def _step(
-    cache: Cache, layer: int, leaves: bool, inv_freq: np.ndarray | None, named: dict[str, list]
+    cache: Cache,
+    rules: Rules,
+    read: Rules,
+    layer: int,
+    leaves: bool,
+    inv_freq: np.ndarray | None,
+    named: dict[str, list],
 ) -> None:
-    """One layer at one step: states advance, then entries leave."""
-    bound, rules = cache.bound, cache.bound.program.decode
+    """One layer at one step: states advance, then entries leave.
+
+    Args:
+        rules: the program's.
+        read: the bound ones, which have only the states and lets that something reads.
+        leaves: whether entries may leave.
+        inv_freq: as of `interpret`.
+        named: by name of a reported let, its values at the layers below; the layer's is added.
+    """
+    bound = cache.bound
     here = {layer: cache.layers[layer]}
     stored = {**cache.states, **cache.merge_states}
     e = Evaluator(
         bound, rules, here, cache.prompt, cache.generated, stored, cache.budgets,
         decided=cache.decided,
     )  # fmt: skip
-    for name in bound.decode.states:
+    for name in read.states:
         cache.states[name, layer] = e.state(name, layer)
-    for name in bound.decode.lets:
+    for name in read.lets:
         value = e.value(rules.lets[name], layer) if leaves else None
         named.setdefault(name, []).append(reported(value))
-    if not leaves:
+    if not leaves or rules.keep is None:
         return
     there = cache.layers[layer].there
     kept = e.spread(e.truth(rules.keep, layer), ("kv", "token"), layer).data & there
@@ -157,14 +174,14 @@ def _result(cache: Cache, names: np.ndarray, named: dict[str, list]) -> StepResu
         kept.append([names[here.positions[held]].tolist() for held in here.there])
         rows = zip(here.keys, here.values, here.there, strict=True)
         vectors.append([(k[held].astype(float), v[held].astype(float)) for k, v, held in rows])
-    rules = cache.bound.program.decode
-    merges = cache.bound.decode is not None and rules.merge is not None
-    states = rules.merge.states if merges else ()
+    rules = None if cache.bound.decode is None else cache.bound.program.decode
+    section = None if rules is None else rules.merge
+    states = () if section is None else section.states
     thresholds = {
         name: [reported(cache.merge_states.get((name, i))) for i in range(len(cache.layers))]
         for name in states
     }
-    changes = merges or cache.bound.positions == "slots"
+    changes = section is not None or cache.bound.positions == "slots"
     changes = changes or cache.bound.program.prefill.merge is not None
     changes = changes or cache.bound.share is not None
     return StepResult(kept, vectors if changes else None, thresholds, named)

@@ -20,7 +20,7 @@ from kvpolicy.dsl.interpret.decode import Cache, decode, turned
 from kvpolicy.dsl.interpret.merge import merge, shared
 from kvpolicy.dsl.interpret.select import Evaluator, whole_budget
 from kvpolicy.dsl.interpret.values import Layer
-from kvpolicy.dsl.ir.nodes import Node, Rules
+from kvpolicy.dsl.ir.nodes import Node, Propagate, Rules
 from kvpolicy.dsl.syntax.diagnostics import refused
 
 _MOST = 2.0**62  # stands for infinity in reported budgets
@@ -66,9 +66,10 @@ def interpret(
     last.decide(inv_freq)
     result = _result(last, chosen, tokens)
     result = replace(result, named={**result.named, **tested} if tokens else {})
-    if acted:
+    propagate = bound.program.propagate
+    if acted and propagate is not None:
         positions = list(acted.values())[-1].tolist()
-        every = bound.program.propagate.every is not None
+        every = propagate.every is not None
         result = replace(
             result,
             selected_layer=None if every else next(iter(acted)),
@@ -115,22 +116,24 @@ class _Pass:
         Returns:
             The positions that go deeper, ascending, by layer that acted.
         """
-        rules = self.bound.program.propagate
-        there, acted = np.arange(self.tokens), {}
+        rules = self.bound.program.propagate if propagate else None
+        there = np.arange(self.tokens)
+        acted: dict[int, np.ndarray] = {}
         for layer in self.e.every_layer:
             self.e.layers[layer] = self._layer(layer, there)
-            if not propagate or not len(there) or (rules.first is not None and acted):
+            if rules is None or not len(there) or (rules.first is not None and acted):
                 continue
-            if self.e.truth(rules.first or rules.every, layer).data:
-                acted[layer] = there = self._chosen(layer, there)
+            test = rules.first or rules.every
+            if test is not None and self.e.truth(test, layer).data:
+                acted[layer] = there = self._chosen(rules, layer, there)
                 if self.bound.restarts:
                     return acted
         return acted
 
     def tested(self, acted: dict[int, np.ndarray]) -> dict[str, list[LayerValue]]:
         """Reported lets that `propagate` tests, at the layers where it does."""
-        lets = self.e.rules.lets
-        first = self.bound.propagates and self.bound.program.propagate.first is not None
+        lets, rules = self.e.rules.lets, self.bound.program.propagate
+        first = rules is not None and rules.first is not None
         last = next(iter(acted)) if first and acted else len(self.e.every_layer) - 1
         return {
             name: [
@@ -148,9 +151,8 @@ class _Pass:
         k, v = self.k[layer][:, there], self.v[layer][:, there]
         return Layer(there, k, v, self.q[layer][:, asking - first], asking, kv)
 
-    def _chosen(self, layer: int, there: np.ndarray) -> np.ndarray:
+    def _chosen(self, rules: Propagate, layer: int, there: np.ndarray) -> np.ndarray:
         """The positions in `propagate.tokens`; all if it holds none."""
-        rules = self.bound.program.propagate
         self.e.own_budget = rules.budget
         # No KV head has a set of its own here; what fills a budget is still computed for each.
         chosen = self.e.spread(self.e.truth(rules.tokens, layer), ("kv", "token"), layer).data[0]
@@ -165,8 +167,9 @@ class _Pass:
             for name in self.bound.rules.states:
                 e.state(name, layer)
             e.forget_maps(layer)
-        if self.bound.share is not None:
-            self.vectors = shared(e, self.bound.program.share)
+        share = self.bound.program.share
+        if share is not None and self.bound.share is not None:
+            self.vectors = shared(e, share)
             return
         for layer, kept in enumerate(self.kept):
             here = e.layers[layer]
@@ -238,9 +241,10 @@ def _result(last: _Pass, chosen: np.ndarray, tokens: int) -> Result:
             budgets.append(np.clip(budget, -_MOST, _MOST).astype(np.int64))
         if e.rules.score is not None:
             score = e.spread(e.value(e.rules.score, layer), ("kv", "token"), layer)
-            score = np.where(score.present, score.data, np.nan)
-            scores.append(_on_prompt(score, where, tokens, np.nan))
-        merged.append(tuple(_on_prompt(x, where, tokens, 0.0) for x in last.vectors[layer]))
+            present = np.where(score.present, score.data, np.nan)
+            scores.append(_on_prompt(present, where, tokens, np.nan))
+        keys, values = (_on_prompt(x, where, tokens, 0.0) for x in last.vectors[layer])
+        merged.append((keys, values))
     changes = e.rules.merge is not None or bound.share is not None or bound.positions == "slots"
     names = () if e.rules.merge is None else e.rules.merge.states
     thresholds = {

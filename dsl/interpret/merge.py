@@ -12,6 +12,7 @@ import numpy as np
 from kvpolicy.dsl.data import arrays
 from kvpolicy.dsl.data.arrays import Array
 from kvpolicy.dsl.interpret.select import Evaluator
+from kvpolicy.dsl.interpret.values import name_of
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Merge, Node, Share, Type
 
@@ -189,7 +190,7 @@ class _ShareValues(Evaluator):
     def special(self, node: Node, layer: int) -> Array:
         """Adds `own` and `below`."""
         if node.op == "special":
-            return Array.of(("kv", "token", "dim"), self._vectors[node.value])
+            return Array.of(("kv", "token", "dim"), self._vectors[name_of(node)])
         return super().special(node, layer)
 
 

@@ -101,7 +101,8 @@ def whole_budget(e: Values, layer: int) -> Array:
 def _budget(e: Values, node: Node, layer: int) -> Array:
     """The name `budget`: of these rules, or inside `propagate` of that section."""
     outer = e.own_budget
-    e.own_budget = e.bound.program.propagate.budget if node.value else e.rules.budget
+    propagate = e.bound.program.propagate if node.value else None
+    e.own_budget = e.rules.budget if propagate is None else propagate.budget
     budget = whole_budget(e, layer)
     e.own_budget = outer
     return budget

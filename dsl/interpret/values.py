@@ -50,6 +50,11 @@ class Layer:
         return not self.there.all()
 
 
+def name_of(node: Node) -> str:
+    """What a node names: a state, or a special value of a merge or share."""
+    return str(node.value)
+
+
 class Values:
     """Values of nodes, each computed once per layer; choices are `Evaluator`'s (select.py).
 
@@ -80,7 +85,7 @@ class Values:
     ) -> None:
         self.bound, self.rules, self.layers = bound, rules, layers
         self.prompt, self.generated = prompt, generated
-        self.stored, self.budgets, self.decided = stored or {}, budgets, decided
+        self.stored, self.budgets, self.decided = stored or {}, budgets or [], decided
         self.own_budget = rules.budget  # what an unsized `top` fills
         self.states: dict[str, State] = dict(rules.states)
         self.kv = bound.shape.kv_heads
@@ -171,8 +176,8 @@ class Values:
 
     def _state(self, node: Node, layer: int) -> Array:
         if node.value == self._updating:
-            return self._before(node.value, layer)
-        return self.state(node.value, layer)
+            return self._before(name_of(node), layer)
+        return self.state(name_of(node), layer)
 
     def state(self, name: str, layer: int) -> Array:
         """A state after this step."""
@@ -249,7 +254,7 @@ class Values:
         shape = list(x.data.shape)
         shape[at] = self.candidates(0)
         data, present = np.zeros(shape, x.data.dtype), np.zeros(shape, np.bool_)
-        index = (*[slice(None)] * at, positions)
+        index: tuple[slice | np.ndarray, ...] = (*[slice(None)] * at, positions)
         data[index], present[index] = x.data, x.present
         return Array.of(x.axes, data, present)
 

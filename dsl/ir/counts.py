@@ -97,7 +97,7 @@ def hashed(seed: int, layer: int, kv, token, generated: int = 0):
     return state
 
 
-def cluster(values: Sequence[float], k: int) -> list[int]:
+def cluster(values: Sequence[Number], k: int) -> list[int]:
     """Labels of the best 1-D k-means of `values`; label 0 has the lowest mean.
 
     Optimal by dynamic programming over the sorted values (O(k * L^2)); of equal partitions the one

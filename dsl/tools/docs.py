@@ -117,8 +117,8 @@ def _functions() -> Iterator[str]:
         functions = [f for f in FUNCTIONS.values() if f.group == group]
         yield f"### {group}\n"
         if group == "Derived":
-            rows = [(f"`{f.signature}`", f.meaning, f"`{f.body}`") for f in functions]
-            yield from _table(("function", "meaning", "definition"), rows)
+            derived = [(f"`{f.signature}`", f.meaning, f"`{f.body}`") for f in functions]
+            yield from _table(("function", "meaning", "definition"), derived)
             continue
         rows = [(f"`{f.signature}`", _result(f), f.meaning, f.cost) for f in functions]
         yield from _table(("function", "result", "meaning", "cost"), rows)

@@ -49,7 +49,7 @@ def kernels(bound: Bound) -> Iterator[str]:
     if bound.rules.merge is not None:
         yield f"  {_MERGE}"
     if bound.share is not None:
-        yield f"  {_share(bound)}"
+        yield f"  {_share(bound.share.direction)}"
     if bound.decode is None:
         return
     of_steps = step_regions(bound)
@@ -109,8 +109,7 @@ def _small(found: Regions) -> set[str]:
     return names
 
 
-def _share(bound: Bound) -> str:
-    direction = bound.share.direction
+def _share(direction: Node) -> str:
     if is_combination(direction, side_of_share):
         return "kernel  hand-written: share, of directions as sums of two layers' vectors"
     return f"torch   share: {_short(direction)}: it is no sum of two layers' vectors"

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from kvpolicy.dsl.bind.bind import bind
@@ -138,7 +139,7 @@ def check_case(program: Program, case: Case, execution: str) -> list[str]:
     return problems
 
 
-def _differences(expected: Mapping[str, object], output: Mapping[str, object]) -> Iterator[str]:
+def _differences(expected: Mapping[str, Any], output: Mapping[str, Any]) -> Iterator[str]:
     for name, value in expected.items():
         if name == "reported" and isinstance(value, Mapping):
             yield from _differences(value, output)

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from kvpolicy.dsl.bind.bind import bind
@@ -52,11 +53,11 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def report(result: Result, scores: bool = False) -> dict[str, object]:
+def report(result: Result, scores: bool = False) -> dict[str, Any]:
     """The result as JSON values; see docs/run.md."""
     kept = [[np.flatnonzero(head).tolist() for head in layer] for layer in result.kept]
     budgets = result.budgets or [layer.sum(-1) for layer in result.kept]
-    output: dict[str, object] = {
+    output: dict[str, Any] = {
         "kept": kept,
         "budgets": [[_number(each) for each in layer.tolist()] for layer in budgets],
     }
@@ -97,7 +98,7 @@ def propagation(result: Result) -> dict[str, object]:
     }
 
 
-def add_merged(output: dict[str, object], result: Result, given: Recording) -> None:
+def add_merged(output: dict[str, Any], result: Result, given: Recording) -> None:
     """Adds how far cached keys and values are from the recorded ones, per layer."""
     keys, values = given.k, given.v
     if result.merged is not None:

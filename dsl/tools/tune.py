@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
@@ -123,7 +124,7 @@ def measure(
 
 
 def _one_prompt(
-    programs: list[TorchProgram], model: LayeredModel, place: str, ids: list[int], bar: object
+    programs: list[TorchProgram], model: LayeredModel, place: str, ids: list[int], bar: Any
 ) -> Tensor:
     """distance, relative and computed of every candidate, [3, candidates]."""
     total = len(ids)
@@ -242,7 +243,7 @@ def plot(found: list[Candidate], best: Candidate, limits: Limits, name: str, pat
         raise refused(path, "file", (error.strerror or "cannot be written").lower()) from None
 
 
-def _progress(total: int):
+def _progress(total: int) -> Any:
     """A progress bar on the error stream; tqdm comes with transformers."""
     from tqdm import tqdm
 

@@ -54,7 +54,7 @@ class LayeredModel:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise refused(self.folder, "file", f"the model cannot be loaded: {reason}") from None
         self.layers = len(self.body.layers)
-        self._seen: tuple[Tensor, Tensor, Tensor] | None = None
+        self._seen: tuple[Tensor, Tensor, Tensor]  # q, k and v, from the first layer on
 
     def tokens(self, text: str) -> list[int]:
         """Token ids of a text, by the model's own tokenizer.
