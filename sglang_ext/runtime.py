@@ -99,8 +99,9 @@ class Runtime:
             return matched
         with self.services.failures.contained(req, ADMISSION):
             most = state.prompt - max(state.queries, 1)
-            if state.propagates:
-                most = min(most, state.plan.most_prefix)
+            plan = state.followed_plan
+            if plan is not None:
+                most = min(most, plan.most_prefix)
         return max(min(matched, most), 0)
 
     def reserve(self, adder: Any, req: Any, extend: int | None) -> int:

@@ -177,7 +177,9 @@ class TablesReader:
         services = self.services
         # None while a graph is captured, which only Triton's kernel may be in.
         step = _step(services)
-        counts = step is not None and decode_readers.others_may_read(heads.device)
+        entries = None
+        if step is not None and decode_readers.others_may_read(heads.device):
+            entries = step.entries(layer.layer_id)
         return decode_readers.decode_attention(
             heads,
             services.arena.storage,
@@ -188,5 +190,5 @@ class TablesReader:
             layer=layer.layer_id,
             scale=layer.scaling,
             workspace=self.workspace if heads.shape[0] <= self.requests else None,
-            entries=step.entries(layer.layer_id) if counts else None,
+            entries=entries,
         )

@@ -48,17 +48,15 @@ def compress(
     first = request.kv.cache_protected_len
     if state.in_place and needed <= state.prompt - first:
         own = slots[first : first + needed].to(torch.int32)
-        state.private = store.borrow(row, name, own, state.prompt)
-        store.fill(state.private, counts)
+        state.private = private = store.borrow(row, name, own, state.prompt)
+        store.fill(private, counts)
         state.uncompressed = None
-        private, total = state.private, int(counts.sum())
-        compact_within(
-            services.arena.storage, slots, kept, total, private.slots, private.first_page
-        )
+        first_page, total = private.layout.first_page, int(counts.sum())
+        compact_within(services.arena.storage, slots, kept, total, private.slots, first_page)
         return
     if state.private is None:
         state.private = store.allocate(row, name, 0, state.prompt, services.evict)
-    if not store.grow(state.private, needed, services.evict):
+    if state.private is None or not store.grow(state.private, needed, services.evict):
         _give_back(services, state)
         state.uncompressed = Reason.NO_SLOTS
         state.forget()
@@ -83,13 +81,13 @@ def copy_kept(
     run: Any,
 ) -> None:
     """Write all layers' kept entries, merged and rotated where the policy says so."""
-    arena, bound, private = services.arena, run.program.bound, state.private
-    kernels = state.served.kernels
+    arena, bound, private = services.arena, run.program.bound, state.compressed_copy
+    kernels, layout = state.served.kernels, private.layout
     if bound.rules.merge is None and bound.positions != "slots":
-        kernels.compact_layers(arena.storage, slots, kept, private.slots, private.first_page)
+        kernels.compact_layers(arena.storage, slots, kept, private.slots, layout.first_page)
         return
     pages = arena.pages(private.slots)
-    for layer, start in enumerate(private.layer_starts):
+    for layer, start in enumerate(layout.layer_starts):
         k, v = arena.storage[layer][:, slots].transpose(1, 2)  # each [G, N, D]
         if bound.rules.merge is not None:
             most = run.there(layer).numel() - int(counts[layer].min())

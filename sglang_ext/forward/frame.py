@@ -24,6 +24,17 @@ class Frame:
         """Rows of a request; None where it has none at this layer."""
         return self._rows.get(id(request))
 
+    def there(self, request: Any) -> slice:
+        """Rows of a request that has some.
+
+        Raises:
+            RuntimeError: it has none at this layer.
+        """
+        rows = self.rows(request)
+        if rows is None:
+            raise RuntimeError(f"request {request.rid} has no rows at this layer")
+        return rows
+
     def replace(self, rows: Mapping[int, slice]) -> Mapping[int, slice]:
         """Set the rows of every request that has some, by `id`; returns the earlier ones."""
         earlier, self._rows = self._rows, dict(rows)

@@ -183,10 +183,11 @@ class PrefillStep:
         self, state: State, layer: Any, slots: torch.Tensor
     ) -> tuple[torch.Tensor | Slots, torch.Tensor | Slots | None]:
         """Keys and values of one layer at the slots [n], as a policy's program takes them."""
-        own = [Slots(pool, slots) for pool in self._services.arena.storage[layer.layer_id]]
-        if not state.served.kernels.read_the_pool:
-            own = [each.dense() for each in own]
-        return own[0], own[1] if state.served.bound.needs_values else None
+        k, v = (Slots(pool, slots) for pool in self._services.arena.storage[layer.layer_id])
+        values = v if state.served.bound.needs_values else None
+        if state.served.kernels.read_the_pool:
+            return k, values
+        return k.dense(), None if values is None else values.dense()
 
     def _observe(self, scored: Scored, layer: Any, heads: torch.Tensor) -> None:
         state, there = scored.state, scored.slots.numel()

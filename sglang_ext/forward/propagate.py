@@ -14,8 +14,8 @@ tokens embedded and computed from layer 0 on, at positions 0, 1, ..., before dee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ from kvpolicy.sglang_ext.forward import view
 from kvpolicy.sglang_ext.forward.failures import PROPAGATION
 from kvpolicy.sglang_ext.forward.frame import Frame
 from kvpolicy.sglang_ext.forward.prefill_step import PrefillStep, Scored
-from kvpolicy.sglang_ext.request.propagation import Rows
+from kvpolicy.sglang_ext.request.propagation import Plan, Rows
 from kvpolicy.sglang_ext.request.request import State, state_of
 
 if TYPE_CHECKING:
@@ -37,32 +37,37 @@ Layer = Callable[..., torch.Tensor]
 
 @dataclass
 class _Part:
-    """One request in the forward."""
+    """One request in the forward; it keeps all its rows."""
 
     request: Any
     index: int  # in the batch
     own: slice  # its rows in SGLang's batch
     row: int  # of the table of slots
     length: int  # tokens there
-    state: State | None  # None: it keeps all its rows
+    lost: bool = field(default=False, kw_only=True)  # it failed: no row of it is worth anything
+
+
+@dataclass
+class _Leaving(_Part):
+    """A request of which rows leave, or may."""
+
+    state: State
+    plan: Plan
     scored: Scored | None  # in the forward that ends its prompt
-    lost: bool = False  # it failed, and none of its rows is worth anything
-
-    @property
-    def restarts(self) -> bool:
-        """Whether its chosen tokens are prefilled again."""
-        plan = None if self.state is None else self.state.plan
-        return plan is not None and plan.restarts
-
-    @property
-    def failed(self) -> bool:
-        """Whether its policy has failed."""
-        return self.state is not None and self.state.failed
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether all its rows go through every layer."""
-        return self.state is None or (self.failed and self.state.is_whole)
+        """Whether all its rows go through every layer after all."""
+        return self.state.failed and self.state.is_whole
+
+    def leaves(self, layer: int, layers: int) -> bool:
+        """Whether rows leave or join after one of so many layers."""
+        stops = self.plan.layer == layer
+        if self.scored is None:
+            return stops and self.state.propagates
+        if self.scored.chosen is not None:
+            return self.plan.restarts or layer != layers - 1
+        return stops and self.state.progress.stopped
 
 
 def shifts(batch: Any) -> torch.Tensor | None:
@@ -77,8 +82,10 @@ def shifts(batch: Any) -> torch.Tensor | None:
         return None
     if batch.forward_mode.is_decode():
         return torch.tensor(shifts + [0] * (len(batch.seq_lens) - len(shifts)))
-    rows = zip(shifts, batch.prefix_lens, states, strict=True)
-    shifts = [shift if shift and prefix >= s.prompt else 0 for shift, prefix, s in rows]
+    shifts = [
+        0 if state is None or prefix < state.prompt else state.progress.shift
+        for prefix, state in zip(batch.prefix_lens, states, strict=True)
+    ]
     return torch.tensor(shifts).repeat_interleave(torch.tensor(batch.extend_lens))
 
 
@@ -102,11 +109,12 @@ class PropagateStep:
         self._scratch = iter(services.scratch_rows)
 
     def _part(self, index: int, request: Any, length: int, scored: Scored | None) -> _Part:
-        state = state_of(request)
-        goes = state is not None and state.propagates and length <= state.prompt
-        own = self._frame.rows(request)
+        state, own = state_of(request), self._frame.there(request)
+        plan = None if state is None else state.followed_plan
         row = request.kv.req_pool_idx
-        return _Part(request, index, own, row, length, state if goes else None, scored)
+        if state is None or plan is None or length > state.prompt:
+            return _Part(request, index, own, row, length)
+        return _Leaving(request, index, own, row, length, state, plan, scored)
 
     @staticmethod
     def wanted(batch: Any) -> bool:
@@ -134,9 +142,10 @@ class PropagateStep:
         if self._rows:
             positions = positions if self._view is None else self._view.positions
             hidden = run(positions, hidden, current, **kw)
-        if any(self._leaves(part, number) for part in self._parts):
+        layers = self._services.arena.layers
+        if any(part.leaves(number, layers) for part in self._leaving):
             hidden = self._narrow(number, hidden, current)
-        last = number == self._services.arena.layers - 1
+        last = number == layers - 1
         changed = self._view is not None or any(part.lost for part in self._parts)
         return self._widen(hidden) if last and changed else hidden
 
@@ -148,21 +157,12 @@ class PropagateStep:
             f"a prefill with --kv-policy ended at layer {self._reached}: SGLang did not call the "
             f"wrapped layers; start it with --disable-cuda-graph"
         )
-        for part in self._parts:
-            if part.state is not None:
-                self._services.failures.note(part.request, PROPAGATION, error, whole=False)
+        for part in self._leaving:
+            self._services.failures.note(part.request, PROPAGATION, error, whole=False)
 
-    def _leaves(self, part: _Part, layer: int) -> bool:
-        """Whether rows of a request leave or join after a layer."""
-        if part.state is None:
-            return False
-        stops = part.state.plan.layer == layer
-        if part.scored is None:
-            return stops and part.state.propagates
-        if part.scored.chosen is not None:
-            deepest = layer == self._services.arena.layers - 1
-            return part.state.plan.restarts or not deepest
-        return stops and part.state.progress.stopped
+    @property
+    def _leaving(self) -> Iterator[_Leaving]:
+        return (part for part in self._parts if isinstance(part, _Leaving))
 
     def _narrow(self, layer: int, hidden: Any, batch: Any) -> Any:
         rows, update = view.rows_of(hidden, batch)
@@ -173,7 +173,7 @@ class PropagateStep:
             # It was one operation for the whole batch. All rows go on as they are; those of the
             # requests for which it was done are worth nothing any more.
             for part, _ in pieces:
-                if not part.keeps_rows:
+                if isinstance(part, _Leaving) and not part.keeps_rows:
                     part.lost = True
                     self._services.failures.note(part.request, PROPAGATION, error, whole=False)
             return compat.put_stream(batch, rows.hidden, rows.residual, update)
@@ -184,16 +184,17 @@ class PropagateStep:
         Args:
             rows: of all requests, after the layer.
         """
-        again = self._again(layer)
+        again, layers = self._again(layer), self._services.arena.layers
         pieces = []
         for part in self._parts:
             where = self._frame.rows(part.request)
             piece = None if where is None else rows.take(where)
             if id(part.request) in again:
                 piece = again[id(part.request)]
-            elif not part.lost and self._leaves(part, layer):
-                own, piece, part.lost = piece, None, True  # unless it succeeds
+            elif not part.lost and isinstance(part, _Leaving) and part.leaves(layer, layers):
+                piece, part.lost = None, True  # unless it succeeds
                 with self._services.failures.contained(part.request, PROPAGATION, whole=False):
+                    own = rows.take(self._frame.there(part.request))
                     piece, part.lost = self._chosen(part, layer, own), False
             if not part.lost and piece is not None and piece.ids.numel():
                 pieces.append((part, piece))
@@ -218,15 +219,15 @@ class PropagateStep:
         self._rows = end
         return compat.put_stream(self._view, joined.hidden, joined.residual, update)
 
-    def _chosen(self, part: _Part, layer: int, piece: Rows) -> Rows | None:
+    def _chosen(self, part: _Leaving, layer: int, piece: Rows) -> Rows | None:
         """The rows of a request that go deeper; notes what is there from now on."""
         progress, scored = part.state.progress, part.scored
-        if scored is not None and part.failed:
+        if scored is not None and part.state.failed:
             # It was stopped in an earlier chunk: without the chosen tokens nothing can go deeper.
             return None
         if scored is None:  # the prompt goes on in a later chunk
             progress.stopped = True
-            if not part.state.plan.restarts:
+            if not part.plan.restarts:
                 # What enters a layer may be changed in place by it.
                 progress.held.append(Rows(*(each.clone() for each in piece)))
             return None
@@ -245,7 +246,8 @@ class PropagateStep:
             chosen = chosen[int(found) :] - without
         return Rows(*self._kernels.take_rows(piece, chosen))
 
-    def _note(self, part: _Part, layer: int, tokens: int) -> None:
+    @staticmethod
+    def _note(part: _Leaving, layer: int, tokens: int) -> None:
         progress = part.state.progress
         progress.layer = layer if progress.layer is None else progress.layer
         progress.tokens = tokens
@@ -260,17 +262,18 @@ class PropagateStep:
 
     def _again(self, layer: int) -> dict[int, Rows]:
         """Prefill the chosen tokens of requests that restart, up to this layer."""
+        layers = self._services.arena.layers
         parts = [
-            part
-            for part in self._parts
-            if part.scored is not None and self._leaves(part, layer)
-            if part.restarts and not part.failed
+            (part, part.scored)
+            for part in self._leaving
+            if part.scored is not None and part.leaves(layer, layers)
+            if part.plan.restarts and not part.state.failed
         ]
         starts, extents, frame, end = [], [], {}, 0
-        for part in parts:
+        for part, scored in parts:
             part.lost = True  # unless it succeeds
             with self._services.failures.contained(part.request, PROPAGATION, whole=False):
-                starts.append(self._start(part, layer))
+                starts.append(self._start(part, scored, layer))
                 extents.append(view.Extent(part.row, part.length, part.length, part.index))
                 frame[id(part.request)] = slice(end, end + part.length)
                 end += part.length
@@ -279,10 +282,10 @@ class PropagateStep:
         try:
             again = self._start_again(layer, starts, extents, frame)
         except Exception as error:
-            for part in parts:
+            for part, _ in parts:
                 self._services.failures.note(part.request, PROPAGATION, error, whole=False)
             return {}
-        for part in parts:
+        for part, _ in parts:
             part.lost = id(part.request) not in again
         return again
 
@@ -313,9 +316,11 @@ class PropagateStep:
         rows, _ = view.rows_of(hidden, batch)
         return {request: rows.take(where) for request, where in frame.items()}
 
-    def _start(self, part: _Part, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _start(
+        self, part: _Leaving, scored: Scored, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids, positions and slots [m] of the tokens that a request starts again with."""
-        scored, progress = part.scored, part.state.progress
+        progress = part.state.progress
         chosen, scored.chosen = scored.chosen, None
         if chosen is None:  # all; earlier chunks did not go beyond this layer
             chosen = torch.arange(part.state.prompt, device=scored.slots.device)
@@ -337,7 +342,7 @@ class PropagateStep:
             found, rows_of_part = self._frame.rows(part.request), part.own
             if found is None or part.lost:
                 continue
-            if part.state is not None:  # its last row alone is wanted
+            if isinstance(part, _Leaving):  # its last row alone is wanted
                 found, rows_of_part = (
                     slice(each.stop - 1, each.stop) for each in (found, rows_of_part)
                 )
@@ -345,11 +350,11 @@ class PropagateStep:
             own.append(torch.arange(rows_of_part.start, rows_of_part.stop))
         total = self._parts[-1].own.stop
         stream = [rows.hidden, rows.residual]
-        wide = [each.new_zeros((total, *each.shape[1:])) for each in stream]
+        wide, residual = (each.new_zeros((total, *each.shape[1:])) for each in stream)
         if own:
             into, source = to_device(
                 torch.stack([torch.cat(own), torch.cat(where)]), torch.int64, rows.hidden.device
             )
             kernels = self._kernels
-            kernels.put_rows(wide, into, kernels.take_rows(stream, source))
-        return compat.put_stream(self._batch, *wide, update)
+            kernels.put_rows([wide, residual], into, kernels.take_rows(stream, source))
+        return compat.put_stream(self._batch, wide, residual, update)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.dsl.execute.decode import Read
-from kvpolicy.dsl.execute.kernels import Entries, Keys
+from kvpolicy.dsl.execute.kernels import Entries, Keys, dense
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.forward.attend import attend
 from kvpolicy.sglang_ext.forward.failures import DECODING, FOLD, READING
@@ -68,16 +68,17 @@ class _Resumed:
         def read(layer: int, there: torch.Tensor | None) -> tuple[Keys, Keys]:
             if there is not None:
                 there = torch.cat([there, there.new_ones(there.shape[0], later)], dim=1)
-            return tuple(_without_last(x, later) for x in self.reader.given(layer, there))
+            k, v = self.reader.given(layer, there)
+            return _without_last(k, later), _without_last(v, later)
 
         return read
 
 
-def _without_last(x: torch.Tensor | Entries, later: int) -> Keys:
+def _without_last(x: Keys, later: int) -> Keys:
     """Keys or values [G, M, D] without those of the last tokens."""
     if isinstance(x, Entries):
         return replace(x, ids=x.ids[:, : x.ids.shape[1] - later])
-    return x[:, : x.shape[1] - later]
+    return dense(x)[:, : x.shape[1] - later]
 
 
 class ResumeStep:

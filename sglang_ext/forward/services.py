@@ -91,7 +91,7 @@ class Services:
 
     def _detach(self, req: Any, state: State) -> None:
         tree, first = self.tree, req.kv.cache_protected_len if state.detached else 0
-        private = state.private
+        private = state.compressed_copy
         end = private.tail_start // tree.page_size * tree.page_size
         if req.kv.cache_protected_len < end:
             # The tail; and of the prompt what the cache, if it is on, has not taken.

@@ -34,7 +34,7 @@ def compress(services: Services, state: State, slots: torch.Tensor, run: Any) ->
         slots: [N] int64 slots of the prompt.
         run: of the policy's program, finished.
     """
-    private, store, arena = state.private, services.store, services.arena
+    private, store, arena = state.compressed_copy, services.store, services.arena
     kernels, uppers = state.served.kernels, state.served.upper_layers
     whole = [n for n in range(arena.layers) if n not in uppers and n + 1 not in uppers]
     lists = torch.zeros((arena.layers, arena.kv_heads), dtype=torch.int64)
@@ -58,10 +58,11 @@ def compress(services: Services, state: State, slots: torch.Tensor, run: Any) ->
     kept = torch.zeros((*lists.shape, state.prompt), dtype=torch.bool, device=slots.device)
     for layer in whole:
         kept[layer] = True
-    kernels.compact_layers(arena.storage, slots, kept, private.slots, private.first_page)
+    layout = private.layout
+    kernels.compact_layers(arena.storage, slots, kept, private.slots, layout.first_page)
     for upper in uppers:
-        private.first_page[upper - 1] = private.first_page[upper]
-    private.counts = torch.full_like(private.counts, state.prompt)
+        layout.first_page[upper - 1] = layout.first_page[upper]
+    private.counts = torch.full_like(layout.counts, state.prompt)
 
 
 @dataclass(frozen=True)
@@ -88,19 +89,19 @@ def _paired(arena: Arena, slots: torch.Tensor, layer: int, run: Any) -> _Rows:
     excepted = torch.stack([found.except_k, found.except_v])
     lengths = torch.stack([below, own]).double().norm(dim=-1).float()  # [2, 2, G, N]
     floats = pairs.floats_of_row(storage.shape[4], storage.dtype)
-    codes = [pairs.encode(lengths[:, i], excepted[i]) for i in range(2)]
-    codes = torch.stack([pairs.rows_of(each, floats) for each in codes])
+    encoded = [pairs.encode(lengths[:, i], excepted[i]) for i in range(2)]
+    codes = torch.stack([pairs.rows_of(each, floats) for each in encoded])
     entries = codes.shape[2] + tokens + excepted.sum(dim=2).amax(dim=0)
     (on_host,) = to_host([entries])
     there = torch.arange(int(on_host.max()), device=slots.device) < entries[:, None]
     before, more = codes.shape[2], there.shape[1] - codes.shape[2] - tokens
-    dense = [
+    k, v = (
         torch.nn.functional.pad(
             _list(direction, own[i], below[i], excepted[i], more), (0, 0, before, 0)
         )
         for i, direction in enumerate((found.direction_k, found.direction_v))
-    ]
-    return _Rows(on_host, (*dense, there), codes)
+    )
+    return _Rows(on_host, (k, v, there), codes)
 
 
 def _put_codes(

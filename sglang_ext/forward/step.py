@@ -18,14 +18,18 @@ class Step:
     """The plugin's part in one forward; each part is None in a forward of another kind."""
 
     def __init__(self, services: Services, batch: Any) -> None:
-        mode = batch.forward_mode
-        extend = mode.is_extend()
-        frame = Frame(batch) if extend else None
-        self.prefill = PrefillStep(services, batch, frame) if extend else None
-        self.resume = ResumeStep(services, batch, frame) if extend else None
-        propagates = extend and PropagateStep.wanted(batch)
-        self.propagate = PropagateStep(services, batch, frame, self.prefill) if propagates else None
-        self.decode = DecodeStep(services, batch) if mode.is_decode() else None
+        self.prefill: PrefillStep | None = None
+        self.resume: ResumeStep | None = None
+        self.propagate: PropagateStep | None = None
+        self.decode: DecodeStep | None = None
+        if batch.forward_mode.is_extend():
+            frame = Frame(batch)
+            self.prefill = prefill = PrefillStep(services, batch, frame)
+            self.resume = ResumeStep(services, batch, frame)
+            if PropagateStep.wanted(batch):
+                self.propagate = PropagateStep(services, batch, frame, prefill)
+        elif batch.forward_mode.is_decode():
+            self.decode = DecodeStep(services, batch)
 
     def finish(self) -> None:
         """After the forward: compress the prompts that ended in it, and fold."""

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from kvpolicy.sglang_ext.memory.shared import Shared
+
+
+class Layout(NamedTuple):
+    """Where the lists of a copy lie in its pages; as of `Private`."""
+
+    counts: torch.Tensor
+    first_page: torch.Tensor
+    layer_starts: list[int]
 
 
 @dataclass
@@ -18,7 +27,7 @@ class Private:
         slots: [S] int64.
         counts: [L, G] int32 entries of each (layer, KV head); None until they are written.
         first_page: [L, G] int32, index of the list's first page among the request's pages.
-        laid_out: per layer and KV head, entries that the pages hold.
+        laid_out: per layer and KV head, entries that the pages hold; empty until then.
         room: [L, G] entries for which each list has pages, on the host.
         layer_starts: per layer, `first_page` of its first list, for the host.
         tail_start: position from which entries lie in ordinary slots: what was there when the
@@ -37,7 +46,7 @@ class Private:
     tail_start: int
     counts: torch.Tensor | None = None
     first_page: torch.Tensor | None = None
-    laid_out: list[list[int]] | None = None
+    laid_out: list[list[int]] = field(default_factory=list)
     room: torch.Tensor | None = None
     layer_starts: list[int] | None = None
     shared: Shared | None = None
@@ -49,6 +58,17 @@ class Private:
     def ready(self) -> bool:
         """Whether decode steps may read it."""
         return self.counts is not None
+
+    @property
+    def layout(self) -> Layout:
+        """Where its lists lie.
+
+        Raises:
+            RuntimeError: nothing has been laid out yet.
+        """
+        if self.counts is None or self.first_page is None or self.layer_starts is None:
+            raise RuntimeError(f"row {self.row}: nothing is laid out in its private pages")
+        return Layout(self.counts, self.first_page, self.layer_starts)
 
     def entries(self, layer: int) -> list[int]:
         """How many entries each KV head reads in private pages at a layer; the host knows."""

@@ -63,7 +63,11 @@ def separate(
         indices [nnz], and what `paged_attention` takes besides: `value_indices`, `key_scale` and
         `value_scale`.
     """
-    found = {i: (s.at(layer), s.tokens) for i, s in shared.items() if s.at(layer) is not None}
+    found = {
+        i: (which, each.tokens)
+        for i, each in shared.items()
+        if (which := each.at(layer)) is not None
+    }
     if not found:
         return indices, {}
     numbers, heads = pairs.numbers(arena.storage), arena.kv_heads

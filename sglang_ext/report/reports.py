@@ -8,6 +8,7 @@ from typing import Any
 from kvpolicy.experiments.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face import asked, compat
 from kvpolicy.sglang_ext.memory.arena import Arena
+from kvpolicy.sglang_ext.memory.private import Private
 from kvpolicy.sglang_ext.report import kept
 from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.request.reasons import Reason
@@ -58,7 +59,7 @@ class Reports:
         if state.counted:
             return
         state.counted = True
-        facts = self._of_compressed(state, entries)
+        facts = self._of_compressed(state, state.private, entries)
         self._report(req, state, facts)
         self._metrics.compressed(
             state.served.name,
@@ -68,10 +69,10 @@ class Reports:
             seconds=state.seconds,
         )
 
-    def _of_compressed(self, state: State, entries: int) -> dict[str, Any]:
+    def _of_compressed(self, state: State, private: Private, entries: int) -> dict[str, Any]:
         arena, name = self._arena, state.served.name
-        after = state.private.slots.numel()
-        facts = {
+        after = private.slots.numel()
+        facts: dict[str, Any] = {
             "policy": name,
             "prompt_tokens": state.prompt,
             "entries_before": arena.layers * arena.kv_heads * state.prompt,

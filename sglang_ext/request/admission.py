@@ -27,7 +27,8 @@ def must_wait(adder: Any, req: Any, state: State, most: int) -> bool:
     states = (state_of(each) for each in adder.can_run_list)
     if sum(each is not None and each.propagates for each in states) >= most:
         return True
-    if state.plan.layer is not None or adder.rem_chunk_tokens is None:
+    plan = state.plan
+    if plan is None or plan.layer is not None or adder.rem_chunk_tokens is None:
         return False
     needed = adder.ceil_paged_tokens(len(req.full_untruncated_fill_ids) - req.prefix_len)
     if needed <= adder.rem_chunk_tokens:

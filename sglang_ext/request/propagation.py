@@ -33,22 +33,25 @@ class Plan:
 
 def plan(bound: Bound, prompt: int) -> Plan | None:
     """The plan for a prompt; None where surely every layer sees all tokens."""
-    if bound.propagate is None:
+    lowered = bound.propagate_lowered
+    if lowered is None:
         return None
     layer, deepest = bound.propagation_layer(prompt), bound.shape.layers - 1
     if layer is not None and layer >= deepest + bound.restarts:
         return None
-    return Plan(layer, bound.restarts, _most_prefix(bound, prompt))
+    return Plan(layer, bound.restarts, _most_prefix(bound, lowered.tokens, prompt))
 
 
-def _most_prefix(bound: Bound, prompt: int) -> int:
+def _most_prefix(bound: Bound, tokens: Node, prompt: int) -> int:
     """Cached tokens that a propagating prompt may use.
 
     They have no rows: deeper layers read their entries, but nothing is computed for them. So the
     last queries of every layer, the prompt's last token included, must be among the others. And a
     second prefill writes its entries to slots that the request owns, as many as tokens are chosen.
+
+    Args:
+        tokens: the lowered section's, which go deeper.
     """
-    tokens = bound.propagate_lowered.tokens
     if bound.restarts:
         return prompt - max(Bounds(bound, prompt).size(tokens).head)
     window = max(bound.queries(prompt), 1)

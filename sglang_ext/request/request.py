@@ -201,11 +201,27 @@ class State:
         return self.wanted or self.folds
 
     @property
-    def propagates(self) -> bool:
-        """Whether deeper layers may see fewer tokens than the prompt has."""
+    def followed_plan(self) -> Plan | None:
+        """The plan by which its tokens leave, or may; None: they go through every layer."""
         # Once chunks have stopped at a layer, deeper ones lack their entries: no row goes there.
         stopped = self.failed and self.progress.stopped
-        return self.plan is not None and (self.wanted or stopped)
+        return self.plan if self.wanted or stopped else None
+
+    @property
+    def propagates(self) -> bool:
+        """Whether deeper layers may see fewer tokens than the prompt has."""
+        return self.followed_plan is not None
+
+    @property
+    def compressed_copy(self) -> Private:
+        """Its compressed copy.
+
+        Raises:
+            RuntimeError: it has none.
+        """
+        if self.private is None:
+            raise RuntimeError("the request has no private slots")
+        return self.private
 
     @property
     def queries(self) -> int:
@@ -225,7 +241,7 @@ class State:
 
     def reads_queries(self, step: int) -> bool:
         """Whether its policy will read the queries of a decode step, from 1."""
-        if self.memory.not_finite:
+        if self.memory is None or self.memory.not_finite:
             return False
         later = self.notes.wanted
         return later is None or any(self.leaves_at(step + i) for i in range(later))
@@ -247,11 +263,12 @@ class State:
         Args:
             held: what the host knows of every layer.
         """
-        if self.folds and not run.not_finite:
-            self.memory = Memory.after(run, held)
-            self.notes = Notes(wanted(self.served.bound, self.memory.prompt))
-        else:
+        memory = Memory.after(run, held) if self.folds and not run.not_finite else None
+        if memory is None:
             self.forget()
+            return
+        self.memory = memory
+        self.notes = Notes(wanted(self.served.bound, memory.prompt))
 
     def give_up(self, reason: Reason) -> None:
         """Serve what is left of the request without its policy."""

@@ -78,8 +78,9 @@ def reckon(services: Services, configurator: Any, options: Any, tokens: int) -> 
     requests = configurator.resolve_max_num_reqs(tokens)
     scratch = SCRATCH if services.propagates else 0
     rows = requests + 1 + scratch
-    sizes = (rows, shape.layers, shape.kv_heads, tokens)
-    tables = DeviceTables.empty(*sizes, "meta", pairs=services.shares)
+    tables = DeviceTables.empty(
+        rows, shape.layers, shape.kv_heads, tokens, "meta", pairs=services.shares
+    )
     row = config.context_len + 64  # SGLang's rows are a few tokens longer than the context
     parts = {"tables": tables.bytes, "rows of propagating prompts": scratch * row * 4}
     captured = min(compat.captured_requests(options), requests)

@@ -9,7 +9,9 @@ from fake_allocator import Allocator
 from kvpolicy.sglang_ext.face.streams import Streams
 from kvpolicy.sglang_ext.forward.services import Services
 from kvpolicy.sglang_ext.memory.arena import create_arena
+from kvpolicy.sglang_ext.memory.private import Private
 from kvpolicy.sglang_ext.memory.store import Store
+from kvpolicy.sglang_ext.request.request import State
 
 
 class Device:
@@ -131,8 +133,8 @@ def test_what_a_request_gives_up_is_given_up_on_the_schedulers_stream(device):
     services.tree = Tree()
     kv = SimpleNamespace(cache_protected_len=7, req_pool_idx=1)
     request = SimpleNamespace(kv=kv, lock=object(), skip_radix_cache_insert=False)
-    private = SimpleNamespace(tail_start=20, borrowed=False)
-    state = SimpleNamespace(published=False, detached=False, private=private)
+    private = Private(1, "a", torch.arange(4), tail_start=20)
+    state = State(SimpleNamespace(), 20, slots=4, private=private)
     services.detach(request, state)
     assert device.taken() == []
     state.published = True
