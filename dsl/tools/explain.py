@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.bounds import Bounds, Size, max_entries
+from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.model_config import ModelConfig, read_config
 from kvpolicy.dsl.bind.parameters import shown
 from kvpolicy.dsl.check.policy import Checked, load
@@ -165,7 +166,7 @@ def _plan(checked: Checked, bound: Bound) -> Iterator[str]:
     for node in nodes_of([*decides, *propagate_roots(bound.propagate)]):
         if node.name is not None and bound.static.needs(node) != frozenset():
             known[_phase(bound, phases, node)].append((node.name, node))
-    known[phases.of(bound.lowered.keep)].append(("keep", rules.keep))
+    known[phases.of(keep_of(bound.lowered))].append(("keep", keep_of(rules)))
     width = max(len(name) for named in known.values() for name, _ in named)
     for phase, named in known.items():
         if named:
@@ -175,7 +176,7 @@ def _plan(checked: Checked, bound: Bound) -> Iterator[str]:
 
 
 def _phase(bound: Bound, phases: Phases, node: Node) -> Phase:
-    if node.op == "budget":
+    if node.op == "budget" and bound.rules.budget is not None:
         return phases.of(bound.rules.budget)
     # What looks back at lower layers is known at its own.
     return min(phases.of(node), Phase.LAYER) if node.when <= When.LAYER else phases.of(node)
@@ -190,11 +191,11 @@ def _written(checked: Checked, node: Node) -> str:
 
 
 def _entries(bound: Bound, length: int) -> Iterator[str]:
-    bounds = Bounds(bound, length)
-    size = bounds.size(bound.lowered.keep)
+    bounds, keep = Bounds(bound, length), keep_of(bound.lowered)
+    size = bounds.size(keep)
     layers = bound.shape.layers
     mean = size.total / (layers * bound.shape.kv_heads)
-    exact = bounds.is_exact(bound.lowered.keep)
+    exact = bounds.is_exact(keep)
     if exact:
         top = max(1, *size.head)
         for first, last in runs(size.head):
@@ -224,7 +225,7 @@ def _limits(size: Size, kv_heads: int, length: int) -> Iterator[str]:
 def _memory(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
     full = bound.shape.layers * bound.shape.kv_heads * length
     kept = max_entries(bound, length)
-    most = "" if Bounds(bound, length).is_exact(bound.lowered.keep) else "at most "
+    most = "" if Bounds(bound, length).is_exact(keep_of(bound.lowered)) else "at most "
     yield f"  KV cache before  {size_text(config.kv_size(full)):>10}  {full:,} entries"
     share = kept / full if full else 1
     yield f"  KV cache after   {size_text(config.kv_size(kept)):>10}  {most}{kept:,} ({share:.2%})"

@@ -13,6 +13,7 @@ from functools import cache
 
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.bounds import Bounds
+from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.ir.nodes import ModelShape, Node, Param, Program
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 
@@ -60,7 +61,7 @@ def thins_some(bound: Bound, prompt: int) -> bool:
 
 
 def _keep(bound: Bound) -> Node:
-    keep, later = bound.lowered.keep, bound.decode_lowered
+    keep, later = keep_of(bound.lowered), bound.decode_lowered
     if keep.op == "all" and later is not None and later.keep is not None:
         return later.keep
     return keep

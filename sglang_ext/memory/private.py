@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from kvpolicy.sglang_ext.memory.shared import Shared
 
 
-class Layout(NamedTuple):
+@dataclass(frozen=True)
+class Layout:
     """Where the lists of a copy lie in its pages; as of `Private`."""
 
     counts: torch.Tensor

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import max_entries
+from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.execute.decode import Held, Memory
 from kvpolicy.dsl.execute.kernels import Slots
 from kvpolicy.dsl.execute.program import TorchProgram
@@ -100,7 +101,7 @@ class Served:
     @property
     def keeps_prompt(self) -> bool:
         """Whether nothing leaves before the first decode step."""
-        keeps = self.bound.rules.keep.op == "all" and not self.bound.propagates
+        keeps = keep_of(self.bound.rules).op == "all" and not self.bound.propagates
         return self.bound.decode is not None and keeps
 
     def folds_within(self, prompt: int, output: int) -> bool:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.bind.bounds import max_entries
+from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.interpret.interpreter import interpret
@@ -21,6 +22,15 @@ def bound(text: str, interval: int = 1, shape: ModelShape = SHAPE, **settings: s
     header = "policy: a-test\nlanguage: 1\nabout: a test\n"
     program = load(Source("a-test.yaml", header + text)).require()
     return bind(program, shape, settings, fold_interval=interval)
+
+
+def test_a_bound_prefill_keeps_everything_where_the_policy_says_nothing():
+    text = "propagate: {first: layer == 1, tokens: recent(2)}\n"
+    policy = bound(text)
+    assert policy.program.prefill.keep is None
+    assert keep_of(policy.rules).op == keep_of(policy.lowered).op == "all"
+    with pytest.raises(ValueError, match="not bound"):
+        keep_of(policy.program.prefill)
 
 
 def test_steps_at_which_entries_leave():

@@ -148,3 +148,9 @@ def test_without_a_policy_there_is_no_state():
     request.assign(req, None)
     assert request.is_assigned(req)
     assert request.state_of(req) is None
+
+
+def test_a_copy_that_must_be_there_is_missed():
+    state = request.State(SERVED, 100, slots=70)
+    with pytest.raises(RuntimeError, match="no private slots"):
+        _ = state.compressed_copy

@@ -56,6 +56,17 @@ def test_surplus_is_returned_in_whole_pages_of_the_allocator():
     store.check_integrity(store.allocator.free_slots)
 
 
+def test_lists_lie_nowhere_before_they_are_laid_out():
+    store = make_store(layers=2, kv_heads=2, slots=32)
+    private = store.allocate(1, "a", 8, 60, no_cache)
+    with pytest.raises(RuntimeError, match="row 1: nothing is laid out"):
+        _ = private.layout
+    store.fill(private, torch.tensor([[3, 2], [1, 4]]))  # 2 + 1 + 1 + 2 pages
+    assert private.layout.counts.tolist() == [[3, 2], [1, 4]]
+    assert private.layout.first_page.tolist() == [[0, 2], [3, 4]]
+    assert private.layout.layer_starts == [0, 3]
+
+
 def test_private_slots_grow_and_shrink_in_whole_pages():
     store = make_store(layers=2, kv_heads=2, slots=32, page_size=8)
     private = store.allocate(1, "a", 0, 60, no_cache)

@@ -1,0 +1,16 @@
+"""What the prefill of a bound policy keeps: binding fills in `keep` where a policy has none."""
+
+from __future__ import annotations
+
+from kvpolicy.dsl.ir.nodes import Node, Rules
+
+
+def keep_of(rules: Rules) -> Node:
+    """`keep` of `Bound.rules` or `Bound.lowered`.
+
+    Raises:
+        ValueError: the rules are not a bound policy's.
+    """
+    if rules.keep is None:
+        raise ValueError("rules without `keep` are not bound")
+    return rules.keep
