@@ -11,13 +11,9 @@ are computed step by step instead.
 
 from __future__ import annotations
 
-from kvpolicy.dsl.ir.lower import ELEMENTWISE, REDUCTIONS, Static
-from kvpolicy.dsl.ir.nodes import WINDOWS, Node, State
-
-_POOLS = frozenset(("avgpool", "maxpool"))
-_SAME = frozenset("key value position all".split())
-_UNBOUNDED = frozenset(("exp", "log"))
-_QUOTIENTS = frozenset("divide floor_divide modulo".split())
+from kvpolicy.dsl.ir.lower import Static
+from kvpolicy.dsl.ir.nodes import Node, State
+from kvpolicy.dsl.ops.operations import Kind
 
 
 class Additive:
@@ -37,12 +33,12 @@ class Additive:
         needs = self._static.needs(node)
         if needs is not None:
             return "generated" not in needs
-        if node.op in _SAME:
+        row = node.operation
+        if row.steady:
             return True
-        if node.op in REDUCTIONS and {"token", "layer"} & set(node.axes):
+        if row.is_reduction and {"token", "layer"} & set(node.axes):
             return False
-        inner = node.op in ELEMENTWISE or node.op in REDUCTIONS
-        return inner and all(map(self.constant, node.args))
+        return (row.elementwise or row.is_reduction) and all(map(self.constant, node.args))
 
     def _adds(self, node: Node, by_token: bool) -> bool:
         """Whether a value is `before` and what the step's query gives."""
@@ -82,19 +78,20 @@ class Additive:
 
     def _of_query(self, node: Node) -> bool:
         """Whether a query's value is the same, and finite, when other queries are there too."""
-        if self._static.needs(node) is not None or node.op in _SAME:
+        row = node.operation
+        if self._static.needs(node) is not None or row.steady:
             return self.constant(node)
-        if node.op in WINDOWS:
+        if row.is_window:
             return node.value == "new"
-        if node.op in _POOLS:
+        if row.kind is Kind.POOL:
             inner, width = node.args
             return "query" in inner.type.axes and self._number(width) and self._of_query(inner)
-        if node.op in REDUCTIONS:
+        if row.is_reduction:
             if {"query", "layer"} & set(node.axes):
                 return False
             if "token" in node.axes and "query" not in node.args[0].type.axes:
                 return False
-        elif node.op not in ELEMENTWISE:
+        elif not row.elementwise:
             return False
         return _stays_finite(node) and all(map(self._of_query, node.args))
 
@@ -105,12 +102,11 @@ def _not_zero(node: Node) -> bool:
 
 def _stays_finite(node: Node) -> bool:
     """Whether an operation gives finite values of finite ones."""
-    if node.op in _UNBOUNDED:
-        return False
-    if node.op in _QUOTIENTS:
+    row = node.operation
+    if row.divides:
         return _not_zero(node.args[1])
     if node.op == "power":
         return node.args[1].op == "number" and node.args[1].value > 0
-    if node.op in ("max", "min"):  # of none they are infinite
+    if row.infinite_of_none:
         return not any(each.op == "mask" for each in node.walk())
-    return True
+    return row.keeps_finite

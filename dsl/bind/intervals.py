@@ -11,14 +11,14 @@ from collections.abc import Callable
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.ir.counts import Number, snap, whole
-from kvpolicy.dsl.ir.nodes import WINDOWS, Node, When
+from kvpolicy.dsl.ir.nodes import Node, When
+from kvpolicy.dsl.ops.operations import Kind
 
 Interval = tuple[float, float]
 
 _ANY: Interval = (-math.inf, math.inf)
 _POSITIVE: Interval = (0.0, math.inf)
 _LEAVES: dict[str, Interval] = {"attn": (0.0, 1.0), "uniform": (0.0, 1.0), "var": _POSITIVE}
-_COUNTS = ("position", "distance", "index", "rank", "count", "missing", "remaining")
 
 
 class Intervals:
@@ -81,11 +81,12 @@ class Intervals:
         return self._intervals[key]
 
     def _interval(self, node: Node, layer: int, given: frozenset[int]) -> Interval:
+        row = node.operation
         if node.op in _LEAVES:
             return _LEAVES[node.op]
         if node.op == "size" and node.value == "length":
             return self._lengths[layer]
-        if node.op in _COUNTS:
+        if row.whole:
             return (0, self._count(node, layer))
         if node.op in ("split", "cascade"):
             most = self.of(node.args[0], 0)[1]
@@ -101,9 +102,9 @@ class Intervals:
             return self.of(node.args[0], layer, given | {id(node.args[1])})
         if node.op == "broadcast":
             return self.of(node.args[0], layer, given)
-        if "token" in node.axes or node.op in ("past", "at"):
+        if "token" in node.axes or row.kind is Kind.LOOK:
             given = frozenset()
-        if node.op in ("max", "min"):
+        if row.infinite_of_none:
             low, high = self._argument(node, node.args[0], layer, given)
             if not self._may_be_empty(node.args[0], node.axes, layer, given):
                 return (low, high)
@@ -118,9 +119,9 @@ class Intervals:
         self, node: Node, x: Node, layer: int, given: frozenset[int] = frozenset()
     ) -> Interval:
         """Between what an argument lies, at all the layers where its operation looks at it."""
-        if node.op in ("past", "at") and node.when <= When.LAYER:
+        if node.operation.kind is Kind.LOOK and node.when <= When.LAYER:
             layers = range(layer + 1)
-        elif node.op in ("past", "at") or "layer" in node.axes:
+        elif node.across_layers:
             layers = range(self._layers)
         else:
             return self.of(x, layer, given)
@@ -129,7 +130,7 @@ class Intervals:
 
     def _count(self, node: Node, layer: int) -> Number:
         if node.op != "count":
-            return self._prompt if node.op in ("position", "distance") else math.inf
+            return self._prompt if node.operation.of_tokens_there else math.inf
         most = math.prod(self._size(axis, layer) for axis in node.axes)
         if node.args[0].op == "top":
             number = max(0, self.of(node.args[0].args[1], layer)[1])
@@ -158,7 +159,7 @@ class Intervals:
         """Whether a reduction over `axes` may find no value at all, where `given` holds."""
         if not node.type.absent:
             return False
-        if node.op in WINDOWS:  # the last query sees every token
+        if node.operation.is_window:  # the last query sees every token
             return not {"query", "token"} & set(axes)
         if node.op == "mask":
             condition = node.args[1]

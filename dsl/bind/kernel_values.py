@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.ir.nodes import WINDOWS, Node
+from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ir.written import written
+from kvpolicy.dsl.ops.operations import Kind
 
-ARITHMETIC = frozenset(
-    "add subtract multiply divide power negate abs exp log sqrt minimum maximum less less_equal "
-    "greater greater_equal equal not_equal and or not mask choose".split()
-)
-_STAYS_FINITE = frozenset("add subtract multiply negate abs sqrt minimum maximum mask".split())
-_TRUTHS = frozenset("less less_equal greater greater_equal equal not_equal and or not".split())
-ACROSS = frozenset("past at split cascade cluster".split())
 # Whole exponents up to this one are products, which float32 computes as well as float64 powers.
 _POWERS = (1, 2, 3, 4)
 
@@ -39,24 +33,20 @@ def inlined(node: Node, bound: Bound) -> bool:
         return True
     if not set(node.type.axes) <= {"token"}:
         return False
-    if node.op in ("position", "all", "new"):
+    if node.operation.kind is Kind.PLACE:
         return True
     if node.op == "index":
         return node.axes == ("token",)
     if node.op == "top":
         return is_end(node, bound)
-    if node.op not in ARITHMETIC or (node.op == "power" and exponent(node) is None):
+    if not node.operation.in_kernels or (node.op == "power" and exponent(node) is None):
         return False
     return node.op != "exp" and all(inlined(each, bound) for each in node.args)
 
 
 def looks_across(node: Node, bound: Bound) -> bool:
     """Whether a value follows from those of other layers."""
-    return any(
-        each.op in ACROSS or "layer" in each.axes
-        for each in node.walk()
-        if bound.static.needs(each) is None
-    )
+    return any(each.across_layers for each in node.walk() if bound.static.needs(each) is None)
 
 
 def is_end(node: Node, bound: Bound) -> bool:
@@ -76,18 +66,13 @@ def exponent(node: Node) -> float | None:
 
 def finite(node: Node) -> bool:
     """Whether no present value can be infinite, for values made inside kernels."""
-    if node.op in WINDOWS or node.op in ("key", "value", "position", "index", "number"):
+    row = node.operation
+    if row.always_finite or node.type.kind == "truth":
         return True
-    if node.op in _TRUTHS or node.op in ("any", "count"):
-        return True
-    if node.op == "choose":
-        return finite(node.args[0]) and finite(node.args[2])
-    if node.op in ("max", "min"):
+    if row.infinite_of_none:
         return finite(node.args[0]) and not node.args[0].type.absent
-    if node.op == "mask":
+    if row.kind is Kind.POOL:
         return finite(node.args[0])
-    if node.op in ("sum", "mean", "var") or node.op in _STAYS_FINITE:
-        return all(finite(each) for each in node.args)
     if node.op in ("divide", "power") and node.args[1].op == "number":
         return node.args[1].value > 0 and finite(node.args[0])
-    return node.op in ("avgpool", "maxpool") and finite(node.args[0])
+    return row.keeps_finite and all(finite(each) for each in node.args)

@@ -11,11 +11,8 @@ from collections.abc import Sequence
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.ir.counts import whole
-from kvpolicy.dsl.ir.lower import REDUCTIONS
 from kvpolicy.dsl.ir.nodes import Node
 
-_PRESENT = frozenset("attn key value position add subtract multiply negate abs".split())
-_POOLS = frozenset(("avgpool", "maxpool"))
 _TOKEN = ("token",)
 _MOST = 2**62
 
@@ -86,6 +83,7 @@ class Lasting:
             return rest and self._present(node.args[0], taken)
         if node.op == "state":
             return self._states_present
-        reduced = node.op in REDUCTIONS and not {"token", "layer"} & set(node.axes)
-        known = node.op in _PRESENT or node.op in _POOLS or reduced
+        row = node.operation
+        reduced = row.is_reduction and not {"token", "layer"} & set(node.axes)
+        known = row.keeps_present or reduced
         return known and all(self._present(each, taken) for each in node.args)

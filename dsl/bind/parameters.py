@@ -14,6 +14,7 @@ from kvpolicy.dsl.ir.exact import Value, evaluate
 from kvpolicy.dsl.ir.lower import Env
 from kvpolicy.dsl.ir.nodes import ModelShape, Node, Param, Program
 from kvpolicy.dsl.ir.ranges import accepted, range_problem, shown
+from kvpolicy.dsl.ops.operations import Kind
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean, listed, refused
 
 # Digits and exponent are bounded so that a value from a request cannot cost memory.
@@ -144,36 +145,18 @@ def _check_requires(program: Program, shape: ModelShape, params: Mapping[str, Va
         )
 
 
-_SIGNS = {
-    "less": "<",
-    "less_equal": "<=",
-    "greater": ">",
-    "greater_equal": ">=",
-    "equal": "==",
-    "not_equal": "!=",
-    "add": "+",
-    "subtract": "-",
-    "multiply": "*",
-    "divide": "/",
-    "floor_divide": "//",
-    "modulo": "%",
-    "and": "and",
-    "or": "or",
-    "power": "^",
-}
-
-
 def _sentence(node: Node) -> str:
     """A static condition, as an author would write it (parentheses around inner operations)."""
 
     def text(node: Node, inner: bool) -> str:
-        if node.op in ("param", "size"):
+        if node.operation.kind is Kind.GIVEN:
             return str(node.value)
-        if node.op in ("number", "truth"):
+        if node.operation.kind is Kind.LITERAL:
             return shown(node.value)
         parts = [text(argument, True) for argument in node.args]
-        if node.op in _SIGNS:
-            joined = f"{parts[0]} {_SIGNS[node.op]} {parts[1]}"
+        sign = node.operation.sign
+        if sign is not None and len(parts) == 2:
+            joined = f"{parts[0]} {sign} {parts[1]}"
             return f"({joined})" if inner else joined
         return f"{node.op}({', '.join(parts)})"
 

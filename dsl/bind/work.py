@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ops.operations import Kind
 
 if TYPE_CHECKING:
     from kvpolicy.dsl.bind.bind import Bound
@@ -28,12 +29,8 @@ if TYPE_CHECKING:
 OPERATIONS_PER_BYTE = 200
 MATRIX_PER_VECTOR = 16
 
-# What is computed per query and token by a matrix product.
-MAPS = ("attn", "logits")
 SOFTMAX = 5  # scale, subtract, exponential, sum, divide
 
-_POOLS = ("avgpool", "maxpool")
-_SELECTIONS = ("top", "fill", "rank")
 _INSIDE = frozenset(("query", "dim", "channel"))
 _VALUE = 8  # bytes of float64
 _PASSES = 4  # of a selection over what it chooses from
@@ -110,7 +107,7 @@ class Sizes:
     def queries(self, node: Node) -> int:
         """The axis `query` of a value: that of the widest window in it."""
         if id(node) not in self._queries:
-            if node.op in (*MAPS, "distance"):
+            if node.operation.is_window:
                 found = self.window(node)
             else:
                 found = max(map(self.queries, node.args), default=0)
@@ -142,21 +139,22 @@ class Sizes:
         """Computing one value of one layer, its arguments being there."""
         own, inner = self.of(node), max(map(self.of, node.args), default=0.0)
         keys = self.axes["kv"] * self.tokens * self.axes["dim"] * self.element
-        if node.op in MAPS:
+        row = node.operation
+        if row.reads_queries:
             passes = 2 if node.op == "attn" else 1
             softmax = SOFTMAX * own if node.op == "attn" else 0.0
             asked = self.axes["kv"] * self.axes["group"] * self.queries(node) * self.axes["dim"]
             moved = passes * keys + asked * self.element
             return Work(2 * passes * own * self.axes["dim"], softmax, moved)
-        if node.op in ("key", "value"):
+        if row.kind is Kind.VECTOR:
             return Work(moved=keys)
         if node.op == "nearest":
             return self._nearest()
         inside = _INSIDE & set(node.type.axes)
-        if node.op in _SELECTIONS:
+        if row.sorts:
             return Work(vector=inner * self._order(node), moved=_PASSES * _VALUE * inner)
         read = sum(self.of(x) for x in node.args if not _INSIDE & set(x.type.axes))
-        steps = own * self._width(node) if node.op in _POOLS else max(own, inner)
+        steps = own * self._width(node) if row.kind is Kind.POOL else max(own, inner)
         return Work(vector=steps, moved=0.0 if inside else _VALUE * (own + read))
 
     def _width(self, node: Node) -> int:

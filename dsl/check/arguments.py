@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvpolicy.dsl.check.expressions import Typer, unit_words
 from kvpolicy.dsl.check.names import Context
 from kvpolicy.dsl.ir.exact import Value
-from kvpolicy.dsl.ir.lower import REDUCTIONS
 from kvpolicy.dsl.ir.nodes import AXES, Node, When
 from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.ops.signatures import HEAD, Function, Parameter
@@ -182,16 +181,13 @@ def is_static(typer: Typer, node: Node, expr: Expr, what: str, code: str = "phas
     return False
 
 
-_OF_ITS_LAYER = frozenset("past at split cascade cluster".split())
-
-
 def _differs(node: Node) -> bool:
     """Whether a number may be another at each layer; `length` counts as one number."""
     found: dict[int, bool] = {}
     for each in node.walk():
-        own = each.op in _OF_ITS_LAYER or (each.op == "size" and each.value == "layer")
+        own = each.operation.across_layers or (each.op == "size" and each.value == "layer")
         own = own or (each.when >= When.LAYER and all(x.when < When.LAYER for x in each.args))
-        over_layers = each.op in REDUCTIONS and "layer" in each.axes
+        over_layers = each.operation.is_reduction and "layer" in each.axes
         found[id(each)] = not over_layers and (own or any(found[id(x)] for x in each.args))
     return found[id(node)]
 

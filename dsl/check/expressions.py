@@ -10,8 +10,9 @@ from collections.abc import Iterable
 
 from kvpolicy.dsl.check.names import Context, Expansion, Names
 from kvpolicy.dsl.ir.graph import TooLarge, extents, union
-from kvpolicy.dsl.ir.nodes import OF_MERGE, Extent, Node, When
+from kvpolicy.dsl.ir.nodes import Extent, Node, When
 from kvpolicy.dsl.ops.names import BUILTINS
+from kvpolicy.dsl.ops.operations import OPERATIONS, Kind
 from kvpolicy.dsl.ops.signatures import Builtin
 from kvpolicy.dsl.syntax.source import Span
 from kvpolicy.dsl.syntax.tree import Call, Chain, Expr, Name, Number, Operation, Then, Where
@@ -19,8 +20,6 @@ from kvpolicy.dsl.syntax.tree import Call, Chain, Expr, Name, Number, Operation,
 # How deep expressions may be nested through names, so that typing them needs little stack.
 MAX_LEVEL = 120
 
-COMPARISONS = frozenset(("less", "less_equal", "greater", "greater_equal", "equal", "not_equal"))
-LOGIC = frozenset(("and", "or", "not"))
 _PHRASE = {
     "add": "added",
     "subtract": "subtracted",
@@ -28,11 +27,6 @@ _PHRASE = {
     "maximum": "compared",
     "choose": "two branches of one `where`",
 }
-_SIGNS = {
-    "add": "+", "subtract": "-", "multiply": "*", "divide": "/", "floor_divide": "//",
-    "modulo": "%", "power": "^", "negate": "-", "less": "<", "less_equal": "<=", "greater": ">",
-    "greater_equal": ">=", "equal": "==", "not_equal": "!=",
-}  # fmt: skip
 _WHERE_NOT = {
     "prompt": "is known only when a request arrives",
     "prefill": "exists only in the prefill",
@@ -114,11 +108,11 @@ class Typer:
 
     def _merged_here(self, node: Node, expr: Expr) -> bool:
         """Whether other layers are not asked for what they merge; otherwise reports."""
-        if not self.context.in_merge or not is_across(node):
+        if not self.context.in_merge or not node.across_layers:
             return True
         names = [*self.scope.definitions["merge"], *self.scope.definitions["decode.merge"]]
         states = [each for each in node.walk() if each.op == "state" and each.value in names]
-        if not states and not any(each.op in OF_MERGE for each in node.walk()):
+        if not states and not any(each.operation.kind is Kind.MERGE for each in node.walk()):
             return True
         message = f"`{self.shown(expr)}` looks at what other layers merge"
         help = "layers merge one by one: look at others outside `merge`, in a `let` of all tokens"
@@ -236,12 +230,9 @@ class Typer:
     # Operators
 
     def operation(self, expr: Operation) -> Node | None:
-        if expr.op in LOGIC:
-            sign = f"`{expr.op}`"
-            operands = [self.truth(operand, sign) for operand in expr.operands]
-        else:
-            sign = f"`{_SIGNS[expr.op]}`"
-            operands = [self.number(operand, sign) for operand in expr.operands]
+        row = OPERATIONS[expr.op]
+        read = self.truth if row.takes == "truth" else self.number
+        operands = [read(operand, f"`{row.sign}`") for operand in expr.operands]
         if any(operand is None for operand in operands):
             return None
         return self.combine(expr.op, expr, expr.operands, operands)
@@ -250,8 +241,9 @@ class Typer:
         """An elementwise operation on nodes of the right kind."""
         if not self.one_extent(nodes, expr):
             return None
-        if op in LOGIC or op in COMPARISONS:
-            if op in COMPARISONS and not self.same_units(written, nodes, "compared"):
+        row = OPERATIONS[op]
+        if row.result == "truth":
+            if row.kind is Kind.COMPARISON and not self.same_units(written, nodes, "compared"):
                 return None
             return self.graph.make(
                 op, tuple(nodes), kind="truth", absent=False, span=self.span(expr)
@@ -260,7 +252,7 @@ class Typer:
             written, nodes, _PHRASE[op]
         ):
             return None
-        if op in ("divide", "floor_divide", "modulo") and self.graph.literal(nodes[1]) == 0:
+        if row.divides and self.graph.literal(nodes[1]) == 0:
             result = "0" if op == "modulo" else "infinite, or 0 where 0 is divided"
             message = f"a division by 0: `{self.shown(expr)}` is {result}"
             self.scope.warn("zero", message, self.span(expr))
@@ -394,11 +386,6 @@ class Typer:
             self.error("not-a-set", message, expr.span, help)
             return False
         return True
-
-
-def is_across(node: Node) -> bool:
-    """Whether an operation looks at other layers."""
-    return "layer" in node.axes or node.op in ("past", "at")
 
 
 _AXIS_ORDER = ["past", "kv", "group", "query", "token", "dropped", "dim", "channel"]

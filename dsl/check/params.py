@@ -9,6 +9,7 @@ from kvpolicy.dsl.check.names import Context, Definition, Uses
 from kvpolicy.dsl.check.scope import Scope
 from kvpolicy.dsl.ir.nodes import Data, Node, Param
 from kvpolicy.dsl.ir.ranges import range_problem
+from kvpolicy.dsl.ops.operations import Kind
 from kvpolicy.dsl.syntax.blocks import Block
 from kvpolicy.dsl.syntax.source import Span
 from kvpolicy.dsl.syntax.tree import Expr
@@ -48,7 +49,7 @@ def _param(scope: Scope, definition: Definition) -> Param | None:
         odd or uses.whole or unit in ("tokens", "layers"), choices,
         (block.get("about") or "").strip(), item.key,
     )  # fmt: skip
-    if node.op in ("number", "truth"):
+    if node.operation.kind is Kind.LITERAL:
         problem = range_problem(param, node.value)  # type: ignore[arg-type]
         if problem:
             scope.error("range", problem, span, _share(param, node.value))

@@ -25,6 +25,7 @@ from kvpolicy.dsl.ir.exact import NotStatic, Value, evaluate
 from kvpolicy.dsl.ir.graph import MAX_DEPTH, MAX_NODES, TooLarge
 from kvpolicy.dsl.ir.nodes import Node, Param, Program, Rules, When
 from kvpolicy.dsl.ir.ranges import range_problem
+from kvpolicy.dsl.ops.operations import Kind
 from kvpolicy.dsl.syntax.blocks import Item
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, in_order
 from kvpolicy.dsl.syntax.library import read_source
@@ -195,7 +196,7 @@ class _FileChecker:
         scope = self.scope
         env = default_env(program.params)
         for param in program.params.values():
-            if param.default.op in ("number", "truth"):
+            if param.default.operation.kind is Kind.LITERAL:
                 continue  # tested where it was read
             value = env.get(f"param:{param.name}")
             problem = None if value is None else range_problem(param, value)

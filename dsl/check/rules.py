@@ -201,14 +201,8 @@ def _applied(block: Block) -> tuple[str, ...]:
 def _known_to_host(node: Node) -> bool:
     if node.op == "size":
         return node.value != "cached" and node.value != "layer"
-    return node.op in _HOST_OPERATIONS and not node.type.axes
-
-
-_HOST_OPERATIONS = frozenset(
-    "number truth param add subtract multiply divide floor_divide modulo power negate abs exp log"
-    " sqrt cos sin acos floor ceil round minimum maximum less less_equal greater greater_equal"
-    " equal not_equal and or not mask choose".split()
-)
+    row = node.operation
+    return (row.known_to_host or row.elementwise) and not node.type.axes
 
 
 # What every deciding value must satisfy
@@ -340,9 +334,6 @@ def _report_later_layer(scope: Scope, node: Node, item: Item) -> None:
     )
 
 
-_NOT_SHARED = frozenset("attn logits state past at split cluster".split())
-
-
 def _may_share(scope: Scope) -> bool:
     """Whether nothing else in the file moves or drops entries; otherwise reports."""
     for key in ("keep", "propagate", "decode", "merge"):
@@ -380,7 +371,7 @@ def share(scope: Scope) -> Share | None:
     if nodes["when"] is None or nodes["direction"] is None:
         return None
     for node in nodes_of([nodes["direction"], nodes["except"]]):
-        if "layer" in node.axes or node.op in _NOT_SHARED:
+        if node.across_layers or node.operation.fleeting:
             scope.unserved(f"`{'[layer]' if 'layer' in node.axes else node.op}` in `share`")
     return Share(nodes["when"], nodes["direction"], nodes["except"], _applied(block))
 
@@ -401,7 +392,7 @@ def note_unserved(scope: Scope, decode: Rules) -> None:
     for node in nodes_of([decode.keep, decode.budget, *merge_roots(decode.merge)]):
         if "layer" in node.axes:
             scope.unserved("`[layer]` in `decode`")
-        elif node.op in ("past", "at"):
+        elif node.across_layers:
             scope.unserved(f"`{node.op}` in `decode`")
 
 

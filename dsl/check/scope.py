@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvpolicy.dsl.check.calls import type_call
-from kvpolicy.dsl.check.expressions import COMPARISONS, LOGIC, Typer, is_across, is_whole_map
+from kvpolicy.dsl.check.expressions import Typer, is_whole_map
 from kvpolicy.dsl.check.names import SECTIONS, Context, Definition, Names, Uses
 from kvpolicy.dsl.check.states import States
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ops.functions import FUNCTIONS, RESERVED
 from kvpolicy.dsl.ops.names import BUILTINS
+from kvpolicy.dsl.ops.operations import OPERATIONS
 from kvpolicy.dsl.syntax.blocks import Block, Item
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean
 from kvpolicy.dsl.syntax.parse import MAX_NAMES
@@ -205,7 +206,9 @@ class Scope(Names):
             self.diagnostics, self._nodes, self.states = kept
         if failed or node is None or node.when < When.LAYER:
             return None
-        if set(node.type.axes) - {"kv", "group", "dim"} or not any(map(is_across, node.walk())):
+        if set(node.type.axes) - {"kv", "group", "dim"} or not any(
+            each.across_layers for each in node.walk()
+        ):
             return None
         return self.node(definition, Context("prefill"), span)
 
@@ -338,7 +341,7 @@ class Scope(Names):
         if isinstance(default, bool):
             return True
         if isinstance(default, Operation):
-            return default.op in COMPARISONS or default.op in LOGIC
+            return OPERATIONS[default.op].result == "truth"
         if isinstance(default, Where):
             return self._is_condition(default.value, level)
         if isinstance(default, Name) and default.text not in ("true", "false"):

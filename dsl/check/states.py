@@ -96,7 +96,7 @@ class States:
     def _note_unserved(self, nodes: list[Node | None]) -> None:
         """A state advances at every step, layer by layer."""
         for node in nodes_of(nodes):
-            if "layer" in node.axes or node.op in ("past", "at"):
+            if node.across_layers:
                 what = "[layer]" if "layer" in node.axes else node.op
                 self.scope.unserved(f"`{what}` in a state")
 

@@ -6,8 +6,8 @@ from fractions import Fraction
 
 from kvpolicy.dsl.bind.kernel_values import finite
 from kvpolicy.dsl.codegen.regions import Reduction
-from kvpolicy.dsl.ir.lower import REDUCTIONS
-from kvpolicy.dsl.ir.nodes import WINDOWS, Node
+from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ops.operations import Kind
 
 
 def skips(each: Reduction) -> bool:
@@ -20,11 +20,11 @@ def skips(each: Reduction) -> bool:
 
 def _absent_after(node: Node) -> bool:
     """Whether a number is absent where the token comes after the query."""
-    if node.op in WINDOWS:
+    if node.operation.is_window:
         return True
     if node.op == "mask":
         return _absent_after(node.args[0]) or _false_after(node.args[1])
-    if node.op in REDUCTIONS or node.op == "index":
+    if node.operation.is_reduction or node.op == "index":
         return False
     fold = all if node.op == "choose" else any
     parts = (node.args[0], node.args[2]) if node.op == "choose" else node.args
@@ -37,7 +37,7 @@ def _false_after(node: Node) -> bool:
         return (any if node.op == "and" else all)(_false_after(each) for each in node.args)
     if node.op == "mask":
         return any(_false_after(each) for each in node.args)
-    compares = node.op.startswith(("less", "greater")) or node.op in ("equal", "not_equal")
+    compares = node.operation.kind is Kind.COMPARISON
     return compares and any(_absent_after(each) for each in node.args)
 
 
@@ -54,8 +54,7 @@ def nothing_after(node: Node) -> bool:
         return not {"query", "token"} & set(node.axes) and nothing_after(node.args[0])
     if node.op == "power" and not _positive(node.args[1]):
         return False
-    first = ("divide", "power", "mask", "negate", "abs", "sqrt")
-    return node.op in first and nothing_after(node.args[0])
+    return node.operation.keeps_zero and nothing_after(node.args[0])
 
 
 def _positive(node: Node) -> bool:

@@ -14,8 +14,8 @@ from kvpolicy.dsl.bind.kernel_values import exponent, finite, is_end
 from kvpolicy.dsl.codegen.leaves import Leaves
 from kvpolicy.dsl.codegen.tiles import SEEN, TILE, Condition, Tile, conjunction, together
 from kvpolicy.dsl.ir import counts
-from kvpolicy.dsl.ir.lower import REDUCTIONS
 from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ops.operations import Kind
 
 _BINARY = {
     "add": "+", "subtract": "-", "multiply": "*", "less": "<", "less_equal": "<=",
@@ -25,7 +25,6 @@ _CALLS = {
     "abs": "tl.abs", "exp": "tl.exp", "log": "tl.log", "sqrt": "tl.sqrt",
     "minimum": "tl.minimum", "maximum": "tl.maximum",
 }  # fmt: skip
-_MAY_BE_NAN = frozenset(("divide", "power", "log", "sqrt"))
 EMPTY = {"sum": "0.0", "max": 'float("-inf")', "min": 'float("inf")', "any": "0", "count": "0.0"}
 FOLDS = {"sum": "tl.sum", "max": "tl.max", "min": "tl.min", "any": "tl.max", "count": "tl.sum"}
 
@@ -57,15 +56,16 @@ class Writer(Leaves):
         made = self.leaf(self, node)
         if made is not None:
             return made
-        if node.op in ("position", "all", "new", "index", "top"):
+        row = node.operation
+        if row.kind is Kind.PLACE or node.op in ("index", "top"):
             made = self._place(node)
             if made is not None:
                 return made
-        if node.op in REDUCTIONS and node.axes == ("group",):
+        if row.is_reduction and node.axes == ("group",):
             return self._over_group(node)
-        if node.op in ("avgpool", "maxpool"):
+        if row.kind is Kind.POOL:
             return self._pooled(node)
-        if node.op in ("mask", "choose", "and", "or", "not"):
+        if row.kind in (Kind.BRANCH, Kind.LOGIC):
             return getattr(self, f"_{node.op}")(node)
         return self._arithmetic(node)
 
@@ -76,7 +76,7 @@ class Writer(Leaves):
         axes = frozenset().union(*(each.axes for each in tiles))
         text = self._operation(node, [each.text for each in tiles])
         clean = node.type.kind == "truth" or (
-            node.op not in _MAY_BE_NAN and all(finite(each) for each in node.args)
+            not node.operation.may_be_nan and all(finite(each) for each in node.args)
         )
         if node.op == "divide" and node.args[1].op == "number" and node.args[1].value != 0:
             clean = finite(node.args[0])

@@ -11,6 +11,7 @@ from kvpolicy.dsl.codegen.shapes import TileShape
 from kvpolicy.dsl.codegen.tiles import Arguments
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ops.operations import Kind
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Parts:
         self.columns = [each for each in bundle.reductions if each.role == "columns"]
         self.vectors = [each for each in bundle.reductions if each.role == "vectors"]
         self.rows = [each for each in bundle.reductions if each.role == "rows"]
-        self.pools = any(node.op in ("avgpool", "maxpool") for node in bundle.tail)
+        self.pools = any(node.operation.kind is Kind.POOL for node in bundle.tail)
         inside = [n for each in (*self.columns, *self.rows) for n in each.node.walk()]
         self.softmax = any(node.op == "attn" for node in inside)
         tensors = [n.op for each in self.vectors for n in each.node.walk()]

@@ -11,6 +11,7 @@ from kvpolicy.dsl.codegen.parts import Parts
 from kvpolicy.dsl.codegen.regions import Reduction
 from kvpolicy.dsl.codegen.tiles import Condition, Tile, conjunction
 from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ops.operations import Kind
 
 
 @dataclass
@@ -180,7 +181,7 @@ class VectorWriter:
 
     def _leaf(self, writer: Writer, node: Node) -> Tile | None:
         axes = frozenset(("token", "dim"))
-        if node.op in ("key", "value"):
+        if node.operation.kind is Kind.VECTOR:
             tile = "k_tile" if node.op == "key" else "v_tile"
             return Tile(writer.named(f"{node.op}s", f"{tile}.to(tl.float32)"), axes)
         return self.input(writer, node)
@@ -209,7 +210,7 @@ class VectorWriter:
             one = {"count": "tl.where({0}, 1.0, 0.0)" if truth else "1.0",
                    "any": "tl.where({0}, 1, 0)"}.get(node.op, "{0}")  # fmt: skip
             writer.line(f"{name} = {self._folded(node.op, replace(x, text=one.format(x.text)))}")
-        if not finite(node.args[0]) and node.op not in ("any", "count"):
+        if not finite(node.args[0]) and not node.operation.always_finite:
             writer.line(f"{name} = tl.where({name} == {name}, {name}, 0.0)")
         text = f"({_wide(name)} > 0)" if node.op == "any" else _wide(name)
         return {"value": Tile(text, axes)}

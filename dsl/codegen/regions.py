@@ -16,16 +16,15 @@ from dataclasses import dataclass
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kernel_values import (
-    ARITHMETIC,
     exponent,
     finite,
     inlined,
     looks_across,
     window_key,
 )
-from kvpolicy.dsl.ir.lower import REDUCTIONS
-from kvpolicy.dsl.ir.nodes import WINDOWS, Node, State, When
+from kvpolicy.dsl.ir.nodes import Node, State, When
 from kvpolicy.dsl.ir.traverse import nodes_of
+from kvpolicy.dsl.ops.operations import Kind
 
 _PER_TOKEN = frozenset(("kv", "group", "token"))
 # Level of what a bundle must not wait for: a state may depend on anything.
@@ -135,7 +134,7 @@ class Regions:
             node = waiting.pop()
             if id(node) not in found and id(node) not in self.of:
                 found[id(node)] = node
-                waiting.extend(() if node.op in WINDOWS else node.args)
+                waiting.extend(() if node.operation.is_window else node.args)
             elif id(node) in self.of:
                 waiting.extend(x for x in self.of[id(node)].inputs if id(x) not in found)
         return list(found.values())
@@ -159,12 +158,12 @@ class Regions:
                 inputs[id(each)] = each
             elif id(each) in self._reductions and self._reductions[id(each)].role == "rows":
                 inputs[id(each)] = each
-            elif each.op in WINDOWS:
+            elif each.operation.is_window:
                 windows[id(each)] = each
             elif each.op != "index":
                 waiting.extend(each.args)
             self._check(each, role, id(each) in inputs)
-        if role != "vectors" and not any(w.op in ("attn", "logits") for w in windows.values()):
+        if role != "vectors" and not any(w.operation.reads_queries for w in windows.values()):
             raise Unsupported("no attention in it")
         if role == "rows" and all(w.op != "attn" for w in windows.values()):
             raise Unsupported("logits reduced over tokens")
@@ -189,13 +188,13 @@ class Regions:
         elif role == "vectors":
             if "query" in axes or "group" in axes:
                 raise Unsupported("queries and `dim` in one expression")
-            if node.op not in ("key", "value"):
+            if node.operation.kind is not Kind.VECTOR:
                 self._check_arithmetic(node)
         elif "dim" in axes:
             raise Unsupported("queries and `dim` in one expression")
-        elif node.op in WINDOWS:
+        elif node.operation.is_window:
             if (
-                node.op != "distance"
+                node.operation.reads_queries
                 and node.args
                 and self.bound.static.needs(node.args[0]) is None
             ):
@@ -203,20 +202,20 @@ class Regions:
         elif node.op == "index":
             if node.axes != ("query",):
                 raise Unsupported("`index` of an axis other than query or token")
-        elif node.op in REDUCTIONS:
+        elif node.operation.is_reduction:
             if node.axes != ("group",) or node.op == "var":
                 raise Unsupported(f"`{node.op}[{', '.join(node.axes)}]` inside another reduction")
         else:
             self._check_arithmetic(node)
 
     def _check_arithmetic(self, node: Node) -> None:
-        if node.op not in ARITHMETIC:
+        if not node.operation.in_kernels:
             raise Unsupported(f"`{node.op}` has no kernel")
         if node.op == "power" and exponent(node) is None:
             raise Unsupported("a power that is not 1, 2, 3, 4 or 1/2")
         if node.op == "exp" and any(
-            each.op not in ARITHMETIC | {"attn", "number"} for each in node.args[0].walk()
-            if each.type.axes or each.op not in ("number", "param", "size")
+            not each.operation.in_kernels and each.op != "attn" for each in node.args[0].walk()
+            if each.type.axes or not each.operation.known_to_host
         ):  # fmt: skip
             raise Unsupported("`exp` may leave the range of float32")
 
@@ -240,7 +239,7 @@ class Regions:
         if node.op == "before":
             start = self._states[node.value].start
             return 0 if start is None else self._level(start)
-        args = () if node.op in WINDOWS else node.args
+        args = () if node.operation.is_window else node.args
         return max((self._level(each) for each in args), default=0)
 
     def _grouped(self, nodes: list[Node]) -> list[Bundle]:
@@ -281,10 +280,10 @@ class Regions:
             if id(node) in self._reductions or not self._follows(node, own, level):
                 continue
             if any(id(each) in pooled for each in node.args):
-                if node.op in ("avgpool", "maxpool"):
+                if node.operation.kind is Kind.POOL:
                     continue
                 pooled.add(id(node))
-            if node.op in ("avgpool", "maxpool"):
+            if node.operation.kind is Kind.POOL:
                 pooled.add(id(node))
             own.add(id(node))
             tail.append(node)
@@ -297,11 +296,11 @@ class Regions:
             return False
         if not any(id(x) in own for x in node.args):
             return False
-        if node.op in ("avgpool", "maxpool"):
+        if node.operation.kind is Kind.POOL:
             if static.needs(node.args[1]) is None:
                 return False
             return node.op == "maxpool" or finite(node.args[0])
-        if node.op in REDUCTIONS:
+        if node.operation.is_reduction:
             return node.axes == ("group",) and node.op != "var"
         try:
             self._check_arithmetic(node)
@@ -338,7 +337,7 @@ class Regions:
             # A mask that follows from tokens' places costs torch nothing, but a kernel a tensor.
             masks = node.op == "mask" and inlined(node.args[1], self.bound)
             if bundle is None or masks:
-                waiting.extend(() if node.op in WINDOWS else node.args)
+                waiting.extend(() if node.operation.is_window else node.args)
                 continue
             found.add(id(node))
             waiting.extend(_inputs_of(bundle, self.bound))
@@ -365,7 +364,7 @@ def _inputs_of(bundle: Bundle, bound: Bound) -> tuple[Node, ...]:
     own = {id(each.node) for each in bundle.reductions} | {id(node) for node in bundle.tail}
     found = {id(node): node for each in bundle.reductions for node in each.inputs}
     for node in bundle.tail:
-        args = node.args[:1] if node.op in ("avgpool", "maxpool") else node.args
+        args = node.args[:1] if node.operation.kind is Kind.POOL else node.args
         for each in args:
             if id(each) not in own and not inlined(each, bound):
                 found[id(each)] = each
@@ -374,7 +373,8 @@ def _inputs_of(bundle: Bundle, bound: Bound) -> tuple[Node, ...]:
 
 def _role(node: Node) -> str | None:
     """How a kernel would compute a reduction; None: it is none of the large ones."""
-    if node.op not in REDUCTIONS or not node.args or {"layer", "past", "dropped"} & set(node.axes):
+    looks = {"layer", "past", "dropped"} & set(node.axes)
+    if not node.operation.is_reduction or looks:
         return None
     axes = set(node.args[0].type.axes)
     if "dropped" in axes:

@@ -248,5 +248,3 @@ COMPARISONS: dict[str, Callable[..., np.ndarray]] = {
     "equal": np.equal,
     "not_equal": np.not_equal,
 }
-
-REDUCTIONS = frozenset("sum mean max min var any count".split())

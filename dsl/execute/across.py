@@ -19,6 +19,7 @@ from kvpolicy.dsl.execute.plan import operands, stacked
 from kvpolicy.dsl.execute.values import HOST, Frame, Value, aligned, as_tensor, of_layer, sent
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, When
+from kvpolicy.dsl.ops.operations import Kind
 
 
 def widened(x: Value, frame: Frame, prompt: int) -> Value:
@@ -165,7 +166,7 @@ class Layers:
     def value(self, node: Node, evaluation: Evaluation) -> Value:
         """The part of one layer in a node that looks at other layers."""
         layer = evaluation.frame.here
-        if node.op in ("past", "at") or torch_layers.over_past(node, self.frame):
+        if node.operation.kind is Kind.LOOK or torch_layers.over_past(node, self.frame):
             return self._look(node, evaluation)
         arguments = operands(node)
         count: Value | None = None
@@ -180,7 +181,7 @@ class Layers:
         return x if positions is None else narrowed(x, positions)
 
     def _find(self, node: Node, arguments: tuple[Node, ...], count: Value | None) -> Value:
-        if node.op in ("split", "cascade", "cluster"):
+        if node.operation.kind is Kind.PARTITION:
             return Value(self._divided(node, arguments), ("layer",), finite=True)
         if node.op == "top":
             values = [self._all(arguments[0]), count]

@@ -20,8 +20,8 @@ from kvpolicy.dsl.codegen.causal import nothing_after
 from kvpolicy.dsl.execute.elementwise import reduce
 from kvpolicy.dsl.execute.plan import operands
 from kvpolicy.dsl.execute.values import Frame, Value, as_tensor, filled
-from kvpolicy.dsl.ir.lower import ELEMENTWISE, REDUCTIONS
-from kvpolicy.dsl.ir.nodes import WINDOWS, Node
+from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ops.operations import Kind
 
 # From a node, a block of a layer and values known in it to the node's value there.
 Within = Callable[[Node, Frame, dict[int, Value]], Value]
@@ -34,8 +34,6 @@ _CPU_BLOCK_BYTES = 4 << 20
 # reads only the tokens up to its last query.
 _CAUSAL_BLOCKS, _LEAST_ROWS = 8, 64
 _LONG = frozenset(("query", "dim"))
-_VECTORS = frozenset(("key", "value"))
-_INSIDE = ELEMENTWISE | REDUCTIONS | WINDOWS | _VECTORS | {"index", "avgpool", "maxpool"}
 
 
 def block_bytes(device: torch.device) -> int:
@@ -68,7 +66,7 @@ class Region:
     @classmethod
     def of(cls, node: Node) -> Region | None:
         """The region of a reduction; None if it is computed in one piece."""
-        if node.op not in REDUCTIONS or "layer" in node.axes or not _LONG & set(node.axes):
+        if not node.operation.is_reduction or "layer" in node.axes or not _LONG & set(node.axes):
             return None
         inside: dict[int, Node] = {}
         outside: dict[int, Node] = {}
@@ -80,16 +78,16 @@ class Region:
                 known[id(each)] = each
                 waiting.extend(operands(each) if known is inside else ())
         nodes = list(inside.values())
-        if not nodes or any(each.op not in _INSIDE or "kv" in each.axes for each in nodes):
+        if not nodes or any("kv" in each.axes or not _fits(each) for each in nodes):
             return None
         headless = [each for each in nodes if "kv" not in each.type.axes]
         mixed = any("kv" in x.type.axes and id(x) in inside for n in headless for x in n.args)
         by_query = "query" in node.axes and not any(
             "query" in each.axes and each.op != "index" for each in nodes
         )
-        windows = tuple(each for each in nodes if each.op in WINDOWS)
-        asks = any(each.op in ("attn", "logits") for each in nodes)
-        reads = asks or any(each.op in _VECTORS for each in nodes)
+        windows = tuple(each for each in nodes if each.operation.is_window)
+        asks = any(each.operation.reads_queries for each in nodes)
+        reads = any(each.operation.reads_tensors for each in nodes)
         vectors = any("dim" in each.type.axes for each in nodes)
         causal = (
             node.op == "sum" and by_query and not any(window.args for window in windows)
@@ -101,9 +99,16 @@ class Region:
         )
 
 
+def _fits(node: Node) -> bool:
+    """Whether a value can be computed in blocks."""
+    row = node.operation
+    inner = row.elementwise or row.kind in (Kind.REDUCTION, Kind.WINDOW, Kind.VECTOR, Kind.POOL)
+    return inner or node.op == "index"
+
+
 def _by_token(node: Node) -> bool:
     """Whether every token's value comes from that token alone, attention apart."""
-    return node.op not in ("index", "avgpool", "maxpool") and "token" not in node.axes
+    return node.op != "index" and node.operation.kind is not Kind.POOL and "token" not in node.axes
 
 
 @lru_cache(maxsize=4096)

@@ -8,12 +8,10 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.evaluate import Updates
 from kvpolicy.dsl.execute.ops import OPERATIONS
 from kvpolicy.dsl.execute.plan import operands
-from kvpolicy.dsl.ir.nodes import OF_MERGE, WINDOWS, Node, State, When
+from kvpolicy.dsl.ir.nodes import Node, State, When
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, propagate_roots, state_roots
+from kvpolicy.dsl.ops.operations import Kind
 from kvpolicy.dsl.syntax.diagnostics import refused
-
-STATES = frozenset("state before budget decided".split())
-_ATTENTION = frozenset("attn logits state before past at".split())
 
 
 class Direct:
@@ -46,7 +44,7 @@ class Direct:
         every = list(nodes_of([*self.roots, *state_roots(rules.states), *merge, *early]))
         self._check(every)
         self.needed = bool(bound.propagates or rules.states or rules.merge)
-        self.needed |= any(node.op in WINDOWS and self._by_layer(node) for node in every)
+        self.needed |= any(node.operation.is_window and self._by_layer(node) for node in every)
         self._later: dict[int, bool] = {}
         self.handed = self._handed(self.roots, merge)
         # All that the prefill computes of its layers, merges apart.
@@ -57,7 +55,7 @@ class Direct:
         self.looks = _looks(nodes_of([*self.handed, *remembered, *early]))
         self.sums = {} if bound.propagates else self._sums(rules.states)
         # Whatever else reads all queries cannot be put together from chunks.
-        whole = [n for n in every if n.op in WINDOWS and not n.args]
+        whole = [n for n in every if n.operation.is_window and not n.args]
         inside = {id(n) for total in self.sums.values() for n in total.walk()}
         self.accumulates = bool(self.sums) and all(id(n) in inside for n in whole)
 
@@ -68,7 +66,8 @@ class Direct:
 
     def _check(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
-            known = node.op in OPERATIONS or node.op in OF_MERGE or node.op in STATES
+            elsewhere = node.operation.kind in (Kind.MERGE, Kind.REMEMBERED)
+            known = elsewhere or node.op in OPERATIONS
             if not known and self.bound.static.needs(node) is None:
                 raise refused(
                     self.bound.program.name,
@@ -85,7 +84,7 @@ class Direct:
         for root in merge:
             for node in self._now(root):
                 # Keys and values are there again when entries are merged, attention is not.
-                if any(each.op in _ATTENTION for each in node.walk()):
+                if any(each.operation.fleeting for each in node.walk()):
                     found[id(node)] = node
         return list(found.values())
 
@@ -100,7 +99,7 @@ class Direct:
 
     def _is_later(self, node: Node) -> bool:
         if id(node) not in self._later:
-            merge = node.op in OF_MERGE or (
+            merge = node.operation.kind is Kind.MERGE or (
                 node.op == "state" and (node.value in self.merge_updates.states)
             )
             self._later[id(node)] = (
@@ -125,11 +124,11 @@ class Direct:
         if "token" in node.axes or "layer" in node.axes:
             return False
         leaves = [each for each in node.walk() if not operands(each)]
-        if any("layer" in each.axes or each.op in ("past", "at") for each in node.walk()):
+        if any(each.across_layers for each in node.walk()):
             return False
         static = self.bound.static
-        windows = [each for each in leaves if each.op in ("attn", "logits")]
-        rest = [each for each in leaves if each.op not in ("attn", "logits")]
+        windows = [each for each in leaves if each.operation.reads_queries]
+        rest = [each for each in leaves if not each.operation.reads_queries]
         return all(not w.args for w in windows) and all(
             static.needs(each) is not None for each in rest
         )
@@ -147,7 +146,7 @@ def _looks(nodes: Iterable[Node]) -> list[tuple[Node, list[Node] | None]]:
     """What `past` and `at` read of earlier layers."""
     found: dict[int, tuple[Node, list[Node] | None]] = {}
     for node in nodes:
-        if node.op not in ("past", "at") or node.when > When.LAYER:
+        if node.operation.kind is not Kind.LOOK or node.when > When.LAYER:
             continue
         x = node.args[0 if node.op == "past" else 1]
         _, numbers = found.get(id(x), (x, []))

@@ -198,7 +198,7 @@ def reduce(node: Node, frame: Frame, x: Value) -> Value:
         for dim in sorted(dims, reverse=True):
             data = data.any(dim)
         return Value(data, axes, finite=True)
-    if node.op in ("max", "min"):
+    if node.operation.infinite_of_none:
         return Value(_extreme(node.op, x, dims), axes, finite=x.finite and x.mask is None)
     data = (x.tensor if x.zero else filled(x, 0.0)).sum(dims)
     if node.op != "sum":

@@ -16,7 +16,7 @@ from kvpolicy.dsl.execute.blocks import in_blocks
 from kvpolicy.dsl.execute.elementwise import mask
 from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.layers import over_past
-from kvpolicy.dsl.execute.plan import across, operands, operation, scalar
+from kvpolicy.dsl.execute.plan import operands, operation, scalar
 from kvpolicy.dsl.execute.values import (
     Frame,
     Value,
@@ -26,7 +26,7 @@ from kvpolicy.dsl.execute.values import (
     sizes_of,
     union,
 )
-from kvpolicy.dsl.ir.nodes import WINDOWS, Node, Rules, State, Type
+from kvpolicy.dsl.ir.nodes import Node, Rules, State, Type
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Evaluation:
 
     def _held(self, node: Node, x: Value) -> Value:
         """Absent, or false, where there is no entry: another head's, not dropped, or later."""
-        if self.frame.steps is not None and node.op not in WINDOWS:
+        if self.frame.steps is not None and not node.operation.is_window:
             x = self.frame.asked(x) if {"query", "token"} <= set(x.axes) else x
         if self.dropped is not None and {"kv", "dropped"} <= set(x.axes):
             return self._of_dropped(x)
@@ -160,7 +160,7 @@ class Evaluation:
             return self.broadcast(self.value(node.args[0]), node.type)
         if node.op == "mask" and node.value == "rest" and self.frame.there is not None:
             return self._rest(node)
-        if across(node) or over_past(node, self.frame):
+        if node.across_layers or over_past(node, self.frame):
             return self.others(node, self)
         if self.whole and self.generated is not None:
             bundle = self.generated.bundle(node, self.frame)

@@ -14,7 +14,8 @@ from kvpolicy.dsl.execute.entropy import distribution, entropy
 from kvpolicy.dsl.execute.kernels import NONE, Kernels
 from kvpolicy.dsl.execute.ops import OPERATIONS
 from kvpolicy.dsl.execute.values import HOST, Frame, Value, aligned, constant, of_layer, sent, union
-from kvpolicy.dsl.ir.nodes import WINDOWS, Node
+from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ops.operations import Kind
 
 
 @dataclass
@@ -86,7 +87,7 @@ class _Maker:
 
     def add(self, node: Node) -> None:
         """Computes one node, whose arguments have been added."""
-        if across(node):
+        if node.across_layers:
             whole = self._call(node, None, [self.at_end[id(x)] for x in operands(node)])
             differs = "layer" in whole.axes
             own_values = [_number(of_layer(whole, layer)) for layer in self.layers]
@@ -146,7 +147,7 @@ def _number(x: Value) -> Value:
 
 def operands(node: Node) -> tuple[Node, ...]:
     """What a step reads; a window is a number that `bind` already knows, an entropy one step."""
-    if node.op in WINDOWS:
+    if node.operation.is_window:
         return ()
     x = distribution(node)
     return node.args if x is None else (x,)
@@ -155,11 +156,6 @@ def operands(node: Node) -> tuple[Node, ...]:
 def operation(node: Node) -> Callable[..., Value]:
     """What computes a node of its operands."""
     return OPERATIONS[node.op] if distribution(node) is None else entropy
-
-
-def across(node: Node) -> bool:
-    """Whether an operation looks across layers."""
-    return "layer" in node.axes or node.op in ("past", "at", "split", "cascade", "cluster")
 
 
 def scalar(value) -> Value:
@@ -172,7 +168,7 @@ def scalar(value) -> Value:
 
 def call(node: Node, frame: Frame, arguments: list[Value]) -> Value:
     """Computes one node; what looks across layers gets its operand with the axis `layer`."""
-    if across(node) and node.op not in ("split", "cascade", "cluster"):
+    if node.across_layers and node.operation.kind is not Kind.PARTITION:
         place = 1 if node.op == "at" else 0
         arguments = list(arguments)
         arguments[place] = _over_layers(arguments[place], frame)

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from kvpolicy.dsl.bind.additive import Additive
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.ends import Ends
 from kvpolicy.dsl.bind.lasting import Lasting
-from kvpolicy.dsl.execute.direct import STATES, reads_budget
+from kvpolicy.dsl.execute.direct import reads_budget
 from kvpolicy.dsl.execute.evaluate import Updates
 from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.kernels import NONE, Kernels
 from kvpolicy.dsl.execute.ops import OPERATIONS
-from kvpolicy.dsl.execute.plan import across
 from kvpolicy.dsl.execute.together import like_heads
-from kvpolicy.dsl.ir.nodes import OF_MERGE, Node, When
+from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
+from kvpolicy.dsl.ops.operations import Kind, Operation
 from kvpolicy.dsl.syntax.diagnostics import refused
-
-_TENSORS = frozenset("attn logits key value".split())
-# Of these the order of the entries is enough, not their positions.
-_OF_STATES = _TENSORS
 
 
 def _only_orders(node: Node) -> bool:
@@ -76,17 +73,24 @@ class Steps:
         self.advances = any(x.next or (x.start and not additive.constant(x.start)) for x in states)
         self.at_once = all(map(additive.state, states))
         self.lasting = Lasting(bound, states_present=self.at_once)
-        self.advancing_reads = any(node.op in _TENSORS for node in remembered)
+        self.advancing_reads = any(node.operation.reads_tensors for node in remembered)
         self.leaving_merge = rules.merge is not None
-        self.leaving_reads = self.leaving_merge or any(node.op in _TENSORS for node in leaving)
+        self.leaving_reads = self.leaving_merge or any(
+            node.operation.reads_tensors for node in leaving
+        )
         self.advancing = Generated.of(
             bound, self.advancing_roots, kernels, self.updates.states, steps=True
         )
         # States are known by then.
         self.leaving = Generated.of(bound, self.leaving_roots, kernels, steps=True)
-        self.states_alike = self.at_once and self._alike(bound, self.advancing_roots, _OF_STATES)
+        # Of tensors the order of the entries is enough, not their positions.
+        self.states_alike = self.at_once and self._alike(
+            bound, self.advancing_roots, lambda row: row.reads_tensors
+        )
         self.states_alike &= not self.advancing_reads or self.by_kernels
-        self.keep_alike = not report and self._alike(bound, [rules.keep], frozenset(("position",)))
+        self.keep_alike = not report and self._alike(
+            bound, [rules.keep], lambda row: row.name == "position"
+        )
         self.fresh = self._fresh(bound)
         self._rules: dict[int, Ends | None] = {}
         self._places: torch.Tensor | None = None
@@ -139,10 +143,15 @@ class Steps:
         nodes, bound = list(nodes_of([rule.score])), self._bound
         if any(node.op == "decided" for node in nodes):
             return False
-        alike = like_heads(nodes, bound.static, _TENSORS | {"position"}, apart=True)
+        alike = like_heads(
+            nodes,
+            bound.static,
+            lambda row: row.reads_tensors or row.name == "position",
+            apart=True,
+        )
         if not alike or not all(_only_orders(node) for node in nodes):
             return False
-        reads = any(node.op in _TENSORS for node in nodes)
+        reads = any(node.operation.reads_tensors for node in nodes)
         return not reads or (self.leaving is not None and not self.leaving.regions.reasons)
 
     def places(self, width: int, device: torch.device) -> torch.Tensor:
@@ -157,17 +166,18 @@ class Steps:
         known = [node for node in nodes_of(roots) if self._bound.static.needs(node)]
         return tuple(self._bound.number(node, prompt, generated=generated) for node in known)
 
-    def _alike(self, bound: Bound, roots: list[Node], leaves: frozenset[str]) -> bool:
+    def _alike(self, bound: Bound, roots: list[Node], reads: Callable[[Operation], bool]) -> bool:
         states = self.updates.states.values()
         each_head = all(state.type.axes[:1] == ("kv",) for state in states)
-        alike = like_heads(list(nodes_of(roots)), bound.static, leaves)
+        alike = like_heads(list(nodes_of(roots)), bound.static, reads)
         return each_head and alike and not bound.propagates
 
     @staticmethod
     def _check(bound: Bound, nodes: list[Node]) -> None:
         for node in nodes:
-            known = node.op in OPERATIONS or node.op in OF_MERGE or node.op in STATES
-            other_layers = across(node) and node.when > When.PROMPT
+            elsewhere = node.operation.kind in (Kind.MERGE, Kind.REMEMBERED)
+            known = elsewhere or node.op in OPERATIONS
+            other_layers = node.across_layers and node.when > When.PROMPT
             if bound.static.needs(node) is not None or (known and not other_layers):
                 continue
             raise refused(

@@ -11,7 +11,7 @@ layer, T steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,23 +19,25 @@ from kvpolicy.dsl.execute.evaluate import Evaluation
 from kvpolicy.dsl.execute.kernels import Entries, Keys
 from kvpolicy.dsl.execute.layout import Held, Remembered, shift_of
 from kvpolicy.dsl.execute.values import Value, aligned, constant
-from kvpolicy.dsl.ir.lower import ELEMENTWISE, REDUCTIONS, Static
+from kvpolicy.dsl.ir.lower import Static
 from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ops.operations import Kind, Operation
 from torch.nn.utils.rnn import pad_sequence
-
-_LEAVES = frozenset("all new before state budget decided".split())
-_SELECTIONS = frozenset("top rank missing remaining fill avgpool maxpool".split())
 
 
 def like_heads(
-    nodes: Sequence[Node], static: Static, leaves: frozenset[str], *, apart: bool = False
+    nodes: Sequence[Node],
+    static: Static,
+    reads: Callable[[Operation], bool],
+    *,
+    apart: bool = False,
 ) -> bool:
     """Whether layers may stand for more KV heads in the computation of nodes.
 
     Args:
         nodes: all of them.
         static: of the policy.
-        leaves: operations that may be read besides those that always may.
+        reads: whether a leaf may be read besides those that always may.
         apart: whether reductions over KV heads are those of each layer, see `Frame.heads`.
     """
     for node in nodes:
@@ -46,13 +48,12 @@ def like_heads(
             continue
         if "layer" in node.axes:
             return False
-        if "kv" in node.axes and not (apart and node.op in REDUCTIONS):
+        if "kv" in node.axes and not (apart and node.operation.kind is Kind.REDUCTION):
             return False
         if node.op == "decided" and (node.type.absent or set(node.type.axes) - {"kv"}):
             return False
-        known = node.op in ELEMENTWISE or node.op in REDUCTIONS or node.op in _SELECTIONS
         counted = node.op == "size"  # `cached`, of each KV head
-        if not known and not counted and node.op not in _LEAVES and node.op not in leaves:
+        if not counted and not node.operation.per_head and not reads(node.operation):
             return False
     return True
 

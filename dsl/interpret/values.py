@@ -114,7 +114,7 @@ class Values:
         if node.op in arrays.COMPARISONS:
             arguments = (self.value(argument, layer) for argument in node.args)
             return arrays.compare(arrays.COMPARISONS[node.op], *arguments)
-        if node.op in arrays.REDUCTIONS:
+        if node.operation.is_reduction:
             x = self.gathered(node.args[0], node.axes, layer)
             return self.own(arrays.reduce(node.op, x, node.axes), node.axes, layer)
         return self.special(node, layer)

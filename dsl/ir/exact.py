@@ -8,6 +8,7 @@ from fractions import Fraction
 
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ops.operations import Kind
 
 Value = Fraction | bool | float
 
@@ -70,11 +71,11 @@ class _Evaluation:
     def _compute(self, node: Node) -> Value | None:
         if node.type.axes:
             raise NotStatic(node.op)
-        if node.op in ("number", "truth"):
+        if node.operation.kind is Kind.LITERAL:
             return node.value  # type: ignore[return-value]
         if node.op == "size" and node.value == "pi":
             return math.pi
-        if node.op in ("size", "param", "budget"):
+        if node.operation.kind is Kind.GIVEN or node.op == "budget":
             return self._given(node)
         if "layer" in node.axes:
             return self._over_layers(node)

@@ -8,20 +8,13 @@ from fractions import Fraction
 
 from kvpolicy.dsl.ir.exact import NotStatic, Value, evaluator
 from kvpolicy.dsl.ir.nodes import AXES, Extent, Node, Type, When
+from kvpolicy.dsl.ops.operations import OPERATIONS, Kind, Operation
 from kvpolicy.dsl.syntax.source import Span
 
 MAX_NODES = 10_000
 MAX_DEPTH = 200
 
-# Operations that turn exact numbers into exact numbers.
-_EXACT = frozenset(
-    "number truth param add subtract multiply divide floor_divide modulo power negate abs floor"
-    " ceil round minimum maximum less less_equal greater greater_equal equal not_equal and or not"
-    " mask choose sum mean max min var any count rank split at".split()
-)
-_COMMUTATIVE = frozenset("add multiply minimum maximum and or equal not_equal".split())
 _WITH_EXTENT = ("query", "past")
-_LAYER_OPERATIONS = frozenset(("past", "at", "cluster", "split", "cascade"))
 
 
 class TooLarge(Exception):
@@ -87,15 +80,16 @@ class Graph:
         from the arguments; `absent` defaults to whether an argument may be absent; `extent` is
         that of an axis which the operation makes. Arguments have one window, `windows`.
         """
+        row = OPERATIONS[op]
         result = union(args) if axes is None else axes
         if absent is None:
             absent = any(arg.type.absent for arg in args)
         if exact is None:
-            exact = op in _EXACT
+            exact = row.exact
         exact = exact and not result and all(arg.type.exact for arg in args)
         when = max([when, *(arg.when for arg in args)])
-        if "layer" in over or op in _LAYER_OPERATIONS:
-            when = self._across_layers(op, when)
+        if "layer" in over or row.across_layers:
+            when = self._across_layers(row, when)
         window, reach = (_extent(axis, result, extent, args) for axis in _WITH_EXTENT)
         type_ = Type(kind, result, unit, absent, exact, window, reach)
         key: tuple = (op, tuple(map(id, args)), over, type(value), value, type_, when)
@@ -122,7 +116,7 @@ class Graph:
         """
         if id(node) not in self._meanings:
             parts = [self.meaning(each) for each in node.args]
-            if node.op in _COMMUTATIVE:
+            if node.operation.commutative:
                 parts.sort()
             key: tuple = (node.op, type(node.value), node.value, node.axes, *parts)
             value = self.literal(node)
@@ -132,9 +126,9 @@ class Graph:
         return self._meanings[id(node)][1]
 
     @staticmethod
-    def _across_layers(op: str, when: When) -> When:
+    def _across_layers(row: Operation, when: When) -> When:
         """`past` and `at` look only at layers already done; the rest waits for the last layer."""
-        if when in (When.LOAD, When.PROMPT, When.STEP) or op in ("past", "at"):
+        if when in (When.LOAD, When.PROMPT, When.STEP) or row.kind is Kind.LOOK:
             return when
         return When.END
 

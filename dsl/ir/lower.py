@@ -28,24 +28,9 @@ from fractions import Fraction
 from kvpolicy.dsl.ir.exact import Value, evaluator
 from kvpolicy.dsl.ir.nodes import AXES, Node, Type, When
 from kvpolicy.dsl.ir.traverse import Sections, map_propagate, map_rules, map_share
-
-ELEMENTWISE = frozenset(
-    "add subtract multiply divide floor_divide modulo power negate abs exp log sqrt cos sin acos "
-    "floor ceil round minimum maximum less less_equal greater greater_equal equal not_equal and or "
-    "not mask choose".split()
-)
-REDUCTIONS = frozenset("sum mean max min var any count".split())
-# Known to the host before any tensor is seen.
-STATIC_LEAVES = frozenset("number truth param size".split())
+from kvpolicy.dsl.ops.operations import Kind
 
 Env = Mapping[str, Value]
-
-
-# Axes along which an operation reads its first argument, where it does not name them.
-_READ_ALONG = {
-    **dict.fromkeys(("avgpool", "maxpool", "target", "dropped"), ("token",)),
-    "nearest": ("kv", "token", "dim"),
-}
 
 
 class Phase(IntEnum):
@@ -54,11 +39,6 @@ class Phase(IntEnum):
     PLAN = 0  # the prompt's length is known: no tensor of the model is needed
     LAYER = 1  # end of a layer's prefill
     END = 2  # after the last layer
-
-
-_PLAN_LEAVES = STATIC_LEAVES | {"position", "all", "distance"}
-_OF_TOKENS_THERE = frozenset("position all distance".split())
-_ACROSS = frozenset("past at split cascade cluster".split())
 
 
 class Phases:
@@ -81,16 +61,17 @@ class Phases:
 
     def _find(self, node: Node) -> Phase:
         # The argument of a window is static, so that `distance` needs no data and `attn` does.
+        row = node.operation
         if self._propagates and (
-            node.op in _OF_TOKENS_THERE
+            row.of_tokens_there
             or (node.op == "size" and node.value == "length")
             or (node.op == "broadcast" and "token" in node.type.axes)
         ):
             return Phase.LAYER
-        if not node.args or node.op in ("attn", "logits"):
-            return Phase.PLAN if node.op in _PLAN_LEAVES else Phase.LAYER
+        if not node.args or row.reads_queries:
+            return Phase.PLAN if row.known_to_host or row.of_tokens_there else Phase.LAYER
         phase = max(self.of(argument) for argument in node.args)
-        if phase == Phase.LAYER and ("layer" in node.axes or node.op in _ACROSS):
+        if phase == Phase.LAYER and node.across_layers:
             return Phase.END
         return phase
 
@@ -128,9 +109,9 @@ class Static:
             if node.value == "cached":
                 return None
             return frozenset({self._names[node.value]} if node.value in self._names else ())
-        if node.op in STATIC_LEAVES:
+        if node.operation.known_to_host:
             return frozenset()
-        if node.op not in ELEMENTWISE or node.op == "mask":
+        if not node.operation.elementwise or node.op == "mask":
             return None
         parts = [self.needs(argument) for argument in node.args]
         return None if None in parts else frozenset().union(*parts)
@@ -152,7 +133,7 @@ def fold(sections: Sections, env: Env) -> Sections:
         return done[id(node)]
 
     def rewrite(node: Node) -> Node:
-        if node.op in ("number", "truth"):
+        if node.operation.kind is Kind.LITERAL:
             return node
         if static.needs(node) == frozenset():
             value = evaluate(node)
@@ -183,7 +164,7 @@ def fold(sections: Sections, env: Env) -> Sections:
 
 def _with_arguments(node: Node, args: tuple[Node, ...]) -> Node:
     """The node with other arguments, which may have lost axes that nothing reads along."""
-    first = _with_axes(args[0], node.args[0], _READ_ALONG.get(node.op, node.axes))
+    first = _with_axes(args[0], node.args[0], node.operation.reads_along or node.axes)
     args = (first, *args[1:])
     lost = set(axes_of(*node.args)) - set(axes_of(*args))
     if not lost:

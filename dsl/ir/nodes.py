@@ -2,7 +2,7 @@
 
 A program is a graph of frozen nodes. Lets are inlined (the same `Node` object is shared), derived
 functions (`recent`, `entropy`, ...) are expanded to primitives, and `head` is expanded to
-`kv, group`, so an execution sees only the operations listed in `OPERATIONS`.
+`kv, group`, so an execution sees only the operations of `dsl/ops/operations.py`.
 
 Dimensions: L layers, H query heads, G KV heads, N cached tokens, T new tokens, D head size,
 W window, B requests.
@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from fractions import Fraction
+from functools import cached_property
 
+from kvpolicy.dsl.ops.operations import OPERATIONS, Operation
 from kvpolicy.dsl.syntax.source import Source, Span
 
 # Canonical order of axes in types, printed forms and tensors. `layer` is never part of a type: it
@@ -79,104 +81,6 @@ class Type:
         return {"query": self.window, "past": self.reach}.get(axis)
 
 
-# Operation -> (number of arguments or None for "one or more", meaning). `Node.axes` and
-# `Node.value` are used only where the meaning says so. `?` after a count: that many or one less.
-OPERATIONS: Mapping[str, tuple[str, str]] = {
-    # leaves
-    "number": ("0", "value: Fraction"),
-    "truth": ("0", "value: bool"),
-    "param": ("0", "value: name of the parameter"),
-    "size": ("0", "value: layer layers kv_heads heads prompt length generated cached pi"),
-    "data": ("0", "value: name of a tensor delivered with the model"),
-    "state": (
-        "0",
-        "value: name; before this step's update inside its own `next`, after it elsewhere",
-    ),
-    "budget": (
-        "0",
-        "the numbers of the section `budget` of the enclosing rules; value: None, or `propagate` "
-        "for those of `propagate.budget`",
-    ),
-    "decided": ("0", "value: name of a let of the prefill, see `Rules.decided` (in decode)"),
-    "position": ("0", "[token] original position"),
-    "key": ("0", "[kv, token, dim] after RoPE"),
-    "value": ("0", "[kv, token, dim]"),
-    "hidden_in": ("0", "[token, channel]"),
-    "hidden_mid": ("0", "[token, channel]"),
-    "all": ("0", "[token] every candidate"),
-    "new": ("0", "[token] tokens of this step"),
-    "special": ("0", "value: own below mass members (in `merge` and `share`)"),
-    # attention; value: "recent" (argument: count), "all" or "new" (no argument)
-    "attn": ("0-1", "[kv, group, query, token] softmax probabilities"),
-    "logits": ("0-1", "[kv, group, query, token] before the softmax"),
-    "distance": ("0-1", "[query, token]"),
-    # elementwise
-    "add": ("2", ""),
-    "subtract": ("2", ""),
-    "multiply": ("2", ""),
-    "divide": ("2", ""),
-    "floor_divide": ("2", ""),
-    "modulo": ("2", ""),
-    "power": ("2", ""),
-    "negate": ("1", ""),
-    "abs": ("1", ""),
-    "exp": ("1", ""),
-    "log": ("1", ""),
-    "sqrt": ("1", ""),
-    "cos": ("1", ""),
-    "sin": ("1", ""),
-    "acos": ("1", ""),
-    "floor": ("1", ""),
-    "ceil": ("1", ""),
-    "round": ("1", ""),
-    "minimum": ("2", ""),
-    "maximum": ("2", ""),
-    "less": ("2", ""),
-    "less_equal": ("2", ""),
-    "greater": ("2", ""),
-    "greater_equal": ("2", ""),
-    "equal": ("2", ""),
-    "not_equal": ("2", ""),
-    "and": ("2", ""),
-    "or": ("2", ""),
-    "not": ("1", ""),
-    "mask": ("2", "x where c"),
-    "choose": ("3", "x where c else y; arguments x, c, y"),
-    # reductions; axes: the axes removed, or ("layer",)
-    "sum": ("1", "axes"),
-    "mean": ("1", "axes"),
-    "max": ("1", "axes"),
-    "min": ("1", "axes"),
-    "var": ("1", "axes"),
-    "any": ("1", "axes"),
-    "count": ("1", "axes"),
-    # order and selection; axes: who competes, in the order written (default token)
-    "rank": ("1", "axes"),
-    "index": ("1", "axes (one)"),
-    "top": ("1-2", "axes; x and, unless it fills the budget, the count"),
-    "then": ("2+", "token sets in order"),
-    # along tokens
-    "avgpool": ("2", "x, width"),
-    "maxpool": ("2", "x, width"),
-    # across layers
-    "past": ("2", "x, number of layers"),
-    "at": ("2", "layer, x"),
-    "split": ("2-3", "axes = (layer,); total, weight, maximum"),
-    "cascade": ("2-3", "axes = (layer,); total, weight, maximum"),
-    "cluster": ("2", "axes = (layer,); x, k"),
-    # the rest
-    "uniform": ("1", "seed"),
-    "nearest": ("1", "receivers (merge.into)"),
-    "next": ("1", "receivers (merge.into)"),
-    "target": ("1", "x"),
-    "dropped": ("1", "x with its axis token read at the dropped entries (in `merge`)"),
-}
-# Values per query and token; they say themselves which tokens come after the query.
-WINDOWS = frozenset(("attn", "logits", "distance"))
-# What is known only while a layer merges.
-OF_MERGE = frozenset("nearest next target dropped special".split())
-
-
 @dataclass(frozen=True, eq=False)
 class Node:
     """One value. Nodes are compared by identity; sharing an object means computing it once."""
@@ -190,6 +94,16 @@ class Node:
     span: Span | None = field(default=None, kw_only=True)
     name: str | None = field(default=None, kw_only=True)  # the let or section it is the value of
     origin: str | None = field(default=None, kw_only=True)  # derived function it was expanded from
+
+    @cached_property
+    def operation(self) -> Operation:
+        """What the table of operations says of it."""
+        return OPERATIONS[self.op]
+
+    @property
+    def across_layers(self) -> bool:
+        """Whether it looks at other layers."""
+        return "layer" in self.axes or self.operation.across_layers
 
     def walk(self, seen: set[int] | None = None) -> Iterator[Node]:
         """Every node below and including this one, once, arguments before users."""

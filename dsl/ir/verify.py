@@ -10,41 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from fractions import Fraction
 
-from kvpolicy.dsl.ir.nodes import AXES, OPERATIONS, WINDOWS, Node, Program
+from kvpolicy.dsl.ir.nodes import AXES, Node, Program
+from kvpolicy.dsl.ops.operations import OPERATIONS, Kind
 
 _SIZES = frozenset("layer layers kv_heads heads prompt length generated cached pi".split())
-_TRUTHS = frozenset(
-    "truth all new less less_equal greater greater_equal equal not_equal and or not any top then "
-    "nearest next".split()
-)
-_NUMBERS = frozenset(
-    "number position key value hidden_in hidden_mid attn logits distance add subtract multiply "
-    "divide floor_divide modulo power negate abs exp log sqrt cos sin acos floor ceil round "
-    "minimum maximum sum mean max min var count rank index avgpool maxpool split cascade cluster "
-    "uniform".split()
-)
-_LOGIC = frozenset("and or not then any".split())
-_ELEMENTWISE = frozenset(
-    "add subtract multiply divide floor_divide modulo power negate abs exp log sqrt cos sin acos "
-    "floor ceil round minimum maximum less less_equal greater greater_equal equal not_equal and or "
-    "not mask choose then".split()
-)
-_REDUCTIONS = frozenset("sum mean max min var any count".split())
-_WITH_AXES = _REDUCTIONS | {"rank", "index", "top", "split", "cascade", "cluster"}
-_LEAF_AXES = {
-    "number": (),
-    "truth": (),
-    "param": (),
-    "size": None,  # `cached` has the axis kv
-    "position": ("token",),
-    "key": ("kv", "token", "dim"),
-    "value": ("kv", "token", "dim"),
-    "hidden_in": ("token", "channel"),
-    "hidden_mid": ("token", "channel"),
-    "attn": ("kv", "group", "query", "token"),
-    "logits": ("kv", "group", "query", "token"),
-    "distance": ("query", "token"),
-}
 
 
 class MalformedProgram(Exception):
@@ -119,66 +88,56 @@ def _expect(holds: bool, message: str) -> None:
 
 
 def _verify_node(node: Node, program: Program) -> None:
-    _expect(node.op in OPERATIONS, "there is no such operation")
-    least, most = _arity(OPERATIONS[node.op][0])
-    _expect(least <= len(node.args) <= most, f"has {len(node.args)} arguments")
+    row = OPERATIONS.get(node.op)
+    if row is None or row.made_by_lowering:
+        raise MalformedProgram("there is no such operation")
+    number = len(node.args)
+    _expect(row.least <= number, f"has {number} arguments")
+    _expect(row.most is None or number <= row.most, f"has {number} arguments")
     _verify_type(node)
     _verify_axes(node)
-    check = _VALUES.get(node.op)
+    check = _of_window if row.is_window else _VALUES.get(node.op)
     if check is None:
         _expect(node.value is None, f"has the value {node.value!r}")
     else:
         _expect(check(node, program), f"has the value {node.value!r}")
 
 
-def _arity(text: str) -> tuple[int, int]:
-    """`2`, `1-2` or `2+` as the least and most number of arguments."""
-    if text.endswith("+"):
-        return int(text[:-1]), 1 << 30
-    least, _, most = text.partition("-")
-    return int(least), int(most or least)
-
-
 def _verify_type(node: Node) -> None:
-    kind, args = node.type.kind, node.args
+    kind, args, row = node.type.kind, node.args, node.operation
     _expect(kind in ("number", "truth"), f"is a {kind}")
-    _expect(node.op not in _TRUTHS or kind == "truth", "must be a truth value")
-    _expect(node.op not in _NUMBERS or kind == "number", "must be a number")
-    if node.op in _LOGIC:
-        _expect(all(arg.type.kind == "truth" for arg in args), "takes truth values")
-    elif node.op in ("mask", "choose"):
+    _expect(row.result != "number" or kind == "number", "must be a number")
+    _expect(row.result != "truth" or kind == "truth", "must be a truth value")
+    if row.kind is Kind.BRANCH:
         _expect(args[1].type.kind == "truth", "needs a condition")
         _expect(all(arg.type.kind == kind for arg in args[::2]), "chooses between unlike kinds")
-    elif node.op in _ELEMENTWISE or node.op in (
-        "top",
-        "rank",
-        "split",
-        "cascade",
-        "avgpool",
-        "maxpool",
-    ):
-        _expect(all(arg.type.kind == "number" for arg in args), "takes numbers")
-    if node.op not in ("at", "past"):
+    elif row.takes is not None:
+        words = {"number": "numbers", "truth": "truth values"}[row.takes]
+        _expect(all(arg.type.kind == row.takes for arg in args), f"takes {words}")
+    if row.kind is not Kind.LOOK:
         _expect(all(arg.when <= node.when for arg in args), "is known before its arguments")
 
 
 def _verify_axes(node: Node) -> None:
-    own, axes = node.axes, node.type.axes
+    own, axes, row = node.axes, node.type.axes, node.operation
     ordered = tuple(axis for axis in AXES if axis in axes)
     _expect(axes == ordered, f"has the axes {axes} out of order")
-    _expect(bool(own) == (node.op in _WITH_AXES), f"is over {own}")
+    _expect(bool(own) == row.names_axes, f"is over {own}")
     _expect(len(set(own)) == len(own), "names an axis twice")
     _expect(all(axis in (*AXES, "layer") for axis in own), f"is over {own}")
     inner = {axis for arg in node.args for axis in arg.type.axes}
-    if node.op in _LEAF_AXES and _LEAF_AXES[node.op] is not None:
-        _expect(axes == _LEAF_AXES[node.op], f"has the axes {axes}")
-    if node.op in _ELEMENTWISE:
+    _expect(row.result_axes in (None, axes), f"has the axes {axes}")
+    if row.elementwise or node.op == "then":
         _expect(set(axes) == inner, f"has the axes {axes} of arguments with {sorted(inner)}")
-    if node.op in _REDUCTIONS:
+    if row.is_reduction:
         _expect(set(own) - {"layer"} <= inner, f"is over {own}, which its argument lacks")
         _expect(set(axes) == inner - set(own), f"has the axes {axes} left of {sorted(inner)}")
     if node.op in ("top", "rank"):
         _expect(set(own) - {"layer"} <= set(node.args[0].type.axes), "nothing competes there")
+
+
+def _of_window(node: Node, program: Program) -> bool:
+    return node.value in ("recent", "all", "new") and (node.value == "recent") == bool(node.args)
 
 
 _VALUES: dict[str, Callable[[Node, Program], bool]] = {
@@ -193,10 +152,4 @@ _VALUES: dict[str, Callable[[Node, Program], bool]] = {
     ),
     "decided": lambda node, program: node.value in program.prefill.decided,
     "special": lambda node, program: node.value in ("own", "below", "mass", "members"),
-    **dict.fromkeys(
-        WINDOWS,
-        lambda node, program: (
-            node.value in ("recent", "all", "new") and (node.value == "recent") == bool(node.args)
-        ),
-    ),
 }

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from kvpolicy.dsl.ir.nodes import WINDOWS, Node
+from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ops.operations import Kind
 
-_BINARY = {
-    "add": "+", "subtract": "-", "multiply": "*", "divide": "/", "floor_divide": "//",
-    "modulo": "%", "power": "^", "less": "<", "less_equal": "<=", "greater": ">",
-    "greater_equal": ">=", "equal": "==", "not_equal": "!=", "and": "and", "or": "or",
-}  # fmt: skip
 _NAMES = {"minimum": "min", "maximum": "max"}
 
 
@@ -24,9 +20,10 @@ def written(node: Node, *, named: bool = False) -> str:
     if named and node.name is not None:
         return node.name
     args = [written(each, named=True) for each in node.args]
-    if node.op in ("number", "truth"):
+    row = node.operation
+    if row.kind is Kind.LITERAL:
         return _constant(node.value)
-    if node.op in WINDOWS:
+    if row.is_window:
         return f"{node.op}({f'recent({args[0]})' if args else node.value})"
     if node.op == "top" and node.origin in ("recent", "sinks"):
         count = node.args[1]  # floored by lowering
@@ -34,9 +31,9 @@ def written(node: Node, *, named: bool = False) -> str:
         return f"{node.origin}({inner})"
     if not args:
         return str(node.value) if node.value is not None else node.op
-    if node.op in _BINARY:
-        return f"({args[0]} {_BINARY[node.op]} {args[1]})"
-    if node.op in ("mask", "choose"):
+    if row.sign is not None and len(args) == 2:
+        return f"({args[0]} {row.sign} {args[1]})"
+    if row.kind is Kind.BRANCH:
         other = f" else {args[2]}" if node.op == "choose" else ""
         return f"({args[0]} where {args[1]}{other})"
     if node.op in ("not", "negate"):

@@ -13,7 +13,7 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.bind.model_config import ModelConfig
-from kvpolicy.dsl.bind.work import MAPS, Sizes, Work
+from kvpolicy.dsl.bind.work import Sizes, Work
 from kvpolicy.dsl.ir.lower import Phase, Phases
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.syntax.source import Span
@@ -160,7 +160,7 @@ class _Nodes:
 
     def sizes(self, layer: int, length: int) -> Sizes:
         """Sizes of a layer that so many tokens reach."""
-        windows = [node for node in self.all() if node.op in MAPS]
+        windows = [node for node in self.all() if node.operation.reads_queries]
         counts = (self.bound.window(node, self.prompt, layer, length) for node in windows)
         key = (length, *counts)
         if key not in self._known:
@@ -206,7 +206,7 @@ class _Nodes:
             return "it compares every dropped entry with every kept one"
         if "query" not in node.type.axes and not any("query" in x.type.axes for x in node.args):
             return ""
-        windows = [each for each in node.walk() if each.op in MAPS]
+        windows = [each for each in node.walk() if each.operation.reads_queries]
         if any(not each.args for each in windows):
             return "it looks at every pair of tokens"
         needs = (self.bound.static.needs(each.args[0]) or frozenset() for each in windows)
@@ -244,10 +244,13 @@ def _sections(bound: Bound) -> dict[str, list[tuple[str, Node]]]:
 
 def _read(nodes: list[Node], sizes: Sizes) -> int:
     """Bytes of a layer's keys, values and queries, each read once."""
-    reads = {node.op for node in nodes}
     keys = sizes.axes["kv"] * sizes.tokens * sizes.axes["dim"]
-    numbers = keys * (bool(reads & {*MAPS, "key"}) + ("value" in reads))
-    asked = max((sizes.queries(node) for node in nodes if node.op in MAPS), default=0)
+    numbers = keys * (
+        any(node.operation.reads_queries or node.op == "key" for node in nodes)
+        + any(node.op == "value" for node in nodes)
+    )
+    windows = [node for node in nodes if node.operation.reads_queries]
+    asked = max(map(sizes.queries, windows), default=0)
     numbers += asked * sizes.axes["kv"] * sizes.axes["group"] * sizes.axes["dim"]
     return numbers * sizes.element
 
@@ -266,7 +269,7 @@ def _peak(nodes: list[Node], sizes: Sizes) -> int:
         # A map that is too large for one KV head is made for some queries at a time.
         alive[id(node)] = min(size // blocks, _BLOCK) if large else size
         # While a map is made, the float64 copy of the keys or the map before its softmax exists.
-        scratch = max(alive[id(node)], keys // blocks) if node.op in MAPS else 0
+        scratch = max(alive[id(node)], keys // blocks) if node.operation.reads_queries else 0
         peak = max(peak, sum(alive.values()) + scratch)
         for name in [name for name in alive if last.get(name, math.inf) <= place]:
             del alive[name]

@@ -8,17 +8,16 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kernel_values import written_window
 from kvpolicy.dsl.codegen.regions import Bundle, Regions
 from kvpolicy.dsl.execute.combination import is_combination
-from kvpolicy.dsl.execute.direct import STATES, Direct
+from kvpolicy.dsl.execute.direct import Direct
 from kvpolicy.dsl.execute.entropy import distribution
 from kvpolicy.dsl.execute.layers import reduces_past
 from kvpolicy.dsl.execute.share import side_of_share
 from kvpolicy.dsl.execute.steps import Steps
-from kvpolicy.dsl.ir.lower import ELEMENTWISE, REDUCTIONS
-from kvpolicy.dsl.ir.nodes import OF_MERGE, Node, When
+from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.traverse import nodes_of
 from kvpolicy.dsl.ir.written import written
+from kvpolicy.dsl.ops.operations import Kind
 
-_TENSORS = frozenset(("attn", "logits", "key", "value"))
 # What `torch_kernels` names; merges and shares besides.
 _BY_HAND = frozenset("top fill rank split cascade mean var entropy any[past] var[past]".split())
 _LARGE = frozenset(("query", "dim"))  # axes of what is not small
@@ -86,7 +85,6 @@ def reasons(found: Sequence[Regions]) -> Iterator[str]:
         for name, reason in each.reasons.items():
             yield f"torch   {_short(known[name])}: {reason}"
     names = {name for each in found for name in _small(each)}
-    names -= ELEMENTWISE | _TENSORS | OF_MERGE | STATES | REDUCTIONS - _BY_HAND
     for by, chosen in (("kernel  hand-written,", names & _BY_HAND), ("torch  ", names - _BY_HAND)):
         if chosen:
             yield f"{by} on small tensors: {', '.join(sorted(chosen))}"
@@ -98,12 +96,17 @@ def _small(found: Regions) -> set[str]:
     read = {id(x) for node in left if not reduces_past(node) for x in node.args}
     names = set()
     for node in left:
+        row = node.operation
         if distribution(node) is not None:
             names.add("entropy")
         elif reduces_past(node):
             names.add(f"{node.op}[past]")
-        elif node.op in REDUCTIONS and _LARGE & set(node.args[0].type.axes):
+        elif row.is_reduction and _LARGE & set(node.args[0].type.axes):
             continue  # its reason is given
+        elif row.is_reduction and node.op not in _BY_HAND:
+            continue
+        elif row.elementwise or row.reads_tensors or row.kind in (Kind.MERGE, Kind.REMEMBERED):
+            continue
         elif node.op != "past" or id(node) in read:
             names.add(node.op)
     return names
