@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvpolicy.dsl.check.names import Context, Expansion, Names
-from kvpolicy.dsl.ir.graph import TooLarge, extents, union
+from kvpolicy.dsl.ir.graph import TooLarge, extents, in_order, union
 from kvpolicy.dsl.ir.nodes import Extent, Node, When
 from kvpolicy.dsl.ops.names import BUILTINS
 from kvpolicy.dsl.ops.operations import OPERATIONS, Kind
@@ -23,8 +23,6 @@ MAX_LEVEL = 120
 _PHRASE = {
     "add": "added",
     "subtract": "subtracted",
-    "minimum": "compared",
-    "maximum": "compared",
     "choose": "two branches of one `where`",
 }
 _WHERE_NOT = {
@@ -222,9 +220,13 @@ class Typer:
             return node
         # KV heads drop different entries, so that each reads a value [token] at its own.
         axes = {"kv", *("dropped" if axis == "token" else axis for axis in node.type.axes)}
-        axes = tuple(sorted(axes, key=_AXIS_ORDER.index))
         return self.graph.make(
-            "dropped", (node,), kind=node.type.kind, axes=axes, unit=node.type.unit, span=node.span
+            "dropped",
+            (node,),
+            kind=node.type.kind,
+            axes=in_order(axes),
+            unit=node.type.unit,
+            span=node.span,
         )
 
     # Operators
@@ -242,16 +244,13 @@ class Typer:
         if not self.one_extent(nodes, expr):
             return None
         row = OPERATIONS[op]
+        phrase = _PHRASE.get(op, "compared")
+        if row.like_units and not self.same_units(written, nodes, phrase):
+            return None
         if row.result == "truth":
-            if row.kind is Kind.COMPARISON and not self.same_units(written, nodes, "compared"):
-                return None
             return self.graph.make(
                 op, tuple(nodes), kind="truth", absent=False, span=self.span(expr)
             )
-        if op in ("add", "subtract", "minimum", "maximum") and not self.same_units(
-            written, nodes, _PHRASE[op]
-        ):
-            return None
         if row.divides and self.graph.literal(nodes[1]) == 0:
             result = "0" if op == "modulo" else "infinite, or 0 where 0 is divided"
             message = f"a division by 0: `{self.shown(expr)}` is {result}"
@@ -388,16 +387,13 @@ class Typer:
         return True
 
 
-_AXIS_ORDER = ["past", "kv", "group", "query", "token", "dropped", "dim", "channel"]
-
-
 def _layers_of(extent: Extent) -> str:
     return f"`{extent.text}` layer{'' if extent.text == '1' else 's'}"
 
 
 def result_unit(op: str, units: list[str | None]) -> str | None:
     """The unit of an arithmetic result."""
-    if op in ("add", "subtract", "minimum", "maximum"):
+    if OPERATIONS[op].like_units:
         return units[0] or units[1]
     if op == "multiply" and "tokens" in units:
         other = units[1] if units[0] == "tokens" else units[0]

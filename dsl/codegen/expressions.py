@@ -17,10 +17,6 @@ from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ops.operations import Kind
 
-_BINARY = {
-    "add": "+", "subtract": "-", "multiply": "*", "less": "<", "less_equal": "<=",
-    "greater": ">", "greater_equal": ">=", "equal": "==", "not_equal": "!=",
-}  # fmt: skip
 _CALLS = {
     "abs": "tl.abs", "exp": "tl.exp", "log": "tl.log", "sqrt": "tl.sqrt",
     "minimum": "tl.minimum", "maximum": "tl.maximum",
@@ -103,7 +99,7 @@ class Writer(Leaves):
             return f"-{args[0]}"
         if node.op in _CALLS:
             return f"{_CALLS[node.op]}({', '.join(args)})"
-        return f"{args[0]} {_BINARY[node.op]} {args[1]}"
+        return f"{args[0]} {node.operation.sign} {args[1]}"
 
     def truth(self, node: Node) -> Tile:
         """A truth value, false where it is absent."""

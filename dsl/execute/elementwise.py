@@ -24,14 +24,13 @@ from kvpolicy.dsl.ir.nodes import Node
 
 
 def elementwise(
-    function: Callable[..., torch.Tensor], *, nan: bool = False, stays_finite: bool = True
+    function: Callable[..., torch.Tensor], *, safe: bool = False
 ) -> Callable[..., Value]:
     """An operation by name of axes; absent in, absent out.
 
     Args:
         function: on tensors that broadcast.
-        nan: the result may be NaN, which counts as 0, even of finite numbers.
-        stays_finite: finite numbers give finite ones.
+        safe: finite numbers give finite ones, whatever the operation may do.
     """
 
     def apply(node: Node, frame: Frame, *args: Value) -> Value:
@@ -41,13 +40,16 @@ def elementwise(
             parts[0] = as_tensor(parts[0], frame)
         data = function(*parts)
         finite = all(x.finite for x in args)
-        if data.dtype != torch.bool and (nan or not finite):
+        may_be_nan = node.operation.may_be_nan and not safe
+        if data.dtype != torch.bool and (may_be_nan or not finite):
             data = data.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
         mask: torch.Tensor | None = None
         mask_axes: tuple[str, ...] = ()
         for x in args:
             mask, mask_axes = frame.both(Value(0, axes, mask, mask_axes), x)
-        return Value(data, axes, mask, mask_axes, finite=finite and stays_finite)
+        return Value(
+            data, axes, mask, mask_axes, finite=finite and (safe or node.operation.keeps_finite)
+        )
 
     return apply
 
@@ -76,8 +78,8 @@ def _true_divide(a, b) -> torch.Tensor:
 
 
 # -0 is 0: adding 0 makes it so.
-_DIVIDE = elementwise(binary(lambda a, b: a / (b + 0.0)), nan=True, stays_finite=False)
-_DIVIDE_SAFE = elementwise(binary(_true_divide))
+_DIVIDE = elementwise(binary(lambda a, b: a / (b + 0.0)))
+_DIVIDE_SAFE = elementwise(binary(_true_divide), safe=True)
 
 
 def compare(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:

@@ -56,6 +56,7 @@ class Operation:
         keeps_present: a value wherever its arguments are finite.
         may_be_nan: finite arguments may give what would be NaN, and is 0.
         divides: by its second argument.
+        like_units: its arguments have one unit.
         infinite_of_none: a reduction of no value is infinite.
         whole: a whole number, at least 0.
         sorts: orders what it chooses from.
@@ -87,6 +88,7 @@ class Operation:
     keeps_present: bool = False
     may_be_nan: bool = False
     divides: bool = False
+    like_units: bool = False
     infinite_of_none: bool = False
     whole: bool = False
     sorts: bool = False
@@ -147,9 +149,10 @@ def _numeric(name: str, arguments: int, sign: str | None = None, /, **traits) ->
 
 
 def _truth(name: str, kind: Kind, arguments: int, sign: str, **traits) -> Operation:
-    takes = "number" if kind is Kind.COMPARISON else "truth"
+    compares = kind is Kind.COMPARISON
     return Operation(
-        name, kind, arguments, arguments, sign=sign, result="truth", takes=takes, exact=True,
+        name, kind, arguments, arguments, sign=sign, result="truth",
+        takes="number" if compares else "truth", like_units=compares, exact=True,
         always_finite=True, keeps_finite=True, per_head=True, in_kernels=True, **traits,
     )  # fmt: skip
 
@@ -228,8 +231,9 @@ OPERATIONS: dict[str, Operation] = {
                 fleeting=True),
         _window("logits", "before the softmax", _HEADS, reads_queries=True, fleeting=True),
         _window("distance", "", ("query", "token"), whole=True, of_tokens_there=True),
-        _numeric("add", 2, "+", exact=True, commutative=True, keeps_present=True, **_FINITE),
-        _numeric("subtract", 2, "-", exact=True, keeps_present=True, **_FINITE),
+        _numeric("add", 2, "+", exact=True, commutative=True, like_units=True, keeps_present=True,
+                 **_FINITE),
+        _numeric("subtract", 2, "-", exact=True, like_units=True, keeps_present=True, **_FINITE),
         _numeric("multiply", 2, "*", exact=True, commutative=True, keeps_present=True, **_FINITE),
         _numeric("divide", 2, "/", exact=True, keeps_zero=True, may_be_nan=True, divides=True,
                  in_kernels=True),
@@ -247,8 +251,8 @@ OPERATIONS: dict[str, Operation] = {
         _numeric("floor", 1, exact=True, keeps_finite=True),
         _numeric("ceil", 1, exact=True, keeps_finite=True),
         _numeric("round", 1, exact=True, keeps_finite=True),
-        _numeric("minimum", 2, exact=True, commutative=True, **_FINITE),
-        _numeric("maximum", 2, exact=True, commutative=True, **_FINITE),
+        _numeric("minimum", 2, exact=True, commutative=True, like_units=True, **_FINITE),
+        _numeric("maximum", 2, exact=True, commutative=True, like_units=True, **_FINITE),
         _truth("less", Kind.COMPARISON, 2, "<"),
         _truth("less_equal", Kind.COMPARISON, 2, "<="),
         _truth("greater", Kind.COMPARISON, 2, ">"),

@@ -101,11 +101,11 @@ def _small(found: Regions) -> set[str]:
             names.add("entropy")
         elif reduces_past(node):
             names.add(f"{node.op}[past]")
-        elif row.is_reduction and _LARGE & set(node.args[0].type.axes):
-            continue  # its reason is given
-        elif row.is_reduction and node.op not in _BY_HAND:
-            continue
         elif row.elementwise or row.reads_tensors or row.kind in (Kind.MERGE, Kind.REMEMBERED):
+            continue
+        elif row.is_reduction and (
+            node.op not in _BY_HAND or _LARGE & set(node.args[0].type.axes)  # its reason is given
+        ):
             continue
         elif node.op != "past" or id(node) in read:
             names.add(node.op)
