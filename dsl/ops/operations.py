@@ -50,8 +50,7 @@ class Operation:
         exact: exact numbers give an exact number.
         commutative: the order of its arguments does not matter.
         always_finite: no value is infinite.
-        keeps_finite: finite arguments give finite values. Of the others a divisor or an exponent
-            decides, or whether there is any value at all.
+        keeps_finite: finite arguments give finite values, whatever they are.
         keeps_zero: 0 where its first argument is, if an exponent is positive.
         keeps_present: a value wherever its arguments are finite.
         may_be_nan: finite arguments may give what would be NaN, and is 0.
