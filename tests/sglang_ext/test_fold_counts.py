@@ -69,7 +69,7 @@ def test_a_request_that_fails_with_others_fails_alone(monkeypatch):
     shape = ModelShape(2, 4, 2, 8)
     crowd = Crowd(Case("tova", SETTINGS["tova"], [64, 65, 66], shape, INTERVAL), 4 * INTERVAL)
     failed = []
-    crowd.runtime.failures.note = lambda request, stage, error: failed.append(request.rid)
+    crowd.services.failures.note = lambda request, stage, error: failed.append(request.rid)
     follow = fold_together.Together.follow
 
     def fails(self, *, leaves):
