@@ -25,7 +25,7 @@ ONE_WAIT = {
 }
 WAIT = "host.py:to_host cpu"
 LAND = "follow.py:read tolist"
-COUNT = "requests.py:read tolist"
+COUNT = "block.py:read tolist"
 TOGETHER = ("h2o", "tova", "streamingllm", "vatp", "cake")
 
 
