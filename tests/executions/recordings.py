@@ -35,7 +35,8 @@ def both(bound: Bound, q, k, v, steps=None, inv_freq=None) -> tuple[Result, Resu
 
 def assert_same(expected: Result, actual: Result) -> None:
     """The same entries at every step, the same numbers up to rounding."""
-    assert difference(expected, actual) is None
+    found = difference(expected, actual)
+    assert found is None, f"{found.section} at step {found.step}: {found.text}"
     assert (expected.budgets is None) == (actual.budgets is None)
     assert (expected.scores is None) == (actual.scores is None)
     assert expected.named.keys() == actual.named.keys()

@@ -121,7 +121,7 @@ def test_requests_are_shown_together_what_each_is_shown_alone(scaling):
             made = queries_of([own[row] for row in chosen], buffer)
             made = made.view(len(chosen), LAYERS, HEADS, 3, SIZE)
             for each, row in zip(made, chosen, strict=True):
-                alone = own[row].queries(buffer, torch.zeros(HEADS, 1, SIZE))
+                alone = own[row].queries(buffer.scaled, torch.zeros(HEADS, 1, SIZE))
                 for number in range(LAYERS):
                     torch.testing.assert_close(each[number], alone(number), rtol=0, atol=0)
 

@@ -102,12 +102,10 @@ def test_a_copy_takes_its_prompts_place_in_a_pool_that_holds_no_more(run, flags)
 @pytest.mark.parametrize(
     ("env", "flags"),
     [
-        ({}, {}),
-        ({}, {"page_size": 4}),
-        (RETRACT, {"chunked_prefill_size": 32}),
+        (RETRACT, {"chunked_prefill_size": 32, "page_size": 4}),
         ({}, {"disable_overlap_schedule": True, "disable_radix_cache": True}),
     ],
-    ids=["whole", "pages", "retracted-chunks", "no-radix"],
+    ids=["retracted-paged-chunks", "no-radix"],
 )
 def test_a_prompt_is_compacted_within_its_slots_where_there_is_no_room_for_a_copy(run, env, flags):
     seen = run("within", env, **flags)
