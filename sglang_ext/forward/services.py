@@ -97,7 +97,7 @@ class Services:
             # The tail; and of the prompt what the cache, if it is on, has not taken.
             start = req.kv.cache_protected_len
             if private.borrowed:  # the first slots of the prompt's own
-                start += private.slots.numel()
+                start += private.borrowed
                 self.store.own(private)
             tree.free_kv_row(req.kv, [(start, end)])
             req.kv.cache_protected_len = end

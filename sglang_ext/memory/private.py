@@ -35,8 +35,8 @@ class Private:
             the boundary of ownership is a multiple of SGLang's page size.
         shared: layers that are stored in pairs, if any.
         full: whether every list lost entries when it was written last.
-        borrowed: whether the slots are still the prompt's, in the request's row: it was compacted
-            within them, and the row has not been given up yet.
+        borrowed: how many of the slots, the first ones, are still the prompt's, in the request's
+            row: it was compacted within them, and the row has not been given up yet.
         needs: slots that all its entries take with so many tokens more, as far as asked.
     """
 
@@ -51,7 +51,7 @@ class Private:
     layer_starts: list[int] | None = None
     shared: Shared | None = None
     full: bool = False
-    borrowed: bool = False
+    borrowed: int = 0
     needs: dict[int, int] = field(default_factory=dict)
 
     @property

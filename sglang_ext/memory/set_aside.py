@@ -37,7 +37,7 @@ class SetAside:
         self._allocator = allocator
         self.total = slots // allocator.page_size * allocator.page_size
         self._lent: dict[str, int] = {}
-        self._ended: list[str] = []
+        self._ended: set[str] = set()
         self.take()
 
     def take(self) -> None:
@@ -76,7 +76,7 @@ class SetAside:
     def ended(self, rid: str) -> None:
         """The slots of a request are free, or will be at the end of this step."""
         if rid in self._lent:
-            self._ended.append(rid)
+            self._ended.add(rid)
 
     def take_back(self, evict: Callable[[int], object]) -> None:
         """Take back what was lent to requests that have ended.
@@ -85,7 +85,7 @@ class SetAside:
             evict: asks the radix cache to make so many slots available; somebody may have taken
                 the page that SGLang wants more for each request and does not use.
         """
-        for rid in list(self._ended):
+        for rid in sorted(self._ended):
             lent = self._lent[rid]
             if lent > self._allocator.available_size():
                 evict(lent)

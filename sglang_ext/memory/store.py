@@ -96,14 +96,14 @@ class Store:
         """
         if row in self.by_row:
             raise RuntimeError(f"row {row} already holds private slots")
-        private = Private(row, policy, slots, tail_start, borrowed=True)
+        private = Private(row, policy, slots, tail_start, borrowed=slots.numel())
         self.by_row[row] = private
         return private
 
     def own(self, private: Private) -> None:
         """The row has been given up but for the slots that a request had borrowed of it."""
-        private.borrowed = False
-        self._count(private.policy, private.slots.numel())
+        self._count(private.policy, private.borrowed)
+        private.borrowed = 0
 
     def _take(
         self, slots: int, evict: Callable[[int], object], earlier: torch.Tensor | None = None
@@ -122,12 +122,11 @@ class Store:
 
     def _give_back(self, private: Private, keep: int = 0) -> None:
         """Give back all slots of a request but the first ones."""
-        if private.borrowed:  # they are given back with the row
-            private.slots = private.slots[:keep].clone()
-            return
-        surplus = private.slots.numel() - keep
+        own = max(keep, private.borrowed)  # what is borrowed is given back with the row
+        private.borrowed = min(keep, private.borrowed)
+        surplus = private.slots.numel() - own
         with self._streams.scheduling():
-            self.allocator.free(private.slots[keep:].to(torch.int64))
+            self.allocator.free(private.slots[own:].to(torch.int64))
             private.slots = self._streams.shared(private.slots[:keep].clone())
         self._count(private.policy, -surplus)
 
@@ -256,7 +255,7 @@ class Store:
         Raises:
             RuntimeError: says which slots are wrong.
         """
-        slots = [p.slots.to(torch.int64) for p in self.by_row.values() if not p.borrowed]
+        slots = [p.slots[p.borrowed :].to(torch.int64) for p in self.by_row.values()]
         held = torch.cat([*slots, self.set_aside.slots.to(free.device)])
         counted = self.held + self.set_aside.total - self.set_aside.lent
         if held.numel() != counted:

@@ -56,9 +56,7 @@ def reserve(store: Store, adder: Any, req: Any, state: State, extend: int | None
     # What the prompt has in the radix cache is not its own.
     own = max(state.prompt - req.prefix_len, 0)
     may_move = state.may_move(store.arena.slot_bytes) and slots + page <= own
-    together = slots + max(state.prompt + IN_FLIGHT, grows) + 2 * page >= store.dense_capacity
-    within = max(state.prompt + IN_FLIGHT, slots + grows) + 2 * page >= store.dense_capacity
-    if together and (within or not may_move):
+    if _most(slots, state.prompt, grows, in_place=may_move) + 2 * page >= store.dense_capacity:
         # It would wait for ever: even an empty pool has no room for prompt and copy.
         state.uncompressed = Reason.NO_SLOTS
         state.forget()
@@ -68,10 +66,10 @@ def reserve(store: Store, adder: Any, req: Any, state: State, extend: int | None
         return 0 if may_move else slots
     # The copy takes the prompt's place: it holds both when its prefill ends, and the copy with
     # its output later. Where there is no room for both, the prompt is compacted where it is.
-    needs = slots + max(own + IN_FLIGHT, grows)
+    needs = _most(slots, own, grows, in_place=False)
     state.in_place = may_move and needs + page >= _room(adder)
     if state.in_place:
-        needs = max(own + IN_FLIGHT, slots + grows)
+        needs = _most(slots, own, grows, in_place=True)
     if extend is not None and req.prefix_len + extend < tokens:
         return needs - extend  # SGLang reckons with this chunk alone
     return needs - (tokens - req.prefix_len + output)
@@ -88,6 +86,18 @@ def _reserve_chunk(adder: Any, req: Any, state: State, slots: int, extend: int |
     if missing <= 0:
         return slots if slots <= room else 0
     return max(min(slots + missing, room), 0)
+
+
+def _most(slots: int, prompt: int, grows: int, *, in_place: bool) -> int:
+    """Slots that a request holds at most: when its prefill ends, or with all of its output.
+
+    Args:
+        slots: of its copy.
+        prompt, grows: tokens of its prompt that are its own, and of its output.
+        in_place: whether the copy is made within the prompt's slots.
+    """
+    held = prompt + IN_FLIGHT
+    return max(held, slots + grows) if in_place else slots + max(held, grows)
 
 
 def _room(adder: Any) -> int:

@@ -176,7 +176,7 @@ class State:
     def is_whole(self) -> bool:
         """Whether all layers still hold all entries of its prompt, in ordinary slots."""
         left = self.progress.stopped or self.progress.layer is not None
-        moved = self.private is not None and self.private.borrowed
+        moved = self.private is not None and self.private.borrowed > 0
         return not self.detached and not left and not moved
 
     def may_move(self, slot_bytes: int) -> bool:

@@ -29,6 +29,7 @@ def test_what_is_lent_comes_back_when_the_request_has_ended():
     aside.take_back(no_cache)  # it has not ended
     assert aside.lent == 13
     aside.ended("a")
+    aside.ended("a")
     aside.ended("b")  # somebody else's request
     allocator.free(taken)
     aside.take_back(no_cache)

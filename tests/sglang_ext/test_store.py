@@ -94,6 +94,38 @@ def test_private_slots_grow_and_shrink_in_whole_pages():
     assert store.allocator.free_slots.numel() == 32
 
 
+@pytest.mark.parametrize("ends", ["given up", "freed", "shrunk"])
+def test_slots_borrowed_of_a_row_are_given_back_with_it(ends):
+    """A fold may need more slots before the row is given up: those alone are the store's."""
+    changes = []
+    store = make_store(changed=lambda *change: changes.append(change))
+    row = store.allocator.alloc(20)
+    private = store.borrow(1, "a", row[:6].to(torch.int32), 20)
+    assert (store.held, private.borrowed) == (0, 6)
+    assert store.grow(private, 9, no_cache)
+    assert (store.held, private.borrowed, store.allocator.available_size()) == (3, 6, 64 - 23)
+    store.check_integrity(store.allocator.free_slots)
+    if ends == "given up":
+        store.own(private)
+        store.allocator.free(row[6:])
+        store.check_integrity(store.allocator.free_slots)
+        assert (store.held, private.borrowed) == (9, 0)
+        store.release(private)
+    else:
+        if ends == "shrunk":
+            store.fill(private, torch.ones((3, 2), dtype=torch.int64))
+            assert (store.held, private.borrowed, private.slots.tolist()) == (
+                0,
+                2,
+                row[:2].tolist(),
+            )
+        store.free(1)
+        store.allocator.free(row)
+    assert store.held == 0
+    assert changes[-1] == ("a", 0)
+    assert store.allocator.free_slots.sort().values.tolist() == list(range(1, 65))
+
+
 def test_flush_drops_without_returning():
     store = make_store()
     store.allocate(1, "a", 5, 40, no_cache)
