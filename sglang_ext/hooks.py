@@ -80,8 +80,18 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Callable]]:
         (compat.CAN_RUN_GRAPH, "around", _around_can_run_graph(runtime.services)),
         (compat.GRAPH_VARIANTS, "after", _after_graph_variants(runtime.services)),
         (compat.CREATE_ROWS, "after", _after_rows(runtime.services)),
+        (compat.POOL_STATS, "after", _after_pool_stats(runtime.services)),
         (compat.UNCACHED_SIZES, "after", _after_uncached(runtime.services)),
     ]
+
+
+def _after_pool_stats(services: Services) -> Callable:
+    def after(stats: Any, _: Any) -> Any:
+        """After SchedulerPoolStatsObserver.get_pool_stats."""
+        unused = services.store.set_aside.unused
+        return compat.not_free(stats, unused) if unused else stats
+
+    return after
 
 
 def _after_uncached(services: Services) -> Callable:

@@ -67,6 +67,10 @@ CREATE_ROWS = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.__init__"
 CHECKPOINT = "sglang.srt.mem_cache.common.checkpoint_kv_cache"
 RELEASE = "sglang.srt.mem_cache.common.release_kv_cache"
 OWNED = "sglang.srt.managers.schedule_batch.Req.owned_kv_len"
+POOL_STATS = (
+    "sglang.srt.managers.scheduler_components.pool_stats_observer."
+    "SchedulerPoolStatsObserver.get_pool_stats"
+)
 UNCACHED_SIZES = (
     "sglang.srt.managers.scheduler_components.invariant_checker."
     "SchedulerInvariantChecker._get_total_uncached_sizes"
@@ -467,6 +471,14 @@ def found_unnoticed(tree: Any, key: Any) -> Any:
 
     length, node, _ = tree.tree_core.match_full_device_prefix(key)
     return MatchResult(length, node, node, node)
+
+
+def not_free(stats: Any, slots: int) -> Any:
+    """SGLang's figures of its pool, with so many of its free slots counted as used."""
+    stats.full_available_size -= slots
+    stats.full_num_used += slots
+    stats.full_token_usage = stats.full_num_used / stats.full_capacity
+    return stats
 
 
 def refuse_unnoticed(request: Any, message: str) -> None:

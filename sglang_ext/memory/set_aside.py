@@ -26,6 +26,11 @@ class Allocator(Protocol):
     def available_size(self) -> int: ...
 
 
+def whole_pages(allocator: Allocator, slots: int) -> int:
+    """Slots rounded up to what an allocator hands out."""
+    return -(-slots // allocator.page_size) * allocator.page_size
+
+
 class SetAside:
     """The slots of one scheduler's internal requests."""
 
@@ -37,12 +42,14 @@ class SetAside:
         self._allocator = allocator
         self.total = slots // allocator.page_size * allocator.page_size
         self._lent: dict[str, int] = {}
+        self._used: dict[str, Callable[[], int]] = {}
         self._ended: set[str] = set()
         self.take()
 
     def take(self) -> None:
         """Take all of them from an allocator that nobody has taken anything from."""
         self._lent.clear()
+        self._used.clear()
         self._ended.clear()
         self.slots = torch.empty(0, dtype=torch.int64)  # [S] those that are not lent
         if self.total:
@@ -56,13 +63,28 @@ class SetAside:
         """Slots that the allocator has on loan."""
         return sum(self._lent.values())
 
-    def lend(self, rid: str, tokens: int) -> bool:
+    @property
+    def unused(self) -> int:
+        """Slots on loan that no internal request has taken: they are free, but not for others."""
+        return sum(self._unused(rid, lent) for rid, lent in self._lent.items())
+
+    def _unused(self, rid: str, lent: int) -> int:
+        return (
+            lent
+            if rid in self._ended
+            else max(lent - whole_pages(self._allocator, self._used[rid]()), 0)
+        )
+
+    def lend(self, rid: str, tokens: int, used: Callable[[], int]) -> bool:
         """Lend what a request needs for so many tokens; False, and nothing, if that is too much.
 
         Where there are too few, free slots of which SGLang has ample do for the rest.
+
+        Args:
+            used: says how many slots the request has at present, parts of pages among them.
         """
-        page = self._allocator.page_size
-        needed = (-(-tokens // page) + 1) * page  # SGLang wants a page more for each request
+        # SGLang wants a page more for each request.
+        needed = whole_pages(self._allocator, tokens) + self._allocator.page_size
         most = min(needed, self.slots.numel())
         ample = self._allocator.available_size() - AMPLE * self._allocator.size
         if needed - most > max(ample, 0):
@@ -70,7 +92,7 @@ class SetAside:
         if most:
             self._allocator.free(self.slots[:most])
             self.slots = self.slots[most:].clone()
-        self._lent[rid] = most
+        self._lent[rid], self._used[rid] = most, used
         return True
 
     def ended(self, rid: str) -> None:
@@ -94,4 +116,4 @@ class SetAside:
                 continue  # until more are free
             self.slots = torch.cat([self.slots, taken.to(torch.int64)])
             self._ended.remove(rid)
-            del self._lent[rid]
+            del self._lent[rid], self._used[rid]

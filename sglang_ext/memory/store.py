@@ -18,7 +18,7 @@ from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.face.streams import Streams
 from kvpolicy.sglang_ext.memory.arena import Arena
 from kvpolicy.sglang_ext.memory.private import Private
-from kvpolicy.sglang_ext.memory.set_aside import Allocator, SetAside
+from kvpolicy.sglang_ext.memory.set_aside import Allocator, SetAside, whole_pages
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
 
 
@@ -63,11 +63,11 @@ class Store:
     @property
     def uncached(self) -> int:
         """Slots of that capacity that are neither free nor SGLang's own."""
-        return self.held - self.set_aside.lent
+        return self.held - self.set_aside.lent + self.set_aside.unused
 
     def whole_pages(self, slots: int) -> int:
         """Rounded up to what the allocator hands out."""
-        return -(-slots // self.allocator.page_size) * self.allocator.page_size
+        return whole_pages(self.allocator, slots)
 
     def allocate(
         self, row: int, policy: str, slots: int, tail_start: int, evict: Callable[[int], object]

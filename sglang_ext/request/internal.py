@@ -27,7 +27,12 @@ def admit(set_aside: SetAside, adder: Any, req: Any, original: Callable[[], Any]
     Returns:
         The adder's answer.
     """
-    if not set_aside.lend(req.rid, len(req.origin_input_ids) - req.prefix_len):
+
+    def used() -> int:
+        kv = req.kv
+        return kv.kv_allocated_len - kv.cache_protected_len if kv.holds_kv else 0
+
+    if not set_aside.lend(req.rid, len(req.origin_input_ids) - req.prefix_len, used):
         if req.to_finish is None:
             compat.refuse_unnoticed(req, asked.NO_ROOM)
         return compat.passed_over()

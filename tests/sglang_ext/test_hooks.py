@@ -57,6 +57,7 @@ SIGNATURES = {
     compat.CAN_RUN_GRAPH: ["self", "forward_batch"],
     compat.GRAPH_VARIANTS: ["hf_config"],
     compat.CREATE_ROWS: ["self", "size", "max_context_len"],
+    compat.POOL_STATS: ["self"],
     compat.UNCACHED_SIZES: ["self"],
 }
 

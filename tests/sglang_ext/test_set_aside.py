@@ -8,6 +8,11 @@ from hypothesis import strategies as st
 from kvpolicy.sglang_ext.memory.set_aside import SetAside
 
 
+def none():
+    """Slots of a request that has not been computed yet."""
+    return 0
+
+
 def aside_of(pages, page_size, slots):
     allocator = Allocator(pages, page_size)
     return allocator, SetAside(allocator, slots)
@@ -23,33 +28,37 @@ def test_whole_pages_are_taken_at_the_start(page, total):
 def test_what_is_lent_comes_back_when_the_request_has_ended():
     allocator, aside = aside_of(100, 1, 20)
     allocator.alloc(75)
-    assert aside.lend("a", 12)
+    used = 0
+    assert aside.lend("a", 12, lambda: used)
     assert (aside.lent, allocator.available_size()) == (13, 5 + 13)
-    taken = allocator.alloc(12)
+    assert allocator.available_size() - aside.unused == 5
+    taken, used = allocator.alloc(12), 12
+    assert allocator.available_size() - aside.unused == 5
     aside.take_back(no_cache)  # it has not ended
     assert aside.lent == 13
     aside.ended("a")
     aside.ended("a")
     aside.ended("b")  # somebody else's request
     allocator.free(taken)
+    assert allocator.available_size() - aside.unused == 5  # before they are taken back, too
     aside.take_back(no_cache)
     assert (aside.lent, aside.slots.numel(), allocator.available_size()) == (0, 20, 5)
 
 
 def test_more_than_is_set_aside_needs_ample_free_slots():
     allocator, aside = aside_of(100, 1, 20)
-    assert aside.lend("long", 60)  # 61: 20, and 41 of the 80 that are free
+    assert aside.lend("long", 60, none)  # 61: 20, and 41 of the 80 that are free
     assert (aside.lent, allocator.available_size()) == (20, 100)
     allocator.alloc(60)
-    assert not aside.lend("another", 35)  # 30 would stay ample
-    assert aside.lend("short", 25)
+    assert not aside.lend("another", 35, none)  # 30 would stay ample
+    assert aside.lend("short", 25, none)
     assert aside.lent == 20
 
 
 def test_somebody_has_taken_the_page_that_sglang_wants_more():
     allocator, aside = aside_of(8, 4, 8)
     others = allocator.alloc(24)
-    assert aside.lend("a", 3)
+    assert aside.lend("a", 3, none)
     own, more = allocator.alloc(4), allocator.alloc(4)
     allocator.free(own)
     aside.ended("a")
@@ -62,7 +71,7 @@ def test_somebody_has_taken_the_page_that_sglang_wants_more():
 
 def test_a_flush_gives_everything_anew():
     allocator, aside = aside_of(10, 1, 4)
-    aside.lend("a", 2)
+    aside.lend("a", 2, none)
     allocator.__init__(10)
     aside.take()
     aside.ended("a")
@@ -73,15 +82,19 @@ def test_a_flush_gives_everything_anew():
 @given(st.data(), st.sampled_from([1, 4]))
 def test_nobody_has_fewer_slots_and_none_is_lost(data, page):
     allocator, aside = aside_of(40, page, 12 * page)
-    others, running = [], {}
+    others, running, used = [], {}, {}
     free = allocator.available_size()  # without internal requests
     for i in range(data.draw(st.integers(1, 12))):
         what = data.draw(st.sampled_from(["lend", "end", "other", "leaves"]))
         if what == "lend":
             tokens = data.draw(st.integers(1, 11 * page))
             if -(-tokens // page) * page + page <= aside.slots.numel():
-                assert aside.lend(str(i), tokens)
-                running[str(i)] = allocator.alloc(-(-tokens // page) * page)
+                assert aside.lend(str(i), tokens, lambda rid=str(i): used.get(rid, 0))
+                if data.draw(st.booleans()):
+                    running[str(i)] = allocator.alloc(-(-tokens // page) * page)
+                    used[str(i)] = tokens
+                else:
+                    running[str(i)] = allocator.alloc(0)  # its first chunk is not computed yet
         elif what == "end" and running:
             rid, slots = running.popitem()
             allocator.free(slots)
@@ -94,6 +107,7 @@ def test_nobody_has_fewer_slots_and_none_is_lost(data, page):
             allocator.free(others.pop())
             free += page
         assert allocator.available_size() >= free
+        assert allocator.available_size() - aside.unused == free
         held = [*others, *running.values(), aside.slots, allocator.free_slots]
         assert torch.cat(held).sort().values.tolist() == list(range(page, 41 * page))
     for rid, slots in running.items():
