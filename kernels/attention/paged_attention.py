@@ -76,7 +76,7 @@ def _rows(
 ) -> torch.Tensor:
     """[..., D] float32, the listed rows at places `at` [...] of the lists."""
     found = rows.index_select(0, indices[at].flatten()).view(*at.shape, rows.shape[1]).float()
-    return found if scale is None else found * scale[at].unsqueeze(-1)
+    return found if scale is None else found.mul_(scale[at].unsqueeze(-1))
 
 
 def check(

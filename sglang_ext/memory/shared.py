@@ -57,7 +57,8 @@ def separate(
             long and begin with the N tokens of the prompt.
         indptr: [B * G + 1] int64, on the host.
         indices: [nnz] int64; what stands there for these tokens is not used.
-        entry_at: from (a request's index, places [G, n] or [n] in its pages) to entries [G, n].
+        entry_at: from (a request's index, places [..., G, n] or [n] in its pages) to entries
+            [..., G, n].
 
     Returns:
         indices [nnz], and what `paged_attention` takes besides: `value_indices`, `key_scale` and
@@ -71,17 +72,17 @@ def separate(
     if not found:
         return indices, {}
     numbers, heads = pairs.numbers(arena.storage), arena.kv_heads
-    by_tensor = [indices.clone(), indices.clone()]
-    scale = torch.ones((2, indices.numel()), device=indices.device)
+    device = indices.device
+    offsets = to_device([0, arena.value_offset], torch.int64, device).view(2, 1, 1)
+    entries = indices.repeat(2, 1)  # of keys and of values
+    scale = torch.ones(entries.shape, device=device)
     for i, (which, tokens) in found.items():
         block = slice(int(indptr[i * heads]), int(indptr[(i + 1) * heads]))
         rows = pairs.code_rows(tokens, numbers.shape[1])
-        token = torch.arange(tokens, device=indices.device)
-        codes_at = entry_at(i, torch.arange(which * rows, (which + 1) * rows, device=token.device))
-        for tensor, entries in enumerate(by_tensor):
-            codes = numbers[codes_at + tensor * arena.value_offset].flatten(1)[:, :tokens]
-            place, by = pairs.decode(codes, token)
-            entries[block].view(heads, -1)[:, :tokens] = entry_at(i, 2 * rows + place)
-            scale[tensor, block].view(heads, -1)[:, :tokens] = by
-    beside = {"value_indices": by_tensor[1], "key_scale": scale[0], "value_scale": scale[1]}
-    return by_tensor[0], beside
+        codes_at = entry_at(i, torch.arange(which * rows, (which + 1) * rows, device=device))
+        codes = numbers[codes_at + offsets].flatten(2)[:, :, :tokens]  # [2, G, N]
+        place, by = pairs.decode(codes, torch.arange(tokens, device=device))
+        entries[:, block].view(2, heads, -1)[:, :, :tokens] = entry_at(i, 2 * rows + place)
+        scale[:, block].view(2, heads, -1)[:, :, :tokens] = by
+    beside = {"value_indices": entries[1], "key_scale": scale[0], "value_scale": scale[1]}
+    return entries[0], beside
