@@ -475,9 +475,10 @@ def found_unnoticed(tree: Any, key: Any) -> Any:
 
 def not_free(stats: Any, slots: int) -> Any:
     """SGLang's figures of its pool, with so many of its free slots counted as used."""
+    capacity = stats.full_num_used + stats.full_available_size + stats.full_evictable_size
     stats.full_available_size -= slots
     stats.full_num_used += slots
-    stats.full_token_usage = stats.full_num_used / stats.full_capacity
+    stats.full_token_usage = stats.full_num_used / capacity
     return stats
 
 
