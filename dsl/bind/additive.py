@@ -106,7 +106,7 @@ def _stays_finite(node: Node) -> bool:
     if row.divides:
         return _not_zero(node.args[1])
     if node.op == "power":
-        return node.args[1].op == "number" and node.args[1].value > 0
+        return node.args[1].op == "number" and node.args[1].literal > 0
     if row.infinite_of_none:
         return not any(each.op == "mask" for each in node.walk())
     return row.keeps_finite

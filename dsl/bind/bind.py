@@ -7,10 +7,11 @@ parameter, the value and what is accepted. Nothing here imports torch or numpy.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
+from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.parameters import environment, parameter_values
 from kvpolicy.dsl.check.fit import does_not_fit
 from kvpolicy.dsl.ir.counts import whole
@@ -205,7 +206,7 @@ class Bound:
         """Reported lets by which a layer decides whether it propagates."""
         if self.propagate is None:
             return ()
-        read = {id(node) for node in nodes_of([self.propagate.first, self.propagate.every])}
+        read = {id(node) for node in self.propagate.moment.walk()}
         return tuple(name for name, node in self.rules.lets.items() if id(node) in read)
 
     def propagation_layer(self, prompt: int) -> int | None:
@@ -238,8 +239,7 @@ class Bound:
     @cached_property
     def crosses_layers(self) -> bool:
         """Whether what is kept is known only after the last layer."""
-        phases = Phases()
-        return phases.of(self.lowered.keep) == Phase.END
+        return Phases().of(keep_of(self.lowered)) == Phase.END
 
     @cached_property
     def digest(self) -> str:
@@ -334,13 +334,13 @@ def _needed(folded: Sections, report: tuple[str, ...]) -> Sections:
     if propagate is not None:
         propagate = None if _never(propagate) else _without_restart(propagate)
     read = nodes_of([] if decode is None else _decode_roots(decode))
-    names = {node.value for node in read if node.op == "decided"}
+    names = {node.symbol for node in read if node.op == "decided"}
     decided = {name: node for name, node in prefill.decided.items() if name in names}
     prefill = replace(prefill, decided=decided)
     roots = [prefill.keep, prefill.budget, prefill.score, *merge_roots(prefill.merge)]
     roots += [*propagate_roots(propagate), *decided.values()]
-    later = () if decode is None else (x.name for x in decode.states.values() if x.inherited)
-    prefill = _read(prefill, roots, report, set(later))
+    later = [] if decode is None else [x.name for x in decode.states.values() if x.inherited]
+    prefill = _read(prefill, roots, report, later)
     return Sections(prefill, decode, propagate, folded.share)
 
 
@@ -348,14 +348,14 @@ def _read(
     rules: Rules,
     roots: list[Node | None],
     report: tuple[str, ...],
-    also: set[str] = frozenset(),
+    also: Iterable[str] = (),
 ) -> Rules:
     """The rules with the states and reported lets that the roots read, and the states `also`.
 
     What is reported is never computed for that alone, unless it is known before the prefill.
     """
     wanted = state_roots({name: rules.states[name] for name in also})
-    names = also | states_needed([*roots, *wanted], rules.states)
+    names = {*also} | states_needed([*roots, *wanted], rules.states)
     states = {name: state for name, state in rules.states.items() if name in names}
     read = {id(node) for node in nodes_of([*roots, *state_roots(states)])}
     lets = {name: rules.lets[name] for name in report if name in rules.lets}
@@ -380,8 +380,7 @@ def _fills(rules: Rules) -> bool:
 
 def _never(propagate: Propagate) -> bool:
     """Whether parameters alone say that nothing is propagated."""
-    moment = propagate.first or propagate.every
-    return moment.op == "truth" and not moment.value
+    return propagate.moment.op == "truth" and not propagate.moment.value
 
 
 def _without_restart(propagate: Propagate) -> Propagate:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.intervals import Intervals, product
+from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.ir.counts import Number, whole
 from kvpolicy.dsl.ir.nodes import Node
@@ -49,7 +50,7 @@ class Bounds:
 
     def kept(self) -> int:
         """Upper bound on the entries kept, summed over layers and KV heads."""
-        return self.size(self._bound.lowered.keep).total
+        return self.size(keep_of(self._bound.lowered)).total
 
     def granted(self, fill: Node) -> int:
         """Upper bound on the budgets of a `fill`, summed over layers and KV heads.

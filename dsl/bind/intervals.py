@@ -14,7 +14,7 @@ from kvpolicy.dsl.ir.counts import Number, snap, whole
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ops.operations import Kind
 
-Interval = tuple[float, float]
+Interval = tuple[Number, Number]
 
 _ANY: Interval = (-math.inf, math.inf)
 _POSITIVE: Interval = (0.0, math.inf)
@@ -240,7 +240,8 @@ def _with_zero(*a: Interval) -> Interval:
 
 def _to_whole(function: Callable[[Number], int], a: Interval) -> Interval:
     """`floor`, `ceil` or `round` of both ends, which all keep the order."""
-    return tuple(x if math.isinf(x) else function(snap(x)) for x in a)
+    low, high = (x if math.isinf(x) else function(snap(x)) for x in a)
+    return low, high
 
 
 _RULES: dict[str, Callable[..., Interval]] = {

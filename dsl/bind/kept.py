@@ -1,4 +1,4 @@
-"""What the prefill of a bound policy keeps: binding fills in `keep` where a policy has none."""
+"""What the rules of a bound policy keep: binding fills in `keep` where a policy has none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvpolicy.dsl.ir.nodes import Node, Rules
 
 
 def keep_of(rules: Rules) -> Node:
-    """`keep` of `Bound.rules` or `Bound.lowered`.
+    """`keep` of the rules of a bound policy, of the prefill or of a decode step.
 
     Raises:
         ValueError: the rules are not a bound policy's.

@@ -61,7 +61,8 @@ def exponent(node: Node) -> float | None:
     power = node.args[1]
     if power.op != "number":
         return None
-    return float(power.value) if power.value in _POWERS or float(power.value) == 0.5 else None
+    value = float(power.literal)
+    return value if value in _POWERS or value == 0.5 else None
 
 
 def finite(node: Node) -> bool:
@@ -74,5 +75,5 @@ def finite(node: Node) -> bool:
     if row.kind is Kind.POOL:
         return finite(node.args[0])
     if node.op in ("divide", "power") and node.args[1].op == "number":
-        return node.args[1].value > 0 and finite(node.args[0])
+        return node.args[1].literal > 0 and finite(node.args[0])
     return row.keeps_finite and all(finite(each) for each in node.args)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
 
@@ -21,12 +22,18 @@ class Lasting:
     """What decode steps of a bound policy take before they fill up to the budget.
 
     Args:
+        bound: a policy by which entries leave while decoding.
         states_present: whether every entry has a value in every state.
+
+    Raises:
+        ValueError: nothing leaves while decoding.
     """
 
     def __init__(self, bound: Bound, *, states_present: bool) -> None:
+        if bound.decode_lowered is None:
+            raise ValueError(f"by `{bound.program.name}` nothing leaves while decoding")
         self._bound, self._states_present = bound, states_present
-        self._keep = bound.decode_lowered.keep
+        self._keep = keep_of(bound.decode_lowered)
 
     def lasts(self, prompt: int, counts: Sequence[Sequence[int]]) -> bool:
         """Whether every list keeps as many entries at every later step at which some may leave.
@@ -64,7 +71,8 @@ class Lasting:
             return []
         if taken.op == "or":
             parts = [self._numbers(each) for each in taken.args]
-            return None if None in parts else [number for part in parts for number in part]
+            known = [part for part in parts if part is not None]
+            return sum(known, []) if len(known) == len(parts) else None
         number = taken.args[1] if taken.op == "top" and taken.axes == _TOKEN else None
         return [number] if number is not None and self._same(number) else None
 

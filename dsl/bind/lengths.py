@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.intervals import Intervals
 from kvpolicy.dsl.ir.counts import whole
-from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.nodes import Node, Propagate
 
 Range = tuple[int, int]
 
@@ -18,7 +18,7 @@ def lengths(bound: Bound, prompt: int) -> list[Range]:
     layers = range(bound.shape.layers)
     if bound.propagate_lowered is None:
         return [(prompt, prompt) for _ in layers]
-    found = _Lengths(bound, prompt)
+    found = _Lengths(bound, bound.propagate_lowered, prompt)
     if bound.restarts:
         return [found.restarted()] * len(layers)
     for layer in layers[1:]:
@@ -29,8 +29,8 @@ def lengths(bound: Bound, prompt: int) -> list[Range]:
 class _Lengths:
     """Ranges of the layers done so far; deeper ones have those of the last one done."""
 
-    def __init__(self, bound: Bound, prompt: int) -> None:
-        self.rules = bound.propagate_lowered
+    def __init__(self, bound: Bound, rules: Propagate, prompt: int) -> None:
+        self.rules = rules
         self.ranges: list[Range] = [(prompt, prompt)] * bound.shape.layers
         self.numbers = Intervals(bound, prompt, self.ranges)
         self.done: bool | None = False  # whether `first` held at a layer before; None: perhaps
@@ -55,14 +55,14 @@ class _Lengths:
         if acts is False:
             return stays
         surely = acts and self.done is False
-        if self.rules.first is not None:
+        if not self.rules.repeats:
             self.done = True if acts else None
         chosen = self._chosen(layer)
         return chosen if surely else _hull([chosen, stays])
 
     def _acts(self, layer: int) -> bool | None:
         """Whether tokens are chosen at a layer; None: data decide."""
-        return self._truth(self.rules.first or self.rules.every, layer)
+        return self._truth(self.rules.moment, layer)
 
     def _truth(self, node: Node, layer: int) -> bool | None:
         if self.numbers.is_static(node, layer):

@@ -82,7 +82,7 @@ def _values(program: Program, shape: ModelShape, overrides: Mapping[str, str]) -
             else:
                 for node in param.default.walk():
                     if node.op == "param":
-                        value_of(node.value)
+                        value_of(node.symbol)
                 values[name] = evaluate(param.default, environment(shape, values))
         return values[name]
 
@@ -135,7 +135,7 @@ def _check_requires(program: Program, shape: ModelShape, params: Mapping[str, Va
     for condition in program.requires:
         if evaluate(condition, env):
             continue
-        names = sorted({node.value for node in condition.walk() if node.op == "param"})
+        names = sorted({node.symbol for node in condition.walk() if node.op == "param"})
         values = ", ".join(f"`{name}` is {shown(params[name])}" for name in names)
         raise refused(
             program.name,
@@ -152,7 +152,7 @@ def _sentence(node: Node) -> str:
         if node.operation.kind is Kind.GIVEN:
             return str(node.value)
         if node.operation.kind is Kind.LITERAL:
-            return shown(node.value)
+            return shown(node.literal)
         parts = [text(argument, True) for argument in node.args]
         sign = node.operation.sign
         if sign is not None and len(parts) == 2:

@@ -49,7 +49,8 @@ def type_call(typer: Typer, call: Call, fills: bool = False) -> Node | None:
     """The node of a call; `fills` where a `top` without a count may stand."""
     function = FUNCTIONS.get(call.name)
     if function is None:
-        return _unknown_function(typer, call)
+        _unknown_function(typer, call)
+        return None
     if call.name in _ELEMENTWISE_PAIRS and call.axes is None and len(call.arguments) == 2:
         return _pair(typer, call)
     axes = written_axes(typer, call, function)
@@ -150,7 +151,7 @@ def _top(site: Site) -> Node | None:
             message = f"`{shown}` has no axis `{axis}`, so {what} cannot compete with it"
             typer.error("competition", message, call.span)
             return None
-    args = (x,)
+    args: tuple[Node, ...] = (x,)
     if "n" in nodes:
         n = nodes["n"]
         shared = [axis for axis in n.type.axes if axis in (*axes, "token")]

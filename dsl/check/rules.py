@@ -296,9 +296,10 @@ def propagate(scope: Scope) -> Propagate | None:
         name: _propagate_part(scope, block, name)
         for name in ("tokens", "first", "every", "budget", "restart")
     }
-    if parts["tokens"] is None:
+    tokens, moment = parts["tokens"], parts["first"] or parts["every"]
+    if tokens is None or moment is None:
         return None
-    return Propagate(**parts)
+    return Propagate(tokens, moment, "every" in block, parts["budget"], parts["restart"])
 
 
 def _propagate_part(scope: Scope, block: Block, name: str) -> Node | None:

@@ -346,8 +346,9 @@ class Scope(Names):
             return self._is_condition(default.value, level)
         if isinstance(default, Name) and default.text not in ("true", "false"):
             other = self.definitions[""].get(default.text)
-            parameter = other is not None and other.kind == "parameter" and level < MAX_NAMES
-            return parameter and self._is_condition(self._default(other), level + 1)
+            if other is None or other.kind != "parameter" or level >= MAX_NAMES:
+                return False
+            return self._is_condition(self._default(other), level + 1)
         return isinstance(default, Chain | Name)
 
     def _tensor(self, definition: Definition) -> Node | None:

@@ -61,6 +61,7 @@ class States:
         context = Context(phase, definition.section if "merge" in definition.section else None)
         typer = Typer(self.scope, context)
         first, update = None, None
+        typed: list[tuple[Node, Expr]] = []
         mark = (definition.section, definition.name)
         if start is not None:
             self._open.append((mark, Type("number"), -1))
@@ -68,6 +69,7 @@ class States:
             self._open.pop()
             if first is None:
                 return None
+            typed.append((first, start))
         type_ = first.type if first is not None else Type("number")
         if next_ is not None:
             update = self._update(typer, mark, next_, type_)
@@ -78,22 +80,23 @@ class States:
                 self.scope.error("axis", message, definition.item.key)
                 return None
             type_ = update.type
+            typed.append((update, next_))
         for axis, what in (("query", "queries"), ("dropped", "dropped entries")):
             if axis in type_.axes:
                 message = f"the state `{definition.name}` has the axis `{axis}`"
                 help = f"the next step has other {what}: reduce `{axis}`"
                 self.scope.error("axis", message, definition.item.key, help)
                 return None
-        self._note_unserved([first, update])
-        for node, expr in ((first, start), (update, next_)):
-            if node is not None and node.type.absent:
+        self._note_unserved([node for node, _ in typed])
+        for node, expr in typed:
+            if node.type.absent:
                 typer.absent(node, expr, f"the state `{definition.name}`")
                 return None
         type_ = Type("number", type_.axes, type_.unit)
         inherited = phase == "decode" and definition.section in ("", "merge")
         return State(definition.name, first, update, type_, inherited)
 
-    def _note_unserved(self, nodes: list[Node | None]) -> None:
+    def _note_unserved(self, nodes: list[Node]) -> None:
         """A state advances at every step, layer by layer."""
         for node in nodes_of(nodes):
             if node.across_layers:

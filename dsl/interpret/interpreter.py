@@ -69,7 +69,7 @@ def interpret(
     propagate = bound.program.propagate
     if acted and propagate is not None:
         positions = list(acted.values())[-1].tolist()
-        every = propagate.every is not None
+        every = propagate.repeats
         result = replace(
             result,
             selected_layer=None if every else next(iter(acted)),
@@ -121,10 +121,9 @@ class _Pass:
         acted: dict[int, np.ndarray] = {}
         for layer in self.e.every_layer:
             self.e.layers[layer] = self._layer(layer, there)
-            if rules is None or not len(there) or (rules.first is not None and acted):
+            if rules is None or not len(there) or (acted and not rules.repeats):
                 continue
-            test = rules.first or rules.every
-            if test is not None and self.e.truth(test, layer).data:
+            if self.e.truth(rules.moment, layer).data:
                 acted[layer] = there = self._chosen(rules, layer, there)
                 if self.bound.restarts:
                     return acted
@@ -133,7 +132,7 @@ class _Pass:
     def tested(self, acted: dict[int, np.ndarray]) -> dict[str, list[LayerValue]]:
         """Reported lets that `propagate` tests, at the layers where it does."""
         lets, rules = self.e.rules.lets, self.bound.program.propagate
-        first = rules is not None and rules.first is not None
+        first = rules is not None and not rules.repeats
         last = next(iter(acted)) if first and acted else len(self.e.every_layer) - 1
         return {
             name: [

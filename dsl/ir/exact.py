@@ -72,7 +72,7 @@ class _Evaluation:
         if node.type.axes:
             raise NotStatic(node.op)
         if node.operation.kind is Kind.LITERAL:
-            return node.value  # type: ignore[return-value]
+            return node.literal
         if node.op == "size" and node.value == "pi":
             return math.pi
         if node.operation.kind is Kind.GIVEN or node.op == "budget":

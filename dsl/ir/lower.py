@@ -108,13 +108,14 @@ class Static:
         if node.op == "size":
             if node.value == "cached":
                 return None
-            return frozenset({self._names[node.value]} if node.value in self._names else ())
+            return frozenset({self._names[node.symbol]} if node.symbol in self._names else ())
         if node.operation.known_to_host:
             return frozenset()
         if not node.operation.elementwise or node.op == "mask":
             return None
         parts = [self.needs(argument) for argument in node.args]
-        return None if None in parts else frozenset().union(*parts)
+        known = [names for names in parts if names is not None]
+        return frozenset().union(*known) if len(known) == len(parts) else None
 
 
 def fold(sections: Sections, env: Env) -> Sections:
@@ -140,7 +141,7 @@ def fold(sections: Sections, env: Env) -> Sections:
             if not isinstance(value, float):
                 return _constant(value, node)
         if node.op == "decided":
-            made = visit(sections.prefill.decided[str(node.value)])
+            made = visit(sections.prefill.decided[node.symbol])
             return made if static.needs(made) == frozenset() else node
         if node.op == "choose" and static.needs(node.args[1]) == frozenset():
             return visit(node.args[0 if evaluate(node.args[1]) else 2])
@@ -198,7 +199,7 @@ def lower(sections: Sections) -> Sections:
     """The sections without `then`, unsized `top` and the name `budget`; equal nodes are one."""
     budget = sections.prefill.budget
     first = _Lowering(budget)
-    if sections.propagate is not None:
+    if sections.propagate is not None and sections.propagate.budget is not None:
         first.own["propagate"] = sections.propagate.budget
     prefill = map_rules(sections.prefill, first.visit)
     share = sections.share and map_share(sections.share, first.visit)
@@ -221,7 +222,8 @@ class _Lowering:
     """Rewrites the nodes of one moment."""
 
     def __init__(self, budget: Node | None) -> None:
-        self.own = {None: budget}  # the budgets that the leaf `budget` may name
+        # The budgets that the leaf `budget` may name.
+        self.own: dict[str | None, Node] = {} if budget is None else {None: budget}
         self.filled: str | None = None  # the one that an unsized `top` fills
         self._unique: dict[tuple, Node] = {}  # nodes made, by what they are
         self._done: dict[int, Node] = {}
@@ -256,7 +258,7 @@ class _Lowering:
 
     def _rewrite(self, node: Node) -> Node:
         if node.op == "budget":
-            return self._budget(node.value)
+            return self._budget(None if node.value is None else node.symbol)
         if node.op == "top" and len(node.args) == 1:
             return self._fill(node, self._nothing())
         if node.op == "top":

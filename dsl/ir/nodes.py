@@ -101,6 +101,28 @@ class Node:
         return OPERATIONS[self.op]
 
     @property
+    def symbol(self) -> str:
+        """The name that it stands for: of a parameter, a size, a state, ...
+
+        Raises:
+            TypeError: it stands for none.
+        """
+        if not isinstance(self.value, str):
+            raise TypeError(f"`{self.op}` of {self.value} stands for no name")
+        return self.value
+
+    @property
+    def literal(self) -> Fraction | bool:
+        """The number or truth value that it is.
+
+        Raises:
+            TypeError: it is none that is written out.
+        """
+        if not isinstance(self.value, Fraction | bool):
+            raise TypeError(f"`{self.op}` of {self.value} is no literal")
+        return self.value
+
+    @property
     def across_layers(self) -> bool:
         """Whether it looks at other layers."""
         return "layer" in self.axes or self.operation.across_layers
@@ -162,13 +184,31 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class Propagate:
-    """Which tokens deeper layers compute."""
+    """Which tokens deeper layers compute.
+
+    Attributes:
+        tokens: those that a layer hands on.
+        moment: whether they are chosen at a layer.
+        repeats: at every layer where `moment` holds, not only at the first one.
+        budget: how many an unsized `top` in `tokens` takes.
+        restart: whether the prefill begins again on them.
+    """
 
     tokens: Node
-    first: Node | None = None
-    every: Node | None = None
+    moment: Node
+    repeats: bool
     budget: Node | None = None
     restart: Node | None = None
+
+    @property
+    def first(self) -> Node | None:
+        """`moment` as the key `first` of the section; None where it is `every`."""
+        return None if self.repeats else self.moment
+
+    @property
+    def every(self) -> Node | None:
+        """`moment` as the key `every` of the section; None where it is `first`."""
+        return self.moment if self.repeats else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -81,6 +81,8 @@ class _Printer:
             ]
         if isinstance(value, Rules | Param | Data | State | Propagate | Merge | Share):
             inner = [field.name for field in fields(value) if field.name not in _SKIPPED]
+            if isinstance(value, Propagate):  # under the keys of the language
+                inner = ["tokens", "first", "every", "budget", "restart"]
             return [
                 line for key in inner for line in self.section(f"{name}.{key}", getattr(value, key))
             ]

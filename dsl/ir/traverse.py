@@ -46,12 +46,12 @@ def map_rules(rules: Rules, visit: Visit) -> Rules:
 
 def map_propagate(propagate: Propagate, visit: Visit) -> Propagate:
     """The section with every value rewritten."""
-    return Propagate(
-        visit(propagate.tokens),
-        _one(propagate.first, visit),
-        _one(propagate.every, visit),
-        _one(propagate.budget, visit),
-        _one(propagate.restart, visit),
+    return replace(
+        propagate,
+        tokens=visit(propagate.tokens),
+        moment=visit(propagate.moment),
+        budget=_one(propagate.budget, visit),
+        restart=_one(propagate.restart, visit),
     )
 
 
@@ -105,7 +105,7 @@ def propagate_roots(propagate: Propagate | None) -> list[Node]:
     """The values by which tokens are propagated."""
     if propagate is None:
         return []
-    parts = (propagate.first, propagate.every, propagate.budget, propagate.tokens)
+    parts = (propagate.moment, propagate.budget, propagate.tokens)
     return [node for node in parts if node is not None]
 
 
@@ -120,10 +120,10 @@ def nodes_of(roots: Iterable[Node | None]) -> Iterator[Node]:
 def states_needed(roots: list[Node | None], states: Mapping[str, State]) -> set[str]:
     """Names of the states that the roots read, directly or through other states."""
     found: set[str] = set()
-    waiting = list(roots)
+    waiting = roots
     while waiting:
-        names = {node.value for node in nodes_of(waiting) if node.op == "state"}
+        names = {node.symbol for node in nodes_of(waiting) if node.op == "state"}
         new = (names & states.keys()) - found
         found |= new
-        waiting = state_roots({name: states[name] for name in new})
+        waiting = [*state_roots({name: states[name] for name in new})]
     return found

@@ -33,9 +33,9 @@ def verify(program: Program) -> None:
                 _verify_node(node, program)
             except MalformedProgram as error:
                 raise MalformedProgram(f"`{node.op}` in `{program.name}`: {error}") from None
-    for name, node, kind, axes in _sections(program):
-        if node is not None and (node.type.kind != kind or set(node.type.axes) - axes):
-            raise MalformedProgram(f"`{name}` of `{program.name}` is {node.type}")
+    for name, value, kind, axes in _sections(program):
+        if value is not None and (value.type.kind != kind or set(value.type.axes) - axes):
+            raise MalformedProgram(f"`{name}` of `{program.name}` is {value.type}")
 
 
 def _sections(program: Program) -> Iterator[tuple[str, Node | None, str, set[str]]]:
@@ -58,8 +58,8 @@ def _sections(program: Program) -> Iterator[tuple[str, Node | None, str, set[str
         yield f"let.{name}", node, node.type.kind, {"kv", "group", "dim"}
     if program.propagate is not None:
         yield "propagate.tokens", program.propagate.tokens, "truth", {"token"}
-        yield "propagate.first", program.propagate.first, "truth", set()
-        yield "propagate.every", program.propagate.every, "truth", set()
+        moment = "every" if program.propagate.repeats else "first"
+        yield f"propagate.{moment}", program.propagate.moment, "truth", set()
         yield "propagate.budget", program.propagate.budget, "number", set()
     if program.share is not None:
         yield "share.when", program.share.when, "truth", set()

@@ -22,7 +22,7 @@ def written(node: Node, *, named: bool = False) -> str:
     args = [written(each, named=True) for each in node.args]
     row = node.operation
     if row.kind is Kind.LITERAL:
-        return _constant(node.value)
+        return _constant(node.literal)
     if row.is_window:
         return f"{node.op}({f'recent({args[0]})' if args else node.value})"
     if node.op == "top" and node.origin in ("recent", "sinks"):

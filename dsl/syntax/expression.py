@@ -96,6 +96,7 @@ def tokenize(text: str) -> list[Token]:
 
 def _foreign(text: str, at: int) -> ExpressionError:
     character = text[at]
+    help: str | None
     if character.isupper():
         help = "names are lower case"
     elif character == "_":

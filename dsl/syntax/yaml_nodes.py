@@ -124,8 +124,7 @@ class _Composer:
         self.flow = 0
 
     def refuse(self, message: str, event: yaml.Event, help: str | None = None) -> None:
-        span = Span(event.start_mark.index, event.end_mark.index)
-        self.report(Diagnostic("yaml", message, span, help))
+        self.report(Diagnostic("yaml", message, _span(event, event), help))
 
     def document(self, events: Iterator[yaml.Event]) -> Node | None:
         """The root node of the first document."""
@@ -170,7 +169,7 @@ class _Composer:
             return self.scalar(event)
         start, children = stack.pop()
         self.flow -= bool(start.flow_style)
-        span = Span(start.start_mark.index, event.end_mark.index)
+        span = _span(start, event)
         if isinstance(event, yaml.SequenceEndEvent):
             return Sequence(span, tuple(c for c in children if c is not None))
         return Mapping(span, tuple(self.entries(children)))
@@ -199,19 +198,18 @@ class _Composer:
 
     def scalar(self, event: yaml.ScalarEvent) -> Scalar:
         self.properties(event)
+        span = _span(event, event)
         if event.style == ">":
             message = f"folded text (`>`) is not used in {self.kind.several}"
-            start = event.start_mark.index
             help = "use `|`, quotes, or one line"
-            self.report(Diagnostic("yaml", message, Span(start, start + 1), help))
-        start, end = event.start_mark.index, event.end_mark.index
+            self.report(Diagnostic("yaml", message, Span(span.start, span.start + 1), help))
         if event.style in ("|", ">"):
-            end = start + len(self.source.text[start:end].rstrip())
-        span = Span(start, end)
+            written = self.source.text[span.start : span.end].rstrip()
+            span = Span(span.start, span.start + len(written))
         style = event.style or None
         return Scalar(span, event.value, style, self.flow > 0, self.source)
 
-    def properties(self, event: yaml.NodeEvent) -> None:
+    def properties(self, event: yaml.ScalarEvent | yaml.CollectionStartEvent) -> None:
         if event.anchor is not None:
             self.refuse(
                 f"anchors are not used in {self.kind.several}", event, "write the value out"
@@ -219,3 +217,9 @@ class _Composer:
         if event.tag is not None:
             help = "the language types values by their key"
             self.refuse(f"tags are not used in {self.kind.several}", event, help)
+
+
+def _span(first: yaml.Event, last: yaml.Event) -> Span:
+    """From the beginning of an event to the end of one; what YAML does not place is at the top."""
+    start, end = first.start_mark, last.end_mark
+    return Span(0, 0) if start is None or end is None else Span(start.index, end.index)

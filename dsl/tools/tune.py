@@ -161,7 +161,7 @@ def _continued(
     A policy with `propagate.every` goes on choosing among them.
     """
     propagate = run.program.bound.propagate
-    again = propagate is not None and propagate.every is not None
+    again = propagate is not None and propagate.repeats
     positions, rows = torch.arange(hidden.shape[1], device=hidden.device), 0
     left: Tensor | None = deeper
     for index in range(layer + 1, model.layers):

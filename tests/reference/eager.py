@@ -144,7 +144,7 @@ class _Request:
                 return hidden, chosen
             if chosen is not None:
                 hidden, there = hidden[torch.isin(there, chosen)], chosen
-                propagating = self.bound.propagate.every is not None
+                propagating = self.bound.propagate.repeats
         return hidden, None
 
     def _heads(self) -> tuple[int, int, int]:
@@ -154,7 +154,7 @@ class _Request:
     def _goes_deeper(self, layer: int) -> Tensor | None:
         """Positions that a propagation at this layer chooses; deeper layers are zeros so far."""
         result = interpret(self.bound, *self.recorded)
-        if self.bound.propagate.every is not None:
+        if self.bound.propagate.repeats:
             chosen = (result.propagated or {}).get(layer)
         else:
             chosen = result.propagated if result.selected_layer == layer else None
