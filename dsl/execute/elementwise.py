@@ -105,7 +105,7 @@ def logic(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     plain = elementwise(function)
 
     def apply(node: Node, frame: Frame, *args: Value) -> Value:
-        present = [Value(filled(x, False), x.axes) for x in args]
+        present = [Value(x.data if x.mask is None else filled(x, False), x.axes) for x in args]
         return plain(node, frame, *present)
 
     return apply

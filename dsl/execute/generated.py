@@ -20,7 +20,7 @@ from kvpolicy.dsl.bind.kernel_values import finite
 from kvpolicy.dsl.codegen.regions import Bundle, Regions
 from kvpolicy.dsl.codegen.source import Result, Source, generate
 from kvpolicy.dsl.execute.elementwise import reduce
-from kvpolicy.dsl.execute.kernels import Entries, Kernels, Slots
+from kvpolicy.dsl.execute.kernels import Entries, Kernels, Keys, Slots, dense
 from kvpolicy.dsl.execute.values import Frame, Value, aligned, as_tensor, sizes_of
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, State
@@ -70,12 +70,12 @@ class Generated:
         """Whether a frame is a whole layer at its time, in a type that kernels read."""
         if (frame.generated is not None) != self.regions.steps or frame.rows is not None:
             return False
-        needed = [frame.k] + ([frame.v] if _reads_values(bundle) else [])
+        needed: list[Keys | None] = [frame.k]
+        if _reads_values(bundle):
+            needed.append(frame.v)
         if bundle.window is not None:
             needed.append(frame.q)
-        if not frame.tokens or any(each is None for each in needed):
-            return False
-        return all(each.dtype in _TYPES for each in needed)
+        return bool(frame.tokens) and all(x is not None and x.dtype in _TYPES for x in needed)
 
     def values(
         self, bundle: Bundle, frame: Frame, value: Callable[[Node], Value], **options: int
@@ -114,7 +114,7 @@ class Generated:
         frames = [frame]
         places = torch.arange(tokens, device=keys.device)
         if self.regions.steps:
-            frames = _of_steps(frame, places)
+            frames = _of_steps(frame, keys, values, places)
         elif bound.propagates:
             frames.append(replace(frame, positions=places))
         for frame in frames:
@@ -134,11 +134,11 @@ class Generated:
         return self._sources[key]
 
 
-def _of_steps(frame: Frame, places: torch.Tensor) -> list[Frame]:
+def _of_steps(frame: Frame, keys: Slots, values: Slots, places: torch.Tensor) -> list[Frame]:
     """Decode steps in the place of a prefill; in one of them KV heads hold different entries."""
     k, v = (
         Entries(x.pool.view(-1, x.shape[2]), (x.slots * frame.kv)[None].expand(frame.kv, -1))
-        for x in (frame.k, frame.v)
+        for x in (keys, values)
     )
     made = replace(frame, k=k, v=v, positions=places, query_positions=places[-1:], generated=1)
     there = torch.ones(frame.kv, frame.tokens, dtype=torch.bool, device=frame.device)
@@ -164,9 +164,9 @@ def _in_prefill(bundle: Bundle, frame: Frame) -> tuple:
     """Queries, keys, values and tokens, as the sources of a prefill take them."""
     q = None
     if bundle.window is not None:
-        q = _unit(frame.q[:, frame.q.shape[1] - frame.window(bundle.window) :])
-    values = _in_slots(frame.v) if _reads_values(bundle) else (None, None)
-    return (q, *_in_slots(frame.k), *values, frame.positions, frame.tokens)
+        q = _last(frame.queries, 1, frame.window(bundle.window))
+    values = _in_slots(frame.stored_values) if _reads_values(bundle) else (None, None)
+    return (q, *_in_slots(frame.stored_keys), *values, frame.positions, frame.tokens)
 
 
 def _at_steps(bundle: Bundle, frame: Frame, ordered: bool) -> tuple:
@@ -178,9 +178,9 @@ def _at_steps(bundle: Bundle, frame: Frame, ordered: bool) -> tuple:
     q = asked = None
     if bundle.window is not None:
         window = frame.window(bundle.window)
-        asked = frame.query_positions[len(frame.query_positions) - window :]
-        q = _unit(frame.q[:, frame.q.shape[1] - window :])
-    values = _by_id(frame.v) if _reads_values(bundle) else (None, None)
+        asked = _last(frame.query_places, 0, window)
+        q = _last(frame.queries, 1, window)
+    values = _by_id(frame.stored_values) if _reads_values(bundle) else (None, None)
     holds = ranks = order = None
     if frame.there is not None:
         holds = frame.there.contiguous().view(torch.int8)
@@ -188,25 +188,30 @@ def _at_steps(bundle: Bundle, frame: Frame, ordered: bool) -> tuple:
             ranks = frame.there.cumsum(-1, dtype=torch.int32)
             held = holds.sort(dim=-1, descending=True, stable=True)
             order = held.indices.int()
-    return (q, asked, *_by_id(frame.k), *values, frame.positions, holds, ranks, order)
+    keys = _by_id(frame.stored_keys)
+    return (q, asked, *keys, *values, frame.positions, holds, ranks, order)
 
 
 def _reads_values(bundle: Bundle) -> bool:
     return any(node.op == "value" for each in bundle.reductions for node in each.node.walk())
 
 
-def _in_slots(x: torch.Tensor | Slots) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _last(x: torch.Tensor, dim: int, number: int) -> torch.Tensor:
+    return _unit(x.narrow(dim, x.shape[dim] - number, number))
+
+
+def _in_slots(x: Keys) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Keys or values with tokens first, and in which row each token lies."""
     if isinstance(x, Slots):
         return _unit(x.pool), x.slots
-    return _unit(x.transpose(0, 1)), None
+    return _unit(dense(x).transpose(0, 1)), None
 
 
-def _by_id(x: torch.Tensor | Entries) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _by_id(x: Keys) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Keys or values, and in which row each entry lies if they are not dense."""
     if isinstance(x, Entries):
         return _unit(x.pool), x.ids.contiguous()
-    return _unit(x), None
+    return _unit(dense(x)), None
 
 
 def _tensor(x: Value, to: tuple[str, ...], frame: Frame, there: bool) -> torch.Tensor:
@@ -215,10 +220,9 @@ def _tensor(x: Value, to: tuple[str, ...], frame: Frame, there: bool) -> torch.T
         "kv": frame.kv, "group": frame.bound.shape.group, "token": frame.tokens, **sizes_of(x),
     }  # fmt: skip
     shape = [sizes[axis] for axis in to]
+    own, axes = x.data, x.axes
     if there:
         own, axes = (True if x.mask is None else x.mask), x.mask_axes
-    else:
-        own, axes = x.data, x.axes
     data = aligned(as_tensor(own, frame), axes, to).expand(shape)
     return data.to(torch.int8 if data.dtype == torch.bool else torch.float32).contiguous()
 
@@ -263,17 +267,18 @@ def _completed(
         each = reductions.get(id(node))
         if each is None or not each.rest:
             own = {name: x if x.dtype == torch.bool else x.double() for name, x in own.items()}
-        x = _value(node, own, axes[id(node)])
         if each is not None and (each.rest or "count" in own):
             x = _rest(node, each.rest, own, axes[id(node)], frame)
+        else:
+            x = _value(node, own, axes[id(node)])
         values[id(node)] = frame.present(x) if {"kv", "token"} <= set(x.axes) else x
     return values
 
 
 def _value(node: Node, parts: dict[str, torch.Tensor], axes: tuple[str, ...]) -> Value:
-    data = parts.get("value", parts.get("sum"))
     there = parts.get("there")
-    return Value(data, axes, there, axes if there is not None else (), finite=finite(node))
+    mask_axes = axes if there is not None else ()
+    return Value(parts["value"], axes, there, mask_axes, finite=finite(node))
 
 
 def _rest(

@@ -163,7 +163,7 @@ class Remembered:
         """
         if window <= 1:
             return
-        if self.queries is None:
+        if self.queries is None or self.query_positions is None:
             queries = queries.clone()
         else:
             queries = torch.cat([self.queries, queries.to(self.queries.dtype)], 1)
@@ -178,5 +178,5 @@ class Remembered:
         self.there = None if held.alike else kept[:, some]
         for name, x in self.states.items():
             if "token" in x.axes:
-                data = x.data.index_select(x.axes.index("token"), some)
+                data = x.tensor.index_select(x.axes.index("token"), some)
                 self.states[name] = replace(x, data=data, mask=None, mask_axes=())

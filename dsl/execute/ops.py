@@ -68,7 +68,7 @@ def uniform(node: Node, frame: Frame, _: Value) -> Value:
     seed = counts.seed(frame.number(node.args[0]))  # exact, also beyond what float64 holds
     kv = torch.arange(frame.kv_start, frame.kv_start + frame.kv, device=frame.device)[:, None]
     step = frame.generated or 0
-    data = counts.hashed(seed, frame.layer, kv, frame.places, step)
+    data = counts.hashed(seed, frame.here, kv, frame.places, step)
     return frame.present(Value(data.double() / 2.0**32, ("kv", "token"), finite=True))
 
 
@@ -86,10 +86,7 @@ def _queries(window: int, frame: Frame) -> tuple[slice, torch.Tensor]:
     """Which of the last queries are computed now, counted from the end, and their positions."""
     rows = range(window)[frame.rows or slice(None)]
     chosen = slice(rows.start - window, rows.stop - window or None)
-    positions = frame.query_positions
-    if positions is None:
-        positions = frame.places[frame.tokens - window :][frame.rows or slice(None)]
-        return chosen, positions
+    positions = frame.query_places
     return chosen, positions[len(positions) - window :][frame.rows or slice(None)]
 
 
@@ -99,7 +96,7 @@ def _window_logits(node: Node, frame: Frame) -> tuple[torch.Tensor, torch.Tensor
     keys = frame.keys
     kv, tokens, size = keys.shape
     chosen, positions = _queries(window, frame)
-    q = frame.q[:, chosen] if window else frame.q[:, :0]
+    q = frame.queries[:, chosen] if window else frame.queries[:, :0]
     group, rows = q.shape[0] // kv, q.shape[1]
     q = q.double().reshape(kv, group * rows, size) * size**-0.5
     logits = torch.matmul(q, keys.double().transpose(1, 2)).view(kv, group, rows, tokens)

@@ -109,7 +109,7 @@ def _top(frame: Frame, x: Value, count: Value, axes: tuple[str, ...]) -> Value:
         if missing:
             wide = union(x.axes, count.axes)
             sizes = {**sizes_of(x), **sizes_of(count)}
-            data = aligned(x.data, x.axes, wide).expand([sizes[axis] for axis in wide])
+            data = aligned(x.tensor, x.axes, wide).expand([sizes[axis] for axis in wide])
             x = Value(data, wide, x.mask, x.mask_axes)
             rest = tuple(axis for axis in wide if axis not in axes)
         number = aligned(number, count.axes, rest) if count.axes else number
@@ -217,14 +217,15 @@ def fill(node: Node, frame: Frame, x: Value, taken: Value, number: Value, left: 
     if known and left.data <= number.data:
         data = torch.ones(frame.tokens, dtype=torch.bool, device=frame.device)
         return frame.present(Value(data, ("token",)))
-    free = frame.present(Value(~as_tensor(taken.data, frame), taken.axes))
+    own = as_tensor(taken.data, frame)
+    free = frame.present(Value(~own, taken.axes))
     chosen = _top(frame, mask(node, frame, x, free), number, node.axes)
     axes = union(chosen.axes, taken.axes)
-    data = aligned(chosen.data, chosen.axes, axes) | aligned(taken.data, taken.axes, axes)
+    data = aligned(chosen.tensor, chosen.axes, axes) | aligned(own, taken.axes, axes)
     if known:
         return Value(data, axes)
     wide = union(number.axes, left.axes)
     fits = aligned(left.data, left.axes, wide) <= aligned(number.data, number.axes, wide)
     axes_all = union(axes, wide)
-    whole = Value(aligned(data, axes, axes_all) | aligned(fits, wide, axes_all), axes_all)
-    return frame.present(whole)
+    fits = aligned(as_tensor(fits, frame), wide, axes_all)
+    return frame.present(Value(aligned(data, axes, axes_all) | fits, axes_all))

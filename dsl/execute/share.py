@@ -66,7 +66,7 @@ def shared(
 
 def side_of_share(node: Node) -> int | None:
     """0 for the vectors of the layer below, 1 for those of this one."""
-    return ("below", "own").index(node.value) if node.op == "special" else None
+    return ("below", "own").index(node.symbol) if node.op == "special" else None
 
 
 def _one(
@@ -76,7 +76,7 @@ def _one(
     vectors: dict[str, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     def special(node: Node, _: Evaluation) -> Value:
-        return Value(vectors[node.value].double(), ("kv", "token", "dim"), finite=True)
+        return Value(vectors[node.symbol].double(), ("kv", "token", "dim"), finite=True)
 
     evaluation = replace(evaluation, extra={"special": special})
     kernels, weights = evaluation.frame.kernels, None
@@ -95,7 +95,8 @@ def _one(
         data = kernels["blend"](vectors["below"], vectors["own"], a, b)
     else:
         x = evaluation.value(direction)
-        data = aligned(as_tensor(filled(x, 0.0), evaluation.frame), x.axes, (*_AXES, "dim"))
+        data = as_tensor(x.data, evaluation.frame) if x.mask is None else filled(x, 0.0)
+        data = aligned(data, x.axes, (*_AXES, "dim"))
         data = data.double().expand(vectors["own"].shape)
     apart = torch.zeros(data.shape[:2], dtype=torch.bool, device=data.device)
     if exceptions is not None:

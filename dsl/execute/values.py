@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import TypeVar, overload
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
@@ -24,6 +25,7 @@ ORDER = ("layer", *AXES)
 HOST = torch.device("cpu")
 
 Scalar = float | bool | int
+_Tensors = TypeVar("_Tensors", bound=Keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +115,37 @@ class Frame:
     heads: int | None = None
 
     @property
+    def queries(self) -> torch.Tensor:
+        """[H, T, D] last queries.
+
+        Raises:
+            TypeError: none are at hand.
+        """
+        return _at_hand(self.q, "queries")
+
+    @property
+    def stored_keys(self) -> Keys:
+        """[G, n, D] keys where they lie.
+
+        Raises:
+            TypeError: none are at hand.
+        """
+        return _at_hand(self.k, "keys")
+
+    @property
+    def stored_values(self) -> Keys:
+        """[G, n, D] values, the same."""
+        return _at_hand(self.v, "values")
+
+    @property
     def keys(self) -> torch.Tensor:
         """[G, n, D] keys; gathered from the pool where that has not been done."""
-        return self._gathered(self.k)
+        return self._gathered(self.stored_keys)
 
     @property
     def values(self) -> torch.Tensor:
         """[G, n, D] values, the same."""
-        return self._gathered(self.v)
+        return self._gathered(self.stored_values)
 
     def _gathered(self, x: Keys) -> torch.Tensor:
         """What a KV head does not hold is 0: rows of the pool that mean nothing may hold NaN."""
@@ -151,6 +176,11 @@ class Frame:
         if self.positions is not None:
             return self.positions
         return torch.arange(self.tokens, device=self.device)
+
+    @property
+    def query_places(self) -> torch.Tensor:
+        """int64: original positions of queries, of which the last ones are read."""
+        return self.places if self.query_positions is None else self.query_positions
 
     def number(self, node: Node) -> Fraction | float | bool:
         """A scalar that the host knows."""
@@ -188,7 +218,7 @@ class Frame:
 
     def asked(self, x: Value) -> Value:
         """A value per query and token, absent (a set: false) where the token comes later."""
-        positions = self.query_positions[self.rows or slice(None)]
+        positions = self.query_places[self.rows or slice(None)]
         return self._within(x, self.places <= positions[:, None], ("query", "token"))
 
     def _within(self, x: Value, there: torch.Tensor, own: tuple[str, ...]) -> Value:
@@ -264,9 +294,27 @@ def union(*sets: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in ORDER if axis in names)
 
 
-def aligned(data: torch.Tensor | Scalar, axes: tuple[str, ...], to: tuple[str, ...]):
+def _at_hand(x: _Tensors | None, what: str) -> _Tensors:
+    if x is None:
+        raise TypeError(f"there are no {what} at hand")
+    return x
+
+
+@overload
+def aligned(data: torch.Tensor, axes: tuple[str, ...], to: tuple[str, ...]) -> torch.Tensor: ...
+
+
+@overload
+def aligned(
+    data: torch.Tensor | Scalar, axes: tuple[str, ...], to: tuple[str, ...]
+) -> torch.Tensor | Scalar: ...
+
+
+def aligned(
+    data: torch.Tensor | Scalar, axes: tuple[str, ...], to: tuple[str, ...]
+) -> torch.Tensor | Scalar:
     """The data with a dimension of size 1 for each axis of `to` that they lack."""
-    if axes == to or not axes:
+    if axes == to or not isinstance(data, torch.Tensor) or not axes:
         return data
     return data[tuple(slice(None) if axis in axes else None for axis in to)]
 
@@ -289,9 +337,13 @@ def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def filled(x: Value, filler: Scalar) -> torch.Tensor:
-    """The data, with `filler` where absent."""
+    """The data, with `filler` where absent.
+
+    Raises:
+        TypeError: it is a number of the host, and present.
+    """
     if x.mask is None:
-        return x.data
+        return x.tensor
     return torch.where(aligned(x.mask, x.mask_axes, x.axes), x.data, filler)
 
 
@@ -299,11 +351,10 @@ def of_layer(x: Value, layer: int) -> Value:
     """One layer's part."""
     if "layer" not in x.axes:
         return x
-    assert isinstance(x.data, torch.Tensor)
     mask, mask_axes = x.mask, x.mask_axes
     if mask is not None and "layer" in mask_axes:
         mask, mask_axes = mask[layer], mask_axes[1:]
-    return replace(x, data=x.data[layer], axes=x.axes[1:], mask=mask, mask_axes=mask_axes)
+    return replace(x, data=x.tensor[layer], axes=x.axes[1:], mask=mask, mask_axes=mask_axes)
 
 
 def snapped(x: torch.Tensor) -> torch.Tensor:
@@ -318,5 +369,5 @@ def sizes_of(*values: Value) -> dict[str, int]:
         axis: size
         for x in values
         if x.axes
-        for axis, size in zip(x.axes, x.data.shape, strict=True)
+        for axis, size in zip(x.axes, x.tensor.shape, strict=True)
     }
