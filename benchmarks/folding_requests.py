@@ -39,7 +39,7 @@ from kvpolicy.sglang_ext.memory.store import Store
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
 from kvpolicy.sglang_ext.request.notes import Notes, wanted
 from kvpolicy.sglang_ext.request.queries import QueryBuffer
-from kvpolicy.sglang_ext.request.request import State
+from kvpolicy.sglang_ext.request.request import Decoding, State
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -332,8 +332,8 @@ class Crowd:
                 memories[prompt] = (run.finish(), memory)
             kept, memory = memories[prompt]
             state = State(served, prompt, 0)
-            state.folds, state.memory = True, memory.clone()
-            state.notes = Notes(wanted(self.bound, prompt))
+            state.folds = True
+            state.decoding = Decoding(memory.clone(), Notes(wanted(self.bound, prompt)))
             request = SimpleNamespace(
                 rid=str(row), kv=SimpleNamespace(req_pool_idx=row), freed=0, length=0
             )

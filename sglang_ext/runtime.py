@@ -31,10 +31,9 @@ from kvpolicy.sglang_ext.forward.step import Step
 from kvpolicy.sglang_ext.report import kept
 from kvpolicy.sglang_ext.request import admission, internal, request
 from kvpolicy.sglang_ext.request.force import Forcing
-from kvpolicy.sglang_ext.request.notes import Notes
 from kvpolicy.sglang_ext.request.propagation import Progress
 from kvpolicy.sglang_ext.request.reasons import Reason
-from kvpolicy.sglang_ext.request.request import State, iterate_finishing, state_of
+from kvpolicy.sglang_ext.request.request import Seen, State, iterate_finishing, state_of
 from kvpolicy.sglang_ext.serving.changes import Changes
 from kvpolicy.sglang_ext.serving.served import ServedPolicies
 
@@ -127,7 +126,7 @@ class Runtime:
             estimate: SGLang's, as if its output stayed in memory.
         """
         state, needs = state_of(req), estimate
-        if state is None or state.memory is None:
+        if state is None or state.decoding is None:
             return estimate
         with self.services.failures.contained(req, ADMISSION):
             needs = admission.still_needs(req, state, estimate)
@@ -262,14 +261,12 @@ class Runtime:
         state = state_of(req)
         if state is None:
             return
-        state.window.clear()
-        state.run = None
+        state.seen = Seen()
         if state.detached or state.progress.barred:
             req.skip_radix_cache_insert = False
         state.progress = Progress()
-        if state.memory is not None or (state.private is not None and state.private.ready):
+        if state.decoding is not None or (state.private is not None and state.private.ready):
             state.was_compressed = len(req.output_ids) > 0
-        state.private = state.memory = None
-        state.notes = Notes()
+        state.private = state.decoding = None
         state.published = state.detached = state.in_place = False
         state.folded = state.dropped = 0

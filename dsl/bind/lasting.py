@@ -71,8 +71,8 @@ class Lasting:
             return []
         if taken.op == "or":
             parts = [self._numbers(each) for each in taken.args]
-            known = [part for part in parts if part is not None]
-            return sum(known, []) if len(known) == len(parts) else None
+            numbers = [number for part in parts if part is not None for number in part]
+            return None if None in parts else numbers
         number = taken.args[1] if taken.op == "top" and taken.axes == _TOKEN else None
         return [number] if number is not None and self._same(number) else None
 

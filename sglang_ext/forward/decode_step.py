@@ -36,7 +36,8 @@ from kvpolicy.sglang_ext.forward.follow import (
 )
 from kvpolicy.sglang_ext.memory.lists import Lists
 from kvpolicy.sglang_ext.memory.private import Private
-from kvpolicy.sglang_ext.request.request import State, state_of
+from kvpolicy.sglang_ext.request.notes import Noted
+from kvpolicy.sglang_ext.request.request import Decoding, State, state_of
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
@@ -49,12 +50,14 @@ class _Follower:
     """A request whose policy goes on.
 
     Attributes:
+        decoding: what its policy remembers, and the steps that are noted for it.
         length: its tokens, that of this forward included.
         noted: whether its policy will read the queries of this forward.
     """
 
     request: Any
     state: State
+    decoding: Decoding
     length: int
     noted: bool
 
@@ -73,11 +76,11 @@ class DecodeStep:
             state = state_of(request)
             if state is None:
                 continue
-            if state.memory is not None:
+            if state.decoding is not None:
                 with services.failures.contained(request, DECODING):
                     length = self._lengths[i]
                     noted = state.reads_queries(length - state.prompt)
-                    self._followers[i] = _Follower(request, state, length, noted)
+                    self._followers[i] = _Follower(request, state, state.decoding, length, noted)
             if state.private is not None:
                 self._private[i] = state.private
         self._noted = [i for i, each in self._followers.items() if each.noted]
@@ -157,10 +160,10 @@ class DecodeStep:
         groups: dict[tuple[Hashable, bool], list[Member]] = {}
         for row, each in self._followers.items():
             leaves = row in leaving
-            if each.state.failed or not (leaves or each.state.notes.full(most)):
+            if each.state.failed or not (leaves or each.decoding.notes.full(most)):
                 continue
             with failures.contained(each.request, DECODING):
-                check_last_fold(each.request, each.state)
+                check_last_fold(each.request, each.state, each.decoding.memory)
                 member = Member(each.request, each.state, each.length)
                 group = group_of(member, leaves=leaves)
                 if group is None:
@@ -179,9 +182,12 @@ class DecodeStep:
             own = None
             with failures.contained(each.request, DECODING):
                 own = self._follow(each, leaves=leaves)
-            if own is not None and each.state.served.bound.decode.merge is not None:
+            if own is None:
+                continue
+            rules = each.state.served.bound.decode
+            if rules is not None and rules.merge is not None:
                 self._finish(each, own)  # the rows that it has merged are not held for longer
-            elif own is not None:
+            else:
                 others.append((each, own))
         for fold in folds:
             fold.finish()
@@ -204,22 +210,23 @@ class DecodeStep:
             fold.finish()
 
     def _note(self) -> None:
-        taken = None
+        noted: dict[int, Noted] = {}
         if self._noted:
             taken = self._services.queries.take(self._noted, len(self._lengths))
-        places = {row: place for place, row in enumerate(self._noted)}
+            noted = {row: (taken, place) for place, row in enumerate(self._noted)}
         for row, each in self._followers.items():
             if each.state.failed:
                 continue
             position = each.length - 1 - each.state.progress.shift
-            each.state.notes.add(position, (taken, places[row]) if each.noted else None)
+            each.decoding.notes.add(position, noted.get(row))
 
     def _follow(self, follower: _Follower, *, leaves: bool) -> Fold | None:
         request, state, length = follower.request, follower.state, follower.length
+        memory, notes = follower.decoding.memory, follower.decoding.notes
         reader = Reader.of(self._arena, self._table, request, state, length)
         nothing = no_queries(state, self._arena)
-        queries = state.notes.queries(self._services.queries.scaled, nothing)
-        following = Following(request, state, length, state.notes.positions, queries, reader)
+        queries = notes.queries(self._services.queries.scaled, nothing)
+        following = Following(request, state, memory, length, notes.positions, queries, reader)
         fold = following.go(self._services, leaves=leaves)
-        state.notes.clear()
+        notes.clear()
         return fold

@@ -97,11 +97,11 @@ class _Rows:
 
 def fits(store: Store, private: Private | None, counts: torch.Tensor) -> bool:
     """Whether each list of a request has pages for what it keeps, [L, G], and not many too many."""
-    if private is None or private.room is None:
+    if private is None or not private.ready:
         return False
     if counts.tolist() == private.laid_out:
         return fits_again(store, private)
-    return bool((counts <= private.room).all()) and (
+    return bool((counts <= private.layout.room).all()) and (
         private.slots.numel() <= _WASTEFUL * store.slots_for(counts)
     )
 
@@ -193,11 +193,11 @@ class Fold:
     def _fits_by_layer(self, counts: torch.Tensor) -> bool:
         """Whether the pages of each layer can be laid out anew before the next one is read."""
         private = self._state.private
-        if private.layer_starts is None:
+        if not private.ready:
             return False
         first, pages = self._services.store.lay_out(counts)
         ends = [*first[1:, 0].tolist(), pages]
-        most = [*private.layer_starts[1:], private.slots.numel() * len(ends)]
+        most = [*private.layout.layer_starts[1:], private.slots.numel() * len(ends)]
         return all(end <= limit for end, limit in zip(ends, most, strict=True))
 
     def write_in_place(self, counts: torch.Tensor, finite: torch.Tensor) -> None:

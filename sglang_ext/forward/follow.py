@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvpolicy.dsl.execute.decode import Read
+from kvpolicy.dsl.execute.decode import Memory, Read
 from kvpolicy.dsl.execute.kernels import Entries, Keys
 from kvpolicy.sglang_ext.face.kernels_in_use import KernelsInUse
 from kvpolicy.sglang_ext.forward.fold import Fold, Room
@@ -21,33 +21,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads all entries of one request, wherever they lie.
-
-    Attributes:
-        lists: where its entries are, if some are in private pages.
-        slots: int64 [N] of its tokens, if none are.
-    """
+    """Reads all entries of one request, wherever they lie."""
 
     arena: Arena
     kernels: KernelsInUse
-    lists: Lists | None
-    slots: torch.Tensor | None
 
-    @classmethod
+    @staticmethod
     def of(
-        cls, arena: Arena, table: torch.Tensor, request: Any, state: State, length: int
-    ) -> Reader:
+        arena: Arena, table: torch.Tensor, request: Any, state: State, length: int
+    ) -> ListReader | SlotReader:
         """
         Args:
             table: [rows, context] SGLang's table of slots.
             length: tokens of the request.
         """
-        lists = slots = None
-        if state.private is None:
-            slots = table[request.kv.req_pool_idx, :length].to(torch.int64)
-        else:
-            lists = Lists(arena, [state.private], [length], table)
-        return cls(arena, state.served.kernels, lists, slots)
+        kernels = state.served.kernels
+        if state.private is not None:
+            return ListReader(arena, kernels, Lists(arena, [state.private], [length], table))
+        slots = table[request.kv.req_pool_idx, :length].to(torch.int64)
+        return SlotReader(arena, kernels, slots)
 
     def given(self, layer: int, there: torch.Tensor | None) -> tuple[Keys, Keys]:
         """Keys and values of a layer as policies' programs take them.
@@ -62,30 +54,53 @@ class Reader:
 
     def gathered(self, layer: int, there: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of the keys and values of a layer, [G, M, D]; arguments as of `given`."""
-        arena = self.arena
-        if self.lists is not None:
-            lists = self.lists.of(0, layer)
-            return self.kernels.gather(arena.entries, arena.values, *lists, there)
-        self._check_whole(there)
-        k, v = arena.storage[layer][:, self.slots].transpose(1, 2)
-        return k, v
+        raise NotImplementedError
 
     def _ids(self, layer: int, there: torch.Tensor | None) -> torch.Tensor:
         """int64 [G, M] entries of the pool; where a head holds nothing, any."""
-        arena = self.arena
-        if self.lists is None:
-            self._check_whole(there)
-            heads = torch.arange(arena.kv_heads, device=self.slots.device)
-            return arena.key_base(layer) + self.slots * arena.kv_heads + heads[:, None]
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ListReader(Reader):
+    """Of a request with private pages; `lists` says where its entries are."""
+
+    lists: Lists
+
+    def gathered(self, layer: int, there: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `Reader`."""
+        where = self.lists.of(0, layer)
+        return self.kernels.gather(self.arena.entries, self.arena.values, *where, there)
+
+    def _ids(self, layer: int, there: torch.Tensor | None) -> torch.Tensor:
         indptr, indices = self.lists.of(0, layer)
         if there is None:
-            return indices.view(arena.kv_heads, -1)
+            return indices.view(self.arena.kv_heads, -1)
         return indices[(indptr[:-1, None] + there.cumsum(1) - 1).clamp(min=0)]
 
-    @staticmethod
-    def _check_whole(there: torch.Tensor | None) -> None:
-        if there is not None:
-            raise RuntimeError("entries have left a request that has no private pages")
+
+@dataclass(frozen=True)
+class SlotReader(Reader):
+    """Of a request of which nothing has left; `slots` int64 [N] of its tokens."""
+
+    slots: torch.Tensor
+
+    def gathered(self, layer: int, there: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `Reader`."""
+        _check_whole(there)
+        k, v = self.arena.storage[layer][:, self.slots].transpose(1, 2)
+        return k, v
+
+    def _ids(self, layer: int, there: torch.Tensor | None) -> torch.Tensor:
+        _check_whole(there)
+        arena = self.arena
+        heads = torch.arange(arena.kv_heads, device=self.slots.device)
+        return arena.key_base(layer) + self.slots * arena.kv_heads + heads[:, None]
+
+
+def _check_whole(there: torch.Tensor | None) -> None:
+    if there is not None:
+        raise RuntimeError("entries have left a request that has no private pages")
 
 
 def no_queries(state: State, arena: Arena) -> torch.Tensor:
@@ -99,6 +114,7 @@ class Following:
     """Decode steps that one request's policy is taken through at once; all tokens are cached.
 
     Attributes:
+        memory: what its policy remembers.
         length: tokens of the request, those of the steps included.
         positions: [T] of the steps' tokens.
         queries: from a layer to [H, T, D], as policies see them.
@@ -108,6 +124,7 @@ class Following:
 
     request: Any
     state: State
+    memory: Memory
     length: int
     positions: Sequence[int]
     queries: Callable[[int], torch.Tensor]
@@ -125,18 +142,18 @@ class Following:
         Returns:
             What is to be written if some do; None if none may.
         """
-        check_last_fold(self.request, self.state)
+        check_last_fold(self.request, self.state, self.memory)
         read = self.read or self.reader.given
-        choices = self.state.memory.follow(self.positions, self.queries, read, leaves=leaves)
+        choices = self.memory.follow(self.positions, self.queries, read, leaves=leaves)
         if not choices:
             return None
         rows = self.reader.gathered
         return Fold(services, self.request, self.state, self.length, rows, choices)
 
 
-def check_last_fold(request: Any, state: State) -> None:
+def check_last_fold(request: Any, state: State, memory: Memory) -> None:
     """Raise unless the last fold kept what it was reckoned to keep, if it did not wait."""
-    landed, private = state.memory.land(), state.private
+    landed, private = memory.land(), state.private
     if landed is None or not landed.finite or private is None or not private.full:
         return
     if landed.kept.tolist() != private.laid_out:

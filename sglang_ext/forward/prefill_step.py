@@ -29,7 +29,7 @@ from kvpolicy.sglang_ext.forward.compress import compress, timed
 from kvpolicy.sglang_ext.forward.failures import CHOOSING, COMPACTION, SCORING
 from kvpolicy.sglang_ext.forward.frame import Frame
 from kvpolicy.sglang_ext.report.kept import described
-from kvpolicy.sglang_ext.request.request import State, iterate_rows
+from kvpolicy.sglang_ext.request.request import Seen, State, iterate_rows
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
@@ -134,12 +134,12 @@ class PrefillStep:
         first = max(prefix, state.prompt - state.queries)
         if length < state.prompt and state.served.program.accumulates:
             if prefix == 0:
-                state.run = state.served.program.start(state.prompt)
+                state.seen.run = state.served.program.start(state.prompt)
             self._accumulated.append(_Accumulated(request, state, slots))
         elif first < length < state.prompt:
             self._windowed.append(_Windowed(request, state, length - first))
         elif length == state.prompt:
-            run, queries = state.run, state.queries
+            run, queries = state.seen.run, state.queries
             if run is None:
                 run = state.served.program.start(state.prompt)
             else:
@@ -156,7 +156,7 @@ class PrefillStep:
             rows = self._frame.rows(each.request)
             if rows is not None:
                 window = heads[rows.stop - each.count : rows.stop].clone()
-                each.state.window.setdefault(layer.layer_id, []).append(window)
+                each.state.seen.window.setdefault(layer.layer_id, []).append(window)
         failures = self._services.failures
         for chunk in self._accumulated:
             rows = self._frame.rows(chunk.request)
@@ -173,11 +173,11 @@ class PrefillStep:
         state = chunk.state
         k, v = self._entries(state, layer, chunk.slots)
         queries = compat.scaled(heads, layer).transpose(0, 1)
-        state.run.accumulate(layer.layer_id, queries, k, v)
+        state.seen.run.accumulate(layer.layer_id, queries, k, v)
         tail = state.served.tail(state.prompt)
-        earlier = state.window.get(layer.layer_id, [])
+        earlier = state.seen.window.get(layer.layer_id, [])
         latest = torch.cat([*earlier, heads])
-        state.window[layer.layer_id] = [latest[max(latest.shape[0] - tail, 0) :].clone()]
+        state.seen.window[layer.layer_id] = [latest[max(latest.shape[0] - tail, 0) :].clone()]
 
     def _entries(
         self, state: State, layer: Any, slots: torch.Tensor
@@ -193,7 +193,7 @@ class PrefillStep:
         state, there = scored.state, scored.slots.numel()
         wanted = min(scored.queries, there)
         queries = heads[max(heads.shape[0] - wanted, 0) :]
-        earlier = state.window.get(layer.layer_id, [])
+        earlier = state.seen.window.get(layer.layer_id, [])
         if earlier and queries.shape[0] < wanted:
             queries = torch.cat([*earlier, queries])[-wanted:]
         if queries.shape[0] != wanted:
@@ -239,8 +239,7 @@ class PrefillStep:
 
     def _compress(self, scored: Scored, kept: torch.Tensor, counts: torch.Tensor) -> None:
         state, run = scored.state, scored.run
-        state.window.clear()
-        state.run = None
+        state.seen = Seen()
         if state.served.upper_layers:
             share.compress(self._services, state, scored.prompt_slots, run)
             return

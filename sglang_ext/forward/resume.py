@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvpolicy.dsl.execute.decode import Read
+from kvpolicy.dsl.execute.decode import Memory, Read
 from kvpolicy.dsl.execute.kernels import Entries, Keys, dense
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.forward.attend import attend
 from kvpolicy.sglang_ext.forward.failures import DECODING, FOLD, READING
 from kvpolicy.sglang_ext.forward.fold import Fold, Room
-from kvpolicy.sglang_ext.forward.follow import Following, Reader, may_leave, no_queries
+from kvpolicy.sglang_ext.forward.follow import Following, ListReader, Reader, may_leave, no_queries
 from kvpolicy.sglang_ext.forward.frame import Frame
 from kvpolicy.sglang_ext.request.notes import LONGEST
 from kvpolicy.sglang_ext.request.request import State, iterate_rows
@@ -44,10 +44,11 @@ class _Resumed:
     reader: Reader
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def following(self, first: int, end: int, nothing: torch.Tensor) -> Following:
+    def following(self, memory: Memory, first: int, end: int, nothing: torch.Tensor) -> Following:
         """The steps of its tokens from `first` to before `end`.
 
         Args:
+            memory: what its policy remembers.
             nothing: [H, 1, D] zeros, for a policy that reads no queries.
         """
         shift = self.state.progress.shift
@@ -59,7 +60,9 @@ class _Resumed:
 
         positions = range(first - shift, end - shift)
         read = None if end == self.end else self._until(end)
-        return Following(self.request, self.state, end, positions, queries, self.reader, read)
+        return Following(
+            self.request, self.state, memory, end, positions, queries, self.reader, read
+        )
 
     def _until(self, length: int) -> Read:
         """Reads its entries up to its first `length` tokens."""
@@ -105,12 +108,12 @@ class ResumeStep:
             heads, out: [rows, H, D] queries and attention of the forward; out is written in place.
         """
         for each in self._resumed:
-            rows, lists = self._frame.rows(each.request), each.reader.lists
-            if rows is None or lists is None or each.state.failed:
+            rows, reader = self._frame.rows(each.request), each.reader
+            if rows is None or not isinstance(reader, ListReader) or each.state.failed:
                 continue
             with self._services.failures.contained(each.request, READING):
                 queries = heads[rows].unsqueeze(0)
-                out[rows] = attend(self._services.arena, layer, read, lists, queries)[0]
+                out[rows] = attend(self._services.arena, layer, read, reader.lists, queries)[0]
 
     def observe(self, layer: Any, heads: torch.Tensor) -> None:
         """Note the queries of a layer for the policies that go on.
@@ -120,8 +123,8 @@ class ResumeStep:
         """
         for each in self._resumed:
             rows = self._frame.rows(each.request)
-            state = each.state
-            if rows is not None and state.memory is not None and state.notes.wanted != 0:
+            decoding = each.state.decoding
+            if rows is not None and decoding is not None and decoding.notes.wanted != 0:
                 queries = compat.scaled(heads[rows], layer).transpose(0, 1)
                 each.queries[layer.layer_id] = queries.clone()
 
@@ -133,16 +136,17 @@ class ResumeStep:
         """
         room = Room(self._services)
         for each in self._resumed:
-            if each.state.memory is None:
+            decoding = each.state.decoding
+            if decoding is None:
                 continue
             fold = None
             with self._services.failures.contained(each.request, DECODING):
-                fold = self._follow(each, room)
+                fold = self._follow(each, decoding.memory, room)
             if fold is not None:
                 with self._services.failures.contained(each.request, FOLD):
                     fold.finish()
 
-    def _follow(self, resumed: _Resumed, room: Room) -> Fold | None:
+    def _follow(self, resumed: _Resumed, memory: Memory, room: Room) -> Fold | None:
         """Take the policy through all tokens of the pass; what is to be written, if any leave."""
         fold, services = None, self._services
         nothing = no_queries(resumed.state, services.arena)
@@ -151,5 +155,6 @@ class ResumeStep:
             leaves = end == resumed.end and may_leave(
                 services, room, resumed.request, resumed.state, end
             )
-            fold = resumed.following(first, end, nothing).go(services, leaves=leaves)
+            following = resumed.following(memory, first, end, nothing)
+            fold = following.go(services, leaves=leaves)
         return fold

@@ -10,7 +10,7 @@ decoded later lies in ordinary slots, whole.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,7 +62,7 @@ def compress(services: Services, state: State, slots: torch.Tensor, run: Any) ->
     kernels.compact_layers(arena.storage, slots, kept, private.slots, layout.first_page)
     for upper in uppers:
         layout.first_page[upper - 1] = layout.first_page[upper]
-    private.counts = torch.full_like(layout.counts, state.prompt)
+    private.layout = replace(layout, counts=torch.full_like(layout.counts, state.prompt))
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,9 @@ class Lists:
         pages = [arena.pages(r.slots) for r in requests]
         before = itertools.accumulate((p.numel() for p in pages), initial=0)
         self._pages = torch.cat(pages)
-        self._counts = torch.stack([r.counts for r in requests]).to(torch.int64)  # [B, L, G]
-        first = [r.first_page.to(torch.int64) + n for r, n in zip(requests, before, strict=False)]
+        layouts = [r.layout for r in requests]
+        self._counts = torch.stack([x.counts for x in layouts]).to(torch.int64)  # [B, L, G]
+        first = [x.first_page.to(torch.int64) + n for x, n in zip(layouts, before, strict=False)]
         self._first = torch.stack(first)
         rows = zip(requests, lengths, strict=True)
         tails = [req_to_token[r.row, r.tail_start : n] for r, n in rows]

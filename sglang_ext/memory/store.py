@@ -12,12 +12,13 @@ what is laid out in them belongs to the forwards' (see streams.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.face.streams import Streams
 from kvpolicy.sglang_ext.memory.arena import Arena
-from kvpolicy.sglang_ext.memory.private import Private
+from kvpolicy.sglang_ext.memory.private import Layout, Private
 from kvpolicy.sglang_ext.memory.set_aside import Allocator, SetAside, whole_pages
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
 
@@ -136,9 +137,10 @@ class Store:
 
     def slots_with(self, private: Private, tail: int) -> int:
         """Slots that the entries of a request take with so many tokens more in every list."""
-        if tail not in private.needs:
-            private.needs[tail] = self.slots_for(torch.tensor(private.laid_out) + tail)
-        return private.needs[tail]
+        layout = private.layout
+        if tail not in layout.needs:
+            layout.needs[tail] = self.slots_for(torch.tensor(layout.laid_out) + tail)
+        return layout.needs[tail]
 
     def grow(self, private: Private, slots: int, evict: Callable[[int], object]) -> bool:
         """Take more slots, until a request has so many; False, and nothing, if too few are left.
@@ -149,10 +151,10 @@ class Store:
         more = slots - private.slots.numel()
         if more <= 0:
             return True
-        slots = self._take(more, evict, private.slots)
-        if slots is None:
+        taken = self._take(more, evict, private.slots)
+        if taken is None:
             return False
-        private.slots = slots
+        private.slots = taken
         self._count(private.policy, more)
         return True
 
@@ -164,12 +166,13 @@ class Store:
         """
         page, device = self.arena.kv_heads, self.arena.storage.device
         first_page, pages = self.lay_out(counts)
-        private.laid_out = counts.tolist()
-        private.needs.clear()
-        private.room = (counts + page - 1) // page * page
-        private.layer_starts = first_page[:, 0].tolist()
-        private.counts = to_device(counts, torch.int32, device)
-        private.first_page = to_device(first_page, torch.int32, device)
+        private.layout = Layout(
+            counts=to_device(counts, torch.int32, device),
+            first_page=to_device(first_page, torch.int32, device),
+            laid_out=counts.tolist(),
+            room=(counts + page - 1) // page * page,
+            layer_starts=first_page[:, 0].tolist(),
+        )
         slots = self.whole_pages(self.arena.slots_for(pages))
         if private.slots.numel() > slots:
             self._give_back(private, keep=slots)
@@ -196,9 +199,7 @@ class Store:
             counts: [L, G] entries that they hold, on the host.
             written: int32 [L, G], the same on the device.
         """
-        private.laid_out = counts.tolist()
-        private.needs.clear()
-        private.counts = written
+        private.layout = replace(private.layout, laid_out=counts.tolist(), counts=written)
         if self._tables is not None:
             self._tables.note(private)
 
@@ -272,7 +273,7 @@ class Store:
             self._tables.check(private for private in self.by_row.values() if private.ready)
 
     def _check_pages(self, private: Private) -> None:
-        if private.counts is None or private.first_page is None:
+        if not private.ready:
             return
         page = self.arena.kv_heads
         ends = private.first_page + (private.counts + page - 1) // page

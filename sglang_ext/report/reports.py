@@ -12,7 +12,7 @@ from kvpolicy.sglang_ext.memory.private import Private
 from kvpolicy.sglang_ext.report import kept
 from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.request.reasons import Reason
-from kvpolicy.sglang_ext.request.request import State, state_of
+from kvpolicy.sglang_ext.request.request import Seen, State, state_of
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Reports:
 
     def served_in_full(self, req: Any, state: State, reason: Reason) -> None:
         """Note that the prompt of a request has ended and all of it stays."""
-        state.window.clear()
+        state.seen = Seen()
         if state.counted:
             return
         state.counted = True

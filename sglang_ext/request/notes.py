@@ -20,6 +20,8 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.ir.traverse import nodes_of, state_roots
 
+# Queries [L, F, H, D] of F requests, and which of these is the request.
+Noted = tuple[torch.Tensor, int]
 LONGEST = 64  # decode steps that a policy is taken through at once, at most
 
 
@@ -42,13 +44,12 @@ class Notes:
     Attributes:
         wanted: as of `wanted`.
         positions: of the steps' tokens.
-        rows: per step, of the last ones that are wanted: queries [L, F, H, D] of F requests, and
-            which of these is the request.
+        rows: per step, of the last ones that are wanted.
     """
 
-    wanted: int | None = 0
+    wanted: int | None
     positions: list[int] = field(default_factory=list)
-    rows: deque[tuple[torch.Tensor, int]] = field(init=False)
+    rows: deque[Noted] = field(init=False)
 
     def __post_init__(self) -> None:
         self.rows = deque(maxlen=self.wanted)
@@ -57,11 +58,11 @@ class Notes:
         """Whether the policy is to be taken through the steps before more than `most` are noted."""
         return self.wanted is None and len(self.positions) >= most
 
-    def add(self, position: int, taken: tuple[torch.Tensor, int] | None) -> None:
+    def add(self, position: int, taken: Noted | None) -> None:
         """A step has been computed.
 
         Args:
-            taken: its queries, as in `rows`; None if the policy will not read them.
+            taken: its queries; None if the policy will not read them.
         """
         self.positions.append(position)
         if taken is not None:

@@ -107,6 +107,8 @@ class QueryBuffer:
     def take(self, rows: Sequence[int], batch: int) -> torch.Tensor:
         """[L, F, H, D] copies of F rows of the forward that is over, which had so many in all."""
         held = self._of(batch)
+        if held is None:
+            raise RuntimeError("no queries of this forward were noted")
         return held.index_select(1, to_device(rows, torch.int64, held.device))
 
     def most_steps(self, requests: int) -> int:

@@ -114,6 +114,32 @@ class Served:
 
 
 @dataclass
+class Seen:
+    """What a policy has seen of a prompt in chunks that are not the last.
+
+    Attributes:
+        window: per layer, queries of the observation window.
+        run: of the policy's program, where it adds up what chunks say.
+    """
+
+    window: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    run: Any = None
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What a policy that goes on after the prompt goes on from.
+
+    Attributes:
+        memory: what it remembers.
+        notes: decode steps that it has not been taken through.
+    """
+
+    memory: Memory
+    notes: Notes
+
+
+@dataclass
 class State:
     """A request's policy and how far it has come.
 
@@ -123,8 +149,7 @@ class State:
         slots: private slots to reserve, an upper bound.
         uncompressed: why its prompt is served in full, or None.
         folds: whether entries may leave while it decodes.
-        memory: what its policy remembers while it decodes, from the end of its prompt on.
-        notes: decode steps that its policy has not been taken through.
+        decoding: what its policy goes on from, from the end of its prompt on; None: it does not.
         private: its compressed copy, from the forward that ends its prompt, or its first fold, on.
         published: whether SGLang has offered its prompt to the radix cache.
         detached: whether its prompt has been left to the radix cache.
@@ -135,8 +160,7 @@ class State:
         folded: how many times entries have left while it decoded.
         dropped: entries that have left while it decoded.
         facts: what is reported of it.
-        window: per layer, queries of the observation window seen in earlier chunks.
-        run: of the policy's program, where it adds up what earlier chunks say.
+        seen: what earlier chunks of its prompt have shown to its policy.
         seconds: time spent on scoring and compaction.
         counted: whether metrics include it.
         shows_kept: whether its answer says which positions are kept.
@@ -151,8 +175,7 @@ class State:
     slots: int
     uncompressed: Reason | None = None
     folds: bool = False
-    memory: Memory | None = None
-    notes: Notes = field(default_factory=Notes)
+    decoding: Decoding | None = None
     private: Private | None = None
     published: bool = False
     detached: bool = False
@@ -162,8 +185,7 @@ class State:
     folded: int = 0
     dropped: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
-    window: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    run: Any = None
+    seen: Seen = field(default_factory=Seen)
     seconds: float = 0.0
     counted: bool = False
     shows_kept: bool = False
@@ -225,6 +247,22 @@ class State:
         return self.private
 
     @property
+    def memory(self) -> Memory | None:
+        """What its policy remembers while it decodes; None: it does not go on."""
+        return None if self.decoding is None else self.decoding.memory
+
+    @property
+    def notes(self) -> Notes:
+        """Decode steps that its policy has not been taken through.
+
+        Raises:
+            RuntimeError: its policy does not go on.
+        """
+        if self.decoding is None:
+            raise RuntimeError("the request's policy does not go on")
+        return self.decoding.notes
+
+    @property
     def queries(self) -> int:
         """W, the last queries of the prompt that the policy observes."""
         return self.served.queries(self.prompt)
@@ -242,9 +280,9 @@ class State:
 
     def reads_queries(self, step: int) -> bool:
         """Whether its policy will read the queries of a decode step, from 1."""
-        if self.memory is None or self.memory.not_finite:
+        if self.decoding is None or self.decoding.memory.not_finite:
             return False
-        later = self.notes.wanted
+        later = self.decoding.notes.wanted
         return later is None or any(self.leaves_at(step + i) for i in range(later))
 
     def next_end(self, prefix: int, end: int) -> int:
@@ -268,21 +306,18 @@ class State:
         if memory is None:
             self.forget()
             return
-        self.memory = memory
-        self.notes = Notes(wanted(self.served.bound, memory.prompt))
+        self.decoding = Decoding(memory, Notes(wanted(self.served.bound, memory.prompt)))
 
     def give_up(self, reason: Reason) -> None:
         """Serve what is left of the request without its policy."""
         self.uncompressed = reason
-        self.window.clear()
-        self.run = None
+        self.seen = Seen()
         self.forget()
 
     def forget(self) -> None:
         """Give up what its policy remembers: it goes on in full."""
         self.folds = False
-        self.memory = None
-        self.notes = Notes()
+        self.decoding = None
 
 
 def state_of(request: Any) -> State | None:

@@ -11,7 +11,7 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.sglang_ext.request import queries
 from kvpolicy.sglang_ext.request.notes import LONGEST, Notes, wanted
 from kvpolicy.sglang_ext.request.queries import QueryBuffer, may_read, queries_of
-from kvpolicy.sglang_ext.request.request import State
+from kvpolicy.sglang_ext.request.request import Decoding, State
 
 POLICIES = Path(__file__).parents[2] / "policies"
 LAYERS, HEADS, SIZE = 3, 4, 8
@@ -68,7 +68,7 @@ def test_the_last_queries_are_noted_where_a_window_is_read(tmp_path):
     bound = bind(made, SHAPE, fold_interval=16)
     assert wanted(bound, 100) == 5
     memory = SimpleNamespace(prompt=100, not_finite=False)
-    state = State(SimpleNamespace(bound=bound), 100, 0, memory=memory, notes=Notes(5))
+    state = State(SimpleNamespace(bound=bound), 100, 0, decoding=Decoding(memory, Notes(5)))
     noted = [step for step in range(1, 40) if state.reads_queries(step)]
     assert noted == [12, 13, 14, 15, 16, 28, 29, 30, 31, 32]
     state.skipped.add(16)
