@@ -15,7 +15,7 @@ from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.parameters import environment, parameter_values
 from kvpolicy.dsl.check.fit import does_not_fit
 from kvpolicy.dsl.ir.counts import whole
-from kvpolicy.dsl.ir.exact import Value, evaluate, evaluator
+from kvpolicy.dsl.ir.host import Value, evaluate, evaluator
 from kvpolicy.dsl.ir.lower import Phase, Phases, Static, fold, lower
 from kvpolicy.dsl.ir.nodes import (
     Extent,

@@ -20,8 +20,9 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.intervals import Intervals, product
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.lengths import lengths
-from kvpolicy.dsl.ir.counts import Number, whole
+from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.split import Number
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,7 @@ class Bounds:
     def _shares(self, node: Node) -> Number:
         """Sums over layers and KV heads that the operation itself fixes."""
         repeated = 1 if "kv" in node.type.axes else self._kv
-        if node.op in ("split", "cascade"):
+        if node.operation.shares_out:
             return repeated * max(0, self._numbers.of(node.args[0], 0)[1])
         if node.op == "divide" and self._numbers.normalises(node) and "layer" in node.args[1].axes:
             summed = "kv" in node.args[1].axes

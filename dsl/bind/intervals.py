@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.ir.counts import Number, snap, whole
+from kvpolicy.dsl.ir.counts import snap, whole
 from kvpolicy.dsl.ir.nodes import Node, When
+from kvpolicy.dsl.ir.split import Number
 from kvpolicy.dsl.ops.operations import Kind
 
 Interval = tuple[Number, Number]
@@ -88,7 +89,7 @@ class Intervals:
             return self._lengths[layer]
         if row.whole:
             return (0, self._count(node, layer))
-        if node.op in ("split", "cascade"):
+        if row.shares_out:
             most = self.of(node.args[0], 0)[1]
             if len(node.args) == 3:
                 most = min(most, self.of(node.args[2], layer)[1])

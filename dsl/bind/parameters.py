@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from fractions import Fraction
 
-from kvpolicy.dsl.ir.exact import Value, evaluate
+from kvpolicy.dsl.ir.host import Value, evaluate
 from kvpolicy.dsl.ir.lower import Env
 from kvpolicy.dsl.ir.nodes import ModelShape, Node, Param, Program
 from kvpolicy.dsl.ir.ranges import accepted, range_problem, shown
@@ -25,18 +25,18 @@ _DIGITS = "18 digits before and after the point, and 2 in the exponent"
 
 def environment(
     shape: ModelShape,
-    params: Mapping[str, Fraction | bool | float],
+    params: Mapping[str, Value],
     prompt: int | None = None,
     layer: int | None = None,
     length: int | None = None,
     generated: int | None = None,
 ) -> Env:
-    """What `exact.evaluate` needs: model sizes, parameters, and what else is given.
+    """What `host.evaluate` needs: model sizes, parameters, and what else is given.
 
     `length` is the number of tokens at the layer; left out, nothing has been propagated and it is
     the prompt's. `generated` counts decode steps.
     """
-    env: dict[str, Fraction | bool | float] = {
+    env: dict[str, Value] = {
         "layers": Fraction(shape.layers),
         "heads": Fraction(shape.heads),
         "kv_heads": Fraction(shape.kv_heads),

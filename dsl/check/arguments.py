@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpolicy.dsl.check.expressions import Typer, unit_words
 from kvpolicy.dsl.check.names import Context
-from kvpolicy.dsl.ir.exact import Value
+from kvpolicy.dsl.ir.host import Value
 from kvpolicy.dsl.ir.nodes import AXES, Node, When
 from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.ops.signatures import HEAD, Function, Parameter

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
 from kvpolicy.dsl.ir import counts
-from kvpolicy.dsl.ir.exact import NotStatic, Value, evaluate
+from kvpolicy.dsl.ir.host import NotStatic, Value, evaluate
 from kvpolicy.dsl.ir.nodes import Node, Program
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic
 from kvpolicy.dsl.syntax.source import Source, Span
@@ -20,7 +20,7 @@ def does_not_fit(
     Args:
         program: a checked policy.
         source: its text, for the messages; None if it is not at hand.
-        env: as of `exact.evaluate`. With `layers`, every layer is tested. What depends on values
+        env: as of `host.evaluate`. With `layers`, every layer is tested. What depends on values
             that are not in it is skipped.
     """
     pairs = [(program.prefill.budget, program.prefill.keep)]

@@ -21,8 +21,8 @@ from kvpolicy.dsl.check.names import Context, Uses
 from kvpolicy.dsl.check.params import declared_data, declared_params
 from kvpolicy.dsl.check.report import report
 from kvpolicy.dsl.check.scope import Scope
-from kvpolicy.dsl.ir.exact import NotStatic, Value, evaluate
 from kvpolicy.dsl.ir.graph import MAX_DEPTH, MAX_NODES, TooLarge
+from kvpolicy.dsl.ir.host import NotStatic, Value, evaluate
 from kvpolicy.dsl.ir.nodes import Node, Param, Program, Rules, When
 from kvpolicy.dsl.ir.ranges import range_problem
 from kvpolicy.dsl.ops.operations import Kind
@@ -222,7 +222,7 @@ class _FileChecker:
 
 
 def default_env(params: Mapping[str, Param]) -> dict[str, Value]:
-    """The values of the defaults that do not depend on the model, for `exact.evaluate`."""
+    """The values of the defaults that do not depend on the model, for `host.evaluate`."""
     env: dict[str, Value] = {}
     for _ in params:  # a default may use other parameters
         for name, param in params.items():

@@ -185,11 +185,11 @@ def reduce(node: Node, frame: Frame, x: Value) -> Value:
         return for_each_head(reduce(node, plain, of_each_layer(x, frame.heads)), frame.heads)
     dims = [x.axes.index(axis) for axis in node.axes]
     axes = tuple(axis for axis in x.axes if axis not in node.axes)
-    found = kernel_for(node.op, frame, x) if node.op in ("mean", "var") else None
+    found = kernel_for(node.op, frame, x) if node.operation.averages else None
     if found is not None:
         kernel, there = found
         return Value(kernel(x.data, there, dims), axes, finite=x.finite)
-    if (node.op == "count" and x.tensor.dtype != torch.bool) or node.op in ("mean", "var"):
+    if (node.op == "count" and x.tensor.dtype != torch.bool) or node.operation.averages:
         number = _present(x, node.axes, dims, axes, frame)
     if node.op == "count":
         if x.tensor.dtype == torch.bool:

@@ -1,1 +1,1 @@
-"""The intermediate representation: nodes, their exact values, and rewriting them."""
+"""The intermediate representation: nodes, those that the host evaluates, and rewriting them."""

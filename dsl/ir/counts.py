@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from ctypes import c_float
 from fractions import Fraction
 
-from kvpolicy.dsl.ir.split import cascade_layers, split_layers
+from kvpolicy.dsl.ir.split import Number, cascade_layers, split_layers
 
 # Relative distance within which a computed number counts as the multiple of 1/2 next to it: far
 # above the error of float64 sums, far below one entry in a million.
@@ -25,8 +25,6 @@ _ALL_WHOLE = 2.0**52
 
 # More entries than any cache holds.
 _LARGE = 2**62
-
-Number = Fraction | float | int
 
 
 def snap(x: Number) -> Number:

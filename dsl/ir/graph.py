@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
 
-from kvpolicy.dsl.ir.exact import NotStatic, Value, evaluator
+from kvpolicy.dsl.ir.host import NotStatic, Value, evaluator
 from kvpolicy.dsl.ir.nodes import AXES, Extent, Node, Type, When
 from kvpolicy.dsl.ops.operations import OPERATIONS, Kind, Operation
 from kvpolicy.dsl.syntax.source import Span

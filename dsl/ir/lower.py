@@ -25,7 +25,7 @@ from dataclasses import replace
 from enum import IntEnum
 from fractions import Fraction
 
-from kvpolicy.dsl.ir.exact import Value, evaluator
+from kvpolicy.dsl.ir.host import Value, evaluator
 from kvpolicy.dsl.ir.nodes import AXES, Node, Type, When
 from kvpolicy.dsl.ir.traverse import Sections, map_propagate, map_rules, map_share
 from kvpolicy.dsl.ops.operations import Kind
@@ -123,7 +123,7 @@ def fold(sections: Sections, env: Env) -> Sections:
 
     Args:
         sections: of a checked program.
-        env: values of parameters and model sizes, keyed as for `exact.evaluate`.
+        env: values of parameters and model sizes, keyed as for `host.evaluate`.
     """
     static, evaluate = Static(), evaluator(env)
     done: dict[int, Node] = {}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from kvpolicy.dsl.ir.host import Value
 from kvpolicy.dsl.ir.nodes import Param
-
-Value = Fraction | bool | float
 
 
 def range_problem(param: Param, value: Value) -> str | None:

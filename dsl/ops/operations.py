@@ -57,6 +57,8 @@ class Operation:
         divides: by its second argument.
         like_units: its arguments have one unit.
         infinite_of_none: a reduction of no value is infinite.
+        averages: a reduction that divides by the number of values.
+        shares_out: divides its first argument among the layers.
         whole: a whole number, at least 0.
         sorts: orders what it chooses from.
         per_head: each KV head's values follow from its own, in every layer alike.
@@ -89,6 +91,8 @@ class Operation:
     divides: bool = False
     like_units: bool = False
     infinite_of_none: bool = False
+    averages: bool = False
+    shares_out: bool = False
     whole: bool = False
     sorts: bool = False
     per_head: bool = False
@@ -266,10 +270,10 @@ OPERATIONS: dict[str, Operation] = {
         Operation("broadcast", Kind.OTHER, 1, 1, "x repeated along the axes of the node's type",
                   made_by_lowering=True),
         _reduction("sum", keeps_finite=True),
-        _reduction("mean", keeps_finite=True),
+        _reduction("mean", keeps_finite=True, averages=True),
         _reduction("max", infinite_of_none=True),
         _reduction("min", infinite_of_none=True),
-        _reduction("var", keeps_finite=True),
+        _reduction("var", keeps_finite=True, averages=True),
         _reduction("any", "truth", takes="truth", always_finite=True, keeps_finite=True),
         _reduction("count", always_finite=True, keeps_finite=True, whole=True),
         # axes: who competes, in the order written
@@ -293,8 +297,9 @@ OPERATIONS: dict[str, Operation] = {
         _pool("maxpool"),
         Operation("past", Kind.LOOK, 2, 2, "x, number of layers", fleeting=True),
         Operation("at", Kind.LOOK, 2, 2, "layer, x", exact=True, fleeting=True),
-        _partition("split", 2, 3, "total, weight, maximum", takes="number", exact=True),
-        _partition("cascade", 2, 3, "total, weight, maximum", takes="number"),
+        _partition("split", 2, 3, "total, weight, maximum", takes="number", exact=True,
+                   shares_out=True),
+        _partition("cascade", 2, 3, "total, weight, maximum", takes="number", shares_out=True),
         _partition("cluster", 2, 2, "x, k"),
         Operation("uniform", Kind.OTHER, 1, 1, "seed", result="number"),
         Operation("nearest", Kind.MERGE, 1, 1, "receivers (merge.into)", result="truth",

@@ -18,7 +18,7 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.model_config import read_config
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.run import Run
-from kvpolicy.dsl.ir.exact import Value
+from kvpolicy.dsl.ir.host import Value
 from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.syntax.diagnostics import refused
 from kvpolicy.dsl.tools.commands import executable, guarded, overrides

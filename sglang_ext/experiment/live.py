@@ -269,12 +269,12 @@ class Live:
 
     def _breached(self, verdict: Verdict) -> None:
         if self.experiment.analysis.on_fail == "abort":
-            self.roll_back(verdict.arm, said(verdict))
+            self.roll_back(verdict.arm, breach(verdict))
             return
         told = f"{verdict.metric} of {verdict.arm}"
         if told not in self._warned:
             self._warned.add(told)
-            logger.error("KV-cache experiment %s: %s.", self.experiment.name, said(verdict))
+            logger.error("KV-cache experiment %s: %s.", self.experiment.name, breach(verdict))
 
     def roll_back(self, arm: str, reason: str) -> bool:
         """The keys of an arm get the default from now on, for good. Returns whether that is new.
@@ -500,7 +500,7 @@ class Live:
         )
 
 
-def said(verdict: Verdict) -> str:
+def breach(verdict: Verdict) -> str:
     """A breach in a sentence."""
     what = "" if verdict.absolute else " more than control's"
     return (

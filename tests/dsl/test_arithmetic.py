@@ -15,7 +15,7 @@ from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.interpret.interpreter import interpret
-from kvpolicy.dsl.ir.exact import NotStatic, evaluate
+from kvpolicy.dsl.ir.host import NotStatic, evaluate
 from kvpolicy.dsl.ir.nodes import ModelShape, Node
 from kvpolicy.dsl.syntax.source import Source
 from trees import LEAVES, NEAR_HALVES, ONE, numbers

@@ -7,7 +7,7 @@ from kvpolicy.dsl.codegen import expressions
 from kvpolicy.dsl.data import arrays
 from kvpolicy.dsl.execute import ops as torch_operations
 from kvpolicy.dsl.interpret import select, values
-from kvpolicy.dsl.ir import exact
+from kvpolicy.dsl.ir import host
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ops.functions import FUNCTIONS
 from kvpolicy.dsl.ops.names import BUILTINS
@@ -55,9 +55,9 @@ def test_torch_computes_every_operation_of_a_lowered_program():
 
 
 def test_exact_numbers_know_every_operation_of_numbers():
-    assert set(exact._NUMERIC) == names(Kind.ARITHMETIC, Kind.COMPARISON)
-    assert set(exact._LOGIC) == names(Kind.LOGIC)
-    assert set(exact._REDUCTIONS) == names(Kind.REDUCTION)
+    assert set(host._NUMERIC) == names(Kind.ARITHMETIC, Kind.COMPARISON)
+    assert set(host._LOGIC) == names(Kind.LOGIC)
+    assert set(host._REDUCTIONS) == names(Kind.REDUCTION)
 
 
 def test_intervals_have_rules_for_operations_only():
@@ -101,11 +101,11 @@ def test_names_and_functions_of_the_language_are_made_of_rows():
 def test_exact_results_are_finite_where_the_table_says_so():
     for name in names(Kind.ARITHMETIC, keeps_finite=True):
         row = OPERATIONS[name]
-        args = tuple(Node("number", value=exact.Fraction(n)) for n in (1, 0)[: row.least])
-        assert abs(exact.evaluate(Node(name, args), {})) < float("inf"), name
+        args = tuple(Node("number", value=host.Fraction(n)) for n in (1, 0)[: row.least])
+        assert abs(host.evaluate(Node(name, args), {})) < float("inf"), name
 
 
 @pytest.mark.parametrize("name", sorted(names(Kind.ARITHMETIC, commutative=True)))
 def test_what_is_commutative_gives_the_same_either_way(name):
-    x, y = (Node("number", value=exact.Fraction(n)) for n in (3, 7))
-    assert exact.evaluate(Node(name, (x, y)), {}) == exact.evaluate(Node(name, (y, x)), {})
+    x, y = (Node("number", value=host.Fraction(n)) for n in (3, 7))
+    assert host.evaluate(Node(name, (x, y)), {}) == host.evaluate(Node(name, (y, x)), {})

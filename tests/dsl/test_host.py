@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.ir.exact import NotStatic, evaluate
+from kvpolicy.dsl.ir.host import NotStatic, evaluate
 from kvpolicy.dsl.syntax.source import Source
 
 ENV = {"layers": Fraction(4), "heads": Fraction(8), "kv_heads": Fraction(2), "layer": Fraction(1),

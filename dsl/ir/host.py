@@ -1,4 +1,4 @@
-"""Values known before the prefill: exact rationals, and float64 where a function leaves them."""
+"""Values known before the prefill, which the host evaluates: exact rationals, or float64."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class _Evaluation:
 
     def _over_layers(self, node: Node) -> Value | None:
         layers = self._each_layer()
-        if node.op in ("split", "cascade"):
+        if node.operation.shares_out:
             return self._split(node, layers)
         if node.op not in _REDUCTIONS:
             raise NotStatic(node.op)
