@@ -85,6 +85,7 @@ class Definition:
         names: what each name is worth at a layer.
         layers: their number.
         check: raises `OutOfReach` for numbers that are not to be computed.
+        data: names of values that data decide, layer by layer.
     """
 
     def __init__(
@@ -92,8 +93,9 @@ class Definition:
         names: Mapping[str, Callable[[int], Fraction]],
         layers: int,
         check: Callable[[Fraction], None] = lambda x: None,
+        data: frozenset[str] = frozenset(),
     ) -> None:
-        self.names, self.layers, self.check = names, layers, check
+        self.names, self.layers, self.check, self.data = names, layers, check, data
 
     def value(self, tree: Tree, layer: int) -> Value:
         """The value of a tree at a layer."""
@@ -126,7 +128,8 @@ class Definition:
             return all(self.value(each, layer) for each in both)
         if op == "at":
             which = self.value(parts[0], layer)
-            there = which is not None and which in range(layer + 1)
+            done = self.layers if self._waits(tree) else layer + 1
+            there = which is not None and which in range(done)
             return self.value(parts[1], int(which)) if there else None
         if op in ("split", "cascade"):
             return self._divided(op, parts, layer)
@@ -136,6 +139,14 @@ class Definition:
         if None in numbers:
             return False if op in COMPARISONS else None
         return OPERATIONS[op](*numbers)
+
+    def _waits(self, tree: Tree, across: bool = False) -> bool:
+        """Whether a value is known after the last layer only: data of all layers decide it."""
+        op, *parts = tree
+        if op == "name":
+            return across and parts[0] in self.data
+        across = across or op in ("split", "cascade") or op.endswith("[layer]")
+        return any(self._waits(part, across) for part in parts if isinstance(part, tuple))
 
     def _divided(self, op: str, parts: Sequence[Tree], layer: int) -> Fraction:
         columns = [[self.value(part, each) for each in range(self.layers)] for part in parts]

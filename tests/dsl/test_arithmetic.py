@@ -138,7 +138,9 @@ def as_float64(x: Fraction) -> None:
 def test_expressions_of_data_are_the_same_numbers(tree, data, p):
     """The interpreter: rationals where no data decide, float64 beside them."""
     at_layers = {"x": lambda layer: Fraction(data[layer], 4)}
-    definition = Definition(names_of(p=p) | at_layers, SHAPE.layers, as_float64)
+    definition = Definition(
+        names_of(p=p) | at_layers, SHAPE.layers, as_float64, frozenset(at_layers)
+    )
     values = [expected(tree, layer, definition) for layer in range(SHAPE.layers)]
     policy = bound(
         "params: {p: 0}\nlet: {x: 'max[kv, token, dim](value)'}\n"
