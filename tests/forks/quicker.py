@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import sys
 import time
@@ -49,22 +48,11 @@ def starts() -> None:
 
 
 def kernels() -> None:
-    """Has Triton's interpreter list its functions once, and not compute what nobody reads."""
+    """Has Triton's interpreter do once what it does at each call, and not what nobody reads."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    def builtins(owner: Any) -> list[tuple[str, Any]]:
-        return [(name, x) for name, x in inspect.getmembers(owner) if tl.core.is_builtin(x)]
-
-    owners = (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
-    listed = {id(owner): builtins(owner) for owner in owners}
-
-    def patch_builtin(owner: Any, builder: Any, scope: Any) -> None:
-        for name, member in listed[id(owner)]:
-            if getattr(owner, name) is member:  # not replaced already
-                interpreter._patch_attr(owner, name, member, builder, scope)
-
-    interpreter._patch_builtin = patch_builtin
+    _replace_once(interpreter, tl)
     find, found = interpreter._get_np_dtype, {}
 
     def numpy_type(of: Any) -> Any:
@@ -75,9 +63,59 @@ def kernels() -> None:
 
     interpreter._get_np_dtype = numpy_type
     _remember_types(tl.core)
+    _see_what_is_equal(tl.core, interpreter.TritonSemantic)
     # Whether 32 bits overflow is computed at each sum and product, for an assertion that is off.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _replace_once(interpreter: Any, tl: Any) -> None:
+    """Has it replace the language's functions at the first launch, for the whole process.
+
+    It does so at each launch and at each call of a device function.
+    """
+    semantic = interpreter.interpreter_semantic
+    replace_all, replaced = interpreter._patch_lang, []
+
+    def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        # A builtin only checks that there is a `_semantic` before it calls what it wraps.
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*values: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return function(*values, **named)
+
+        scope.set_attr(owner, name, call)
+
+    def patch_lang(_: Any) -> Any:
+        if not replaced:
+            replaced.append(replace_all(SimpleNamespace(__globals__={"tl": tl, "core": tl.core})))
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_attr, interpreter._patch_lang = patch_attr, patch_lang
+
+
+def _see_what_is_equal(core: Any, semantic: Any) -> None:
+    """Looks first whether types, shapes and values are what they nearly always are."""
+    unwrap, equal, broadcast = (
+        core._unwrap_if_constexpr,
+        core.dtype.__eq__,
+        semantic.broadcast_impl_value,
+    )
+    plain = {core.tensor, core.dtype, int, float, bool}
+
+    def unwrap_if_constexpr(value: Any) -> Any:
+        return value if type(value) in plain else unwrap(value)
+
+    def broadcast_impl_value(self: Any, one: Any, other: Any) -> Any:
+        first, second = one.type, other.type
+        if first.is_block() and second.is_block() and first.shape.values == second.shape.values:
+            return one, other
+        return broadcast(self, one, other)
+
+    core._unwrap_if_constexpr = unwrap_if_constexpr
+    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+    semantic.broadcast_impl_value = broadcast_impl_value
 
 
 def _remember_types(core: Any) -> None:
@@ -91,6 +129,7 @@ def _remember_types(core: Any) -> None:
             make_block(self, element_ty, shape)
             sizes = [core.constexpr(size) for size in self.shape]
             self.of_tensors = core.constexpr(prod(self.shape)), core.tuple(sizes)
+            self.of_others = {}  # blocks of this shape, by what they hold
             blocks[key] = dict(vars(self))
         vars(self).update(blocks[key], element_ty=element_ty)
 
@@ -98,4 +137,11 @@ def _remember_types(core: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.numel, self.shape = type.of_tensors if type.is_block() else scalar
 
+    def with_element_ty(self: Any, element_ty: Any) -> Any:
+        if element_ty.name not in self.of_others:
+            self.of_others[element_ty.name] = core.block_type(element_ty, self.shape)
+        return self.of_others[element_ty.name]
+
     core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
+    core.block_type.with_element_ty = with_element_ty
+    core.block_type.to_ir = lambda self, _: self  # the interpreter's types are the language's own
