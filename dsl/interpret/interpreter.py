@@ -1,21 +1,23 @@
 """The interpreter: it defines what a policy does. Clear over fast; numpy, float64.
 
-`interpret` applies a policy to one whole prompt and the decode steps after it. What expressions
-mean stands in `values.py`, how they select in `select.py`, what becomes of
-dropped entries in `merge.py`, a decode step in `decode.py`.
+`interpret` applies a policy to one whole prompt and the decode steps after it, `Prompt` takes the
+steps one by one. What expressions mean stands in `values.py`, how they select in `select.py`, what
+becomes of dropped entries in `merge.py`, a decode step in `decode.py`.
 
 Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, D head size, T steps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.data.arrays import Array
 from kvpolicy.dsl.data.recording import check_layer_queries
-from kvpolicy.dsl.data.result import LayerValue, Result, Steps, reported
+from kvpolicy.dsl.data.result import LayerValue, Result, StepResult, Steps, reported
 from kvpolicy.dsl.interpret.decode import Cache, decode, turned
 from kvpolicy.dsl.interpret.merge import merge, shared
 from kvpolicy.dsl.interpret.select import Evaluator, whole_budget
@@ -51,39 +53,74 @@ def interpret(
     Raises:
         PolicyError: the policy needs data that these tensors do not hold, or they hold NaN.
     """
-    _check_finite(bound, q, k, v, *(steps or ()))
-    tokens = k.shape[2]
-    everything = np.arange(tokens)
-    first = _Pass(bound, q, k, v, tokens)
-    acted = first.run(bound.propagates)
-    tested = first.tested(acted)
-    chosen, last = everything, first
-    if bound.restarts and acted:
-        chosen = next(iter(acted.values()))
-        rows = chosen[chosen >= tokens - q.shape[2]] - (tokens - q.shape[2])
-        last = _Pass(bound, q[:, :, rows], k[:, :, chosen], v[:, :, chosen], tokens)
-        last.run(propagate=False)
-    last.decide(inv_freq)
-    result = _result(last, chosen, tokens)
-    result = replace(result, named={**result.named, **tested} if tokens else {})
-    propagate = bound.program.propagate
-    if acted and propagate is not None:
-        positions = list(acted.values())[-1].tolist()
-        every = propagate.repeats
-        result = replace(
-            result,
-            selected_layer=None if every else next(iter(acted)),
-            propagated={i: x.tolist() for i, x in acted.items()} if every else positions,
-            positions=list(range(len(chosen))) if bound.restarts else positions,
+    prompt = Prompt(bound, q, k, v, inv_freq)
+    return prompt.result if steps is None else replace(prompt.result, steps=prompt.follow(steps))
+
+
+class Prompt:
+    """A prompt to which a policy was applied; the decode steps after it may come one by one.
+
+    Args:
+        bound, q, k, v, inv_freq: as of `interpret`.
+
+    Attributes:
+        result: what the policy decided for it.
+    """
+
+    def __init__(
+        self,
+        bound: Bound,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        inv_freq: np.ndarray | None = None,
+    ) -> None:
+        _check_finite(bound, {"q": q, "k": k, "v": v})
+        tokens = k.shape[2]
+        first = _Pass(bound, q, k, v, tokens)
+        acted = first.run(bound.propagates)
+        tested = first.tested(acted)
+        self._chosen, self._last, self._inv_freq = np.arange(tokens), first, inv_freq
+        if bound.restarts and acted:
+            self._chosen = chosen = next(iter(acted.values()))
+            rows = chosen[chosen >= tokens - q.shape[2]] - (tokens - q.shape[2])
+            self._last = _Pass(bound, q[:, :, rows], k[:, :, chosen], v[:, :, chosen], tokens)
+            self._last.run(propagate=False)
+        self._last.decide(inv_freq)
+        result = _result(self._last, self._chosen, tokens)
+        result = replace(result, named={**result.named, **tested} if tokens else {})
+        propagate = bound.program.propagate
+        if acted and propagate is not None:
+            positions = list(acted.values())[-1].tolist()
+            every = propagate.repeats
+            result = replace(
+                result,
+                selected_layer=None if every else next(iter(acted)),
+                propagated={i: x.tolist() for i, x in acted.items()} if every else positions,
+                positions=list(range(len(self._chosen))) if bound.restarts else positions,
+            )
+        self.result = result
+
+    @cached_property
+    def _cache(self) -> Cache:
+        return self._last.cache()
+
+    def follow(self, steps: Steps) -> list[StepResult]:
+        """What is cached after each of the decode steps that come next.
+
+        Raises:
+            PolicyError: they hold NaN.
+        """
+        _check_finite(
+            self._last.bound, dict(zip(("q_step", "k_step", "v_step"), steps, strict=True))
         )
-    if steps is not None:
-        names = np.concatenate([chosen, np.arange(tokens, tokens + len(steps[0]))])
-        result = replace(result, steps=decode(last.cache(), steps, inv_freq, names))
-    return result
+        first, cache = self._last.prompt, self._cache
+        new = np.arange(first, first + cache.generated + len(steps[0]))
+        return decode(cache, steps, self._inv_freq, np.concatenate([self._chosen, new]))
 
 
-def _check_finite(bound: Bound, *tensors: np.ndarray) -> None:
-    for name, tensor in zip(("q", "k", "v", "q_step", "k_step", "v_step"), tensors, strict=False):
+def _check_finite(bound: Bound, tensors: Mapping[str, np.ndarray]) -> None:
+    for name, tensor in tensors.items():
         if not np.isfinite(tensor).all():
             message = f"`{name}` holds NaN or infinity; nothing can be decided by it"
             raise refused(bound.program.name, "data", message)

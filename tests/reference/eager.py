@@ -16,7 +16,7 @@ from eager_llama import Llama, attend, checkpoint
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.data.result import Result
-from kvpolicy.dsl.interpret.interpreter import interpret
+from kvpolicy.dsl.interpret.interpreter import Prompt, interpret
 from torch import Tensor
 
 
@@ -86,6 +86,7 @@ class _Request:
         self.recorded: list[np.ndarray] = []  # q [L, H, N, D], k and v [L, G, N, D]
         self.steps: list[list[np.ndarray]] = [[], [], []]  # of q, k, v: [L, heads, D]
         self.caches: list[list[tuple[Tensor, Tensor]]] = []  # by layer, KV head: [n, D] twice
+        self.prompt: Prompt | None = None  # as the policy left it
         self.answered = Generation()
 
     def answer(self, ids: list[int], new_tokens: int, forced: Sequence[int]) -> Generation:
@@ -168,18 +169,21 @@ class _Request:
             kept = [[self._everything()] * self.model.shape.kv_heads for _ in self.layers]
             vectors = None
         else:
-            steps = tuple(np.stack(each) for each in self.steps) if self.steps[0] else None
-            inverse = self.model.frequencies.numpy()
-            result = interpret(self.bound, *self.recorded, steps=steps, inv_freq=inverse)
-            self.answered.result = result
-            if steps is None:
+            if self.prompt is None:
+                inverse = self.model.frequencies.numpy()
+                self.prompt = Prompt(self.bound, *self.recorded, inverse)
+                result = self.prompt.result
                 kept = [[np.flatnonzero(h).tolist() for h in each] for each in result.kept]
                 vectors = result.merged and [
                     [(k[h][held], v[h][held]) for h, held in enumerate(heads)]
                     for (k, v), heads in zip(result.merged, kept, strict=True)
                 ]
             else:
-                kept, vectors = result.steps[-1].kept, result.steps[-1].merged
+                result = self.answered.result
+                (after,) = self.prompt.follow(tuple(each[-1][None] for each in self.steps))
+                kept, vectors = after.kept, after.merged
+                result = replace(result, steps=[*result.steps, after])
+            self.answered.result = result
         self.answered.kept.append(kept)
         self.caches = [
             [self._cache(layer, head, kept, vectors) for head in range(self.model.shape.kv_heads)]
