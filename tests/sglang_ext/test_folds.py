@@ -89,7 +89,7 @@ def test_answers_do_not_depend_on_what_else_happens(run, interval, env, flags):
     assert seen["folds"] > 20
     assert seen["cut"] >= 2
     assert seen["aborted"] >= 1
-    assert seen["skipped"] <= 2
+    assert seen["skipped"] <= 4  # SGLang 0.5.22 admits more at once
     assert (seen["retractions"] > 5) == bool(env)
 
 
