@@ -159,10 +159,10 @@ class Watch:
         """A generated kernel that gives zeros."""
 
         def run(*given: Any) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-            ids = given[3]
+            (q, _), (_, ids) = given[:2]
             sizes = {
                 "kv": ids.shape[0], "token": ids.shape[1], "group": made.bound.shape.group,
-                "query": 0 if given[0] is None else given[0].shape[1],
+                "query": 0 if q is None else q.shape[1],
             }  # fmt: skip
             with self.observed.launch():
                 results = tuple(

@@ -44,7 +44,7 @@ FORBIDDEN = {
 PACKAGES = {
     "dsl": ("syntax", "ops", "ir", "check", "bind", "data", "interpret", "codegen", "execute",
             "tools"),
-    "kernels": ("launch", "entries", "scoring", "merging", "attention"),
+    "kernels": ("launch", "entries", "templates", "scoring", "merging", "attention"),
     "sglang_ext": ("face", "memory", "request", "report", "forward", "attention", "serving",
                    "experiment"),
 }  # fmt: skip

@@ -47,7 +47,6 @@ class Writer(Leaves):
             return self._number(node, exact=not static)
         if id(node) in self.stored:
             name, axes = self.stored[id(node)]
-            self.reads[name] = None
             return self._load(node.name or node.op, name, axes, node)
         made = self.leaf(self, node)
         if made is not None:
@@ -195,7 +194,7 @@ class Writer(Leaves):
     def known_number(self, x: Tile, over: tuple[str, ...]) -> Tile | None:
         """The same where it need not be counted: each query sees the tokens up to its own."""
         inner = [each for each in x.present if each.axes & set(over)]
-        if self.form.steps and (inner or (self.causal and "query" in over)):
+        if self.steps and (inner or (self.causal and "query" in over)):
             return None
         if any(each.text != SEEN.text for each in inner) or "token" in over:
             return None
@@ -249,7 +248,7 @@ class Writer(Leaves):
 
     def _neighbour(self, inner: Writer, near: str) -> None:
         """A token `step` places further; at decode steps among the entries that the head holds."""
-        if not self.form.steps:
+        if not self.steps:
             inner.line(f"{near} = {self.token} + step")
             inner.line(f"{near}_held = ({near} >= 0) & ({near} < tokens)")
             return
@@ -257,7 +256,7 @@ class Writer(Leaves):
         inner.line(f"{rank} = {self.token}_rank + step")
         inner.line(f"{near}_held = {self.held} & ({rank} >= 1) & ({rank} <= own_entries)")
         inner.line(f"{near} = {rank} - 1")
-        inner.line("if RAGGED:")
+        inner.line("if order is not None:")
         load = f"tl.load(order + head * tokens + {near}, mask={near}_held, other=0)"
         inner.line(f"    {near} = {load}")
 
@@ -277,7 +276,6 @@ class Writer(Leaves):
             size = max(1, counts.whole(self.bound.number(width, 1), 2**31))
             return str((size - 1) // 2), str(size // 2), repr(float(size))
         names = [self.arguments.number(width, how) for how in ("before", "after", "width")]
-        self.used.update(dict.fromkeys(names))
         return names[0], names[1], names[2]
 
 

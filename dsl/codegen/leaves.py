@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kernel_values import is_end
-from kvpolicy.dsl.codegen.forms import Form
 from kvpolicy.dsl.codegen.tiles import Arguments, Condition, Tile
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ir.written import written
@@ -19,32 +18,29 @@ from kvpolicy.dsl.ir.written import written
 
 @dataclass
 class Leaves:
-    """Lines of one kernel's body, and the values that they begin from.
+    """Lines of one function, and the values that they begin from.
 
     Attributes:
         token: name of the tile of tokens; `held`: condition that a token exists and, at decode
             steps, that the KV head holds it.
         sizes: texts of the sizes of the tile, by axis; 1 where the kernel has none of them.
-        form: of a prefill or of decode steps.
+        steps: of decode steps, else of a prefill.
         given: values at hand, by id of node.
         stored: names of pointers to values of reductions made by an earlier kernel.
-        used: names of arguments that this kernel needs; `reads`: of `stored`.
         made: names that its lines gave to values.
         causal: every value per query and token is absent where the token comes after the query.
     """
 
     bound: Bound
     arguments: Arguments
-    indent: str
     sizes: dict[str, str]
-    form: Form
+    steps: bool
     token: str = "token"
     held: str = "held"
+    indent: str = "    "
     lines: list[str] = field(default_factory=list)
     given: dict[int, Tile] = field(default_factory=dict)
     stored: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
-    used: dict[str, None] = field(default_factory=dict)
-    reads: dict[str, None] = field(default_factory=dict)
     made: set[str] = field(default_factory=set)
     causal: bool = False
 
@@ -79,7 +75,6 @@ class Leaves:
                 return Tile(f'float("{x}")')
             return Tile(f"({x!r})" if x < 0 else repr(x))
         name = self.arguments.number(node, "truth" if truth else "value")
-        self.used[name] = None
         return Tile(f"({name} != 0)" if truth else name)
 
     def _count(self, node: Node) -> str:
@@ -89,13 +84,12 @@ class Leaves:
             if number == int(number):
                 return str(max(0, int(number)))
         name = self.arguments.number(node, "count")
-        self.used[name] = None
         return name
 
     def _place(self, node: Node) -> Tile | None:
         """What follows from a token's place."""
         axes = frozenset(("token",))
-        if node.op == "new" and self.form.steps:
+        if node.op == "new" and self.steps:
             return Tile(f"({self.token} == tokens - 1)", axes)
         if node.op in ("all", "new"):
             return Tile(f"({self.token} >= 0)", axes)
@@ -103,10 +97,10 @@ class Leaves:
             return Tile(self.named("index", f"{self.token}.to(tl.float32)"), axes)
         if node.op == "position":
             load = f"tl.load(positions + {self.token}, mask={self.held}, other=0).to(tl.float32)"
-            if self.form.steps:
+            if self.steps:
                 return Tile(self.named("position", load), axes)
             name = self.named("position", f"{self.token}.to(tl.float32)")
-            self.line("if POSITIONS:")
+            self.line("if positions is not None:")
             self.line(f"    {name} = {load}")
             return Tile(name, axes)
         return self.end(node) if is_end(node, self.bound) else None
@@ -114,7 +108,7 @@ class Leaves:
     def end(self, node: Node, *, outside: bool = False) -> Tile:
         """`recent(n)` or `sinks(n)`, or the tokens outside of it."""
         count, sinks = self._count(node.args[1]), node.origin == "sinks"
-        if self.form.steps:  # of the entries that the head holds
+        if self.steps:  # of the entries that the head holds
             before = sinks != outside
             last = count if sinks else f"own_entries - {count}"
             text = f"{self.token}_rank {'<=' if before else '>'} {last}"
@@ -127,12 +121,10 @@ class Leaves:
         """An input, with where it is present if it may be absent."""
         axes, wish = self.arguments.axes(node), node.name or node.op
         name = self.arguments.tensor(node, False)
-        self.used[name] = None
         made = self._load(wish, name, axes, node)
         if not node.type.absent:
             return made
         there = self.arguments.tensor(node, True)
-        self.used[there] = None
         text = self._load(f"{wish}_there", there, axes, None).text
         return replace(made, present=(Condition(f"({text} != 0)", made.axes),))
 

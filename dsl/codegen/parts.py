@@ -1,11 +1,10 @@
-"""What a generated file consists of: its kernels, their sizes, arguments and results."""
+"""What a generated file completes: which kernels, of which sizes, and their results."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.codegen.forms import Form
 from kvpolicy.dsl.codegen.regions import Bundle
 from kvpolicy.dsl.codegen.shapes import TileShape
 from kvpolicy.dsl.codegen.tiles import Arguments
@@ -16,7 +15,7 @@ from kvpolicy.dsl.ops.operations import Kind
 
 @dataclass(frozen=True)
 class Result:
-    """A tensor that `run` returns.
+    """A tensor that a file's kernels make.
 
     Attributes:
         node: whose value, or part of it, it is.
@@ -38,22 +37,12 @@ class Result:
 
 
 class Parts:
-    """The parts of one file.
+    """The parts of one file."""
 
-    Attributes:
-        column_arguments, row_arguments: of the kernels `columns` and `rows`: inputs, then results.
-        tail_reads, tail_used, tail_results: of `tail`: values of reductions, inputs, results.
-    """
-
-    def __init__(self, bundle: Bundle, bound: Bound, single: bool, form: Form) -> None:
-        self.bundle, self.bound, self.form = bundle, bound, form
-        self.arguments = Arguments(form.steps, form.reserved)
+    def __init__(self, bundle: Bundle, bound: Bound, single: bool, steps: bool) -> None:
+        self.bundle, self.bound, self.steps = bundle, bound, steps
+        self.arguments = Arguments(steps)
         self.results: list[Result] = []
-        self.column_arguments: list[str] = []
-        self.row_arguments: list[str] = []
-        self.tail_reads: list[str] = []
-        self.tail_used: list[str] = []
-        self.tail_results: list[str] = []
         self.inputs = {id(node) for node in bundle.inputs}
         self.outputs = {id(node) for node in bundle.outputs}
         self.columns = [each for each in bundle.reductions if each.role == "columns"]
@@ -62,16 +51,12 @@ class Parts:
         self.pools = any(node.operation.kind is Kind.POOL for node in bundle.tail)
         inside = [n for each in (*self.columns, *self.rows) for n in each.node.walk()]
         self.softmax = any(node.op == "attn" for node in inside)
-        tensors = [n.op for each in self.vectors for n in each.node.walk()]
-        self.reads_values = "value" in tensors
-        self.reads_keys = bool(self.columns) or "key" in tensors
         self.window = self._window()
         simple = len(self.columns) < 2 and all(each.node.op != "var" for each in self.columns)
-        few = form.steps and self.window is None
+        few = steps and self.window is None
         self.tiles = TileShape.of(bound.shape, self.window, single, simple, few)
         # Otherwise a program goes over its keys' queries block by block.
         self.whole = self.tiles.whole
-        self.flags = bool(self.vectors) or (bool(self.columns) and not self.softmax)
 
     def _window(self) -> int | None:
         """The window's size, if no prompt and no layer changes it."""

@@ -20,6 +20,7 @@ class Statistic:
 
     Attributes:
         parts: after `end`, tiles by part of the result.
+        state: names of what is kept from tile to tile, and to the end.
     """
 
     reduction: Reduction
@@ -34,6 +35,7 @@ class Statistic:
         self.axes = frozenset(self.reduction.axes) - {"kv"}
         self.parts: dict[str, Tile] = {}
         self.name = self.writer.arguments.fresh(node.name or f"{node.op}_of_queries")
+        self.state = [self.name]
 
     def _new(self, suffix: str) -> str:
         return self.writer.arguments.fresh(f"{self.name}_{suffix}")
@@ -50,17 +52,21 @@ class Statistic:
             if self.known is not None and not self.writer.is_outside(self.known.text):
                 self.known = None
             if self.known is None:
-                self.count = self._new("count")
-                writer.line(f"{self.count} = tl.zeros({size}, tl.float32)")
+                self.count = self._kept(writer, "count", size)
         if op == "var":
-            self.spread = self._new("spread")
-            writer.line(f"{self.spread} = tl.zeros({size}, tl.float32)")
+            self.spread = self._kept(writer, "spread", size)
         kind = "sum" if op in ("mean", "var") else op
         empty, dtype = EMPTY[kind], "tl.int32" if op == "any" else "tl.float32"
         writer.line(f"{self.name} = tl.full({size}, {empty}, {dtype})")
         if self._compensated(kind):
-            self.lost = self._new("lost")
-            writer.line(f"{self.lost} = tl.zeros({size}, tl.float32)")
+            self.lost = self._kept(writer, "lost", size)
+
+    def _kept(self, writer: Writer, suffix: str, size: str) -> str:
+        """One more value that is kept, 0 so far."""
+        name = self._new(suffix)
+        writer.line(f"{name} = tl.zeros({size}, tl.float32)")
+        self.state.append(name)
+        return name
 
     def add(self, writer: Writer) -> None:
         """One tile of queries."""
@@ -70,6 +76,7 @@ class Statistic:
             return
         if self.whole and op == "mean" and self.reduction.rest:
             self.count = self._new("count")
+            self.state.append(self.count)
             writer.line(f"{self.count} = {writer.number(self.x, self.over, self.node).text}")
             op = "sum"
         if self.whole:
@@ -168,12 +175,9 @@ class VectorWriter:
     def of(
         cls, made: Parts, input: Callable[[Writer, Node], Tile | None], outer: Writer
     ) -> VectorWriter:
-        outer.line("entry_column = entry[:, None]")
-        held = "owned[:, None]" if made.form.steps else "entry_column < tokens"
-        outer.line(f"entry_held = {held}")
         inner = Writer(
-            made.bound, made.arguments, " " * 8, {}, made.form,
-            token="entry_column", held="entry_held", lines=outer.lines, used=outer.used,
+            made.bound, made.arguments, {}, made.steps,
+            token="entry_column", held="entry_held", lines=outer.lines,
         )  # fmt: skip
         vectors = cls(inner, made, input)
         inner.leaf = vectors._leaf
@@ -227,18 +231,6 @@ class VectorWriter:
             text = f"tl.where({conjunction(tuple(conditions))}, {text}, {EMPTY[op]})"
         fold = {"sum": "tl.sum", "count": "tl.sum", "max": "tl.max", "any": "tl.max"}
         return f"{fold.get(op, 'tl.min')}({text}, 1)"
-
-    @staticmethod
-    def check(writer: Writer, flagged: bool, values: bool, vectors: list[Reduction]) -> None:
-        """Counts numbers of the model that are not finite, so that they decide nothing."""
-        terms = ["unusable"] if flagged else []
-        ops = {node.op for each in vectors for node in each.node.walk()}
-        for op, tile in (("key", "k_tile"), ("value", "v_tile")):
-            if op in ops:
-                inside = f'tl.abs({tile}.to(tl.float32)) < float("inf")'
-                terms.append(f"tl.sum(tl.where({inside}, 0, 1))")
-        writer.line(f"wrong = {' + '.join(terms)}")
-        writer.line("tl.store(flags + head * tl.cdiv(tokens, BLOCK_N) + block, wrong)")
 
 
 def _wide(name: str) -> str:

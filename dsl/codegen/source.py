@@ -1,12 +1,12 @@
-"""Readable Triton source of a bundle: one file with its kernels and a function `run`.
+"""Readable Triton source of a bundle: the functions that complete the frames of its kernels.
 
 A window takes two passes over the keys: the first makes the log-sum-exp of each query's row, the
 second the probabilities, whatever the policy computes of them, and the reductions, one block of
 keys after the other, so that nothing of size [H, W, n] is written. Pooling needs neighbours and
-follows as a third, small kernel over values per token.
+follows as a third, small kernel over values per token. The kernels themselves are told to the
+program from outside; what they are told of a file is its `FRAME`.
 
-Dimensions: G KV heads, H query heads, n tokens of a layer, W queries of a window, D head size,
-S splits of a row.
+Dimensions: G KV heads, H query heads, n tokens of a layer, W queries of a window, D head size.
 """
 
 from __future__ import annotations
@@ -16,31 +16,27 @@ from dataclasses import dataclass, replace
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.codegen.causal import skips
 from kvpolicy.dsl.codegen.expressions import Writer
-from kvpolicy.dsl.codegen.forms import PREFILL, STEPS
 from kvpolicy.dsl.codegen.parts import Parts, Result
 from kvpolicy.dsl.codegen.reductions import Statistic, VectorWriter, fold, shape
 from kvpolicy.dsl.codegen.regions import Bundle, Reduction
-from kvpolicy.dsl.codegen.run import run_text
-from kvpolicy.dsl.codegen.stores import places, store, store_row
-from kvpolicy.dsl.codegen.text import HEADER, QUERIES, ROW, columns, indented, row_pass, rows, tail
+from kvpolicy.dsl.codegen.stores import store, store_row
+from kvpolicy.dsl.codegen.text import HEADER, TILES, Names
 from kvpolicy.dsl.codegen.tiles import SEEN, TILE, Tile, conjunction
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ir.written import written
 
-_BODY = " " * 8
-
 
 @dataclass(frozen=True)
 class Source:
-    """A generated file and how to call it.
+    """A generated file and how its kernels are called.
 
     Attributes:
         text: Python.
-        results: what `run` returns, in order.
-        tensors: its `inputs`: a node, the axes of the tensor, and whether that is where the node's
-            value is present instead of its data.
-        numbers: its `numbers`: how each is made of a node.
-        order: at decode steps: whether it reads in which order a KV head's own entries come.
+        results: what they return, in order.
+        tensors: their `inputs`: a node, the axes of the tensor, and whether that is where the
+            node's value is present instead of its data.
+        numbers: their `numbers`: how each is made of a node.
+        order: at decode steps: whether they read in which order a KV head's own entries come.
     """
 
     text: str
@@ -57,7 +53,19 @@ def generate(bundle: Bundle, bound: Bound, *, single: bool = False, steps: bool 
         single: queries and keys are float32, else of two bytes.
         steps: for decode steps, else for a prefill.
     """
-    return Generator(bundle, bound, single, STEPS if steps else PREFILL).source()
+    return Generator(bundle, bound, single, steps).source()
+
+
+_LOOP = ("start", "tile", "store")
+
+
+@dataclass(frozen=True)
+class _Function:
+    """What it is given, its lines, and what it takes and returns of the state."""
+
+    given: tuple[str, ...]
+    lines: list[str]
+    state: tuple[list[str], list[str]]
 
 
 class Generator(Parts):
@@ -65,42 +73,104 @@ class Generator(Parts):
 
     def source(self) -> Source:
         """All of the file."""
-        parts = []
-        if self.softmax:
-            parts.append(row_pass(self.form))
+        functions: dict[str, dict[str, _Function]] = {}
         if self.columns or self.vectors:
-            parts.append(self._columns())
+            functions["columns"] = self._columns()
         if self.rows:
-            parts.append(self._rows())
+            functions["rows"] = self._rows()
         if self.pools:
-            parts.append(self._tail())
-        bundle, sizes = self.bundle, self.bound.shape
-        outputs = "\n".join(
-            f"    {each}" for each in dict.fromkeys(map(_described, bundle.outputs))
-        )
-        heads = f"{sizes.group} query heads per KV head of size {sizes.head_dim}"
-        header = HEADER.format(
-            policy=self.bound.program.name,
-            outputs=outputs,
-            sizes=f"decode steps, {heads}" if self.form.steps else heads,
-        )
-        parts = [each.strip("\n") for each in (header, *parts, run_text(self))]
-        text = "\n\n\n".join(parts) + "\n"
+            functions["tail"] = self._tail()
+        names, texts = self._names(), []
+        for kernel, own in functions.items():
+            for part, each in own.items():
+                texts.append(names.function(f"{kernel}_{part}", each.given, each.lines, each.state))
+        text = "\n\n\n".join([self._header(), *texts, self._frame(functions)])
         results = tuple(each for each in self.results if not each.stage)
         numbers, tensors = self.arguments.numbers.values(), self.arguments.tensors.values()
         tensors = tuple((node, self.arguments.axes(node), there) for node, there in tensors)
-        return Source(text, results, tensors, tuple(numbers), "tl.load(ranks" in text)
+        return Source(f"{text}\n", results, tensors, tuple(numbers), "entries.rank" in text)
 
-    def writer(self, indent: str, rows: bool) -> Writer:
-        """A writer for one of the kernels."""
-        sizes = {"group": "GROUP_P", "query": "BLOCK_W" if rows else "1", "token": "BLOCK_N"}
-        leaf = self._leaf if rows else self.input
+    def _header(self) -> str:
+        outputs = "\n".join(
+            f"    {each}" for each in dict.fromkeys(map(_described, self.bundle.outputs))
+        )
+        sizes = self.bound.shape
+        heads = f"{sizes.group} query heads per KV head of size {sizes.head_dim}"
+        return HEADER.format(
+            policy=self.bound.program.name,
+            outputs=outputs,
+            sizes=f"decode steps, {heads}" if self.steps else heads,
+        ).strip("\n")
+
+    def _names(self) -> Names:
+        """What functions may use: sizes, and what they are given by number."""
+        shape, tiles = self.bound.shape, self.tiles
+        sizes = {
+            "GROUP": shape.group, "GROUP_P": tiles.group, "BLOCK_W": tiles.width,
+            "HEAD_DIM": shape.head_dim, "HEAD_DIM_P": tiles.dim,
+        }  # fmt: skip
+        own = {name: f"inputs[{i}]" for i, name in enumerate(self.arguments.tensors)}
+        for i, (name, (how, _)) in enumerate(self.arguments.numbers.items()):
+            kind = "tl.float32" if how in ("value", "width") else "tl.int32"
+            own[name] = f"tl.cast(numbers[{i}], {kind})"
+        own |= {each.name: f"results[{i}]" for i, each in enumerate(self.results)}
+        return Names(sizes, own)
+
+    def _frame(self, functions: dict[str, dict[str, _Function]]) -> str:
+        """What the launches of the kernels need to know."""
+        tiles, checks, kernels = self.tiles, self._checks(), {}
+        for kernel, parts in (("columns", _LOOP), ("rows", _LOOP), ("tail", ("store",))):
+            own = [
+                f"{kernel}_{part}" if part in functions.get(kernel, ()) else "None"
+                for part in parts
+            ]
+            one = own[0] if len(own) == 1 else f"({', '.join(own)})"
+            kernels[kernel] = one if kernel in functions else "None"
+        facts = {
+            "steps": self.steps,
+            "group": self.bound.shape.group,
+            "head_dim": self.bound.shape.head_dim,
+            "padded": (tiles.group, tiles.dim),
+            "width": tiles.width,
+            "whole": self.whole,
+            "block": tiles.block,
+            "launch": {"num_warps": tiles.warps, "num_stages": tiles.stages},
+            "softmax": self.softmax,
+            "checks": checks,
+            "reads_keys": bool(self.columns) or "keys" in checks,
+            "skips": self._skips(),
+            "returned": tuple(i for i, each in enumerate(self.results) if not each.stage),
+        }
+        results = [
+            f"        ({each.axes}, {each.truth}, {each.splits}),  # {each.name}"
+            for each in self.results
+        ]
+        lines = [f'    "{name}": {value!r},' for name, value in facts.items()]
+        lines += ['    "results": (', *results, "    ),"]
+        lines += [f'    "{name}": {text},' for name, text in kernels.items()]
+        return "\n".join(["FRAME = {", *lines, "}"]).replace("'", '"')
+
+    def _checks(self) -> tuple[str, ...]:
+        """Which numbers of the model are counted where they are not finite: they decide nothing."""
+        ops = {node.op for each in self.vectors for node in each.node.walk()}
+        checks = ["logits"] if self.columns and not self.softmax else []
+        return (*checks, *(f"{op}s" for op in ("key", "value") if op in ops))
+
+    def _skips(self) -> bool:
+        """Whether earlier queries of a prefill need not be gone over for a block of keys."""
+        looped = bool(self.columns) and not self.whole and not self.steps
+        return looped and self.softmax and all(skips(each) for each in self.columns)
+
+    def writer(self, over_queries: bool) -> Writer:
+        """A writer for one of the functions."""
+        sizes = {
+            "group": "GROUP_P", "query": "BLOCK_W" if over_queries else "1", "token": "BLOCK_N",
+        }  # fmt: skip
+        leaf = self._leaf if over_queries else self.input
         # The queries of several decode steps are evaluated as if each step were by itself.
         window = self.bundle.window
-        causal = self.form.steps and window is not None and window.value == "new"
-        return Writer(
-            self.bound, self.arguments, indent, sizes, self.form, causal=causal, leaf=leaf
-        )
+        causal = self.steps and window is not None and window.value == "new"
+        return Writer(self.bound, self.arguments, sizes, self.steps, causal=causal, leaf=leaf)
 
     # Leaves.
 
@@ -125,24 +195,19 @@ class Generator(Parts):
         return self.input(writer, node)
 
     def _distance(self, writer: Writer) -> Tile:
-        axes = frozenset(("query", "token"))
-        if self.form.steps:
-            far = "(asked_at - at[None, None, :]).to(tl.float32)"
-            return Tile(writer.named("distance", far), axes, (SEEN,))
-        asked = "tokens - queries + row"
-        name = writer.named("distance", f"({asked} - token).to(tl.float32)")
-        writer.line("if POSITIONS:")
-        own = f"tl.load(positions + {asked}, mask=row < queries, other=0)"
-        writer.line(f"    far = {own} - tl.load(positions + token, mask=held, other=0)")
-        writer.line(f"    {name} = far.to(tl.float32)")
-        return Tile(name, axes, (SEEN,))
+        name = writer.named("distance", "(asked_at - at).to(tl.float32)")
+        if not self.steps:
+            writer.line("if positions is not None:")
+            own = "tl.load(positions + asked_at, mask=row < queries, other=0)"
+            writer.line(f"    far = {own} - tl.load(positions + token, mask=held, other=0)")
+            writer.line(f"    {name} = far.to(tl.float32)")
+        return Tile(name, frozenset(("query", "token")), (SEEN,))
 
     # The second pass: values per token.
 
-    def _columns(self) -> str:
-        depth = _BODY if self.whole or not self.columns else _BODY + "    "
-        writer = self.writer(depth, True)
-        before = replace(writer, lines=[], indent=_BODY)
+    def _columns(self) -> dict[str, _Function]:
+        writer = self.writer(True)
+        before = replace(writer, lines=[])
         made: list[tuple[Reduction, Statistic]] = []
         for each in self.columns:
             writer.comment(each.node)
@@ -150,77 +215,31 @@ class Generator(Parts):
             statistic.start(before)
             statistic.add(writer)
             made.append((each, statistic))
-        flag = self.flags and bool(self.columns) and not self.softmax
-        if flag:
-            writer.line('wrong = tl.where(tl.abs(logits) < float("inf"), 0, 1)')
-            writer.line(f"unusable {'=' if self.whole else '+='} tl.sum(wrong)")
-            before.line("unusable = 0")
-        after = replace(self.writer(_BODY, False), lines=[], used=writer.used)
+        after = self.writer(False)
         for each, statistic in made:
             statistic.end(after)
             self._hand_out(after, each, statistic.parts)
-        self._vectors(after, flag)
+        inner = VectorWriter.of(self, self.input, after)
+        for each in self.vectors:
+            self._hand_out(after, each, inner.parts(each))
         if not self.pools:
             self._finish(after)
-        body = self._assembled(before.lines, writer.lines, after.lines)
-        self.column_arguments = [*writer.used, *(each.name for each in self.results)]
-        numbers = self._numbers("tokens", "queries", "blocks", *writer.used)
-        return columns(self.form, self.column_arguments, body, numbers)
+        state = [name for _, statistic in made for name in statistic.state]
+        store = _Function(
+            ("state", "k_tile", "v_tile", *TILES, "results"), after.lines, (state, [])
+        )
+        if not self.columns:
+            return {"store": store}
+        return self._loop(state, [] if self.whole else before.lines, writer.lines, store)
 
-    def _numbers(self, *names: str) -> str:
-        """Arguments that change from prompt to prompt, for which nothing is compiled anew."""
-        own = (name for name in names if name not in self.arguments.tensors)
-        return ", ".join(f'"{name}"' for name in own)
-
-    def _assembled(self, before: list[str], inner: list[str], after: list[str]) -> str:
-        """The loop over blocks of keys, and below it that over queries, unless one tile is all."""
-        lines: list[str] = []
-        hoisted = self.columns and self.whole
-        if hoisted:
-            lines += indented(self._queries(""), "    ")
-        lines += indented(self.form.block(), "    ")
-        ranks = self.form.ranks([*before, *inner, *after])
-        lines += [f"{_BODY}{line}" for line in ranks]
-        lines += places(after, _BODY, self.form)
-        if self.reads_keys:
-            lines += indented(self.form.tile("k"), _BODY)
-        if self.columns and not hoisted:
-            lines += before
-            lines += self._loop()
-        if self.columns:
-            deep = _BODY if hoisted else _BODY + "    "
-            lines += indented(
-                "scores = tl.dot(asked, tl.trans(k_tile), input_precision=PRECISION)\n"
-                "logits = tl.reshape(scores * SCALE, (GROUP_P, BLOCK_W, BLOCK_N))\n"
-                f"seen = {self.form.seen}",
-                deep,
-            )
-        lines += inner
-        return "\n".join([*lines, *after]) + "\n"
-
-    def _loop(self) -> list[str]:
-        causal = all(skips(each) for each in self.columns)
-        lines = []
-        causal = causal and not self.form.steps
-        if causal and not (self.flags and not self.softmax):
-            lines.append(f"{_BODY}# Earlier queries do not see these tokens.")
-            first = "tl.maximum(block * BLOCK_N - (tokens - queries), 0) // BLOCK_W * BLOCK_W"
-            lines.append(f"{_BODY}first = {first}")
-        else:
-            lines.append(f"{_BODY}first = 0")
-        lines.append(f"{_BODY}for start in range(first, queries, BLOCK_W):")
-        return [*lines, *indented(self._queries("start + "), _BODY + "    ")]
-
-    def _queries(self, start: str) -> str:
-        """Loads of a tile of queries, and of the log-sum-exp of their rows."""
-        lse = ""
-        if self.softmax:
-            place = "place = (head * GROUP + group) * queries + row"
-            there = "there = (group < GROUP) & (row < queries)"
-            load = "lse = tl.load(row_lse + place, mask=there, other=0.0)"
-            lse = f"{place}\n{there}\n{load}"
-        row = ROW.format(start=start, at=self.form.row_at, lse=lse)
-        return (QUERIES.format(start=start) + row).rstrip()
+    def _loop(
+        self, state: list[str], before: list[str], inner: list[str], store: _Function
+    ) -> dict[str, _Function]:
+        """Functions of a kernel over queries; without `before`, of a single tile of them."""
+        given = ("state", "asked", "logits", "seen", *TILES)
+        start = {"start": _Function((), before, ([], state))} if before else {}
+        tile = _Function(given, inner, (state if before else [], state))
+        return {**start, "tile": tile, "store": store}
 
     def _hand_out(self, writer: Writer, each: Reduction, parts: dict[str, Tile]) -> None:
         """Stores what a reduction gives, or leaves it to the tail of the same kernel."""
@@ -235,17 +254,6 @@ class Generator(Parts):
             stage = id(node) not in self.outputs
             self.results.append(Result(name, node, part, each.axes, stage=stage))
             store(writer, name, each.axes, tile, truth=self.results[-1].truth)
-
-    def _vectors(self, writer: Writer, flagged: bool) -> None:
-        """Reductions over `dim` of the same block of keys and values."""
-        if self.reads_values:
-            writer.lines += indented(self.form.tile("v"), _BODY)
-        if not self.vectors and not flagged:
-            return
-        inner = VectorWriter.of(self, self.input, writer)
-        for each in self.vectors:
-            self._hand_out(writer, each, inner.parts(each))
-        inner.check(writer, flagged, self.reads_values, self.vectors)
 
     def _finish(self, writer: Writer) -> None:
         """The tail's values that are read outside."""
@@ -266,11 +274,10 @@ class Generator(Parts):
 
     # Values per query.
 
-    def _rows(self) -> str:
-        writer = self.writer(_BODY, True)
-        before = replace(writer, lines=[], indent="    ")
-        after = replace(writer, lines=[], indent="    ")
-        own: list[Result] = []
+    def _rows(self) -> dict[str, _Function]:
+        writer = self.writer(True)
+        before, after = replace(writer, lines=[]), replace(writer, lines=[])
+        state = []
         for each in self.rows:
             writer.comment(each.node)
             x = writer.value(each.node.args[0])
@@ -283,29 +290,22 @@ class Generator(Parts):
                 made = writer.reduced(kind, tile, over, each.node)
                 name = self.arguments.fresh(f"{base}_{part}" if part != "value" else base)
                 fold(kind, name, made.text, before, writer, shape(each, "row"))
+                state.append(name)
                 out = self.arguments.fresh(f"{name}_out")
-                result = Result(out, each.node, part, each.axes, splits=True)
-                own.append(result)
+                self.results.append(Result(out, each.node, part, each.axes, splits=True))
                 store_row(after, out, each.axes, name, kind)
-        self.results += own
-        self.row_arguments = [*writer.used, *(each.name for each in own)]
-        lines = {"before": before.lines, "body": writer.lines, "after": after.lines}
-        numbers = self._numbers("tokens", "queries", "blocks", *writer.used)
-        return rows(self.form, self.row_arguments, lines, self._queries("start + "), numbers)
+        store = _Function(("state", "row", "head", "queries", "results"), after.lines, (state, []))
+        return self._loop(state, before.lines, writer.lines, store)
 
     # Values per token that need their neighbours.
 
-    def _tail(self) -> str:
+    def _tail(self) -> dict[str, _Function]:
         stages = [each for each in self.results if not each.splits and each.part == "value"]
-        writer = self.writer("    ", False)
+        writer = self.writer(False)
         writer.stored = {id(each.node): (each.name, each.axes) for each in stages}
-        known = len(self.results)
         self._finish(writer)
-        self.tail_reads, self.tail_used = list(writer.reads), list(writer.used)
-        self.tail_results = [each.name for each in self.results[known:]]
-        names = [*self.tail_reads, *self.tail_used, *self.tail_results]
-        body = [*places(writer.lines, "    ", self.form), *writer.lines]
-        return tail(self.form, names, body, self._numbers("tokens", *writer.used))
+        given = ("entries", "positions", "order", "inputs", "numbers", "results")
+        return {"store": _Function(given, writer.lines, ([], []))}
 
 
 def _unmasked(node: Node) -> Node:

@@ -13,10 +13,11 @@ from kvpolicy.dsl.ir.nodes import Node
 
 TILE = ("group", "query", "token")
 _RESERVED = frozenset(
-    "q k v tl torch triton head group row token tokens queries dim line entry held place block "
-    "blocks lse scores logits seen positions flags partial step start first run columns rows "
-    "tail max min abs sum any range float int index wrong unusable at_kv at_head real there begin "
-    "end turn asked".split()
+    "tl triton FRAME head group row token tokens queries dim held at lse asked asked_at logits "
+    "seen positions order state entries inputs numbers results k_tile v_tile step index token_rank "
+    "entry_column entry_held entry_column_rank own_entries inside at_kv at_head real columns_start "
+    "columns_tile columns_store rows_start rows_tile rows_store tail_store max min abs sum any "
+    "range float int".split()
 )
 
 
@@ -53,7 +54,7 @@ def conjunction(conditions: tuple[Condition, ...]) -> str:
 
 @dataclass
 class Arguments:
-    """What the kernels of one source are given besides the tensors of the model.
+    """What the functions of one source are given besides the tensors of the model.
 
     Attributes:
         steps: at decode steps every KV head may have values of its own.
@@ -64,13 +65,12 @@ class Arguments:
     """
 
     steps: bool = False
-    reserved: frozenset[str] = frozenset()
     numbers: dict[str, tuple[str, Node]] = field(default_factory=dict)
     tensors: dict[str, tuple[Node, bool]] = field(default_factory=dict)
     _names: dict[tuple, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.taken = set(_RESERVED | self.reserved)
+        self.taken = set(_RESERVED)
 
     def fresh(self, wish: str) -> str:
         """A name that nothing else has."""

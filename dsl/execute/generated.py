@@ -91,10 +91,7 @@ class Generated:
         source, run = self._source(bundle, single)
         inputs = [_tensor(value(node), axes, frame, there) for node, axes, there in source.tensors]
         numbers = [_number(how, node, frame) for how, node in source.numbers]
-        if self.regions.steps:
-            given = _at_steps(bundle, frame, source.order)
-        else:
-            given = _in_prefill(bundle, frame)
+        given = _given(bundle, frame, source.order)
         made, checks = run(*given, inputs, numbers, **options)
         frame.checks.extend(checks)
         return _completed(bundle, source.results, made, frame)
@@ -160,36 +157,29 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _in_prefill(bundle: Bundle, frame: Frame) -> tuple:
-    """Queries, keys, values and tokens, as the sources of a prefill take them."""
-    q = None
-    if bundle.window is not None:
-        q = _last(frame.queries, 1, frame.window(bundle.window))
-    values = _in_slots(frame.stored_values) if _reads_values(bundle) else (None, None)
-    return (q, *_in_slots(frame.stored_keys), *values, frame.positions, frame.tokens)
-
-
-def _at_steps(bundle: Bundle, frame: Frame, ordered: bool) -> tuple:
-    """Queries, keys, values and entries, as the sources of decode steps take them.
+def _given(bundle: Bundle, frame: Frame, ordered: bool) -> tuple:
+    """Queries, keys, values, what is known of tokens and their number, as kernels take them.
 
     Args:
         ordered: whether the order of a KV head's own entries is needed.
     """
+    steps = frame.generated is not None
+    rows = _by_id if steps else _in_slots
     q = asked = None
     if bundle.window is not None:
         window = frame.window(bundle.window)
-        asked = _last(frame.query_places, 0, window)
         q = _last(frame.queries, 1, window)
-    values = _by_id(frame.stored_values) if _reads_values(bundle) else (None, None)
+        asked = _last(frame.query_places, 0, window) if steps else None
+    values = rows(frame.stored_values) if _reads_values(bundle) else (None, None)
     holds = ranks = order = None
-    if frame.there is not None:
+    if steps and frame.there is not None:
         holds = frame.there.contiguous().view(torch.int8)
         if ordered:
             ranks = frame.there.cumsum(-1, dtype=torch.int32)
             held = holds.sort(dim=-1, descending=True, stable=True)
             order = held.indices.int()
-    keys = _by_id(frame.stored_keys)
-    return (q, asked, *keys, *values, frame.positions, holds, ranks, order)
+    marks = (frame.positions, holds, ranks, order)
+    return (q, asked), rows(frame.stored_keys), values, marks, frame.tokens
 
 
 def _reads_values(bundle: Bundle) -> bool:

@@ -71,9 +71,11 @@ blend(below, own, a, b) -> float64 [G, N, D]
     `gram`.
 
 generated(name, source) -> run
-    Compiles Triton source that `triton_source` wrote for the policy of that name, and gives its
-    function `run`, whose arguments and results the source documents. It launches without waiting
-    for the device.
+    Triton functions that `codegen/source.py` wrote for the policy of that name complete kernels,
+    which run(window, keys, values, marks, tokens, inputs, numbers) launches without waiting for the
+    device. The first five say where queries, keys and values lie and what is known of tokens
+    (`execute/generated.py`); it gives the source's results, and truth values that are false where
+    the model's tensors held NaN or infinity.
 
 split(total, weights, limit, *, cascade=False) -> float64 [L]
     `split[layer]` or `cascade[layer]` (`ir/split.py`) of an int up to LARGEST_SPLIT by float64 [L],

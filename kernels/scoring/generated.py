@@ -1,4 +1,4 @@
-"""Sources generated from policies, as modules: written to a cache, imported once per process.
+"""Functions generated from policies, as modules: written to a cache, imported once per process.
 
 Triton compiles functions of files, so a source becomes one. Its name holds a digest of the text:
 which policy, which parameters and which sizes of a model decide the text, so equal names mean equal
@@ -18,19 +18,27 @@ from collections.abc import Callable
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
+from types import ModuleType
+
+from kvpolicy.kernels.templates.run import Frame
 
 
 @lru_cache(maxsize=1024)
 def generated(name: str, source: str) -> Callable:
-    """The function `run` of a generated source.
+    """Launches the frames of `kernels/templates` with the functions of a generated source.
 
     Args:
         name: of the policy, for the file's name.
-        source: Python, see `kvpolicy.dsl.codegen.source`.
+        source: Python: small `@triton.jit` functions, and `FRAME`, what `Frame` says of them.
 
     Raises:
         OSError: neither the cache nor the folder for temporary files can be written.
     """
+    return Frame(**module_of(name, source).FRAME).run
+
+
+def module_of(name: str, source: str) -> ModuleType:
+    """The module of a generated source; as of `generated`."""
     stem = f"{re.sub(r'[^A-Za-z0-9]+', '_', name)}_{hashlib.sha256(source.encode()).hexdigest()}"
     path = _written(f"{stem}.py", source)
     module_name = f"kvpolicy_generated_{stem}"
@@ -40,7 +48,7 @@ def generated(name: str, source: str) -> Callable:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # where Triton looks for a function's globals
     loader.exec_module(module)
-    return module.run
+    return module
 
 
 def cache_folder() -> Path:

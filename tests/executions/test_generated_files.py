@@ -23,52 +23,42 @@ HARNESS = Path(__file__).parents[1] / "kernels"
 SHARED = 227 << 10
 
 
-@pytest.fixture
-def fresh():
-    """No module of an earlier test, and none left for later ones."""
-    generated.generated.cache_clear()
-    yield
-    generated.generated.cache_clear()
-
-
-def test_a_file_is_named_by_its_text(tmp_path, monkeypatch, fresh):
+def test_a_file_is_named_by_its_text(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    source = "def run():\n    return 5\n"
-    first = generated.generated("a-test", source)
-    assert first() == 5
+    source = "MADE = 5\n"
+    first = generated.module_of("a-test", source)
+    assert first.MADE == 5
     (path,) = (tmp_path / "kvpolicy" / "generated").iterdir()
     assert path.name.startswith("a_test_")
     assert path.read_text() == source
     before = path.stat().st_mtime_ns
-    generated.generated.cache_clear()
-    assert generated.generated("a-test", source)() == 5
+    assert generated.module_of("a-test", source).MADE == 5
     assert path.stat().st_mtime_ns == before  # read, not written again
-    assert generated.generated("a-test", source.replace("5", "6"))() == 6
+    assert generated.module_of("a-test", source.replace("5", "6")).MADE == 6
     assert len(list(path.parent.iterdir())) == 2
 
 
-def test_a_damaged_file_is_written_again(tmp_path, monkeypatch, fresh):
+def test_a_damaged_file_is_written_again(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    source = "def run():\n    return 7\n"
-    generated.generated("a-test", source)
+    source = "MADE = 7\n"
+    generated.module_of("a-test", source)
     (path,) = (tmp_path / "kvpolicy" / "generated").iterdir()
     path.write_text("def run(:")
-    generated.generated.cache_clear()
-    assert generated.generated("a-test", source)() == 7
+    assert generated.module_of("a-test", source).MADE == 7
     assert path.read_text() == source
 
 
-def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch, fresh):
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     blocked = tmp_path / "blocked"
     blocked.write_text("a file where the folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    assert generated.generated("a-test", "def run():\n    return 8\n")() == 8
+    assert generated.module_of("a-test", "MADE = 8\n").MADE == 8
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # then it is ~/.cache
     assert generated.cache_folder() == Path.home() / ".cache" / "kvpolicy" / "generated"
 
 
 def test_writers_at_once(tmp_path):
-    source = "def run():\n    return 9\n" + "# padding\n" * 5000
+    source = "MADE = 9\n" + "# padding\n" * 5000
     with ThreadPoolExecutor(8) as pool:
         paths = set(pool.map(lambda _: generated.written_in(tmp_path, "a.py", source), range(64)))
     assert paths == {tmp_path / "a.py"}
@@ -108,8 +98,8 @@ def test_reductions_of_one_window_share_a_pass():
     (bundle,) = regions(bound).bundles
     assert len(bundle.reductions) == 3
     text, _ = texts("cake")
-    # Once for the log-sum-exp of the rows, once for everything else.
-    assert text.count("tl.dot(") == 2
+    # One function for all of them, and one probability.
+    assert text.count("def columns_tile(") == 1
     assert text.count("tl.exp(logits - lse)") == 1
 
 

@@ -1,0 +1,154 @@
+"""Kernels that a policy's functions complete: values per token, values per query, neighbours.
+
+The functions are small `@triton.jit` functions that `dsl/codegen` writes. They are given tiles, the
+policy's `inputs` and `numbers` and, to store to, its `results`; what they keep from tile to tile is
+a tuple, `state`. Nothing of size [H, W, n] is written.
+
+Dimensions: G KV heads, H query heads, n tokens or entries of a layer, W queries of a window.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from kvpolicy.kernels.templates.tiles import (
+    asked_of,
+    entries_of,
+    lines_of,
+    logits_of,
+    places_of,
+    queries_of,
+    vectors,
+)
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "queries", "blocks"],
+    do_not_specialize_on_alignment=[
+        "query_positions", "key_rows", "value_rows", "positions", "holds",
+    ],
+)  # fmt: skip
+def columns(
+    q, query_positions, k, key_rows, v, value_rows, row_lse, positions, holds, ranks, flags,
+    inputs, numbers, results, tokens, queries, blocks,
+    START: tl.constexpr, TILE: tl.constexpr, STORE: tl.constexpr, WHOLE: tl.constexpr,
+    SKIPS: tl.constexpr, CHECK_LOGITS: tl.constexpr, CHECK_KEYS: tl.constexpr,
+    CHECK_VALUES: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_P: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_P: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Values per token of one KV head, over some blocks of tokens.
+
+    Args:
+        START: the state before the first tile of queries; TILE: after one more; STORE: puts away
+            what follows of it, and of the block's keys and values. Without TILE no query is read.
+        WHOLE: one tile holds the window, and START is not needed.
+        SKIPS: queries that do not see a block add nothing to it.
+        CHECK_LOGITS, CHECK_KEYS, CHECK_VALUES: those that are not finite are counted into flags.
+    """
+    head = tl.program_id(1)
+    if TILE is not None and WHOLE:
+        asking, line_row, there = lines_of(head, 0, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
+        q_tile = queries_of(q, asking, line_row, there, HEAD_DIM, HEAD_DIM_P, UPCAST)
+        asked = asked_of(
+            0, head, tokens, queries, query_positions, row_lse, STEPS, GROUP, GROUP_P, BLOCK_W
+        )
+    begin = tl.program_id(0) * blocks
+    end = tl.minimum(begin + blocks, tl.cdiv(tokens, BLOCK_N))
+    for turn in range(begin, end):
+        # From the end, which the pass before read last: it may still be in the GPU's cache.
+        block = begin + end - 1 - turn
+        entry = places_of(block, tokens, STEPS, BLOCK_N)
+        entries = entries_of(entry, head, tokens, queries, positions, holds, ranks, STEPS)
+        wrong = 0
+        k_tile = None
+        if k is not None:
+            k_tile = vectors(k, key_rows, entries, STEPS, HEAD_DIM, HEAD_DIM_P, UPCAST)
+        state = ()
+        if TILE is not None and WHOLE:
+            logits = logits_of(q_tile, k_tile, SCALE, GROUP_P, BLOCK_W, BLOCK_N, PRECISION)
+            seen = entries.at[None, None, :] <= asked.at
+            state = TILE((), asked, logits, seen, entries, positions, inputs, numbers, BLOCK_N)
+            if CHECK_LOGITS:
+                wrong += tl.sum(tl.where(tl.abs(logits) < float("inf"), 0, 1))
+        if TILE is not None and not WHOLE:
+            state = START(BLOCK_N)
+            first = 0
+            if SKIPS:  # earlier queries do not see these tokens
+                first = tl.maximum(block * BLOCK_N - (tokens - queries), 0) // BLOCK_W * BLOCK_W
+            for start in range(first, queries, BLOCK_W):
+                asking, row, there = lines_of(
+                    head, start, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W
+                )
+                q_part = queries_of(q, asking, row, there, HEAD_DIM, HEAD_DIM_P, UPCAST)
+                part = asked_of(
+                    start, head, tokens, queries, query_positions, row_lse, STEPS, GROUP, GROUP_P,
+                    BLOCK_W,
+                )  # fmt: skip
+                logits = logits_of(q_part, k_tile, SCALE, GROUP_P, BLOCK_W, BLOCK_N, PRECISION)
+                seen = entries.at[None, None, :] <= part.at
+                state = TILE(
+                    state, part, logits, seen, entries, positions, inputs, numbers, BLOCK_N
+                )
+                if CHECK_LOGITS:
+                    wrong += tl.sum(tl.where(tl.abs(logits) < float("inf"), 0, 1))
+        v_tile = None
+        if v is not None:
+            v_tile = vectors(v, value_rows, entries, STEPS, HEAD_DIM, HEAD_DIM_P, UPCAST)
+        STORE(state, k_tile, v_tile, entries, positions, inputs, numbers, results, BLOCK_N)
+        if CHECK_KEYS:
+            wrong += tl.sum(tl.where(tl.abs(tl.cast(k_tile, tl.float32)) < float("inf"), 0, 1))
+        if CHECK_VALUES:
+            wrong += tl.sum(tl.where(tl.abs(tl.cast(v_tile, tl.float32)) < float("inf"), 0, 1))
+        if flags is not None:
+            tl.store(flags + head * tl.cdiv(tokens, BLOCK_N) + block, wrong)
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "queries", "blocks", "kv"],
+    do_not_specialize_on_alignment=["query_positions", "key_rows", "positions", "holds"],
+)
+def rows(
+    q, query_positions, k, key_rows, row_lse, positions, holds, ranks, inputs, numbers, results,
+    tokens, queries, blocks, kv,
+    START: tl.constexpr, TILE: tl.constexpr, STORE: tl.constexpr, STEPS: tl.constexpr,
+    SCALE: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Values per query of one KV head, over some blocks of tokens.
+
+    Args:
+        START: the state before the first block; TILE: after one more; STORE: puts it away.
+    """
+    part, head, start = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_W
+    asking, line_row, there = lines_of(head, start, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
+    q_tile = queries_of(q, asking, line_row, there, HEAD_DIM, HEAD_DIM_P, UPCAST)
+    asked = asked_of(
+        start, head, tokens, queries, query_positions, row_lse, STEPS, GROUP, GROUP_P, BLOCK_W
+    )
+    state = START(BLOCK_N)
+    for block in range(part * blocks, tl.minimum((part + 1) * blocks, tl.cdiv(tokens, BLOCK_N))):
+        entry = places_of(block, tokens, STEPS, BLOCK_N)
+        entries = entries_of(entry, head, tokens, queries, positions, holds, ranks, STEPS)
+        k_tile = vectors(k, key_rows, entries, STEPS, HEAD_DIM, HEAD_DIM_P, UPCAST)
+        logits = logits_of(q_tile, k_tile, SCALE, GROUP_P, BLOCK_W, BLOCK_N, PRECISION)
+        seen = entries.at[None, None, :] <= asked.at
+        state = TILE(state, asked, logits, seen, entries, positions, inputs, numbers, BLOCK_N)
+    STORE(state, asked.row, part * kv + head, queries, results, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["positions", "holds"])
+def tail(
+    positions, holds, ranks, order, inputs, numbers, results, tokens,
+    STORE: tl.constexpr, STEPS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """What neighbours decide, for one KV head and one block of tokens.
+
+    Args:
+        STORE: reads results of kernels before, and puts away others.
+    """
+    head = tl.program_id(1)
+    entry = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    entries = entries_of(entry, head, tokens, 0, positions, holds, ranks, STEPS)
+    STORE(entries, positions, order, inputs, numbers, results, BLOCK_N)

@@ -1,0 +1,75 @@
+"""The log-sum-exp of each query's row: the first of two passes over the keys.
+
+Dimensions: G KV heads, H query heads, n tokens or entries of a layer, W queries of a window.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from kvpolicy.kernels.templates.tiles import (
+    asked_at,
+    entries_of,
+    lines_of,
+    places_of,
+    queries_of,
+    vectors,
+)
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "queries", "blocks", "kv"],
+    do_not_specialize_on_alignment=["query_positions", "key_rows", "positions", "holds"],
+)
+def row_partials(
+    q, query_positions, k, key_rows, positions, holds, partial, tokens, queries, blocks, kv,
+    STEPS: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Log-sum-exp of the rows of one KV head over some blocks of keys."""
+    part, head = tl.program_id(0), tl.program_id(1)
+    # Later queries see more keys: they begin first.
+    start = (tl.num_programs(2) - 1 - tl.program_id(2)) * BLOCK_W
+    asking, row, there = lines_of(head, start, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
+    q_tile = queries_of(q, asking, row, there, HEAD_DIM, HEAD_DIM_P, UPCAST)
+    line_at = asked_at(row, there, tokens, queries, query_positions, STEPS)
+    top = tl.full([GROUP_P * BLOCK_W], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_P * BLOCK_W], tl.float32)
+    some = tl.zeros([GROUP_P * BLOCK_W], tl.int32)
+    seen_last = tokens
+    if not STEPS:  # keys after the tile's last query are seen by none of it
+        seen_last = tl.minimum(tokens - queries + start + BLOCK_W, tokens)
+    last = tl.minimum((part + 1) * blocks, tl.cdiv(seen_last, BLOCK_N))
+    for block in range(part * blocks, last):
+        entry = places_of(block, tokens, STEPS, BLOCK_N)
+        entries = entries_of(entry, head, tokens, queries, positions, holds, None, STEPS)
+        k_tile = vectors(k, key_rows, entries, STEPS, HEAD_DIM, HEAD_DIM_P, UPCAST)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * SCALE
+        seen = entries.at[None, :] <= line_at[:, None]
+        scores = tl.where(seen, scores, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        total = total * tl.exp(top - base) + tl.sum(tl.exp(scores - base[:, None]), 1)
+        top = highest
+        if STEPS:
+            some = tl.maximum(some, tl.max(seen.to(tl.int32), 1))
+    none = total == 0.0
+    empty = float("-inf")
+    if STEPS:  # an older query may see nothing: all entries before it have left
+        empty = tl.where(some > 0, float("nan"), float("-inf"))
+    lse = tl.where(none, empty, top + tl.log(tl.where(none, 1.0, total)))
+    tl.store(partial + (part * kv * GROUP + asking) * queries + row, lse, mask=there)
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def row_combine(partial, row_lse, rows, splits, SPLITS_P: tl.constexpr, BLOCK: tl.constexpr):
+    """Log-sum-exp of each row, of its splits in order."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    part = tl.arange(0, SPLITS_P)[:, None]
+    there = (part < splits) & (row < rows)
+    parts = tl.load(partial + part * rows + row, mask=there, other=float("-inf"))
+    top = tl.max(parts, 0, keep_dims=True)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    whole = base + tl.log(tl.sum(tl.exp(parts - base), 0, keep_dims=True))
+    tl.store(row_lse + row, whole, mask=row < rows)
