@@ -29,8 +29,16 @@ from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.kernels.entries import carry, tally
-from kvpolicy.kernels.merging import merge_rows, nearest, share
-from kvpolicy.kernels.scoring import best, order, over_layers, select, spread
+from kvpolicy.kernels.merging import (
+    following,
+    links,
+    merge_entries,
+    merge_rows,
+    nearest,
+    share,
+    target,
+)
+from kvpolicy.kernels.scoring import best, draws, finite, order, over_layers, select, spread
 from kvpolicy.sglang_ext.face.kernels_in_use import KernelsInUse, chosen_for
 from kvpolicy.sglang_ext.forward.decode_step import DecodeStep
 from kvpolicy.sglang_ext.forward.rotary import Rotary
@@ -56,6 +64,12 @@ REFERENCES: dict[str, Callable] = {
     "var_of_layers": over_layers.var_of_layers,
     "any_of_layers": over_layers.any_of_layers,
     "nearest": nearest.nearest,
+    "draws": draws.draws,
+    "finite": finite.finite,
+    "following": following.following,
+    "links": links.links,
+    "target": target.target,
+    "merge_entries": merge_entries.merge_entries,
     "merge_rows": merge_rows.merge_rows,
     "merge_mass": merge_rows.merge_mass,
     "gram": share.gram,

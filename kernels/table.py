@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvpolicy.kernels.entries import carry_triton, tally_triton
-from kvpolicy.kernels.merging import merge_rows_triton, nearest_triton, share_triton
+from kvpolicy.kernels.merging import (
+    following_triton,
+    links_triton,
+    merge_entries_triton,
+    merge_rows_triton,
+    nearest_triton,
+    share_triton,
+    target_triton,
+)
 from kvpolicy.kernels.scoring import (
     best_triton,
+    draws_triton,
+    finite_triton,
     generated,
     order_triton,
     over_layers_triton,
@@ -31,6 +41,12 @@ TRITON: dict[str, Callable] = {
     "any_of_layers": over_layers_triton.any_of_layers,
     "split": split_triton.split,
     "nearest": nearest_triton.nearest,
+    "draws": draws_triton.draws,
+    "finite": finite_triton.finite,
+    "following": following_triton.following,
+    "links": links_triton.links,
+    "target": target_triton.target,
+    "merge_entries": merge_entries_triton.merge_entries,
     "merge_rows": merge_rows_triton.merge_rows,
     "merge_mass": merge_rows_triton.merge_mass,
     "gram": share_triton.gram,

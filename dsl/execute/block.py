@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from kvpolicy.dsl.execute.evaluate import Evaluation
 from kvpolicy.dsl.execute.follow import Landed
-from kvpolicy.dsl.execute.layout import Choice, Held, Remembered, shift_of
+from kvpolicy.dsl.execute.layout import Held, Remembered
 from kvpolicy.dsl.execute.together import Together, side_by_side
 from kvpolicy.dsl.execute.values import Value, sent
 from kvpolicy.dsl.ir.nodes import Node
@@ -158,7 +158,7 @@ class Block:
         for layer in range(self.layers):
             each = self._layer(request, layer)
             if own is not None:
-                kept = self._part(self.staying, request, layer)
+                kept = self.part(self.staying, request, layer)
                 each.leave(kept, own[layer])
             made.append(each)
         return made
@@ -166,9 +166,9 @@ class Block:
     def _layer(self, request: int, layer: int) -> Remembered:
         number = request * self.layers + layer
         positions = self.positions[number, self.width - self.lengths[number] :]
-        there = None if self.alike[number] else self._part(self.there, request, layer)
+        there = None if self.alike[number] else self.part(self.there, request, layer)
         states = {
-            name: replace(x, data=self._part(x.tensor, request, layer), mask=None, mask_axes=())
+            name: replace(x, data=self.part(x.tensor, request, layer), mask=None, mask_axes=())
             for name, x in self.states.items()
         }
         made = Remembered(positions, there, states=states)
@@ -177,11 +177,16 @@ class Block:
             made.budget = Value(self.budgets[heads].double(), ("kv",), finite=True)
         return made
 
-    def _part(self, x: torch.Tensor, request: int, layer: int) -> torch.Tensor:
+    def part(self, x: torch.Tensor, request: int, layer: int) -> torch.Tensor:
         """[G, M of the layer] of one layer's lists."""
+        heads, first = self.where(request, layer)
+        return x[heads, first:]
+
+    def where(self, request: int, layer: int) -> tuple[slice, int]:
+        """The lists of one layer, and their first column."""
         number = request * self.layers + layer
-        first = self.width - self.lengths[number]
-        return x[number * self.kv : (number + 1) * self.kv, first:]
+        heads = slice(number * self.kv, (number + 1) * self.kv)
+        return heads, self.width - self.lengths[number]
 
     def finite_of(self, request: int) -> torch.Tensor | None:
         """0-d bool, whether what was read of a request so far was finite; None: nothing was."""
@@ -189,20 +194,6 @@ class Block:
             return None
         size = len(self.there) // self.requests
         return self.finite[request * size : (request + 1) * size].all()
-
-    def choices(self, request: int, *, slots: bool) -> list[Choice]:
-        """What stays of a request, layer by layer.
-
-        Args:
-            slots: keys turn to the positions that they have in the cache.
-        """
-        made = []
-        for layer in range(self.layers):
-            kept, held = (self._part(x, request, layer) for x in (self.staying, self.there))
-            shift = shift_of(kept, held) if slots else None
-            alike = self.alike[request * self.layers + layer]
-            made.append(Choice(kept, shift=shift, there=None if alike else held))
-        return made
 
     def carried(self) -> Carried:
         """What goes on of all requests; the host waits for the numbers of the last fold."""

@@ -53,7 +53,7 @@ def _light(evaluation: Evaluation) -> Evaluation:
 
 
 def _rows(merging: Merging, frame: Frame) -> Rows:
-    return merged_rows(merging, replace(frame, k=frame.keys, v=frame.values))
+    return merged_rows(merging, frame.keys, frame.values)
 
 
 @dataclass
@@ -369,7 +369,7 @@ class Memory:
         return decision
 
     def _kept(self, evaluation: Evaluation) -> torch.Tensor:
-        kept = evaluation.tensor(self.steps.rules.keep, ("kv", "token"))
+        kept = evaluation.tensor(self.steps.keep, ("kv", "token"))
         for name, node in self.steps.report.items():
             self._reported[name][evaluation.frame.layer] = evaluation.value(node)
         there = evaluation.frame.there
@@ -411,8 +411,10 @@ class Memory:
     def _merged(self, decision: _Decision, dropped: int) -> Callable[[], Rows]:
         """Merges a layer's entries; what makes the rows."""
         steps, own, frame = self.steps, decision.own, decision.evaluation.frame
+        merge = steps.rules.merge
+        assert merge is not None
         merging = Merging.of(
-            steps.rules.merge,
+            merge,
             replace(decision.evaluation, frame=replace(frame, k=frame.keys, v=frame.values)),
             decision.kept,
             steps.merge_updates,

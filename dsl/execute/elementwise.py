@@ -24,13 +24,14 @@ from kvpolicy.dsl.ir.nodes import Node
 
 
 def elementwise(
-    function: Callable[..., torch.Tensor], *, safe: bool = False
+    function: Callable[..., torch.Tensor], *, safe: bool = False, chooses: bool = False
 ) -> Callable[..., Value]:
     """An operation by name of axes; absent in, absent out.
 
     Args:
         function: on tensors that broadcast.
         safe: finite numbers give finite ones, whatever the operation may do.
+        chooses: the result is one of the numbers, none of which is NaN.
     """
 
     def apply(node: Node, frame: Frame, *args: Value) -> Value:
@@ -41,7 +42,7 @@ def elementwise(
         data = function(*parts)
         finite = all(x.finite for x in args)
         may_be_nan = node.operation.may_be_nan and not safe
-        if data.dtype != torch.bool and (may_be_nan or not finite):
+        if data.dtype != torch.bool and not chooses and (may_be_nan or not finite):
             data = data.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
         mask: torch.Tensor | None = None
         mask_axes: tuple[str, ...] = ()
@@ -65,6 +66,20 @@ def binary(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         return function(a, b)
 
     return apply
+
+
+def at_least(a, b) -> torch.Tensor:
+    """The larger one; a number of the host need not be sent."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.maximum(a, b)
+    return a.clamp(min=b) if isinstance(a, torch.Tensor) else b.clamp(min=a)
+
+
+def at_most(a, b) -> torch.Tensor:
+    """The smaller one."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.minimum(a, b)
+    return a.clamp(max=b) if isinstance(a, torch.Tensor) else b.clamp(max=a)
 
 
 def divide(node: Node, frame: Frame, a: Value, b: Value) -> Value:

@@ -110,6 +110,8 @@ class Evaluation:
 
     def _of_dropped(self, x: Value) -> Value:
         own = ("kv", "dropped")
+        if x.mask is self.dropped:
+            return x
         if isinstance(x.data, torch.Tensor) and x.data.dtype == torch.bool:
             return replace(x, data=x.data & aligned(self.dropped, own, x.axes))
         mask, mask_axes = self.dropped, own

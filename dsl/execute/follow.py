@@ -187,7 +187,7 @@ class Walk:
             extra={"position": together.position}, budget=together.budget(),
             decided=together.decided(),
         )  # fmt: skip
-        kept = evaluation.tensor(steps.rules.keep, ("kv", "token")) & together.there
+        kept = evaluation.tensor(steps.keep, ("kv", "token")) & together.there
         together.put(evaluation.advance(steps.rules))
         for own, each, part in zip(layers, shown, together.kept(kept), strict=True):
             yield Decided(self._last(own, each) if steps.rules.merge is not None else None, part)

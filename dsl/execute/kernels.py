@@ -51,12 +51,38 @@ nearest(x, dropped, dropped_count, kept, kept_count) -> int64 [G, P]
     x is [G, n, D] of any float dtype; dropped [G, P] and kept [G, C] are int64 places, of which the
     first so many count as int64 [G] say.
 
+following(kept, there, most, steps) -> places, real, receivers, found
+    Of bool [R, M] lists the columns of what leaves, int64 and bool [R, most], in order, and of the
+    next `steps` entries that stay after each, int64 and bool [R, most, steps]; 0 where there are
+    none. No list loses more than `most`.
+
+target(x, receivers, joins) -> float64 [R, P]
+    The mean of float64 x [R, M] over int64 columns [R, P, S] where bool `joins` is true; 0 where
+    that is NaN.
+
+links(places, receivers, joins, accepted, weights, tokens) -> sources, weights, offsets
+    What `merge_rows` takes, with which it comes, of int64 places [R, P] and their receivers
+    [R, P, S], where bool `joins` [R, P, S] and `accepted` [R, P] are true, with float64 weights
+    [R, P]. Links of one receiver are in the order of P, then S.
+
+draws(seed, positions, generated, group) -> float64 [S * G, M]
+    `uniform(seed)` (`ir/counts.py`) for the entries at int64 [S, M] positions of S layers of G KV
+    heads, after int64 [N] decode steps of N requests, of S / N layers each.
+
+finite(keys, values, ids, there) -> bool [R]
+    Whether the rows int64 ids [R, M] of two pools [E, D], where bool `there` [R, M] is true, hold
+    neither NaN nor infinity.
+
 merge_rows(x, sources, weights, offsets, own, divide) -> float64 [G, n, D]
     Receiver c of a KV head becomes (own * x[c] + the sum of weight * x[source] over its links) /
     divide; x[c] where it has no links, where the divisor is 0 or not finite and where the sum is
     not finite. Its links are those from offsets[c] to offsets[c + 1]. x is [G, n, D] of any float
     dtype, sources int64 [G, K], weights float64 [G, K], offsets int32 [G, n + 1], own and divide
     float64 [G, n]. Sums are float64 and the same for the same arguments.
+
+merge_entries(pool, ids, sources, weights, offsets, own, divide, proceed)
+    The same in the pool itself, for R lists of rows int64 ids [R, n] of pool [E, D], rounded once;
+    nothing is written of R / B lists each of whose bool `proceed` [B, P] one is false.
 
 merge_mass(weights, offsets, own) -> float64 [G, n]
     own and the sum of the weights of each receiver's links. It comes with `merge_rows`.

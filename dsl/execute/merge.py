@@ -4,8 +4,8 @@ All reads precede all writes. Receivers are found in tiles, so that no matrix of
 entries is held whole. With the kernels of merging nothing waits for the device, if the caller says
 how many entries the KV heads drop at most and no data decide how many receivers an entry has.
 
-Dimensions: G KV heads, n candidates of a layer, P dropped and C kept entries of a KV head, D head
-size.
+Dimensions: G KV heads, n candidates of a layer, P dropped and C kept entries of a KV head, S
+receivers of a dropped entry at most, D head size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from kvpolicy.dsl.execute.blocks import block_bytes
 from kvpolicy.dsl.execute.combination import Combinations
 from kvpolicy.dsl.execute.evaluate import Evaluation, Updates
-from kvpolicy.dsl.execute.values import Frame, Value, aligned, as_tensor, filled, sizes_of, union
+from kvpolicy.dsl.execute.kernels import Entries
+from kvpolicy.dsl.execute.values import Value, aligned, as_tensor, filled, sizes_of, union
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Merge, Node
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of
@@ -29,15 +30,19 @@ _DROPPED = ("kv", "dropped")
 
 @dataclass(frozen=True)
 class Receivers:
-    """One receiver of each dropped entry.
+    """The receivers of each dropped entry.
 
     Attributes:
-        index: int64 [G, P], among the n candidates; 0 where there is none.
-        there: bool [G, P].
+        index: int64 [G, P, S], among the n candidates; 0 where there is none.
+        there: bool [G, P, S].
     """
 
     index: torch.Tensor
     there: torch.Tensor
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """One receiver of each after the other, [G, P]."""
+        return zip(self.index.unbind(2), self.there.unbind(2), strict=True)
 
 
 @dataclass(frozen=True)
@@ -55,27 +60,9 @@ class Links:
     weights: torch.Tensor
     offsets: torch.Tensor
 
-    @classmethod
-    def of(
-        cls,
-        index: torch.Tensor,
-        receivers: list[torch.Tensor],
-        weights: list[torch.Tensor],
-        tokens: int,
-    ) -> Links:
-        """The links of all receivers of each dropped entry.
-
-        Args:
-            index: int64 [G, P] dropped entries.
-            receivers: each int64 [G, P], `tokens` where there is none.
-            weights: each float64 [G, P].
-            tokens: n.
-        """
-        to, order = torch.cat(receivers, 1).sort(dim=-1, stable=True)
-        bounds = torch.arange(tokens + 1, device=index.device)
-        offsets = torch.searchsorted(to, bounds.repeat(len(to), 1), out_int32=True)
-        sources = index.repeat(1, len(receivers)).gather(-1, order)
-        return cls(sources, torch.cat(weights, 1).gather(-1, order), offsets)
+    def of_some(self, heads: slice, first: int) -> Links:
+        """Those of some KV heads, whose first candidates, nobody's, are left out."""
+        return Links(self.sources[heads] - first, self.weights[heads], self.offsets[heads, first:])
 
 
 @dataclass
@@ -90,14 +77,15 @@ class Merging:
     evaluation: Evaluation
     kept: torch.Tensor
     states: dict[str, Value] = field(default_factory=dict)
-    _index: torch.Tensor | None = None
-    _present: torch.Tensor | None = None
-    _receivers: list[Receivers] = field(default_factory=list)
-    _weights: list[torch.Tensor] = field(default_factory=list)
+    _index: torch.Tensor = field(init=False)
+    _present: torch.Tensor = field(init=False)
+    _receivers: Receivers = field(init=False)
+    _own: torch.Tensor = field(init=False)
+    _divide: torch.Tensor = field(init=False)
+    # With the kernels of merging; without them which receivers count, and their weights.
     _links: Links | None = None
-    _own: torch.Tensor | None = None
-    _divide: torch.Tensor | None = None
-    _members: torch.Tensor | None = None
+    _joins: torch.Tensor = field(init=False)
+    _weights: torch.Tensor = field(init=False)
 
     @classmethod
     def of(
@@ -128,6 +116,7 @@ class Merging:
             after=dict(evaluation.after),
             known=dict(evaluation.known),
             extra={
+                **evaluation.extra,
                 "dropped": made._read_dropped,
                 "target": made._read_target,
                 "special": made._sum,
@@ -146,46 +135,60 @@ class Merging:
             own, links = (self._own, self._divide), self._links
             kernel = self.evaluation.frame.kernels["merge_rows"]
             return kernel(x, links.sources, links.weights, links.offsets, *own)
-        result = x.double().clone()
+        result, members = x.double().clone(), self._members()
         for head in range(x.shape[0]):
             total = torch.zeros_like(result[head])
             rows = result[head, self._index[head]]
-            for each, weights in zip(self._receivers, self._weights, strict=True):
-                total.index_add_(0, each.index[head], rows * weights[head, :, None])
+            for (index, _), weights in zip(self._receivers, self._weights.unbind(2), strict=True):
+                total.index_add_(0, index[head], rows * weights[head, :, None])
             made = result[head] * self._own[head, :, None] + total
             divide = self._divide[head, :, None]
-            changed = (self._members[head, :, None] > 1) & (divide != 0) & divide.isfinite()
+            changed = (members[head, :, None] > 1) & (divide != 0) & divide.isfinite()
             changed &= made.isfinite().all(-1, keepdim=True)
             result[head] = torch.where(changed, made / divide, result[head])
         return result
 
-    def keep_links(self) -> None:
-        """Lets go of everything but the states and what `rows` needs."""
-        self.evaluation = Evaluation(replace(self.evaluation.frame, q=None, k=None, v=None))
+    def write(self, entries: Entries, proceed: torch.Tensor) -> None:
+        """Merges keys or values [G, n, D] in the pool itself.
 
-    def release(self) -> None:
-        """Lets go of everything but the states."""
-        self.evaluation = None
-        self._receivers, self._weights = [], []
-        self._index = self._present = self._links = None
-        self._own = self._divide = self._members = None
+        Args:
+            proceed: bool [B, P], of G / B KV heads each; where one is false nothing is written.
+        """
+        links, kernel = self._links, self.evaluation.frame.kernels["merge_entries"]
+        assert links is not None
+        kernel(
+            entries.pool, entries.ids, links.sources, links.weights, links.offsets, self._own,
+            self._divide, proceed,
+        )  # fmt: skip
+
+    def of_some(self, heads: slice, first: int) -> Merging:
+        """The merge of some KV heads, whose first candidates, nobody's, are left out."""
+        assert self._links is not None
+        made = Merging(self.merge, self.evaluation, self.kept[heads, first:])
+        made._links = self._links.of_some(heads, first)
+        made._own, made._divide = (x[heads, first:] for x in (self._own, self._divide))
+        return made
+
+    def keep_links(self) -> None:
+        """Lets go of what is not needed to change rows."""
+        self.evaluation = Evaluation(replace(self.evaluation.frame, q=None, k=None, v=None))
 
     # Who receives.
 
     def _find(self, most: int | None) -> None:
         frame, into = self.evaluation.frame, self.merge.into
         there = torch.ones_like(self.kept) if frame.there is None else frame.there
-        dropped = there & ~self.kept
-        number = dropped.sum(-1)
-        most = int(number.max()) if most is None else most
-        self._index = (~dropped).to(torch.uint8).argsort(dim=-1, stable=True)[:, :most]
-        self._present = torch.arange(most, device=frame.device) < number[:, None]
+        most = int((there & ~self.kept).sum(-1).max()) if most is None else most
+        following = frame.kernels.get("following", _following)
+        steps = 0
         if into.op == "next":
-            self._receivers = list(self._following(self.evaluation.number(into.args[0])))
-        elif "nearest" in frame.kernels:
-            self._receivers = [self._nearest_by_kernel(into.args[0])]
-        else:
-            self._receivers = [self._nearest(self._vectors(into.args[0]))]
+            steps = counts.whole(self.evaluation.number(into.args[0]), frame.tokens)
+        self._index, self._present, *found = following(self.kept, there, most, steps)
+        self._receivers = Receivers(*found)
+        if into.op == "nearest" and "nearest" in frame.kernels:
+            self._receivers = self._nearest_by_kernel(into.args[0])
+        elif into.op == "nearest":
+            self._receivers = self._nearest(self._vectors(into.args[0]))
 
     def _vectors(self, node: Node) -> torch.Tensor:
         """[G, n, D] what is compared."""
@@ -202,7 +205,8 @@ class Merging:
         dropped, held = self._present.sum(-1), self.kept.sum(-1)
         place = frame.kernels["nearest"](x, self._index, dropped, order, held)
         there = self._present & (held > 0)[:, None]
-        return Receivers(torch.where(there, order.gather(-1, place), 0), there)
+        found = torch.where(there, order.gather(-1, place), 0)
+        return Receivers(found[..., None], there[..., None])
 
     def _nearest(self, x: torch.Tensor) -> Receivers:
         """The kept entry of the highest cosine, of equal ones the first."""
@@ -222,17 +226,8 @@ class Merging:
                 order = torch.arange(len(places), device=x.device)
                 first = torch.where(best, order, len(places)).amin(-1)
                 index[head, start : start + tile] = places[first]
-        return Receivers(index, self._present & self.kept.any(-1, keepdim=True))
-
-    def _following(self, number: counts.Number) -> Iterator[Receivers]:
-        """The kept entries that follow, one after the other."""
-        first = self.kept.long().cumsum(-1).gather(-1, self._index)
-        order = (~self.kept).to(torch.uint8).argsort(dim=-1, stable=True)
-        held = self.kept.sum(-1, keepdim=True)
-        for step in range(counts.whole(number, self.evaluation.frame.tokens)):
-            there = self._present & (first + step < held)
-            place = torch.where(there, first + step, 0)
-            yield Receivers(torch.where(there, order.gather(-1, place), 0), there)
+        there = self._present & self.kept.any(-1, keepdim=True)
+        return Receivers(index[..., None], there[..., None])
 
     # What the expressions of a merge read.
 
@@ -242,21 +237,20 @@ class Merging:
         Torch would hold both as float64 vectors.
         """
         frame = self.evaluation.frame
-        if "gram" not in frame.kernels or len(self._receivers) != 1:
+        if "gram" not in frame.kernels or self._receivers.index.shape[2] != 1:
             return
-        (to,) = self._receivers
+        ((to, there),) = self._receivers
         for name, x in (("key", frame.k), ("value", frame.v)):
             combinations = Combinations(
-                self.evaluation, partial(_side, name), partial(self._inner, x, to)
+                self.evaluation, partial(_side, name), partial(self._inner, x, to, there)
             )
             combinations.prepare(nodes_of(merge_roots(self.merge)))
 
-    def _inner(self, x: torch.Tensor, to: Receivers) -> list[Value]:
-        made = self.evaluation.frame.kernels["gram"](x, x, (self._index, to.index))
-        there = (self._present, to.there, to.there)
+    def _inner(self, x: torch.Tensor, to: torch.Tensor, there: torch.Tensor) -> list[Value]:
+        made = self.evaluation.frame.kernels["gram"](x, x, (self._index, to))
         return [
             Value(torch.where(own, each, 0.0), _DROPPED)
-            for own, each in zip(there, made, strict=True)
+            for own, each in zip((self._present, there, there), made, strict=True)
         ]
 
     def _read(self, x: Value, index: torch.Tensor, there: torch.Tensor) -> Value:
@@ -270,7 +264,7 @@ class Merging:
         places = aligned(index, _DROPPED, wide)
         places = places.expand([*shape[:at], index.shape[1], *shape[at + 1 :]])
         data = aligned(as_tensor(x.data, frame), x.axes, axes).expand(shape).gather(at, places)
-        if x.mask is None:
+        if x.mask is None or x.mask is frame.there:  # what is dropped, and receives, is there
             return Value(data, wide, there, _DROPPED, finite=x.finite)
         mask = aligned(x.mask, x.mask_axes, axes).expand(shape).gather(at, places)
         return Value(data, wide, mask & aligned(there, _DROPPED, wide), wide, finite=x.finite)
@@ -281,25 +275,30 @@ class Merging:
 
     def _read_target(self, node: Node, evaluation: Evaluation) -> Value:
         """The mean over the receivers of each dropped entry."""
-        x = evaluation.value(node.args[0])
-        total = number = None
-        for each in self._receivers:
-            part = self._read(x, each.index, each.there)
-            data = filled(part, 0.0)
-            present = aligned(part.mask, part.mask_axes, part.axes).double()
-            total = data if total is None else total + data
-            number = present if number is None else number + present
-        if total is None:
-            empty = self._read(x, self._index, torch.zeros_like(self._present))
-            total, number = filled(empty, 0.0), torch.zeros_like(self._present).double()
-            number = aligned(number, _DROPPED, empty.axes)
-            part = empty
+        x, to = evaluation.value(node.args[0]), self._receivers
+        frame = evaluation.frame
+        whole = x.mask is None or x.mask is frame.there
+        if "target" in frame.kernels and x.axes == ("kv", "token") and whole:
+            data = frame.kernels["target"](x.tensor.double(), to.index, to.there)
+            return Value(data, _DROPPED, self._present, _DROPPED, finite=x.finite)
+        parts = [(to.index, to.there)]
+        if to.index.shape[2] > 1 and not set(x.axes) <= {"kv", "token"}:
+            # Of vectors one receiver at a time is read.
+            parts = [(index[..., None], there[..., None]) for index, there in to]
+        totals, numbers = [], []
+        for index, there in parts:
+            part = self._read(x, index.flatten(1), there.flatten(1))
+            at, shape = part.axes.index("dropped"), index.shape[1:]
+            present = aligned(part.mask, part.mask_axes, part.axes)
+            totals.append(filled(part, 0.0).unflatten(at, shape).sum(at + 1))
+            numbers.append(present.unflatten(at, shape).sum(at + 1))
+        total, number = (sum(each[1:], each[0]) for each in (totals, numbers))
         data = (total / number).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
         return Value(data, part.axes, self._present, _DROPPED, finite=x.finite)
 
     def _sum(self, node: Node, evaluation: Evaluation) -> Value:
         """`mass` and `members` of the receivers."""
-        data = self._mass() if node.value == "mass" else self._members
+        data = self._mass() if node.value == "mass" else self._members()
         return Value(data, ("kv", "token"), finite=True)
 
     # Weights.
@@ -308,48 +307,45 @@ class Merging:
         frame, merge = self.evaluation.frame, self.merge
         accepted = self._present
         if merge.accept is not None:
-            accepted = accepted & self._spread(self.evaluation.value(merge.accept), _DROPPED, False)
-        weight = torch.ones_like(self._present, dtype=torch.float64)
-        if merge.weight is not None:
+            accepted = self._spread(self.evaluation.value(merge.accept), _DROPPED, False)
+        if merge.weight is None:
+            weight = self._one(_DROPPED)
+        else:
             weight = self._spread(self.evaluation.value(merge.weight), _DROPPED, 0.0)
-        joins = [each.there & accepted for each in self._receivers]
-        self._weights = [torch.where(each, weight, 0.0) for each in joins]
-        self._join(joins)
-        places = (frame.kv, frame.tokens)
-        self._own = torch.ones(places, dtype=torch.float64, device=frame.device)
-        if merge.own is not None:
+        to = self._receivers
+        if "merge_rows" in frame.kernels:
+            kernel = frame.kernels["links"]
+            given = (self._index, to.index, to.there, accepted, weight)
+            self._links = Links(*kernel(*given, frame.tokens))
+        else:
+            self._joins = to.there & accepted[..., None]
+            self._weights = torch.where(self._joins, weight[..., None], 0.0)
+        if merge.own is None:
+            self._own = self._one(("kv", "token"))
+        else:
             self._own = self._spread(self.evaluation.value(merge.own), ("kv", "token"), 0.0)
         if merge.divide is None:
             self._divide = self._mass()
         else:
             self._divide = self._spread(self.evaluation.value(merge.divide), ("kv", "token"), 0.0)
 
-    def _join(self, joins: list[torch.Tensor]) -> None:
-        """Finds how many entries each receiver has, itself included.
+    def _members(self) -> torch.Tensor:
+        """float64 [G, n], how many entries each receiver has, itself included."""
+        if self._links is not None:
+            return 1.0 + self._links.offsets.diff().double()
+        members = self._one(("kv", "token")).clone(memory_format=torch.contiguous_format)
+        to, joins = (x.flatten(1) for x in (self._receivers.index, self._joins))
+        return members.scatter_add_(1, to, joins.double())
 
-        Args:
-            joins: of each receiver, bool [G, P].
-        """
-        frame = self.evaluation.frame
-        if joins and "merge_rows" in frame.kernels:
-            pairs = zip(joins, self._receivers, strict=True)
-            to = [torch.where(join, each.index, frame.tokens) for join, each in pairs]
-            self._links = Links.of(self._index, to, self._weights, frame.tokens)
-            self._members = 1.0 + self._links.offsets.diff().double()
-            return
-        places = (frame.kv, frame.tokens)
-        self._members = torch.ones(places, dtype=torch.float64, device=frame.device)
-        for join, each in zip(joins, self._receivers, strict=True):
-            self._members.scatter_add_(1, each.index, join.double())
+    def _one(self, axes: tuple[str, ...]) -> torch.Tensor:
+        return self._spread(Value(1.0), axes, 0.0)
 
     def _mass(self) -> torch.Tensor:
         if self._links is not None:
             kernel = self.evaluation.frame.kernels["merge_mass"]
             return kernel(self._links.weights, self._links.offsets, self._own)
-        total = self._own.clone()
-        for each, weights in zip(self._receivers, self._weights, strict=True):
-            total.scatter_add_(1, each.index, weights)
-        return total
+        total = self._own.clone(memory_format=torch.contiguous_format)
+        return total.scatter_add_(1, self._receivers.index.flatten(1), self._weights.flatten(1))
 
     def _spread(self, x: Value, axes: tuple[str, ...], filler: float | bool) -> torch.Tensor:
         frame = self.evaluation.frame
@@ -357,7 +353,23 @@ class Merging:
         data = as_tensor(x.data, frame)
         if x.mask is not None:
             data = filled(replace(x, data=data), filler)
-        return aligned(data, x.axes, axes).expand([sizes[axis] for axis in axes]).contiguous()
+        return aligned(data, x.axes, axes).expand([sizes[axis] for axis in axes])
+
+
+def _following(
+    kept: torch.Tensor, there: torch.Tensor, most: int, steps: int
+) -> tuple[torch.Tensor, ...]:
+    """As the kernel "following"."""
+    dropped, width = there & ~kept, kept.shape[1]
+    index = (~dropped).to(torch.uint8).argsort(dim=-1, stable=True)[:, :most]
+    present = torch.arange(index.shape[1], device=kept.device) < dropped.sum(-1, keepdim=True)
+    order = (~kept).to(torch.uint8).argsort(dim=-1, stable=True)
+    after = kept.long().cumsum(-1).gather(-1, index)[..., None]
+    after = after + torch.arange(steps, device=kept.device)
+    there = present[..., None] & (after < kept.sum(-1)[:, None, None])
+    place = after.clamp(max=max(width - 1, 0)).flatten(1)
+    found = torch.where(there, order.gather(-1, place).view(there.shape), 0)
+    return index, present, found, there
 
 
 def _side(name: str, node: Node) -> int | None:
@@ -366,8 +378,10 @@ def _side(name: str, node: Node) -> int | None:
     return sides.index(node.op) if node.op in sides and node.args[0].op == name else None
 
 
-def merged_rows(merging: Merging, frame: Frame) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Keys and values after a merge; None for what `apply` leaves alone."""
+def merged_rows(
+    merging: Merging, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Keys and values [G, n, D] after a merge; None for what `apply` leaves alone."""
     apply = merging.merge.apply
-    keys = merging.rows(frame.k) if "key" in apply else None
-    return keys, merging.rows(frame.v) if "value" in apply else None
+    keys = merging.rows(k) if "key" in apply else None
+    return keys, merging.rows(v) if "value" in apply else None

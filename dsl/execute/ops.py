@@ -10,6 +10,8 @@ from kvpolicy.dsl.execute import layers as torch_layers
 from kvpolicy.dsl.execute import pool as torch_pool
 from kvpolicy.dsl.execute import select as torch_select
 from kvpolicy.dsl.execute.elementwise import (
+    at_least,
+    at_most,
     binary,
     choose,
     compare,
@@ -186,8 +188,8 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     "floor": elementwise(lambda x: snapped(x).floor()),
     "ceil": elementwise(lambda x: snapped(x).ceil()),
     "round": elementwise(lambda x: snapped(x).round()),
-    "minimum": elementwise(binary(torch.minimum)),
-    "maximum": elementwise(binary(torch.maximum)),
+    "minimum": elementwise(at_most, chooses=True),
+    "maximum": elementwise(at_least, chooses=True),
     "less": compare(torch.lt),
     "less_equal": compare(torch.le),
     "greater": compare(torch.gt),

@@ -36,7 +36,7 @@ class DirectRun(Run):
     _evaluations: dict[int, Evaluation] = field(default_factory=dict)
     _history: History = field(default_factory=History)
     _sums: dict[int, _Sums] = field(default_factory=dict)
-    _merging: dict[int, Merging] = field(default_factory=dict)
+    _merge_states: dict[int, dict[str, Value]] = field(default_factory=dict)
 
     def observe(
         self,
@@ -232,7 +232,7 @@ class DirectRun(Run):
         updates = self.program.direct.merge_updates
         evaluation = replace(evaluation, frame=own)
         merging = Merging.of(rules.merge, evaluation, kept, updates, {}, most)
-        self._merging[layer] = merging
+        self._merge_states[layer] = merging.states
         made = []
         for name, whole, rows in (("key", k, own.k), ("value", v, own.v)):
             if name not in rules.merge.apply:
@@ -241,7 +241,6 @@ class DirectRun(Run):
                 made.append(merging.rows(rows))
             else:
                 made.append(whole.double().index_copy(1, places, merging.rows(rows)))
-        merging.release()
         return made[0], made[1]
 
     def states(self, layer: int) -> dict[str, Value]:
@@ -250,7 +249,7 @@ class DirectRun(Run):
 
     def merge_states(self, layer: int) -> dict[str, Value]:
         """As `Run.merge_states`."""
-        return self._merging[layer].states if layer in self._merging else {}
+        return self._merge_states.get(layer, {})
 
 
 def _layers(numbers: list[Node] | None, evaluation: Evaluation) -> int | None:

@@ -16,16 +16,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from kvpolicy.dsl.execute.block import AXES, Block, Carried, Counts, carried
 from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.dsl.execute.evaluate import Evaluation, spread
 from kvpolicy.dsl.execute.kernels import Entries
+from kvpolicy.dsl.execute.layout import Choice, Rows, shift_of
+from kvpolicy.dsl.execute.merge import Merging, merged_rows
 from kvpolicy.dsl.execute.values import Frame, Value, aligned, sent
+from kvpolicy.dsl.ir import counts
+from kvpolicy.dsl.ir.nodes import Node
 
 # From bool [B * L * G, M], what each list holds, to its keys and values.
 Read = Callable[[torch.Tensor], tuple[Entries, Entries]]
+# From a layer and `there` [G, M] or None to its keys and values [G, M, D].
+ReadLayer = Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
 def follow_together(
@@ -58,6 +65,19 @@ def follow_together(
 
 
 @dataclass(frozen=True)
+class Merges:
+    """What the leaving entries of B requests add to those that stay.
+
+    Attributes:
+        merging: of B * L * G KV heads.
+        entries: keys or values, or both, that it changes, in their pool.
+    """
+
+    merging: Merging
+    entries: list[Entries]
+
+
+@dataclass(frozen=True)
 class Staying:
     """What stays of the lists of B requests, in order.
 
@@ -65,11 +85,13 @@ class Staying:
         proceed: bool [B, L], whether a request's numbers are finite: all of its are true.
         repeats: whether `proceed` says as well that as many entries of each list stay as at the
             last fold.
+        merges: what leaving entries add to those that stay; None: nothing.
     """
 
     block: Block
     proceed: torch.Tensor
     repeats: bool
+    merges: Merges | None = None
 
     @property
     def kept(self) -> torch.Tensor:
@@ -80,6 +102,40 @@ class Staying:
     def there(self) -> torch.Tensor:
         """bool [B * L * G, M], what there was."""
         return self.block.there
+
+    def merge(self, proceed: torch.Tensor) -> None:
+        """Adds what leaves to what stays, where it lies in the pool; before anything moves.
+
+        Args:
+            proceed: bool [B, P]; nothing changes of requests of which one is false.
+        """
+        if self.merges is not None:
+            for entries in self.merges.entries:
+                self.merges.merging.write(entries, proceed)
+
+    def choices(self, request: int, read: ReadLayer, *, slots: bool) -> list[Choice]:
+        """What stays of a request, layer by layer, whose entries in the pool have not changed.
+
+        Args:
+            read: from a layer and `there` [G, M] or None to its keys and values [G, M, D]; asked
+                when merged rows are.
+            slots: keys turn to the positions that they have in the cache.
+        """
+        block, made = self.block, []
+        for layer in range(block.layers):
+            kept, there = (block.part(x, request, layer) for x in (self.kept, self.there))
+            shift = shift_of(kept, there) if slots else None
+            held = None if block.alike[request * block.layers + layer] else there
+            merged = None
+            if self.merges is not None:
+                own = self.merges.merging.of_some(*block.where(request, layer))
+                merged = partial(_rows, own, partial(read, layer, held))
+            made.append(Choice(kept, shift=shift, there=held, merged=merged))
+        return made
+
+
+def _rows(merging: Merging, read: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> Rows:
+    return merged_rows(merging, *read())
 
 
 class _Following:
@@ -111,12 +167,13 @@ class _Following:
         frame = self._frame(block, reads)
         if steps.advances:
             block.states = self._advanced(block, frame)
-        staying = None
+        made = None
         if self.leaves:
-            block.kept = self._kept(block, frame)
+            evaluation = self._evaluation(block, frame)
+            block.kept = self._kept(block, evaluation)
+            made = self._merges(block, evaluation)
         self._note(block)
-        if self.leaves:
-            staying = self._counted(block)
+        staying = self._counted(block, made) if self.leaves else None
         for place, memory in enumerate(self.memories):
             memory.followed(block, place, self.number)
         return staying
@@ -164,25 +221,56 @@ class _Following:
         )
         return evaluation.states_of(self.steps.updates.states)
 
-    def _kept(self, block: Block, frame: Frame) -> torch.Tensor:
+    def _evaluation(self, block: Block, frame: Frame) -> Evaluation:
+        """Of the last step, its states advanced."""
+        if frame.q is not None:
+            places = self.steps.places(block.width, block.there.device)
+            frame = replace(frame, q=frame.q[:, -1:], query_positions=places[-1:])
+        return Evaluation(
+            frame, self.steps.updates, before=block.states, after=dict(block.states),
+            generated=self.steps.leaving,
+            extra={"position": block.position, "uniform": partial(self._drawn, block)},
+        )  # fmt: skip
+
+    def _drawn(self, block: Block, node: Node, evaluation: Evaluation) -> Value:
+        """The operation `uniform`."""
+        seed = counts.seed(evaluation.frame.number(node.args[0]))
+        generated = torch.tensor([each.generated + self.number for each in self.memories])
+        generated = sent(generated, block.there.device)
+        data = self.steps.kernels["draws"](seed, block.positions, generated, block.kv)
+        return Value(data, AXES, finite=True)
+
+    def _kept(self, block: Block, evaluation: Evaluation) -> torch.Tensor:
         """What the rule keeps, bool [B * L * G, M]."""
-        rule = self.rule
         score = present = None
-        if rule.score is not None:
-            if frame.q is not None:
-                places = self.steps.places(block.width, block.there.device)
-                frame = replace(frame, q=frame.q[:, -1:], query_positions=places[-1:])
-            evaluation = Evaluation(
-                frame, self.steps.updates, before=block.states, after=dict(block.states),
-                generated=self.steps.leaving, extra={"position": block.position},
-            )  # fmt: skip
-            x = evaluation.value(rule.score)
-            score = spread(x, AXES, frame)
+        if self.rule.score is not None:
+            x = evaluation.value(self.rule.score)
+            score = spread(x, AXES, evaluation.frame)
             if x.mask is not None and x.mask is not block.there:
                 present = aligned(x.mask, x.mask_axes, AXES).expand(score.shape)
         if block.rule is None:
             block.rule = self._numbers(block)
         return self.steps.kernels["best"](score, present, block.there, block.rule)
+
+    def _merges(self, block: Block, evaluation: Evaluation) -> Merges | None:
+        """What leaving entries add to others; None where none leave, or they add nothing."""
+        steps, frame = self.steps, evaluation.frame
+        merge = None if steps.rules is None else steps.rules.merge
+        least = 0
+        if self.rule.score is None:
+            least = min(sum(self.rule.numbers(self.bound, each.prompt)) for each in self.memories)
+        if merge is None or block.width <= least:
+            return None
+        k, v = frame.k, frame.v
+        assert isinstance(k, Entries)
+        assert isinstance(v, Entries)
+        # A merge reads keys and values, whatever else does.
+        self.checks.append(steps.kernels["finite"](k.pool, v.pool, k.ids, block.there))
+        most = block.width - least
+        made = Merging.of(merge, evaluation, block.staying, steps.merge_updates, {}, most)
+        made.keep_links()
+        entries = {"key": k, "value": v}
+        return Merges(made, [entries[name] for name in merge.apply])
 
     def _numbers(self, block: Block) -> torch.Tensor:
         """int64 [N, 3], the rule's numbers of all requests, or of all lists."""
@@ -204,11 +292,11 @@ class _Following:
         if own:
             block.finite = own[0] if len(own) == 1 else torch.logical_and(*own)
 
-    def _counted(self, block: Block) -> Staying:
+    def _counted(self, block: Block, merges: Merges | None) -> Staying:
         numbers, good = self.steps.kernels["tally"](
             block.kept, block.there, block.finite, block.numbers, block.kv
         )
         repeats = block.numbers is not None
         block.numbers, block.counts = numbers, Counts(numbers, block.requests)
         block.finite = None  # the numbers say it; a request whose are not goes on alone
-        return Staying(block, good.view(block.requests, -1), repeats)
+        return Staying(block, good.view(block.requests, -1), repeats, merges)

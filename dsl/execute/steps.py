@@ -21,6 +21,10 @@ from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
 from kvpolicy.dsl.ops.operations import Kind, Operation
 from kvpolicy.dsl.syntax.diagnostics import refused
 
+# Kernels without which requests are not taken through steps together; and those of merging.
+_TOGETHER = {"best", "carry", "tally"}
+_MERGING = {"draws", "finite", "following", "merge_entries", "merge_rows", "target"}
+
 
 def _only_orders(node: Node) -> bool:
     """Whether a node reads positions for nothing but the order of entries."""
@@ -35,7 +39,7 @@ class Steps:
     """The rules of decode, ready to be evaluated at every layer.
 
     Attributes:
-        rules: lowered.
+        rules: lowered; keep: theirs.
         updates, merge_updates: states, and those of the merge.
         inherited: states that go on from the prefill.
         merge_goes_on: whether the states of the merge do.
@@ -56,7 +60,10 @@ class Steps:
 
     def __init__(self, bound: Bound, report: bool, kernels: Kernels = NONE) -> None:
         self.kernels = kernels
-        self.rules = rules = bound.decode_lowered
+        rules = bound.decode_lowered
+        assert rules is not None
+        assert rules.keep is not None
+        self.rules, self.keep = rules, rules.keep
         merge_states = {} if rules.merge is None else rules.merge.states
         self.updates, self.merge_updates = Updates.of(rules.states), Updates.of(merge_states)
         self.inherited = {name for name, state in rules.states.items() if state.inherited}
@@ -65,7 +72,7 @@ class Steps:
         self.reads_budget = reads_budget(bound)
         remembered = list(nodes_of(state_roots(rules.states)))
         self.advancing_roots = state_roots(self.updates.states)
-        self.leaving_roots = [rules.keep, *merge_roots(rules.merge), *self.report.values()]
+        self.leaving_roots = [self.keep, *merge_roots(rules.merge), *self.report.values()]
         leaving = list(nodes_of(self.leaving_roots))
         self._check(bound, [*remembered, *leaving])
         additive = Additive(bound.static)
@@ -89,7 +96,7 @@ class Steps:
         )
         self.states_alike &= not self.advancing_reads or self.by_kernels
         self.keep_alike = not report and self._alike(
-            bound, [rules.keep], lambda row: row.name == "position"
+            bound, [self.keep], lambda row: row.name == "position"
         )
         self.fresh = self._fresh(bound)
         self._rules: dict[int, Ends | None] = {}
@@ -124,12 +131,11 @@ class Steps:
 
     def _rule(self, prompt: int) -> Ends | None:
         bound, states = self._bound, self.updates.states.values()
-        if not {"best", "carry", "tally"} <= set(self.kernels) or not self.states_alike:
+        if not _TOGETHER <= set(self.kernels) or not self.states_alike:
             return None
         entries = all(state.type.axes == ("kv", "token") for state in states)
         known = not any(math.isnan(x) for x in self.fresh.values())
-        merges = self.leaving_merge
-        if self.report or merges or not entries or not known:
+        if self.report or not entries or not known or not self._merges_alike():
             return None
         if bound.step_queries(prompt) > 1:
             return None
@@ -140,19 +146,42 @@ class Steps:
         """Whether the scores of many layers can be computed as those of one."""
         if rule.score is None:
             return True
-        nodes, bound = list(nodes_of([rule.score])), self._bound
+        return self._of_heads([rule.score], lambda row: row.name == "position")
+
+    def _merges_alike(self) -> bool:
+        """Whether the entries of many layers can be merged as those of one, in their pool."""
+        merge = self.rules.merge
+        if merge is None:
+            return True
+        if not _MERGING <= set(self.kernels) or merge.states or merge.into.op != "next":
+            return False
+        if self._bound.positions == "slots" and "key" in merge.apply:
+            return False  # keys would be rounded before they turn, and after
+        if self._bound.static.needs(merge.into.args[0]) is None:
+            return False
+        roots = merge_roots(merge)
+        if any(node.op in ("key", "value") for node in nodes_of(roots)):
+            return False
+        return self._of_heads(
+            roots, lambda row: row.kind is Kind.MERGE or row.name in ("position", "uniform")
+        )
+
+    def _of_heads(self, roots: list[Node], reads: Callable[[Operation], bool]) -> bool:
+        """Whether values at a step can be computed of many layers as of one.
+
+        Args:
+            reads: whether a leaf may be read besides tensors of the model.
+        """
+        nodes = list(nodes_of(roots))
         if any(node.op == "decided" for node in nodes):
             return False
         alike = like_heads(
-            nodes,
-            bound.static,
-            lambda row: row.reads_tensors or row.name == "position",
-            apart=True,
+            nodes, self._bound.static, lambda row: row.reads_tensors or reads(row), apart=True
         )
         if not alike or not all(_only_orders(node) for node in nodes):
             return False
-        reads = any(node.operation.reads_tensors for node in nodes)
-        return not reads or (self.leaving is not None and not self.leaving.regions.reasons)
+        tensors = any(node.operation.reads_tensors for node in nodes)
+        return not tensors or (self.leaving is not None and not self.leaving.regions.reasons)
 
     def places(self, width: int, device: torch.device) -> torch.Tensor:
         """0 .. width - 1, made once for all that are not longer."""
@@ -162,7 +191,7 @@ class Steps:
 
     def numbers(self, rule: Ends, prompt: int, generated: int) -> tuple:
         """The numbers of the host that enter states and scores at a step."""
-        roots = [*self.advancing_roots, rule.score]
+        roots = [*self.advancing_roots, rule.score, *merge_roots(self.rules.merge)]
         known = [node for node in nodes_of(roots) if self._bound.static.needs(node)]
         return tuple(self._bound.number(node, prompt, generated=generated) for node in known)
 

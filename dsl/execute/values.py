@@ -344,7 +344,8 @@ def filled(x: Value, filler: Scalar) -> torch.Tensor:
     """
     if x.mask is None:
         return x.tensor
-    return torch.where(aligned(x.mask, x.mask_axes, x.axes), x.data, filler)
+    mask = aligned(x.mask, x.mask_axes, x.axes)
+    return mask & x.tensor if filler is False else torch.where(mask, x.data, filler)
 
 
 def of_layer(x: Value, layer: int) -> Value:

@@ -186,15 +186,16 @@ class FoldTogether:
     def _launch(self, places: list[int], proceed: torch.Tensor | None) -> None:
         services, together, staying = self._services, self._together, self._staying
         number, width = len(together._members), staying.kept.shape[1]
-        given = [together._rows, together._lengths, staying.kept, staying.there]
-        given += [] if proceed is None else [proceed]
+        if proceed is None:
+            proceed = staying.kept.new_ones(number, 1)
+        given = [together._rows, together._lengths, staying.kept, staying.there, proceed]
         if len(places) < number:
             index = to_device(places, torch.int64, self._staying.kept.device)
             given = [
                 x.unflatten(0, (number, -1)).index_select(0, index).flatten(0, 1) for x in given
             ]
-        rows, lengths, kept, there, *rest = given
-        proceed = rest[0] if rest else kept.new_ones(len(places), 1)
+        staying.merge(proceed if len(places) == number else self._only(places, proceed))
+        rows, lengths, kept, there, proceed = given
         lists = len(places) * services.arena.layers
         where = (services.arena.storage, services.tables.tables, rows, lengths, together._table)
         written = together._kernels.settle(
@@ -203,6 +204,11 @@ class FoldTogether:
         if together._bound.positions == "slots":
             services.rotary.turn(together._kernels.turn, *where, kept, there, proceed)
         self._written = dict(zip(places, written.unbind(0), strict=True))
+
+    def _only(self, places: list[int], proceed: torch.Tensor) -> torch.Tensor:
+        """Bool [B, P], `proceed` of some requests, false of the others."""
+        chosen = [i in places for i in range(len(proceed))]
+        return proceed & to_device(chosen, torch.bool, proceed.device)[:, None]
 
     def _settled(self, place: int, seconds: float, *, known: bool) -> None:
         """A request's lists have been settled; without `known` they are as long as before."""
@@ -230,6 +236,6 @@ class FoldTogether:
         """The fold of a request whose lists get other pages."""
         services, together = self._services, self._together
         slots = together._bound.positions == "slots"
-        choices = self._staying.block.choices(place, slots=slots)
         reader = Reader.of(services.arena, together._table, each.request, each.state, each.length)
+        choices = self._staying.choices(place, reader.gathered, slots=slots)
         return Fold(services, each.request, each.state, each.length, reader.gathered, choices)

@@ -15,7 +15,7 @@ from kvpolicy.dsl.execute.apply import prefilled, turned
 from kvpolicy.dsl.execute.decode import Choice, Memory
 from kvpolicy.dsl.execute.kernels import NONE, Entries, Kernels
 from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.dsl.execute.requests import follow_together
+from kvpolicy.dsl.execute.requests import Staying, follow_together
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 
@@ -220,11 +220,33 @@ def together(stores: list[Pool], number: int, *, leaves: bool = True) -> None:
     if staying is None:
         return
     for i, each in enumerate(stores):
-        choices = staying.block.choices(i, slots=each.memory.bound.positions == "slots")
+        choices = staying.choices(
+            i, lambda layer, there, own=each: own.rows[layer],
+            slots=each.memory.bound.positions == "slots",
+        )  # fmt: skip
         each.memory.land()
         assert each.memory.not_finite != bool(staying.proceed[i].all()) or staying.repeats
         for layer, choice in enumerate(choices if not each.memory.not_finite else ()):
             each.leave(layer, choice)
+    assert_merged_in_the_pool(staying, stores)
+
+
+def assert_merged_in_the_pool(staying: Staying, stores: list[Pool]) -> None:
+    """What is merged where it lies is what the stores were given; others' rows do not change."""
+    entries = [] if staying.merges is None else staying.merges.entries
+    before = [x.pool.clone() for x in entries]
+    staying.merge(torch.tensor([[not each.memory.not_finite] for each in stores]))
+    apply = [] if staying.merges is None else staying.merges.merging.merge.apply
+    for name, x, wanted in zip(apply, entries, before, strict=True):
+        which = ("key", "value").index(name)
+        for i, each in enumerate(stores):
+            for layer, rows in enumerate(each.rows):
+                heads, first = staying.block.where(i, layer)
+                kept, ids = staying.kept[heads, first:], x.ids[heads, first:]
+                stays = kept[:, kept.any(0)]
+                if not each.memory.not_finite:
+                    wanted[ids[:, kept.any(0)][stays]] = rows[which][stays]
+        torch.testing.assert_close(x.pool, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def assert_alike(one: Store, other: Store) -> None:

@@ -172,7 +172,10 @@ def test_random_policies(part):
 @pytest.mark.parametrize("name", DECODING)
 def test_nothing_waits_before_the_numbers_land(name):
     """A merge needs them at once: the host waits for all layers together."""
-    merging = {each: TRITON[each] for each in ("nearest", "gram", "merge_rows", "merge_mass")}
+    names = (
+        "nearest", "gram", "following", "links", "target", "merge_rows", "merge_mass",
+    )  # fmt: skip
+    merging = {each: TRITON[each] for each in names}
     shape = SHAPES[0]
     _, store = stores(bound_to(name, shape), shape, 14, 0, kernels=merging)
     merges = store.memory.bound.decode.merge is not None

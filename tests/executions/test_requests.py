@@ -22,9 +22,15 @@ SETTINGS = {
     "streamingllm": {"start": "2", "window": "6"},
     "streamingllm-original": {"start": "0", "window": "7"},
     "vatp": {"rate": "0.25", "start": "2"}, "cake": {"capacity": "9", "window": "3"},
+    "cam": {"start": "2", "window": "6", "reach": "3"},
+    "cam-original": {"recent_rate": "0.3", "start_rate": "0.1", "reach": "3"},
 }  # fmt: skip
 PROMPTS = (14, 1, 23, 14)
-TABLE = {name: TRITON[name] for name in ("generated", "best", "carry", "tally")}
+TOGETHER = (
+    "generated", "best", "carry", "tally", "draws", "finite", "following", "merge_entries",
+    "merge_rows", "merge_mass", "links", "target",
+)  # fmt: skip
+TABLE = {name: TRITON[name] for name in (TOGETHER)}
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +70,13 @@ def copied(memory):
     return memory.layers if block is None else block[0].remembered(block[1])
 
 
+def same_vectors(one, other):
+    """Merged rows are rounded to the recording's type; their sums may be in another order."""
+    for heads, others in zip(one.vectors(), other.vectors(), strict=True):
+        for rows, same in zip(heads, others, strict=True):
+            torch.testing.assert_close(rows, same, rtol=3e-7, atol=1e-7)
+
+
 def test_which_policies_go_together():
     going = []
     for name in shipped():
@@ -87,10 +100,14 @@ def test_each_gets_what_it_gets_alone(name):
     for turn, number in enumerate((3, 1, 16, 5)):
         leaves = turn != 1 or name not in ("h2o", "vatp")
         chosen = [each.follow(number, leaves=leaves) for each in plain]
-        (own,) = groups(crowd[:: -1 if turn % 2 else 1], number, leaves)
-        together(own, number, leaves=leaves)
+        found = groups(crowd[:: -1 if turn % 2 else 1], number, leaves)
+        # What its merge reads depends on the prompt.
+        assert len(found) == (3 if name == "cam-original" and leaves else 1)
+        for own in found:
+            together(own, number, leaves=leaves)
         for one, other, choices in zip(plain, crowd, chosen, strict=True):
             assert one.held() == other.held()
+            same_vectors(one, other)
             if choices and turn == 2:
                 for layer, choice in enumerate(choices):
                     landed = other.memory.land()
@@ -99,7 +116,7 @@ def test_each_gets_what_it_gets_alone(name):
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "cam-original"])
 def test_no_number_depends_on_the_others(name):
     """Bit by bit: alone, with others, in any order, beside one that is not finite."""
     bound = bound_to(name)

@@ -159,6 +159,23 @@ def merging() -> None:
     TRITON["merge_mass"](numbers[0], offsets, numbers[1])
 
 
+def merging_together(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None:
+    """What a fold of B requests merges, of 16 entries of each list into the 16 after them."""
+    width, lists, number = 2064, B * L * G, 16
+    pool, row_ids = empty(SLOTS * G, size, dtype=dtype), ids(lists, width)
+    there = empty(lists, width, dtype=torch.bool)
+    TRITON["finite"](pool, pool, row_ids, there)
+    TRITON["draws"](0, ids(B * L, width), ids(B), G)
+    places, real, *found = TRITON["following"](there, there, number, number)
+    heat = empty(lists, width, dtype=torch.float64)
+    TRITON["target"](heat, *found)
+    weights = empty(1, dtype=torch.float64)[0].expand(lists, number)
+    links = TRITON["links"](places, *found, real, weights, width)
+    one = empty(1, dtype=torch.float64)[0].expand(lists, width)
+    for proceed in (empty(B, L, dtype=torch.bool), empty(B, 1, dtype=torch.bool)):
+        TRITON["merge_entries"](pool, row_ids, *links, one, heat, proceed)
+
+
 def sharing() -> None:
     below, own = empty(G, N, D), empty(G, N, D)
     TRITON["gram"](below, own)
@@ -198,6 +215,8 @@ CASES: dict[str, Callable[[], object]] = {
     "fold in place, fp16, D 256": lambda: settling(torch.float16, 256),
     "folds of requests together": together,
     "folds of requests together, fp32, D 256": lambda: together(torch.float32, 256),
+    "merging in the pool": merging_together,
+    "merging in the pool, fp32, D 80": lambda: merging_together(torch.float32, 80),
     "rows of hidden states": rows,
     "merging": merging,
     "sharing": sharing,

@@ -26,7 +26,7 @@ ONE_WAIT = {
 WAIT = "host.py:to_host cpu"
 LAND = "follow.py:read tolist"
 COUNT = "block.py:read tolist"
-TOGETHER = ("h2o", "tova", "streamingllm", "vatp", "cake")
+TOGETHER = ("h2o", "tova", "streamingllm", "vatp", "cake", "cam")
 
 
 @pytest.mark.server
@@ -37,6 +37,7 @@ def test_answers_and_facts_are_those_of_the_references(scenario):
         "h2o": ["heavy=20", "window=20"],
         "d2o": ["rate=0.4"],
         "streamingllm": ["start=2", "window=30"],  # rotates what stays
+        "cam": ["start=2", "window=30", "reach=4"],  # and merges
         "fastkv": ["capacity=40"],
         "minicache": ["start=0", "t=0.6", "gamma=0.05"],
     }
@@ -65,7 +66,7 @@ def test_answers_and_facts_are_those_of_the_references(scenario):
     facts = {rid: answer["facts"] for rid, answer in by_torch["answers"].items()}
     assert [rid for rid, each in facts.items() if "uncompressed" in each] == []
     folded = {rid.split()[0] for rid, each in facts.items() if each.get("folds")}
-    assert folded == {"h2o", "d2o", "streamingllm"}
+    assert folded == {"h2o", "d2o", "streamingllm", "cam"}
     assert all(facts[f"fastkv {n}"]["propagated_tokens"] < n for n in (90, 60))
     modules = {name.split(".")[0] for name in called}
     assert modules >= {
@@ -73,6 +74,7 @@ def test_answers_and_facts_are_those_of_the_references(scenario):
         "best_triton",
         "carry_triton",
         "entry_ids_triton",
+        "merge_entries_triton",
         "place_triton",
         "rotate_triton",
         "rows_triton",
@@ -111,6 +113,7 @@ FOLDING = {
     "roco": ["capacity=3", "newest=1"],
     "cake": ["capacity=40", "window=8"],
     "d2o": ["rate=0.4"],
+    "cam": ["start=2", "window=30", "reach=4"],
 }
 
 

@@ -1,0 +1,55 @@
+"""Which entries of each list leave, and which of those that stay follow each of them."""
+
+from __future__ import annotations
+
+import torch
+
+
+def following(
+    kept: torch.Tensor, there: torch.Tensor, most: int, steps: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The leaving entries of R lists in order, and the next S staying ones after each.
+
+    Args:
+        kept, there: bool [R, M], what stays of what there is.
+        most: P, at least as many as leave any list, at most M.
+        steps: S.
+
+    Returns:
+        int64 [R, P] columns of leaving entries and bool [R, P], which of these there are; int64
+        [R, P, S] columns of entries that follow and bool [R, P, S], which of these there are.
+        Columns are 0 where there are none.
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check(kept, there, most, steps)
+    device, width = kept.device, kept.shape[1]
+    leaves, stays = there & ~kept, there & kept
+    places, order = ((~x).to(torch.uint8).argsort(dim=1, stable=True) for x in (leaves, stays))
+    places = places[:, :most]
+    real = torch.arange(most, device=device) < leaves.sum(1)[:, None]
+    after = stays.long().cumsum(1).gather(1, places)[..., None]
+    after = after + torch.arange(steps, device=device)
+    found = real[..., None] & (after < stays.sum(1)[:, None, None])
+    after = after.clamp(max=max(width - 1, 0)).flatten(1)
+    receivers = order.gather(1, after).view(found.shape)
+    return torch.where(real, places, 0), real, torch.where(found, receivers, 0), found
+
+
+def check(kept: torch.Tensor, there: torch.Tensor, most: int, steps: int) -> None:
+    """Refuses wrong shapes and dtypes; reads no tensor.
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    if there.dim() != 2 or there.dtype != torch.bool:
+        raise ValueError(f"there: expected bool [R, M], got {there.dtype} {list(there.shape)}")
+    if kept.dtype != torch.bool or kept.shape != there.shape:
+        raise ValueError(
+            f"kept: expected bool {list(there.shape)}, got {kept.dtype} {list(kept.shape)}"
+        )
+    if not 0 <= most <= there.shape[1]:
+        raise ValueError(f"most: expected 0 to {there.shape[1]}, got {most}")
+    if steps < 0:
+        raise ValueError(f"steps: expected 0 or more, got {steps}")

@@ -1,0 +1,98 @@
+"""Which entries of each list leave, and which of those that stay follow: one launch.
+
+A program goes through one list twice: it writes down the columns of what leaves and of what stays,
+and how many stayed before each that leaves; then it looks up what follows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.merging.following import check
+
+
+def following(
+    kept: torch.Tensor,
+    there: torch.Tensor,
+    most: int,
+    steps: int,
+    *,
+    block: int = 1024,
+    rows: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The leaving entries of R lists in order, and the next S staying ones after each.
+
+    As `following.following`, without reading a number of the device; if more than `most` leave, the
+    others are passed over.
+
+    Args:
+        block: entries that a program looks at at a time, a power of two.
+        rows: leaving entries that it looks at at a time, a power of two.
+
+    Returns:
+        int64 [R, P], bool [R, P], int64 [R, P, S], bool [R, P, S].
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check(kept, there, most, steps)
+    device, (lists, width) = kept.device, kept.shape
+    places = torch.empty((lists, most), dtype=torch.int64, device=device)
+    real = torch.empty((lists, most), dtype=torch.bool, device=device)
+    receivers = torch.empty((lists, most, steps), dtype=torch.int64, device=device)
+    found = torch.empty((lists, most, steps), dtype=torch.bool, device=device)
+    if lists and most:
+        # Columns of what stays, and how many stayed before each that leaves.
+        noted = torch.empty((lists, width + most), dtype=torch.int32, device=device)
+        _following[(lists,)](
+            kept.contiguous().view(torch.uint8), there.contiguous().view(torch.uint8), noted,
+            places, real.view(torch.uint8), receivers, found.view(torch.uint8),
+            width, most, steps, BLOCK=block, ROWS=rows, STEPS=16,
+        )  # fmt: skip
+    return places, real, receivers, found
+
+
+@triton.jit(do_not_specialize=["width", "most", "steps"])
+def _following(
+    kept, there, noted, places, real, receivers, found, width, most, steps,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """One list."""
+    this = tl.program_id(0).to(tl.int64)
+    kept += this * width
+    there += this * width
+    order = noted + this * (width + most)
+    before = order + width
+    places += this * most
+    left, stayed = 0, 0
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        held = tl.load(there + column, mask=column < width, other=0).to(tl.int32)
+        stays = tl.load(kept + column, mask=column < width, other=0).to(tl.int32) & held
+        leaves = held - stays
+        upto = stayed + tl.cumsum(stays)
+        place = left + tl.cumsum(leaves) - leaves
+        goes = (leaves > 0) & (place < most)
+        tl.store(places + place, column.to(tl.int64), mask=goes)
+        tl.store(before + place, upto, mask=goes)
+        tl.store(order + upto - 1, column, mask=stays > 0)
+        left += tl.sum(leaves)
+        stayed += tl.sum(stays)
+    # Every thread reads what others have written.
+    tl.debug_barrier()
+    for first in range(0, most, ROWS):
+        row = first + tl.arange(0, ROWS)
+        there_is = row < left
+        tl.store(real + this * most + row, there_is.to(tl.uint8), mask=row < most)
+        tl.store(places + row, tl.zeros([ROWS], tl.int64), mask=(row < most) & ~there_is)
+        after = tl.load(before + row, mask=(row < most) & there_is, other=0)
+        for start in range(0, steps, STEPS):
+            step = start + tl.arange(0, STEPS)
+            inside = (row < most)[:, None] & (step < steps)[None, :]
+            follower = after[:, None] + step[None, :]
+            follows = inside & there_is[:, None] & (follower < stayed)
+            to = tl.load(order + follower, mask=follows, other=0)
+            at = (this * most + row)[:, None] * steps + step[None, :]
+            tl.store(receivers + at, to.to(tl.int64), mask=inside)
+            tl.store(found + at, follows.to(tl.uint8), mask=inside)

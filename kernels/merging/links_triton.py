@@ -1,0 +1,121 @@
+"""Links listed by receiver: one launch, which counts and does not sort.
+
+A program counts the links of one list by receiver, adds the counts up to where each receiver's
+links begin, and goes through its links a tile at a time: each takes the place that its receiver has
+come to, behind those before it in the tile. So their order is that of the entries, whatever the
+threads do first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.merging.links import check
+
+
+def links(
+    places: torch.Tensor,
+    receivers: torch.Tensor,
+    joins: torch.Tensor,
+    accepted: torch.Tensor,
+    weights: torch.Tensor,
+    tokens: int,
+    *,
+    block: int = 1024,
+    tile: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The links of R lists; those of one receiver in the order of the entries that it gets.
+
+    As `links.links`; what it returns behind the last link means nothing.
+
+    Args:
+        block: receivers whose counts are added up at a time, a power of two.
+        tile: links that are placed at a time, a power of two.
+
+    Returns:
+        int64 [R, K], float64 [R, K] and int32 [R, n + 1].
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check(places, receivers, joins, accepted, weights)
+    device, (lists, most, steps) = places.device, receivers.shape
+    sources = torch.empty((lists, most * steps), dtype=torch.int64, device=device)
+    own = torch.empty((lists, most * steps), dtype=torch.float64, device=device)
+    offsets = torch.empty((lists, tokens + 1), dtype=torch.int32, device=device)
+    if lists:
+        # How many links a receiver has, then where its next one goes.
+        upto = torch.empty((lists, tokens), dtype=torch.int32, device=device)
+        _links[(lists,)](
+            places.contiguous(), receivers.contiguous(), joins.contiguous().view(torch.uint8),
+            accepted.contiguous().view(torch.uint8), weights, *weights.stride(),
+            sources, own, offsets, upto, most * steps, most, steps, tokens, BLOCK=block, TILE=tile,
+        )  # fmt: skip
+    return sources, own, offsets
+
+
+@triton.jit
+def _receivers(receivers, joins, accepted, link, number, steps):
+    """Receivers of some links, and which of these count."""
+    inside = link < number
+    counts = tl.load(joins + link, mask=inside, other=0) > 0
+    counts &= tl.load(accepted + link // steps, mask=inside, other=0) > 0
+    return tl.load(receivers + link, mask=counts, other=-1).to(tl.int32), counts
+
+
+@triton.jit(
+    do_not_specialize=["weight_list", "weight_place", "number", "most", "steps", "tokens"],
+)  # fmt: skip
+def _links(
+    places, receivers, joins, accepted, weights, weight_list, weight_place,
+    sources, own, offsets, upto, number, most, steps, tokens,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One list."""
+    this = tl.program_id(0).to(tl.int64)
+    places += this * most
+    accepted += this * most
+    weights += this * weight_list
+    receivers += this * number
+    joins += this * number
+    sources += this * number
+    own += this * number
+    offsets += this * (tokens + 1)
+    upto += this * tokens
+    for first in range(0, tokens, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        tl.store(upto + column, tl.zeros([BLOCK], tl.int32), mask=column < tokens)
+    tl.debug_barrier()
+    for first in range(0, number, BLOCK):
+        to, counts = _receivers(
+            receivers, joins, accepted, first + tl.arange(0, BLOCK), number, steps
+        )
+        # Whole numbers: their order changes nothing.
+        tl.atomic_add(upto + to, 1, mask=counts)
+    tl.debug_barrier()
+    total = 0
+    for first in range(0, tokens, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        links = tl.load(upto + column, mask=column < tokens, other=0)
+        begin = total + tl.cumsum(links) - links
+        tl.store(offsets + column, begin, mask=column < tokens)
+        tl.store(upto + column, begin, mask=column < tokens)
+        total += tl.sum(links)
+    tl.store(offsets + tokens, total)
+    lane = tl.arange(0, TILE)
+    for first in range(0, number, TILE):
+        link = first + lane
+        to, counts = _receivers(receivers, joins, accepted, link, number, steps)
+        other, _ = _receivers(receivers, joins, accepted, first + tl.arange(0, TILE), number, steps)
+        alike = (to[:, None] == other[None, :]) & counts[:, None]
+        before = tl.sum((alike & (lane[None, :] < lane[:, None])).to(tl.int32), 1)
+        later = tl.sum((alike & (lane[None, :] > lane[:, None])).to(tl.int32), 1)
+        # What the tile before has written is there.
+        tl.debug_barrier()
+        at = tl.load(upto + to, mask=counts, other=0) + before
+        tl.store(sources + at, tl.load(places + link // steps, mask=counts, other=0), mask=counts)
+        weight = tl.load(weights + link // steps * weight_place, mask=counts, other=0.0)
+        tl.store(own + at, weight, mask=counts)
+        tl.debug_barrier()
+        tl.store(upto + to, at + 1, mask=counts & (later == 0))

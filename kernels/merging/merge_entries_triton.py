@@ -1,0 +1,107 @@
+"""Merging in the pool: each receiver walks its own links, so that no sum depends on timing.
+
+Most entries receive nothing: a program looks at the links of a tile of them at once, and goes
+through those only that have some.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.entries.rounding_triton import rounded, widened
+from kvpolicy.kernels.entries.settle_triton import proceeds
+from kvpolicy.kernels.merging.merge_entries import check
+
+
+def merge_entries(
+    pool: torch.Tensor,
+    ids: torch.Tensor,
+    sources: torch.Tensor,
+    weights: torch.Tensor,
+    offsets: torch.Tensor,
+    own: torch.Tensor,
+    divide: torch.Tensor,
+    proceed: torch.Tensor,
+    *,
+    receivers: int = 64,
+    links: int = 16,
+) -> None:
+    """Merge keys or values of R lists: as `merge_rows`, rounded once to the type of the pool.
+
+    As `merge_entries.merge_entries`, without reading a number on the host; links of one receiver
+    are added in tiles, in an order that only their number decides.
+
+    Args:
+        receivers: that a program looks at; links: of a tile, a power of two.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
+    check(pool, ids, sources, weights, offsets, own, divide, proceed)
+    (lists, tokens), size = ids.shape, pool.shape[1]
+    if not ids.numel() or not sources.numel():
+        return
+    _merge[(triton.cdiv(tokens, receivers), lists)](
+        pool, pool.stride(0), ids.contiguous(), sources.contiguous(), weights.contiguous(),
+        offsets.contiguous(), own, *own.stride(), divide, *divide.stride(),
+        proceed.contiguous().view(torch.uint8), tokens, sources.shape[1], lists // len(proceed),
+        D=size, RECEIVERS=receivers, LINKS=links, BLOCK_D=triton.next_power_of_2(size),
+        FLAGS=proceed.shape[1], FLAGS_P=triton.next_power_of_2(max(proceed.shape[1], 1)),
+        num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _double(rows):
+    if rows.dtype == tl.float64:
+        return rows
+    else:
+        return widened(rows).to(tl.float64)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "own_list", "own_entry", "divide_list", "divide_entry", "tokens", "width", "share",
+    ],
+)  # fmt: skip
+def _merge(
+    pool, stride, ids, sources, weights, offsets,
+    own, own_list, own_entry, divide, divide_list, divide_entry,
+    proceed, tokens, width, share,
+    D: tl.constexpr, RECEIVERS: tl.constexpr, LINKS: tl.constexpr, BLOCK_D: tl.constexpr,
+    FLAGS: tl.constexpr, FLAGS_P: tl.constexpr,
+):  # fmt: skip
+    """Some receivers of one list."""
+    this = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * RECEIVERS
+    last = tl.minimum(first + RECEIVERS, tokens)
+    ids += this * tokens
+    sources += this * width
+    weights += this * width
+    offsets += this * (tokens + 1)
+    linked = tl.load(offsets + last) > tl.load(offsets + first)
+    if linked & proceeds(proceed, tl.program_id(1) // share, FLAGS, FLAGS_P):
+        column = tl.arange(0, BLOCK_D)
+        valid = column < D
+        for row in range(first, last):
+            begin, end = tl.load(offsets + row), tl.load(offsets + row + 1)
+            if end > begin:
+                total = tl.zeros([BLOCK_D], tl.float64)
+                for start in range(begin, end, LINKS):
+                    link = start + tl.arange(0, LINKS)
+                    there = link < end
+                    source = tl.load(sources + link, mask=there, other=0)
+                    entry = tl.load(ids + source, mask=there, other=0)
+                    weight = tl.load(weights + link, mask=there, other=0.0)
+                    mask = there[:, None] & valid[None, :]
+                    at = pool + entry[:, None] * stride + column[None, :]
+                    rows = _double(tl.load(at, mask=mask, other=0.0))
+                    total += tl.sum(weight[:, None] * rows, axis=0)
+                at = pool + tl.load(ids + row) * stride + column
+                mine = _double(tl.load(at, mask=valid, other=0.0))
+                made = mine * tl.load(own + this * own_list + row * own_entry) + total
+                by = tl.load(divide + this * divide_list + row * divide_entry)
+                bad = tl.max((valid & ~(tl.abs(made) < float("inf"))).to(tl.int32), axis=0)
+                if (bad == 0) & (by != 0) & (tl.abs(by) < float("inf")):
+                    tl.store(at, rounded(made / by, pool.dtype.element_ty), mask=valid)

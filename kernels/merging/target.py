@@ -1,0 +1,43 @@
+"""Means over the receivers of each leaving entry."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def target(x: torch.Tensor, receivers: torch.Tensor, joins: torch.Tensor) -> torch.Tensor:
+    """The mean of a number over S receivers of each of P entries of R lists.
+
+    Args:
+        x: float64 [R, M].
+        receivers: int64 [R, P, S], columns.
+        joins: bool [R, P, S], which of these there are.
+
+    Returns:
+        float64 [R, P]; 0 where the mean is NaN, and where there is none to receive.
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check(x, receivers, joins)
+    read = x.gather(1, receivers.flatten(1)).view(receivers.shape)
+    total = torch.where(joins, read, 0.0).sum(2) / joins.sum(2)
+    return total.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
+
+
+def check(x: torch.Tensor, receivers: torch.Tensor, joins: torch.Tensor) -> None:
+    """Refuses wrong shapes and dtypes; reads no tensor.
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    if x.dtype != torch.float64 or x.dim() != 2:
+        raise ValueError(f"x: expected float64 [R, M], got {x.dtype} {list(x.shape)}")
+    if receivers.dtype != torch.int64 or receivers.dim() != 3 or len(receivers) != len(x):
+        actual = f"{receivers.dtype} {list(receivers.shape)}"
+        raise ValueError(f"receivers: expected int64 [{len(x)}, P, S], got {actual}")
+    if joins.dtype != torch.bool or joins.shape != receivers.shape:
+        actual = f"{joins.dtype} {list(joins.shape)}"
+        raise ValueError(f"joins: expected bool {list(receivers.shape)}, got {actual}")

@@ -1,0 +1,64 @@
+"""Means over the receivers of each leaving entry: one launch, a program per tile of entries."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.merging.target import check
+
+
+def target(
+    x: torch.Tensor,
+    receivers: torch.Tensor,
+    joins: torch.Tensor,
+    *,
+    rows: int = 64,
+    steps: int = 16,
+) -> torch.Tensor:
+    """The mean of a number over S receivers of each of P entries of R lists.
+
+    As `target.target`; receivers are added in tiles, in an order that only their number decides.
+
+    Args:
+        rows: entries of a program; steps: receivers of a tile; powers of two.
+
+    Returns:
+        float64 [R, P].
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check(x, receivers, joins)
+    lists, most, number = receivers.shape
+    made = torch.empty((lists, most), dtype=torch.float64, device=x.device)
+    if made.numel():
+        _target[(triton.cdiv(most, rows), lists)](
+            x, *x.stride(), receivers.contiguous(), joins.contiguous().view(torch.uint8), made,
+            most, number, ROWS=rows, STEPS=steps,
+        )  # fmt: skip
+    return made
+
+
+@triton.jit(do_not_specialize=["x_list", "x_entry", "most", "number"])
+def _target(
+    x, x_list, x_entry, receivers, joins, made, most, number,
+    ROWS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    this = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    x += this * x_list
+    base = (this * most + row) * number
+    total = tl.zeros([ROWS], tl.float64)
+    members = tl.zeros([ROWS], tl.int32)
+    for first in range(0, number, STEPS):
+        step = first + tl.arange(0, STEPS)
+        inside = (row < most)[:, None] & (step < number)[None, :]
+        at = base[:, None] + step[None, :]
+        there = tl.load(joins + at, mask=inside, other=0) > 0
+        to = tl.load(receivers + at, mask=there, other=0)
+        total += tl.sum(tl.load(x + to * x_entry, mask=there, other=0.0), 1)
+        members += tl.sum(there.to(tl.int32), 1)
+    mean = tl.where(members > 0, total / tl.maximum(members, 1).to(tl.float64), 0.0)
+    mean = tl.where(mean == mean, mean, 0.0)
+    tl.store(made + this * most + row, mean, mask=row < most)

@@ -1,0 +1,63 @@
+"""Numbers drawn for entries by a counter: `uniform` of the language, of many layers at once."""
+
+from __future__ import annotations
+
+import torch
+
+BITS = 0xFFFFFFFF
+# Of the hash, which draws the same numbers in every execution of the language.
+GOLDEN, FIRST, SECOND = 0x9E3779B9, 0x21F0AAAD, 0x735A2D97
+
+
+def draws(seed: int, positions: torch.Tensor, generated: torch.Tensor, group: int) -> torch.Tensor:
+    """A number from 0 to below 1 for every entry, by seed, layer, KV head, position and step.
+
+    Args:
+        seed: any whole number.
+        positions: int64 [S, M], of N requests with S / N layers each, one behind the other; -1
+            where there is no entry.
+        generated: int64 [N], decode steps of each request, this one included.
+        group: G, KV heads of a layer.
+
+    Returns:
+        float64 [S * G, M].
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check(positions, generated, group)
+    number, device = len(positions), positions.device
+    layers = number // max(len(generated), 1)
+    layer = torch.arange(number, device=device) % max(layers, 1)
+    head = torch.arange(group, device=device)
+    step = generated.repeat_interleave(layers)
+    state = torch.full((), seed & BITS, dtype=torch.int64, device=device)
+    parts = (layer[:, None, None], head[:, None], positions[:, None], step[:, None, None])
+    for part in parts:
+        # Both factors are below 2**31, so that no product leaves int64.
+        state = (state + GOLDEN * (part + 1)) & BITS
+        state = ((state ^ (state >> 16)) * FIRST) & BITS
+        state = ((state ^ (state >> 15)) * SECOND) & BITS
+        state = state ^ (state >> 15)
+    return (state.double() / 2.0**32).flatten(0, 1)
+
+
+def check(positions: torch.Tensor, generated: torch.Tensor, group: int) -> None:
+    """Refuses wrong shapes and dtypes; reads no tensor.
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    if positions.dtype != torch.int64 or positions.dim() != 2:
+        raise ValueError(
+            f"positions: expected int64 [S, M], got {positions.dtype} {list(positions.shape)}"
+        )
+    number = len(positions)
+    share = generated.dim() == 1 and len(generated) and number % len(generated) == 0
+    if generated.dtype != torch.int64 or not share:
+        raise ValueError(
+            f"generated: expected int64 [N], N a part of {number}, "
+            f"got {generated.dtype} {list(generated.shape)}"
+        )
+    if group < 1:
+        raise ValueError(f"group: expected 1 or more, got {group}")

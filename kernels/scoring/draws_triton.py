@@ -1,0 +1,68 @@
+"""Numbers drawn for entries by a counter: one launch for all lists."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.scoring import draws as reference
+
+_BITS = tl.constexpr(reference.BITS)
+_GOLDEN = tl.constexpr(reference.GOLDEN)
+_FIRST, _SECOND = tl.constexpr(reference.FIRST), tl.constexpr(reference.SECOND)
+
+
+def draws(
+    seed: int,
+    positions: torch.Tensor,
+    generated: torch.Tensor,
+    group: int,
+    *,
+    block: int = 1024,
+) -> torch.Tensor:
+    """A number from 0 to below 1 for every entry, by seed, layer, KV head, position and step.
+
+    As `draws.draws`.
+
+    Args:
+        block: entries of a program, a power of two.
+
+    Returns:
+        float64 [S * G, M].
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    reference.check(positions, generated, group)
+    number, width = positions.shape
+    made = torch.empty((number * group, width), dtype=torch.float64, device=positions.device)
+    if made.numel():
+        _draws[(number * group, triton.cdiv(width, block))](
+            positions.contiguous(), generated.contiguous(), made, seed & reference.BITS, width,
+            group, number // len(generated), BLOCK=block,
+        )  # fmt: skip
+    return made
+
+
+@triton.jit
+def _hashed(state, part):
+    # Both factors are below 2**31, so that no product leaves int64.
+    state = (state + _GOLDEN * (part + 1)) & _BITS
+    state = ((state ^ (state >> 16)) * _FIRST) & _BITS
+    state = ((state ^ (state >> 15)) * _SECOND) & _BITS
+    return state ^ (state >> 15)
+
+
+@triton.jit(
+    do_not_specialize=["seed", "width", "group", "layers"],
+    do_not_specialize_on_alignment=["generated"],
+)
+def _draws(positions, generated, made, seed, width, group, layers, BLOCK: tl.constexpr):
+    """A part of one list."""
+    this = tl.program_id(0).to(tl.int64)
+    number, head = this // group, this % group
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(positions + number * width + column, mask=column < width, other=0)
+    state = _hashed(_hashed(seed.to(tl.int64), number % layers), head)
+    state = _hashed(_hashed(state, place), tl.load(generated + number // layers))
+    tl.store(made + this * width + column, state.to(tl.float64) / 4294967296.0, mask=column < width)

@@ -1,0 +1,50 @@
+"""Whether entries of a pool hold neither NaN nor infinity."""
+
+from __future__ import annotations
+
+import torch
+
+
+def finite(
+    keys: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, there: torch.Tensor
+) -> torch.Tensor:
+    """Of R lists whether keys and values of each are finite.
+
+    Args:
+        keys, values: [E, D] and [E', D] of one float dtype.
+        ids: int64 [R, M], the entries of each list.
+        there: bool [R, M], which of these there are; others are not read.
+
+    Returns:
+        bool [R].
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check(keys, values, ids, there)
+    rows, column = there.nonzero(as_tuple=True)
+    entries = ids[rows, column]
+    good = torch.stack([pool[entries].isfinite().all(1) for pool in (keys, values)]).all(0)
+    made = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    return made.index_put((rows[~good],), torch.zeros_like(made[:1]))
+
+
+def check(keys: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, there: torch.Tensor) -> None:
+    """Refuses wrong shapes and dtypes; reads no tensor.
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    for name, x in (("keys", keys), ("values", values)):
+        same = x.dtype == keys.dtype and x.shape[1:] == keys.shape[1:] and x.stride(-1) == 1
+        if x.dim() != 2 or not x.is_floating_point() or not same:
+            raise ValueError(
+                f"{name}: expected floats [E, D] as of keys, rows contiguous, "
+                f"got {x.dtype} {list(x.shape)}"
+            )
+    if ids.dtype != torch.int64 or ids.dim() != 2:
+        raise ValueError(f"ids: expected int64 [R, M], got {ids.dtype} {list(ids.shape)}")
+    if there.dtype != torch.bool or there.shape != ids.shape:
+        raise ValueError(
+            f"there: expected bool {list(ids.shape)}, got {there.dtype} {list(there.shape)}"
+        )

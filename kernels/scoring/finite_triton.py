@@ -1,0 +1,76 @@
+"""Whether entries of a pool hold neither NaN nor infinity: one launch for all lists.
+
+A program goes through one list a tile of entries at a time, and remembers only whether any of the
+numbers so far was none.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.launch.tiles import rows_of
+from kvpolicy.kernels.scoring.finite import check
+
+
+def finite(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    ids: torch.Tensor,
+    there: torch.Tensor,
+    *,
+    tile: int | None = None,
+) -> torch.Tensor:
+    """Of R lists whether keys and values of each are finite.
+
+    As `finite.finite`.
+
+    Args:
+        tile: entries that a program reads at a time, a power of two. None: `rows_of`.
+
+    Returns:
+        bool [R].
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check(keys, values, ids, there)
+    (lists, width), size = ids.shape, keys.shape[1]
+    made = torch.empty(lists, dtype=torch.bool, device=ids.device)
+    if lists:
+        block = triton.next_power_of_2(size)
+        _finite[(lists,)](
+            keys, keys.stride(0), values, values.stride(0), ids.contiguous(),
+            there.contiguous().view(torch.uint8), made.view(torch.uint8), width,
+            SIZE=size, BLOCK_D=block, TILE=tile or rows_of(block, keys.element_size()),
+        )  # fmt: skip
+    return made
+
+
+@triton.jit
+def _wrong(x):
+    """1 for NaN and infinity, else 0."""
+    if x.dtype != tl.float64:
+        x = x.to(tl.float32)
+    return (~(tl.abs(x) < float("inf"))).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["width"])
+def _finite(
+    keys, key_stride, values, value_stride, ids, there, made, width,
+    SIZE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One list."""
+    this = tl.program_id(0).to(tl.int64)
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    wrong = tl.zeros([TILE, BLOCK_D], tl.int32)
+    for first in range(0, width, TILE):
+        column = first + tl.arange(0, TILE)
+        held = tl.load(there + this * width + column, mask=column < width, other=0) > 0
+        entry = tl.load(ids + this * width + column, mask=held, other=0)
+        both = held[:, None] & (dim < SIZE)
+        x = tl.load(keys + entry[:, None] * key_stride + dim, mask=both, other=0.0)
+        wrong |= _wrong(x)
+        x = tl.load(values + entry[:, None] * value_stride + dim, mask=both, other=0.0)
+        wrong |= _wrong(x)
+    tl.store(made + this, (tl.max(tl.max(wrong, 1), 0) == 0).to(tl.uint8))
