@@ -90,11 +90,11 @@ class Server:
 
     def flush(self) -> None:
         """Empty the radix cache; only an idle server does it."""
-        for _ in range(50):
+        for _ in range(600):
             if self.post("/flush_cache", {}).ok:
                 return
             time.sleep(0.1)
-        raise ServerFailed("the server did not flush its cache: it was not idle for 5 s")
+        raise ServerFailed("the server did not flush its cache: it was not idle for a minute")
 
     def log_text(self) -> str:
         """What the server has printed so far."""

@@ -234,7 +234,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def until(found: Callable[[], object], seconds: float = 60) -> object:
+def until(found: Callable[[], object], seconds: float = 180) -> object:
     """What a function finds as soon as that is something; after so long its last answer."""
     deadline = time.monotonic() + seconds
     while not (answer := found()) and time.monotonic() < deadline:

@@ -20,6 +20,7 @@ STRICT = {
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
 ADMIN = {"Authorization": "Bearer secret"}
+PATIENCE = 120  # seconds; a machine may be busy
 DOCUMENT = {
     "experiment": "trial",
     "targeting_key": ["header:x-key", "body:user", "rid"],
@@ -69,7 +70,7 @@ def document(server):
     return response.json()
 
 
-def settled(server, seconds=60):
+def settled(server, seconds=PATIENCE):
     """The document once every sampled request has been compared."""
     end = time.monotonic() + seconds
     while True:
@@ -309,7 +310,7 @@ def test_policies_come_and_go(server):
     # Who decodes keeps what it has; who comes later gets the new one.
     with ThreadPoolExecutor(3) as pool:
         running = [pool.submit(named, server, "mine", prompt(i, 100), 400) for i in range(3)]
-        time.sleep(0.5)
+        until(server, lambda _: private(server, "mine") >= 3 * 20)  # their prompts have ended
         large = {"policy": text, "set": {"capacity": 30, "window": 4}}
         assert put_policy(server, "mine", large).status_code == 200
         second = named(server, "mine", prompt(1, 100)).json()
@@ -453,7 +454,7 @@ def test_arms_take_turns(server):
     assert put(server, json.dumps(DOCUMENT)).json()["begins_anew"] is True
 
 
-def until(server, holds, seconds=30):
+def until(server, holds, seconds=PATIENCE):
     end = time.monotonic() + seconds
     while not holds(found := document(server)):
         assert time.monotonic() < end, found
@@ -536,7 +537,7 @@ def test_a_wrong_experiment_stops_the_launch(model, tmp_path):
 
 def test_nothing_is_left_behind(server):
     assert post(server, "/flush_cache", {}, **ADMIN).status_code == 200
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE
     while any(used(server)):
         assert time.monotonic() < end, used(server)
         time.sleep(0.2)
@@ -545,8 +546,13 @@ def test_nothing_is_left_behind(server):
 def used(server):
     """Slots in use by SGLang's load and by compressed entries."""
     loads = server.session.get(server.url + "/v1/loads", headers=ADMIN, timeout=60).json()["loads"]
-    values = server.metrics().items()
-    private = [v for k, v in values if k.startswith("sglang:kv_policy_private_slots{")]
     assert loads
-    assert private
-    return [each["num_used_tokens"] for each in loads] + private
+    return [each["num_used_tokens"] for each in loads] + [private(server)]
+
+
+def private(server, policy=""):
+    """Slots of compressed entries, of all policies or of one."""
+    values = server.metrics().items()
+    slots = {k: v for k, v in values if k.startswith("sglang:kv_policy_private_slots{")}
+    assert slots
+    return sum(v for k, v in slots.items() if f'policy="{policy}' in k)
