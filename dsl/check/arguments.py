@@ -15,6 +15,9 @@ Nodes = dict[str, Node]
 Exprs = dict[str, Expr]
 
 
+_LOOKS = {"layer": "across", "token": "along"}
+
+
 def written_axes(typer: Typer, call: Call, function: Function) -> tuple[str, ...] | None:
     """The axes in brackets, `head` expanded; the default where none are written."""
     if call.axes is None:
@@ -22,8 +25,9 @@ def written_axes(typer: Typer, call: Call, function: Function) -> tuple[str, ...
             return ("token",)
         if function.axes == "none":
             return ()
-        axis = "layer" if function.axes == "layer" else "query"
-        what = "the axis that it looks across" if function.axes == "layer" else "axes"
+        only = function.only_axis
+        axis = only or "query"
+        what = f"the axis that it looks {_LOOKS[only]}" if only else "axes"
         if function.rule == "reduction":
             what = "the axes to remove"
         example = f"{call.name}[{axis}](...)"
@@ -37,8 +41,9 @@ def written_axes(typer: Typer, call: Call, function: Function) -> tuple[str, ...
         )
         return None
     axes = _named_axes(typer, call.axes)
-    if axes is not None and function.axes == "layer" and axes != ("layer",):
-        message = f"`{call.name}` looks across layers only, as in `{function.signature}`"
+    only = function.only_axis
+    if axes is not None and only is not None and axes != (only,):
+        message = f"`{call.name}` looks {_LOOKS[only]} {only}s only, as in `{function.signature}`"
         typer.error("arguments", message, call.axes[0].span)
         return None
     return axes

@@ -31,7 +31,7 @@ from kvpolicy.dsl.syntax.expression import parse_expression
 from kvpolicy.dsl.syntax.tree import Axis, Call, Expr, Name
 
 _ELEMENTWISE_PAIRS = {"max": "maximum", "min": "minimum"}
-_NOT_READ_AT_ONCE = frozenset(("top", "rank", "index", "pool", "past", "at"))
+_NOT_READ_AT_ONCE = frozenset(("top", "along", "index", "pool", "past", "at"))
 
 
 class Site(NamedTuple):
@@ -169,13 +169,16 @@ def _top(site: Site) -> Node | None:
     )
 
 
-def _rank(site: Site) -> Node | None:
-    typer, call, axes, exprs, nodes = site.typer, site.call, site.axes, site.exprs, site.nodes
-    if not has_axes(typer, axes, nodes["x"], exprs["x"], call, "rank along"):
+def _along(site: Site) -> Node | None:
+    """What reads along axes and keeps them."""
+    typer, call, function, axes, exprs, nodes = site
+    x = nodes["x"]
+    if not has_axes(typer, axes, x, exprs["x"], call, f"{call.name} along"):
         return None
-    if "layer" in axes and not has_queries_in_common(typer, nodes["x"], call):
+    if "layer" in axes and not has_queries_in_common(typer, x, call):
         return None
-    return typer.graph.make("rank", (nodes["x"],), over=axes, span=typer.span(call))
+    unit = x.type.unit if function.unit == "first" else None
+    return typer.graph.make(function.name, (x,), over=axes, unit=unit, span=typer.span(call))
 
 
 def _index(site: Site) -> Node | None:
@@ -422,7 +425,7 @@ Rule = Callable[[Site], Node | None]
 _RULES: dict[str, Rule] = {
     "reduction": _reduction,
     "top": _top,
-    "rank": _rank,
+    "along": _along,
     "index": _index,
     "pool": _pool,
     "attention": _attention,

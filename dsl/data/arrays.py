@@ -233,6 +233,9 @@ FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "maximum": np.maximum,
 }
 
+# What reads along the axes that it names, and keeps them.
+ALONG: dict[str, Callable[[Array, Sequence[str]], Array]] = {"rank": rank}
+
 # An absent truth value counts as false.
 LOGIC: dict[str, Callable[..., np.ndarray]] = {
     "and": np.logical_and,

@@ -15,8 +15,8 @@ from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, When
 
 
-def _rank(e: Values, node: Node, layer: int) -> Array:
-    x = arrays.rank(e.gathered(node.args[0], node.axes, layer), node.axes)
+def _along(e: Values, node: Node, layer: int) -> Array:
+    x = arrays.ALONG[node.op](e.gathered(node.args[0], node.axes, layer), node.axes)
     return e.own(x, node.axes, layer)
 
 
@@ -152,7 +152,7 @@ def _cluster(e: Values, node: Node, layer: int) -> Array:
 
 
 SELECTIONS: dict[str, Callable[[Values, Node, int], Array]] = {
-    "rank": _rank,
+    **dict.fromkeys(arrays.ALONG, _along),
     "index": _index,
     "top": _top,
     "then": _then,

@@ -129,11 +129,11 @@ def _verify_axes(node: Node) -> None:
     _expect(row.result_axes in (None, axes), f"has the axes {axes}")
     if row.elementwise or node.op == "then":
         _expect(set(axes) == inner, f"has the axes {axes} of arguments with {sorted(inner)}")
+    if own:
+        read = set(node.args[0].type.axes)
+        _expect(set(own) - {"layer"} <= read, f"is over {own}, which its argument lacks")
     if row.is_reduction:
-        _expect(set(own) - {"layer"} <= inner, f"is over {own}, which its argument lacks")
         _expect(set(axes) == inner - set(own), f"has the axes {axes} left of {sorted(inner)}")
-    if node.op in ("top", "rank"):
-        _expect(set(own) - {"layer"} <= set(node.args[0].type.axes), "nothing competes there")
 
 
 def _of_window(node: Node, program: Program) -> bool:

@@ -107,7 +107,7 @@ FUNCTIONS: dict[str, Function] = {
         ),
         Function(
             "rank",
-            "rank",
+            "along",
             _numbers("x"),
             "1 for the highest along a, ties by index; absent stays absent",
             "sort",

@@ -22,8 +22,8 @@ class Function:
     """A function of the language.
 
     `rule` names how the checker types it; "derived" functions have a `body`. `axes` says whether
-    brackets are "none", "required", "optional" (default `token`) or "layer" (exactly `[layer]`).
-    `unit` is the result's: "same" (arguments agree), "first", "none", "tokens".
+    brackets are "none", "required", "optional" (default `token`), "layer" or "token" (exactly that
+    one). `unit` is the result's: "same" (arguments agree), "first", "none", "tokens".
     """
 
     name: str
@@ -38,10 +38,15 @@ class Function:
     group: str = ""
 
     @property
+    def only_axis(self) -> str | None:
+        """The one axis that may stand in brackets; None: not just one."""
+        return self.axes if self.axes in ("layer", "token") else None
+
+    @property
     def signature(self) -> str:
         """As shown in messages and in the reference: `top[a](x, n)`."""
         arguments = ", ".join(f"{p.name}?" if p.optional else p.name for p in self.parameters)
-        brackets = {"required": "[a]", "optional": "[a]", "layer": "[layer]"}.get(self.axes, "")
+        brackets = "" if self.axes == "none" else f"[{self.only_axis or 'a'}]"
         return f"{self.name}{brackets}({arguments})"
 
 

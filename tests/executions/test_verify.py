@@ -45,7 +45,7 @@ def test_shipped_policies_are_well_formed(name):
         (top(args=()), "has 0 arguments"),
         (top(args=(POSITION, ONE, ONE)), "has 3 arguments"),
         (top(axes=()), "is over"),
-        (top(axes=("kv",)), "nothing competes there"),
+        (top(axes=("kv",)), "which its argument lacks"),
         (top(axes=("token", "token")), "names an axis twice"),
         (top(axes=("here",)), "is over"),
         (top(args=(ALL, ONE)), "takes numbers"),

@@ -13,6 +13,7 @@ from random import Random
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.ops.functions import FUNCTIONS
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.dsl.syntax.source import Source
 
@@ -36,10 +37,11 @@ BINARY = (
     "{x} ^ {y}", "{x} // {y}", "{x} % {y}",
 )  # fmt: skip
 ALONG_TOKENS = (
-    "maxpool({x}, 3)", "avgpool({x}, 5)", "rank({x})", "softmax[token]({x})", "minmax[token]({x})",
+    "maxpool({x}, 3)", "avgpool({x}, 5)", "softmax[token]({x})", "minmax[token]({x})",
     "normalize[token]({x})", "{x} / sum[token]({x})", "{x} * entropy[token](abs({x}))",
     "{x} + index[token]({x})", "{x} - max[token]({x})", "maxpool({x}, 1)",
     "{x} * count[token](all)", "{x} + sum[token](position where new)",
+    *(f"{f.name}[token]({{x}})" for f in FUNCTIONS.values() if f.rule == "along"),
 )  # fmt: skip
 ALONG_HEADS = (
     "rank[kv]({x})", "{x} / sum[kv]({x})", "{x} - mean[kv]({x})", "{x} + index[kv]({x})",

@@ -46,13 +46,14 @@ SIGNS = (("+", "-", "*", "/", "^", "//", "%"), ("<", "<=", ">", ">=", "==", "!="
 NUMBERS = ("0", "1", "2", "3", "0.5", "-1", "7", "0.1", "1e-9", "1e9", "prompt", "layer * 1")
 WRAPPERS = (
     "-({x})", "abs({x})", "({x}) + 1", "2 * ({x})", "floor({x})", "sqrt({x})", "({x}) ^ 2",
-    "maxpool({x}, 3)", "avgpool({x}, 3)", "rank({x})", "max({x}, 0)", "min({x}, 3)",
+    "maxpool({x}, 3)", "avgpool({x}, 3)", "max({x}, 0)", "min({x}, 3)",
     "softmax[token]({x})", "({x}) - max[layer]({x})", "({x}) / sum[layer]({x})", "not ({x})",
     "({x} where layer < 1 else 2 * ({x}))", "(1 where layer == 1 else {x})", "({x}) and not new",
     "({x} where not recent(1))", "({x} where position % 2 == 0 else 0)", "top({x}, 2)",
     "sum[token]({x})", "mean[kv]({x})", "max[group]({x})", "({x}) % 2", "({x}) / 0",
     "({x}) > 0.1", "1 where {x} else 0", "max[past](past({x}, 2))", "at(0, {x})", "({x}) * layer",
     "({x} where prompt > 5 else {x} + 1)", "recent({x})", "uniform({x})",
+    *(f"{f.name}[token]({{x}})" for f in FUNCTIONS.values() if f.rule == "along"),
 )  # fmt: skip
 AXES = (
     grammar.ENTRY, grammar.ENTRY, grammar.SCALAR, grammar.ENTRY | {"group"}, grammar.MAP,
