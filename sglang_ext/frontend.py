@@ -16,6 +16,7 @@ from kvpolicy.sglang_ext.experiment.raw import RAW
 from kvpolicy.sglang_ext.experiment.server import Server, assigned_to, facts_of
 from kvpolicy.sglang_ext.experiment.traffic import HEADER
 from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face.compat import Function
 from kvpolicy.sglang_ext.face.errors import Refused
 
 KEY = "kv_policy"  # in an answer's meta_info
@@ -53,15 +54,15 @@ def _before_batch_output(manager: Any, output: Any, *args: Any) -> None:
     compat.complete_output(output)
 
 
-def around_meta_info(server: Server) -> Callable:
+def around_meta_info(server: Server) -> Function:
     """The hook on how an answer's `meta_info` is completed."""
 
     def around(
-        original: Callable,
+        original: Function,
         manager: Any,
-        meta_info: dict,
+        meta_info: dict[str, Any],
         state: Any,
-        info: dict,
+        info: dict[str, Any],
         index: int,
         *args: Any,
     ) -> None:
@@ -86,7 +87,7 @@ def around_meta_info(server: Server) -> Callable:
     return around
 
 
-def _around_generate(server: Server) -> Callable:
+def _around_generate(server: Server) -> Function:
     def around(
         original: Callable[..., Answers], manager: Any, obj: Any, request: Any = None
     ) -> Answers:
@@ -116,10 +117,10 @@ async def _generate(
             yield answer
 
 
-def _around_state(server: Server) -> Callable:
-    async def around(original: Callable, manager: Any) -> list[dict[str, Any]]:
+def _around_state(server: Server) -> Function:
+    async def around(original: Function, manager: Any) -> list[dict[str, Any]]:
         """Around TokenizerManager.get_internal_state, which GET /server_info shows."""
-        states = await original(manager)
+        states: list[dict[str, Any]] = await original(manager)
         for state in states:
             state["kv_policy_applied"] = server.traffic.enabled
             if server.live is not None:
@@ -159,16 +160,16 @@ class FactsHeader:
     One JSON object, or a list of them where there are several answers; `kept` is left out.
     """
 
-    def __init__(self, app: Callable) -> None:
+    def __init__(self, app: Function) -> None:
         self._app = app
 
-    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+    async def __call__(self, scope: dict[str, Any], receive: Function, send: Function) -> None:
         """Serves one connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
 
-        async def sending(message: dict) -> None:
+        async def sending(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 facts = scope.get("state", {}).get(_FACTS)
                 if facts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from kvpolicy.sglang_ext.attention import backend as backends
 from kvpolicy.sglang_ext.attention import graphs
 from kvpolicy.sglang_ext.face import asked, compat, host, options, refusals
+from kvpolicy.sglang_ext.face.compat import Function
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.forward import propagate
 from kvpolicy.sglang_ext.forward.services import Services
@@ -36,7 +36,7 @@ def install(runtime: Runtime) -> None:
     for target, kind, hook in _scheduler_hooks(runtime):
         compat.register(target, hook, kind)
 
-    def wrap(name: str, factory: Callable) -> Callable:
+    def wrap(name: str, factory: Function) -> Function:
         def build(runner: Any) -> Any:
             backend = factory(runner)
             if name in refusals.SERVED_BACKENDS:
@@ -49,7 +49,7 @@ def install(runtime: Runtime) -> None:
     compat.wrap_attention_backends(wrap)
 
 
-def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Callable]]:
+def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Function]]:
     return [
         (compat.SIZE_POOL, "around", _around_size_pool(runtime.services)),
         (compat.CREATE_BUFFERS, "around", lambda _, pool: _create_buffers(runtime.services, pool)),
@@ -85,7 +85,7 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Callable]]:
     ]
 
 
-def _after_pool_stats(services: Services) -> Callable:
+def _after_pool_stats(services: Services) -> Function:
     def after(stats: Any, _: Any) -> Any:
         """After SchedulerPoolStatsObserver.get_pool_stats."""
         unused = services.store.set_aside.unused
@@ -94,7 +94,7 @@ def _after_pool_stats(services: Services) -> Callable:
     return after
 
 
-def _after_uncached(services: Services) -> Callable:
+def _after_uncached(services: Services) -> Function:
     def after(sizes: tuple[int, ...], _: Any) -> tuple[int, ...]:
         """After SchedulerInvariantChecker._get_total_uncached_sizes."""
         return (sizes[0] + services.store.uncached, *sizes[1:])
@@ -102,8 +102,8 @@ def _after_uncached(services: Services) -> Callable:
     return after
 
 
-def _around_size_pool(services: Services) -> Callable:
-    def around(original: Callable, configurator: Any, budget: int, **options: Any) -> Any:
+def _around_size_pool(services: Services) -> Function:
+    def around(original: Function, configurator: Any, budget: int, **options: Any) -> Any:
         """Around KVCacheConfigurator.config_from_budget: from bytes to tokens of the pool."""
         try:
             return reserved.size_pool(
@@ -132,7 +132,7 @@ def _create_buffers(services: Services, pool: Any) -> None:
     pool.v_buffer = [layer[1, :rows] for layer in services.arena.storage]
 
 
-def _after_pool(services: Services) -> Callable:
+def _after_pool(services: Services) -> Function:
     def after(_: None, runner: Any, *args: Any, **kw: Any) -> None:
         """After ModelRunner.alloc_memory_pool."""
         allocator = runner.token_to_kv_pool_allocator
@@ -159,7 +159,7 @@ def _after_pool(services: Services) -> Callable:
     return after
 
 
-def _after_rows(services: Services) -> Callable:
+def _after_rows(services: Services) -> Function:
     def after(_: None, pool: Any, *args: Any, **options: Any) -> None:
         """After ReqToTokenPool.__init__: rows of its table for the views of propagating prompts."""
         if services.propagates:
@@ -181,18 +181,18 @@ def _after_positions(forward_batch: Any, cls: type, batch: Any, *args: Any, **op
     return forward_batch
 
 
-def _around_can_run_graph(services: Services) -> Callable:
-    def around(original: Callable, runner: Any, forward_batch: Any) -> bool:
+def _around_can_run_graph(services: Services) -> Function:
+    def around(original: Function, runner: Any, forward_batch: Any) -> bool:
         """Around PrefillCudaGraphRunner.can_run_graph: rows cannot leave a captured prefill."""
         step = services.step
         if step is not None and step.propagate is not None:
             return False
-        return original(runner, forward_batch)
+        return bool(original(runner, forward_batch))
 
     return around
 
 
-def _after_graph_variants(services: Services) -> Callable:
+def _after_graph_variants(services: Services) -> Function:
     def after(variants: Any, *args: Any, **options: Any) -> Any:
         """After create_attention_graph_variants: a graph for batches that read compressed ones."""
         if variants is not None:
@@ -202,7 +202,7 @@ def _after_graph_variants(services: Services) -> Callable:
     return after
 
 
-def _after_start(runtime: Runtime) -> Callable:
+def _after_start(runtime: Runtime) -> Function:
     def after(_: None, scheduler: Any) -> None:
         """After Scheduler.init_model_worker."""
         try:
@@ -213,7 +213,7 @@ def _after_start(runtime: Runtime) -> Callable:
     return after
 
 
-def _before_queue(runtime: Runtime) -> Callable:
+def _before_queue(runtime: Runtime) -> Function:
     def before(scheduler: Any, req: Any, *args: Any, **options: Any) -> None:
         """Before Scheduler._add_request_to_queue."""
         runtime.queue(req)
@@ -221,7 +221,7 @@ def _before_queue(runtime: Runtime) -> Callable:
     return before
 
 
-def _after_reserve(runtime: Runtime) -> Callable:
+def _after_reserve(runtime: Runtime) -> Function:
     def after(reserved: int, adder: Any, req: Any, *, extend_input_len: int | None = None) -> int:
         """After PrefillAdder._request_slot_reserve_for_req."""
         return reserved + runtime.reserve(adder, req, extend_input_len)
@@ -229,8 +229,10 @@ def _after_reserve(runtime: Runtime) -> Callable:
     return after
 
 
-def _around_add_one(runtime: Runtime) -> Callable:
-    def around(original: Callable, adder: Any, req: Any, has_chunked_req: bool, *args: Any, **kw):
+def _around_add_one(runtime: Runtime) -> Function:
+    def around(
+        original: Function, adder: Any, req: Any, has_chunked_req: bool, *args: Any, **kw: Any
+    ) -> Any:
         """Around PrefillAdder.add_one_req."""
         if runtime.must_wait(adder, req, has_chunked_req):
             return compat.admitted_none()
@@ -251,8 +253,8 @@ def _around_add_one(runtime: Runtime) -> Callable:
     return around
 
 
-def _around_add_chunked(runtime: Runtime) -> Callable:
-    def around(original: Callable, adder: Any, req: Any) -> Any:
+def _around_add_chunked(runtime: Runtime) -> Function:
+    def around(original: Function, adder: Any, req: Any) -> Any:
         """Around PrefillAdder.add_chunked_req; returns the request while it is not finished."""
         if adder.rem_chunk_tokens is None:
             # Chunked prefill is off: this is a resumed request, and its last chunk has no limit.
@@ -268,7 +270,7 @@ def _around_add_chunked(runtime: Runtime) -> Callable:
     return around
 
 
-def _around_match_prefix(original: Callable, tree: Any, params: Any) -> Any:
+def _around_match_prefix(original: Function, tree: Any, params: Any) -> Any:
     """Around UnifiedRadixCache.match_prefix; what internal requests find counts as unused."""
     if params.req is None or tree.disable or not asked.scores(params.req):
         return original(tree, params)
@@ -276,15 +278,15 @@ def _around_match_prefix(original: Callable, tree: Any, params: Any) -> Any:
 
 
 def _around_prefill_stats(
-    original: Callable, reporter: Any, batch: Any, *args: Any, **kw: Any
+    original: Function, reporter: Any, batch: Any, *args: Any, **kw: Any
 ) -> None:
     """Around SchedulerMetricsReporter.report_prefill_stats."""
     if batch is None or not batch.reqs or not all(asked.scores(req) for req in batch.reqs):
         original(reporter, batch, *args, **kw)
 
 
-def _around_forward(runtime: Runtime) -> Callable:
-    def around(original: Callable, worker: Any, batch: Any, *args: Any, **options: Any) -> Any:
+def _around_forward(runtime: Runtime) -> Function:
+    def around(original: Function, worker: Any, batch: Any, *args: Any, **options: Any) -> Any:
         """Around TpModelWorker.forward_batch_generation."""
         if batch is None:
             return original(worker, batch, *args, **options)
@@ -293,8 +295,8 @@ def _around_forward(runtime: Runtime) -> Callable:
     return around
 
 
-def _around_sample_logits(runtime: Runtime) -> Callable:
-    def around(original: Callable, runner: Any, logits_output: Any, batch: Any) -> Any:
+def _around_sample_logits(runtime: Runtime) -> Function:
+    def around(original: Function, runner: Any, logits_output: Any, batch: Any) -> Any:
         """Around ModelRunner.sample."""
         return runtime.raw.sample(
             lambda: original(runner, logits_output, batch), logits_output, batch.sampling_info
@@ -303,15 +305,17 @@ def _around_sample_logits(runtime: Runtime) -> Callable:
     return around
 
 
-def _around_sample(runtime: Runtime) -> Callable:
-    def around(original: Callable, sampler: Any, logits: Any, info: Any, *args: Any, **kw) -> Any:
+def _around_sample(runtime: Runtime) -> Function:
+    def around(
+        original: Function, sampler: Any, logits: Any, info: Any, *args: Any, **kw: Any
+    ) -> Any:
         """Around Sampler.forward."""
         return runtime.forcing.sample(lambda: original(sampler, logits, info, *args, **kw), info)
 
     return around
 
 
-def _before_logprobs(runtime: Runtime) -> Callable:
+def _before_logprobs(runtime: Runtime) -> Function:
     def before(_: Any, logprobs: Any, top: Any, ids: Any, sampled: torch.Tensor) -> None:
         """Before OutputLogprobProcessor.compute_logprobs."""
         runtime.forcing.before_logprobs(sampled)
@@ -319,14 +323,14 @@ def _before_logprobs(runtime: Runtime) -> Callable:
     return before
 
 
-def _around_end_output(original: Callable, req: Any, *args: Any, **options: Any) -> None:
+def _around_end_output(original: Function, req: Any, *args: Any, **options: Any) -> None:
     """Around Req.update_finish_state: prescribed tokens end nothing."""
     if not force.goes_on(req):
         original(req, *args, **options)
 
 
-def _around_control(runtime: Runtime) -> Callable:
-    def around(original: Callable, scheduler: Any, request: Any) -> None:
+def _around_control(runtime: Runtime) -> Function:
+    def around(original: Function, scheduler: Any, request: Any) -> None:
         """Around Scheduler.handle_dumper_control."""
         if request.method != compat.CHANGE:
             original(scheduler, request)
@@ -336,7 +340,7 @@ def _around_control(runtime: Runtime) -> Callable:
     return around
 
 
-def _after_internal_state(runtime: Runtime) -> Callable:
+def _after_internal_state(runtime: Runtime) -> Function:
     def after(answer: Any, *args: Any) -> Any:
         """After Scheduler.get_internal_state, which GET /server_info shows."""
         answer.internal_state["kv_policy"] = runtime.policies.describe()

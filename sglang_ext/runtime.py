@@ -165,7 +165,7 @@ class Runtime:
         end = req.extend_end
         with self.services.failures.contained(req, ADMISSION):
             end = state.next_end(req.prefix_len, req.extend_end)
-        cut = end < req.extend_end
+        cut: bool = end < req.extend_end
         req.extend_end = end
         return cut
 

@@ -80,7 +80,7 @@ class Bound:
     propagate_lowered: Propagate | None = None
     share: Share | None = None
     fold_interval: int = 1
-    _numbers: dict[tuple, Callable[[Node], Value]] = field(
+    _numbers: dict[tuple[int | None, ...], Callable[[Node], Value]] = field(
         default_factory=dict, compare=False, repr=False
     )
 

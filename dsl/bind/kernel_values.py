@@ -17,7 +17,7 @@ def written_window(node: Node) -> str:
     return text[text.index("(") + 1 : -1]
 
 
-def window_key(node: Node, bound: Bound, steps: bool) -> tuple:
+def window_key(node: Node, bound: Bound, steps: bool) -> tuple[object, ...]:
     """Equal for windows that always have the same queries, in a prefill or at decode `steps`."""
     if not node.args:
         return (node.value,) if steps else ("all",)  # in a prefill all tokens are new

@@ -20,7 +20,7 @@ from kvpolicy.dsl.check.arguments import (
     reduced_at_once,
     written_axes,
 )  # fmt: skip
-from kvpolicy.dsl.check.expressions import Typer, unit_words
+from kvpolicy.dsl.check.expressions import Typer, typed, unit_words
 from kvpolicy.dsl.check.names import Expansion
 from kvpolicy.dsl.ir.graph import in_order
 from kvpolicy.dsl.ir.nodes import Extent, Node
@@ -89,14 +89,12 @@ def _pair(typer: Typer, call: Call) -> Node | None:
     """`max(a, b)` and `min(a, b)`."""
     written = tuple(argument.value for argument in call.arguments)
     named = [argument for argument in call.arguments if argument.name]
-    nodes = [typer.number(expr, f"`{call.name}`") for expr in written]
+    nodes = typed(typer.number(expr, f"`{call.name}`") for expr in written)
     if named:
         message = f"`{call.name}` has no argument named `{named[0].name}`"
         typer.error("arguments", message, named[0].name_span or call.span)
         return None
-    if any(node is None for node in nodes):
-        return None
-    return typer.combine(_ELEMENTWISE_PAIRS[call.name], call, written, nodes)
+    return typer.combine(_ELEMENTWISE_PAIRS[call.name], call, written, nodes) if nodes else None
 
 
 # Rules: one function per `rule` of the table

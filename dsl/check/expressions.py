@@ -36,6 +36,13 @@ _WHERE_NOT = {
 }
 
 
+def typed(nodes: Iterable[Node | None]) -> list[Node] | None:
+    """Nodes of which each has been looked at; None if one of them is wrong."""
+    made = list(nodes)
+    found = [node for node in made if node is not None]
+    return found if len(found) == len(made) else None
+
+
 class Typer:
     """Types the expressions of one context."""
 
@@ -234,12 +241,12 @@ class Typer:
     def operation(self, expr: Operation) -> Node | None:
         row = OPERATIONS[expr.op]
         read = self.truth if row.takes == "truth" else self.number
-        operands = [read(operand, f"`{row.sign}`") for operand in expr.operands]
-        if any(operand is None for operand in operands):
-            return None
-        return self.combine(expr.op, expr, expr.operands, operands)
+        operands = typed(read(operand, f"`{row.sign}`") for operand in expr.operands)
+        return self.combine(expr.op, expr, expr.operands, operands) if operands else None
 
-    def combine(self, op: str, expr: Expr, written: tuple[Expr, ...], nodes: list) -> Node | None:
+    def combine(
+        self, op: str, expr: Expr, written: tuple[Expr, ...], nodes: list[Node]
+    ) -> Node | None:
         """An elementwise operation on nodes of the right kind."""
         if not self.one_extent(nodes, expr):
             return None
@@ -257,7 +264,7 @@ class Typer:
             self.scope.warn("zero", message, self.span(expr))
         exact = None
         if op == "power":
-            exact = nodes[1].op == "number" and nodes[1].value.denominator == 1
+            exact = nodes[1].op == "number" and nodes[1].literal.denominator == 1
         unit = result_unit(op, [node.type.unit for node in nodes])
         return self.graph.make(op, tuple(nodes), unit=unit, exact=exact, span=self.span(expr))
 
@@ -305,8 +312,8 @@ class Typer:
         return True
 
     def chain(self, expr: Chain) -> Node | None:
-        nodes = [self.number(operand, "a comparison") for operand in expr.operands]
-        if any(node is None for node in nodes):
+        nodes = typed(self.number(operand, "a comparison") for operand in expr.operands)
+        if nodes is None:
             return None
         low = self.combine(expr.first, expr, expr.operands[:2], nodes[:2])
         high = self.combine(expr.second, expr, expr.operands[1:], nodes[1:])

@@ -25,6 +25,10 @@ from kvpolicy.dsl.syntax.tree import Call, Chain, Expr, Name, Operation, Where
 _KINDS = {"params": "parameter", "data": "tensor", "state": "state", "let": "let"}
 
 
+# "let" or "section", the section, the name, and where it is typed.
+_Key = tuple[str, str, str, Context]
+
+
 class Scope(Names):
     """Names and their nodes, for one pass of the checker over a file."""
 
@@ -33,8 +37,8 @@ class Scope(Names):
         self.file = file
         self.states = States(self)
         self.used: set[tuple[str, str]] = set()
-        self._nodes: dict[tuple, Node | None] = {}
-        self._open: list[tuple] = []
+        self._nodes: dict[_Key, Node | None] = {}
+        self._open: list[_Key] = []
         # Of lets that decode has named: the prefill's node, None where decode computes it.
         self.decided: dict[str, Node | None] = {}
         self._refused: set[str] = set()  # names whose definition was refused; uses stay silent
@@ -229,7 +233,7 @@ class Scope(Names):
         children = value.children if isinstance(value, Expr) else ()
         return any(self._looks_across(child, seen) for child in children)
 
-    def _once(self, key: tuple, definition: Definition, span: Span) -> Node | None:
+    def _once(self, key: _Key, definition: Definition, span: Span) -> Node | None:
         """A let's node, made at its first use; reports a let that uses itself."""
         if key in self._nodes:
             return self._nodes[key]

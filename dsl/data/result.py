@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from kvpolicy.dsl.data.arrays import Array
@@ -15,7 +16,7 @@ from kvpolicy.dsl.data.arrays import Array
 Steps = tuple[np.ndarray, np.ndarray, np.ndarray]
 # A value of a layer: one number, lists of them (one per KV head, for example), or None where there
 # is none (yet).
-LayerValue = float | list | None
+LayerValue = float | list[Any] | None
 
 
 @dataclass(frozen=True)
@@ -78,4 +79,5 @@ def reported(value: Array | None) -> LayerValue:
     if value is None:
         return None
     numbers = np.where(value.present, value.data, np.nan)
-    return numbers.astype(float).tolist()
+    layer: LayerValue = numbers.astype(float).tolist()
+    return layer

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from kvpolicy.dsl.execute.values import (
     Frame,
+    Scalar,
     Value,
     aligned,
     as_tensor,
@@ -58,7 +61,7 @@ def elementwise(
 def binary(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """A function of two tensors that also takes Python scalars."""
 
-    def apply(a, b) -> torch.Tensor:
+    def apply(a: Any, b: Any) -> torch.Tensor:
         if not isinstance(a, torch.Tensor):
             a = torch.full((), a, dtype=b.dtype, device=b.device)
         if not isinstance(b, torch.Tensor):
@@ -88,19 +91,15 @@ def divide(node: Node, frame: Frame, a: Value, b: Value) -> Value:
     return (_DIVIDE_SAFE if safe else _DIVIDE)(node, frame, a, b)
 
 
-def _true_divide(a, b) -> torch.Tensor:
-    return a / b
-
-
 # -0 is 0: adding 0 makes it so.
 _DIVIDE = elementwise(binary(lambda a, b: a / (b + 0.0)))
-_DIVIDE_SAFE = elementwise(binary(_true_divide), safe=True)
+_DIVIDE_SAFE = elementwise(binary(operator.truediv), safe=True)
 
 
 def compare(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     """A comparison in float32; false where a side is absent."""
 
-    def single(x):
+    def single(x: torch.Tensor | Scalar) -> torch.Tensor | Scalar:
         if isinstance(x, torch.Tensor):
             return x.float() if x.dtype != torch.bool else x
         return x if isinstance(x, bool) else ctypes.c_float(x).value
@@ -171,7 +170,9 @@ def repeated(node: Node, frame: Frame, x: Value) -> Value:
     return broadcast(x, node.type, frame)
 
 
-def _where(at: torch.Tensor, a, b, frame: Frame) -> torch.Tensor:
+def _where(
+    at: torch.Tensor, a: torch.Tensor | Scalar, b: torch.Tensor | Scalar, frame: Frame
+) -> torch.Tensor:
     return torch.where(at, as_tensor(a, frame), as_tensor(b, frame))
 
 

@@ -10,20 +10,24 @@ size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kernel_values import finite
+from kvpolicy.dsl.codegen.parts import Result
 from kvpolicy.dsl.codegen.regions import Bundle, Regions
-from kvpolicy.dsl.codegen.source import Result, Source, generate
+from kvpolicy.dsl.codegen.source import Source, generate
 from kvpolicy.dsl.execute.elementwise import reduce
 from kvpolicy.dsl.execute.kernels import Entries, Kernels, Keys, Slots, dense
 from kvpolicy.dsl.execute.values import Frame, Value, aligned, as_tensor, sizes_of
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, State
+
+# Compiled source: from its arguments to its results, and what says that the tensors were finite.
+Run = Callable[..., tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]]
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -38,8 +42,8 @@ class Generated:
 
     bound: Bound
     regions: Regions
-    compiled: Callable[[str, str], Callable]
-    _sources: dict[tuple[int, bool], tuple[Source, Callable]] = field(default_factory=dict)
+    compiled: Callable[[str, str], Run]
+    _sources: dict[tuple[int, bool], tuple[Source, Run]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -122,7 +126,7 @@ class Generated:
                 for options in ({}, {"split": 1}) if self.regions.steps else ({},):
                     self.values(bundle, frame, partial(_nothing, bundle, frame), **options)
 
-    def _source(self, bundle: Bundle, single: bool) -> tuple[Source, Callable]:
+    def _source(self, bundle: Bundle, single: bool) -> tuple[Source, Run]:
         key = (id(bundle), single)
         if key not in self._sources:
             source = generate(bundle, self.bound, single=single, steps=self.regions.steps)
@@ -157,7 +161,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _given(bundle: Bundle, frame: Frame, ordered: bool) -> tuple:
+def _given(bundle: Bundle, frame: Frame, ordered: bool) -> tuple[object, ...]:
     """Queries, keys, values, what is known of tokens and their number, as kernels take them.
 
     Args:

@@ -118,10 +118,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
-Kernels = Mapping[str, Callable]
+Kernels = Mapping[str, Callable[..., Any]]
 NONE: Kernels = MappingProxyType({})
 
 MOST_LAYERS = 16  # that "var_of_layers" and "any_of_layers" reduce

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from kvpolicy.dsl.execute import layers as torch_layers
@@ -146,11 +147,11 @@ def attn(node: Node, frame: Frame) -> Value:
     return Value(data, _ATTENTION_AXES, seen, axes, zero=True, finite=True)
 
 
-def _floor_divide(a, b) -> torch.Tensor:
+def _floor_divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return snapped(a / (b + 0.0)).floor()  # -0 is 0
 
 
-def _power(a, b) -> torch.Tensor:
+def _power(a: Any, b: Any) -> torch.Tensor:
     """Of a negative base only whole powers exist, also of -inf."""
     made = binary(lambda x, y: torch.pow(x + 0.0, y))(a, b)
     if not isinstance(b, torch.Tensor):

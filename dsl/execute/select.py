@@ -132,7 +132,9 @@ def _top_of_each_layer(frame: Frame, x: Value, count: Value, axes: tuple[str, ..
     return Value(torch.stack(parts, at), made.axes)
 
 
-def _by_rows(kernel: Callable, keys: torch.Tensor, number: torch.Tensor | int) -> torch.Tensor:
+def _by_rows(
+    kernel: Callable[..., torch.Tensor], keys: torch.Tensor, number: torch.Tensor | int
+) -> torch.Tensor:
     """`_select` by the kernel "top", which knows rows and one number for all or for each."""
     rows = keys.shape[:-1].numel()
     if not isinstance(number, int):

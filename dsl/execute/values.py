@@ -110,7 +110,7 @@ class Frame:
     kernels: Kernels = field(default_factory=lambda: NONE)
     held: Value | None = None
     fixed: dict[int, torch.Tensor] = field(default_factory=dict)
-    memo: dict[tuple, torch.Tensor] = field(default_factory=dict)
+    memo: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
     checks: list[torch.Tensor] = field(default_factory=list)
     heads: int | None = None
 
@@ -259,7 +259,10 @@ class Frame:
         ), axes
 
     def once(
-        self, key: tuple, sources: Sequence[torch.Tensor], make: Callable[[], torch.Tensor]
+        self,
+        key: tuple[object, ...],
+        sources: Sequence[torch.Tensor],
+        make: Callable[[], torch.Tensor],
     ) -> torch.Tensor:
         """`make()`, remembered for later layers if all `sources` live as long as the plan."""
         if not all(id(source) in self.fixed for source in sources):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.data.arrays import Array
-from kvpolicy.dsl.data.result import StepResult, Steps, reported
+from kvpolicy.dsl.data.result import LayerValue, StepResult, Steps, reported
 from kvpolicy.dsl.interpret.merge import merge
 from kvpolicy.dsl.interpret.select import Evaluator
 from kvpolicy.dsl.interpret.values import Decided, Layer
@@ -93,7 +93,7 @@ def decode(
     for q, k, v in zip(*steps, strict=True):
         cache.generated += 1
         leaves = cache.bound.leaves_at(cache.generated, cache.prompt)
-        named: dict[str, list] = {}
+        named: dict[str, list[LayerValue]] = {}
         for layer in range(len(cache.layers)):
             cache.append(layer, q[layer], k[layer], v[layer])
             if rules is not None and cache.bound.decode is not None:
@@ -111,7 +111,7 @@ def _step(
     layer: int,
     leaves: bool,
     inv_freq: np.ndarray | None,
-    named: dict[str, list],
+    named: dict[str, list[LayerValue]],
 ) -> None:
     """One layer at one step: states advance, then entries leave.
 
@@ -168,7 +168,7 @@ def turned(keys: np.ndarray, shift: np.ndarray, inv_freq: np.ndarray) -> np.ndar
     return np.concatenate([x * cos - y * sin, y * cos + x * sin], -1)
 
 
-def _result(cache: Cache, names: np.ndarray, named: dict[str, list]) -> StepResult:
+def _result(cache: Cache, names: np.ndarray, named: dict[str, list[LayerValue]]) -> StepResult:
     kept, vectors = [], []
     for here in cache.layers:
         kept.append([names[here.positions[held]].tolist() for held in here.there])

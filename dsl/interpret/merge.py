@@ -125,7 +125,8 @@ class _MergeValues(Evaluator):
         cosines = np.where(self.kept[:, :, None], cosines, -np.inf)
         best = cosines.argmax(1)[:, None]  # the first of equal ones, so the lower position
         one = np.arange(cosines.shape[1])[:, None] == best
-        return one & self.kept[:, :, None]
+        nearest: np.ndarray = one & self.kept[:, :, None]
+        return nearest
 
     def spread_vectors(self, x: Array) -> np.ndarray:
         """[G, M, D] data of a vector per token."""
@@ -136,7 +137,8 @@ class _MergeValues(Evaluator):
         number = counts.whole(self.number(into.args[0], self.layer), self.candidates(self.layer))
         after = np.arange(self.candidates(self.layer))[:, None] > self.places[:, None]
         follows = self.kept[:, :, None] & after
-        return follows & (follows.cumsum(1) <= number)
+        among: np.ndarray = follows & (follows.cumsum(1) <= number)
+        return among
 
     def _per_dropped(self, node: Node | None, default: float | bool) -> np.ndarray:
         """[G, P] values of a part of the merge."""
@@ -147,7 +149,8 @@ class _MergeValues(Evaluator):
 
     def _links(self) -> np.ndarray:
         """Bool [G, M, P]: which dropped entries are merged into which."""
-        return self.receivers() & self._per_dropped(self.merge.accept, True)[:, None]
+        links: np.ndarray = self.receivers() & self._per_dropped(self.merge.accept, True)[:, None]
+        return links
 
     def _own(self) -> np.ndarray:
         x = Array.of((), 1.0) if self.merge.own is None else self.value(self.merge.own, self.layer)
@@ -159,10 +162,12 @@ class _MergeValues(Evaluator):
         return np.where(self._links(), weights, 0.0)
 
     def _mass(self) -> np.ndarray:
-        return self._own() + self._weights().sum(-1)
+        mass: np.ndarray = self._own() + self._weights().sum(-1)
+        return mass
 
     def _members(self) -> np.ndarray:
-        return 1.0 + self._links().sum(-1)
+        members: np.ndarray = 1.0 + self._links().sum(-1)
+        return members
 
     def written(self, vectors: np.ndarray) -> np.ndarray:
         """[G, M, D] vectors with the receivers changed; all reads precede all writes."""

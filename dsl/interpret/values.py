@@ -80,7 +80,7 @@ class Values:
         generated: int | None = None,
         stored: Mapping[tuple[str, int], Array] | None = None,
         budgets: list[np.ndarray] | None = None,
-        known: dict[tuple, Array] | None = None,
+        known: dict[tuple[object, ...], Array] | None = None,
         decided: Decided | None = None,
     ) -> None:
         self.bound, self.rules, self.layers = bound, rules, layers
@@ -90,7 +90,7 @@ class Values:
         self.states: dict[str, State] = dict(rules.states)
         self.kv = bound.shape.kv_heads
         self.every_layer = range(bound.shape.layers)
-        self.known: dict[tuple, Array] = {} if known is None else known
+        self.known: dict[tuple[object, ...], Array] = {} if known is None else known
         self._updating: str | None = None  # the state whose `next` is being computed
         self._readers: dict[tuple[int, str], bool] = {}
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from ctypes import c_float
 from fractions import Fraction
+from typing import Any
 
 from kvpolicy.dsl.ir.split import Number, cascade_layers, split_layers
 
@@ -77,7 +78,7 @@ def seed(x: Number) -> int:
     return math.floor(snap(x)) if math.isfinite(x) else 0
 
 
-def hashed(seed: int, layer: int, kv, token, generated: int = 0):
+def hashed(seed: int, layer: int, kv: Any, token: Any, generated: int = 0) -> Any:
     """Uniform whole numbers from 0 to 2^32 - 1 from a counter, the same in every execution.
 
     Args:

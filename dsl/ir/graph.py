@@ -52,11 +52,11 @@ class Graph:
     """The nodes of one program. Equal operations on equal arguments are one node."""
 
     def __init__(self) -> None:
-        self.nodes: dict[tuple, Node] = {}
+        self.nodes: dict[tuple[object, ...], Node] = {}
         self.depths: dict[int, int] = {}
         self._literals = evaluator({})
         self._meanings: dict[int, tuple[Node, int]] = {}
-        self._numbered: dict[tuple, int] = {}
+        self._numbered: dict[tuple[object, ...], int] = {}
 
     def make(
         self,
@@ -92,7 +92,7 @@ class Graph:
             when = self._across_layers(row, when)
         window, reach = (_extent(axis, result, extent, args) for axis in _WITH_EXTENT)
         type_ = Type(kind, result, unit, absent, exact, window, reach)
-        key: tuple = (op, tuple(map(id, args)), over, type(value), value, type_, when)
+        key: tuple[object, ...] = (op, tuple(map(id, args)), over, type(value), value, type_, when)
         if op == "top":  # kept apart, so that messages find each where it was written
             key += (span,)
         if key not in self.nodes:
@@ -118,7 +118,7 @@ class Graph:
             parts = [self.meaning(each) for each in node.args]
             if node.operation.commutative:
                 parts.sort()
-            key: tuple = (node.op, type(node.value), node.value, node.axes, *parts)
+            key: tuple[object, ...] = (node.op, type(node.value), node.value, node.axes, *parts)
             value = self.literal(node)
             if value is not None:
                 key = (type(value), value)

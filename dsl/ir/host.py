@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from typing import Any
 
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
@@ -151,7 +152,7 @@ def _share(value: Value | None) -> Value:
     return value
 
 
-def _number(operation: Callable[..., Value], args: list) -> Value:
+def _number(operation: Callable[..., Value], args: Sequence[Any]) -> Value:
     """The result of an operation under the rules for NaN, infinities and size."""
     try:
         value = operation(*args)
@@ -266,16 +267,16 @@ _LOGIC: dict[str, Callable[..., bool]] = {
 }
 
 
-def _mean(values: list) -> Value:
+def _mean(values: Sequence[Any]) -> Value:
     return sum(values, Fraction(0)) / len(values) if values else Fraction(0)
 
 
-def _variance(values: list) -> Value:
+def _variance(values: Sequence[Any]) -> Value:
     middle = _mean(values)
     return _mean([(value - middle) * (value - middle) for value in values])
 
 
-_REDUCTIONS: dict[str, Callable[[list], Value]] = {
+_REDUCTIONS: dict[str, Callable[[Sequence[Any]], Value]] = {
     "sum": lambda values: sum(values, Fraction(0)),
     "mean": _mean,
     "max": lambda values: max(values, default=-math.inf),

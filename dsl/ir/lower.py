@@ -225,7 +225,7 @@ class _Lowering:
         # The budgets that the leaf `budget` may name.
         self.own: dict[str | None, Node] = {} if budget is None else {None: budget}
         self.filled: str | None = None  # the one that an unsized `top` fills
-        self._unique: dict[tuple, Node] = {}  # nodes made, by what they are
+        self._unique: dict[tuple[object, ...], Node] = {}  # nodes made, by what they are
         self._done: dict[int, Node] = {}
 
     def visit(self, node: Node) -> Node:

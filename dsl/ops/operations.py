@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 
 class Kind(Enum):
@@ -133,25 +134,25 @@ class Operation:
         return self.reads_queries or self.kind is Kind.VECTOR
 
 
-def _leaf(name: str, kind: Kind, meaning: str, **traits) -> Operation:
+def _leaf(name: str, kind: Kind, meaning: str, **traits: Any) -> Operation:
     return Operation(name, kind, meaning=meaning, **traits)
 
 
-def _window(name: str, meaning: str, axes: tuple[str, ...], **traits) -> Operation:
+def _window(name: str, meaning: str, axes: tuple[str, ...], **traits: Any) -> Operation:
     return Operation(
         name, Kind.WINDOW, 0, 1, meaning, result="number", result_axes=axes, always_finite=True,
         **traits,
     )  # fmt: skip
 
 
-def _numeric(name: str, arguments: int, sign: str | None = None, /, **traits) -> Operation:
+def _numeric(name: str, arguments: int, sign: str | None = None, /, **traits: Any) -> Operation:
     return Operation(
         name, Kind.ARITHMETIC, arguments, arguments, sign=sign, result="number", takes="number",
         per_head=True, **traits,
     )  # fmt: skip
 
 
-def _truth(name: str, kind: Kind, arguments: int, sign: str, **traits) -> Operation:
+def _truth(name: str, kind: Kind, arguments: int, sign: str, **traits: Any) -> Operation:
     compares = kind is Kind.COMPARISON
     return Operation(
         name, kind, arguments, arguments, sign=sign, result="truth",
@@ -160,21 +161,21 @@ def _truth(name: str, kind: Kind, arguments: int, sign: str, **traits) -> Operat
     )  # fmt: skip
 
 
-def _branch(name: str, arguments: int, meaning: str, **traits) -> Operation:
+def _branch(name: str, arguments: int, meaning: str, **traits: Any) -> Operation:
     return Operation(
         name, Kind.BRANCH, arguments, arguments, meaning, exact=True, keeps_finite=True,
         per_head=True, in_kernels=True, **traits,
     )  # fmt: skip
 
 
-def _reduction(name: str, result: str = "number", **traits) -> Operation:
+def _reduction(name: str, result: str = "number", **traits: Any) -> Operation:
     return Operation(
         name, Kind.REDUCTION, 1, 1, "axes: those removed, or (layer,)", result=result,
         names_axes=True, exact=True, per_head=True, **traits,
     )  # fmt: skip
 
 
-def _selection(name: str, least: int, most: int | None, meaning: str, **traits) -> Operation:
+def _selection(name: str, least: int, most: int | None, meaning: str, **traits: Any) -> Operation:
     return Operation(name, Kind.SELECTION, least, most, meaning, **traits)
 
 
@@ -185,7 +186,7 @@ def _pool(name: str) -> Operation:
     )  # fmt: skip
 
 
-def _partition(name: str, least: int, most: int, meaning: str, **traits) -> Operation:
+def _partition(name: str, least: int, most: int, meaning: str, **traits: Any) -> Operation:
     return Operation(
         name, Kind.PARTITION, least, most, f"axes = (layer,); {meaning}", result="number",
         names_axes=True, **traits,

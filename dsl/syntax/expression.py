@@ -143,7 +143,8 @@ def parse_expression(text: str, place: Callable[[int], int]) -> Expr:
 
 def _build(tree: Tree[Token], place: Callable[[int], int]) -> Expr:
     try:
-        return _Builder(place).transform(tree)
+        expr: Expr = _Builder(place).transform(tree)
+        return expr
     except VisitError as error:
         raise error.orig_exc from None
 

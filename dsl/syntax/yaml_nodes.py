@@ -114,6 +114,10 @@ def read_yaml(
     return None
 
 
+# A mapping or sequence that has begun, and its nodes so far.
+_Open = tuple[yaml.CollectionStartEvent, list["Node | None"]]
+
+
 class _Composer:
     """Builds nodes from events, without recursion."""
 
@@ -130,7 +134,7 @@ class _Composer:
         """The root node of the first document."""
         root: Node | None = None
         documents = 0
-        stack: list[tuple[yaml.Event, list[Node | None]]] = []
+        stack: list[_Open] = []
         for event in events:
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
@@ -158,7 +162,7 @@ class _Composer:
             return None
         return root
 
-    def finished(self, event: yaml.Event, stack: list) -> Node | None:
+    def finished(self, event: yaml.Event, stack: list[_Open]) -> Node | None:
         """The node that an event completes; None for what was refused."""
         if isinstance(event, yaml.AliasEvent):
             self.refuse(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 from kvpolicy.dsl.data.result import LayerValue, Result, StepResult
@@ -90,8 +91,8 @@ def _head(layer: int, head: int) -> str:
 
 def _numbers(
     section: str,
-    expected: list | None,
-    actual: list | None,
+    expected: list[Any] | None,
+    actual: list[Any] | None,
     tolerance: tuple[float, float],
 ) -> Iterator[Difference]:
     """Numbers [G] or [G, N] of every layer."""
@@ -135,7 +136,7 @@ def _close(a: LayerValue, b: LayerValue) -> bool:
     return np.shape(a) == np.shape(b) and np.allclose(a, b, *_COMPUTED, equal_nan=True)
 
 
-def _entries(expected: list, actual: list, step: int) -> Iterator[Difference]:
+def _entries(expected: list[Any], actual: list[Any], step: int) -> Iterator[Difference]:
     for layer, heads in enumerate(zip(expected, actual, strict=True)):
         for head, (a, b) in enumerate(zip(*heads, strict=True)):
             if a != b:

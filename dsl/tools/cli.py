@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None, more: Mapping[str, Command] | N
     commands = {**COMMANDS, **(more or {})}
     args = _parser(arguments[0] if arguments else "", commands).parse_args(arguments)
     try:
-        code = args.command(args)
+        code: int = args.command(args)
         sys.stdout.flush()
         return code
     except PolicyError as error:
@@ -208,7 +208,8 @@ def _delegate(args: argparse.Namespace) -> int:
     """Commands that execute policies."""
     try:
         module = import_module(f"kvpolicy.dsl.tools.{_MODULES.get(args.name, args.name)}")
-        return module.main(args)
+        code: int = module.main(args)
+        return code
     except ModuleNotFoundError as error:
         return _missing(args.name, error)
 

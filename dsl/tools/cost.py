@@ -127,7 +127,7 @@ class _Nodes:
         # Where data decide, half of the entries leave most pairs of a dropped and a kept one.
         self._kept = mean if mean < prompt else prompt // 2
         self._acts = bound.propagation_layer(prompt)
-        self._known: dict[tuple, Sizes] = {}
+        self._known: dict[tuple[object, ...], Sizes] = {}
         self._owners: dict[int, tuple[str, Node]] = {}
         # Of nodes that several sections read the first one counts.
         self._sections: dict[str, list[Node]] = {

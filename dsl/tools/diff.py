@@ -12,8 +12,8 @@ from kvpolicy.dsl.bind.bounds import Bounds, max_entries
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.bind.model_config import ModelConfig, read_config
-from kvpolicy.dsl.bind.parameters import shown
 from kvpolicy.dsl.ir.nodes import ModelShape, Program
+from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.tools.commands import executable, execute, guarded
 from kvpolicy.dsl.tools.explain_sections import decode_words
 from kvpolicy.dsl.tools.units import size_text

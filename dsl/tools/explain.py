@@ -9,10 +9,10 @@ from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.bounds import Bounds, Size, max_entries
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.model_config import ModelConfig, read_config
-from kvpolicy.dsl.bind.parameters import shown
 from kvpolicy.dsl.check.policy import Checked, load
 from kvpolicy.dsl.ir.lower import Phase, Phases
 from kvpolicy.dsl.ir.nodes import Node, When
+from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.ir.text import print_nodes
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, propagate_roots, state_roots
 from kvpolicy.dsl.syntax.diagnostics import PolicyError

@@ -166,7 +166,7 @@ def _equal(expected: object, found: object) -> bool:
     return expected == found
 
 
-def _kept_differences(expected: list, found: list) -> Iterator[str]:
+def _kept_differences(expected: list[Any], found: list[Any]) -> Iterator[str]:
     for layer, heads in enumerate(expected):
         for head, positions in enumerate(heads):
             if found[layer][head] != positions:

@@ -85,7 +85,7 @@ def _values(result: Result | StepResult) -> dict[str, object]:
     return values
 
 
-def _layers(per_layer: list) -> list:
+def _layers(per_layer: list[Any]) -> list[Any]:
     return [_layers(x) if isinstance(x, list) else _number(x) for x in per_layer]
 
 
@@ -119,7 +119,7 @@ def add_merged(output: dict[str, Any], result: Result, given: Recording) -> None
 
 
 def _differences(
-    pairs: list, kept: list, keys: np.ndarray, values: np.ndarray
+    pairs: list[Any], kept: list[Any], keys: np.ndarray, values: np.ndarray
 ) -> list[dict[str, float]]:
     """Per layer the largest differences; `pairs` and `kept` are per layer and KV head."""
     result = []

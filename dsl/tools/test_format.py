@@ -35,9 +35,11 @@ are the options of the same names.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+from kvpolicy.dsl.data.result import LayerValue
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax import yaml_nodes
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, did_you_mean, listed
@@ -59,6 +61,8 @@ _MODEL_KEYS = ("layers", "heads", "kv_heads", "head_size")
 _SEED_KEYS = ("seed", "stride", "scale", "step")
 
 Numbers = float | list["Numbers"]
+_T = TypeVar("_T")
+Reads = Callable[[yaml_nodes.Node], _T]
 
 
 @dataclass(frozen=True)
@@ -215,7 +219,7 @@ class _Reader:
             return {self.whole(key): self.positions(value) for key, value in node.entries}
         return None if self.text(node) == "none" else self.positions(node)
 
-    def layers(self, node: yaml_nodes.Node, shape: ModelShape, read) -> list:
+    def layers(self, node: yaml_nodes.Node, shape: ModelShape, read: Reads[_T]) -> list[_T]:
         """A value per layer; one stands for all."""
         if not isinstance(node, yaml_nodes.Sequence):
             return [read(node)] * shape.layers
@@ -224,7 +228,7 @@ class _Reader:
             raise self.defect(message, node)
         return [read(item) for item in node.items]
 
-    def value(self, node: yaml_nodes.Node) -> float | list | None:
+    def value(self, node: yaml_nodes.Node) -> LayerValue:
         """A number, `none`, or a list of them for each KV head or what else a value has."""
         if isinstance(node, yaml_nodes.Sequence):
             return [self.value(item) for item in node.items]
@@ -249,7 +253,7 @@ class _Reader:
             return [self.numbers(item) for item in node.items]
         return self.number(node)
 
-    def heads(self, node: yaml_nodes.Node, shape: ModelShape, read) -> list[list]:
+    def heads(self, node: yaml_nodes.Node, shape: ModelShape, read: Reads[_T]) -> list[list[_T]]:
         """A value per layer and KV head; one value stands for all."""
         if isinstance(node, yaml_nodes.Scalar):
             return [[read(node)] * shape.kv_heads for _ in range(shape.layers)]
@@ -260,7 +264,7 @@ class _Reader:
             )
         return [self._layer(layer, shape, read) for layer in layers]
 
-    def _layer(self, node: yaml_nodes.Node, shape: ModelShape, read) -> list:
+    def _layer(self, node: yaml_nodes.Node, shape: ModelShape, read: Reads[_T]) -> list[_T]:
         if isinstance(node, yaml_nodes.Scalar):
             return [read(node)] * shape.kv_heads
         items = self.sequence(node, "a list with an entry per KV head")

@@ -100,7 +100,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def measure(
-    bounds: Sequence[Bound], name: str, model: LayeredModel, prompts: list
+    bounds: Sequence[Bound], name: str, model: LayeredModel, prompts: list[Any]
 ) -> list[Candidate]:
     """Every value on every prompt, with a progress bar.
 

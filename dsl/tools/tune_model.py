@@ -83,12 +83,13 @@ class LayeredModel:
         wrong = next((i for i in ids if not 0 <= i < size), None)
         if wrong is not None:
             raise refused("--prompts", "range", f"token id {wrong}: the model has {size:,} tokens")
-        return self.body.embed_tokens(torch.tensor([ids], device=self.device))
+        hidden: Tensor = self.body.embed_tokens(torch.tensor([ids], device=self.device))
+        return hidden
 
     def layer(self, index: int, hidden: Tensor, positions: Tensor) -> Tensor:
         """Hidden states [1, n, C] after a layer; positions [n] are the tokens' original ones."""
         at = positions.to(self.device)[None]
-        out = self.body.layers[index](
+        out: Tensor | tuple[Tensor, ...] = self.body.layers[index](
             hidden,
             attention_mask=None,
             position_ids=at,
@@ -104,7 +105,8 @@ class LayeredModel:
 
     def final(self, hidden: Tensor) -> Tensor:
         """The last token's hidden state [C] after the final norm, float64, of [1, n, C]."""
-        return self.body.norm(hidden[:, -1:])[0, 0].double().cpu()
+        normed: Tensor = self.body.norm(hidden[:, -1:])
+        return normed[0, 0].double().cpu()
 
     def _attend(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any

@@ -52,7 +52,10 @@ def attach(backend: Any, name: str, services: Services, heads: int, dtype: torch
         reader = TablesReader(services, heads, dtype)
         members = _decode_by_tables(stock, services, reader)
 
-    def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, **options):
+    def forward_extend(
+        self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any,
+        save_kv_cache: bool = True, **options: Any,
+    ) -> Any:  # fmt: skip
         out = stock.forward_extend(self, q, k, v, layer, batch, save_kv_cache, **options)
         # Where SGLang replays a prefill's graph in pieces, attention runs between them: once per
         # forward, on the rows that are no padding, with this forward's step.
@@ -70,9 +73,12 @@ def attach(backend: Any, name: str, services: Services, heads: int, dtype: torch
 
 
 def _decode_by_lists(
-    stock: type, services: Services, read: Callable[..., torch.Tensor]
+    stock: Any, services: Services, read: Callable[..., torch.Tensor]
 ) -> Callable[..., torch.Tensor]:
-    def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True, **options):
+    def forward_decode(
+        self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any,
+        save_kv_cache: bool = True, **options: Any,
+    ) -> Any:  # fmt: skip
         step = _step(services)
         heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = None
@@ -95,9 +101,12 @@ def _decode_by_lists(
 
 
 def _decode_by_tables(
-    stock: type, services: Services, tables: TablesReader
+    stock: Any, services: Services, tables: TablesReader
 ) -> dict[str, Callable[..., Any]]:
-    def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True, **options):
+    def forward_decode(
+        self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any,
+        save_kv_cache: bool = True, **options: Any,
+    ) -> Any:  # fmt: skip
         heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = None
         if graphs.reads_tables(services):
@@ -113,11 +122,11 @@ def _decode_by_tables(
             services.queries.write(layer, heads, services.arena.layers)
         return out
 
-    def init_cuda_graph_state(self, max_bs, *arguments, **options):
+    def init_cuda_graph_state(self: Any, max_bs: int, *arguments: Any, **options: Any) -> None:
         stock.init_cuda_graph_state(self, max_bs, *arguments, **options)
         tables.reserve(max_bs)
 
-    def shared_read_ends(self, mode):
+    def shared_read_ends(self: Any, mode: Any) -> Any:
         declared = stock.shared_read_ends(self, mode)
         # The scheduler may write to its table of slots once they are over; ours reads it in every
         # layer.

@@ -39,7 +39,7 @@ class Server:
         self._token_bytes, self._context = token_bytes, context
         self._began = False
         self._noted: set[tuple[str, type]] = set()
-        self._watching: asyncio.Task | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._applied: Any = None  # gauge
 
     async def arrived(self, manager: Any, obj: Any, request: Any) -> None:

@@ -98,7 +98,7 @@ class Shadows:
         self._live, self._manager, self._context = live, manager, context
         self._waiting: deque[Sample] = deque()
         self._budget = Budget()
-        self._task: asyncio.Task | None = None
+        self._task: asyncio.Task[None] | None = None
 
     def offer(
         self,

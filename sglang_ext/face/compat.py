@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+Function = Callable[..., Any]  # of SGLang's, or a hook on one
+
 CHECKED_VERSIONS = ("0.5.22", "0.5.23")
 
 # Hook targets. The launcher needs the first two, the front end those after them.
@@ -146,7 +148,7 @@ def use_worker_app(path: str) -> bool:
     return True
 
 
-def register(target: str, hook: Callable, kind: str) -> None:
+def register(target: str, hook: Function, kind: str) -> None:
     """Register a hook; `kind` is "before", "after" or "around"."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -167,7 +169,7 @@ def is_applied(target: str) -> bool:
     return target in HookRegistry._patched
 
 
-def wrap_attention_backends(wrap: Callable[[str, Callable], Callable]) -> None:
+def wrap_attention_backends(wrap: Callable[[str, Function], Function]) -> None:
     """Replace every factory of attention backends by `wrap(name, factory)`."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
@@ -684,7 +686,7 @@ def is_scoring(obj: Any) -> bool:
     return getattr(obj, _SCORING, False)
 
 
-def add_route(path: str, method: str, endpoint: Callable, *, admin: bool) -> None:
+def add_route(path: str, method: str, endpoint: Function, *, admin: bool) -> None:
     """Add a route to SGLang's HTTP application, if this process has one.
 
     Args:
@@ -701,7 +703,7 @@ def add_route(path: str, method: str, endpoint: Callable, *, admin: bool) -> Non
     from fastapi.responses import JSONResponse
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    async def answer(request):
+    async def answer(request: Any) -> Any:
         status, content = await endpoint(request)
         return JSONResponse(content, status_code=status)
 

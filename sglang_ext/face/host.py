@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def to_device(
-    values: Sequence | torch.Tensor, dtype: torch.dtype, device: torch.device
+    values: Sequence[Any] | torch.Tensor, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Numbers of the host, or lists of them, on a device; the host does not wait for the copy."""
     made = torch.as_tensor(values, dtype=dtype)

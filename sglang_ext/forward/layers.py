@@ -41,7 +41,7 @@ def wrap(services: Services, runner: Any, names: Sequence[str]) -> None:
     _verify(layers)
 
 
-def _wrapped(services: Services, number: int, run: Callable) -> Callable:
+def _wrapped(services: Services, number: int, run: Callable[..., Any]) -> Callable[..., Any]:
     def forward(positions: Any, hidden_states: Any, forward_batch: Any, **options: Any) -> Any:
         step = services.step
         if step is None or step.propagate is None:

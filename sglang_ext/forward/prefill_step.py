@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvpolicy.dsl.execute.decode import Held
 from kvpolicy.dsl.execute.kernels import Slots
+from kvpolicy.dsl.execute.layout import Held
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.host import to_host
 from kvpolicy.sglang_ext.forward import share

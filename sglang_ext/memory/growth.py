@@ -59,7 +59,7 @@ def _is_steady(bound: Bound) -> bool:
     return max_entries(bound, ENDLESS) < everything and _size(decode.keep) == _size(rules.keep)
 
 
-def _size(node: Node | None) -> tuple | None:
+def _size(node: Node | None) -> tuple[object, ...] | None:
     """What decides how many entries a token set holds: all but what is compared."""
     if node is None:
         return None

@@ -11,6 +11,9 @@ from kvpolicy.sglang_ext.memory.arena import Arena
 from kvpolicy.sglang_ext.memory.private import Private
 from kvpolicy.sglang_ext.memory.shared import separate
 
+# indptr, indices and further options of one layer.
+_OfLayer = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
 
 class Lists:
     """Entry lists of B compressed requests for one forward, built layer by layer.
@@ -35,7 +38,7 @@ class Lists:
             req_to_token: [rows, context] SGLang's table of ordinary slots.
         """
         self._arena = arena
-        self._latest: tuple | None = None  # layer and its lists
+        self._latest: tuple[int, _OfLayer] | None = None
         device, lengths = req_to_token.device, list(lengths)
         self._requests = list(requests)
         pages = [arena.pages(r.slots) for r in requests]
@@ -53,7 +56,7 @@ class Lists:
         self._tail_first = self._tail_length.cumsum(0) - self._tail_length
         self._shared = {i: r.shared for i, r in enumerate(requests) if r.shared is not None}
 
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    def layer(self, layer: int) -> _OfLayer:
         """Entry lists of one layer.
 
         Returns:
@@ -79,7 +82,7 @@ class Lists:
         requests = zip(self._requests, self._tails, strict=True)
         return [count + tail for r, tail in requests for count in r.entries(layer)]
 
-    def _lists(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    def _lists(self, layer: int) -> _OfLayer:
         """Made anew: keys and values together, then apart where layers are stored in pairs."""
         indptr, indices = self._together(layer)
 

@@ -45,7 +45,8 @@ def reserve(store: Store, adder: Any, req: Any, state: State, extend: int | None
     page = adder.per_req_token_overhead
     if req.kv.holds_kv:
         return _reserve_chunk(adder, req, state, 0 if state.in_place else slots, extend)
-    ahead = req.sampling_params.max_new_tokens
+    ahead: int = req.sampling_params.max_new_tokens
+    prefix: int = req.prefix_len
     output = min(max(ahead - len(req.output_ids), 0), compat.longest_estimated_output())
     tokens = len(req.full_untruncated_fill_ids)  # with the output of a retracted request
     most = state.served.growth.most(state.prompt, ahead) if state.folds else None
@@ -54,7 +55,7 @@ def reserve(store: Store, adder: Any, req: Any, state: State, extend: int | None
     if not slots:  # its prompt stays until its first fold at least
         return grows - (tokens - state.prompt + output)
     # What the prompt has in the radix cache is not its own.
-    own = max(state.prompt - req.prefix_len, 0)
+    own = max(state.prompt - prefix, 0)
     may_move = state.may_move(store.arena.slot_bytes) and slots + page <= own
     if _most(slots, state.prompt, grows, in_place=may_move) + 2 * page >= store.dense_capacity:
         # It would wait for ever: even an empty pool has no room for prompt and copy.
@@ -70,9 +71,9 @@ def reserve(store: Store, adder: Any, req: Any, state: State, extend: int | None
     state.in_place = may_move and needs + page >= _room(adder)
     if state.in_place:
         needs = _most(slots, own, grows, in_place=True)
-    if extend is not None and req.prefix_len + extend < tokens:
+    if extend is not None and prefix + extend < tokens:
         return needs - extend  # SGLang reckons with this chunk alone
-    return needs - (tokens - req.prefix_len + output)
+    return needs - (tokens - prefix + output)
 
 
 def _reserve_chunk(adder: Any, req: Any, state: State, slots: int, extend: int | None) -> int:
@@ -80,9 +81,8 @@ def _reserve_chunk(adder: Any, req: Any, state: State, slots: int, extend: int |
     without one. Until its prompt ends, what is missing is kept from others in the pass.
     """
     chunk = extend or 0
-    room = _room(adder)
-    room -= adder.ceil_paged_tokens(chunk) + adder.per_req_token_overhead
-    missing = state.prompt - req.prefix_len - chunk
+    room: int = _room(adder) - adder.ceil_paged_tokens(chunk) - adder.per_req_token_overhead
+    missing: int = state.prompt - req.prefix_len - chunk
     if missing <= 0:
         return slots if slots <= room else 0
     return max(min(slots + missing, room), 0)
@@ -101,8 +101,9 @@ def _most(slots: int, prompt: int, grows: int, *, in_place: bool) -> int:
 
 
 def _room(adder: Any) -> int:
-    budget = adder.memory_budget
-    return min(budget.remaining_current, budget.remaining_total)
+    current: int = adder.memory_budget.remaining_current
+    total: int = adder.memory_budget.remaining_total
+    return min(current, total)
 
 
 def still_needs(req: Any, state: State, estimate: float) -> float:
@@ -110,6 +111,6 @@ def still_needs(req: Any, state: State, estimate: float) -> float:
     most = state.served.growth.most(state.prompt, req.sampling_params.max_new_tokens)
     if most is None:
         return estimate
-    held = req.kv.kv_allocated_len - max(req.kv.cache_protected_len, state.prompt)
+    held: int = req.kv.kv_allocated_len - max(req.kv.cache_protected_len, state.prompt)
     held += 0 if state.private is None else state.private.slots.numel()
     return min(estimate, max(most - held, 0))

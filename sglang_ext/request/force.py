@@ -93,7 +93,8 @@ def goes_on(request: Any) -> bool:
     forced = getattr(request, _ATTRIBUTE, None)
     if forced is None or request.to_finish is not None:
         return False
-    return len(request.output_ids) <= min(len(forced), request.sampling_params.max_new_tokens - 1)
+    most: int = request.sampling_params.max_new_tokens
+    return len(request.output_ids) <= min(len(forced), most - 1)
 
 
 def _of_batch(batch: Any) -> Forced | None:

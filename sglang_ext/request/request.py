@@ -11,8 +11,9 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.bind.kept import keep_of
-from kvpolicy.dsl.execute.decode import Held, Memory
+from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.dsl.execute.kernels import Slots
+from kvpolicy.dsl.execute.layout import Held
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.experiments.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face import pairing
