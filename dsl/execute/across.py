@@ -1,25 +1,39 @@
-"""Other layers' values where layers have different tokens.
+"""Other layers' values: those of the layers done so far, and all of them after the last one.
 
-Every layer's values stay on its own tokens. What compares layers sees them at the prompt's N
-positions, absent where a token did not reach the layer, and every layer reads its part of the
-result at its own tokens.
+Every layer's values stay on its own tokens. Where layers have different ones, what compares layers
+sees them at the prompt's N positions, absent where a token did not reach the layer, and every layer
+reads its part of the result at its own tokens.
 
 Dimensions: L layers, G KV heads, N tokens of the prompt, n tokens of one layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import torch
-from kvpolicy.dsl.execute import layers as torch_layers
-from kvpolicy.dsl.execute.evaluate import Evaluation
+from kvpolicy.dsl.execute.entropy import operands
+from kvpolicy.dsl.execute.evaluate import Evaluation, reduces_past
+from kvpolicy.dsl.execute.kernels import LARGEST_SPLIT, MOST_LAYERS
 from kvpolicy.dsl.execute.ops import OPERATIONS
-from kvpolicy.dsl.execute.plan import operands, stacked
-from kvpolicy.dsl.execute.values import HOST, Frame, Value, aligned, as_tensor, of_layer, sent
+from kvpolicy.dsl.execute.values import (
+    HOST,
+    Frame,
+    Value,
+    aligned,
+    as_tensor,
+    of_layer,
+    over_layers,
+    sent,
+    stacked,
+)
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ops.operations import Kind
+
+# Kernels that reduce the layers' values where they lie.
+_OF_LAYERS = {"var": "var_of_layers", "any": "any_of_layers"}
 
 
 def widened(x: Value, frame: Frame, prompt: int) -> Value:
@@ -86,44 +100,78 @@ class History:
 
 def look_back(node: Node, evaluation: Evaluation, history: History) -> Value:
     """`past`, a reduction of it, or `at` over the layers done so far."""
-    frame, layer = evaluation.frame, evaluation.frame.here
+    return _look(
+        node,
+        evaluation,
+        evaluation.frame.here + 1,
+        lambda x, layer: (
+            evaluation.value(x)
+            if layer == evaluation.frame.here
+            else history.read(x, layer, evaluation.frame)
+        ),
+    )
+
+
+def _look(
+    node: Node, evaluation: Evaluation, layers: int, read: Callable[[Node, int], Value]
+) -> Value:
+    """`past`, a reduction of it, or `at`, at a layer.
+
+    Args:
+        layers: so many layers `at` may name.
+        read: gives a node's value at another layer, on this one's tokens.
+    """
+    frame = evaluation.frame
     if node.op != "at":
         x, number = (node if node.op == "past" else node.args[0]).args
         size = counts.whole(evaluation.number(number), frame.bound.shape.layers)
-        own = evaluation.value(x)
-        values = [
-            own if each == layer else history.read(x, each, frame)
-            for each in (max(0, layer - i) for i in reversed(range(size)))
-        ]
-        return _past(node, values, frame)
+        before = (max(0, frame.here - i) for i in reversed(range(size)))
+        return _past(node, [read(x, each) for each in before], frame)
     wanted, x = node.args
-    at = _named(wanted, evaluation, layer + 1)
-    if at is None:
-        return nowhere(evaluation.value(x), frame)
-    return evaluation.value(x) if at == layer else history.read(x, at, frame)
-
-
-def _named(node: Node, evaluation: Evaluation, size: int) -> int | None:
-    """The layer, among the first `size`, that a number names; None if it names none."""
-    mask = evaluation.value(node).mask
-    if mask is not None and not mask.all():
-        return None
-    return counts.index(evaluation.number(node), size)
+    mask = evaluation.value(wanted).mask
+    at = None
+    if mask is None or mask.all():
+        at = counts.index(evaluation.number(wanted), layers)
+    return nowhere(evaluation.value(x), frame) if at is None else read(x, at)
 
 
 def _past(node: Node, values: list[Value], frame: Frame) -> Value:
     """Values of this layer and those before it along the axis `past`, or what they reduce to."""
-    if node.op != "past":
-        made = torch_layers.of_layers(node, frame, values, frame.here)
-        if made is not None:
-            return made
-        return OPERATIONS[node.op](node, frame, _stacked(values, frame))
-    return _stacked(values, frame)
+    if node.op == "past":
+        return _along_past(values, frame)
+    made = _by_kernel(node, frame, values) if _OF_LAYERS.get(node.op) in frame.kernels else None
+    return OPERATIONS[node.op](node, frame, _along_past(values, frame)) if made is None else made
 
 
-def _stacked(values: list[Value], frame: Frame) -> Value:
-    x = stacked(values, frame.device)
+def _by_kernel(node: Node, frame: Frame, values: Sequence[Value]) -> Value | None:
+    """A reduction of the values of this layer and those before it; None: not one for the kernel."""
+    own = values[-1]
+    kind = torch.bool if node.op == "any" else torch.float64
+    numbers = [x.data for x in values if isinstance(x.data, torch.Tensor)]
+    if len(values) > MOST_LAYERS or len(numbers) < len(values):
+        return None
+    if any((x.dtype, x.shape) != (kind, numbers[-1].shape) for x in numbers):
+        return None
+    if any(x.axes != own.axes for x in values):
+        return None
+    there = None
+    if any(x.mask is not None for x in values):
+        there = [_present(x) for x in values]
+    kernel = frame.kernels[_OF_LAYERS[node.op]]
+    made = kernel(numbers, there, max(0, len(values) - 1 - frame.here))
+    return Value(made, own.axes, finite=all(x.finite for x in values))
+
+
+def _present(x: Value) -> torch.Tensor:
+    """Where a value is present, in its own shape."""
+    if x.mask is None:
+        return torch.ones_like(x.tensor, dtype=torch.bool)
+    return aligned(x.mask, x.mask_axes, x.axes).expand(x.tensor.shape)
+
+
+def _along_past(values: list[Value], frame: Frame) -> Value:
     size = len(values)
+    x = over_layers(stacked(values, frame.device), size, frame.device)
     there = torch.arange(size, device=frame.device) >= size - 1 - frame.here
     axes = ("past", *x.axes[1:])
     if x.mask is None:
@@ -138,113 +186,129 @@ def known_before(node: Node, evaluation: Evaluation) -> Value:
     frame = evaluation.frame
     layers = range(frame.bound.shape.layers)
     each = [replace(evaluation, frame=replace(frame, layer=i), known={}) for i in layers]
-    return Layers(each, frame.prompt_tokens).value(node, each[frame.here])
+    return Layers(each, frame.prompt_tokens).part(node, each[frame.here])
 
 
-class Layers:
-    """All layers of a prefill after the last one.
+class Layers(Evaluation):
+    """All layers at once: values have the axis `layer` in front where layers differ.
 
     Args:
-        evaluations: [L], by layer.
+        evaluations: [L], by layer; what they find of other layers comes from here.
         prompt: N.
+        later: ids of nodes that follow from what compares layers. Where all layers have the same
+            tokens these are computed of all layers at once.
     """
 
-    def __init__(self, evaluations: list[Evaluation], prompt: int) -> None:
-        self.evaluations = evaluations
-        self.prompt = prompt
-        for each in evaluations:
-            each.others = self.value
+    def __init__(
+        self, evaluations: list[Evaluation], prompt: int, later: Set[int] = frozenset()
+    ) -> None:
         first = evaluations[0].frame
-        held = [x.frame.tokens for x in evaluations]
-        number = sent(torch.tensor(held, device=HOST), first.device)
-        self.frame = Frame(
+        alike = all(x.frame.positions is None for x in evaluations)
+        frame = Frame(
             first.bound, prompt, first.device, first.kv, kernels=first.kernels,
-            held=Value(number, ("layer",)),
+            fixed=first.fixed, memo=first.memo,
         )  # fmt: skip
-        self._known: dict[tuple, Value] = {}
+        if not alike:
+            held = [x.frame.tokens for x in evaluations]
+            frame.held = Value(sent(torch.tensor(held, device=HOST), first.device), ("layer",))
+        super().__init__(frame, whole=False)
+        self.evaluations = evaluations
+        self._together = later if alike else frozenset()
+        for each in evaluations:
+            each.others = self.part
 
-    def value(self, node: Node, evaluation: Evaluation) -> Value:
+    def of_each(self, node: Node) -> list[Value]:
+        """A node's value at every layer."""
+        if id(node) not in self._together:
+            return [each.value(node) for each in self.evaluations]
+        x = self.value(node)
+        return [of_layer(x, layer) for layer in range(len(self.evaluations))]
+
+    def part(self, node: Node, evaluation: Evaluation) -> Value:
         """The part of one layer in a node that looks at other layers."""
-        layer = evaluation.frame.here
-        if node.operation.kind is Kind.LOOK or torch_layers.over_past(node, self.frame):
-            return self._look(node, evaluation)
-        arguments = operands(node)
-        count: Value | None = None
-        if node.op == "top":
-            count = evaluation.value(arguments[1])
-        varies = count is not None and isinstance(count.data, torch.Tensor)
-        key = (id(node), layer if varies else None, None if varies or not count else count.data)
-        if key not in self._known:
-            self._known[key] = self._find(node, arguments, count)
-        x = of_layer(self._known[key], layer)
-        positions = evaluation.frame.positions
-        return x if positions is None else narrowed(x, positions)
+        frame, layers = evaluation.frame, len(self.evaluations)
+        if not _compares(node):
+            most = frame.here + 1 if node.when <= When.LAYER else layers
+            return _look(node, evaluation, most, lambda x, layer: self._at(x, layer, frame))
+        x = of_layer(self.value(node), frame.here)
+        return x if frame.positions is None else narrowed(x, frame.positions)
 
-    def _find(self, node: Node, arguments: tuple[Node, ...], count: Value | None) -> Value:
+    def _find(self, node: Node) -> Value:
+        if _compares(node):
+            return self._compared(node)
+        looks = node.across_layers or reduces_past(node)
+        if id(node) in self._together and not looks:
+            return super()._find(node)
+        own = self.evaluations
+        made = stacked(
+            [widened(x.value(node), x.frame, self.frame.tokens) for x in own], self.frame.device
+        )
+        if self._together:  # what the layers held is held once
+            for layer, each in enumerate(own):
+                each.known[id(node)] = of_layer(made, layer)
+        return made
+
+    def _compared(self, node: Node) -> Value:
         if node.operation.kind is Kind.PARTITION:
-            return Value(self._divided(node, arguments), ("layer",), finite=True)
-        if node.op == "top":
-            values = [self._all(arguments[0]), count]
-        elif node.op == "fill":
-            # How many are missing and left over is known of all layers together.
-            numbers = [self.evaluations[0].value(x) for x in arguments[2:]]
-            values = [*(self._all(x) for x in arguments[:2]), *numbers]
-        else:
-            values = [self._all(x) for x in arguments]
+            return Value(self._divided(node), ("layer",), finite=True)
+        values = [self.value(x) for x in operands(node)]
+        values[0] = over_layers(values[0], len(self.evaluations), self.frame.device)
         return OPERATIONS[node.op](node, self.frame, *values)
 
-    def _divided(self, node: Node, arguments: tuple[Node, ...]) -> torch.Tensor:
+    def _divided(self, node: Node) -> torch.Tensor:
         """float64 [L]: integers or labels for the layers."""
-        static = [self.frame.bound.static.needs(x) is not None for x in arguments]
-        if node.op != "cluster" and static == [True, False, True][: len(arguments)]:
-            known = [self._numbers(x) for i, x in enumerate(arguments) if i != 1]
-            divided = torch_layers.divided(node, self.frame, self._all(arguments[1]), *known)
-            if divided is not None:
-                return divided
-        numbers = [self._numbers(x) for x in arguments]
+        static = [self.frame.bound.static.needs(x) is not None for x in node.args]
+        if node.op != "cluster" and static == [True, False, True][: len(static)]:
+            known = [self._numbers(x) for i, x in enumerate(node.args) if i != 1]
+            made = self._by_kernel(node, self.value(node.args[1]), *known)
+            if made is not None:
+                return made
+        numbers = [self._numbers(x) for x in node.args]
         if node.op != "cluster":
-            maxima = numbers[2] if len(numbers) == 3 else None
-            cascade = node.op == "cascade"
-            made = counts.split(numbers[0][0], numbers[1], maxima, cascade=cascade)
+            most = numbers[2] if len(numbers) == 3 else None
+            parts = counts.split(numbers[0][0], numbers[1], most, cascade=node.op == "cascade")
         else:
             number = counts.whole(float(numbers[1][0]), len(self.evaluations))
-            made = counts.cluster([float(x) for x in numbers[0]], number)
-        return sent(torch.tensor(made, dtype=torch.float64, device=HOST), self.frame.device)
+            parts = counts.cluster([float(x) for x in numbers[0]], number)
+        return sent(torch.tensor(parts, dtype=torch.float64, device=HOST), self.frame.device)
+
+    def _by_kernel(
+        self, node: Node, weights: Value, total: Sequence, maxima: Sequence | None = None
+    ) -> torch.Tensor | None:
+        """`split` or `cascade` without waiting for the device; None: not one for the kernel.
+
+        Args:
+            weights: computed.
+            total, maxima: numbers of the host, per layer; the kernel knows one maximum for all.
+        """
+        kernel = self.frame.kernels.get("split")
+        whole = counts.whole(total[0], LARGEST_SPLIT + 1)
+        limits = {counts.whole(x, 2**62) for x in maxima or ()}
+        fits = whole <= LARGEST_SPLIT and len(limits) <= 1 and weights.axes == ("layer",)
+        if kernel is None or not fits:
+            return None
+        limit = limits.pop() if limits else None
+        return kernel(whole, weights.tensor.double(), limit, cascade=node.op == "cascade")
 
     def _numbers(self, node: Node) -> list:
         """A scalar of every layer as the host's number; it waits for the device at most once."""
-        evaluations = self.evaluations
         if self.frame.bound.static.needs(node) is not None:
-            return [each.number(node) for each in evaluations]
-        values = [each.value(node).data for each in evaluations]
-        tensors = [x for x in values if isinstance(x, torch.Tensor)]
-        if len(tensors) < len(values):
-            return [each.number(node) for each in evaluations]
-        return torch.stack(tensors).tolist()
-
-    def _all(self, node: Node) -> Value:
-        """A node's values at all layers, the axis `layer` first."""
-        values = [widened(each.value(node), each.frame, self.prompt) for each in self.evaluations]
-        return stacked(values, self.frame.device)
-
-    def _look(self, node: Node, evaluation: Evaluation) -> Value:
-        """`past`, a reduction of it, and `at` where every layer is there."""
-        frame, layers = evaluation.frame, len(self.evaluations)
-        if node.op != "at":
-            x, number = (node if node.op == "past" else node.args[0]).args
-            size = counts.whole(evaluation.number(number), layers)
-            before = [max(0, frame.here - i) for i in reversed(range(size))]
-            return _past(node, [self._at(x, each, frame) for each in before], frame)
-        wanted, x = node.args
-        at = _named(wanted, evaluation, frame.here + 1 if node.when <= When.LAYER else layers)
-        return nowhere(evaluation.value(x), frame) if at is None else self._at(x, at, frame)
+            return [each.number(node) for each in self.evaluations]
+        data = self.value(node).data
+        listed = data.tolist() if isinstance(data, torch.Tensor) else data
+        return listed if isinstance(listed, list) else [listed] * len(self.evaluations)
 
     def _at(self, x: Node, layer: int, frame: Frame) -> Value:
-        """Another layer's value at this layer's tokens."""
+        """Another layer's value at a layer's tokens."""
         other = self.evaluations[layer]
         value = other.value(x)
         if layer == frame.layer or "token" not in value.axes:
             return value
         if frame.positions is None and other.frame.positions is None:
             return value
-        return narrowed(widened(value, other.frame, self.prompt), frame.places)
+        return narrowed(widened(value, other.frame, self.frame.tokens), frame.places)
+
+
+def _compares(node: Node) -> bool:
+    """Whether a node takes all layers into account."""
+    return "layer" in node.axes or node.operation.kind is Kind.PARTITION

@@ -17,7 +17,6 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.data.recording import check_layer_queries
 from kvpolicy.dsl.data.result import LayerValue, Result, StepResult, Steps
 from kvpolicy.dsl.execute.decode import Memory
-from kvpolicy.dsl.execute.prefill import DirectRun
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.execute.values import Value, aligned
@@ -216,8 +215,6 @@ def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Re
 
 
 def _propagated(result: Result, first: Run, tokens: int) -> Result:
-    if not isinstance(first, DirectRun):
-        return result
     bound = first.program.bound
     layers = range(bound.shape.layers)
     tested = {

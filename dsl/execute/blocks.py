@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from kvpolicy.dsl.codegen.causal import nothing_after
 from kvpolicy.dsl.execute.elementwise import reduce
-from kvpolicy.dsl.execute.plan import operands
+from kvpolicy.dsl.execute.entropy import operands
 from kvpolicy.dsl.execute.values import Frame, Value, as_tensor, filled
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ops.operations import Kind
@@ -34,6 +34,7 @@ _CPU_BLOCK_BYTES = 4 << 20
 # reads only the tokens up to its last query.
 _CAUSAL_BLOCKS, _LEAST_ROWS = 8, 64
 _LONG = frozenset(("query", "dim"))
+_INSIDE = frozenset((Kind.REDUCTION, Kind.WINDOW, Kind.VECTOR, Kind.POOL, Kind.SELECTION))
 
 
 def block_bytes(device: torch.device) -> int:
@@ -101,9 +102,7 @@ class Region:
 
 def _fits(node: Node) -> bool:
     """Whether a value can be computed in blocks."""
-    row = node.operation
-    inner = row.elementwise or row.kind in (Kind.REDUCTION, Kind.WINDOW, Kind.VECTOR, Kind.POOL)
-    return inner or node.op == "index"
+    return node.operation.elementwise or node.operation.kind in _INSIDE
 
 
 def _by_token(node: Node) -> bool:
@@ -128,19 +127,17 @@ def in_blocks(
     # After the last layer what was computed of the tensors is held, not they themselves.
     if region is None or (region.asks and frame.q is None) or (region.reads and frame.k is None):
         return None
+    heads, rows = _sizes(region, frame)
+    if heads == frame.kv and rows is None:
+        return None
     known = {id(each): value(each) for each in region.outside}
-    windows = {frame.window(each) for each in region.windows}
-    by_query = region.by_query and len(windows) == 1
-    heads, rows = _sizes(region, frame, windows, by_query)
     joined: _Partial | None = None
     parts: list[Value] = []
     for part in _heads(frame, heads):
         own = known if heads == frame.kv else cut_heads(known, part.kv_start, part.kv)
-        for block in _rows(part, windows, rows if by_query else None, region.causal):
+        for block in _rows(part, region, rows):
             near = own if block.tokens == frame.tokens else _first_tokens(own, block.tokens)
             x = within(node.args[0], block, dict(near))
-            if block is frame:
-                return reduce(node, frame, x)
             made = _Partial.of(node, block, x).of_all(frame.tokens)
             joined = made if joined is None else joined.with_more(made)
         if "kv" not in node.axes:
@@ -149,17 +146,22 @@ def in_blocks(
     return joined.result() if joined is not None else concatenated(parts)
 
 
-def _sizes(region: Region, frame: Frame, windows: set[int], by_query: bool) -> tuple[int, int]:
-    """KV heads and queries of a block."""
+def _sizes(region: Region, frame: Frame) -> tuple[int, int | None]:
+    """KV heads and queries of a block; None: all queries."""
     head_dim, group = frame.bound.shape.head_dim, frame.bound.shape.group
+    windows = {frame.window(each) for each in region.windows}
     longest = max(windows, default=1)
+    by_query = region.by_query and len(windows) == 1
     per_head = 8 * max(1, frame.tokens) * max(head_dim, 1)
     per_query = 8 * max(1, frame.tokens) * group * (head_dim if region.vectors and windows else 1)
     if not by_query:
         per_head = max(per_head, per_query * max(1, longest) if windows else 0)
     most = block_bytes(frame.device)
     heads = max(1, min(frame.kv, most // per_head)) if region.by_head else frame.kv
-    return heads, max(1, min(longest, most // (per_query * heads)))
+    rows = max(1, min(longest, most // (per_query * heads)))
+    if region.causal and frame.generated is None:
+        rows = min(rows, max(_LEAST_ROWS, -(-longest // _CAUSAL_BLOCKS)))
+    return heads, rows if by_query and rows < longest else None
 
 
 def _heads(frame: Frame, size: int) -> Iterator[Frame]:
@@ -180,19 +182,18 @@ def _heads(frame: Frame, size: int) -> Iterator[Frame]:
         )
 
 
-def _rows(frame: Frame, windows: set[int], size: int | None, causal: bool) -> Iterator[Frame]:
-    longest = max(windows, default=0)
-    causal = causal and frame.generated is None
-    if size is not None and causal:
-        size = min(size, max(_LEAST_ROWS, -(-longest // _CAUSAL_BLOCKS)))
-    if size is None or size >= longest:
+def _rows(frame: Frame, region: Region, size: int | None) -> Iterator[Frame]:
+    if size is None:
         yield frame
         return
     frame = replace(frame, k=frame.keys.double())
+    longest = frame.window(region.windows[0])
     for start in range(0, longest, size):
         end = min(start + size, longest)
-        part = replace(frame, rows=slice(start, end))
-        yield _up_to(frame, longest - end, end - start) if causal else part
+        if region.causal and frame.generated is None:
+            yield _up_to(frame, longest - end, end - start)
+        else:
+            yield replace(frame, rows=slice(start, end))
 
 
 def _up_to(frame: Frame, later: int, rows: int) -> Frame:

@@ -1,6 +1,11 @@
-"""Entropies, found in what `entropy[a](x)` is written out to, so that a kernel can give them."""
+"""What computes a node, and of which operands.
+
+An entropy is found in what `entropy[a](x)` is written out to, so that a kernel can give it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from kvpolicy.dsl.execute.elementwise import kernel_for
 from kvpolicy.dsl.execute.ops import OPERATIONS
@@ -9,6 +14,19 @@ from kvpolicy.dsl.ir.nodes import Node
 
 # Attention and vectors are reduced by generated kernels, or in blocks; layers come one by one.
 _ELSEWHERE = frozenset("query dim layer past dropped".split())
+
+
+def operands(node: Node) -> tuple[Node, ...]:
+    """What a node is computed of; a window is a number that `bind` knows, an entropy one step."""
+    if node.operation.is_window:
+        return ()
+    x = distribution(node)
+    return node.args if x is None else (x,)
+
+
+def operation(node: Node) -> Callable[..., Value]:
+    """What computes a node of its operands."""
+    return OPERATIONS[node.op] if distribution(node) is None else entropy
 
 
 def distribution(node: Node) -> Node | None:

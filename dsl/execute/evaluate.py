@@ -1,32 +1,37 @@
 """Values of nodes at one layer, computed when they are asked for.
 
-This serves where a plan made ahead cannot: layers whose tokens depend on data, states, merges and
-decode steps.
+Prefills, merges, shares and decode steps are evaluated by this; what looks at other layers is found
+in `across.py`.
 
 Dimensions: L layers, G KV heads, n candidates of a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 import torch
 from kvpolicy.dsl.execute.blocks import in_blocks
 from kvpolicy.dsl.execute.elementwise import mask
+from kvpolicy.dsl.execute.entropy import operands, operation
 from kvpolicy.dsl.execute.generated import Generated
-from kvpolicy.dsl.execute.layers import over_past
-from kvpolicy.dsl.execute.plan import operands, operation, scalar
 from kvpolicy.dsl.execute.values import (
     Frame,
     Value,
     aligned,
     as_tensor,
     broadcast,
+    scalar,
     sizes_of,
     union,
 )
 from kvpolicy.dsl.ir.nodes import Node, Rules, State, Type
+
+
+def reduces_past(node: Node) -> bool:
+    """Whether a node reduces `past(...)`, which a kernel may do where the layers' values lie."""
+    return node.axes == ("past",) and node.args[0].op == "past"
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class Evaluation:
         before: values of states before this step; those that lack begin.
         after: values of states after this step, as far as they were needed.
         known: values by id of node.
+        passing: ids of nodes whose values are not held: one other value reads them.
         others: gives the value of a node that looks at other layers.
         extra: operations that mean something only here, as in a merge.
         budget: the prefill's whole numbers, in decode.
@@ -84,6 +90,7 @@ class Evaluation:
     before: Mapping[str, Value] = field(default_factory=dict)
     after: dict[str, Value] = field(default_factory=dict)
     known: dict[int, Value] = field(default_factory=dict)
+    passing: Set[int] = frozenset()
     others: Callable[[Node, Evaluation], Value] | None = None
     extra: Mapping[str, Callable[[Node, Evaluation], Value]] = field(default_factory=dict)
     budget: Value | None = None
@@ -94,9 +101,12 @@ class Evaluation:
 
     def value(self, node: Node) -> Value:
         """The value of a node."""
-        if id(node) not in self.known:
-            self.known[id(node)] = self._held(node, self._find(node))
-        return self.known[id(node)]
+        found = self.known.get(id(node))
+        if found is None:
+            found = self._held(node, self._find(node))
+            if id(node) not in self.passing:
+                self.known[id(node)] = found
+        return found
 
     def _held(self, node: Node, x: Value) -> Value:
         """Absent, or false, where there is no entry: another head's, not dropped, or later."""
@@ -156,13 +166,14 @@ class Evaluation:
         if node.op == "decided":
             return self.decided[str(node.value)]
         if node.op == "choose" and bound.static.needs(node.args[1]) is not None:
-            chosen = self.value(node.args[0 if self.frame.number(node.args[1]) else 2])
-            return self.broadcast(chosen, node.type)
+            holds = self.value(node.args[1]).data
+            if not isinstance(holds, torch.Tensor):
+                return self.broadcast(self.value(node.args[0 if holds else 2]), node.type)
         if node.op == "broadcast":
             return self.broadcast(self.value(node.args[0]), node.type)
         if node.op == "mask" and node.value == "rest" and self.frame.there is not None:
             return self._rest(node)
-        if node.across_layers or over_past(node, self.frame):
+        if node.across_layers or reduces_past(node):
             return self.others(node, self)
         if self.whole and self.generated is not None:
             bundle = self.generated.bundle(node, self.frame)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from kvpolicy.dsl.execute import layers as torch_layers
 from kvpolicy.dsl.execute import pool as torch_pool
 from kvpolicy.dsl.execute import select as torch_select
 from kvpolicy.dsl.execute.elementwise import (
@@ -26,6 +25,7 @@ from kvpolicy.dsl.execute.elementwise import (
 from kvpolicy.dsl.execute.values import Frame, Value, filled, snapped
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ops.operations import Kind
 
 # Leaves that hold no data of the model.
 
@@ -218,9 +218,12 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     "fill": torch_select.fill,
     "avgpool": torch_pool.pool,
     "maxpool": torch_pool.pool,
-    "past": torch_layers.past,
-    "at": torch_layers.at,
-    "split": torch_layers.split,
-    "cascade": torch_layers.split,
-    "cluster": torch_layers.cluster,
 }
+
+# What is computed where its operands are found: other layers, a merge, what is remembered.
+_ELSEWHERE = frozenset((Kind.LOOK, Kind.PARTITION, Kind.MERGE, Kind.REMEMBERED))
+
+
+def is_computed(node: Node) -> bool:
+    """Whether the torch program knows an operation."""
+    return node.op in OPERATIONS or node.operation.kind in _ELSEWHERE

@@ -1,296 +1,162 @@
-"""One prefill evaluated layer by layer: propagation, states, merges.
-
-Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, n tokens of one layer,
-D head size.
-"""
+"""What a prefill computes, found once per bound policy."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
-import torch
-from kvpolicy.dsl.execute.across import History, Layers, known_before, look_back
-from kvpolicy.dsl.execute.evaluate import Evaluation
-from kvpolicy.dsl.execute.kernels import Slots
-from kvpolicy.dsl.execute.merge import Merging
-from kvpolicy.dsl.execute.run import Run
-from kvpolicy.dsl.execute.values import Frame, Value
-from kvpolicy.dsl.ir import counts
-from kvpolicy.dsl.ir.nodes import Node, When
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.execute.entropy import operands
+from kvpolicy.dsl.execute.evaluate import Updates
+from kvpolicy.dsl.execute.ops import is_computed
+from kvpolicy.dsl.execute.plan import plannable
+from kvpolicy.dsl.ir.nodes import Node, State, When
+from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, propagate_roots, state_roots
+from kvpolicy.dsl.ops.operations import Kind
+from kvpolicy.dsl.syntax.diagnostics import refused
 
 
-@dataclass
-class DirectRun(Run):
-    """A prefill whose layers may have different tokens.
+class Prefill:
+    """The values that a prefill has to compute, and when.
 
     Attributes:
-        selected_layer: where `propagate.first` held; None: nowhere (yet).
-        propagated: per layer that acted, int64 [m] positions of the tokens that went deeper.
-        tested: per layer where the propagation was tested, reported lets that decided, by name.
+        roots: what `Run.result` gives after `finish`.
+        updates, merge_updates: states of the prefill and of its merge.
+        handed: what each layer computes at once and keeps for later.
+        later: ids of what is known only after the last layer, or in a merge.
+        planned: what the prompt's length decides.
+        passing: ids of values that one other value reads and nothing asks for.
+        looks, early_looks: values that later layers read by `past` and `at`: node, and the numbers
+            of layers of `past`, or None where any layer may be read. `early_looks` are those that
+            the propagation reads, for as long as it is tested.
+        sums: per additive state (`name + R`), its reduction R over all queries so far.
+
+    Raises:
+        PolicyError: the policy needs data that a prefill does not offer.
     """
 
-    selected_layer: int | None = None
-    propagated: dict[int, torch.Tensor] = field(default_factory=dict)
-    tested: dict[int, dict[str, Value]] = field(default_factory=dict)
-    _second: bool = False
-    _evaluations: dict[int, Evaluation] = field(default_factory=dict)
-    _history: History = field(default_factory=History)
-    _sums: dict[int, _Sums] = field(default_factory=dict)
-    _merge_states: dict[int, dict[str, Value]] = field(default_factory=dict)
+    def __init__(self, bound: Bound, report: bool) -> None:
+        self.bound, rules = bound, bound.lowered
+        self.roots = [rules.keep, *rules.decided.values()]
+        if rules.budget is not None and (report or reads_budget(bound)):
+            self.roots.append(rules.budget)
+        self.roots += [rules.score] if report and rules.score is not None else []
+        self.tested = {name: rules.lets[name] for name in bound.tested} if report else {}
+        self.roots += [rules.lets[n] for n in rules.lets if n not in bound.tested] if report else []
+        merge_states = {} if rules.merge is None else rules.merge.states
+        self.updates, self.merge_updates = Updates.of(rules.states), Updates.of(merge_states)
+        early = propagate_roots(bound.propagate_lowered)
+        merge = merge_roots(rules.merge)
+        every = list(nodes_of([*self.roots, *state_roots(rules.states), *merge, *early]))
+        self._check(every)
+        self._later: dict[int, bool] = {}
+        self.handed = self._handed(self.roots, merge)
+        # All that the prefill computes of its layers, merges apart.
+        self.everything = [*self.roots, *self.handed, *self.tested.values(), *early]
+        remembered = state_roots(self.updates.states)
+        self.everything += remembered
+        # What the propagation and the rest read is held for as long as either needs it.
+        looks = _looks([*self.handed, *remembered, *early])
+        self.early_looks = [looks[name] for name in _looks([*early, *remembered])]
+        self.looks = [looks[name] for name in _looks([*self.handed, *remembered])]
+        computed = list(nodes_of(self.everything))
+        self.planned = plannable(bound, computed, self.everything)
+        self.later = frozenset(id(node) for node in computed if self._is_later(node))
+        readers = Counter(id(x) for node in computed for x in operands(node))
+        asked = {id(x) for x in [*self.everything, *(x for x, _ in self.looks + self.early_looks)]}
+        self.passing = frozenset(name for name in readers if readers[name] == 1) - asked
+        self.sums = {} if bound.propagates else self._sums(rules.states)
+        # Whatever else reads all queries cannot be put together from chunks.
+        whole = [n for n in every if n.operation.is_window and not n.args]
+        inside = {id(n) for total in self.sums.values() for n in total.walk()}
+        self.accumulates = bool(self.sums) and all(id(n) in inside for n in whole)
 
-    def observe(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | Slots,
-        v: torch.Tensor | Slots | None,
-        tokens: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """As `Run.observe`; layers come in order."""
-        frame = self._frame(layer, k.device, k.shape[1], tokens)
-        evaluation = self._evaluation(replace(frame, q=q, k=k, v=v))
-        if layer in self._sums:
-            self._sums.pop(layer).finish(evaluation)
-        deeper = self._propagate(evaluation)
-        if not self._scores_later():
-            self._hand_over(evaluation)
-            self._remember_queries(layer, q)
-        return deeper
+    def _check(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            if not is_computed(node) and self.bound.static.needs(node) is None:
+                raise refused(
+                    self.bound.program.name,
+                    "phase",
+                    f"`{node.op}` is not available at the end of a layer's prefill",
+                )
 
-    def accumulate(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | Slots,
-        v: torch.Tensor | Slots | None = None,
-    ) -> None:
-        """As `Run.accumulate`."""
-        if not self.program.accumulates:
-            super().accumulate(layer, q, k, v)
-        sums = self._sums.setdefault(layer, _Sums(self.program.direct.sums))
-        frame = self._frame(layer, k.device, k.shape[1], None)
-        sums.add(self._evaluation(replace(frame, q=q, k=k, v=v)), q.shape[1])
+    def _handed(self, roots: list[Node], merge: list[Node]) -> list[Node]:
+        """The largest values that need nothing but their own layer and those before it."""
+        found: dict[int, Node] = {}
+        for root in roots:
+            for node in self._now(root):
+                found[id(node)] = node
+        for root in merge:
+            for node in self._now(root):
+                # Keys and values are there again when entries are merged, attention is not.
+                if any(each.operation.fleeting for each in node.walk()):
+                    found[id(node)] = node
+        return list(found.values())
 
-    def again(self, prompt: int) -> Run:
-        """As `Run.again`."""
-        if not self.program.bound.restarts:
-            return super().again(prompt)
-        queries = min(self.program.bound.queries(self.prompt), prompt)
-        return DirectRun(self.program, self.prompt, queries, tokens=prompt, _second=True)
+    def _now(self, node: Node) -> Iterable[Node]:
+        if self.bound.static.needs(node) is not None:
+            return
+        if not self._is_later(node):
+            yield node
+            return
+        for argument in operands(node):
+            yield from self._now(argument)
 
-    def _frame(
-        self, layer: int, device: torch.device, tokens: int, positions: torch.Tensor | None
-    ) -> Frame:
-        bound = self.program.bound
-        if tokens == self.size:
-            positions = None
-        return Frame(
-            bound, tokens, device, bound.shape.kv_heads, prompt=self.prompt, layer=layer,
-            positions=positions, checks=self._checks, kernels=self.program.kernels,
-        )  # fmt: skip
+    def _is_later(self, node: Node) -> bool:
+        if id(node) not in self._later:
+            merge = node.operation.kind is Kind.MERGE or (
+                node.op == "state" and (node.value in self.merge_updates.states)
+            )
+            self._later[id(node)] = (
+                merge or node.when >= When.END or any(self._is_later(x) for x in operands(node))
+            )
+        return self._later[id(node)]
 
-    def _evaluation(self, frame: Frame) -> Evaluation:
-        return Evaluation(
-            frame, self.program.direct.updates, others=self._others,
-            generated=self.program.generated,
-        )  # fmt: skip
+    def _sums(self, states: Mapping[str, State]) -> dict[str, Node]:
+        found = {}
+        for name, state in self.updates.states.items():
+            parts = state.next.args if state.next is not None and state.next.op == "add" else ()
+            rest = [each for each in parts if each.op != "before"]
+            if len(parts) == 2 and len(rest) == 1 and states[name].start is None:
+                if self._is_additive(rest[0]):
+                    found[name] = rest[0]
+        return found
 
-    def _others(self, node: Node, evaluation: Evaluation) -> Value:
-        """A node that looks at layers done so far, or at none's data."""
-        if node.when <= When.PROMPT:
-            return known_before(node, evaluation)
-        return look_back(node, evaluation, self._history)
-
-    # Propagation.
-
-    def _may_propagate(self) -> bool:
-        propagate = self.program.bound.propagate_lowered
-        if propagate is None or self._second or self.not_finite or self.prompt == 0:
+    def _is_additive(self, node: Node) -> bool:
+        """Whether a value is a sum over all queries that nothing but their attention decides."""
+        if node.op not in ("sum", "count") or "query" not in node.axes:
             return False
-        return propagate.first is None or self.selected_layer is None
-
-    def _scores_later(self) -> bool:
-        """Whether only a second pass is scored: it is known that one comes."""
-        bound = self.program.bound
-        if not bound.restarts or self._second or self.not_finite:
+        if "token" in node.axes or "layer" in node.axes:
             return False
-        layer = bound.propagation_layer(self.prompt)
-        return self.restarted or (layer is not None and layer < bound.shape.layers)
-
-    def _propagate(self, evaluation: Evaluation) -> torch.Tensor | None:
-        """Which of a layer's tokens go deeper; None: all."""
-        direct, frame = self.program.direct, evaluation.frame
-        if not self._may_propagate():
-            return None
-        propagate = self.program.bound.propagate_lowered
-        self.tested[frame.layer] = {n: evaluation.value(x) for n, x in direct.tested.items()}
-        chosen = None
-        if evaluation.holds(propagate.first or propagate.every):
-            chosen = evaluation.tensor(propagate.tokens, ("token",))
-        for x, numbers in direct.early_looks:
-            self._history.record(x, evaluation, _layers(numbers, evaluation))
-        if chosen is None:
-            return None
-        number = self._number(chosen)
-        if number is None:
-            return None
-        # An empty selection drops nothing.
-        places = (~chosen).to(torch.uint8).argsort(stable=True)
-        chosen = places[:number] if number else torch.arange(frame.tokens, device=frame.device)
-        if propagate.first is not None:
-            self.selected_layer = frame.layer
-        self.propagated[frame.layer] = frame.places[chosen]
-        # A restart happens even with all tokens: layers so far may have been left unscored.
-        self.restarted = self.program.bound.restarts
-        return chosen if self.restarted or len(chosen) < frame.tokens else None
-
-    def _number(self, chosen: torch.Tensor) -> int | None:
-        """How many tokens are chosen; None where tensors are not finite, so that nothing leaves.
-
-        The host waits for the device, once.
-        """
-        finite = self.finite
-        if finite is None:
-            return int(chosen.sum())
-        number, is_finite = torch.stack([chosen.sum(), finite.long()]).tolist()
-        self.not_finite |= not is_finite
-        return number if is_finite else None
-
-    # What a layer keeps for later.
-
-    def _hand_over(self, evaluation: Evaluation) -> None:
-        """Computes what needs the layer's tensors, and lets go of these."""
-        direct, frame = self.program.direct, evaluation.frame
-        kept = {id(node): evaluation.value(node) for node in direct.handed}
-        evaluation.advance(self.program.bound.lowered)
-        for x, numbers in direct.looks:
-            self._history.record(x, evaluation, _layers(numbers, evaluation))
-        frame = replace(frame, q=None, k=None, v=None)
-        self._evaluations[frame.layer] = replace(evaluation, frame=frame, known=kept)
-
-    def _finish(self, wait: bool) -> list[torch.Tensor]:
-        bound = self.program.bound
-        self._history.values.clear()
-        device = next((x.frame.device for x in self._evaluations.values()), torch.device("cpu"))
-        for layer in range(bound.shape.layers):
-            if layer not in self._evaluations:  # a policy that looks at no tensor
-                frame = self._frame(layer, device, self.size, None)
-                self._evaluations[layer] = self._evaluation(frame)
-        evaluations = [self._evaluations[layer] for layer in range(bound.shape.layers)]
-        finite = self._is_finite() if wait else not self.not_finite
-        later = None if wait else self.finite
-        Layers(evaluations, self.size)
-        kept = []
-        for each in evaluations:
-            own = torch.ones(each.frame.kv, each.frame.tokens, dtype=torch.bool, device=device)
-            if finite:
-                own = each.tensor(self.program.keep, ("kv", "token"))
-            if later is not None:
-                own = own | ~later
-            kept.append(self._placed(each.frame, own))
-        return kept
-
-    def _placed(self, frame: Frame, own: torch.Tensor) -> torch.Tensor:
-        """Values of a layer's tokens at the prompt's positions, 0 elsewhere."""
-        if frame.positions is None:
-            return own
-        placed = own.new_zeros(own.shape[0], self.size, *own.shape[2:])
-        placed[:, frame.positions] = own
-        return placed
-
-    def result(self, root: Node) -> list[Value]:
-        """As `Run.result`, at each layer's own tokens."""
-        layers = range(self.program.bound.shape.layers)
-        return [self._evaluations[layer].value(root) for layer in layers]
-
-    # After `finish`.
-
-    def frame(self, layer: int) -> Frame:
-        """As `Run.frame`."""
-        return self._evaluations[layer].frame
-
-    def there(self, layer: int) -> torch.Tensor:
-        """As `Run.there`."""
-        return self._evaluations[layer].frame.places
-
-    def merged(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, most: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Run.merged`."""
-        rules = self.program.bound.lowered
-        if rules.merge is None or self.not_finite:
-            return super().merged(layer, k, v)
-        evaluation, kept = self._evaluations[layer], self._kept[layer]
-        places, own = evaluation.frame.positions, replace(evaluation.frame, k=k, v=v)
-        if places is not None:
-            kept = kept[:, places]
-            own = replace(own, k=k[:, places], v=v[:, places])
-        if most is None:
-            most = int((~kept).sum(-1).max())
-        if not most:
-            return super().merged(layer, k, v)
-        updates = self.program.direct.merge_updates
-        evaluation = replace(evaluation, frame=own)
-        merging = Merging.of(rules.merge, evaluation, kept, updates, {}, most)
-        self._merge_states[layer] = merging.states
-        made = []
-        for name, whole, rows in (("key", k, own.k), ("value", v, own.v)):
-            if name not in rules.merge.apply:
-                made.append(whole.double())
-            elif places is None:
-                made.append(merging.rows(rows))
-            else:
-                made.append(whole.double().index_copy(1, places, merging.rows(rows)))
-        return made[0], made[1]
-
-    def states(self, layer: int) -> dict[str, Value]:
-        """As `Run.states`."""
-        return self._evaluations[layer].after
-
-    def merge_states(self, layer: int) -> dict[str, Value]:
-        """As `Run.merge_states`."""
-        return self._merge_states.get(layer, {})
+        leaves = [each for each in node.walk() if not operands(each)]
+        if any(each.across_layers for each in node.walk()):
+            return False
+        static = self.bound.static
+        windows = [each for each in leaves if each.operation.reads_queries]
+        rest = [each for each in leaves if not each.operation.reads_queries]
+        return all(not w.args for w in windows) and all(
+            static.needs(each) is not None for each in rest
+        )
 
 
-def _layers(numbers: list[Node] | None, evaluation: Evaluation) -> int | None:
-    """How many layers, this one included, are read later; None: any."""
-    if numbers is None:
-        return None
-    layers = evaluation.frame.bound.shape.layers
-    return max(counts.whole(evaluation.number(each), layers) for each in numbers)
+def reads_budget(bound: Bound) -> bool:
+    """Whether decode takes over the numbers of the prefill's budget."""
+    return bound.decode_lowered is not None and any(
+        node.op == "budget"
+        for node in nodes_of([bound.decode_lowered.keep, *merge_roots(bound.decode_lowered.merge)])
+    )
 
 
-class _Sums:
-    """Additive states of a layer over the chunks of a prompt done so far."""
-
-    def __init__(self, totals: dict[str, Node]) -> None:
-        self.totals = totals
-        self.queries = 0
-        self.values: dict[str, Value] = {}
-
-    def add(self, evaluation: Evaluation, queries: int) -> None:
-        """Adds the reductions over the last `queries` queries of those so far."""
-        part = replace(evaluation, frame=replace(evaluation.frame, last=queries), known={})
-        for name, total in self.totals.items():
-            x = part.value(total)
-            self.values[name] = _added(self.values.get(name), x)
-        self.queries += queries
-
-    def finish(self, evaluation: Evaluation) -> None:
-        """Adds the rest of the prompt; the evaluation finds the whole sums."""
-        self.add(evaluation, evaluation.frame.tokens - self.queries)
-        for name, total in self.totals.items():
-            evaluation.known[id(total)] = self.values[name]
-
-
-def _added(a: Value | None, b: Value) -> Value:
-    """A sum per token over fewer tokens added to one over more."""
-    if a is None:
-        return b
-    data = b.data.clone()
-    if "token" in a.axes:
-        at = a.axes.index("token")
-        data.narrow(at, 0, a.data.shape[at]).add_(a.data)
-    else:
-        data += a.data
-    return replace(b, data=data)
+def _looks(roots: Iterable[Node]) -> dict[int, tuple[Node, list[Node] | None]]:
+    """What `past` and `at` read of earlier layers, by id of node."""
+    found: dict[int, tuple[Node, list[Node] | None]] = {}
+    for node in nodes_of(roots):
+        if node.operation.kind is not Kind.LOOK or node.when > When.LAYER:
+            continue
+        x = node.args[0 if node.op == "past" else 1]
+        _, numbers = found.get(id(x), (x, []))
+        if node.op == "at" or numbers is None:
+            found[id(x)] = (x, None)
+        else:
+            found[id(x)] = (x, [*numbers, node.args[1]])
+    return found

@@ -1,6 +1,7 @@
-"""One prefill: what all runs share, and the run of a planned program.
+"""One prefill, evaluated layer by layer.
 
-Dimensions: L layers, H query heads, G KV heads, N cached tokens, D head size, W window.
+Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, n tokens of one layer,
+D head size, W window.
 """
 
 from __future__ import annotations
@@ -8,16 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import torch
-from kvpolicy.dsl.execute.blocks import block_bytes, concatenated, cut_heads
-from kvpolicy.dsl.execute.compiled import Compiled, LayerSteps, Step
+from kvpolicy.dsl.execute.across import History, Layers, known_before, look_back
+from kvpolicy.dsl.execute.compiled import Compiled
+from kvpolicy.dsl.execute.evaluate import Evaluation, spread
 from kvpolicy.dsl.execute.kernels import Slots
 from kvpolicy.dsl.execute.layout import shift_of
-from kvpolicy.dsl.execute.plan import Plan, call, stacked
+from kvpolicy.dsl.execute.merge import Merging
+from kvpolicy.dsl.execute.plan import Plan
 from kvpolicy.dsl.execute.share import Shared, shared
-from kvpolicy.dsl.execute.values import Frame, Value, aligned, of_layer, snapped
+from kvpolicy.dsl.execute.values import Frame, Value, snapped
 from kvpolicy.dsl.ir import counts
-from kvpolicy.dsl.ir.lower import Phase
-from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.nodes import Node, Propagate, When
 
 
 def _floored(x: Value) -> Value:
@@ -29,7 +31,7 @@ def _floored(x: Value) -> Value:
 
 @dataclass
 class Run:
-    """One prefill.
+    """One prefill, whose layers may have different tokens.
 
     Attributes:
         prompt: N.
@@ -38,6 +40,9 @@ class Run:
         not_finite: after `finish`: the model's tensors held NaN or infinity, so that everything
             is kept.
         restarted: the prefill is to begin again on the tokens that `observe` returned: `again`.
+        selected_layer: where `propagate.first` held; None: nowhere (yet).
+        propagated: per layer that acted, int64 [m] positions of the tokens that went deeper.
+        tested: per layer where the propagation was tested, reported lets that decided, by name.
     """
 
     program: Compiled
@@ -46,12 +51,19 @@ class Run:
     tokens: int | None = None
     not_finite: bool = False
     restarted: bool = False
+    selected_layer: int | None = None
+    propagated: dict[int, torch.Tensor] = field(default_factory=dict)
+    tested: dict[int, dict[str, Value]] = field(default_factory=dict)
+    _second: bool = False
     _checks: list[torch.Tensor] = field(default_factory=list)
     _plan: Plan | None = None
-    _layers: dict[int, dict[int, Value]] = field(default_factory=dict)
-    _end: dict[int, Value] = field(default_factory=dict)
+    _evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    _history: History = field(default_factory=History)
+    _sums: dict[int, _Sums] = field(default_factory=dict)
+    _layers: Layers | None = None
     _kept: list[torch.Tensor] = field(default_factory=list)
     _tails: dict[int, torch.Tensor] = field(default_factory=dict)
+    _merge_states: dict[int, dict[str, Value]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -79,19 +91,15 @@ class Run:
             int64 [m], ascending: which of the n tokens deeper layers compute; None: all of them.
             With `restarted`: of which tokens the second prefill consists, maybe all.
         """
-        if self.prompt == 0:
-            return None
-        if self._plan is None:
-            self._plan = self.program.plan(self.prompt, k.device)
-        plan, program = self._plan, self.program
-        values = dict(plan.values[layer])
-        frame = replace(plan.frame, layer=layer, checks=self._checks, q=q, k=k, v=v)
-        steps = program.layer_steps(frame)
-        self._by_head(steps, frame, values)
-        self._compute(steps.whole, frame, values)
-        self._layers[layer] = {id(n): values[id(n)] for n in program.handed_over}
-        self._remember_queries(layer, q)
-        return None
+        frame = self._frame(layer, k.device, k.shape[1], tokens)
+        evaluation = self._evaluation(replace(frame, q=q, k=k, v=v))
+        if layer in self._sums:
+            self._sums.pop(layer).finish(evaluation)
+        deeper = self._propagate(evaluation)
+        if not self._scores_later():
+            self._hand_over(evaluation)
+            self._remember_queries(layer, q)
+        return deeper
 
     def accumulate(
         self,
@@ -107,11 +115,118 @@ class Run:
             q: [H, T, D] the chunk's queries; k, v: [G, n, D] of all n tokens up to its end,
                 or where the pool has them.
         """
-        raise RuntimeError(f"`{self.program.bound.program.name}` has nothing to accumulate")
+        if not self.program.accumulates:
+            raise RuntimeError(f"`{self.program.bound.program.name}` has nothing to accumulate")
+        sums = self._sums.setdefault(layer, _Sums(self.program.prefill.sums))
+        frame = self._frame(layer, k.device, k.shape[1], None)
+        sums.add(self._evaluation(replace(frame, q=q, k=k, v=v)), q.shape[1])
 
     def again(self, prompt: int) -> Run:
         """The second prefill, over the chosen tokens, as many as `prompt`, at 0, 1, ..."""
-        raise RuntimeError(f"`{self.program.bound.program.name}` does not restart")
+        if not self.program.bound.restarts:
+            raise RuntimeError(f"`{self.program.bound.program.name}` does not restart")
+        queries = min(self.program.bound.queries(self.prompt), prompt)
+        return Run(self.program, self.prompt, queries, tokens=prompt, _second=True)
+
+    def _frame(
+        self, layer: int, device: torch.device, tokens: int, positions: torch.Tensor | None
+    ) -> Frame:
+        frame = replace(self._planned(device).frame, layer=layer, checks=self._checks)
+        if tokens == self.prompt:
+            return frame
+        # What layers have in common is made for all tokens of the prompt.
+        positions = None if tokens == self.size else positions
+        return replace(frame, tokens=tokens, positions=positions, fixed={}, memo={})
+
+    def _planned(self, device: torch.device) -> Plan:
+        if self._plan is None:
+            self._plan = self.program.plan(self.prompt, device)
+        return self._plan
+
+    def _evaluation(self, frame: Frame) -> Evaluation:
+        prefill, plan = self.program.prefill, self._planned(frame.device)
+        return Evaluation(
+            frame, prefill.updates, known=dict(plan.values[frame.here]),
+            passing=prefill.passing, others=self._others, generated=self.program.generated,
+        )  # fmt: skip
+
+    def _others(self, node: Node, evaluation: Evaluation) -> Value:
+        """A node that looks at layers done so far, or at none's data."""
+        if node.when <= When.PROMPT:
+            return known_before(node, evaluation)
+        return look_back(node, evaluation, self._history)
+
+    # Propagation.
+
+    def _tested(self) -> Propagate | None:
+        """What a layer may propagate by; None: nothing, or no longer."""
+        propagate = self.program.bound.propagate_lowered
+        if propagate is None or self._second or self.not_finite or self.prompt == 0:
+            return None
+        done = propagate.first is not None and self.selected_layer is not None
+        return None if done else propagate
+
+    def _scores_later(self) -> bool:
+        """Whether only a second pass is scored: it is known that one comes."""
+        bound = self.program.bound
+        if not bound.restarts or self._second or self.not_finite:
+            return False
+        layer = bound.propagation_layer(self.prompt)
+        return self.restarted or (layer is not None and layer < bound.shape.layers)
+
+    def _propagate(self, evaluation: Evaluation) -> torch.Tensor | None:
+        """Which of a layer's tokens go deeper; None: all."""
+        prefill, frame = self.program.prefill, evaluation.frame
+        propagate = self._tested()
+        if propagate is None:
+            return None
+        self.tested[frame.here] = {n: evaluation.value(x) for n, x in prefill.tested.items()}
+        chosen = None
+        if evaluation.holds(propagate.first or propagate.every):
+            chosen = evaluation.tensor(propagate.tokens, ("token",))
+        for x, numbers in prefill.early_looks:
+            self._history.record(x, evaluation, _read(numbers, evaluation))
+        if chosen is None:
+            return None
+        number = self._number(chosen)
+        if number is None:
+            return None
+        # An empty selection drops nothing.
+        places = (~chosen).to(torch.uint8).argsort(stable=True)
+        chosen = places[:number] if number else torch.arange(frame.tokens, device=frame.device)
+        if propagate.first is not None:
+            self.selected_layer = frame.here
+        self.propagated[frame.here] = frame.places[chosen]
+        # A restart happens even with all tokens: layers so far may have been left unscored.
+        self.restarted = self.program.bound.restarts
+        return chosen if self.restarted or len(chosen) < frame.tokens else None
+
+    def _number(self, chosen: torch.Tensor) -> int | None:
+        """How many tokens are chosen; None where tensors are not finite, so that nothing leaves.
+
+        The host waits for the device, once.
+        """
+        finite = self.finite
+        if finite is None:
+            return int(chosen.sum())
+        number, is_finite = torch.stack([chosen.sum(), finite.long()]).tolist()
+        self.not_finite |= not is_finite
+        return number if is_finite else None
+
+    # What a layer keeps for later.
+
+    def _hand_over(self, evaluation: Evaluation) -> None:
+        """Computes what needs the layer's tensors, and lets go of these."""
+        prefill, frame = self.program.prefill, evaluation.frame
+        known = dict(self._planned(frame.device).values[frame.here])
+        known.update({id(node): evaluation.value(node) for node in prefill.handed})
+        evaluation.advance(self.program.bound.lowered)
+        for x, numbers in prefill.looks:
+            self._history.record(x, evaluation, _read(numbers, evaluation))
+        frame = replace(frame, q=None, k=None, v=None)
+        self._evaluations[frame.here] = replace(
+            evaluation, frame=frame, known=known, passing=frozenset()
+        )
 
     def finish(self, *, wait: bool = True) -> list[torch.Tensor]:
         """What is kept, once every layer has been observed: L bool tensors [G, N].
@@ -136,50 +251,52 @@ class Run:
         self.not_finite |= not finite
 
     def _finish(self, wait: bool) -> list[torch.Tensor]:
-        shape = self.program.bound.shape
-        size = (shape.kv_heads, self.prompt)
-        if self.prompt == 0:
-            return [torch.zeros(size, dtype=torch.bool) for _ in range(shape.layers)]
-        if self._plan is None:  # a policy that looks at no tensor
-            self._plan = self.program.plan(self.prompt, torch.device("cpu"))
-        frame = self._plan.frame
-        if wait and not self._is_finite():
-            return [torch.ones(size, dtype=torch.bool, device=frame.device)] * shape.layers
-        self._at_end(frame)
+        bound, prefill = self.program.bound, self.program.prefill
+        self._history.values.clear()
+        device = next((x.frame.device for x in self._evaluations.values()), torch.device("cpu"))
+        for layer in range(bound.shape.layers):
+            if layer not in self._evaluations:  # a policy that looks at no tensor
+                frame = self._frame(layer, device, self.size, None)
+                self._evaluations[layer] = self._evaluation(frame)
+        each = [self._evaluations[layer] for layer in range(bound.shape.layers)]
+        self._layers = Layers(each, self.size, prefill.later)
         finite = self.finite
-        kept = [
-            aligned(x.data, x.axes, ("kv", "token")).expand(size)
-            for x in self.result(self.program.keep)
-        ]
-        return kept if wait or finite is None else [own | ~finite for own in kept]
+        if wait and finite is not None:
+            self.not_finite |= not finite.item()
+        if self.not_finite:
+            sizes = [(x.frame.kv, x.frame.tokens) for x in each]
+            kept = [torch.ones(size, dtype=torch.bool, device=device) for size in sizes]
+        else:
+            values = zip(self.result(bound.lowered.keep), each, strict=True)
+            kept = [spread(x, ("kv", "token"), own.frame) for x, own in values]
+        if not wait and finite is not None:
+            kept = [own | ~finite for own in kept]
+        return [self._placed(x.frame, own) for x, own in zip(each, kept, strict=True)]
 
-    def _is_finite(self) -> bool:
-        finite = self.finite
-        if finite is not None and not finite.item():
-            self.not_finite = True
-        return not self.not_finite
+    def _placed(self, frame: Frame, own: torch.Tensor) -> torch.Tensor:
+        """Values of a layer's tokens at the prompt's positions, 0 elsewhere."""
+        if frame.positions is None:
+            return own
+        placed = own.new_zeros(own.shape[0], self.size, *own.shape[2:])
+        placed[:, frame.positions] = own
+        return placed
+
+    @property
+    def _all_layers(self) -> Layers:
+        if self._layers is None:
+            raise RuntimeError("`finish` comes first")
+        return self._layers
 
     def result(self, root: Node) -> list[Value]:
-        """The value of one of the program's roots at every layer, after `finish`."""
-        layers = range(self.program.bound.shape.layers)
-        if id(root) in self._end:
-            return [of_layer(self._end[id(root)], layer) for layer in layers]
-        return [
-            (self._layers.get(layer) or {}).get(id(root)) or self._plan.values[layer][id(root)]
-            for layer in layers
-        ]
+        """The value of one of the program's roots at every layer's tokens, after `finish`."""
+        return self._all_layers.of_each(root)
 
     def budgets(self) -> list[Value]:
         """The budget's whole numbers at every layer, after `finish`: one, or one per KV head."""
         bound, root = self.program.bound, self.program.bound.lowered.budget
-        static = bound.static.needs(root) is not None
-        made = []
-        for layer, x in enumerate(self.result(root)):
-            if static:
-                length = self.frame(layer).tokens
-                x = Value(bound.number(root, self.prompt, layer, length=length))
-            made.append(_floored(x))
-        return made
+        if bound.static.needs(root) is None:
+            return [_floored(x) for x in self.result(root)]
+        return [_floored(Value(each.number(root))) for each in self._all_layers.evaluations]
 
     def decided(self) -> dict[str, list[Value]]:
         """What decode reads of the prefill's lets, by name and layer, after `finish`."""
@@ -191,11 +308,7 @@ class Run:
 
     def there(self, layer: int) -> torch.Tensor:
         """int64 [n]: positions of the tokens that reached a layer."""
-        return torch.arange(self.size, device=self._kept[layer].device)
-
-    def frame(self, layer: int) -> Frame:
-        """Where a layer's values live."""
-        return self._plan.frame
+        return self._evaluations[layer].frame.places
 
     def shift(self, layer: int) -> torch.Tensor | None:
         """int64 [G, N]: by how many positions each kept key moves, for `positions: slots`."""
@@ -216,7 +329,30 @@ class Run:
             most: how many entries the KV head drops that drops most; None: the host waits for the
                 device.
         """
-        return k.double(), v.double()
+        rules = self.program.bound.lowered
+        if rules.merge is None or self.not_finite:
+            return k.double(), v.double()
+        evaluation, kept = self._evaluations[layer], self._kept[layer]
+        places, own_k, own_v = evaluation.frame.positions, k, v
+        if places is not None:
+            kept, own_k, own_v = kept[:, places], k[:, places], v[:, places]
+        if most is None:
+            most = int((~kept).sum(-1).max())
+        if not most:
+            return k.double(), v.double()
+        updates = self.program.prefill.merge_updates
+        evaluation = replace(evaluation, frame=replace(evaluation.frame, k=own_k, v=own_v))
+        merging = Merging.of(rules.merge, evaluation, kept, updates, {}, most)
+        self._merge_states[layer] = merging.states
+        made = []
+        for name, whole, rows in (("key", k, own_k), ("value", v, own_v)):
+            if name not in rules.merge.apply:
+                made.append(whole.double())
+            elif places is None:
+                made.append(merging.rows(rows))
+            else:
+                made.append(whole.double().index_copy(1, places, merging.rows(rows)))
+        return made[0], made[1]
 
     def shared(
         self,
@@ -233,11 +369,11 @@ class Run:
 
     def states(self, layer: int) -> dict[str, Value]:
         """States of a layer's tokens after the prefill."""
-        return {}
+        return self._evaluations[layer].after
 
     def merge_states(self, layer: int) -> dict[str, Value]:
         """States of a layer's merge, as far as there are any yet."""
-        return {}
+        return self._merge_states.get(layer, {})
 
     def last_queries(self, layer: int) -> torch.Tensor | None:
         """[H, n, D] queries of the prompt's end that decode steps may read."""
@@ -249,60 +385,46 @@ class Run:
             if number > 0:
                 self._tails[layer] = q[:, -number:].clone()
 
-    # The plan.
 
-    def _at_end(self, frame: Frame) -> None:
-        """The steps that look across layers."""
-        if not self.program.end_steps:
-            return
-        values = dict(self._plan.at_end)
-        for node in self.program.handed_over:
-            own = [self._layers[layer][id(node)] for layer in range(frame.bound.shape.layers)]
-            values[id(node)] = stacked(own, frame.device)
-        handed = {id(node) for node in self.program.handed_over}
-        if not handed & {id(root) for root in self.program.roots}:
-            self._layers.clear()
-        self._compute(self.program.end_steps, frame, values)
-        self._end = {
-            id(root): values[id(root)]
-            for root in self.program.roots
-            if self.program.phases.of(root) == Phase.END
-        }
+def _read(numbers: list[Node] | None, evaluation: Evaluation) -> int | None:
+    """How many layers, this one included, are read later; None: any."""
+    if numbers is None:
+        return None
+    layers = evaluation.frame.bound.shape.layers
+    return max(counts.whole(evaluation.number(each), layers) for each in numbers)
 
-    def _by_head(self, steps: LayerSteps, frame: Frame, values: dict[int, Value]) -> None:
-        """The steps that need one KV head at a time, in blocks of heads that fit in memory."""
-        kv, shape = frame.kv, self.program.bound.shape
-        if not steps.heads:
-            return
-        group = shape.group
-        per_head = 8 * max(group * self.queries * self.prompt, self.prompt * shape.head_dim)
-        block = max(1, min(kv, block_bytes(frame.device) // per_head))
-        parts: list[dict[int, Value]] = []
-        for start in range(0, kv, block):
-            end = min(start + block, kv)
-            part = replace(
-                frame,
-                kv=end - start,
-                kv_start=start,
-                k=frame.keys[start:end],
-                v=None if frame.v is None else frame.values[start:end],
-                q=frame.q[start * group : end * group],
-            )
-            own = values if block == kv else cut_heads(values, start, end - start)
-            self._compute(steps.heads, part, own)
-            parts.append({id(n): own[id(n)] for n in steps.joined})
-        for node in steps.joined:
-            values[id(node)] = concatenated([part[id(node)] for part in parts])
 
-    def _compute(self, steps: list[Step], frame: Frame, values: dict[int, Value]) -> None:
-        for step in steps:
-            if step.bundle is not None:
-                made = self.program.generated.values(
-                    step.bundle, frame, lambda node: values[id(node)]
-                )
-                values.update(made)
-            else:
-                arguments = [values[name] for name in step.arguments]
-                values[id(step.node)] = call(step.node, frame, arguments)
-            for name in step.frees:
-                del values[name]
+class _Sums:
+    """Additive states of a layer over the chunks of a prompt done so far."""
+
+    def __init__(self, totals: dict[str, Node]) -> None:
+        self.totals = totals
+        self.queries = 0
+        self.values: dict[str, Value] = {}
+
+    def add(self, evaluation: Evaluation, queries: int) -> None:
+        """Adds the reductions over the last `queries` queries of those so far."""
+        part = replace(evaluation, frame=replace(evaluation.frame, last=queries), known={})
+        for name, total in self.totals.items():
+            x = part.value(total)
+            self.values[name] = _added(self.values.get(name), x)
+        self.queries += queries
+
+    def finish(self, evaluation: Evaluation) -> None:
+        """Adds the rest of the prompt; the evaluation finds the whole sums."""
+        self.add(evaluation, evaluation.frame.tokens - self.queries)
+        for name, total in self.totals.items():
+            evaluation.known[id(total)] = self.values[name]
+
+
+def _added(a: Value | None, b: Value) -> Value:
+    """A sum per token over fewer tokens added to one over more."""
+    if a is None:
+        return b
+    data = b.tensor.clone()
+    if "token" in a.axes:
+        at = a.axes.index("token")
+        data.narrow(at, 0, a.tensor.shape[at]).add_(a.tensor)
+    else:
+        data += a.data
+    return replace(b, data=data)

@@ -10,15 +10,15 @@ from kvpolicy.dsl.bind.additive import Additive
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.ends import Ends
 from kvpolicy.dsl.bind.lasting import Lasting
-from kvpolicy.dsl.execute.direct import reads_budget
 from kvpolicy.dsl.execute.evaluate import Updates
 from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.kernels import NONE, Kernels
-from kvpolicy.dsl.execute.ops import OPERATIONS
+from kvpolicy.dsl.execute.ops import is_computed
+from kvpolicy.dsl.execute.prefill import reads_budget
 from kvpolicy.dsl.execute.together import like_heads
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
-from kvpolicy.dsl.ops.operations import Kind, Operation
+from kvpolicy.dsl.ops.operations import Operation
 from kvpolicy.dsl.syntax.diagnostics import refused
 
 # Kernels without which requests are not taken through steps together; and those of merging.
@@ -204,10 +204,8 @@ class Steps:
     @staticmethod
     def _check(bound: Bound, nodes: list[Node]) -> None:
         for node in nodes:
-            elsewhere = node.operation.kind in (Kind.MERGE, Kind.REMEMBERED)
-            known = elsewhere or node.op in OPERATIONS
             other_layers = node.across_layers and node.when > When.PROMPT
-            if bound.static.needs(node) is not None or (known and not other_layers):
+            if bound.static.needs(node) is not None or (is_computed(node) and not other_layers):
                 continue
             raise refused(
                 bound.program.name, "phase", f"`{node.op}` is not available at a decode step"

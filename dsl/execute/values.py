@@ -8,6 +8,7 @@ where the mask is false means nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -349,6 +350,51 @@ def filled(x: Value, filler: Scalar) -> torch.Tensor:
         return x.tensor
     mask = aligned(x.mask, x.mask_axes, x.axes)
     return mask & x.tensor if filler is False else torch.where(mask, x.data, filler)
+
+
+def scalar(number: Fraction | float | bool) -> Value:
+    """A number of the host."""
+    if isinstance(number, bool):
+        return Value(number, finite=True)
+    return Value(float(number), finite=math.isfinite(number))
+
+
+def stacked(values: Sequence[Value], device: torch.device) -> Value:
+    """The values of all layers as one, with the axis `layer` in front if they differ."""
+    first = values[0]
+    if all(x is first for x in values):
+        return first
+    if not any(isinstance(x.data, torch.Tensor) or x.mask is not None for x in values):
+        numbers = [x.data for x in values]
+        if all(x == numbers[0] for x in numbers):
+            return first
+        kind = torch.bool if isinstance(numbers[0], bool) else torch.float64
+        data = sent(torch.tensor(numbers, dtype=kind, device=HOST), device)
+        return Value(data, ("layer",), finite=all(x.finite for x in values))
+    axes = union(*(x.axes for x in values))
+    sizes = sizes_of(*values)
+    shape = [sizes[axis] for axis in axes]
+
+    def spread(data: torch.Tensor | Scalar, own: tuple[str, ...]) -> torch.Tensor:
+        if not isinstance(data, torch.Tensor):
+            data = constant(data, device)
+        return aligned(data, own, axes).expand(shape)
+
+    data = torch.stack([spread(x.data, x.axes) for x in values])
+    mask, mask_axes = first.mask, first.mask_axes
+    if any(x.mask is not mask for x in values):
+        masks = [spread(True if x.mask is None else x.mask, x.mask_axes) for x in values]
+        mask, mask_axes = torch.stack(masks), ("layer", *axes)
+    zero, finite = all(x.zero for x in values), all(x.finite for x in values)
+    return Value(data, ("layer", *axes), mask, mask_axes, zero=zero, finite=finite)
+
+
+def over_layers(x: Value, layers: int, device: torch.device) -> Value:
+    """The value with the axis `layer`, repeated if all layers have the same."""
+    if "layer" in x.axes:
+        return x
+    data = x.data if isinstance(x.data, torch.Tensor) else constant(x.data, device)
+    return replace(x, data=data.expand(layers, *data.shape), axes=("layer", *x.axes))
 
 
 def of_layer(x: Value, layer: int) -> Value:

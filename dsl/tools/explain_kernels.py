@@ -8,9 +8,9 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kernel_values import written_window
 from kvpolicy.dsl.codegen.regions import Bundle, Regions
 from kvpolicy.dsl.execute.combination import is_combination
-from kvpolicy.dsl.execute.direct import Direct
 from kvpolicy.dsl.execute.entropy import distribution
-from kvpolicy.dsl.execute.layers import reduces_past
+from kvpolicy.dsl.execute.evaluate import reduces_past
+from kvpolicy.dsl.execute.prefill import Prefill
 from kvpolicy.dsl.execute.share import side_of_share
 from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.ir.nodes import Node, When
@@ -26,8 +26,8 @@ _LONGEST = 88
 
 def regions(bound: Bound) -> Regions:
     """What is generated for the prefill of a policy."""
-    direct = Direct(bound, False)
-    return Regions(bound, direct.everything, direct.updates.states)
+    prefill = Prefill(bound, False)
+    return Regions(bound, prefill.everything, prefill.updates.states)
 
 
 def step_regions(bound: Bound) -> list[Regions]:

@@ -50,7 +50,9 @@ def test_the_interpreter_knows_what_a_reduction_of_nothing_is(name):
 def test_torch_computes_every_operation_of_a_lowered_program():
     by_name = names(Kind.REMEMBERED)  # read by `Evaluation` itself
     assert {"state", "before", "budget", "decided"} == by_name
-    expected = set(OPERATIONS) - NOWHERE - STATIC - IN_MERGE - by_name - {"then"}
+    across = names(Kind.LOOK, Kind.PARTITION)  # by `across.py`
+    assert {"past", "at", "split", "cascade", "cluster"} == across
+    expected = set(OPERATIONS) - NOWHERE - STATIC - IN_MERGE - by_name - across - {"then"}
     assert set(torch_operations.OPERATIONS) == expected
 
 

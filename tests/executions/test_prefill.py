@@ -10,7 +10,7 @@ from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.source import Source
-from recordings import tensors
+from recordings import both, tensors
 
 SHAPE = (4, 4, 2, 8)
 HEADER = "policy: a-test\nlanguage: 1\nabout: a test\n"
@@ -122,6 +122,17 @@ def test_layers_that_look_back_read_tokens_that_are_still_there():
     assert [x.tolist()[0] for x in seen] == [0, 0, 3, 6]
     kept = [x[0].nonzero()[:, 0].tolist() for x in run.finish()]
     assert kept == [[6, 7], [6, 7], [6, 7], [6, 7]]
+
+
+def test_layers_that_look_back_far_and_near():
+    """The propagation reads two layers of what the score reads four of, where it is tested last."""
+    program_ = program(
+        f"let: {{seen: '{VOTES}'}}\n"
+        "propagate:\n  every: layer < 2\n"
+        "  tokens: recent(2) then top(sum[past](past(seen, 2)), length - 3)\n"
+        "score: sum[past](past(seen, 4))\nbudget: 3\nkeep: top(score)\n"
+    )
+    both(program_.bound, *tensors(np.random.default_rng(1), SHAPE, 14, 0)[:3])
 
 
 def test_slots_count_tokens_that_did_not_arrive():

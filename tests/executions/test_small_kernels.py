@@ -100,8 +100,8 @@ def test_asl_selects_where_ranks_have_settled(monkeypatch):
         ("score: var[kv](value_at where value_at > 0.3) + value_at", {"var"}),
         ("score: mean[token](value_at where recent(2)) - value_at", {"mean"}),
         ("score: rank[kv, token](value_at where value_at > 0.3)", {"rank", "keys"}),
-        ("score: var[past](past(rank(value_at), 3)) + value_at", {"rank", "var"}),
-        ("score: value_at where any[past](past(value_at > 0.4, 3)) else 0", set()),
+        ("score: var[past](past(rank(value_at), 3)) + value_at", {"rank", "var_of_layers"}),
+        ("score: value_at where any[past](past(value_at > 0.4, 3)) else 0", {"any_of_layers"}),
         ("score: var[layer](value_at) + value_at", {"var"}),
     ],
 )

@@ -33,7 +33,7 @@ POINTS = {
     "allocation": ("sglang_ext.memory.store", "Store.allocate"),
     "start of scoring": ("dsl.execute.program", "TorchProgram.start"),
     "scoring": ("sglang_ext.face.compat", "scaled"),
-    "sums over chunks": ("dsl.execute.prefill", "DirectRun.accumulate"),
+    "sums over chunks": ("dsl.execute.run", "Run.accumulate"),
     "choosing": ("dsl.execute.run", "Run.finish"),
     "end of choosing": ("dsl.execute.run", "Run.settle"),
     "compaction": ("sglang_ext.forward.prefill_step", "compress"),
