@@ -16,7 +16,7 @@ from kvpolicy.dsl.bind.parameters import environment, parameter_values
 from kvpolicy.dsl.check.fit import does_not_fit
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.host import Value, evaluate, evaluator
-from kvpolicy.dsl.ir.lower import Phase, Phases, Static, fold, lower
+from kvpolicy.dsl.ir.lower import Static, fold, lower
 from kvpolicy.dsl.ir.nodes import (
     Extent,
     ModelShape,
@@ -235,11 +235,6 @@ class Bound:
     def needs_values(self) -> bool:
         """Whether the prefill reads the tensor `value` before entries leave."""
         return any(node.op == "value" for node in self.nodes())
-
-    @cached_property
-    def crosses_layers(self) -> bool:
-        """Whether what is kept is known only after the last layer."""
-        return Phases().of(keep_of(self.lowered)) == Phase.END
 
     @cached_property
     def digest(self) -> str:

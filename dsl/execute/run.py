@@ -270,7 +270,8 @@ class Run:
             values = zip(self.result(bound.lowered.keep), each, strict=True)
             kept = [spread(x, ("kv", "token"), own.frame) for x, own in values]
         if not wait and finite is not None:
-            kept = [own | ~finite for own in kept]
+            unsure = ~finite
+            kept = [own | unsure for own in kept]
         return [self._placed(x.frame, own) for x, own in zip(each, kept, strict=True)]
 
     def _placed(self, frame: Frame, own: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import pytest
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.ir.nodes import ModelShape, When
 from kvpolicy.dsl.ir.text import print_program
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.dsl.syntax.library import shipped
@@ -123,23 +123,22 @@ def test_unused_branches_do_not_count():
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "crosses"),
+    ("name", "values"),
     [
-        ("snapkv", False, False),
-        ("pyramidkv", False, False),
-        ("lava", True, True),
-        ("dynamickv", False, True),
-        ("simlayerkv-prefill", False, False),
+        ("snapkv", False),
+        ("pyramidkv", False),
+        ("lava", True),
+        ("dynamickv", False),
+        ("simlayerkv-prefill", False),
     ],
 )
-def test_needs(name, values, crosses):
-    bound = bind(load(name).require(), SHAPE)
-    assert (bound.needs_values, bound.crosses_layers) == (values, crosses)
+def test_needs(name, values):
+    assert bind(load(name).require(), SHAPE).needs_values == values
 
 
-def test_splitting_known_numbers_does_not_cross_layers():
+def test_splitting_known_numbers_needs_no_data():
     exact = bind(load("pyramidkv").require(), SHAPE, {"exact_total": "true", "capacity": "64"})
-    assert not exact.crosses_layers
+    assert not any(node.when >= When.LAYER for node in exact.lowered.budget.walk())
     assert max_entries(exact, 1000) == 4 * 2 * 64
 
 

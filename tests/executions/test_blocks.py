@@ -10,6 +10,7 @@ from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute import blocks as torch_blocks
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
 from recordings import both, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,8 +56,15 @@ def test_blocks_change_nothing(score, queries, size, monkeypatch):
     _compare_blocks(score, queries, size, monkeypatch)
 
 
-def test_blocks_count_queries_on(monkeypatch):
-    score = "mean[group, query](attn({q}) * index[query](attn({q})))"
+@pytest.mark.parametrize(
+    "score",
+    [
+        "mean[group, query](attn({q}) * index[query](attn({q})))",
+        "count[group, query](top[token](attn({q}), 3))",
+        "mean[group, query](rank[token](logits({q}) where not recent(3)))",
+    ],
+)
+def test_blocks_count_and_order_as_the_whole(score, monkeypatch):
     _compare_blocks(score, "recent(7)", 1, monkeypatch)
 
 
@@ -100,6 +108,13 @@ def test_attention_of_all_queries_is_never_whole(monkeypatch):
         scores(each, *prompt)
     assert largest.bytes <= q_bytes
     assert q_bytes < 8 * tokens * tokens * SHAPE[1] / 300
+
+
+@pytest.mark.parametrize("report", [False, True])
+@pytest.mark.parametrize("name", shipped())
+def test_no_attention_is_held_between_layers(name, report):
+    program = TorchProgram(bind(load(name).require(), ModelShape(*SHAPE)), report=report)
+    assert not any("query" in node.type.axes for node in program.prefill.handed)
 
 
 @pytest.mark.parametrize("cuts", [(5,), (1, 2), (7, 16, 22), ()])
