@@ -9,6 +9,7 @@ Dimensions: L layers, G KV heads, N tokens of the prompt, n tokens of one layer.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
@@ -193,7 +194,8 @@ class Layers(Evaluation):
     """All layers at once: values have the axis `layer` in front where layers differ.
 
     Args:
-        evaluations: [L], by layer; what they find of other layers comes from here.
+        evaluations: [L], by layer; what they find of other layers comes from here, as long as this
+            is held.
         prompt: N.
         later: ids of nodes that follow from what compares layers. Where all layers have the same
             tokens these are computed of all layers at once.
@@ -214,8 +216,10 @@ class Layers(Evaluation):
         super().__init__(frame, whole=False)
         self.evaluations = evaluations
         self._together = later if alike else frozenset()
+        # No circle: what layers hold goes with the run that holds this.
+        own = weakref.proxy(self)
         for each in evaluations:
-            each.others = self.part
+            each.others = lambda node, evaluation: own.part(node, evaluation)
 
     def of_each(self, node: Node) -> list[Value]:
         """A node's value at every layer."""

@@ -59,10 +59,10 @@ class Plan:
     ) -> Plan:
         """Computes `plannable` nodes on the host: numbers come out of sets of tokens."""
         frame = Frame(bound, prompt, device, bound.shape.kv_heads, prompt=prompt, kernels=kernels)
-        made: list[dict[int, Value]] = [{} for _ in range(bound.shape.layers)]
         host = Frame(bound, prompt, HOST, bound.shape.kv_heads, prompt=prompt)
-        each = [Evaluation(replace(host, layer=i)) for i in range(bound.shape.layers)]
-        Layers(each, prompt)
+        numbers = range(bound.shape.layers)
+        layers = Layers([Evaluation(replace(host, layer=i)) for i in numbers], prompt)
+        made: list[dict[int, Value]] = [{} for _ in numbers]
         wanted = {id(node) for node in nodes}
         varies: set[int] = set()
         for node in nodes_of(nodes):
@@ -72,9 +72,10 @@ class Plan:
             if id(node) not in wanted:
                 continue
             if id(node) in varies:
-                values = [_on(_number(x.value(node)), frame) for x in each]
+                values = [_on(_number(x), frame) for x in layers.of_each(node)]
             else:
-                values = [_on(_number(each[0].value(node)), frame)] * len(each)
+                first = layers.evaluations[0].value(node)
+                values = [_on(_number(first), frame)] * len(numbers)
             for own, x in zip(made, values, strict=True):
                 own[id(node)] = x
         return cls(frame, made)

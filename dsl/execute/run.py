@@ -225,7 +225,7 @@ class Run:
             self._history.record(x, evaluation, _read(numbers, evaluation))
         frame = replace(frame, q=None, k=None, v=None)
         self._evaluations[frame.here] = replace(
-            evaluation, frame=frame, known=known, passing=frozenset()
+            evaluation, frame=frame, known=known, passing=frozenset(), others=None
         )
 
     def finish(self, *, wait: bool = True) -> list[torch.Tensor]:

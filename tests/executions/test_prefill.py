@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +17,11 @@ from recordings import both, tensors
 
 SHAPE = (4, 4, 2, 8)
 HEADER = "policy: a-test\nlanguage: 1\nabout: a test\n"
+SMALL = {
+    "snapkv": {"capacity": "8", "window": "2"},
+    "lava": {"capacity": "8", "window": "2"},
+    "asl": {"capacity": "8", "window": "2", "start": "1", "lookback": "2", "tau": "5"},
+}
 VOTES = "sum[head, query](attn(recent(2)))"
 
 
@@ -133,6 +141,24 @@ def test_layers_that_look_back_far_and_near():
         "score: sum[past](past(seen, 4))\nbudget: 3\nkeep: top(score)\n"
     )
     both(program_.bound, *tensors(np.random.default_rng(1), SHAPE, 14, 0)[:3])
+
+
+@pytest.mark.parametrize("name", ["snapkv", "lava", "d2o", "asl"])
+def test_what_a_prefill_computed_goes_with_it(name):
+    """At once: on a GPU it is too much to wait for the garbage collector."""
+    bound = bind(load(name).require(), ModelShape(*SHAPE), SMALL.get(name, {}))
+    run = TorchProgram(bound, report=True).start(21)
+    drive(run, *recorded(21))
+    run.finish()
+    score = weakref.ref(run.result(bound.lowered.score)[0].tensor)
+    held = [weakref.ref(x) for x in run._evaluations.values()]
+    gc.disable()
+    try:
+        del run
+        assert score() is None
+        assert not any(x() for x in held)
+    finally:
+        gc.enable()
 
 
 def test_slots_count_tokens_that_did_not_arrive():
