@@ -18,7 +18,7 @@ from kvpolicy.dsl.execute.prefill import reads_budget
 from kvpolicy.dsl.execute.together import like_heads
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
-from kvpolicy.dsl.ops.operations import Operation
+from kvpolicy.dsl.ops.operations import Kind, Operation
 from kvpolicy.dsl.syntax.diagnostics import refused
 
 # Kernels without which requests are not taken through steps together; and those of merging.
