@@ -34,6 +34,7 @@ from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.execute.together import leave, present, shifts
 from kvpolicy.dsl.execute.values import Frame, Value, sent
+from kvpolicy.dsl.ir.nodes import Node
 
 # From a layer and `there` [G, M] or None to its keys and values [G, M, D].
 Read = Callable[[int, torch.Tensor | None], tuple[Keys, Keys]]
@@ -171,10 +172,10 @@ class Memory:
         leaves = leaves and self.bound.leaves_at(generated, self.prompt)
         if not leaves and not self.steps.advances:
             return None
-        numbers = self.steps.numbers(rule, self.prompt, generated)
+        same = self.steps.same(rule, self.prompt, generated)
         # Lists of a block are as wide as the longest: at most twice what a request needs.
         size = (self.width + steps).bit_length()
-        return id(self.steps), steps, leaves, id(rule.score), rule.budget is None, numbers, size
+        return id(self.steps), steps, leaves, same, size
 
     @property
     def width(self) -> int:
@@ -187,7 +188,7 @@ class Memory:
         return max(block.lengths[place * block.layers : (place + 1) * block.layers])
 
     @property
-    def rule(self) -> Ends | None:
+    def rule(self) -> Ends | Node | None:
         """By what entries stay, if the request can be taken through steps with others."""
         return self.steps.rule(self.prompt)
 

@@ -5,8 +5,10 @@ layer the newest entries are in the last columns, and nothing is in front of tho
 Steps cost as many operations for many requests as for one; what a request gets does not depend on
 the others, since no number of one list enters another's.
 
-Only policies whose `keep` takes the ends of a list and the best of the rest (bind/ends.py), which
-do not compare layers, and for whose sums there are kernels are taken so (`Steps.together`).
+Only policies that do not compare layers, and for whose sums there are kernels, are taken so
+(`Steps.rule`). One kernel decides for those whose `keep` takes the ends of a list and the best of
+the rest (bind/ends.py), whatever their prompts; of others requests with equal numbers go together,
+if `keep` reads no tensors of the model.
 
 Dimensions: B requests, L layers, G KV heads, H query heads, M columns of a block, T steps, D head
 size.
@@ -19,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from kvpolicy.dsl.bind.ends import Ends
 from kvpolicy.dsl.execute.block import AXES, Block, Carried, Counts, carried
 from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.dsl.execute.evaluate import Evaluation, spread
@@ -226,9 +229,12 @@ class _Following:
         if frame.q is not None:
             places = self.steps.places(block.width, block.there.device)
             frame = replace(frame, q=frame.q[:, -1:], query_positions=places[-1:])
+        budget = None
+        if block.budgets is not None and isinstance(self.rule, Node):
+            budget = Value(block.budgets.double(), ("kv",), finite=True)
         return Evaluation(
             frame, self.steps.updates, before=block.states, after=dict(block.states),
-            generated=self.steps.leaving,
+            budget=budget, generated=self.steps.leaving,
             extra={"position": block.position, "uniform": partial(self._drawn, block)},
         )  # fmt: skip
 
@@ -242,23 +248,25 @@ class _Following:
 
     def _kept(self, block: Block, evaluation: Evaluation) -> torch.Tensor:
         """What the rule keeps, bool [B * L * G, M]."""
-        score = present = None
-        if self.rule.score is not None:
-            x = evaluation.value(self.rule.score)
+        rule, score, present = self.rule, None, None
+        if isinstance(rule, Node):
+            return evaluation.tensor(rule, AXES) & block.there
+        if rule.score is not None:
+            x = evaluation.value(rule.score)
             score = spread(x, AXES, evaluation.frame)
             if x.mask is not None and x.mask is not block.there:
                 present = aligned(x.mask, x.mask_axes, AXES).expand(score.shape)
         if block.rule is None:
-            block.rule = self._numbers(block)
+            block.rule = self._numbers(block, rule)
         return self.steps.kernels["best"](score, present, block.there, block.rule)
 
     def _merges(self, block: Block, evaluation: Evaluation) -> Merges | None:
         """What leaving entries add to others; None where none leave, or they add nothing."""
         steps, frame = self.steps, evaluation.frame
         merge = None if steps.rules is None else steps.rules.merge
-        least = 0
-        if self.rule.score is None:
-            least = min(sum(self.rule.numbers(self.bound, each.prompt)) for each in self.memories)
+        rule, least = self.rule, 0
+        if isinstance(rule, Ends) and rule.score is None:
+            least = min(sum(rule.numbers(self.bound, each.prompt)) for each in self.memories)
         if merge is None or block.width <= least:
             return None
         k, v = frame.k, frame.v
@@ -272,14 +280,18 @@ class _Following:
         entries = {"key": k, "value": v}
         return Merges(made, [entries[name] for name in merge.apply])
 
-    def _numbers(self, block: Block) -> torch.Tensor:
+    def _numbers(self, block: Block, rule: Ends) -> torch.Tensor:
         """int64 [N, 3], the rule's numbers of all requests, or of all lists."""
-        rules = [(each.rule or self.rule, each.prompt) for each in self.memories]
-        own = [rule.numbers(self.bound, prompt) for rule, prompt in rules]
+        rules = [each.rule for each in self.memories]
+        own = [
+            each.numbers(self.bound, memory.prompt)
+            for each, memory in zip(rules, self.memories, strict=True)
+            if isinstance(each, Ends)
+        ]
         if all(each == own[0] for each in own):
             own = own[:1]
         numbers = sent(torch.tensor(own), block.there.device)
-        if self.rule.score is None or self.rule.budget is not None or block.budgets is None:
+        if rule.score is None or rule.budget is not None or block.budgets is None:
             return numbers
         ends = numbers[:, :2].repeat_interleave(len(block.budgets) // len(own), 0)
         return torch.cat([ends, block.budgets[:, None]], 1)

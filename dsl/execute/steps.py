@@ -99,7 +99,7 @@ class Steps:
             bound, [self.keep], lambda row: row.name == "position"
         )
         self.fresh = self._fresh(bound)
-        self._rules: dict[int, Ends | None] = {}
+        self._rules: dict[int, Ends | Node | None] = {}
         self._places: torch.Tensor | None = None
         self._bound = bound
 
@@ -120,16 +120,17 @@ class Steps:
             found[name] = first
         return found
 
-    def rule(self, prompt: int) -> Ends | None:
+    def rule(self, prompt: int) -> Ends | Node | None:
         """By what entries stay of requests that are taken through steps together.
 
-        None: a request with a prompt of so many tokens goes alone.
+        A node: it is not known as more than `keep`, which is evaluated as it is. None: a request
+        with a prompt of so many tokens goes alone.
         """
         if prompt not in self._rules:
             self._rules[prompt] = self._rule(prompt)
         return self._rules[prompt]
 
-    def _rule(self, prompt: int) -> Ends | None:
+    def _rule(self, prompt: int) -> Ends | Node | None:
         bound, states = self._bound, self.updates.states.values()
         if not _TOGETHER <= set(self.kernels) or not self.states_alike:
             return None
@@ -140,7 +141,10 @@ class Steps:
         if bound.step_queries(prompt) > 1:
             return None
         rule = Ends.of(bound, prompt)
-        return rule if rule is not None and self._serves(rule) else None
+        if rule is not None and self._serves(rule):
+            return rule
+        decided = any(node.op == "decided" for node in nodes_of([self.keep]))
+        return self.keep if self.keep_alike and not decided else None
 
     def _serves(self, rule: Ends) -> bool:
         """Whether the scores of many layers can be computed as those of one."""
@@ -189,11 +193,17 @@ class Steps:
             self._places = torch.arange(max(width, 1024) * 2, device=device)
         return self._places[:width]
 
-    def numbers(self, rule: Ends, prompt: int, generated: int) -> tuple:
-        """The numbers of the host that enter states and scores at a step."""
-        roots = [*self.advancing_roots, rule.score, *merge_roots(self.rules.merge)]
+    def same(self, rule: Ends | Node, prompt: int, generated: int) -> tuple:
+        """What is the same at a step of requests that are taken through it together.
+
+        Which rule it is, and the numbers of the host that enter states, scores and merges.
+        """
+        deciding = rule.score if isinstance(rule, Ends) else rule
+        roots = [*self.advancing_roots, deciding, *merge_roots(self.rules.merge)]
         known = [node for node in nodes_of(roots) if self._bound.static.needs(node)]
-        return tuple(self._bound.number(node, prompt, generated=generated) for node in known)
+        numbers = [self._bound.number(node, prompt, generated=generated) for node in known]
+        given = isinstance(rule, Ends) and rule.budget is not None
+        return id(deciding), given, tuple(numbers)
 
     def _alike(self, bound: Bound, roots: list[Node], reads: Callable[[Operation], bool]) -> bool:
         states = self.updates.states.values()
