@@ -23,7 +23,7 @@ def links(
     tokens: int,
     *,
     block: int = 1024,
-    tile: int = 64,
+    tile: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The links of R lists; those of one receiver in the order of the entries that it gets.
 
@@ -31,7 +31,7 @@ def links(
 
     Args:
         block: receivers whose counts are added up at a time, a power of two.
-        tile: links that are placed at a time, a power of two.
+        tile: links that are placed at a time, a power of two. None: 64, of a prompt's many 128.
 
     Returns:
         int64 [R, K], float64 [R, K] and int32 [R, n + 1].
@@ -47,10 +47,12 @@ def links(
     if lists:
         # How many links a receiver has, then where its next one goes.
         upto = torch.empty((lists, tokens), dtype=torch.int32, device=device)
+        tile = tile or (64 if most * steps <= 4096 else 128)
         _links[(lists,)](
             places.contiguous(), receivers.contiguous(), joins.contiguous().view(torch.uint8),
             accepted.contiguous().view(torch.uint8), weights, *weights.stride(),
             sources, own, offsets, upto, most * steps, most, steps, tokens, BLOCK=block, TILE=tile,
+            num_warps=8 if tile > 64 else 4,
         )  # fmt: skip
     return sources, own, offsets
 

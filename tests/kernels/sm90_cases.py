@@ -157,6 +157,9 @@ def merging() -> None:
     offsets = ids(G, N + 1, dtype=torch.int32)
     TRITON["merge_rows"](x, ids(G, 30000), numbers[0], offsets, *numbers[1:])
     TRITON["merge_mass"](numbers[0], offsets, numbers[1])
+    kept, joins = empty(G, N, dtype=torch.bool), empty(G, 30000, 1, dtype=torch.bool)
+    places, real, *_ = TRITON["following"](kept, kept, 30000, 0)
+    TRITON["links"](places, ids(G, 30000, 1), joins, real, numbers[0], N)
 
 
 def merging_together(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None:
