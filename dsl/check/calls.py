@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvpolicy.dsl.check.arguments import (
     Exprs,
@@ -43,6 +43,41 @@ class Site(NamedTuple):
     axes: tuple[str, ...]
     exprs: Exprs  # as written, by parameter
     nodes: Nodes  # as typed; query sets are left out
+
+    def make(self, *args: Node, **given: Any) -> Node:
+        """The call's node; what is given is as of `Graph.make`."""
+        return self.typer.graph.make(
+            self.function.name, args, span=self.typer.span(self.call), **given
+        )
+
+    def refused(
+        self, code: str, message: str, name: str | None = None, help: str | None = None
+    ) -> None:
+        """Reports a defect of the call, or of the argument of that name."""
+        span = self.call.span if name is None else self.exprs[name].span
+        self.typer.error(code, message, span, help)
+
+    def shown(self, name: str) -> str:
+        """An argument as it is written."""
+        return self.typer.shown(self.exprs[name])
+
+    def has_axes(self, verb: str, axes: tuple[str, ...] | None = None) -> bool:
+        """Whether `x` has the axes that are looked along, the call's own; otherwise reports."""
+        axes, x = self.axes if axes is None else axes, self.nodes["x"]
+        return has_axes(self.typer, axes, x, self.exprs["x"], self.call, verb)
+
+    def competes_fairly(self) -> bool:
+        """Whether `x` has the same queries in all layers if these are looked at together."""
+        across = "layer" in self.axes
+        return not across or has_queries_in_common(self.typer, self.nodes["x"], self.call)
+
+    def is_static(self, name: str, what: str) -> bool:
+        """As `is_static`, of an argument."""
+        return is_static(self.typer, self.nodes[name], self.exprs[name], what)
+
+    def is_alike(self, name: str, what: str) -> bool:
+        """As `is_alike`, of an argument."""
+        return is_alike(self.typer, self.nodes[name], self.exprs[name], what)
 
 
 def type_call(typer: Typer, call: Call, fills: bool = False) -> Node | None:
@@ -101,31 +136,24 @@ def _pair(typer: Typer, call: Call) -> Node | None:
 
 
 def _reduction(site: Site) -> Node | None:
-    typer, call, function, axes, exprs, nodes = site
-    x = nodes["x"]
-    if function.name == "any" and not typer.is_kind(x, "truth", exprs["x"], "`any`"):
+    name, axes, x = site.function.name, site.axes, site.nodes["x"]
+    if name == "any" and not site.typer.is_kind(x, "truth", site.exprs["x"], "`any`"):
         return None
     if "layer" in axes and len(axes) > 1:
         rest = ", ".join(axis for axis in axes if axis != "layer")
-        message = "`layer` is reduced on its own"
-        help = f"for example `{call.name}[layer]({call.name}[{rest}](...))`"
-        typer.error("arguments", message, call.span, help)
+        help = f"for example `{name}[layer]({name}[{rest}](...))`"
+        site.refused("arguments", "`layer` is reduced on its own", help=help)
         return None
-    if not has_axes(typer, axes, x, exprs["x"], call, f"{_VERBS[function.name]} over"):
+    if not site.has_axes(f"{_VERBS[name]} over") or not site.competes_fairly():
         return None
-    if "layer" in axes and not has_queries_in_common(typer, x, call):
-        return None
-    unit = x.type.unit if function.unit == "first" else None
-    if function.unit == "count":
+    unit = x.type.unit if site.function.unit == "first" else None
+    if site.function.unit == "count":
         counted = {"layer": "layers", "token": "tokens", "query": "tokens", "dropped": "tokens"}
         units = {counted.get(axis) for axis in axes} - {None}
         unit = units.pop() if len(units) == 1 else None
-    kind = "truth" if function.name == "any" else "number"
+    kind = "truth" if name == "any" else "number"
     rest_axes = tuple(axis for axis in x.type.axes if axis not in axes)
-    return typer.graph.make(
-        function.name, (x,), kind=kind, axes=rest_axes, over=in_writing(axes), unit=unit,
-        absent=False, span=typer.span(call),
-    )  # fmt: skip
+    return site.make(x, kind=kind, axes=rest_axes, over=in_writing(axes), unit=unit, absent=False)
 
 
 _VERBS = {
@@ -140,66 +168,47 @@ def in_writing(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _top(site: Site) -> Node | None:
-    typer, call, axes, exprs, nodes = site.typer, site.call, site.axes, site.exprs, site.nodes
-    x = nodes["x"]
+    axes, x, n = site.axes, site.nodes["x"], site.nodes.get("n")
     for axis in axes:
         if axis != "layer" and axis not in x.type.axes:
             what = {"kv": "heads", "group": "heads", "token": "tokens"}.get(axis, f"`{axis}`")
-            shown = typer.shown(exprs["x"])
-            message = f"`{shown}` has no axis `{axis}`, so {what} cannot compete with it"
-            typer.error("competition", message, call.span)
+            message = f"`{site.shown('x')}` has no axis `{axis}`, so {what} cannot compete with it"
+            site.refused("competition", message)
             return None
-    args: tuple[Node, ...] = (x,)
-    if "n" in nodes:
-        n = nodes["n"]
-        shared = [axis for axis in n.type.axes if axis in (*axes, "token")]
-        if shared:
-            message = f"the count varies over `{shared[0]}`, along which the values compete"
-            typer.error("axis", message, exprs["n"].span)
-            return None
-        args = (x, n)
-    if not typer.one_extent(args, call):
+    shared = [axis for axis in n.type.axes if axis in (*axes, "token")] if n else []
+    if shared:
+        message = f"the count varies over `{shared[0]}`, along which the values compete"
+        site.refused("axis", message, "n")
         return None
-    if "layer" in axes and not has_queries_in_common(typer, x, call):
+    args = (x, n) if n else (x,)
+    if not site.typer.one_extent(args, site.call) or not site.competes_fairly():
         return None
-    return typer.graph.make(
-        "top", args, kind="truth", over=axes, absent=False, span=typer.span(call)
-    )
+    return site.make(*args, kind="truth", over=axes, absent=False)
 
 
 def _along(site: Site) -> Node | None:
     """What reads along axes and keeps them."""
-    typer, call, function, axes, exprs, nodes = site
-    x = nodes["x"]
-    if not has_axes(typer, axes, x, exprs["x"], call, f"{call.name} along"):
+    name, x = site.function.name, site.nodes["x"]
+    if not site.has_axes(f"{name} along") or not site.competes_fairly():
         return None
-    if "layer" in axes and not has_queries_in_common(typer, x, call):
-        return None
-    unit = x.type.unit if function.unit == "first" else None
-    return typer.graph.make(function.name, (x,), over=axes, unit=unit, span=typer.span(call))
+    return site.make(x, over=site.axes, unit=x.type.unit if site.function.unit == "first" else None)
 
 
 def _index(site: Site) -> Node | None:
-    typer, call, axes, exprs, nodes = site.typer, site.call, site.axes, site.exprs, site.nodes
-    if len(axes) != 1 or axes == ("layer",):
-        typer.error("arguments", "`index` counts along one axis", call.span)
+    if len(site.axes) != 1 or site.axes == ("layer",):
+        site.refused("arguments", "`index` counts along one axis")
         return None
-    if not has_axes(typer, axes, nodes["x"], exprs["x"], call, "count along"):
+    if not site.has_axes("count along"):
         return None
-    return typer.graph.make(
-        "index", (nodes["x"],), axes=axes, over=axes, absent=False, span=typer.span(call)
-    )
+    return site.make(site.nodes["x"], axes=site.axes, over=site.axes, absent=False)
 
 
 def _pool(site: Site) -> Node | None:
-    typer, call, function, _, exprs, nodes = site
-    x, width = nodes["x"], nodes["width"]
-    if not has_axes(typer, ("token",), x, exprs["x"], call, "pool along"):
+    x, width = site.nodes["x"], site.nodes["width"]
+    if not site.has_axes("pool along", ("token",)):
         return None
-    typer.scope.widths.append((width, typer.span(exprs["width"])))
-    return typer.graph.make(
-        function.name, (x, width), axes=x.type.axes, unit=x.type.unit, span=typer.span(call)
-    )
+    site.typer.scope.widths.append((width, site.typer.span(site.exprs["width"])))
+    return site.make(x, width, axes=x.type.axes, unit=x.type.unit)
 
 
 def _attention(site: Site) -> Node | None:
@@ -254,141 +263,119 @@ def _attention_node(
     return typer.at_dropped(node)
 
 
-def _in_layers(site: Site, argument: str, takes: str) -> bool:
+def _in_layers(site: Site, name: str, takes: str) -> bool:
     """Whether an argument may count layers; a parameter in it then gets that unit."""
-    typer, _, _, _, exprs, nodes = site
-    expr, unit = exprs[argument], nodes[argument].type.unit
+    unit = site.nodes[name].type.unit
     if unit in ("tokens", "ratio"):
-        message = f"{takes}; `{typer.shown(expr)}` is {unit_words(unit)}"
-        typer.error("unit", message, expr.span)
+        site.refused("unit", f"{takes}; `{site.shown(name)}` is {unit_words(unit)}", name)
         return False
-    typer.scope.suggest_unit(expr, "layers")
+    site.typer.scope.suggest_unit(site.exprs[name], "layers")
     return True
 
 
 def _past(site: Site) -> Node | None:
-    typer, call, _, _, exprs, nodes = site
-    x, n = nodes["x"], nodes["n"]
-    if not is_in_a_layer(typer, call):
+    typer, x, n, written = site.typer, site.nodes["x"], site.nodes["n"], site.exprs["n"]
+    if not is_in_a_layer(typer, site.call):
         return None
     if "past" in x.type.axes:
-        typer.error("axis", f"`{typer.shown(exprs['x'])}` has the axis `past` already", call.span)
+        site.refused("axis", f"`{site.shown('x')}` has the axis `past` already")
         return None
-    if not is_static(typer, n, exprs["n"], "the number of layers"):
+    what = "the number of layers"
+    if not site.is_static("n", what):
         return None
     if not _in_layers(site, "n", "`past` takes a number of layers"):
         return None
-    if not is_alike(typer, n, exprs["n"], "the number of layers"):
+    if not site.is_alike("n", what) or not has_queries_in_common(typer, x, site.call):
         return None
-    if not has_queries_in_common(typer, x, call):
-        return None
-    typer.scope.suggest_range(exprs["n"], whole=True, minimum=1)
-    message = f"`past` over `{typer.shown(exprs['n'])}` layers has none; at least one is needed"
-    typer.scope.at_least_one(n, typer.span(exprs["n"]), message)
-    reach = Extent("past", typer.graph.meaning(n), typer.shown(exprs["n"]), n)
-    return typer.graph.make(
-        "past", (x, n), kind=x.type.kind, axes=("past", *x.type.axes), unit=x.type.unit,
-        absent=True, when=typer.context.base, span=typer.span(call), extent=reach,
+    typer.scope.suggest_range(written, whole=True, minimum=1)
+    message = f"`past` over `{typer.shown(written)}` layers has none; at least one is needed"
+    typer.scope.at_least_one(n, typer.span(written), message)
+    return site.make(
+        x, n, kind=x.type.kind, axes=("past", *x.type.axes), unit=x.type.unit, absent=True,
+        when=typer.context.base,
+        extent=Extent("past", typer.graph.meaning(n), typer.shown(written), n),
     )  # fmt: skip
 
 
 def _at(site: Site) -> Node | None:
-    typer, call, _, _, exprs, nodes = site
-    layer, x = nodes["layer"], nodes["x"]
-    if not is_in_a_layer(typer, call):
+    layer, x = site.nodes["layer"], site.nodes["x"]
+    if not is_in_a_layer(site.typer, site.call):
         return None
     if layer.type.axes:
-        message = f"`{typer.shown(exprs['layer'])}` is not one number for the layer"
-        typer.error("axis", message, exprs["layer"].span)
+        message = f"`{site.shown('layer')}` is not one number for the layer"
+        site.refused("axis", message, "layer")
         return None
     if not _in_layers(site, "layer", "`at` takes a layer"):
         return None
-    if not has_queries_in_common(typer, x, call):
+    if not has_queries_in_common(site.typer, x, site.call):
         return None
-    return typer.graph.make(
-        "at", (layer, x), kind=x.type.kind, axes=x.type.axes, unit=x.type.unit, absent=True,
-        span=typer.span(call),
-    )  # fmt: skip
+    return site.make(layer, x, kind=x.type.kind, axes=x.type.axes, unit=x.type.unit, absent=True)
 
 
 def _across(site: Site) -> Node | None:
     """`split` and `cluster`: one number per layer."""
-    typer, call, function, _, exprs, nodes = site
-    if not is_in_a_layer(typer, call):
+    function, nodes = site.function, site.nodes
+    if not is_in_a_layer(site.typer, site.call):
         return None
     for name, node in nodes.items():
-        shown = typer.shown(exprs[name])
         if node.type.axes:
             shape = str(node.type).partition("[")[2].partition("]")[0]
-            message = f"`{call.name}` takes one number per layer; `{shown}` is [{shape}]"
-            typer.error("axis", message, exprs[name].span, f"reduce it, as in `sum[{shape}](...)`")
+            message = f"`{function.name}` takes one number per layer; `{site.shown(name)}` is"
+            help = f"reduce it, as in `sum[{shape}](...)`"
+            site.refused("axis", f"{message} [{shape}]", name, help)
             return None
         if node.type.absent:
-            typer.absent(node, exprs[name], f"`{name}` of `{call.name}`")
+            site.typer.absent(node, site.exprs[name], f"`{name}` of `{function.name}`")
             return None
     one = "k" if function.rule == "cluster" else "total"
-    if one == "k" and not is_static(typer, nodes["k"], exprs["k"], "`k`"):
+    if one == "k" and not site.is_static("k", "`k`"):
         return None
-    if not is_alike(typer, nodes[one], exprs[one], f"`{one}`"):
+    if not site.is_alike(one, f"`{one}`"):
         return None
     order = [nodes[p.name] for p in function.parameters if p.name in nodes]
-    unit = "tokens" if function.rule == "split" else None
-    return typer.graph.make(
-        function.name, tuple(order), over=("layer",), unit=unit, span=typer.span(call)
-    )
+    return site.make(*order, over=("layer",), unit="tokens" if one == "total" else None)
 
 
 def _uniform(site: Site) -> Node | None:
-    typer, call, _, _, exprs, nodes = site
-    if typer.context.phase == "static":
-        typer.error("phase", "`uniform` is not known before the prefill", call.span)
+    context = site.typer.context
+    if context.phase == "static":
+        site.refused("phase", "`uniform` is not known before the prefill")
         return None
-    if not is_static(typer, nodes["seed"], exprs["seed"], "the seed"):
+    if not site.is_static("seed", "the seed"):
         return None
-    node = typer.graph.make(
-        "uniform", (nodes["seed"],), axes=("kv", "token"), when=typer.context.base,
-        span=typer.span(call),
-    )  # fmt: skip
-    return typer.at_dropped(node)
+    node = site.make(site.nodes["seed"], axes=("kv", "token"), when=context.base)
+    return site.typer.at_dropped(node)
 
 
 def _receivers(site: Site) -> Node | None:
-    typer, call, _, _, exprs, nodes = site
-    if not typer.receivers:
-        typer.error("merge", f"`{call.name}` stands only in `merge.into`", call.span)
+    name = site.function.name
+    if not site.typer.receivers:
+        site.refused("merge", f"`{name}` stands only in `merge.into`")
         return None
-    node = nodes["x" if call.name == "nearest" else "n"]
-    if call.name == "next" and not is_static(typer, node, exprs["n"], "the number of receivers"):
+    node = site.nodes["x" if name == "nearest" else "n"]
+    if name == "next" and not site.is_static("n", "the number of receivers"):
         return None
-    if call.name == "nearest" and node.type.axes != ("kv", "token", "dim"):
+    if name == "nearest" and node.type.axes != ("kv", "token", "dim"):
         message = "`nearest` compares vectors per KV head and token, such as `key`"
-        typer.error("axis", message, exprs["x"].span)
+        site.refused("axis", message, "x")
         return None
-    return typer.graph.make(
-        call.name, (node,), kind="truth", axes=("kv", "token", "dropped"), absent=False,
-        span=typer.span(call),
-    )  # fmt: skip
+    return site.make(node, kind="truth", axes=("kv", "token", "dropped"), absent=False)
 
 
 def _target(site: Site) -> Node | None:
-    typer, call, _, _, exprs, nodes = site
-    if not typer.context.in_merge:
-        typer.error("merge", "`target` means something only inside `merge`", call.span)
+    x = site.nodes["x"]
+    if not site.typer.context.in_merge:
+        site.refused("merge", "`target` means something only inside `merge`")
         return None
-    x = nodes["x"]
-    if not has_axes(typer, ("token",), x, exprs["x"], call, "read at the receivers"):
+    if not site.has_axes("read at the receivers", ("token",)):
         return None
     axes = in_order(("kv", "dropped", *(axis for axis in x.type.axes if axis != "token")))
-    return typer.graph.make(
-        "target", (x,), axes=axes, unit=x.type.unit, absent=False, span=typer.span(call)
-    )
+    return site.make(x, axes=axes, unit=x.type.unit, absent=False)
 
 
 def _elementwise(site: Site) -> Node | None:
-    typer, call, function, nodes = site.typer, site.call, site.function, site.nodes
-    x = nodes["x"]
-    unit = x.type.unit if function.unit == "first" else None
-    return typer.graph.make(function.name, (x,), unit=unit, span=typer.span(call))
+    x = site.nodes["x"]
+    return site.make(x, unit=x.type.unit if site.function.unit == "first" else None)
 
 
 def _derived(site: Site) -> Node | None:

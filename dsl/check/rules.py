@@ -142,7 +142,11 @@ class RulesChecker:
         section = item.path
         block: Block = item.value
         into = self._into(block)
-        parts = {name: self._part(block, name, section) for name in _MERGE_PARTS}
+        context = Context(self.phase, section)
+        parts = {
+            name: check_part(Typer(self.scope, context), block, name, kind, axes)
+            for name, (kind, axes) in _MERGE_PARTS.items()
+        }
         states = dict(self._states((section,)))
         for name, node in parts.items():
             if name != "divide":
@@ -172,24 +176,19 @@ class RulesChecker:
         typer.receivers = True
         return typer.expr(item.value)
 
-    def _part(self, block: Block, name: str, section: str) -> Node | None:
-        item = block.items.get(name)
-        if item is None or not isinstance(item.value, Expr):
-            return None
-        typer = Typer(self.scope, Context(self.phase, section))
-        what = f"`{item.path}`"
-        node = (typer.truth if name == "accept" else typer.number)(item.value, what)
-        if node is None or not check_axes(typer, node, item, _MERGE_PARTS[name]):
-            return None
-        return check_present(typer, node, item, what)
 
-
-# Parts of a merge and the axes that they may have: a receiver has one weight of its own.
+# Parts of a merge, and the axes that they may have: a receiver has one weight of its own.
 _MERGE_PARTS = {
-    "accept": ("kv", "dropped"),
-    "weight": ("kv", "dropped"),
-    "own": ("kv",),
-    "divide": ("kv", "token"),
+    "accept": ("truth", ("kv", "dropped")),
+    "weight": ("number", ("kv", "dropped")),
+    "own": ("number", ("kv",)),
+    "divide": ("number", ("kv", "token")),
+}
+# Parts of `share`, and where they are typed.
+_SHARE_PARTS = {
+    "when": ("truth", (), "static"),
+    "direction": ("number", ("kv", "token", "dim"), "prefill"),
+    "except": ("truth", ("kv", "token"), "prefill"),
 }
 
 
@@ -221,6 +220,20 @@ def check_axes(typer: Typer, node: Node, item: Item, allowed: tuple[str, ...]) -
     help = f"reduce `{extra[0]}`, for example with `{verb}[{extra[0]}](...)`"
     typer.error("axis", message, item.value.span, help)
     return False
+
+
+def check_part(
+    typer: Typer, block: Block, name: str, kind: str, allowed: tuple[str, ...]
+) -> Node | None:
+    """A part of a section: a number or truth value with the allowed axes, never absent."""
+    item = block.items.get(name)
+    if item is None or not isinstance(item.value, Expr):
+        return None
+    what = f"`{item.path}`"
+    node = (typer.truth if kind == "truth" else typer.number)(item.value, what)
+    if node is None or not check_axes(typer, node, item, allowed):
+        return None
+    return check_present(typer, node, item, what)
 
 
 def check_present(typer: Typer, node: Node, item: Item, what: str) -> Node | None:
@@ -306,10 +319,8 @@ def _propagate_part(scope: Scope, block: Block, name: str) -> Node | None:
     item = block.items.get(name)
     if item is None or not isinstance(item.value, Expr):
         return None
-    if name == "restart":
-        typer = Typer(scope, Context("static"))
-    else:
-        typer = Typer(scope, Context("prefill", "propagate"))
+    context = Context("static") if name == "restart" else Context("prefill", "propagate")
+    typer = Typer(scope, context)
     if name == "tokens":
         node = type_selection(typer, item.value, item.path, "budget" in block)
         node = check_set(typer, node, item, "propagate.tokens", ("token",))
@@ -317,9 +328,7 @@ def _propagate_part(scope: Scope, block: Block, name: str) -> Node | None:
         node = typer.number(item.value, "`propagate.budget`")
         node = check_count(typer, node, item, "propagate.budget", ()) if node else None
     else:
-        node = typer.truth(item.value, f"`{item.path}`")
-        node = node if node and check_axes(typer, node, item, ()) else None
-        node = check_present(typer, node, item, f"`{item.path}`") if node else None
+        node = check_part(typer, block, name, "truth", ())
     if node is not None and node.when >= When.END:
         _report_later_layer(scope, node, item)
         return None
@@ -355,26 +364,16 @@ def share(scope: Scope) -> Share | None:
         return None
     if not _may_share(scope):
         return None
-    nodes: dict[str, Node | None] = {}
-    for name in ("when", "direction", "except"):
-        item = block.items.get(name)
-        if item is None or not isinstance(item.value, Expr):
-            nodes[name] = None
-            continue
-        context = Context("static" if name == "when" else "prefill", "share")
-        typer = Typer(scope, context)
-        read = typer.number if name == "direction" else typer.truth
-        node = read(item.value, f"`{item.path}`")
-        allowed = {"when": (), "direction": ("kv", "token", "dim"), "except": ("kv", "token")}
-        if node is not None and not check_axes(typer, node, item, allowed[name]):
-            node = None
-        nodes[name] = check_present(typer, node, item, f"`{item.path}`") if node else None
-    if nodes["when"] is None or nodes["direction"] is None:
+    when, direction, exceptions = (
+        check_part(Typer(scope, Context(phase, "share")), block, name, kind, axes)
+        for name, (kind, axes, phase) in _SHARE_PARTS.items()
+    )
+    if when is None or direction is None:
         return None
-    for node in nodes_of([nodes["direction"], nodes["except"]]):
+    for node in nodes_of([direction, exceptions]):
         if node.across_layers or node.operation.fleeting:
             scope.unserved(f"`{'[layer]' if 'layer' in node.axes else node.op}` in `share`")
-    return Share(nodes["when"], nodes["direction"], nodes["except"], _applied(block))
+    return Share(when, direction, exceptions, _applied(block))
 
 
 def read(scope: Scope) -> Node | None:
