@@ -15,10 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import add
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.intervals import Intervals, product
-from kvpolicy.dsl.bind.kept import keep_of
+from kvpolicy.dsl.bind.kept import chooses_after, keep_of
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
@@ -38,6 +39,12 @@ class Size:
     head: list[int]
     layer: list[int]
     total: int
+
+
+def _each(join: Callable[[int, int], int], a: Size, b: Size) -> tuple[list[int], list[int]]:
+    """Two bounds joined, those of each layer's KV heads and those of each layer."""
+    head = [join(x, y) for x, y in zip(a.head, b.head, strict=True)]
+    return head, [join(x, y) for x, y in zip(a.layer, b.layer, strict=True)]
 
 
 class Bounds:
@@ -74,18 +81,10 @@ class Bounds:
                 self.is_exact(x) for x in node.args[::2]
             )
         if node.op == "or":
-            return self._disjoint(*node.args) and all(self.is_exact(x) for x in node.args)
+            return chooses_after(*node.args) and all(self.is_exact(x) for x in node.args)
         if node.op == "top":
             return self._numbers.is_static(node.args[1])
         return node.op in ("all", "truth")
-
-    @staticmethod
-    def _disjoint(taken: Node, right: Node) -> bool:
-        """Whether `right` chooses among what `taken` left over."""
-        if right.op != "top" or right.args[0].op != "mask":
-            return False
-        condition = right.args[0].args[1]
-        return condition.op == "not" and condition.args[0] is taken
 
     def size(self, node: Node) -> Size:
         """Bounds on the entries of a token set, broadcast to every KV head."""
@@ -117,15 +116,11 @@ class Bounds:
         return self._union(self.size(node.args[0]), self.size(node.args[1]))
 
     def _union(self, a: Size, b: Size) -> Size:
-        head = [x + y for x, y in zip(a.head, b.head, strict=True)]
-        layer = [x + y for x, y in zip(a.layer, b.layer, strict=True)]
-        return self._bounded(head, layer, a.total + b.total)
+        return self._bounded(*_each(add, a, b), a.total + b.total)
 
     def _and(self, node: Node) -> Size:
         a, b = self.size(node.args[0]), self.size(node.args[1])
-        head = [min(x, y) for x, y in zip(a.head, b.head, strict=True)]
-        layer = [min(x, y) for x, y in zip(a.layer, b.layer, strict=True)]
-        return self._bounded(head, layer, min(a.total, b.total))
+        return self._bounded(*_each(min, a, b), min(a.total, b.total))
 
     def _choose(self, node: Node) -> Size:
         a, b = self.size(node.args[0]), self.size(node.args[2])
@@ -133,20 +128,14 @@ class Bounds:
             chosen = [a if self._numbers.value(node.args[1], i) else b for i in range(self._layers)]
             head = [size.head[i] for i, size in enumerate(chosen)]
             layer = [size.layer[i] for i, size in enumerate(chosen)]
-            parts = [
-                (
-                    branch.total,
-                    sum(n for n, size in zip(layer, chosen, strict=True) if size is branch),
-                )
-                for branch in (a, b)
-            ]
-            return self._bounded(head, layer, sum(map(min, parts)))
+            own = list(zip(layer, chosen, strict=True))
+            sums = ((x.total, sum(n for n, size in own if size is x)) for x in (a, b))
+            return self._bounded(head, layer, sum(map(min, sums)))
         # Where tokens or heads choose by themselves, some may take the one set, some the other.
         axes, either = node.args[1].type.axes, self._union(a, b)
         if "token" in axes:
             return either
-        head = [max(x, y) for x, y in zip(a.head, b.head, strict=True)]
-        layer = [max(x, y) for x, y in zip(a.layer, b.layer, strict=True)]
+        head, layer = _each(max, a, b)
         return self._bounded(head, either.layer if "kv" in axes else layer, either.total)
 
     def _top(self, node: Node) -> Size:

@@ -1,4 +1,7 @@
-"""What the rules of a bound policy keep: binding fills in `keep` where a policy has none."""
+"""What the rules of a bound policy keep, and sets of which one chooses among what others left over.
+
+Binding fills in `keep` where a policy has none.
+"""
 
 from __future__ import annotations
 
@@ -14,3 +17,13 @@ def keep_of(rules: Rules) -> Node:
     if rules.keep is None:
         raise ValueError("rules without `keep` are not bound")
     return rules.keep
+
+
+def is_rest(node: Node, taken: Node) -> bool:
+    """Whether a value is there only outside of a set: `mask(x, not taken)`."""
+    return node.op == "mask" and node.args[1].op == "not" and node.args[1].args[0] is taken
+
+
+def chooses_after(taken: Node, right: Node) -> bool:
+    """Whether `right` is a `top` among what `taken` left over."""
+    return right.op == "top" and is_rest(right.args[0], taken)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.bind.kept import keep_of
+from kvpolicy.dsl.bind.kept import is_rest, keep_of
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
 
@@ -86,9 +86,7 @@ class Lasting:
         if self._bound.static.needs(node) is not None:
             return True
         if node.op == "mask":
-            where = node.args[1]
-            rest = where.op == "not" and where.args[0] == taken
-            return rest and self._present(node.args[0], taken)
+            return is_rest(node, taken) and self._present(node.args[0], taken)
         if node.op == "state":
             return self._states_present
         row = node.operation

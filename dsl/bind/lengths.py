@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.intervals import Intervals
+from kvpolicy.dsl.bind.kept import chooses_after, is_rest
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node, Propagate
 
@@ -96,7 +97,7 @@ class _Lengths:
         if node.op == "or":
             (a, b), (c, d) = (self._size(x, layer) for x in node.args)
             sure = max(a, c)
-            if _after(*node.args):
+            if chooses_after(*node.args) and node.args[1].axes == ("token",):
                 # The right side chooses among what the left one left over.
                 fewest = whole(self.numbers.of(node.args[1].args[1], layer)[0], low)
                 x = node.args[1].args[0].args[0]
@@ -116,22 +117,12 @@ def _hull(ranges: list[Range]) -> Range:
     return min(low for low, _ in ranges), max(high for _, high in ranges)
 
 
-def _after(taken: Node, right: Node) -> bool:
-    """Whether `right` is a `top` among what `taken` left over."""
-    if right.op != "top" or right.axes != ("token",) or right.args[0].op != "mask":
-        return False
-    condition = right.args[0].args[1]
-    return condition.op == "not" and condition.args[0] is taken
-
-
 def _present(x: Node, taken: Node) -> bool:
     """Whether a value is there at every token that is not in `taken`."""
     if not x.type.absent:
         return True
     if x.op == "mask":
-        condition = x.args[1]
-        apart = condition.op == "not" and condition.args[0] in _parts(taken)
-        return apart and _present(x.args[0], taken)
+        return any(is_rest(x, part) for part in _parts(taken)) and _present(x.args[0], taken)
     return bool(x.args) and all(_present(each, taken) for each in x.args)
 
 
