@@ -110,4 +110,4 @@ class timed:
         self._started = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self._state.seconds += time.perf_counter() - self._started
+        self._state.told.seconds += time.perf_counter() - self._started

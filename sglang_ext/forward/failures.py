@@ -95,7 +95,7 @@ class Failures:
                 req.skip_radix_cache_insert = True
             self._store.free(private.row)
         state.give_up(Reason.POLICY_ERROR)
-        if state.counted:
+        if state.told.counted:
             self._reports.gave_up(req, state, Reason.POLICY_ERROR)
 
     def _end(self, req: Any, state: State, stage: str) -> None:

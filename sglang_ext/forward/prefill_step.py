@@ -69,7 +69,7 @@ class Scored:
     def restart(self, chosen: torch.Tensor) -> None:
         """The prefill begins again on the chosen tokens [m]; their entries go to the last slots."""
         tokens = chosen.numel()
-        if self.state.shows_kept:
+        if self.state.told.shows_kept:
             self.origin = chosen
         self.slots = self.prompt_slots = self.slots[self.slots.numel() - tokens :]
         self.run = self.run.again(tokens)
@@ -248,10 +248,10 @@ class PrefillStep:
     @staticmethod
     def _describe(scored: Scored, kept: torch.Tensor) -> None:
         """Which of [L, G, N] entries were copied, where the answer is to say it."""
-        state = scored.state
+        state, told = scored.state, scored.state.told
         paired = bool(state.served.upper_layers)  # they hold everything
-        if state.shows_kept and state.private is not None and not state.counted and not paired:
-            state.kept = described(kept, scored.origin, state.prompt)
+        if told.shows_kept and not told.counted and state.private is not None and not paired:
+            told.kept = described(kept, scored.origin, state.prompt)
 
     def _note(self, scored: Scored, kept: int) -> None:
         progress = scored.state.progress

@@ -29,7 +29,7 @@ class Reports:
         if not shows_kept or req.to_finish is not None:
             return
         if state is not None:
-            state.shows_kept = True
+            state.told.shows_kept = True
             return
         # Nothing will leave, and no policy will report it.
         prompt = len(req.origin_input_ids)
@@ -56,9 +56,9 @@ class Reports:
             if not finite:
                 state.uncompressed = Reason.NOT_FINITE
             return
-        if state.counted:
+        if state.told.counted:
             return
-        state.counted = True
+        state.told.counted = True
         facts = self._of_compressed(state, state.private, entries)
         self._report(req, state, facts)
         self._metrics.compressed(
@@ -66,7 +66,7 @@ class Reports:
             prompt=state.prompt,
             entries=(facts["entries_before"], entries),
             size=(facts["kv_bytes_before"], facts["kv_bytes_after"]),
-            seconds=state.seconds,
+            seconds=state.told.seconds,
         )
 
     def _of_compressed(self, state: State, private: Private, entries: int) -> dict[str, Any]:
@@ -80,27 +80,27 @@ class Reports:
             "kv_bytes_before": arena.slot_bytes * state.prompt,
             "kv_bytes_after": arena.slot_bytes * after,
             "slots_freed": state.prompt - after,
-            "compression_seconds": round(state.seconds, 6),
+            "compression_seconds": round(state.told.seconds, 6),
         }
         if state.propagates:
             facts |= state.progress.facts(state.prompt)
             self._metrics.propagated(name, facts["propagated_tokens"])
-        if state.shows_kept:
-            facts["kept"] = state.kept or self._everything(state.prompt)
+        if state.told.shows_kept:
+            facts["kept"] = state.told.kept or self._everything(state.prompt)
         return facts
 
     def served_in_full(self, req: Any, state: State, reason: Reason) -> None:
         """Note that the prompt of a request has ended and all of it stays."""
         state.seen = Seen()
-        if state.counted:
+        if state.told.counted:
             return
-        state.counted = True
+        state.told.counted = True
         facts = {
             "policy": state.served.name,
             "prompt_tokens": state.prompt,
             "uncompressed": reason.value,
         }
-        if state.shows_kept:
+        if state.told.shows_kept:
             facts["kept"] = self._everything(state.prompt)
         self._report(req, state, facts)
         self._metrics.uncompressed(state.served.name, reason)
@@ -112,9 +112,9 @@ class Reports:
 
     def finished_fold(self, req: Any, state: State, dropped: int, seconds: float) -> None:
         """Note that so many entries of a request have left at a decode step."""
-        state.folded += 1
-        state.dropped += dropped
-        now = {"folds": state.folded, "entries_dropped_in_decode": state.dropped}
+        state.told.folded += 1
+        state.told.dropped += dropped
+        now = {"folds": state.told.folded, "entries_dropped_in_decode": state.told.dropped}
         self._report_again(req, state, now)
         self._metrics.folded(state.served.name, dropped, seconds)
 
@@ -129,7 +129,7 @@ class Reports:
         return kept.everything(arena.layers, arena.kv_heads, prompt)
 
     def _report(self, req: Any, state: State, facts: dict[str, Any]) -> None:
-        state.facts = facts
+        state.told.facts = facts
         if state.folds:
             facts |= {"folds": 0, "entries_dropped_in_decode": 0, "skipped_folds": 0}
         self._send(req, facts)
@@ -151,6 +151,6 @@ class Reports:
             # The last element has been sent; the next token's has not.
             values += [None] * (len(req.output_ids) - len(values))
             # What is kept of the prompt has been sent, and the tokenizer remembers it.
-            values.append({name: x for name, x in state.facts.items() if name != "kept"})
-            state.facts = values[-1]
-        state.facts.update(changes)
+            values.append({name: x for name, x in state.told.facts.items() if name != "kept"})
+            state.told.facts = values[-1]
+        state.told.facts.update(changes)

@@ -127,6 +127,29 @@ class Seen:
     run: Any = None
 
 
+@dataclass
+class Told:
+    """What is reported of a request.
+
+    Attributes:
+        facts: what its answer says.
+        counted: whether metrics include it.
+        seconds: time spent on scoring and compaction.
+        shows_kept: whether its answer says which positions are kept.
+        kept: what it says of a prompt that was compressed.
+        folded: how many times entries have left while it decoded.
+        dropped: entries that have left while it decoded.
+    """
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    counted: bool = False
+    seconds: float = 0.0
+    shows_kept: bool = False
+    kept: dict[str, Any] | None = None
+    folded: int = 0
+    dropped: int = 0
+
+
 @dataclass(frozen=True)
 class Decoding:
     """What a policy that goes on after the prompt goes on from.
@@ -158,14 +181,8 @@ class State:
             find in the radix cache: there is no room for prompt and copy at once.
         was_compressed: whether it decoded under its policy before it was retracted.
         skipped: decode steps at which there were no slots for what would have stayed.
-        folded: how many times entries have left while it decoded.
-        dropped: entries that have left while it decoded.
-        facts: what is reported of it.
         seen: what earlier chunks of its prompt have shown to its policy.
-        seconds: time spent on scoring and compaction.
-        counted: whether metrics include it.
-        shows_kept: whether its answer says which positions are kept.
-        kept: what it says of a prompt that was compressed.
+        told: what is reported of it.
         plan: how its tokens leave the prefill; None if all go through every layer.
         progress: how far that has come.
         failed: whether the policy has failed in its work for the request.
@@ -183,14 +200,8 @@ class State:
     in_place: bool = False
     was_compressed: bool = False
     skipped: set[int] = field(default_factory=set)
-    folded: int = 0
-    dropped: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)
     seen: Seen = field(default_factory=Seen)
-    seconds: float = 0.0
-    counted: bool = False
-    shows_kept: bool = False
-    kept: dict[str, Any] | None = None
+    told: Told = field(default_factory=Told)
     plan: Plan | None = None
     progress: Progress = field(default_factory=Progress)
     failed: bool = False
