@@ -17,7 +17,7 @@ import torch
 from kvpolicy.dsl.execute.entropy import operands
 from kvpolicy.dsl.execute.evaluate import Evaluation, reduces_past
 from kvpolicy.dsl.execute.kernels import LARGEST_SPLIT, MOST_LAYERS
-from kvpolicy.dsl.execute.ops import OPERATIONS
+from kvpolicy.dsl.execute.ops import TORCH_FORMS
 from kvpolicy.dsl.execute.values import (
     HOST,
     Frame,
@@ -141,7 +141,7 @@ def _past(node: Node, values: list[Value], frame: Frame) -> Value:
     if node.op == "past":
         return _along_past(values, frame)
     made = _by_kernel(node, frame, values) if _OF_LAYERS.get(node.op) in frame.kernels else None
-    return OPERATIONS[node.op](node, frame, _along_past(values, frame)) if made is None else made
+    return TORCH_FORMS[node.op](node, frame, _along_past(values, frame)) if made is None else made
 
 
 def _by_kernel(node: Node, frame: Frame, values: Sequence[Value]) -> Value | None:
@@ -257,7 +257,7 @@ class Layers(Evaluation):
             return Value(self._divided(node), ("layer",), finite=True)
         values = [self.value(x) for x in operands(node)]
         values[0] = over_layers(values[0], len(self.evaluations), self.frame.device)
-        return OPERATIONS[node.op](node, self.frame, *values)
+        return TORCH_FORMS[node.op](node, self.frame, *values)
 
     def _divided(self, node: Node) -> torch.Tensor:
         """float64 [L]: integers or labels for the layers."""

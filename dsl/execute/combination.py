@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvpolicy.dsl.execute.evaluate import Evaluation
-from kvpolicy.dsl.execute.ops import OPERATIONS
+from kvpolicy.dsl.execute.ops import TORCH_FORMS
 from kvpolicy.dsl.execute.values import Value, as_tensor, filled
 from kvpolicy.dsl.ir.nodes import Node
 
@@ -167,4 +167,4 @@ class Combinations:
 
     def _call(self, node: Node | str, *args: Value) -> Value:
         node = Node(node) if isinstance(node, str) else node
-        return OPERATIONS[node.op](node, self.evaluation.frame, *args)
+        return TORCH_FORMS[node.op](node, self.evaluation.frame, *args)

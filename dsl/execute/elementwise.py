@@ -71,14 +71,14 @@ def binary(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return apply
 
 
-def at_least(a, b) -> torch.Tensor:
+def at_least(a: Any, b: Any) -> torch.Tensor:
     """The larger one; a number of the host need not be sent."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return torch.maximum(a, b)
     return a.clamp(min=b) if isinstance(a, torch.Tensor) else b.clamp(min=a)
 
 
-def at_most(a, b) -> torch.Tensor:
+def at_most(a: Any, b: Any) -> torch.Tensor:
     """The smaller one."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return torch.minimum(a, b)

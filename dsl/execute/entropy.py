@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvpolicy.dsl.execute.elementwise import kernel_for
-from kvpolicy.dsl.execute.ops import OPERATIONS
+from kvpolicy.dsl.execute.ops import TORCH_FORMS
 from kvpolicy.dsl.execute.values import Frame, Value
 from kvpolicy.dsl.ir.nodes import Node
 
@@ -26,7 +26,7 @@ def operands(node: Node) -> tuple[Node, ...]:
 
 def operation(node: Node) -> Callable[..., Value]:
     """What computes a node of its operands."""
-    return OPERATIONS[node.op] if distribution(node) is None else entropy
+    return TORCH_FORMS[node.op] if distribution(node) is None else entropy
 
 
 def distribution(node: Node) -> Node | None:
@@ -59,6 +59,6 @@ def entropy(node: Node, frame: Frame, x: Value) -> Value:
         axes = tuple(axis for axis in x.axes if axis not in over)
         return Value(kernel(x.data, there, dims), axes)
     term, share, log, total = _parts(node)
-    part = OPERATIONS["divide"](share, frame, x, OPERATIONS["sum"](total, frame, x))
-    part = OPERATIONS["multiply"](term, frame, part, OPERATIONS["log"](log, frame, part))
-    return OPERATIONS["negate"](node, frame, OPERATIONS["sum"](node.args[0], frame, part))
+    part = TORCH_FORMS["divide"](share, frame, x, TORCH_FORMS["sum"](total, frame, x))
+    part = TORCH_FORMS["multiply"](term, frame, part, TORCH_FORMS["log"](log, frame, part))
+    return TORCH_FORMS["negate"](node, frame, TORCH_FORMS["sum"](node.args[0], frame, part))

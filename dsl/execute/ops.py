@@ -160,7 +160,7 @@ def _power(a: Any, b: Any) -> torch.Tensor:
     return torch.where((a < 0) & (b != b.floor()), math.nan, made)
 
 
-OPERATIONS: dict[str, Callable[..., Value]] = {
+TORCH_FORMS: dict[str, Callable[..., Value]] = {
     "position": position,
     "all": everything,
     "distance": distance,
@@ -226,4 +226,4 @@ _ELSEWHERE = frozenset((Kind.LOOK, Kind.PARTITION, Kind.MERGE, Kind.REMEMBERED))
 
 def is_computed(node: Node) -> bool:
     """Whether the torch program knows an operation."""
-    return node.op in OPERATIONS or node.operation.kind in _ELSEWHERE
+    return node.op in TORCH_FORMS or node.operation.kind in _ELSEWHERE

@@ -53,7 +53,7 @@ def test_torch_computes_every_operation_of_a_lowered_program():
     across = names(Kind.LOOK, Kind.PARTITION)  # by `across.py`
     assert {"past", "at", "split", "cascade", "cluster"} == across
     expected = set(OPERATIONS) - NOWHERE - STATIC - IN_MERGE - by_name - across - {"then"}
-    assert set(torch_operations.OPERATIONS) == expected
+    assert set(torch_operations.TORCH_FORMS) == expected
 
 
 def test_exact_numbers_know_every_operation_of_numbers():

@@ -14,7 +14,7 @@ from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.bind.model_config import USUAL
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute.ops import OPERATIONS
+from kvpolicy.dsl.execute.ops import TORCH_FORMS
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.dsl.syntax.library import TEST_SUFFIX, shipped
@@ -139,13 +139,13 @@ def test_another_score(monkeypatch):
 
 
 def test_another_budget(monkeypatch):
-    right = OPERATIONS["count"]
+    right = TORCH_FORMS["count"]
 
     def wrong(node, frame, *args):
         x = right(node, frame, *args)
         return replace(x, data=x.data + 1)
 
-    monkeypatch.setitem(OPERATIONS, "count", wrong)
+    monkeypatch.setitem(TORCH_FORMS, "count", wrong)
     message = refusal(policy("adakv"))
     assert "KV heads): `budget`, layer 0, KV head 1: 10 and 11" in message
     assert message.splitlines()[2].strip().endswith("floor(alpha * inner))")
@@ -165,13 +165,13 @@ def test_other_ties(monkeypatch):
 
 
 def test_other_tokens_go_deeper(monkeypatch):
-    right = OPERATIONS["fill"]
+    right = TORCH_FORMS["fill"]
 
     def wrong(node, frame, *args):
         x = right(node, frame, *args)
         return replace(x, data=x.data.roll(-1, -1)) if x.axes == ("token",) else x
 
-    monkeypatch.setitem(OPERATIONS, "fill", wrong)
+    monkeypatch.setitem(TORCH_FORMS, "fill", wrong)
     message = refusal(policy("fastkv"))
     assert "KV heads): `propagate`, " in message
     assert "go deeper, and" in message
@@ -193,26 +193,26 @@ def test_several_decode_steps_at_once(name, monkeypatch):
 def test_another_merge(monkeypatch):
     text = "score: norm1[dim](value)\nbudget: 4\nkeep: recent(1) then top(score)\n"
     text += "merge: {into: nearest(key), weight: exp(-position)}\n"
-    right = OPERATIONS["exp"]
+    right = TORCH_FORMS["exp"]
 
     def wrong(node, frame, *args):
         x = right(node, frame, *args)
         return replace(x, data=x.data + 0.01)
 
-    monkeypatch.setitem(OPERATIONS, "exp", wrong)
+    monkeypatch.setitem(TORCH_FORMS, "exp", wrong)
     message = refusal(policy(text))
     assert "KV heads): `merge`, layer 0, KV head 0, the key at " in message
     assert "nearest(key)" in message.splitlines()[2]
 
 
 def test_another_shared_direction(monkeypatch):
-    right = OPERATIONS["acos"]
+    right = TORCH_FORMS["acos"]
 
     def wrong(node, frame, *args):
         x = right(node, frame, *args)
         return replace(x, data=x.data * 1.01)
 
-    monkeypatch.setitem(OPERATIONS, "acos", wrong)
+    monkeypatch.setitem(TORCH_FORMS, "acos", wrong)
     message = refusal(policy("minicache"))
     assert "KV heads): `merge`, layer 4, KV head 0, the key at 1 has " in message
     assert "direction: slerp" in message.splitlines()[2]
