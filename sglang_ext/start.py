@@ -17,6 +17,7 @@ from kvpolicy.sglang_ext.face.options import Policy
 from kvpolicy.sglang_ext.forward import layers
 from kvpolicy.sglang_ext.forward.rotary import of_model
 from kvpolicy.sglang_ext.forward.services import Services
+from kvpolicy.sglang_ext.forward.warm import warm
 from kvpolicy.sglang_ext.memory.arena import Arena
 from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.request.request import Served
@@ -49,7 +50,9 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
     def make(policy: Policy, bound: Bound) -> Served:
         return Served(policy, bound, services.arena, services.store.allocator.page_size)
 
-    served = [_served(policy, make(policy, policy.bind(shape))) for policy in runtime.asked_for]
+    served = [
+        _served(services, policy, make(policy, policy.bind(shape))) for policy in runtime.asked_for
+    ]
     names = [each.name for each in served]
     resolved = compat.resolved(scheduler.server_args)
     propagating = [each.name for each in served if each.bound.propagates]
@@ -64,10 +67,10 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
     runtime.changes = Changes(services, runtime.policies, runner, shape, within, captured)
 
 
-def _served(policy: Policy, served: Served) -> Served:
+def _served(services: Services, policy: Policy, served: Served) -> Served:
     """A policy of the start, compiled and announced."""
     started = time.perf_counter()
-    _warm(served, policy)
+    _warm(services, served, policy)
     params = ", ".join(f"{k}={_shown(v)}" for k, v in served.bound.params.items())
     logger.info(
         "KV-cache policy %s (%s): %s. digest=%s, ready in %.1f s",
@@ -89,15 +92,15 @@ def _within(
         if bound.propagates and not services.layers:
             raise Refused("tokens would leave the prefill, and this server is not prepared for it")
         served = make(policy, bound)
-        _warm(served, policy)
+        _warm(services, served, policy)
         return served
 
     return within
 
 
-def _warm(served: Served, policy: Policy) -> None:
+def _warm(services: Services, served: Served, policy: Policy) -> None:
     try:
-        served.warm()
+        warm(services, served)
     except Exception as error:
         logger.exception("Compilation of kernels failed.")
         what = f"its kernels cannot be compiled: {type(error).__name__}: {error}"

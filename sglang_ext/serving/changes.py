@@ -20,7 +20,7 @@ from kvpolicy.dsl.ir.nodes import ModelShape, Program
 from kvpolicy.sglang_ext.face import compat, options
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.options import Policy, policy_of
-from kvpolicy.sglang_ext.forward.rotary import Rotary, of_model
+from kvpolicy.sglang_ext.forward.rotary import of_model
 from kvpolicy.sglang_ext.forward.services import Services
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
 from kvpolicy.sglang_ext.request.queries import may_read, most_bytes
@@ -60,7 +60,6 @@ class Changes:
         self._ticket: str | None = None
         self._policy: Policy | None = None
         self._served: Served | None = None
-        self._rotary: Rotary | None = None
         self._problem: str | None = None
 
     def handle(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,20 +87,20 @@ class Changes:
 
     def _prepare(self, body: Mapping[str, Any]) -> None:
         self._ticket = ticket = body["ticket"]
-        self._policy = self._served = self._rotary = self._problem = None
+        self._policy = self._served = self._problem = None
         given = (body["name"], body["text"], body["settings"])
         threading.Thread(target=self._build, args=(ticket, *given), daemon=True).start()
 
     def _build(self, ticket: str, name: str, text: str, settings: dict[str, str]) -> None:
         """In a thread: everything that takes time."""
         started = time.perf_counter()
-        policy = served = rotary = problem = None
+        policy = served = problem = None
         try:
             policy = policy_of(name, text, settings)
             self._check(policy.program)
             with _side_stream():
                 if policy.program.positions == "slots":
-                    rotary = of_model(self._runner.model)
+                    self._services.rotary = of_model(self._runner.model)
                 served = self._make(policy, policy.bind(self._shape))
         except Refused as error:
             problem = str(error)
@@ -110,7 +109,7 @@ class Changes:
             problem = f"it could not be prepared: {type(error).__name__}: {error}"
         if ticket == self._ticket:
             # The scheduler's thread reads `served` or `problem` first: they come last.
-            self._policy, self._rotary = policy, rotary
+            self._policy = policy
             self._served, self._problem = served, problem
             seconds = time.perf_counter() - started
             logger.info("KV-cache policy %s was prepared in %.1f s.", name, seconds)
@@ -141,8 +140,6 @@ class Changes:
         served, policy = self._served, self._policy
         if served is None or policy is None:
             return self._state()
-        if self._rotary is not None:
-            self._services.rotary = self._rotary
         self._policies.replace(policy, served)
         self._ticket = self._served = self._policy = None
         logger.info(

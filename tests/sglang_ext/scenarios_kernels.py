@@ -171,14 +171,18 @@ def same(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _count_calls() -> dict[str, int]:
-    """Counts the calls of what is compiled (or interpreted) by Triton, by kernel."""
+    """Counts the calls of what is compiled (or interpreted) by Triton.
+
+    By module and name of a kernel, or of the policy's function that completes it.
+    """
     import triton
 
     calls: dict[str, int] = {}
     for kind in (triton.runtime.JITFunction, triton.runtime.interpreter.InterpretedFunction):
 
         def run(self, *args, original=kind.run, **options):
-            name = f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}"
+            own = options.get("STORE", self).fn
+            name = f"{own.__module__.rpartition('.')[2]}.{own.__name__}"
             calls[name] = calls.get(name, 0) + 1
             return original(self, *args, **options)
 

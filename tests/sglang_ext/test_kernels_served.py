@@ -59,6 +59,13 @@ def test_answers_and_facts_are_those_of_the_references(scenario):
     generated = {name for name in called if not name.split(".")[0].endswith("_triton")}
     assert generated
     assert generated <= set(at_start)
+    # And so are those of folds.
+    folding = {
+        "best_triton._best", "carry_triton._carry", "tally_triton._tally", "settle_triton._settle",
+        "entry_ids_triton._ids", "turn_triton._turn", "gather_triton._gather",
+        "place_triton._place", "nearest_triton._highest", "merge_rows_triton._rows",
+    }  # fmt: skip
+    assert folding <= set(at_start)
     served = {name.split(".")[0] for name in generated if called[name] > at_start[name]}
     for name in ("h2o", "d2o"):  # for their prefills, and for their decode steps
         assert len([each for each in served if f"_{name}_" in each]) == 2
