@@ -82,19 +82,15 @@ def decode_attention(
     _decode[(groups, requests, parts.splits)](
         q.contiguous(),
         storage,
-        tables.counts,
-        tables.first_page,
-        tables.tail_start,
-        tables.slots_start,
-        tables.slots,
-        tables.paired,
-        storage.view(torch.float32) if shares else storage,  # not looked at if not
+        (
+            tables.counts, tables.first_page, tables.tail_start, tables.slots_start, tables.slots,
+            tables.paired,
+        ),
+        storage.view(torch.float32) if shares else None,
         rows,
         lengths,
         req_to_token,
-        result,
-        found,
-        lse,
+        (result, found, lse),
         layer,
         scale * LOG2_E,
         padded,
@@ -110,7 +106,6 @@ def decode_attention(
         ROWS=block,
         REQUESTS=triton.next_power_of_2(requests),
         LISTS=triton.next_power_of_2(groups),
-        PAIRS=shares,
         FLOATS=pairs.floats_of_row(size, q.dtype) if shares else 1,
         BALANCE=parts.shares > 0,
         SPLIT=parts.splits > 1,
@@ -118,7 +113,7 @@ def decode_attention(
         STAGES=tile.stages,
         UPCAST=q.device.type == "cpu",  # the interpreter has no bf16
         num_warps=tile.warps,
-    )
+    )  # fmt: skip
     if parts.splits > 1:
         merge(result, found, lse)
     return result
@@ -164,19 +159,12 @@ def query_rows(group: int) -> int:
 def _decode(
     q,
     storage,
-    counts,
-    first_pages,
-    tail_starts,
-    slots_starts,
-    slots,
-    paired,
+    tables,
     numbers,
     rows,
     lengths,
     req_to_token,
-    result,
-    found,
-    lse,
+    written,
     layer,
     scale,
     padded,
@@ -192,7 +180,6 @@ def _decode(
     ROWS: tl.constexpr,
     REQUESTS: tl.constexpr,
     LISTS: tl.constexpr,
-    PAIRS: tl.constexpr,
     FLOATS: tl.constexpr,
     BALANCE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -200,6 +187,9 @@ def _decode(
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    counts, first_pages, tail_starts, slots_starts, slots, paired = tables
+    result, found, lse = written
+    PAIRS: tl.constexpr = numbers is not None
     group = tl.program_id(0)
     request = tl.program_id(1)
     split = tl.program_id(2)

@@ -75,13 +75,9 @@ def paged_attention(
         keys,
         values,
         indptr,
-        indices,
-        indices if value_indices is None else value_indices,
-        indices if key_scale is None else key_scale,
-        indices if value_scale is None else value_scale,
-        result,
-        found,
-        lse,
+        (indices, value_indices),
+        (key_scale, value_scale),
+        (result, found, lse),
         scale * LOG2_E,
         requests * groups,
         tokens,
@@ -93,9 +89,6 @@ def paged_attention(
         SIZE=size,
         COLUMNS=columns_of(size),
         ROWS=rows,
-        APART=value_indices is not None,
-        KEY_SCALE=key_scale is not None,
-        VALUE_SCALE=value_scale is not None,
         BALANCE=parts.shares > 0,
         SPLIT=parts.splits > 1,
         N=tile.entries,
@@ -123,13 +116,9 @@ def _paged(
     keys,
     values,
     indptr,
-    indices,
-    value_indices,
-    key_scale,
-    value_scale,
-    result,
-    found,
-    lse,
+    entries,
+    scales,
+    written,
     scale,
     lists,
     tokens,
@@ -141,15 +130,15 @@ def _paged(
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
-    APART: tl.constexpr,
-    KEY_SCALE: tl.constexpr,
-    VALUE_SCALE: tl.constexpr,
     BALANCE: tl.constexpr,
     SPLIT: tl.constexpr,
     N: tl.constexpr,
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    indices, value_indices = entries
+    key_scale, value_scale = scales
+    result, found, lse = written
     this_list = tl.program_id(0)
     block = tl.program_id(1)
     split = tl.program_id(2)
@@ -166,10 +155,10 @@ def _paged(
     last_token = tl.minimum((block * ROWS + ROWS - 1) // HEADS, tokens - 1)
     reach = tl.maximum(length - tokens + 1 + last_token, 0)
 
-    entries = reach.to(tl.int64)
+    every = reach.to(tl.int64)
     if BALANCE:
-        entries = (tl.load(indptr + lists) - tl.load(indptr)) * blocks
-    share = share_of(reach, entries, shares, splits, N)
+        every = (tl.load(indptr + lists) - tl.load(indptr)) * blocks
+    share = share_of(reach, every, shares, splits, N)
     start = split * share
     end = tl.minimum(start + share, reach)
     if start >= end and SPLIT:
@@ -191,13 +180,13 @@ def _paged(
             inside = j < end
             key_entry = tl.load(indices + begin + j, mask=inside, other=0)
             value_entry = key_entry
-            if APART:
+            if value_indices is not None:
                 value_entry = tl.load(value_indices + begin + j, mask=inside, other=0)
             of_key = 1.0
             of_value = 1.0
-            if KEY_SCALE:
+            if key_scale is not None:
                 of_key = tl.load(key_scale + begin + j, mask=inside, other=0.0)
-            if VALUE_SCALE:
+            if value_scale is not None:
                 of_value = tl.load(value_scale + begin + j, mask=inside, other=0.0)
             top, total, out = attend_tile(
                 queries,
@@ -215,8 +204,8 @@ def _paged(
                 out,
                 SIZE,
                 COLUMNS,
-                KEY_SCALE,
-                VALUE_SCALE,
+                key_scale is not None,
+                value_scale is not None,
                 UPCAST,
             )
         put_split(
