@@ -188,8 +188,8 @@ def _top(site: Site) -> Node | None:
 
 def _along(site: Site) -> Node | None:
     """What reads along axes and keeps them."""
-    name, x = site.function.name, site.nodes["x"]
-    if not site.has_axes(f"{name} along") or not site.competes_fairly():
+    x = site.nodes["x"]
+    if not site.has_axes("look along") or not site.competes_fairly():
         return None
     return site.make(x, over=site.axes, unit=x.type.unit if site.function.unit == "first" else None)
 
