@@ -1,6 +1,7 @@
 """Without a GPU, Triton's kernels run in its interpreter and SGLang's processes are forks."""
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -39,6 +40,17 @@ _LONG = (
     "test_experiment.py",
     "test_stack.py",
 )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays, so nothing looks through it for garbage again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
