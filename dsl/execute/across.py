@@ -199,10 +199,15 @@ class Layers(Evaluation):
         prompt: N.
         later: ids of nodes that follow from what compares layers. Where all layers have the same
             tokens these are computed of all layers at once.
+        passing: ids of those that are not held.
     """
 
     def __init__(
-        self, evaluations: list[Evaluation], prompt: int, later: Set[int] = frozenset()
+        self,
+        evaluations: list[Evaluation],
+        prompt: int,
+        later: Set[int] = frozenset(),
+        passing: Set[int] = frozenset(),
     ) -> None:
         first = evaluations[0].frame
         alike = all(x.frame.positions is None for x in evaluations)
@@ -213,7 +218,7 @@ class Layers(Evaluation):
         if not alike:
             held = [x.frame.tokens for x in evaluations]
             frame.held = Value(sent(torch.tensor(held, device=HOST), first.device), ("layer",))
-        super().__init__(frame, whole=False)
+        super().__init__(frame, passing=passing if alike else frozenset(), whole=False)
         self.evaluations = evaluations
         self._together = later if alike else frozenset()
         # No circle: what layers hold goes with the run that holds this.

@@ -25,7 +25,7 @@ class Prefill:
         handed: what each layer computes at once and keeps for later.
         later: ids of what is known only after the last layer, or in a merge.
         planned: what the prompt's length decides.
-        passing: ids of values that one other value reads and nothing asks for.
+        passing: ids of values of one layer that one other value reads and nothing asks for.
         looks, early_looks: values that later layers read by `past` and `at`: node, and the numbers
             of layers of `past`, or None where any layer may be read. `early_looks` are those that
             the propagation reads, for as long as it is tested.
@@ -62,7 +62,7 @@ class Prefill:
         computed = list(nodes_of(self.everything))
         self.planned = plannable(bound, computed, self.everything)
         self.later = frozenset(id(node) for node in computed if self._is_later(node))
-        readers = Counter(id(x) for node in computed for x in operands(node))
+        readers = Counter(id(x) for node in computed for x in operands(node) if not x.across_layers)
         asked = {id(x) for x in [*self.everything, *(x for x, _ in self.looks + self.early_looks)]}
         self.passing = frozenset(name for name in readers if readers[name] == 1) - asked
         self.sums = {} if bound.propagates else self._sums(rules.states)

@@ -259,7 +259,7 @@ class Run:
                 frame = self._frame(layer, device, self.size, None)
                 self._evaluations[layer] = self._evaluation(frame)
         each = [self._evaluations[layer] for layer in range(bound.shape.layers)]
-        self._layers = Layers(each, self.size, prefill.later)
+        self._layers = Layers(each, self.size, prefill.later, prefill.passing)
         finite = self.finite
         if wait and finite is not None:
             self.not_finite |= not finite.item()
