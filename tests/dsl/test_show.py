@@ -47,7 +47,7 @@ def test_every_shipped_policy_is_shown(model, capsys, name):
 def test_decode_steps_have_files_of_their_own(model, capsys):
     for name, files in (("snapkv", 1), ("cake", 2), ("vatp", 4), ("roco", 1)):
         assert main(["show", name, "--triton", "--model", model]) == 0
-        headers = re.findall('^"""Kernels of.*?"""', capsys.readouterr().out, re.S | re.M)
+        headers = re.findall('^"""Functions of.*?"""', capsys.readouterr().out, re.S | re.M)
         assert len(headers) == files
         of_steps = ["For decode steps, 4 query heads" in each for each in headers]
         assert of_steps == sorted(of_steps)
