@@ -266,6 +266,7 @@ _RULES: dict[str, Callable[..., Interval]] = {
     "maximum": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
     "choose": lambda a, b: (min(a[0], b[0]), max(a[1], b[1])),
     "sum": _sum,
+    "cumsum": _sum,
     "mean": _with_zero,
     "avgpool": _with_zero,
     "maxpool": lambda *a: a[0],

@@ -168,6 +168,13 @@ def rank(x: Array, axes: Sequence[str]) -> Array:
     return Array.of(places.axes, places.data + 1, x.present)
 
 
+def cumsum(x: Array, axes: Sequence[str]) -> Array:
+    """Sums of the present values along one axis, up to each; absent values add nothing."""
+    with np.errstate(all="ignore"):
+        total = np.where(x.present, x.data, 0.0).cumsum(x.axes.index(axes[0]))
+    return Array.of(x.axes, np.where(np.isnan(total), 0.0, total), x.present)
+
+
 def pool(x: Array, width: int, largest: bool, there: np.ndarray | None = None) -> Array:
     """Maximum, or sum divided by `width`, of the present neighbours along `token`, centred.
 
@@ -234,7 +241,10 @@ FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
 }
 
 # What reads along the axes that it names, and keeps them.
-ALONG: dict[str, Callable[[Array, Sequence[str]], Array]] = {"rank": rank}
+ALONG: dict[str, Callable[[Array, Sequence[str]], Array]] = {
+    "rank": rank,
+    "cumsum": cumsum,
+}
 
 # An absent truth value counts as false.
 LOGIC: dict[str, Callable[..., np.ndarray]] = {

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from kvpolicy.dsl.execute import along as torch_along
 from kvpolicy.dsl.execute import pool as torch_pool
 from kvpolicy.dsl.execute import select as torch_select
 from kvpolicy.dsl.execute.elementwise import (
@@ -218,6 +219,7 @@ TORCH_FORMS: dict[str, Callable[..., Value]] = {
     "fill": torch_select.fill,
     "avgpool": torch_pool.pool,
     "maxpool": torch_pool.pool,
+    "cumsum": torch_along.cumsum,
 }
 
 # What is computed where its operands are found: other layers, a merge, what is remembered.

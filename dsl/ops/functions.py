@@ -145,6 +145,16 @@ FUNCTIONS: dict[str, Function] = {
             group="Along tokens",
         ),
         Function(
+            "cumsum",
+            "along",
+            _numbers("x"),
+            "sum of the present values at this token and those before it; absent stays absent",
+            axes="token",
+            unit="first",
+            result="as x",
+            group="Along tokens",
+        ),
+        Function(
             "past",
             "past",
             (Parameter("x", "any"), Parameter("n")),

@@ -186,6 +186,13 @@ def _pool(name: str) -> Operation:
     )  # fmt: skip
 
 
+def _along_tokens(name: str, **traits: Any) -> Operation:
+    return Operation(
+        name, Kind.OTHER, 1, 1, "x; axes = (token,)", result="number", takes="number",
+        names_axes=True, keeps_finite=True, keeps_present=True, per_head=True, **traits,
+    )  # fmt: skip
+
+
 def _partition(name: str, least: int, most: int, meaning: str, **traits: Any) -> Operation:
     return Operation(
         name, Kind.PARTITION, least, most, f"axes = (layer,); {meaning}", result="number",
@@ -296,6 +303,7 @@ OPERATIONS: dict[str, Operation] = {
                    per_head=True),
         _pool("avgpool"),
         _pool("maxpool"),
+        _along_tokens("cumsum"),
         Operation("past", Kind.LOOK, 2, 2, "x, number of layers", fleeting=True),
         Operation("at", Kind.LOOK, 2, 2, "layer, x", exact=True, fleeting=True),
         _partition("split", 2, 3, "total, weight, maximum", takes="number", exact=True,
