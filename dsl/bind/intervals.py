@@ -267,6 +267,7 @@ _RULES: dict[str, Callable[..., Interval]] = {
     "choose": lambda a, b: (min(a[0], b[0]), max(a[1], b[1])),
     "sum": _sum,
     "cumsum": _sum,
+    "sort": lambda a: a,
     "mean": _with_zero,
     "avgpool": _with_zero,
     "maxpool": lambda *a: a[0],

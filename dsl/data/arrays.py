@@ -175,6 +175,14 @@ def cumsum(x: Array, axes: Sequence[str]) -> Array:
     return Array.of(x.axes, np.where(np.isnan(total), 0.0, total), x.present)
 
 
+def sort(x: Array, axes: Sequence[str]) -> Array:
+    """The present values, ascending along one axis, at the places that have one."""
+    along = x.axes.index(axes[0])
+    ascending = np.sort(np.where(x.present, x.data, np.inf), along)
+    nth = np.maximum(x.present.cumsum(along) - 1, 0)
+    return Array.of(x.axes, np.take_along_axis(ascending, nth, along), x.present)
+
+
 def pool(x: Array, width: int, largest: bool, there: np.ndarray | None = None) -> Array:
     """Maximum, or sum divided by `width`, of the present neighbours along `token`, centred.
 
@@ -244,6 +252,7 @@ FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
 ALONG: dict[str, Callable[[Array, Sequence[str]], Array]] = {
     "rank": rank,
     "cumsum": cumsum,
+    "sort": sort,
 }
 
 # An absent truth value counts as false.

@@ -220,6 +220,7 @@ TORCH_FORMS: dict[str, Callable[..., Value]] = {
     "avgpool": torch_pool.pool,
     "maxpool": torch_pool.pool,
     "cumsum": torch_along.cumsum,
+    "sort": torch_along.sort,
 }
 
 # What is computed where its operands are found: other layers, a merge, what is remembered.

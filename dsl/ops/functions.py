@@ -155,6 +155,17 @@ FUNCTIONS: dict[str, Function] = {
             group="Along tokens",
         ),
         Function(
+            "sort",
+            "along",
+            _numbers("x"),
+            "the present values, ascending, at the tokens that have one; absent stays absent",
+            "sort",
+            axes="token",
+            unit="first",
+            result="as x",
+            group="Along tokens",
+        ),
+        Function(
             "past",
             "past",
             (Parameter("x", "any"), Parameter("n")),

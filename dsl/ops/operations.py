@@ -304,6 +304,7 @@ OPERATIONS: dict[str, Operation] = {
         _pool("avgpool"),
         _pool("maxpool"),
         _along_tokens("cumsum"),
+        _along_tokens("sort", sorts=True),
         Operation("past", Kind.LOOK, 2, 2, "x, number of layers", fleeting=True),
         Operation("at", Kind.LOOK, 2, 2, "layer, x", exact=True, fleeting=True),
         _partition("split", 2, 3, "total, weight, maximum", takes="number", exact=True,
