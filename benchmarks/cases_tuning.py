@@ -25,6 +25,7 @@ from kvpolicy.kernels.attention import (
     decode_readers,
     paged_attention_triton,
 )
+from kvpolicy.kernels.attention.paged_attention import Apart
 from kvpolicy.kernels.attention.paged_attention_tiles_triton import Tile
 from kvpolicy.kernels.launch.tuned import plain
 from kvpolicy.kernels.table import TRITON
@@ -157,7 +158,7 @@ def _paged(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
     attend = paged_attention_triton.paged_attention
     call = partial(attend, q, keys, values, indptr, indices, scale=scale)
     ones = torch.ones_like(indices, dtype=torch.float32)
-    pairs = partial(call, value_indices=indices, key_scale=ones, value_scale=ones)
+    pairs = partial(call, apart=Apart(indices, ones, ones))
     calls, knobs, note = split_kv(call, pairs, toy)
     rows = paged_attention_triton.query_rows(queries * shape.group, model.dtype)
     where = {

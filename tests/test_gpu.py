@@ -17,7 +17,7 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.kernels.attention import decode_readers
 from kvpolicy.kernels.attention.decode_attention import decode_attention
-from kvpolicy.kernels.attention.paged_attention import paged_attention
+from kvpolicy.kernels.attention.paged_attention import Apart, paged_attention
 from kvpolicy.kernels.entries.compact_layers import compact_layers
 from kvpolicy.kernels.entries.gather import gather
 from kvpolicy.kernels.entries.place import place
@@ -119,14 +119,8 @@ def test_paged_attention_over_separate_lists_with_lengths():
     results = []
     for device in ("cpu", "cuda"):
         inputs = [x.to(device) for x in (q, keys, values, indptr, indices)]
-        further = dict(
-            zip(
-                ("value_indices", "key_scale", "value_scale"),
-                (x.to(device) for x in (value_indices, *scales)),
-                strict=True,
-            )
-        )
-        results.append(paged_attention(*inputs, scale=0.125, **further).cpu())
+        apart = Apart(*(x.to(device) for x in (value_indices, *scales)))
+        results.append(paged_attention(*inputs, scale=0.125, apart=apart).cpu())
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 

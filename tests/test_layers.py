@@ -125,3 +125,17 @@ def test_sglang_names_stand_in_one_file():
 def test_kernels_is_not_a_regular_package():
     # A real dependency of SGLang is called `kernels`; an __init__.py here would shadow it.
     assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_functions_of_kernels_take_few_arguments():
+    """More than 12 are bundled; what Triton compiles is called by these functions alone."""
+    found = {}
+    for path in modules("kernels"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                compiled = any("jit" in ast.unparse(each) for each in node.decorator_list)
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                if not compiled:
+                    found[f"{path.stem}.{node.name}"] = len(arguments)
+    assert len(found) > 100
+    assert {name: number for name, number in found.items() if number > 12} == {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from kvpolicy.kernels.attention.paged_attention import paged_attention
+from kvpolicy.kernels.attention.paged_attention import TOGETHER, Apart, paged_attention
 from kvpolicy.kernels.entries import pairs
 from kvpolicy.kernels.entries.tables import Tables
 
@@ -53,10 +53,10 @@ def decode_attention(
     if q.shape[0] == 0:
         return torch.zeros_like(q)
     given = (storage, tables, rows.long(), lengths.long(), req_to_token, layer)
-    indptr, entries, beside = lists_of(*given)
+    indptr, entries, apart = lists_of(*given)
     pool = storage.view(-1, storage.shape[4])
     values = pool[storage.shape[2] * storage.shape[3] :]
-    out = paged_attention(q.unsqueeze(1), pool, values, indptr, entries, scale=scale, **beside)
+    out = paged_attention(q.unsqueeze(1), pool, values, indptr, entries, scale=scale, apart=apart)
     return out[:, 0]
 
 
@@ -67,12 +67,12 @@ def lists_of(
     lengths: torch.Tensor,
     req_to_token: torch.Tensor,
     layer: int,
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[torch.Tensor, torch.Tensor, Apart]:
     """The entries of each (request, KV head).
 
     Returns:
-        indptr int64 [B * G + 1], indices int64 [nnz], and what `paged_attention` takes besides
-        where layers may be stored in pairs: `value_indices`, `key_scale` and `value_scale`.
+        indptr int64 [B * G + 1], indices int64 [nnz], and what is known of them besides where
+        layers may be stored in pairs.
     """
     layers, _, padded, page, _ = storage.shape
     request = torch.arange(rows.shape[0], device=rows.device).repeat_interleave(page)
@@ -100,16 +100,12 @@ def lists_of(
     token = torch.where(paged, 0, tail_start[owner] + place - private[owner])
     ordinary = (layer * 2 * padded + req_to_token[row[owner], token].long()) * page + head[owner]
     if not tables.paired.numel():
-        return indptr, torch.where(paged, entry(place), ordinary), {}
+        return indptr, torch.where(paged, entry(place), ordinary), TOGETHER
 
     kind = tables.paired[row, layer].long()[owner]
     keys, values = _apart(storage, torch.where(paged, kind, 0), place, private[owner], entry)
     keys, values = [(torch.where(paged, at, ordinary), by) for at, by in (keys, values)]
-    return (
-        indptr,
-        keys[0],
-        {"value_indices": values[0], "key_scale": keys[1], "value_scale": values[1]},
-    )
+    return indptr, keys[0], Apart(values[0], keys[1], values[1])
 
 
 def _apart(

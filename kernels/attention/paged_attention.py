@@ -6,9 +6,26 @@ request may differ in length from KV head to KV head, which ordinary paged atten
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
+
+
+class Apart(NamedTuple):
+    """What is known besides of listed entries, where layers are stored in pairs.
+
+    Attributes:
+        value_indices: [nnz] int64, where a value does not lie beside its key; default: it does.
+        key_scale, value_scale: [nnz] float32; the j-th key is keys[indices[j]] * key_scale[j], the
+            value likewise. Default 1.
+    """
+
+    value_indices: torch.Tensor | None = None
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
+
+
+TOGETHER = Apart()
 
 
 def paged_attention(
@@ -19,9 +36,7 @@ def paged_attention(
     indices: torch.Tensor,
     *,
     scale: float,
-    value_indices: torch.Tensor | None = None,
-    key_scale: torch.Tensor | None = None,
-    value_scale: torch.Tensor | None = None,
+    apart: Apart = TOGETHER,
 ) -> torch.Tensor:
     """Softmax attention of the last T tokens of each request over its listed entries.
 
@@ -33,9 +48,7 @@ def paged_attention(
         indices: [nnz] int64 entries in position order. The last T of a list are those of the
             queries' own tokens: query t does not see the last T - 1 - t of them.
         scale: multiplies q.k, usually D ** -0.5.
-        value_indices: [nnz] int64, where a value does not lie beside its key; default `indices`.
-        key_scale, value_scale: [nnz] float32; the j-th key is keys[indices[j]] * key_scale[j], the
-            value likewise. Default 1.
+        apart: of keys and values that do not lie together, or not as they are read.
 
     Returns:
         [B, T, H, D], dtype of q, computed in float32. Zero where a query sees no entry.
@@ -43,8 +56,7 @@ def paged_attention(
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    own = {"value_indices": value_indices, "key_scale": key_scale, "value_scale": value_scale}
-    groups = check(q, keys, values, indptr, indices, own)
+    groups = check(q, keys, values, indptr, indices, apart)
     requests, tokens, heads, size = q.shape
     if requests == 0 or indices.shape[0] == 0:
         return torch.zeros_like(q)
@@ -59,13 +71,13 @@ def paged_attention(
     # [B * G, T, H / G, D] against [B * G, M, D]
     grouped = q.view(requests, tokens, groups, heads // groups, size).transpose(1, 2)
     grouped = grouped.reshape(requests * groups, tokens * (heads // groups), size).float()
-    scores = torch.bmm(grouped, _rows(keys, indices, key_scale, at).transpose(1, 2)) * scale
+    scores = torch.bmm(grouped, _rows(keys, indices, apart.key_scale, at).transpose(1, 2)) * scale
     last = length[:, None] - tokens + torch.arange(tokens, device=q.device)  # [B * G, T]
     seen = place <= last[:, :, None]  # [B * G, T, M]
     seen = seen.repeat_interleave(heads // groups, dim=1)
     weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
-    beside = indices if value_indices is None else value_indices
-    out = torch.bmm(weights.nan_to_num(0.0), _rows(values, beside, value_scale, at))
+    beside = indices if apart.value_indices is None else apart.value_indices
+    out = torch.bmm(weights.nan_to_num(0.0), _rows(values, beside, apart.value_scale, at))
     out = out.masked_fill(~seen.any(-1, keepdim=True), 0.0)
     out = out.view(requests, groups, tokens, heads // groups, size).transpose(1, 2)
     return out.reshape(requests, tokens, heads, size).to(q.dtype)
@@ -85,13 +97,9 @@ def check(
     values: torch.Tensor,
     indptr: torch.Tensor,
     indices: torch.Tensor,
-    beside: Mapping[str, torch.Tensor | None],
+    apart: Apart,
 ) -> int:
-    """G, the number of KV heads; raises ValueError as `paged_attention` says.
-
-    Args:
-        beside: further tensors of the shape of `indices`, by name.
-    """
+    """G, the number of KV heads; raises ValueError as `paged_attention` says."""
     if q.dim() != 4:
         raise ValueError(f"q: expected [B, T, H, D], got {list(q.shape)}")
     requests, _, heads, size = q.shape
@@ -107,7 +115,7 @@ def check(
             f"indptr: expected [{requests} * G + 1] with G dividing {heads}, "
             f"got {list(indptr.shape)}"
         )
-    for name, other in beside.items():
+    for name, other in apart._asdict().items():
         if other is not None and other.shape != indices.shape:
             raise ValueError(f"{name}: expected {list(indices.shape)}, got {list(other.shape)}")
     return groups

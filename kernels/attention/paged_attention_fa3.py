@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Callable
 
 import torch
+from kvpolicy.kernels.attention.paged_attention import TOGETHER, Apart
 from kvpolicy.kernels.attention.paged_attention_packages import Attend, check_lists, pages_of_one
 
 # The package that SGLang's `fa3` backend takes, then FlashAttention's own; both document one
@@ -28,9 +29,7 @@ def paged_attention(
     indices: torch.Tensor,
     *,
     scale: float,
-    value_indices: torch.Tensor | None = None,
-    key_scale: torch.Tensor | None = None,
-    value_scale: torch.Tensor | None = None,
+    apart: Apart = TOGETHER,
 ) -> torch.Tensor:
     """As the reference, for one new token per request and entries that hold what they stand for.
 
@@ -41,8 +40,7 @@ def paged_attention(
         ImportError: no package with FlashAttention 3 is installed.
         NotImplementedError: the package's own, on a GPU for which it was not built.
     """
-    own = {"value_indices": value_indices, "key_scale": key_scale, "value_scale": value_scale}
-    groups = check_lists("FlashAttention 3", q, keys, values, indptr, indices, own)
+    groups = check_lists("FlashAttention 3", q, keys, values, indptr, indices, apart)
     if q.numel() == 0:
         return torch.zeros_like(q)
     attend = plan(

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from kvpolicy.kernels.attention.paged_attention import TOGETHER, Apart
 from kvpolicy.kernels.attention.paged_attention_packages import Attend, check_lists, pages_of_one
 
 _SIZES = (64, 128, 256)  # head sizes of FlashInfer's decode kernels
@@ -26,9 +27,7 @@ def paged_attention(
     indices: torch.Tensor,
     *,
     scale: float,
-    value_indices: torch.Tensor | None = None,
-    key_scale: torch.Tensor | None = None,
-    value_scale: torch.Tensor | None = None,
+    apart: Apart = TOGETHER,
 ) -> torch.Tensor:
     """As the reference, for one new token per request and entries that hold what they stand for.
 
@@ -38,8 +37,7 @@ def paged_attention(
             128 or 256, or more than 2^31 entries.
         ImportError: FlashInfer is not installed.
     """
-    own = {"value_indices": value_indices, "key_scale": key_scale, "value_scale": value_scale}
-    groups = check_lists("FlashInfer", q, keys, values, indptr, indices, own)
+    groups = check_lists("FlashInfer", q, keys, values, indptr, indices, apart)
     if q.numel() == 0:
         return torch.zeros_like(q)
     attend = plan(

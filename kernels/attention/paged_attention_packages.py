@@ -6,10 +6,10 @@ B requests with G KV heads become B * G sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
-from kvpolicy.kernels.attention.paged_attention import check
+from kvpolicy.kernels.attention.paged_attention import Apart, check
 
 # From q [B, 1, H, D], keys and values [E, D] to [B, 1, H, D].
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -22,20 +22,19 @@ def check_lists(
     values: torch.Tensor,
     indptr: torch.Tensor,
     indices: torch.Tensor,
-    own: Mapping[str, torch.Tensor | None],
+    apart: Apart,
 ) -> int:
     """G, the number of KV heads.
 
     Args:
         package: its name, for messages.
-        own: `value_indices`, `key_scale` and `value_scale` of `paged_attention`, by name.
 
     Raises:
         ValueError: as the reference; or more than one token per request, values in lists of their
             own, or scales.
     """
-    groups = check(q, keys, values, indptr, indices, own)
-    for name, tensor in own.items():
+    groups = check(q, keys, values, indptr, indices, apart)
+    for name, tensor in apart._asdict().items():
         if tensor is not None:
             raise ValueError(f"{name}: {package} reads keys and values as they lie, in one list")
     if q.shape[1] != 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from kvpolicy.kernels.attention.paged_attention import check
+from kvpolicy.kernels.attention.paged_attention import TOGETHER, Apart, check
 from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     LOG2_E,
     Tile,
@@ -32,9 +32,7 @@ def paged_attention(
     indices: torch.Tensor,
     *,
     scale: float,
-    value_indices: torch.Tensor | None = None,
-    key_scale: torch.Tensor | None = None,
-    value_scale: torch.Tensor | None = None,
+    apart: Apart = TOGETHER,
     splits: int | None = None,
     workspace: torch.Tensor | None = None,
     tile: Tile | None = None,
@@ -43,7 +41,7 @@ def paged_attention(
     """As the reference; the host reads no tensor.
 
     Args:
-        value_scale: besides, in float16 at most 65,504: it is multiplied into the weights.
+        apart: `value_scale` in float16 at most 65,504: it is multiplied into the weights.
         splits, workspace, tile, programs: as of `decode_attention`; a workspace holds at least B *
             T * H * splits * (D + 1) elements.
 
@@ -51,8 +49,7 @@ def paged_attention(
         ValueError: as the reference; keys or values are not contiguous; workspace is too small.
         TunedError: as `tuned.load`.
     """
-    own = {"value_indices": value_indices, "key_scale": key_scale, "value_scale": value_scale}
-    groups = check(q, keys, values, indptr, indices, own)
+    groups = check(q, keys, values, indptr, indices, apart)
     for name, tensor in (("keys", keys), ("values", values)):
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: expected a contiguous tensor")
@@ -75,8 +72,8 @@ def paged_attention(
         keys,
         values,
         indptr,
-        (indices, value_indices),
-        (key_scale, value_scale),
+        (indices, apart.value_indices),
+        (apart.key_scale, apart.value_scale),
         (result, found, lse),
         scale * LOG2_E,
         requests * groups,

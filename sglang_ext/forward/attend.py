@@ -18,6 +18,6 @@ def attend(
     Args:
         read: `paged_attention`.
     """
-    indptr, indices, options = lists.layer(layer.layer_id)
+    indptr, indices, apart = lists.layer(layer.layer_id)
     pool = (arena.entries, arena.values)
-    return read(queries, *pool, indptr, indices, scale=layer.scaling, **options)
+    return read(queries, *pool, indptr, indices, scale=layer.scaling, apart=apart)

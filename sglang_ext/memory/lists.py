@@ -6,13 +6,14 @@ import itertools
 from collections.abc import Sequence
 
 import torch
+from kvpolicy.kernels.attention.paged_attention import Apart
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.memory.arena import Arena
 from kvpolicy.sglang_ext.memory.private import Private
 from kvpolicy.sglang_ext.memory.shared import separate
 
-# indptr, indices and further options of one layer.
-_OfLayer = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+# indptr, indices and what is known of them besides, of one layer.
+_OfLayer = tuple[torch.Tensor, torch.Tensor, Apart]
 
 
 class Lists:
@@ -60,8 +61,7 @@ class Lists:
         """Entry lists of one layer.
 
         Returns:
-            indptr [B * G + 1] int64, indices [nnz] int64 and further options, as `paged_attention`
-            takes them.
+            indptr [B * G + 1] int64, indices [nnz] int64 and what `paged_attention` takes besides.
         """
         if self._latest is None or self._latest[0] != layer:
             self._latest = layer, self._lists(layer)

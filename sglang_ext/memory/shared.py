@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from kvpolicy.kernels.attention.paged_attention import TOGETHER, Apart
 from kvpolicy.kernels.entries import pairs
 from kvpolicy.kernels.entries.pairs import BELOW, OWN
 from kvpolicy.sglang_ext.face.host import to_device
@@ -49,7 +50,7 @@ def separate(
     indptr: torch.Tensor,
     indices: torch.Tensor,
     entry_at: Callable[[int, torch.Tensor], torch.Tensor],
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[torch.Tensor, Apart]:
     """Entry lists of a layer where some requests store it in a pair.
 
     Args:
@@ -61,8 +62,7 @@ def separate(
             [..., G, n].
 
     Returns:
-        indices [nnz], and what `paged_attention` takes besides: `value_indices`, `key_scale` and
-        `value_scale`.
+        indices [nnz], and what `paged_attention` takes besides.
     """
     found = {
         i: (which, each.tokens)
@@ -70,7 +70,7 @@ def separate(
         if (which := each.at(layer)) is not None
     }
     if not found:
-        return indices, {}
+        return indices, TOGETHER
     numbers, heads = pairs.numbers(arena.storage), arena.kv_heads
     device = indices.device
     offsets = to_device([0, arena.value_offset], torch.int64, device).view(2, 1, 1)
@@ -84,5 +84,4 @@ def separate(
         place, by = pairs.decode(codes, torch.arange(tokens, device=device))
         entries[:, block].view(2, heads, -1)[:, :, :tokens] = entry_at(i, 2 * rows + place)
         scale[:, block].view(2, heads, -1)[:, :, :tokens] = by
-    beside = {"value_indices": entries[1], "key_scale": scale[0], "value_scale": scale[1]}
-    return entries[0], beside
+    return entries[0], Apart(entries[1], scale[0], scale[1])

@@ -19,6 +19,7 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.kernels.attention.decode_attention_triton import decode_attention
 from kvpolicy.kernels.attention.entry_ids_triton import entry_ids
 from kvpolicy.kernels.attention.entry_table_triton import entry_table
+from kvpolicy.kernels.attention.paged_attention import Apart
 from kvpolicy.kernels.attention.paged_attention_triton import paged_attention
 from kvpolicy.kernels.entries.carry_triton import carry
 from kvpolicy.kernels.entries.compact_layers_triton import compact_layers
@@ -97,10 +98,9 @@ def lists() -> None:
     indices = ids(G * N)
     pool = empty(SLOTS * G, D)
     scales = (empty(G * N, dtype=torch.float32) for _ in range(2))
-    further = dict(zip(("key_scale", "value_scale"), scales, strict=True))
     indptr = ids(G + 1)
     paged_attention(
-        empty(1, 7, H, D), pool, pool, indptr, indices, scale=0.1, value_indices=indices, **further
+        empty(1, 7, H, D), pool, pool, indptr, indices, scale=0.1, apart=Apart(indices, *scales)
     )
 
 

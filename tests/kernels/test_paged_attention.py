@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kvpolicy.kernels.attention import paged_attention_triton
-from kvpolicy.kernels.attention.paged_attention import paged_attention
+from kvpolicy.kernels.attention.paged_attention import TOGETHER, Apart, paged_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -25,7 +25,7 @@ def lists_of(lengths, entries, generator):
     return indptr, order[: int(indptr[-1])]
 
 
-def exact(q, keys, values, indptr, indices, *, scale, **separate):
+def exact(q, keys, values, indptr, indices, *, scale, apart=TOGETHER):
     """One softmax per (request, token, head) in float64, and how far float32 may be off.
 
     Relative to sum of weight x |value|: the scores' error of (D + 4) roundings of float32, relative
@@ -37,9 +37,12 @@ def exact(q, keys, values, indptr, indices, *, scale, **separate):
     groups = (len(indptr) - 1) // requests
     rounding, eps = torch.finfo(torch.float32).eps / 2, torch.finfo(q.dtype).eps
     one = torch.ones(len(indices))
-    k = keys[indices].double() * separate.get("key_scale", one)[:, None].double()
-    v = values[separate.get("value_indices", indices)].double()
-    lengths = separate.get("value_scale", one)[:, None].double()
+    k_scale, lengths = [
+        (one if each is None else each)[:, None].double()
+        for each in (apart.key_scale, apart.value_scale)
+    ]
+    k = keys[indices].double() * k_scale
+    v = values[indices if apart.value_indices is None else apart.value_indices].double()
     out, bound = torch.zeros(2, *q.shape, dtype=torch.float64)
     for b in range(requests):
         for head in range(heads):
@@ -109,9 +112,8 @@ def test_lists_of_many_lengths(attention, lengths, tokens, heads, groups, size, 
     key_scale, value_scale = 2 * torch.rand(2, len(indices), generator=generator)
     q = torch.randn(2, tokens, heads, size, generator=generator).to(dtype)
     inputs = (q, keys, values, indptr, indices)
-    options = {"scale": size**-0.5, "value_indices": value_indices}
-    if separate:
-        options |= {"key_scale": key_scale, "value_scale": value_scale}
+    scales = (key_scale, value_scale) if separate else ()
+    options = {"scale": size**-0.5, "apart": Apart(value_indices, *scales)}
     assert_exact(attention(*inputs, **options), *inputs, **options)
 
 
@@ -196,9 +198,7 @@ def test_keys_and_values_from_separate_lists_with_lengths(heads, groups, size, t
         indptr,
         indices,
         scale=0.3,
-        value_indices=value_indices,
-        key_scale=key_scale,
-        value_scale=value_scale,
+        apart=Apart(value_indices, key_scale, value_scale),
     )
 
     keys = stored_k[indices].float() * key_scale[:, None]
@@ -223,9 +223,7 @@ def test_a_request_without_separate_lists_reads_as_before():
         indptr,
         indices,
         scale=0.3,
-        value_indices=indices,
-        key_scale=ones,
-        value_scale=ones,
+        apart=Apart(indices, ones, ones),
     )
     assert torch.equal(got, wanted)
 
@@ -237,8 +235,8 @@ def test_a_request_without_separate_lists_reads_as_before():
         ({"keys": torch.zeros(9, 7)}, r"keys: expected \[E, 8\], got \[9, 7\]"),
         ({"values": torch.zeros(9, 8).half()}, "values: expected torch.float32, got torch.float16"),
         ({"indptr": torch.zeros(6)}, r"indptr: expected \[2 \* G \+ 1\] with G dividing 4"),
-        ({"value_indices": torch.arange(3)}, r"value_indices: expected \[0\], got \[3\]"),
-        ({"key_scale": torch.ones(2)}, r"key_scale: expected \[0\], got \[2\]"),
+        ({"apart": Apart(torch.arange(3))}, r"value_indices: expected \[0\], got \[3\]"),
+        ({"apart": Apart(key_scale=torch.ones(2))}, r"key_scale: expected \[0\], got \[2\]"),
         ({"indptr": torch.zeros(7)}, r"indptr: expected \[2 \* G \+ 1\] with G dividing 4"),
     ],
 )

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvpolicy.kernels.attention import paged_attention_fa3, paged_attention_flashinfer
-from kvpolicy.kernels.attention.paged_attention import paged_attention
+from kvpolicy.kernels.attention.paged_attention import Apart, paged_attention
 
 LENGTHS = [5, 0, 63, 1000, 1, 64]  # of 3 requests with 2 KV heads
 MODULES = [paged_attention_flashinfer, paged_attention_fa3]
@@ -188,9 +188,9 @@ def test_fa3_of_flash_attention_itself(packages, monkeypatch):
     ("change", "message"),
     [
         ({"q": torch.zeros(3, 2, 4, 64).half()}, "q: {} decodes 1 token .*, got 2"),
-        ({"value_indices": torch.zeros(1133).long()}, "value_indices: {} reads keys and values"),
-        ({"key_scale": torch.ones(1133)}, "key_scale: {} reads keys and values"),
-        ({"value_scale": torch.ones(1133)}, "value_scale: {} reads keys and values"),
+        ({"apart": Apart(torch.zeros(1133).long())}, "value_indices: {} reads keys and values"),
+        ({"apart": Apart(key_scale=torch.ones(1133))}, "key_scale: {} reads keys and values"),
+        ({"apart": Apart(value_scale=torch.ones(1133))}, "value_scale: {} reads keys and values"),
     ],
 )
 def test_what_it_cannot_do_is_refused(packages, module, change, message):

@@ -142,9 +142,9 @@ def test_attention_is_that_over_the_restored_tensors(heads, kv_heads, dtype, sha
     q = torch.randn(3, LAYERS, heads, SIZE, generator=generator).to(dtype)
     lists = Lists(pool.arena, privates, lengths, pool.table)
     for layer in range(LAYERS):
-        indptr, indices, options = lists.layer(layer)
+        indptr, indices, apart = lists.layer(layer)
         arena = (pool.arena.entries, pool.arena.values)
-        got = paged_attention(q[:, layer, None], *arena, indptr, indices, scale=scale, **options)
+        got = paged_attention(q[:, layer, None], *arena, indptr, indices, scale=scale, apart=apart)
         by_tables = decode_attention(
             q[:, layer].contiguous(),
             pool.arena.storage,
