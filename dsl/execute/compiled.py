@@ -17,6 +17,8 @@ from kvpolicy.dsl.execute.steps import Steps
 
 # Plans kept for prompt lengths seen last.
 _PLANS = 8
+# Bytes that the scores of all layers may take until the last one has been computed.
+_DEFERRED_BYTES = 64 << 20
 
 
 class Compiled:
@@ -28,7 +30,7 @@ class Compiled:
         kernels: that take the place of torch operations, see `torch_kernels`.
 
     Attributes:
-        prefill, steps: what is to be computed; `steps` is None without `decode:`.
+        steps: what decode steps compute; None without `decode:`.
         accumulates: whether earlier chunks of a prompt may be handed over by `Run.accumulate`.
         generated: the prefill's generated kernels.
 
@@ -38,13 +40,23 @@ class Compiled:
 
     def __init__(self, bound: Bound, *, report: bool = False, kernels: Kernels = NONE) -> None:
         self.bound, self.kernels, self.report = bound, kernels, report
-        self.prefill = Prefill(bound, report)
-        self.accumulates = self.prefill.accumulates
+        self._prefill = Prefill(bound, report, defers=False)
+        # Where a layer chooses what deeper ones compute, nothing can wait for those.
+        self._deferring = None if bound.propagates else Prefill(bound, report, defers=True)
+        self.accumulates = self._prefill.accumulates
         self.steps = None if bound.decode is None else Steps(bound, report, kernels)
         self.generated = Generated.of(
-            bound, self.prefill.everything, kernels, self.prefill.updates.states
+            bound, self._prefill.everything, kernels, self._prefill.updates.states
         )
         self._plans: OrderedDict[tuple[int, torch.device], Plan] = OrderedDict()
+
+    def prefill(self, prompt: int) -> Prefill:
+        """What the prefill of a prompt of so many tokens computes."""
+        shape = self.bound.shape
+        held = 8 * shape.layers * shape.kv_heads * prompt
+        if self._deferring is None or held > _DEFERRED_BYTES:
+            return self._prefill
+        return self._deferring
 
     def plan(self, prompt: int, device: torch.device) -> Plan:
         """What only the prompt's length N decides."""
@@ -52,7 +64,7 @@ class Compiled:
         if key not in self._plans:
             while len(self._plans) >= _PLANS:
                 self._plans.popitem(last=False)
-            nodes = self.prefill.planned
+            nodes = self.prefill(prompt).planned
             self._plans[key] = Plan.make(self.bound, nodes, prompt, device, self.kernels)
         self._plans.move_to_end(key)
         return self._plans[key]

@@ -19,6 +19,10 @@ from kvpolicy.dsl.syntax.diagnostics import refused
 class Prefill:
     """The values that a prefill has to compute, and when.
 
+    Args:
+        defers: what each layer chooses among its tokens is chosen for all layers at once, after the
+            last one; until then their scores are held.
+
     Attributes:
         roots: what `Run.result` gives after `finish`.
         updates, merge_updates: states of the prefill and of its merge.
@@ -35,8 +39,8 @@ class Prefill:
         PolicyError: the policy needs data that a prefill does not offer.
     """
 
-    def __init__(self, bound: Bound, report: bool) -> None:
-        self.bound, rules = bound, bound.lowered
+    def __init__(self, bound: Bound, report: bool, *, defers: bool) -> None:
+        self.bound, self._defers, rules = bound, defers, bound.lowered
         self.roots = [rules.keep, *rules.decided.values()]
         if rules.budget is not None and (report or reads_budget(bound)):
             self.roots.append(rules.budget)
@@ -108,7 +112,10 @@ class Prefill:
                 node.op == "state" and (node.value in self.merge_updates.states)
             )
             self._later[id(node)] = (
-                merge or node.when >= When.END or any(self._is_later(x) for x in operands(node))
+                merge
+                or node.when >= When.END
+                or (self._defers and _chooses(node))
+                or any(self._is_later(x) for x in operands(node))
             )
         return self._later[id(node)]
 
@@ -137,6 +144,12 @@ class Prefill:
         return all(not w.args for w in windows) and all(
             static.needs(each) is not None for each in rest
         )
+
+
+def _chooses(node: Node) -> bool:
+    """Whether a node orders numbers of one layer's tokens and KV heads."""
+    orders = node.operation.sorts and node.when is When.LAYER
+    return orders and set(node.args[0].type.axes) <= {"kv", "token"}
 
 
 def reads_budget(bound: Bound) -> bool:

@@ -7,6 +7,7 @@ D head size, W window.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from kvpolicy.dsl.execute.across import History, Layers, known_before, look_back
@@ -16,6 +17,7 @@ from kvpolicy.dsl.execute.kernels import Slots
 from kvpolicy.dsl.execute.layout import shift_of
 from kvpolicy.dsl.execute.merge import Merging
 from kvpolicy.dsl.execute.plan import Plan
+from kvpolicy.dsl.execute.prefill import Prefill
 from kvpolicy.dsl.execute.share import Shared, shared
 from kvpolicy.dsl.execute.values import Frame, Value, snapped
 from kvpolicy.dsl.ir import counts
@@ -64,6 +66,10 @@ class Run:
     _kept: list[torch.Tensor] = field(default_factory=list)
     _tails: dict[int, torch.Tensor] = field(default_factory=dict)
     _merge_states: dict[int, dict[str, Value]] = field(default_factory=dict)
+
+    @cached_property
+    def _prefill(self) -> Prefill:
+        return self.program.prefill(self.prompt)
 
     @property
     def size(self) -> int:
@@ -117,7 +123,7 @@ class Run:
         """
         if not self.program.accumulates:
             raise RuntimeError(f"`{self.program.bound.program.name}` has nothing to accumulate")
-        sums = self._sums.setdefault(layer, _Sums(self.program.prefill.sums))
+        sums = self._sums.setdefault(layer, _Sums(self._prefill.sums))
         frame = self._frame(layer, k.device, k.shape[1], None)
         sums.add(self._evaluation(replace(frame, q=q, k=k, v=v)), q.shape[1])
 
@@ -144,7 +150,7 @@ class Run:
         return self._plan
 
     def _evaluation(self, frame: Frame) -> Evaluation:
-        prefill, plan = self.program.prefill, self._planned(frame.device)
+        prefill, plan = self._prefill, self._planned(frame.device)
         return Evaluation(
             frame, prefill.updates, known=dict(plan.values[frame.here]),
             passing=prefill.passing, others=self._others, generated=self.program.generated,
@@ -176,7 +182,7 @@ class Run:
 
     def _propagate(self, evaluation: Evaluation) -> torch.Tensor | None:
         """Which of a layer's tokens go deeper; None: all."""
-        prefill, frame = self.program.prefill, evaluation.frame
+        prefill, frame = self._prefill, evaluation.frame
         propagate = self._tested()
         if propagate is None:
             return None
@@ -217,7 +223,7 @@ class Run:
 
     def _hand_over(self, evaluation: Evaluation) -> None:
         """Computes what needs the layer's tensors, and lets go of these."""
-        prefill, frame = self.program.prefill, evaluation.frame
+        prefill, frame = self._prefill, evaluation.frame
         known = dict(self._planned(frame.device).values[frame.here])
         known.update({id(node): evaluation.value(node) for node in prefill.handed})
         evaluation.advance(self.program.bound.lowered)
@@ -251,7 +257,7 @@ class Run:
         self.not_finite |= not finite
 
     def _finish(self, wait: bool) -> list[torch.Tensor]:
-        bound, prefill = self.program.bound, self.program.prefill
+        bound, prefill = self.program.bound, self._prefill
         self._history.values.clear()
         device = next((x.frame.device for x in self._evaluations.values()), torch.device("cpu"))
         for layer in range(bound.shape.layers):
@@ -341,7 +347,7 @@ class Run:
             most = int((~kept).sum(-1).max())
         if not most:
             return k.double(), v.double()
-        updates = self.program.prefill.merge_updates
+        updates = self._prefill.merge_updates
         evaluation = replace(evaluation, frame=replace(evaluation.frame, k=own_k, v=own_v))
         merging = Merging.of(rules.merge, evaluation, kept, updates, {}, most)
         self._merge_states[layer] = merging.states

@@ -26,7 +26,7 @@ _LONGEST = 88
 
 def regions(bound: Bound) -> Regions:
     """What is generated for the prefill of a policy."""
-    prefill = Prefill(bound, False)
+    prefill = Prefill(bound, False, defers=False)
     return Regions(bound, prefill.everything, prefill.updates.states)
 
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute import compiled
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.kernels.scoring.select import top
 from recordings import both, tensors
 
 SHAPE = (4, 4, 2, 8)
@@ -159,6 +161,41 @@ def test_what_a_prefill_computed_goes_with_it(name):
         assert not any(x() for x in held)
     finally:
         gc.enable()
+
+
+SMALLEST = {"capacity": "8", "window": "2"}
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("snapkv", SMALLEST),
+        ("adakv", SMALLEST),
+        ("pyramidkv", SMALLEST),
+        ("h2o", {"heavy": "5", "window": "3"}),
+        ("tova", {"capacity": "8"}),
+    ],
+)
+def test_layers_choose_together_after_the_last_one(name, values, monkeypatch):
+    """At once, but at each layer where their scores would take too much memory."""
+    bound = bind(load(name).require(), ModelShape(*SHAPE), values)
+    rows = []
+
+    def chosen(keys, number):
+        rows.append(len(keys))
+        return top(keys, number)
+
+    tensors_, kept, choices = recorded(29), [], []
+    for most in (compiled._DEFERRED_BYTES, 0):
+        monkeypatch.setattr(compiled, "_DEFERRED_BYTES", most)
+        run = TorchProgram(bound, kernels={"top": chosen}).start(29)
+        drive(run, *tensors_)
+        assert bool(rows) == (most == 0)
+        kept.append(run.finish())
+        choices.append(len(rows))
+        rows.clear()
+    assert choices == [choices[1] // SHAPE[0], choices[0] * SHAPE[0]]
+    assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
 
 
 def test_slots_count_tokens_that_did_not_arrive():
