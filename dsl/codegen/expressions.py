@@ -61,7 +61,8 @@ class Writer(Leaves):
         if row.kind is Kind.POOL:
             return self._pooled(node)
         if row.kind in (Kind.BRANCH, Kind.LOGIC):
-            return getattr(self, f"_{node.op}")(node)
+            write: Callable[[Node], Tile] = getattr(self, f"_{node.op}")
+            return write(node)
         return self._arithmetic(node)
 
     # Elementwise.
@@ -90,10 +91,7 @@ class Writer(Leaves):
             known = node.args[1].op == "number"
             return f"{args[0]} / {args[1]}" if known else f"{args[0]} / ({args[1]} + 0.0)"
         if node.op == "power":
-            power = exponent(node)
-            return (
-                f"tl.sqrt({args[0]} + 0.0)" if power == 0.5 else " * ".join([args[0]] * int(power))
-            )
+            return _power(args[0], exponent(node))
         if node.op == "negate":
             return f"-{args[0]}"
         if node.op in _CALLS:
@@ -285,6 +283,12 @@ def of_numbers(node: Node) -> Node:
     if x.type.kind == "number":
         return node
     return replace(node, args=(replace(x, type=replace(x.type, kind="number")),))
+
+
+def _power(x: str, exponent: float | None) -> str:
+    if exponent is None:
+        raise TypeError("a power that no kernel computes")
+    return f"tl.sqrt({x} + 0.0)" if exponent == 0.5 else " * ".join([x] * int(exponent))
 
 
 def _short(op: str) -> str:

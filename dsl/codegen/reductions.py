@@ -80,8 +80,7 @@ class Statistic:
             writer.line(f"{self.count} = {writer.number(self.x, self.over, self.node).text}")
             op = "sum"
         if self.whole:
-            made = writer.reduced(op, self.x, self.over, self.node)
-            writer.line(f"{self.name} = {made.text}")
+            writer.line(f"{self.name} = {writer.reduced(op, self.x, self.over, self.node).text}")
             return
         kind = "sum" if op == "mean" else op
         made = writer.reduced(kind, self.x, self.over, self.node).text

@@ -233,17 +233,17 @@ class Regions:
         if made is not None:
             return 1 + max((self._level(each) for each in made.inputs), default=0)
         if node.op == "state":
-            state = self._states.get(node.value)
+            state = self._states.get(node.symbol)
             below = None if state is None else (state.next or state.start)
             return 0 if below is None else self._level(below)
         if node.op == "before":
-            start = self._states[node.value].start
+            start = self._states[node.symbol].start
             return 0 if start is None else self._level(start)
         args = () if node.operation.is_window else node.args
         return max((self._level(each) for each in args), default=0)
 
     def _grouped(self, nodes: list[Node]) -> list[Bundle]:
-        groups: dict[tuple, list[Reduction]] = {}
+        groups: dict[tuple[int, tuple[object, ...]], list[Reduction]] = {}
         alone: dict[int, list[Reduction]] = {}
         for each in self._reductions.values():
             level = self._level(each.node)
@@ -252,19 +252,20 @@ class Regions:
             if each.window is None:
                 alone.setdefault(level, []).append(each)
             else:
-                key = window_key(each.window, self.bound, self.steps)
-                groups.setdefault((level, *key), []).append(each)
+                queries = window_key(each.window, self.bound, self.steps)
+                groups.setdefault((level, queries), []).append(each)
         # What a prefill computes of all queries also runs chunk by chunk, where no values are at
         # hand; it shares its pass with nothing else.
         shared = ("recent", "new", "all") if self.steps else ("recent",)
         for level, vectors in alone.items():
-            keys = [key for key in groups if key[0] == level and key[1] in shared]
-            groups.setdefault(keys[0] if keys else (level, "none"), []).extend(vectors)
+            keys = [key for key in groups if key[0] == level and key[1][0] in shared]
+            groups.setdefault(keys[0] if keys else (level, ("none",)), []).extend(vectors)
         made = []
-        for key in sorted(groups, key=lambda key: key[0]):
-            reductions = tuple(groups[key])
+        for level, queries in sorted(groups, key=lambda key: key[0]):
+            reductions = tuple(groups[level, queries])
             window = next((each.window for each in reductions if each.window is not None), None)
-            tail = self._tail(nodes, reductions, key[0]) if key[1] in (*shared, "none") else ()
+            rides = queries[0] in (*shared, "none")
+            tail = self._tail(nodes, reductions, level) if rides else ()
             made.append(Bundle(window, reductions, tail, (), ()))
         return made
 

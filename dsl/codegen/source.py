@@ -86,9 +86,10 @@ class Generator(Parts):
                 texts.append(names.function(f"{kernel}_{part}", each.given, each.lines, each.state))
         text = "\n\n\n".join([self._header(), *texts, self._frame(functions)])
         results = tuple(each for each in self.results if not each.stage)
-        numbers, tensors = self.arguments.numbers.values(), self.arguments.tensors.values()
-        tensors = tuple((node, self.arguments.axes(node), there) for node, there in tensors)
-        return Source(f"{text}\n", results, tensors, tuple(numbers), "entries.rank" in text)
+        given = self.arguments
+        tensors = tuple((node, given.axes(node), there) for node, there in given.tensors.values())
+        numbers = tuple(given.numbers.values())
+        return Source(f"{text}\n", results, tensors, numbers, "entries.rank" in text)
 
     def _header(self) -> str:
         outputs = "\n".join(

@@ -67,7 +67,7 @@ class Arguments:
     steps: bool = False
     numbers: dict[str, tuple[str, Node]] = field(default_factory=dict)
     tensors: dict[str, tuple[Node, bool]] = field(default_factory=dict)
-    _names: dict[tuple, str] = field(default_factory=dict)
+    _names: dict[tuple[int, bool | str], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.taken = set(_RESERVED)

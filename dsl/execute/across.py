@@ -31,6 +31,7 @@ from kvpolicy.dsl.execute.values import (
 )
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, When
+from kvpolicy.dsl.ir.split import Number
 from kvpolicy.dsl.ops.operations import Kind
 
 # Kernels that reduce the layers' values where they lie.
@@ -282,7 +283,11 @@ class Layers(Evaluation):
         return sent(torch.tensor(parts, dtype=torch.float64, device=HOST), self.frame.device)
 
     def _by_kernel(
-        self, node: Node, weights: Value, total: Sequence, maxima: Sequence | None = None
+        self,
+        node: Node,
+        weights: Value,
+        total: Sequence[Number],
+        maxima: Sequence[Number] | None = None,
     ) -> torch.Tensor | None:
         """`split` or `cascade` without waiting for the device; None: not one for the kernel.
 
@@ -297,9 +302,11 @@ class Layers(Evaluation):
         if kernel is None or not fits:
             return None
         limit = limits.pop() if limits else None
-        return kernel(whole, weights.tensor.double(), limit, cascade=node.op == "cascade")
+        cascade = node.op == "cascade"
+        made: torch.Tensor = kernel(whole, weights.tensor.double(), limit, cascade=cascade)
+        return made
 
-    def _numbers(self, node: Node) -> list:
+    def _numbers(self, node: Node) -> list[Number]:
         """A scalar of every layer as the host's number; it waits for the device at most once."""
         if self.frame.bound.static.needs(node) is not None:
             return [each.number(node) for each in self.evaluations]

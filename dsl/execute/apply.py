@@ -167,12 +167,13 @@ def _read_back(
     apart: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Both layers' vectors, from their common direction and their lengths."""
-    if direction is None:
+    if direction is None or apart is None:
         return below, own
-    return tuple(
+    below, own = (
         torch.where(apart[..., None], x, x.norm(dim=-1, keepdim=True) * direction)
         for x in (below, own)
     )
+    return below, own
 
 
 def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Result:
@@ -194,7 +195,10 @@ def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Re
     changes = rules.merge is not None or bound.share is not None or bound.positions == "slots"
     merged = None
     if changes:
-        merged = [tuple(_on_prompt(x, chosen, tokens, 0.0) for x in pair) for pair in vectors]
+        merged = [
+            (_on_prompt(k, chosen, tokens, 0.0), _on_prompt(v, chosen, tokens, 0.0))
+            for k, v in vectors
+        ]
     names = () if rules.merge is None else rules.merge.states
     layers = range(bound.shape.layers)
     return Result(
@@ -215,21 +219,21 @@ def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Re
 
 
 def _propagated(result: Result, first: Run, tokens: int) -> Result:
-    bound = first.program.bound
+    bound, propagate = first.program.bound, first.program.bound.propagate
     layers = range(bound.shape.layers)
     tested = {
         name: [_reported(first.tested.get(layer, {}).get(name)) for layer in layers]
         for name in (bound.tested if first.program.report else ())
     }
     result = replace(result, named={**result.named, **tested})
-    if not first.propagated:
+    if propagate is None or not first.propagated:
         return result
     acted = {layer: x.tolist() for layer, x in first.propagated.items()}
     positions = list(acted.values())[-1]
     return replace(
         result,
         selected_layer=first.selected_layer,
-        propagated=acted if bound.propagate.every is not None else positions,
+        propagated=acted if propagate.repeats else positions,
         positions=list(range(tokens)) if bound.restarts else positions,
     )
 
@@ -285,7 +289,8 @@ class _Cache:
         one = torch.ones(len(k), 1, dtype=torch.bool)
         self.held[layer] = (torch.cat([positions, new]), torch.cat([there, one], 1))
         own = zip(self.rows[layer], (k, v), strict=True)
-        self.rows[layer] = tuple(torch.cat([x, y[:, None].to(self.dtype)], 1) for x, y in own)
+        keys, values = (torch.cat([x, y[:, None].to(self.dtype)], 1) for x, y in own)
+        self.rows[layer] = (keys, values)
 
     def leave(self, layer: int, kept: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Only the kept entries [G, M] stay, with these rows."""

@@ -10,7 +10,7 @@ Dimensions: G KV heads, n candidates of a layer, W queries, D head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -140,7 +140,7 @@ def in_blocks(
             x = within(node.args[0], block, dict(near))
             made = _Partial.of(node, block, x).of_all(frame.tokens)
             joined = made if joined is None else joined.with_more(made)
-        if "kv" not in node.axes:
+        if joined is not None and "kv" not in node.axes:
             parts.append(joined.result())
             joined = None
     return joined.result() if joined is not None else concatenated(parts)
@@ -198,11 +198,11 @@ def _rows(frame: Frame, region: Region, size: int | None) -> Iterator[Frame]:
 
 def _up_to(frame: Frame, later: int, rows: int) -> Frame:
     """The frame without its `later` last tokens and queries, of which `rows` are asked."""
-    tokens, queries = frame.tokens - later, frame.q.shape[1] - later
+    tokens, queries = frame.tokens - later, frame.queries.shape[1] - later
     return replace(
         frame,
         tokens=tokens,
-        q=frame.q[:, :queries],
+        q=frame.queries[:, :queries],
         k=frame.keys[:, :tokens],
         v=None if frame.v is None else frame.values[:, :tokens],
         positions=None if frame.positions is None else frame.positions[:tokens],
@@ -212,14 +212,17 @@ def _up_to(frame: Frame, later: int, rows: int) -> Frame:
 
 def _first_tokens(values: dict[int, Value], tokens: int) -> dict[int, Value]:
     """The values of the first tokens."""
+    return {name: _cut(x, "token", 0, tokens) for name, x in values.items()}
 
-    def cut(data, axes: tuple[str, ...]):
-        return data.narrow(axes.index("token"), 0, tokens) if "token" in axes else data
 
-    return {
-        name: replace(x, data=cut(x.data, x.axes), mask=cut(x.mask, x.mask_axes))
-        for name, x in values.items()
-    }
+def _cut(x: Value, axis: str, start: int, number: int) -> Value:
+    """`number` places of a value from `start` on along an axis; the value, if it lacks the axis."""
+    if axis not in x.axes:
+        return x
+    data, mask = x.tensor.narrow(x.axes.index(axis), start, number), x.mask
+    if mask is not None and axis in x.mask_axes:
+        mask = mask.narrow(x.mask_axes.index(axis), start, number)
+    return replace(x, data=data, mask=mask)
 
 
 @dataclass(frozen=True)
@@ -271,8 +274,10 @@ class _Partial:
     def with_more(self, other: _Partial) -> _Partial:
         """Both taken together."""
         finite = self.finite and other.finite
-        number = None if self.number is None else self.number + other.number
-        if self.spread is None:
+        if self.number is None or other.number is None:
+            return replace(self, data=_JOINED[self.op](self.data, other.data), finite=finite)
+        number = self.number + other.number
+        if self.spread is None or other.spread is None:
             data = _JOINED[self.op](self.data, other.data)
             return replace(self, data=data, finite=finite, number=number)
         share = (other.number / number).nan_to_num(nan=0.0)
@@ -291,7 +296,7 @@ class _Partial:
         return Value(data, self.axes, finite=self.finite)
 
 
-_JOINED = {
+_JOINED: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "mean": torch.add,
     "count": torch.add,
@@ -307,16 +312,7 @@ def _without(axes: tuple[str, ...], gone: tuple[str, ...]) -> tuple[str, ...]:
 
 def cut_heads(values: dict[int, Value], start: int, number: int) -> dict[int, Value]:
     """The values for `number` KV heads from `start` on."""
-
-    def cut(tensor, axes: tuple[str, ...]):
-        return tensor.narrow(axes.index("kv"), start, number) if "kv" in axes else tensor
-
-    return {
-        name: x
-        if "kv" not in x.axes
-        else replace(x, data=cut(x.data, x.axes), mask=cut(x.mask, x.mask_axes))
-        for name, x in values.items()
-    }
+    return {name: _cut(x, "kv", start, number) for name, x in values.items()}
 
 
 def concatenated(parts: list[Value]) -> Value:

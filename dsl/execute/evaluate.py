@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 import torch
 from kvpolicy.dsl.execute.blocks import in_blocks
@@ -64,6 +65,15 @@ def _from_before(state: State) -> State:
     return replace(state, next=visit(state.next))
 
 
+def alone(node: Node, evaluation: Evaluation) -> Value:
+    """`Evaluation.others` where no other layers are at hand.
+
+    Raises:
+        TypeError: always.
+    """
+    raise TypeError(f"`{node.op}` looks at other layers, and none are at hand")
+
+
 @dataclass
 class Evaluation:
     """The values at one layer.
@@ -75,7 +85,7 @@ class Evaluation:
         after: values of states after this step, as far as they were needed.
         known: values by id of node.
         passing: ids of nodes whose values are not held: one other value reads them.
-        others: gives the value of a node that looks at other layers.
+        others: gives the value of a node that looks at other layers, or past ones.
         extra: operations that mean something only here, as in a merge.
         budget: the prefill's whole numbers, in decode.
         decided: what the prefill decided of lets, in decode.
@@ -91,7 +101,7 @@ class Evaluation:
     after: dict[str, Value] = field(default_factory=dict)
     known: dict[int, Value] = field(default_factory=dict)
     passing: Set[int] = frozenset()
-    others: Callable[[Node, Evaluation], Value] | None = None
+    others: Callable[[Node, Evaluation], Value] = alone
     extra: Mapping[str, Callable[[Node, Evaluation], Value]] = field(default_factory=dict)
     budget: Value | None = None
     decided: Mapping[str, Value] = field(default_factory=dict)
@@ -113,23 +123,23 @@ class Evaluation:
         if self.frame.steps is not None and not node.operation.is_window:
             x = self.frame.asked(x) if {"query", "token"} <= set(x.axes) else x
         if self.dropped is not None and {"kv", "dropped"} <= set(x.axes):
-            return self._of_dropped(x)
+            return self._of_dropped(x, self.dropped)
         if self.frame.there is None or not {"kv", "token"} <= set(x.axes):
             return x
         return self.frame.present(x)
 
-    def _of_dropped(self, x: Value) -> Value:
-        own = ("kv", "dropped")
-        if x.mask is self.dropped:
+    def _of_dropped(self, x: Value, dropped: torch.Tensor) -> Value:
+        own: tuple[str, ...] = ("kv", "dropped")
+        if x.mask is dropped:
             return x
         if isinstance(x.data, torch.Tensor) and x.data.dtype == torch.bool:
-            return replace(x, data=x.data & aligned(self.dropped, own, x.axes))
-        mask, mask_axes = self.dropped, own
+            return replace(x, data=x.data & aligned(dropped, own, x.axes))
+        mask, mask_axes = dropped, own
         if x.mask is not None:
             mask, mask_axes = self.frame.conjunction(x.mask, x.mask_axes, mask, own)
         return replace(x, mask=mask, mask_axes=mask_axes, zero=False)
 
-    def number(self, node: Node):
+    def number(self, node: Node) -> Fraction | float | bool:
         """A scalar as the host's number: exact where no data decide it."""
         if self.frame.bound.static.needs(node) is not None:
             return self.frame.number(node)
@@ -158,10 +168,10 @@ class Evaluation:
         if node.op in self.extra:
             return self.extra[node.op](node, self)
         if node.op == "state":
-            return self.state(node.value)
+            return self.state(node.symbol)
         if node.op == "before":
-            return self._begin(node.value)
-        if node.op == "budget":
+            return self._begin(node.symbol)
+        if node.op == "budget" and self.budget is not None:
             return self.budget
         if node.op == "decided":
             return self.decided[str(node.value)]
@@ -195,8 +205,8 @@ class Evaluation:
 
     def _rest(self, node: Node) -> Value:
         """`x where not taken`: each KV head chooses among the entries that it holds."""
-        left = spread(self.value(node.args[1]), ("kv", "token"), self.frame)
-        left = self.frame.present(Value(left, ("kv", "token"), finite=True))
+        free = spread(self.value(node.args[1]), ("kv", "token"), self.frame)
+        left = self.frame.present(Value(free, ("kv", "token"), finite=True))
         return mask(node, self.frame, self.value(node.args[0]), left)
 
     def state(self, name: str) -> Value:
@@ -221,16 +231,16 @@ class Evaluation:
 
     def _longer(self, old: Value, first: Value) -> Value:
         """A state with the first values of entries that are new."""
-        frame, at = self.frame, old.axes.index("token")
-        missing = frame.tokens - old.data.shape[at]
-        shape = [*old.data.shape[:at], frame.tokens, *old.data.shape[at + 1 :]]
+        frame, at, rows = self.frame, old.axes.index("token"), old.tensor
+        missing = frame.tokens - rows.shape[at]
+        shape = [*rows.shape[:at], frame.tokens, *rows.shape[at + 1 :]]
         data = as_tensor(first.data, frame).double()
         fresh = (
             aligned(data, first.axes, old.axes)
             .expand(shape)
             .narrow(at, frame.tokens - missing, missing)
         )
-        return Value(torch.cat([old.data, fresh], at), old.axes, finite=old.finite)
+        return Value(torch.cat([rows, fresh], at), old.axes, finite=old.finite)
 
     def _whole(self, x: Value, state: State) -> Value:
         """A state with all its axes, so that it can follow its entries."""

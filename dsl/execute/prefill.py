@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.execute.entropy import operands
 from kvpolicy.dsl.execute.evaluate import Updates
 from kvpolicy.dsl.execute.ops import is_computed
@@ -41,7 +42,7 @@ class Prefill:
 
     def __init__(self, bound: Bound, report: bool, *, defers: bool) -> None:
         self.bound, self._defers, rules = bound, defers, bound.lowered
-        self.roots = [rules.keep, *rules.decided.values()]
+        self.roots = [keep_of(rules), *rules.decided.values()]
         if rules.budget is not None and (report or reads_budget(bound)):
             self.roots.append(rules.budget)
         self.roots += [rules.score] if report and rules.score is not None else []

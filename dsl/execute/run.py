@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
+from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.execute.across import History, Layers, known_before, look_back
 from kvpolicy.dsl.execute.compiled import Compiled
-from kvpolicy.dsl.execute.evaluate import Evaluation, spread
+from kvpolicy.dsl.execute.evaluate import Evaluation, alone, spread
 from kvpolicy.dsl.execute.kernels import Slots
 from kvpolicy.dsl.execute.layout import shift_of
 from kvpolicy.dsl.execute.merge import Merging
@@ -22,13 +23,18 @@ from kvpolicy.dsl.execute.share import Shared, shared
 from kvpolicy.dsl.execute.values import Frame, Value, snapped
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, Propagate, When
+from kvpolicy.dsl.ir.split import Number
 
 
 def _floored(x: Value) -> Value:
     """Whole numbers; a number of the host stays one, so that no step waits for the device."""
     if isinstance(x.data, torch.Tensor):
         return Value(snapped(x.data.double()).floor(), x.axes, finite=x.finite)
-    return Value(float(counts.floored(x.data)))
+    return _floored_number(x.data)
+
+
+def _floored_number(x: Number) -> Value:
+    return Value(float(counts.floored(x)))
 
 
 @dataclass
@@ -188,7 +194,7 @@ class Run:
             return None
         self.tested[frame.here] = {n: evaluation.value(x) for n, x in prefill.tested.items()}
         chosen = None
-        if evaluation.holds(propagate.first or propagate.every):
+        if evaluation.holds(propagate.moment):
             chosen = evaluation.tensor(propagate.tokens, ("token",))
         for x, numbers in prefill.early_looks:
             self._history.record(x, evaluation, _read(numbers, evaluation))
@@ -231,7 +237,7 @@ class Run:
             self._history.record(x, evaluation, _read(numbers, evaluation))
         frame = replace(frame, q=None, k=None, v=None)
         self._evaluations[frame.here] = replace(
-            evaluation, frame=frame, known=known, passing=frozenset(), others=None
+            evaluation, frame=frame, known=known, passing=frozenset(), others=alone
         )
 
     def finish(self, *, wait: bool = True) -> list[torch.Tensor]:
@@ -273,7 +279,7 @@ class Run:
             sizes = [(x.frame.kv, x.frame.tokens) for x in each]
             kept = [torch.ones(size, dtype=torch.bool, device=device) for size in sizes]
         else:
-            values = zip(self.result(bound.lowered.keep), each, strict=True)
+            values = zip(self.result(keep_of(bound.lowered)), each, strict=True)
             kept = [spread(x, ("kv", "token"), own.frame) for x, own in values]
         if not wait and finite is not None:
             unsure = ~finite
@@ -299,11 +305,17 @@ class Run:
         return self._all_layers.of_each(root)
 
     def budgets(self) -> list[Value]:
-        """The budget's whole numbers at every layer, after `finish`: one, or one per KV head."""
+        """The budget's whole numbers at every layer, after `finish`: one, or one per KV head.
+
+        Raises:
+            TypeError: the policy has no budget.
+        """
         bound, root = self.program.bound, self.program.bound.lowered.budget
+        if root is None:
+            raise TypeError(f"`{bound.program.name}` has no budget")
         if bound.static.needs(root) is None:
             return [_floored(x) for x in self.result(root)]
-        return [_floored(Value(each.number(root))) for each in self._all_layers.evaluations]
+        return [_floored_number(each.number(root)) for each in self._all_layers.evaluations]
 
     def decided(self) -> dict[str, list[Value]]:
         """What decode reads of the prefill's lets, by name and layer, after `finish`."""
