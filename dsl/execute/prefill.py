@@ -148,9 +148,12 @@ class Prefill:
 
 
 def _chooses(node: Node) -> bool:
-    """Whether a node orders numbers of one layer's tokens and KV heads."""
+    """Whether a node orders numbers of one layer's tokens and KV heads that data decide."""
     orders = node.operation.sorts and node.when is When.LAYER
-    return orders and set(node.args[0].type.axes) <= {"kv", "token"}
+    if not orders or set(node.args[0].type.axes) - {"kv", "token"}:
+        return False
+    rows = [each.operation for each in node.args[0].walk()]
+    return any(row.reads_tensors or row.kind is Kind.REMEMBERED for row in rows)
 
 
 def reads_budget(bound: Bound) -> bool:
