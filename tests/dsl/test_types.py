@@ -197,7 +197,8 @@ def test_equal_expressions_are_one_node():
 def test_every_function_makes_known_operations(function):
     arguments = {"queries": "recent(4)", "width": "3", "n": "4", "k": "2", "seed": "1", "t": "0.5",
                  "layer": "0", "low": "0", "high": "1", "total": "64", "weight": "1"}  # fmt: skip
-    axes = {"required": "[dim]", "optional": "[token]", "layer": "[layer]"}.get(function.axes, "")
+    axes = {"required": "[dim]", "optional": "[token]"}.get(function.axes, "")
+    axes = f"[{function.axes}]" if function.axes in ("layer", "token") else axes
     x = {"any": "value > 0", "cluster": "1"}.get(function.name, "value")
     given = ", ".join(
         arguments.get(p.name, x) for p in function.parameters if not p.optional or p.name == "n"
