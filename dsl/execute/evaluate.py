@@ -190,11 +190,15 @@ class Evaluation:
             if bundle is not None:
                 self.known.update(self.generated.values(bundle, self.frame, self.value))
                 return self.known[id(node)]
-        if self.whole:
+        if self.whole and not self._by_kernels(node):
             done = in_blocks(node, self.frame, self.value, self._within)
             if done is not None:
                 return done
         return operation(node)(node, self.frame, *(self.value(x) for x in operands(node)))
+
+    def _by_kernels(self, node: Node) -> bool:
+        """Whether nothing that is as large as attention is left to torch."""
+        return self.generated is not None and self.generated.covers(node, self.frame)
 
     def _within(self, node: Node, block: Frame, known: dict[int, Value]) -> Value:
         return replace(self, frame=block, known=known, whole=False).value(node)

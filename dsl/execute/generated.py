@@ -21,6 +21,7 @@ from kvpolicy.dsl.codegen.parts import Result
 from kvpolicy.dsl.codegen.regions import Bundle, Regions
 from kvpolicy.dsl.codegen.source import Source, generate
 from kvpolicy.dsl.execute.elementwise import reduce
+from kvpolicy.dsl.execute.entropy import operands
 from kvpolicy.dsl.execute.kernels import Entries, Kernels, Keys, Slots, dense
 from kvpolicy.dsl.execute.values import Frame, Value, aligned, as_tensor, sizes_of
 from kvpolicy.dsl.ir import counts
@@ -44,6 +45,7 @@ class Generated:
     regions: Regions
     compiled: Callable[[str, str], Run]
     _sources: dict[tuple[int, bool], tuple[Source, Run]] = field(default_factory=dict)
+    _given: dict[int, list[Bundle]] = field(default_factory=dict)  # by id of node, see `covers`
 
     @classmethod
     def of(
@@ -69,6 +71,30 @@ class Generated:
         """The bundle that gives a node at a frame, if its kernels can serve there."""
         found = self.regions.of.get(id(node))
         return found if found is not None and self.serves(found, frame) else None
+
+    def covers(self, node: Node, frame: Frame) -> bool:
+        """Whether kernels give whatever a node's arguments read of queries, keys and values."""
+        if id(node) not in self._given:
+            self._given[id(node)] = self._all_of(node)
+        found = self._given[id(node)]
+        return bool(found) and all(self.serves(each, frame) for each in found)
+
+    def _all_of(self, node: Node) -> list[Bundle]:
+        """The bundles that stand for all such reads; none where torch reads as well."""
+        found: list[Bundle] = []
+        waiting, seen = list(operands(node)), set()
+        while waiting:
+            each = waiting.pop()
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
+            if id(each) in self.regions.of:
+                found.append(self.regions.of[id(each)])
+            elif each.operation.reads_tensors:
+                return []
+            else:
+                waiting.extend(operands(each))
+        return found
 
     def serves(self, bundle: Bundle, frame: Frame) -> bool:
         """Whether a frame is a whole layer at its time, in a type that kernels read."""
