@@ -241,7 +241,8 @@ class Carried:
         index = sent(torch.tensor(places), self.kept.device)
 
         def of(x: torch.Tensor) -> torch.Tensor:
-            return x.unflatten(0, (self.requests, -1)).index_select(0, index).flatten(0, 1)
+            apart: torch.Tensor = x.unflatten(0, (self.requests, -1))
+            return apart.index_select(0, index).flatten(0, 1)
 
         own = [range(i * layers, (i + 1) * layers) for i in places]
         return Carried(

@@ -352,7 +352,12 @@ class Memory:
         return self._choices(decisions) if decisions else []
 
     def _given(
-        self, layer: int, q: torch.Tensor, k: Keys | None, v: Keys | None, checks: list
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: Keys | None,
+        v: Keys | None,
+        checks: list[torch.Tensor],
     ) -> Given:
         there = self.layers[layer].there
         k, v = (without_absent(x, there) for x in (k, v))
@@ -360,19 +365,19 @@ class Memory:
 
     def _decision(self, own: Remembered, decided: Decided, checks: list[torch.Tensor]) -> _Decision:
         """What stays at a layer where entries may leave."""
-        evaluation, kept = decided.evaluation, decided.kept
-        decision = _Decision(own, self._kept(evaluation) if kept is None else kept, own.there)
+        kept = self._kept(decided.evaluation) if decided.kept is None else decided.kept
+        decision = _Decision(own, kept, own.there)
         if self.steps.rules.merge is not None:
             # A merge reads keys and values, whatever else does.
-            frame = evaluation.frame
+            frame = decided.evaluation.frame
             checks.extend(x.double().sum().isfinite() for x in (frame.keys, frame.values))
-            decision.evaluation = _light(evaluation)
+            decision.evaluation = _light(decided.evaluation)
         return decision
 
     def _kept(self, evaluation: Evaluation) -> torch.Tensor:
         kept = evaluation.tensor(self.steps.keep, ("kv", "token"))
         for name, node in self.steps.report.items():
-            self._reported[name][evaluation.frame.layer] = evaluation.value(node)
+            self._reported[name][evaluation.frame.here] = evaluation.value(node)
         there = evaluation.frame.there
         return kept if there is None else kept & there
 
@@ -393,7 +398,7 @@ class Memory:
         return [self._choice(*each) for each in zip(decisions, dropped, strict=True)]
 
     def _unmerged(self, decisions: list[_Decision]) -> list[Choice]:
-        moved: list[torch.Tensor | None] = [None] * len(decisions)
+        moved: Sequence[torch.Tensor | None] = [None] * len(decisions)
         if self.bound.positions == "slots":
             kept = [x.kept for x in decisions]
             moved = shifts(kept, [present(x.kept, x.there) for x in decisions])
@@ -406,17 +411,19 @@ class Memory:
         shift = None
         if self.bound.positions == "slots":
             shift = shift_of(kept, present(kept, there))
-        merged = self._merged(decision, dropped) if dropped and decision.evaluation else None
+        merged = self._merged(decision, dropped) if dropped else None
         return Choice(kept, shift=shift, there=there, merged=merged)
 
-    def _merged(self, decision: _Decision, dropped: int) -> Callable[[], Rows]:
-        """Merges a layer's entries; what makes the rows."""
-        steps, own, frame = self.steps, decision.own, decision.evaluation.frame
+    def _merged(self, decision: _Decision, dropped: int) -> Callable[[], Rows] | None:
+        """Merges a layer's entries; what makes the rows. None: the policy does not merge."""
+        steps, own, evaluation = self.steps, decision.own, decision.evaluation
         merge = steps.rules.merge
-        assert merge is not None
+        if merge is None or evaluation is None:
+            return None
+        frame = evaluation.frame
         merging = Merging.of(
             merge,
-            replace(decision.evaluation, frame=replace(frame, k=frame.keys, v=frame.values)),
+            replace(evaluation, frame=replace(frame, k=frame.keys, v=frame.values)),
             decision.kept,
             steps.merge_updates,
             own.merge_states,
@@ -440,7 +447,13 @@ class Memory:
         return self.steps.lasting.lasts(self.prompt, counts)
 
     def stays(self, counts: torch.Tensor) -> torch.Tensor:
-        """0-d bool, before `land`: whether all is finite and lists keep int [L, G] entries."""
+        """0-d bool, before `land`: whether all is finite and lists keep int [L, G] entries.
+
+        Raises:
+            TypeError: the numbers have been read.
+        """
+        if self._open is None:
+            raise TypeError("the last follow has landed, or nothing could leave at it")
         return self.finite & (self._open.landing.kept == counts).all()
 
     def landed(self) -> bool:
@@ -472,6 +485,17 @@ class Memory:
             if leaving:
                 leave(*zip(*leaving, strict=True))
         return self._landed
+
+    def numbers(self) -> Landed:
+        """As `land`, of a `follow` at which entries might leave.
+
+        Raises:
+            TypeError: nothing could leave.
+        """
+        landed = self.land()
+        if landed is None:
+            raise TypeError("nothing could leave at the last follow")
+        return landed
 
     def reported(self) -> dict[str, dict[int, Value]]:
         """Per reported let its value at the layers where this step computed it."""

@@ -17,7 +17,7 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.across import known_before
 from kvpolicy.dsl.execute.evaluate import Evaluation
-from kvpolicy.dsl.execute.kernels import Entries, Keys
+from kvpolicy.dsl.execute.kernels import Entries, Keys, dense
 from kvpolicy.dsl.execute.layout import Held, Remembered
 from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.execute.together import Together, present, side_by_side
@@ -60,12 +60,23 @@ class Decided:
     """What decides at a layer what stays.
 
     Attributes:
-        evaluation: of the last step, its states advanced; None where nothing needs it.
+        step: evaluation of the last step, its states advanced; None where nothing needs it.
         kept: bool [G, M], if that is known already.
     """
 
-    evaluation: Evaluation | None
+    step: Evaluation | None
     kept: torch.Tensor | None = None
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """Of the last step.
+
+        Raises:
+            TypeError: nothing was to need it.
+        """
+        if self.step is None:
+            raise TypeError("the last step has not been evaluated")
+        return self.step
 
 
 class Walk:
@@ -155,10 +166,11 @@ class Walk:
         if steps.advancing_reads and (k is None or v is None):
             return False
         # The order of the entries is enough to say which come after a query.
-        places = torch.arange(together.tokens, device=k.device)
+        device = together.there.device
+        places = torch.arange(together.tokens, device=device)
         number = first.q.shape[1]
         frame = Frame(
-            self.bound, together.tokens, k.device, len(together.there), prompt=self.prompt,
+            self.bound, together.tokens, device, len(together.there), prompt=self.prompt,
             q=torch.cat([x.q for x in shown]), k=k, v=v, positions=places, there=together.there,
             generated=first.generated, steps=number, kernels=steps.kernels,
             query_positions=places[together.tokens - number :], checks=first.checks,
@@ -214,7 +226,7 @@ class Walk:
         there = None if there is None else there[:, :tokens]
         k, v = (None if x is None else _first(x, tokens) for x in (given.k, given.v))
         q, query_positions = given.q[:, step - 1 : step], positions[-1:]
-        if own.queries is not None:
+        if own.queries is not None and own.query_positions is not None:
             q, query_positions = own.queries, own.query_positions
         frame = Frame(
             bound, tokens, positions.device, bound.shape.kv_heads, prompt=self.prompt,
@@ -248,7 +260,9 @@ def _first(x: Keys, tokens: int) -> Keys:
     """The first tokens of keys or values."""
     if x.shape[1] == tokens:
         return x
-    return replace(x, ids=x.ids[:, :tokens]) if isinstance(x, Entries) else x[:, :tokens]
+    if isinstance(x, Entries):
+        return replace(x, ids=x.ids[:, :tokens])
+    return dense(x)[:, :tokens]
 
 
 def without_absent(x: Keys | None, there: torch.Tensor | None) -> Keys | None:
@@ -298,12 +312,10 @@ class Landing:
         finite: torch.Tensor,
     ) -> None:
         self._shape = (len(kept), kept[0].shape[0])
-        there = list(map(present, kept, there))
-        kept, there = (
-            side_by_side(each, 1, False).unflatten(0, self._shape) for each in (kept, there)
-        )
-        self.kept = kept.sum(-1)
-        counts = [Held.of(kept), there.sum(-1), self.kept, finite.long()]
+        stay: torch.Tensor = side_by_side(kept, 1, False).unflatten(0, self._shape)
+        were = side_by_side(list(map(present, kept, there)), 1, False).unflatten(0, self._shape)
+        self.kept = stay.sum(-1)
+        counts = [Held.of(stay), were.sum(-1), self.kept, finite.long()]
         numbers = torch.cat([x.reshape(-1) for x in counts])
         self._event: torch.cuda.Event | None = None
         if numbers.device.type == "cuda":

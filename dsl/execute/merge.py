@@ -19,7 +19,7 @@ import torch
 from kvpolicy.dsl.execute.blocks import block_bytes
 from kvpolicy.dsl.execute.combination import Combinations
 from kvpolicy.dsl.execute.evaluate import Evaluation, Updates
-from kvpolicy.dsl.execute.kernels import Entries
+from kvpolicy.dsl.execute.kernels import Entries, Keys
 from kvpolicy.dsl.execute.values import Value, aligned, as_tensor, filled, sizes_of, union
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Merge, Node
@@ -134,7 +134,8 @@ class Merging:
         if self._links is not None:
             own, links = (self._own, self._divide), self._links
             kernel = self.evaluation.frame.kernels["merge_rows"]
-            return kernel(x, links.sources, links.weights, links.offsets, *own)
+            merged: torch.Tensor = kernel(x, links.sources, links.weights, links.offsets, *own)
+            return merged
         result, members = x.double().clone(), self._members()
         for head in range(x.shape[0]):
             total = torch.zeros_like(result[head])
@@ -240,21 +241,23 @@ class Merging:
         if "gram" not in frame.kernels or self._receivers.index.shape[2] != 1:
             return
         ((to, there),) = self._receivers
-        for name, x in (("key", frame.k), ("value", frame.v)):
+        for name, x in (("key", frame.stored_keys), ("value", frame.stored_values)):
             combinations = Combinations(
                 self.evaluation, partial(_side, name), partial(self._inner, x, to, there)
             )
             combinations.prepare(nodes_of(merge_roots(self.merge)))
 
-    def _inner(self, x: torch.Tensor, to: torch.Tensor, there: torch.Tensor) -> list[Value]:
+    def _inner(self, x: Keys, to: torch.Tensor, there: torch.Tensor) -> list[Value]:
         made = self.evaluation.frame.kernels["gram"](x, x, (self._index, to))
         return [
             Value(torch.where(own, each, 0.0), _DROPPED)
             for own, each in zip((self._present, there, there), made, strict=True)
         ]
 
-    def _read(self, x: Value, index: torch.Tensor, there: torch.Tensor) -> Value:
-        """A value per token, read at other tokens."""
+    def _read(
+        self, x: Value, index: torch.Tensor, there: torch.Tensor
+    ) -> tuple[Value, torch.Tensor]:
+        """A value per token, read at other tokens, and its mask with a dimension per axis."""
         frame = self.evaluation.frame
         axes = union(x.axes, ("kv",))
         sizes = {**sizes_of(x), "kv": frame.kv}
@@ -264,14 +267,16 @@ class Merging:
         places = aligned(index, _DROPPED, wide)
         places = places.expand([*shape[:at], index.shape[1], *shape[at + 1 :]])
         data = aligned(as_tensor(x.data, frame), x.axes, axes).expand(shape).gather(at, places)
+        present = aligned(there, _DROPPED, wide)
         if x.mask is None or x.mask is frame.there:  # what is dropped, and receives, is there
-            return Value(data, wide, there, _DROPPED, finite=x.finite)
+            return Value(data, wide, there, _DROPPED, finite=x.finite), present
         mask = aligned(x.mask, x.mask_axes, axes).expand(shape).gather(at, places)
-        return Value(data, wide, mask & aligned(there, _DROPPED, wide), wide, finite=x.finite)
+        mask = mask & present
+        return Value(data, wide, mask, wide, finite=x.finite), mask
 
     def _read_dropped(self, node: Node, evaluation: Evaluation) -> Value:
         x = evaluation.value(node.args[0])
-        return self._read(x, self._index, self._present)
+        return self._read(x, self._index, self._present)[0]
 
     def _read_target(self, node: Node, evaluation: Evaluation) -> Value:
         """The mean over the receivers of each dropped entry."""
@@ -287,9 +292,8 @@ class Merging:
             parts = [(index[..., None], there[..., None]) for index, there in to]
         totals, numbers = [], []
         for index, there in parts:
-            part = self._read(x, index.flatten(1), there.flatten(1))
+            part, present = self._read(x, index.flatten(1), there.flatten(1))
             at, shape = part.axes.index("dropped"), index.shape[1:]
-            present = aligned(part.mask, part.mask_axes, part.axes)
             totals.append(filled(part, 0.0).unflatten(at, shape).sum(at + 1))
             numbers.append(present.unflatten(at, shape).sum(at + 1))
         total, number = (sum(each[1:], each[0]) for each in (totals, numbers))
@@ -343,7 +347,8 @@ class Merging:
     def _mass(self) -> torch.Tensor:
         if self._links is not None:
             kernel = self.evaluation.frame.kernels["merge_mass"]
-            return kernel(self._links.weights, self._links.offsets, self._own)
+            mass: torch.Tensor = kernel(self._links.weights, self._links.offsets, self._own)
+            return mass
         total = self._own.clone(memory_format=torch.contiguous_format)
         return total.scatter_add_(1, self._receivers.index.flatten(1), self._weights.flatten(1))
 

@@ -258,7 +258,8 @@ class _Following:
                 present = aligned(x.mask, x.mask_axes, AXES).expand(score.shape)
         if block.rule is None:
             block.rule = self._numbers(block, rule)
-        return self.steps.kernels["best"](score, present, block.there, block.rule)
+        kept: torch.Tensor = self.steps.kernels["best"](score, present, block.there, block.rule)
+        return kept
 
     def _merges(self, block: Block, evaluation: Evaluation) -> Merges | None:
         """What leaving entries add to others; None where none leave, or they add nothing."""

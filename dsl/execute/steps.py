@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from kvpolicy.dsl.bind.additive import Additive
@@ -193,7 +193,7 @@ class Steps:
             self._places = torch.arange(max(width, 1024) * 2, device=device)
         return self._places[:width]
 
-    def same(self, rule: Ends | Node, prompt: int, generated: int) -> tuple:
+    def same(self, rule: Ends | Node, prompt: int, generated: int) -> Hashable:
         """What is the same at a step of requests that are taken through it together.
 
         Which rule it is, and the numbers of the host that enter states, scores and merges.

@@ -135,19 +135,19 @@ class Together:
 
     def entries(self, parts: Sequence[Keys | None]) -> Entries | None:
         """Keys or values of all layers, if they lie in one pool."""
-        pools = {x.pool.data_ptr() if isinstance(x, Entries) else None for x in parts}
-        if None in pools or len(pools) > 1:
+        own = [x for x in parts if isinstance(x, Entries)]
+        if len(own) < len(parts) or len({x.pool.data_ptr() for x in own}) > 1:
             return None
-        return Entries(parts[0].pool, side_by_side([x.ids for x in parts], 1, 0))
+        return Entries(own[0].pool, side_by_side([x.ids for x in own], 1, 0))
 
     def of_layers(self, x: Value) -> list[Value]:
         """The part of each layer of a value with the axis `kv`."""
-        data = self._apart(x.data, x.axes)
-        masks = [None] * len(data)
+        data = self._apart(x.tensor, x.axes)
+        masks: Sequence[torch.Tensor | None] = [None] * len(data)
         if x.mask is not None:
             own = x.mask_axes if "kv" in x.mask_axes else ("kv", *x.mask_axes)
             mask = aligned(x.mask, x.mask_axes, own)
-            masks = self._apart(mask.expand(x.data.shape[0], *mask.shape[1:]), own)
+            masks = self._apart(mask.expand(x.tensor.shape[0], *mask.shape[1:]), own)
             x = Value(x.data, x.axes, x.mask, own, finite=x.finite)
         pairs = zip(data, masks, strict=True)
         return [Value(part, x.axes, mask, x.mask_axes, finite=x.finite) for part, mask in pairs]
@@ -193,8 +193,8 @@ def leave(layers: Sequence[Remembered], kept: Sequence[torch.Tensor], held: Sequ
         held: what the host knows of it.
     """
     if any(x.axes[:1] != ("kv",) for own in layers for x in own.states.values()):
-        for own, each, number in zip(layers, kept, held, strict=True):
-            own.leave(each, number)
+        for own, stays, known in zip(layers, kept, held, strict=True):
+            own.leave(stays, known)
         return
     number, kv = len(layers), kept[0].shape[0]
     wide = side_by_side(kept, 1, False).unflatten(0, (number, kv))
@@ -219,14 +219,14 @@ def _chosen(x: Value, some: torch.Tensor) -> Value:
         return x
     at = x.axes.index("token")
     index = aligned(some, ("kv", "token"), x.axes)
-    shape = list(x.data.shape)
+    shape = list(x.tensor.shape)
     shape[at] = some.shape[1]
-    return replace(x, data=x.data.gather(at, index.expand(shape)), mask=None, mask_axes=())
+    return replace(x, data=x.tensor.gather(at, index.expand(shape)), mask=None, mask_axes=())
 
 
 def _of(x: Value, layer: int, kv: int, tokens: int) -> Value:
     """The part of a layer, of its first tokens."""
-    data = x.data[layer * kv : (layer + 1) * kv]
+    data = x.tensor[layer * kv : (layer + 1) * kv]
     mask = None if x.mask is None else x.mask[layer * kv : (layer + 1) * kv]
     if "token" in x.axes:
         data = data.narrow(x.axes.index("token"), 0, tokens)
@@ -236,12 +236,12 @@ def _of(x: Value, layer: int, kv: int, tokens: int) -> Value:
 def _joined(parts: list[Value]) -> Value:
     """A state of all layers; it has the axis `kv` first."""
     axes, finite = parts[0].axes, all(x.finite for x in parts)
-    data = _row([x.data for x in parts], axes, 0.0)
+    data = _row([x.tensor for x in parts], axes, 0.0)
     if all(x.mask is None for x in parts):
         return Value(data, axes, finite=finite)
     masks = [
-        torch.ones_like(x.data, dtype=torch.bool) if x.mask is None
-        else aligned(x.mask, x.mask_axes, axes).expand(x.data.shape)
+        torch.ones_like(x.tensor, dtype=torch.bool) if x.mask is None
+        else aligned(x.mask, x.mask_axes, axes).expand(x.tensor.shape)
         for x in parts
     ]  # fmt: skip
     return Value(data, axes, _row(masks, axes, False), axes, finite=finite)
