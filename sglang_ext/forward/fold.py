@@ -33,8 +33,8 @@ from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.request.request import State
 
 if TYPE_CHECKING:
-    from kvpolicy.dsl.execute.decode import Choice
     from kvpolicy.dsl.execute.follow import Landed
+    from kvpolicy.dsl.execute.layout import Choice
     from kvpolicy.sglang_ext.forward.services import Services
     from kvpolicy.sglang_ext.memory.private import Private
     from kvpolicy.sglang_ext.memory.store import Store
@@ -136,14 +136,12 @@ class Fold:
         """Write what stays; if nothing left, all stays where it is. The host waits once at most."""
         started, state = time.perf_counter(), self._state
         if self._lasts():
-            private = state.private
+            private = state.compressed_copy
             came = self._length - private.tail_start
             self.write_in_place(torch.tensor(private.laid_out), state.memory.stays(private.counts))
             self._report(came * private.counts.numel(), started)
             return
-        landed = state.memory.land()
-        assert landed is not None
-        self.write(landed, started)
+        self.write(state.memory.numbers(), started)
 
     def write(self, landed: Landed, started: float | None = None) -> None:
         """Write what stays, by the numbers that have landed.
@@ -163,15 +161,15 @@ class Fold:
             state.private = services.store.allocate(
                 row, state.served.name, 0, self._length, services.evict
             )
-        stays = self._fits(landed.kept)
+        private, stays = state.compressed_copy, self._fits(landed.kept)
         if stays and not any(_changes(each) for each in self._choices):
-            finite = torch.ones((), dtype=torch.bool, device=state.private.slots.device)
+            finite = torch.ones((), dtype=torch.bool, device=private.slots.device)
             self.write_in_place(landed.kept, finite)
         elif stays or self._fits_by_layer(landed.kept):
             self.write_by_layer(landed.kept)
         else:
             self.write_anew(landed.kept)
-        state.private.full = bool((landed.there > landed.kept).all())
+        private.full = bool((landed.there > landed.kept).all())
         self._report(dropped, started)
 
     def _report(self, dropped: int, started: float) -> None:
@@ -192,7 +190,7 @@ class Fold:
 
     def _fits_by_layer(self, counts: torch.Tensor) -> bool:
         """Whether the pages of each layer can be laid out anew before the next one is read."""
-        private = self._state.private
+        private = self._state.compressed_copy
         if not private.ready:
             return False
         first, pages = self._services.store.lay_out(counts)
@@ -207,7 +205,7 @@ class Fold:
             counts: [L, G] int64 on the host, entries that stay.
             finite: [] bool on the device; where False, everything stays.
         """
-        services, private, choices = self._services, self._state.private, self._choices
+        services, private, choices = self._services, self._state.compressed_copy, self._choices
         there = None
         if any(each.there is not None for each in choices):
             there = torch.cat([
@@ -231,7 +229,7 @@ class Fold:
 
     def write_by_layer(self, counts: torch.Tensor) -> None:
         """Write [L, G] entries that stay, each layer before the next one is read."""
-        services, private = self._services, self._state.private
+        services, private = self._services, self._state.compressed_copy
         stays, device = self._fits(counts), private.slots.device
         first = private.first_page
         if not stays:
@@ -245,7 +243,7 @@ class Fold:
 
     def write_anew(self, counts: torch.Tensor) -> None:
         """Read all [L, G] entries that stay, take the slots that they need, and write them."""
-        store, private = self._services.store, self._state.private
+        store, private = self._services.store, self._state.compressed_copy
         layers = list(self._rows())
         self.leave_tail()
         if not store.grow(private, store.slots_for(counts), self._services.evict):
@@ -255,7 +253,7 @@ class Fold:
 
     def leave_tail(self) -> None:
         """What the tail's slots hold is in private pages, or dropped: they are given up."""
-        self._state.private.tail_start = self._length
+        self._state.compressed_copy.tail_start = self._length
         self._services.detach(self._request, self._state)
 
     def _rows(self) -> Iterator[_Rows]:
@@ -275,7 +273,7 @@ class Fold:
     def _place(self, layers: Iterable[_Rows], first_page: torch.Tensor) -> None:
         """Write the rows of each layer in turn; first_page [L, G] of their lists."""
         arena, place = self._services.arena, self._state.served.kernels.place
-        pages = arena.pages(self._state.private.slots)
+        pages = arena.pages(self._state.compressed_copy.slots)
         for rows, first in zip(layers, first_page, strict=True):
             given = (rows.k, rows.v, rows.kept, pages)
             place(arena.entries, *given, value_offset=arena.value_offset, first_page=first)

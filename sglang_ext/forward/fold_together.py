@@ -47,15 +47,12 @@ class Member:
     @property
     def memory(self) -> Memory:
         """What its policy remembers."""
-        assert self.state.memory is not None
         return self.state.memory
 
     @property
     def landed(self) -> Landed:
         """What stays, by the numbers of the last follow; the host waits for them."""
-        landed = self.memory.land()
-        assert landed is not None
-        return landed
+        return self.memory.numbers()
 
 
 def group_of(member: Member, *, leaves: bool) -> Hashable | None:
@@ -158,7 +155,7 @@ class FoldTogether:
     def _lasts(self, each: Member) -> bool:
         """Whether it is known, without waiting, that what stays takes the place of what was."""
         private, memory = each.state.private, each.memory
-        if private is None or private.laid_out is None or not private.full:
+        if private is None or not private.full:
             return False
         if memory.landed() or not self._staying.repeats or not memory.lasts(private.laid_out):
             return False
@@ -213,9 +210,7 @@ class FoldTogether:
     def _settled(self, place: int, seconds: float, *, known: bool) -> None:
         """A request's lists have been settled; without `known` they are as long as before."""
         each, services = self._together._members[place], self._services
-        private, request = each.state.private, each.request
-        assert private is not None
-        assert private.laid_out is not None
+        private, request = each.state.compressed_copy, each.request
         lists = len(private.laid_out) * len(private.laid_out[0])
         dropped, same = (each.length - private.tail_start) * lists, True
         if known:

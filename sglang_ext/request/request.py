@@ -259,9 +259,13 @@ class State:
         return self.private
 
     @property
-    def memory(self) -> Memory | None:
-        """What its policy remembers while it decodes; None: it does not go on."""
-        return None if self.decoding is None else self.decoding.memory
+    def memory(self) -> Memory:
+        """What its policy remembers while it decodes.
+
+        Raises:
+            RuntimeError: its policy does not go on.
+        """
+        return self._goes_on.memory
 
     @property
     def notes(self) -> Notes:
@@ -270,9 +274,13 @@ class State:
         Raises:
             RuntimeError: its policy does not go on.
         """
+        return self._goes_on.notes
+
+    @property
+    def _goes_on(self) -> Decoding:
         if self.decoding is None:
             raise RuntimeError("the request's policy does not go on")
-        return self.decoding.notes
+        return self.decoding
 
     @property
     def queries(self) -> int:
@@ -287,7 +295,7 @@ class State:
     def leaves_at(self, step: int) -> bool:
         """Whether entries are to leave at a decode step, from 1."""
         # After a restart the policy's prompt is the tokens that were chosen.
-        prompt = self.prompt if self.memory is None else self.memory.prompt
+        prompt = self.prompt if self.decoding is None else self.decoding.memory.prompt
         return step not in self.skipped and self.served.bound.leaves_at(step, prompt)
 
     def reads_queries(self, step: int) -> bool:

@@ -65,8 +65,8 @@ def watch(driver: Driver) -> dict[str, dict[int, Any]]:
     def note() -> None:
         for request in driver.scheduler.running_batch.reqs:
             state = state_of(request)
-            memory = None if state is None else state.memory
-            if memory is not None:
+            if state is not None and state.decoding is not None:
+                memory = state.memory
                 noted = state.notes.positions  # its policy will be taken through them later
                 step = memory.generated + len(noted)
                 seen.setdefault(request.rid, {})[step] = _cached(memory, noted)

@@ -14,6 +14,8 @@ from kvpolicy.sglang_ext.memory.arena import create_arena
 from kvpolicy.sglang_ext.memory.lists import Lists
 from kvpolicy.sglang_ext.memory.store import Store
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
+from kvpolicy.sglang_ext.request.notes import Notes
+from kvpolicy.sglang_ext.request.request import Decoding, State
 
 LAYERS, KV_HEADS, SIZE, SLOTS, ROW, CONTEXT = 3, 2, 8, 120, 2, 60
 WAYS = ("write_in_place", "write_by_layer", "write_anew")
@@ -34,7 +36,7 @@ class World:
         self.length = self.freed = 0
         self.ways, self.reported, self.waits = [], [], []
         served = SimpleNamespace(name="p", kernels=in_use(torch.device("cpu")))
-        self.state = SimpleNamespace(private=None, served=served, folded=0, dropped=0, memory=None)
+        self.state = State(served, prompt=0, slots=0)
         self.request = SimpleNamespace(rid="r", kv=SimpleNamespace(req_pool_idx=ROW))
         self.runtime = SimpleNamespace(
             arena=arena, store=self.store, tables=self.tables, evict=no_cache,
@@ -52,8 +54,9 @@ class World:
         return run
 
     def report(self, request, state, dropped, seconds):
-        state.folded, state.dropped = state.folded + 1, state.dropped + dropped
-        self.reported.append((state.folded, state.dropped))
+        told = state.told
+        told.folded, told.dropped = told.folded + 1, told.dropped + dropped
+        self.reported.append((told.folded, told.dropped))
 
     def detach(self, request, state):
         """What has been copied, or is about to be overwritten, is free; a read would show."""
@@ -120,7 +123,7 @@ class World:
         return choices, wanted
 
     def fold(self, choices, finite=True, arrived=True, lasts=True):
-        """The fold of these choices, as `Memory.follow` and `land` would give them.
+        """The fold of these choices, as `Memory.follow` and `numbers` would give them.
 
         Args:
             arrived: whether the numbers are on the host; if not, nobody may ask for them.
@@ -129,13 +132,14 @@ class World:
         there = torch.tensor([[entries.shape[1] for entries in heads] for heads in self.entries()])
         kept = torch.stack([choice.kept.sum(1) for choice in choices])
         landed = SimpleNamespace(there=there, kept=kept if finite else there, finite=finite)
-        self.state.memory = SimpleNamespace(
+        memory = SimpleNamespace(
             finite=torch.tensor(finite),
-            land=lambda: self.waits.append(arrived) or landed,
+            numbers=lambda: self.waits.append(arrived) or landed,
             landed=lambda: arrived,
             lasts=lambda counts: lasts,
             stays=lambda counts: torch.tensor(finite) & (counts == kept).all(),
         )
+        self.state.decoding = Decoding(memory, Notes(1))
         reader = Reader.of(self.arena, self.table, self.request, self.state, self.length)
         Fold(self.runtime, self.request, self.state, self.length, reader.gathered, choices).finish()
         self.store.check_integrity(self.store.allocator.free_slots)
