@@ -93,7 +93,7 @@ def _rotate(
         )
         by = tl.load(shift + head * rows + row, mask=inside, other=0)[:, None]
         angle = by.to(tl.float64) * tl.load(inv_freq + pair, mask=pair < PAIRS, other=0)[None, :]
-        new_a, new_b = _turned(a, b, angle)
+        new_a, new_b = _turned(a, b, angle, a.dtype)
         still = by == 0
         tl.store(into + first, tl.where(still, a, new_a), mask=both)
         tl.store(into + second, tl.where(still, b, new_b), mask=both)
@@ -105,9 +105,8 @@ def _rotate(
 
 
 @triton.jit
-def _turned(a, b, angle):
-    """(a cos x - b sin x, a sin x + b cos x), rounded to the dtype of a and b."""
-    dtype: tl.constexpr = a.dtype
+def _turned(a, b, angle, dtype: tl.constexpr):
+    """(a cos x - b sin x, a sin x + b cos x), rounded to the dtype, that of a and b."""
     turns = tl.floor(angle * _PER_TURN + 0.5)
     angle = angle - turns * _TURN
     if dtype != tl.float64:

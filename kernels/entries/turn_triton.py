@@ -95,7 +95,7 @@ def _turn(
             a = tl.load(at + first, mask=both, other=0)
             b = tl.load(at + second, mask=both, other=0)
             angle = by.to(tl.float64)[:, None] * frequency
-            new_a, new_b = _turned(a, b, angle)
+            new_a, new_b = _turned(a, b, angle, a.dtype)
             tl.store(at + first, new_a, mask=both)
             tl.store(at + second, new_b, mask=both)
             number += tl.sum(stays)
