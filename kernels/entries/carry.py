@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from kvpolicy.kernels.launch.arguments import check_tensors
 
 
 def carry(
@@ -87,11 +88,7 @@ def check(
         ("used", used, torch.int64, (layers,)),
         *((f"states[{i}]", x, torch.float64, kept.shape) for i, x in enumerate(states)),
     ]
-    for name, x, kind, shape in given:
-        if x.dtype != kind or tuple(x.shape) != tuple(shape):
-            raise ValueError(
-                f"{name}: expected {kind} {list(shape)}, got {x.dtype} {list(x.shape)}"
-            )
+    check_tensors(given)
     if newest.dtype != torch.int64 or not len(newest) or layers % len(newest):
         raise ValueError(
             f"newest: expected int64 [N], N a part of {layers}, "

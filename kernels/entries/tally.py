@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from kvpolicy.kernels.launch.arguments import check_tensors
 
 BEFORE = 3  # columns of a layer's numbers before those of its KV heads
 
@@ -67,8 +68,4 @@ def check(
         ("finite", finite, torch.bool, (lists,)),
         ("expected", expected, torch.int64, (layers, BEFORE + 2 * group)),
     )
-    for name, x, kind, shape in given:
-        if x is not None and (x.dtype != kind or tuple(x.shape) != tuple(shape)):
-            raise ValueError(
-                f"{name}: expected {kind} {list(shape)}, got {x.dtype} {list(x.shape)}"
-            )
+    check_tensors(given)

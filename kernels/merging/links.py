@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from kvpolicy.kernels.launch.arguments import check_tensors
 
 
 def links(
@@ -62,8 +63,4 @@ def check(
         ("accepted", accepted, torch.bool, places.shape),
         ("weights", weights, torch.float64, places.shape),
     )
-    for name, x, kind, shape in given:
-        if x.dtype != kind or tuple(x.shape) != tuple(shape):
-            raise ValueError(
-                f"{name}: expected {kind} {list(shape)}, got {x.dtype} {list(x.shape)}"
-            )
+    check_tensors(given)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from kvpolicy.kernels.entries.rounding import rounded
 from kvpolicy.kernels.entries.settle import check_proceed
+from kvpolicy.kernels.launch.arguments import check_tensors
 from kvpolicy.kernels.merging.merge_rows import check_mass, merge_rows
 
 
@@ -71,11 +72,7 @@ def check(
         ("divide", divide, torch.float64, ids.shape),
         ("sources", sources, torch.int64, weights.shape),
     )
-    for name, x, dtype, shape in given:
-        if x.dtype != dtype or x.shape != shape:
-            raise ValueError(
-                f"{name}: expected {dtype} {list(shape)}, got {x.dtype} {list(x.shape)}"
-            )
+    check_tensors(given)
     check_proceed(proceed, len(proceed))
     if not len(proceed) or len(ids) % len(proceed):
         raise ValueError(

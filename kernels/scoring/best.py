@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from kvpolicy.kernels.launch.arguments import check_tensors
 from kvpolicy.kernels.scoring.order import keys
 from kvpolicy.kernels.scoring.select import top
 
@@ -58,12 +59,11 @@ def check(
     """
     if there.dtype != torch.bool or there.dim() != 2:
         raise ValueError(f"there: expected bool [R, M], got {there.dtype} {list(there.shape)}")
-    given = (("score", score, torch.float64), ("present", present, torch.bool))
-    for name, x, kind in given:
-        if x is not None and (x.dtype != kind or x.shape != there.shape):
-            raise ValueError(
-                f"{name}: expected {kind} {list(there.shape)}, got {x.dtype} {list(x.shape)}"
-            )
+    given = (
+        ("score", score, torch.float64, there.shape),
+        ("present", present, torch.bool, there.shape),
+    )
+    check_tensors(given)
     whole = numbers.dim() == 2 and len(numbers) and len(there) % len(numbers) == 0
     if numbers.dtype != torch.int64 or not whole or numbers.shape[1] != 3:
         raise ValueError(
