@@ -255,9 +255,8 @@ class _Partial:
             return replace(total, op="mean", number=number)
         mean = reduce(replace(node, op="mean"), frame, x)
         spread = as_tensor(reduce(node, frame, x).data, frame) * number
-        if (
-            not x.finite
-        ):  # a variance with an infinite value is none, whatever the other blocks hold
+        if not x.finite:
+            # A variance with an infinite value is none, whatever the other blocks hold.
             infinite = ~filled(x, 0.0).isfinite()
             spread = spread.masked_fill(infinite.sum(dims) > 0, math.nan)
         return cls(node.op, mean.axes, mean.tensor, mean.finite, number, spread)

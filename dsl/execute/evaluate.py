@@ -197,8 +197,10 @@ class Evaluation:
         return operation(node)(node, self.frame, *(self.value(x) for x in operands(node)))
 
     def _by_kernels(self, node: Node) -> bool:
-        """Whether nothing that is as large as attention is left to torch."""
-        return self.generated is not None and self.generated.covers(node, self.frame)
+        """Whether a reduction leaves nothing that is as large as attention to torch."""
+        if self.generated is None or not node.operation.is_reduction:
+            return False
+        return self.generated.covers(node, self.frame)
 
     def _within(self, node: Node, block: Frame, known: dict[int, Value]) -> Value:
         return replace(self, frame=block, known=known, whole=False).value(node)

@@ -45,7 +45,7 @@ class Generated:
     regions: Regions
     compiled: Callable[[str, str], Run]
     _sources: dict[tuple[int, bool], tuple[Source, Run]] = field(default_factory=dict)
-    _given: dict[int, list[Bundle]] = field(default_factory=dict)  # by id of node, see `covers`
+    _covering: dict[int, list[Bundle]] = field(default_factory=dict)  # by id of node, see `covers`
 
     @classmethod
     def of(
@@ -74,9 +74,9 @@ class Generated:
 
     def covers(self, node: Node, frame: Frame) -> bool:
         """Whether kernels give whatever a node's arguments read of queries, keys and values."""
-        if id(node) not in self._given:
-            self._given[id(node)] = self._all_of(node)
-        found = self._given[id(node)]
+        if id(node) not in self._covering:
+            self._covering[id(node)] = self._all_of(node)
+        found = self._covering[id(node)]
         return bool(found) and all(self.serves(each, frame) for each in found)
 
     def _all_of(self, node: Node) -> list[Bundle]:
