@@ -1,1 +1,1 @@
-"""How kernels are launched: tile sizes, and choices measured on a GPU."""
+"""How kernels are launched: checks of arguments, tile sizes, and choices measured on a GPU."""
