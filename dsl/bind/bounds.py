@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from operator import add
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.bind.intervals import Intervals, product
+from kvpolicy.dsl.bind.intervals import Intervals
 from kvpolicy.dsl.bind.kept import chooses_after, keep_of
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
-from kvpolicy.dsl.ir.split import Number
+from kvpolicy.dsl.ops.exact import Number
+from kvpolicy.dsl.ops.ranges import product
 
 
 @dataclass(frozen=True)

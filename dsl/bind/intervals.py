@@ -7,19 +7,13 @@ count, what would be NaN is 0, and `x / sum[...](x)` of values that are not nega
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.ir.counts import snap, whole
+from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node, When
-from kvpolicy.dsl.ir.split import Number
+from kvpolicy.dsl.ops.exact import Number
 from kvpolicy.dsl.ops.operations import Kind
-
-Interval = tuple[Number, Number]
-
-_ANY: Interval = (-math.inf, math.inf)
-_POSITIVE: Interval = (0.0, math.inf)
-_LEAVES: dict[str, Interval] = {"attn": (0.0, 1.0), "uniform": (0.0, 1.0), "var": _POSITIVE}
+from kvpolicy.dsl.ops.ranges import ANY, Interval, product
 
 
 class Intervals:
@@ -83,8 +77,8 @@ class Intervals:
 
     def _interval(self, node: Node, layer: int, given: frozenset[int]) -> Interval:
         row = node.operation
-        if node.op in _LEAVES:
-            return _LEAVES[node.op]
+        if isinstance(row.interval, tuple):
+            return row.interval
         if node.op == "size" and node.value == "length":
             return self._lengths[layer]
         if row.whole:
@@ -105,16 +99,15 @@ class Intervals:
             return self.of(node.args[0], layer, given)
         if "token" in node.axes or row.kind is Kind.LOOK:
             given = frozenset()
-        if row.infinite_of_none:
+        if row.of_none is not None and row.infinite_of_none:
             low, high = self._argument(node, node.args[0], layer, given)
             if not self._may_be_empty(node.args[0], node.axes, layer, given):
                 return (low, high)
-            return (-math.inf, high) if node.op == "max" else (low, math.inf)
-        rule = _RULES.get(node.op)
-        if rule is None:
-            return _ANY
+            return (min(low, row.of_none), max(high, row.of_none))
+        if row.interval is None:
+            return ANY
         numbers = [x for x in node.args if x.type.kind == "number"]
-        return rule(*(self._argument(node, x, layer, given) for x in numbers))
+        return row.interval(*(self._argument(node, x, layer, given) for x in numbers))
 
     def _argument(
         self, node: Node, x: Node, layer: int, given: frozenset[int] = frozenset()
@@ -167,7 +160,7 @@ class Intervals:
             holds = id(condition) in given or self._leaves_some(condition, axes, layer)
             return not holds or self._may_be_empty(node.args[0], axes, layer, given)
         absent = [x for x in node.args if x.type.absent]
-        passes = node.op in _RULES and len(absent) == 1
+        passes = node.operation.interval is not None and len(absent) == 1
         return not passes or self._may_be_empty(absent[0], axes, layer, given)
 
     def _leaves_some(self, condition: Node, axes: tuple[str, ...], layer: int) -> bool:
@@ -197,80 +190,3 @@ def _same(a: Node, b: Node) -> bool:
     if (a.op, a.value, a.axes, len(a.args)) != (b.op, b.value, b.axes, len(b.args)):
         return False
     return all(_same(x, y) for x, y in zip(a.args, b.args, strict=True))
-
-
-def product(a: Number, b: Number) -> Number:
-    """Of numbers that may be infinite; 0 times anything is 0."""
-    return 0 if a == 0 or b == 0 else a * b
-
-
-def _multiply(a: Interval, b: Interval) -> Interval:
-    corners = [product(x, y) for x in a for y in b]
-    return (min(corners), max(corners))
-
-
-def _divide(a: Interval, b: Interval) -> Interval:
-    if b[0] > 0:
-        return _multiply(a, (0 if math.isinf(b[1]) else 1 / b[1], 1 / b[0]))
-    return _POSITIVE if a[0] >= 0 and b[0] >= 0 else _ANY
-
-
-def _power(a: Interval, b: Interval) -> Interval:
-    return _POSITIVE if a[0] >= 0 else _ANY
-
-
-def _logarithm(a: Interval) -> Interval:
-    # The logarithm of a negative number counts as 0.
-    high = math.log(a[1]) if 0 < a[1] < math.inf else (math.inf if a[1] > 0 else 0)
-    low = math.log(a[0]) if 0 < a[0] < math.inf else -math.inf
-    return (low, high if a[0] >= 0 else max(0, high))
-
-
-def _add(a: Number, b: Number, worst: float) -> Number:
-    """A sum of ends of intervals; opposite infinities give the `worst` one."""
-    return worst if math.isinf(a) and math.isinf(b) and a != b else a + b
-
-
-def _sum(a: Interval) -> Interval:
-    return (0.0 if a[0] >= 0 else -math.inf, 0.0 if a[1] <= 0 else math.inf)
-
-
-def _with_zero(*a: Interval) -> Interval:
-    return (min(a[0][0], 0), max(a[0][1], 0))
-
-
-def _to_whole(function: Callable[[Number], int], a: Interval) -> Interval:
-    """`floor`, `ceil` or `round` of both ends, which all keep the order."""
-    low, high = (x if math.isinf(x) else function(snap(x)) for x in a)
-    return low, high
-
-
-_RULES: dict[str, Callable[..., Interval]] = {
-    "add": lambda a, b: (_add(a[0], b[0], -math.inf), _add(a[1], b[1], math.inf)),
-    "subtract": lambda a, b: (_add(a[0], -b[1], -math.inf), _add(a[1], -b[0], math.inf)),
-    "multiply": _multiply,
-    "divide": _divide,
-    "floor_divide": lambda a, b: _to_whole(math.floor, _divide(a, b)),
-    "power": _power,
-    "negate": lambda a: (-a[1], -a[0]),
-    "abs": lambda a: (max(0, a[0], -a[1]), max(a[1], -a[0])),
-    "exp": lambda a: _POSITIVE,
-    "log": _logarithm,
-    "sqrt": lambda a: _POSITIVE,
-    "cos": lambda a: (-1, 1),
-    "sin": lambda a: (-1, 1),
-    "floor": lambda a: _to_whole(math.floor, a),
-    "ceil": lambda a: _to_whole(math.ceil, a),
-    "round": lambda a: _to_whole(round, a),
-    "minimum": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
-    "maximum": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
-    "choose": lambda a, b: (min(a[0], b[0]), max(a[1], b[1])),
-    "sum": _sum,
-    "cumsum": _sum,
-    "sort": lambda a: a,
-    "mean": _with_zero,
-    "avgpool": _with_zero,
-    "maxpool": lambda *a: a[0],
-    "past": lambda *a: a[0],
-    "at": lambda *a: a[-1],
-}

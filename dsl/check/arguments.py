@@ -144,7 +144,7 @@ def _fits(typer: Typer, function: Function, parameter: Parameter, expr: Expr, no
             what = f"`{parameter.name}` of `{function.name}`"
         typer.absent(node, expr, what)
         return False
-    if parameter.unit == "tokens" and function.name in ("recent", "sinks", "top"):
+    if parameter.kind == "entries":
         typer.scope.suggest_range(expr, whole=True, minimum=0)
         what = f"the count of `{function.name}`"
         return is_no_share(typer, typer.graph.literal(node), expr, what)

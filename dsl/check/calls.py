@@ -1,4 +1,4 @@
-"""Types calls of the language's functions, by the rules that ops/functions.py names."""
+"""Types calls of the language's functions, by the rules that their rows name."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from kvpolicy.dsl.check.expressions import Typer, typed, unit_words
 from kvpolicy.dsl.check.names import Expansion
 from kvpolicy.dsl.ir.graph import in_order
 from kvpolicy.dsl.ir.nodes import Extent, Node
-from kvpolicy.dsl.ops.functions import FUNCTIONS
+from kvpolicy.dsl.ops.operations import Operation
 from kvpolicy.dsl.ops.signatures import Function
+from kvpolicy.dsl.ops.table import FUNCTIONS, OPERATIONS
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean
 from kvpolicy.dsl.syntax.expression import parse_expression
 from kvpolicy.dsl.syntax.tree import Axis, Call, Expr, Name
 
-_ELEMENTWISE_PAIRS = {"max": "maximum", "min": "minimum"}
 _NOT_READ_AT_ONCE = frozenset(("top", "along", "index", "pool", "past", "at"))
 
 
@@ -43,6 +43,11 @@ class Site(NamedTuple):
     axes: tuple[str, ...]
     exprs: Exprs  # as written, by parameter
     nodes: Nodes  # as typed; query sets are left out
+
+    @property
+    def row(self) -> Operation:
+        """What the call makes."""
+        return OPERATIONS[self.function.name]
 
     def make(self, *args: Node, **given: Any) -> Node:
         """The call's node; what is given is as of `Graph.make`."""
@@ -86,8 +91,9 @@ def type_call(typer: Typer, call: Call, fills: bool = False) -> Node | None:
     if function is None:
         _unknown_function(typer, call)
         return None
-    if call.name in _ELEMENTWISE_PAIRS and call.axes is None and len(call.arguments) == 2:
-        return _pair(typer, call)
+    row = OPERATIONS.get(call.name)
+    if row is not None and row.of_two and call.axes is None and len(call.arguments) == 2:
+        return _pair(typer, call, row.of_two)
     axes = written_axes(typer, call, function)
     exprs = bind_arguments(typer, call, function)
     if exprs is None:
@@ -120,7 +126,7 @@ def _unknown_function(typer: Typer, call: Call) -> None:
     typer.error("name", message, call.name_span, help)
 
 
-def _pair(typer: Typer, call: Call) -> Node | None:
+def _pair(typer: Typer, call: Call, op: str) -> Node | None:
     """`max(a, b)` and `min(a, b)`."""
     written = tuple(argument.value for argument in call.arguments)
     named = [argument for argument in call.arguments if argument.name]
@@ -129,7 +135,7 @@ def _pair(typer: Typer, call: Call) -> Node | None:
         message = f"`{call.name}` has no argument named `{named[0].name}`"
         typer.error("arguments", message, named[0].name_span or call.span)
         return None
-    return typer.combine(_ELEMENTWISE_PAIRS[call.name], call, written, nodes) if nodes else None
+    return typer.combine(op, call, written, nodes) if nodes else None
 
 
 # Rules: one function per `rule` of the table
@@ -137,29 +143,21 @@ def _pair(typer: Typer, call: Call) -> Node | None:
 
 def _reduction(site: Site) -> Node | None:
     name, axes, x = site.function.name, site.axes, site.nodes["x"]
-    if name == "any" and not site.typer.is_kind(x, "truth", site.exprs["x"], "`any`"):
-        return None
     if "layer" in axes and len(axes) > 1:
         rest = ", ".join(axis for axis in axes if axis != "layer")
         help = f"for example `{name}[layer]({name}[{rest}](...))`"
         site.refused("arguments", "`layer` is reduced on its own", help=help)
         return None
-    if not site.has_axes(f"{_VERBS[name]} over") or not site.competes_fairly():
+    if not site.has_axes(f"{site.function.verb} over") or not site.competes_fairly():
         return None
     unit = x.type.unit if site.function.unit == "first" else None
     if site.function.unit == "count":
         counted = {"layer": "layers", "token": "tokens", "query": "tokens", "dropped": "tokens"}
         units = {counted.get(axis) for axis in axes} - {None}
         unit = units.pop() if len(units) == 1 else None
-    kind = "truth" if name == "any" else "number"
+    kind = site.row.result or "number"
     rest_axes = tuple(axis for axis in x.type.axes if axis not in axes)
     return site.make(x, kind=kind, axes=rest_axes, over=in_writing(axes), unit=unit, absent=False)
-
-
-_VERBS = {
-    "sum": "sum", "mean": "average", "max": "take the maximum", "min": "take the minimum",
-    "var": "take the variance", "any": "look", "count": "count",
-}  # fmt: skip
 
 
 def in_writing(axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -212,8 +210,8 @@ def _pool(site: Site) -> Node | None:
 
 
 def _attention(site: Site) -> Node | None:
-    typer, call, exprs = site.typer, site.call, site.exprs
-    written = exprs["queries"]
+    typer, call = site.typer, site.call
+    written = site.exprs["queries"]
     args: tuple[Node, ...] = ()
     if isinstance(written, Name) and written.text in ("all", "new"):
         value = written.text
@@ -235,12 +233,11 @@ def _attention(site: Site) -> Node | None:
         message = f"`{call.name}` takes `recent(n)`, `all` or `new`, not `{typer.shown(written)}`"
         typer.error("query-set", message, written.span)
         return None
-    return _attention_node(typer, call, value, args, written)
+    return _attention_node(site, value, args, written)
 
 
-def _attention_node(
-    typer: Typer, call: Call, value: str, args: tuple[Node, ...], written: Expr
-) -> Node | None:
+def _attention_node(site: Site, value: str, args: tuple[Node, ...], written: Expr) -> Node | None:
+    typer, call = site.typer, site.call
     phase = typer.context.phase
     if phase == "static":
         typer.error("phase", f"`{call.name}` is not known before the prefill", call.span)
@@ -249,14 +246,13 @@ def _attention_node(
         message = f"`{call.name}(all)` in decode: only recent queries exist"
         typer.error("phase", message, call.span, "use `new` or a state")
         return None
-    axes = ("query", "token") if call.name == "distance" else ("kv", "group", "query", "token")
     # In the prefill all tokens are new.
     kind = "all" if value == "new" and phase == "prefill" else value
     meaning = typer.graph.meaning(args[0]) if args else None
     window = Extent(kind, meaning, typer.shown(written), *args)
-    node = typer.graph.make(
-        call.name, args, axes=axes, unit="tokens" if call.name == "distance" else None,
-        absent=True, value=value, when=typer.context.base, span=typer.span(call), extent=window,
+    node = site.make(
+        *args, axes=site.row.result_axes, unit=None if site.function.unit == "none" else "tokens",
+        absent=True, value=value, when=typer.context.base, extent=window,
     )  # fmt: skip
     if phase == "prefill" and value != "recent":
         typer.scope.whole_maps.add(id(node))
@@ -348,16 +344,16 @@ def _uniform(site: Site) -> Node | None:
 
 
 def _receivers(site: Site) -> Node | None:
-    name = site.function.name
+    name, vectors = site.function.name, site.row.reads_along
     if not site.typer.receivers:
         site.refused("merge", f"`{name}` stands only in `merge.into`")
         return None
-    node = site.nodes["x" if name == "nearest" else "n"]
-    if name == "next" and not site.is_static("n", "the number of receivers"):
+    ((argument, node),) = site.nodes.items()
+    if not vectors and not site.is_static(argument, "the number of receivers"):
         return None
-    if name == "nearest" and node.type.axes != ("kv", "token", "dim"):
-        message = "`nearest` compares vectors per KV head and token, such as `key`"
-        site.refused("axis", message, "x")
+    if vectors and node.type.axes != vectors:
+        message = f"`{name}` compares vectors per KV head and token, such as `key`"
+        site.refused("axis", message, argument)
         return None
     return site.make(node, kind="truth", axes=("kv", "token", "dropped"), absent=False)
 

@@ -7,24 +7,21 @@ uses the value stays silent.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fractions import Fraction
 
 from kvpolicy.dsl.check.names import Context, Expansion, Names
 from kvpolicy.dsl.ir.graph import TooLarge, extents, in_order, union
 from kvpolicy.dsl.ir.nodes import Extent, Node, When
-from kvpolicy.dsl.ops.names import BUILTINS
-from kvpolicy.dsl.ops.operations import OPERATIONS, Kind
+from kvpolicy.dsl.ops.exact import applied
+from kvpolicy.dsl.ops.operations import Kind
 from kvpolicy.dsl.ops.signatures import Builtin
+from kvpolicy.dsl.ops.table import BUILTINS, OPERATIONS
 from kvpolicy.dsl.syntax.source import Span
 from kvpolicy.dsl.syntax.tree import Call, Chain, Expr, Name, Number, Operation, Then, Where
 
 # How deep expressions may be nested through names, so that typing them needs little stack.
 MAX_LEVEL = 120
 
-_PHRASE = {
-    "add": "added",
-    "subtract": "subtracted",
-    "choose": "two branches of one `where`",
-}
 _WHERE_NOT = {
     "prompt": "is known only when a request arrives",
     "prefill": "exists only in the prefill",
@@ -204,19 +201,16 @@ class Typer:
         return self.at_dropped(self.leaf(builtin, self.span(expr)))
 
     def leaf(self, builtin: Builtin, span: Span) -> Node:
-        when, exact = When.LOAD, builtin.name != "pi"
+        when, exact = When.LOAD, builtin.exact
         if builtin.where == "prompt":
             when = When.PROMPT
         elif builtin.name == "length" and not self.scope.propagates:
             when = When.PROMPT
         elif builtin.where not in ("always", "layer"):
             when, exact = self.context.base, False
-        value: str | bool | None = builtin.name if builtin.op in ("size", "special") else None
-        if builtin.op == "truth":
-            value = builtin.name == "true"
         return self.graph.make(
-            builtin.op, kind=builtin.kind, axes=builtin.axes, unit=builtin.unit, value=value,
-            when=when, exact=exact, span=span,
+            builtin.op, kind=builtin.kind, axes=builtin.axes, unit=builtin.unit,
+            value=builtin.value, when=when, exact=exact, span=span,
         )  # fmt: skip
 
     def at_dropped(self, node: Node) -> Node:
@@ -251,21 +245,21 @@ class Typer:
         if not self.one_extent(nodes, expr):
             return None
         row = OPERATIONS[op]
-        phrase = _PHRASE.get(op, "compared")
-        if row.like_units and not self.same_units(written, nodes, phrase):
+        if row.unit == "alike" and not self.same_units(written, nodes, row.combines):
             return None
         if row.result == "truth":
             return self.graph.make(
                 op, tuple(nodes), kind="truth", absent=False, span=self.span(expr)
             )
-        if row.divides and self.graph.literal(nodes[1]) == 0:
-            result = "0" if op == "modulo" else "infinite, or 0 where 0 is divided"
+        if row.divides and row.host is not None and self.graph.literal(nodes[1]) == 0:
+            infinite = applied(row.host, (Fraction(1), Fraction(0)))
+            result = "infinite, or 0 where 0 is divided" if infinite else "0"
             message = f"a division by 0: `{self.shown(expr)}` is {result}"
             self.scope.warn("zero", message, self.span(expr))
         exact = None
         if op == "power":
             exact = nodes[1].op == "number" and nodes[1].literal.denominator == 1
-        unit = result_unit(op, [node.type.unit for node in nodes])
+        unit = _result_unit(row.unit, [node.type.unit for node in nodes])
         return self.graph.make(op, tuple(nodes), unit=unit, exact=exact, span=self.span(expr))
 
     def one_extent(self, nodes: Iterable[Node], expr: Expr) -> bool:
@@ -356,7 +350,7 @@ class Typer:
         if not self.one_extent((value, condition, other), expr):
             return None
         branches = (expr.value, expr.other)
-        if not self.same_units(branches, [value, other], _PHRASE["choose"]):
+        if not self.same_units(branches, [value, other], OPERATIONS["choose"].combines):
             return None
         return self.graph.make(
             "choose", (value, condition, other), kind=value.type.kind,
@@ -398,18 +392,16 @@ def _layers_of(extent: Extent) -> str:
     return f"`{extent.text}` layer{'' if extent.text == '1' else 's'}"
 
 
-def result_unit(op: str, units: list[str | None]) -> str | None:
-    """The unit of an arithmetic result."""
-    if OPERATIONS[op].like_units:
+def _result_unit(rule: str | None, units: list[str | None]) -> str | None:
+    """The unit of an arithmetic result, by `Operation.unit`."""
+    if rule == "alike":
         return units[0] or units[1]
-    if op == "multiply" and "tokens" in units:
+    if rule == "product" and "tokens" in units:
         other = units[1] if units[0] == "tokens" else units[0]
         return "tokens" if other in (None, "ratio") else None
-    if op in ("divide", "floor_divide"):
+    if rule == "quotient":
         return "tokens" if units[0] == "tokens" and units[1] in (None, "ratio") else None
-    if op in ("negate", "modulo"):
-        return units[0]
-    return None
+    return units[0] if rule == "first" else None
 
 
 def unit_words(unit: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvpolicy.dsl.check.scope import Scope
-from kvpolicy.dsl.ops.functions import RESERVED
+from kvpolicy.dsl.ops.table import RESERVED
 from kvpolicy.dsl.syntax.blocks import Item
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean
 

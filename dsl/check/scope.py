@@ -13,9 +13,7 @@ from kvpolicy.dsl.check.expressions import Typer, is_whole_map
 from kvpolicy.dsl.check.names import SECTIONS, Context, Definition, Names, Uses
 from kvpolicy.dsl.check.states import States
 from kvpolicy.dsl.ir.nodes import Node, When
-from kvpolicy.dsl.ops.functions import FUNCTIONS, RESERVED
-from kvpolicy.dsl.ops.names import BUILTINS
-from kvpolicy.dsl.ops.operations import OPERATIONS
+from kvpolicy.dsl.ops.table import BUILTINS, FUNCTIONS, OPERATIONS, RESERVED
 from kvpolicy.dsl.syntax.blocks import Block, Item
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean
 from kvpolicy.dsl.syntax.parse import MAX_NAMES

@@ -31,7 +31,7 @@ from kvpolicy.dsl.execute.values import (
 )
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, When
-from kvpolicy.dsl.ir.split import Number
+from kvpolicy.dsl.ops.exact import Number
 from kvpolicy.dsl.ops.operations import Kind
 
 # Kernels that reduce the layers' values where they lie.

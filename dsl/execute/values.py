@@ -19,6 +19,7 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.kernels import NONE, Kernels, Keys, dense
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import AXES, Node, Type
+from kvpolicy.dsl.ops.exact import SNAP
 
 ORDER = ("layer", *AXES)
 
@@ -408,9 +409,9 @@ def of_layer(x: Value, layer: int) -> Value:
 
 
 def snapped(x: torch.Tensor) -> torch.Tensor:
-    """`counts.snap` for tensors."""
+    """`snap` of `ops/exact.py` for tensors."""
     nearest = torch.round(2 * x) / 2
-    return torch.where((x - nearest).abs() <= counts.SNAP * x.abs().clamp(min=1), nearest, x)
+    return torch.where((x - nearest).abs() <= SNAP * x.abs().clamp(min=1), nearest, x)
 
 
 def sizes_of(*values: Value) -> dict[str, int]:

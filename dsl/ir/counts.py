@@ -12,28 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from ctypes import c_float
-from fractions import Fraction
 from typing import Any
 
-from kvpolicy.dsl.ir.split import Number, cascade_layers, split_layers
-
-# Relative distance within which a computed number counts as the multiple of 1/2 next to it: far
-# above the error of float64 sums, far below one entry in a million.
-SNAP = 2.0**-32
-
-# From here on every float64 is a whole number.
-_ALL_WHOLE = 2.0**52
+from kvpolicy.dsl.ir.split import cascade_layers, split_layers
+from kvpolicy.dsl.ops.exact import Number, snap
 
 # More entries than any cache holds.
 _LARGE = 2**62
-
-
-def snap(x: Number) -> Number:
-    """`x`, or the multiple of 1/2 that it misses only by rounding errors."""
-    if isinstance(x, Fraction | int) or not abs(x) < _ALL_WHOLE:
-        return x
-    nearest = round(2 * x) / 2
-    return nearest if abs(x - nearest) <= SNAP * max(1.0, abs(x)) else x
 
 
 def whole(x: Number, most: int) -> int:

@@ -8,7 +8,8 @@ from fractions import Fraction
 
 from kvpolicy.dsl.ir.host import NotStatic, Value, evaluator
 from kvpolicy.dsl.ir.nodes import AXES, Extent, Node, Type, When
-from kvpolicy.dsl.ops.operations import OPERATIONS, Kind, Operation
+from kvpolicy.dsl.ops.operations import Kind, Operation
+from kvpolicy.dsl.ops.table import OPERATIONS
 from kvpolicy.dsl.syntax.source import Span
 
 MAX_NODES = 10_000

@@ -16,7 +16,8 @@ from enum import IntEnum
 from fractions import Fraction
 from functools import cached_property
 
-from kvpolicy.dsl.ops.operations import OPERATIONS, Operation
+from kvpolicy.dsl.ops.operations import Operation
+from kvpolicy.dsl.ops.table import OPERATIONS
 from kvpolicy.dsl.syntax.source import Source, Span
 
 # Canonical order of axes in types, printed forms and tensors. `layer` is never part of a type: it

@@ -11,9 +11,8 @@ from dataclasses import fields, is_dataclass
 from fractions import Fraction
 
 from kvpolicy.dsl.ir.nodes import AXES, Node, Program
-from kvpolicy.dsl.ops.operations import OPERATIONS, Kind
-
-_SIZES = frozenset("layer layers kv_heads heads prompt length generated cached pi".split())
+from kvpolicy.dsl.ops.operations import Kind
+from kvpolicy.dsl.ops.table import OPERATIONS
 
 
 class MalformedProgram(Exception):
@@ -140,16 +139,20 @@ def _of_window(node: Node, program: Program) -> bool:
     return node.value in ("recent", "all", "new") and (node.value == "recent") == bool(node.args)
 
 
+def _of_name(node: Node, program: Program) -> bool:
+    return node.value in {builtin.value for builtin in node.operation.names}
+
+
 _VALUES: dict[str, Callable[[Node, Program], bool]] = {
     "number": lambda node, program: isinstance(node.value, Fraction),
     "truth": lambda node, program: isinstance(node.value, bool),
     "param": lambda node, program: node.value in program.params,
-    "size": lambda node, program: node.value in _SIZES,
+    "size": _of_name,
     "data": lambda node, program: node.value in program.data,
     "state": lambda node, program: isinstance(node.value, str),
     "budget": lambda node, program: (
         node.value is None or (node.value == "propagate" and program.propagate is not None)
     ),
     "decided": lambda node, program: node.value in program.prefill.decided,
-    "special": lambda node, program: node.value in ("own", "below", "mass", "members"),
+    "special": _of_name,
 }

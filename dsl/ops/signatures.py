@@ -1,4 +1,4 @@
-"""What the tables of names and functions say of each: arguments, axes, units and meaning."""
+"""How authors write an operation: what its functions and names take and mean."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HEAD = ("kv", "group")  # `head` is shorthand for this pair
 
 @dataclass(frozen=True)
 class Parameter:
-    """An argument of a function. `kind`: number, truth, any, set, queries or width."""
+    """An argument of a function. `kind`: number, truth, any, entries, queries or width."""
 
     name: str
     kind: str = "number"
@@ -33,6 +33,7 @@ class Function:
     cost: str = "O(size)"
     axes: str = "none"
     unit: str = "none"
+    verb: str = "look"  # what it does over its axes, in messages
     result: str = ""  # type as shown in the reference
     body: str | None = None
     group: str = ""
@@ -66,4 +67,6 @@ class Builtin:
     where: str
     meaning: str
     kind: str = "number"
+    value: str | bool | None = None  # of the operation
+    exact: bool = True
     unserved: bool = False  # the runtime does not serve it

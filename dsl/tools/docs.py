@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvpolicy.dsl.ir.nodes import AXES, Type
-from kvpolicy.dsl.ops.functions import FUNCTIONS
-from kvpolicy.dsl.ops.names import BUILTINS
 from kvpolicy.dsl.ops.signatures import Builtin, Function
+from kvpolicy.dsl.ops.table import BUILTINS, FUNCTIONS
 from kvpolicy.dsl.syntax.sections import FILE, Key
 
 _INTRODUCTION = """\

@@ -16,6 +16,7 @@ from kvpolicy.dsl.data.arrays import snapped as snapped_array
 from kvpolicy.dsl.execute.values import snapped as snapped_tensor
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.split import cascade_layers, split_layers
+from kvpolicy.dsl.ops.exact import snap
 from trees import NEAR_HALVES
 
 finite = NEAR_HALVES | st.floats(allow_nan=False, allow_infinity=False)
@@ -29,7 +30,7 @@ weights = st.lists(rationals | st.integers(0, 5), min_size=1, max_size=9)
 @example(-(2.0**-32))
 def test_snap(x):
     expected = float(snapped(x))
-    assert counts.snap(x) == expected
+    assert snap(x) == expected
     assert snapped_array(np.array([x]))[0] == expected
     assert snapped_tensor(torch.tensor([x], dtype=torch.float64)).item() == expected
 

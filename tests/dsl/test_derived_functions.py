@@ -18,7 +18,7 @@ from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.interpret.select import Evaluator
 from kvpolicy.dsl.interpret.values import Layer
 from kvpolicy.dsl.ir.nodes import ModelShape
-from kvpolicy.dsl.ops.functions import FUNCTIONS
+from kvpolicy.dsl.ops.table import FUNCTIONS
 from kvpolicy.dsl.syntax.source import Source
 
 G, N, D = 2, 5, 4

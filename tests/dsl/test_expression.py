@@ -7,7 +7,7 @@ import lark
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvpolicy.dsl.ops.functions import FUNCTIONS
+from kvpolicy.dsl.ops.table import FUNCTIONS
 from kvpolicy.dsl.syntax import grammar
 from kvpolicy.dsl.syntax.expression import ExpressionError, parse_expression
 from kvpolicy.dsl.syntax.library import shipped

@@ -3,9 +3,7 @@
 import pytest
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import AXES, When
-from kvpolicy.dsl.ops.functions import FUNCTIONS, RESERVED
-from kvpolicy.dsl.ops.names import BUILTINS
-from kvpolicy.dsl.ops.operations import OPERATIONS
+from kvpolicy.dsl.ops.table import BUILTINS, FUNCTIONS, OPERATIONS, RESERVED
 from kvpolicy.dsl.syntax.source import Source
 
 HEAD = "policy: x\nlanguage: 1\nparams: {rate: {default: 0.5, unit: ratio}, few: 4, flag: true}\n"

@@ -2,16 +2,14 @@
 
 import numpy as np
 import pytest
-from kvpolicy.dsl.bind import intervals
 from kvpolicy.dsl.codegen import expressions
 from kvpolicy.dsl.data import arrays
 from kvpolicy.dsl.execute import ops as torch_operations
 from kvpolicy.dsl.interpret import select, values
 from kvpolicy.dsl.ir import host
 from kvpolicy.dsl.ir.nodes import Node
-from kvpolicy.dsl.ops.functions import FUNCTIONS
-from kvpolicy.dsl.ops.names import BUILTINS
-from kvpolicy.dsl.ops.operations import OPERATIONS, Kind
+from kvpolicy.dsl.ops.operations import Kind
+from kvpolicy.dsl.ops.table import BUILTINS, FUNCTIONS, OPERATIONS
 
 
 def names(*kinds, **traits):
@@ -57,16 +55,12 @@ def test_torch_computes_every_operation_of_a_lowered_program():
 
 
 def test_exact_numbers_know_every_operation_of_numbers():
-    assert set(host._NUMERIC) == names(Kind.ARITHMETIC, Kind.COMPARISON)
-    assert set(host._LOGIC) == names(Kind.LOGIC)
-    assert set(host._REDUCTIONS) == names(Kind.REDUCTION)
+    known = {name for name, row in OPERATIONS.items() if row.host is not None}
+    assert known == names(Kind.ARITHMETIC, Kind.COMPARISON, Kind.LOGIC, Kind.REDUCTION)
 
 
-def test_intervals_have_rules_for_operations_only():
-    rules, leaves = set(intervals._RULES), set(intervals._LEAVES)
-    assert rules | leaves <= set(OPERATIONS)
-    assert not rules & leaves
-    assert not (rules | leaves) & {name for name, row in OPERATIONS.items() if row.whole}
+def test_what_is_a_whole_number_needs_no_interval():
+    assert all(not row.whole for row in OPERATIONS.values() if row.interval is not None)
 
 
 def test_generated_kernels_fold_every_reduction_or_put_it_together():

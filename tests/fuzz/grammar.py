@@ -13,7 +13,7 @@ from random import Random
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape
-from kvpolicy.dsl.ops.functions import FUNCTIONS
+from kvpolicy.dsl.ops.table import FUNCTIONS
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.dsl.syntax.source import Source
 

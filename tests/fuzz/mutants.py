@@ -15,8 +15,7 @@ from pathlib import Path
 from random import Random
 
 import grammar
-from kvpolicy.dsl.ops.functions import FUNCTIONS
-from kvpolicy.dsl.ops.names import BUILTINS
+from kvpolicy.dsl.ops.table import BUILTINS, FUNCTIONS
 from kvpolicy.dsl.syntax.blocks import Block, Item
 from kvpolicy.dsl.syntax.expression import ExpressionError, tokenize
 from kvpolicy.dsl.syntax.library import shipped

@@ -1,0 +1,123 @@
+"""What expressions begin with: numbers as written, names of the language, attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpolicy.dsl.ops.operations import Kind, Operation
+from kvpolicy.dsl.ops.ranges import SHARE
+from kvpolicy.dsl.ops.signatures import Builtin, Function, Parameter
+
+_VECTOR = ("kv", "token", "dim")
+_HEADS = ("kv", "group", "query", "token")
+
+
+def _name(
+    name: str, where: str, meaning: str, axes: tuple[str, ...] = (), unit: str | None = None,
+    *, op: str = "size", **given: Any,
+) -> Builtin:  # fmt: skip
+    """A name of the language that the operation takes as its value."""
+    return Builtin(name, op, axes, unit, where, meaning, **{"value": name, **given})
+
+
+def _named(
+    name: str, kind: Kind, where: str, meaning: str, axes: tuple[str, ...],
+    unit: str | None = None, *, result: str = "number", unserved: bool = False, **traits: Any,
+) -> Operation:  # fmt: skip
+    """A name of the language that is an operation of its own."""
+    own = Builtin(name, name, axes, unit, where, meaning, result, unserved=unserved)
+    return Operation(name, kind, names=(own,), result=result, **traits)
+
+
+def _vector(name: str, meaning: str) -> Operation:
+    return _named(
+        name, Kind.VECTOR, "tensors", meaning, _VECTOR, result_axes=_VECTOR, always_finite=True,
+        keeps_present=True, steady=True,
+    )  # fmt: skip
+
+
+def _hidden(name: str, meaning: str) -> Operation:
+    axes = ("token", "channel")
+    return _named(name, Kind.MODEL, "prefill", meaning, axes, result_axes=axes, unserved=True)
+
+
+def _window(
+    name: str, meaning: str, cost: str, axes: tuple[str, ...], unit: str | None = None,
+    **traits: Any,
+) -> Operation:  # fmt: skip
+    """`Node.value` is "recent" (argument: count), "all" or "new" (no argument)."""
+    result = f"number[{', '.join(axes).replace('kv, group', 'head')}]{f' {unit}' if unit else ''}"
+    function = Function(
+        name, "attention", (Parameter("queries", "queries"),), meaning, cost, unit=unit or "none",
+        result=result, group="Attention",
+    )  # fmt: skip
+    return Operation(
+        name, Kind.WINDOW, 0, 1, function=function, result="number", result_axes=axes,
+        always_finite=True, **traits,
+    )  # fmt: skip
+
+
+ROWS = (
+    Operation("number", Kind.LITERAL, meaning="value: Fraction", result="number", result_axes=(),
+              exact=True, always_finite=True),
+    Operation("truth", Kind.LITERAL, meaning="value: bool", result="truth", result_axes=(),
+              exact=True, names=(
+        _name("true", "always", "the condition that always holds", op="truth", kind="truth",
+              value=True),
+        _name("false", "always", "the condition that never holds", op="truth", kind="truth",
+              value=False))),
+    Operation("param", Kind.GIVEN, meaning="value: name of the parameter", result_axes=(),
+              exact=True),
+    Operation("size", Kind.GIVEN, meaning="value: the name", names=(
+        _name("pi", "always", "3.14159..., a float64", exact=False),
+        _name("layers", "always", "number of layers", unit="layers"),
+        _name("layer", "layer", "this layer, counted from 0", unit="layers"),
+        _name("heads", "always", "query heads per layer"),
+        _name("kv_heads", "always", "KV heads per layer"),
+        _name("prompt", "prompt", "tokens of the prompt", unit="tokens"),
+        _name("length", "prefill", "tokens that reach this layer", unit="tokens"),
+        _name("generated", "decode", "decode steps, this one included", unit="tokens"),
+        _name("cached", "decode", "entries of each KV head, the new one included", ("kv",),
+              "tokens"))),
+    Operation("data", Kind.MODEL, meaning="value: name of a tensor delivered with the model"),
+    Operation("state", Kind.REMEMBERED, meaning="value: name; before this step's update inside "
+              "its own `next`, after it elsewhere", per_head=True, fleeting=True),
+    Operation("before", Kind.REMEMBERED, meaning="value: name of a state; before this step's "
+              "update", made_by_lowering=True, per_head=True, fleeting=True),
+    Operation("budget", Kind.REMEMBERED, meaning="the numbers of the section `budget` of the "
+              "enclosing rules; value: None, or `propagate` for those of `propagate.budget`",
+              per_head=True),
+    Operation("decided", Kind.REMEMBERED, meaning="value: name of a let of the prefill, see "
+              "`Rules.decided` (in decode)", per_head=True),
+    _named("position", Kind.PLACE, "tensors", "original position, counted from 0", ("token",),
+           "tokens", result_axes=("token",), always_finite=True, keeps_present=True, whole=True,
+           of_tokens_there=True, steady=True),
+    _named("all", Kind.PLACE, "tensors", "every candidate", ("token",), result="truth",
+           per_head=True, of_tokens_there=True, steady=True),
+    _named("new", Kind.PLACE, "tensors", "the tokens of this step: the whole prompt in prefill, "
+           "one token in decode", ("token",), result="truth", per_head=True),
+    _vector("key", "cached keys, after RoPE at their original positions"),
+    _vector("value", "cached values"),
+    _hidden("hidden_in", "residual stream that enters the layer"),
+    _hidden("hidden_mid", "residual stream after attention, before the MLP"),
+    _window("attn", "softmax over all candidates of q.k / sqrt(D), causal, in float32; absent "
+            "where the token comes after the query", "O(w N D); all queries: O(N^2 D)", _HEADS,
+            keeps_present=True, reads_queries=True, fleeting=True, interval=SHARE),
+    _window("logits", "the same before the softmax", "O(w N D)", _HEADS, reads_queries=True,
+            fleeting=True),
+    _window("distance", "position of the query minus position of the token; absent where negative",
+            "O(w N)", ("query", "token"), "tokens", whole=True, of_tokens_there=True),
+    Operation("uniform", Kind.OTHER, 1, 1, "seed", result="number", interval=SHARE,
+              function=Function(
+        "uniform", "uniform", (Parameter("seed"),), "pseudo-random number in [0, 1) per KV head "
+        "and entry, from a hash of seed, layer, head, position and decode step; the same on every "
+        "device", result="number[kv, token]", group="Other")),
+    # Of a merge or share.
+    Operation("special", Kind.MERGE, meaning="value: the name", names=(
+        _name("mass", "merge", "own weight plus the weights of the entries merged into a receiver",
+              ("kv", "token"), op="special"),
+        _name("members", "merge", "1 plus the number of entries merged into a receiver",
+              ("kv", "token"), op="special"),
+        _name("own", "share", "key or value of this layer", _VECTOR, op="special"),
+        _name("below", "share", "key or value of the layer below", _VECTOR, op="special"))),
+)  # fmt: skip
