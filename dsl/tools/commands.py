@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape, Program
-from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
+from kvpolicy.dsl.syntax.diagnostics import refused
 
 if TYPE_CHECKING:
     import numpy as np
     from kvpolicy.dsl.data.result import Result, Steps
 
 EXECUTIONS = ("interpreter", "torch")
-
-
-def guarded(command: Callable[[], int]) -> int:
-    """Runs a command; what the user can cause becomes a message and exit code 2."""
-    try:
-        return command()
-    except PolicyError as error:
-        print(error, file=sys.stderr)
-        return 2
 
 
 def executable(path: str | Path) -> Program:

@@ -14,7 +14,7 @@ from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.bind.model_config import ModelConfig, read_config
 from kvpolicy.dsl.ir.nodes import ModelShape, Program
 from kvpolicy.dsl.ir.ranges import shown
-from kvpolicy.dsl.tools.commands import executable, execute, guarded
+from kvpolicy.dsl.tools.commands import executable, execute
 from kvpolicy.dsl.tools.explain_sections import decode_words
 from kvpolicy.dsl.tools.units import size_text
 
@@ -24,19 +24,7 @@ _SEED = 0
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the command.
-
-    Args:
-        args: `first`, `second` (policies), `model` (path of a config.json or its folder), `length`
-            (tokens).
-
-    Returns:
-        0 if both mean the same, 1 if they differ, 2 if the input cannot be used.
-    """
-    return guarded(lambda: _run(args))
-
-
-def _run(args: argparse.Namespace) -> int:
+    """Runs the command: 0 if both mean the same, else 1; raises PolicyError for unusable input."""
     programs = [executable(args.first), executable(args.second)]
     config = read_config(args.model)
     first, second = (bind(program, config.shape) for program in programs)

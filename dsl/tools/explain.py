@@ -17,7 +17,7 @@ from kvpolicy.dsl.ir.text import print_nodes
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, propagate_roots, state_roots
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.dsl.tools import explain_sections
-from kvpolicy.dsl.tools.commands import guarded, overrides
+from kvpolicy.dsl.tools.commands import overrides
 from kvpolicy.dsl.tools.cost import cost
 from kvpolicy.dsl.tools.explain_sections import layers_text, runs
 from kvpolicy.dsl.tools.units import flops_text, size_text
@@ -32,19 +32,7 @@ _NOTED = 0.001  # share of a policy's cost from which an expression has a line o
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the command.
-
-    Args:
-        args: `file`, `model` (path of a config.json or its folder), `length` (tokens), `set`
-            (name=value strings), `ir` (print the intermediate representation instead).
-
-    Returns:
-        0, or 2 if the input cannot be used.
-    """
-    return guarded(lambda: _run(args))
-
-
-def _run(args: argparse.Namespace) -> int:
+    """Runs the command; raises PolicyError where the input cannot be used."""
     checked = load(args.file)
     program = checked.require()
     config = read_config(args.model)

@@ -16,26 +16,14 @@ from kvpolicy.dsl.data.recording import Recording
 from kvpolicy.dsl.ir.nodes import Program
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
 from kvpolicy.dsl.syntax.library import TEST_SUFFIX, find, read_source, shipped
-from kvpolicy.dsl.tools.commands import EXECUTIONS, executable, execute, guarded, overrides
+from kvpolicy.dsl.tools.commands import EXECUTIONS, executable, execute, overrides
 from kvpolicy.dsl.tools.run import add_merged, propagation, report
 from kvpolicy.dsl.tools.test_format import Case, Numbers, Seed, read_cases
 from kvpolicy.dsl.tools.units import positions_text
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the command.
-
-    Args:
-        args: `files` (policies, their tests, or folders; none: all shipped), `execution` (a name,
-            or None for each).
-
-    Returns:
-        0 if every test passes, 1 if one fails, 2 if the input cannot be used.
-    """
-    return guarded(lambda: _run(args))
-
-
-def _run(args: argparse.Namespace) -> int:
+    """Runs the command: 0 if every test passes, else 1; raises PolicyError for unusable input."""
     executions = EXECUTIONS if args.execution is None else (args.execution,)
     passed = failed = tried = 0
     for path in _test_files(args.files):

@@ -14,24 +14,11 @@ from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.data.recording import Recording, read_recording
 from kvpolicy.dsl.data.result import Result, StepResult
 from kvpolicy.dsl.syntax.diagnostics import refused
-from kvpolicy.dsl.tools.commands import executable, execute, guarded, overrides
+from kvpolicy.dsl.tools.commands import executable, execute, overrides
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the command.
-
-    Args:
-        args: `file`, `tensors` (path of an npz), `set` (name=value strings), `execution`
-            (`interpreter` or `torch`), `fold_interval`, `scores` and `merged` (whether to write
-            them), `out` (path or `-`).
-
-    Returns:
-        0, or 2 if the input cannot be used.
-    """
-    return guarded(lambda: _run(args))
-
-
-def _run(args: argparse.Namespace) -> int:
+    """Runs the command; raises PolicyError where the input cannot be used."""
     program = executable(args.file)
     given = read_recording(args.tensors)
     bound = bind(program, given.shape, overrides(args.set), fold_interval=args.fold_interval)

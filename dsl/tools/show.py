@@ -9,25 +9,13 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.model_config import read_config
 from kvpolicy.dsl.codegen.source import generate
 from kvpolicy.dsl.ir.text import print_nodes
-from kvpolicy.dsl.tools.commands import bound_policy, guarded
+from kvpolicy.dsl.tools.commands import bound_policy
 from kvpolicy.dsl.tools.explain import roots
 from kvpolicy.dsl.tools.explain_kernels import reasons, regions, step_regions
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the command.
-
-    Args:
-        args: `file`, `model` (path of a config.json or its folder), `set` (name=value strings),
-            `triton` (the generated source; else the intermediate representation).
-
-    Returns:
-        0, or 2 if the input cannot be used.
-    """
-    return guarded(lambda: _run(args))
-
-
-def _run(args: argparse.Namespace) -> int:
+    """Runs the command; raises PolicyError where the input cannot be used."""
     bound = bound_policy(args.file, args.set, read_config(args.model).shape)
     if args.triton:
         print("\n\n".join(sources(bound)), end="")

@@ -21,7 +21,7 @@ from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.ir.host import Value
 from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.syntax.diagnostics import refused
-from kvpolicy.dsl.tools.commands import executable, guarded, overrides
+from kvpolicy.dsl.tools.commands import executable, overrides
 from kvpolicy.dsl.tools.tune_model import LayeredModel
 from kvpolicy.dsl.tools.tune_prompts import read_prompts
 from kvpolicy.dsl.tools.tune_values import candidates
@@ -62,20 +62,7 @@ class Limits:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the command.
-
-    Args:
-        args: `file`, `parameter`, `values` (texts, or None: those that the policy declares),
-            `model` (a folder), `prompts` (files), `set`, `most` (a number or None), `rows` (a
-            share or None), `out` (a PNG to write, or None), `device` (or None).
-
-    Returns:
-        0, or 2 if the input cannot be used.
-    """
-    return guarded(lambda: _run(args))
-
-
-def _run(args: argparse.Namespace) -> int:
+    """Runs the command; raises PolicyError where the input cannot be used."""
     program, name = executable(args.file), args.parameter
     settings = overrides(args.set)
     if name in settings:
