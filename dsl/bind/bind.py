@@ -279,7 +279,8 @@ def bind(
     if too_much:
         raise PolicyError(too_much, Source(program.name, ""))
     _check_shared(program, shape, params)
-    folded = _needed(fold(Sections.of(program), env), program.report)
+    sections = Sections(program.prefill, program.decode, program.propagate, program.share)
+    folded = _needed(fold(sections, env), program.report)
     lowered = lower(folded)
     return Bound(
         program,

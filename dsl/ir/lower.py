@@ -27,7 +27,7 @@ from fractions import Fraction
 
 from kvpolicy.dsl.ir.host import Value, evaluator
 from kvpolicy.dsl.ir.nodes import AXES, Node, Type, When
-from kvpolicy.dsl.ir.traverse import Sections, map_propagate, map_rules, map_share
+from kvpolicy.dsl.ir.traverse import Sections, rewritten
 from kvpolicy.dsl.ops.operations import Kind
 
 Env = Mapping[str, Value]
@@ -154,13 +154,7 @@ def fold(sections: Sections, env: Env) -> Sections:
             return made if isinstance(value, float) else _constant(value, made)
         return made
 
-    decode, propagate, share = sections.decode, sections.propagate, sections.share
-    return Sections(
-        map_rules(sections.prefill, visit),
-        decode and map_rules(decode, visit),
-        propagate and map_propagate(propagate, visit),
-        share and map_share(share, visit),
-    )
+    return rewritten(sections, visit)
 
 
 def _with_arguments(node: Node, args: tuple[Node, ...]) -> Node:
@@ -201,21 +195,18 @@ def lower(sections: Sections) -> Sections:
     first = _Lowering(budget)
     if sections.propagate is not None and sections.propagate.budget is not None:
         first.own["propagate"] = sections.propagate.budget
-    prefill = map_rules(sections.prefill, first.visit)
-    share = sections.share and map_share(sections.share, first.visit)
-    propagate = sections.propagate
-    if propagate is not None:
-        # An unsized `top` in `tokens` fills the section's own budget; lets are shared with `keep`.
-        first.filled = "propagate"
-        propagate = map_propagate(propagate, first.visit)
-    decode = sections.decode
-    if decode is not None:
-        own = decode.budget
-        if own is None and budget is not None:
-            kind = Type("number", budget.type.axes, "tokens")
-            own = Node("budget", type=kind, when=When.STEP)
-        decode = map_rules(decode, _Lowering(own).visit)
-    return Sections(prefill, decode, propagate, share)
+    prefill = rewritten(sections.prefill, first.visit)
+    if sections.share is not None and sections.share.exceptions is not None:
+        first.visit(sections.share.exceptions)  # what it names has its name in `direction` too
+    share = rewritten(sections.share, first.visit)
+    # An unsized `top` in `tokens` fills the section's own budget; lets are shared with `keep`.
+    first.filled = "propagate"
+    propagate = rewritten(sections.propagate, first.visit)
+    own = None if sections.decode is None else sections.decode.budget
+    if own is None and budget is not None:
+        kind = Type("number", budget.type.axes, "tokens")
+        own = Node("budget", type=kind, when=When.STEP)
+    return Sections(prefill, rewritten(sections.decode, _Lowering(own).visit), propagate, share)
 
 
 class _Lowering:

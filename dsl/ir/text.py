@@ -71,19 +71,22 @@ class _Printer:
             return []
         if isinstance(value, Node):
             return [f"{name} = {self.reference(value)}"]
-        if isinstance(value, dict):
-            return [
-                line for key in sorted(value) for line in self.section(f"{name}.{key}", value[key])
-            ]
-        if isinstance(value, tuple) and any(isinstance(each, Node) for each in value):
-            return [
-                line for i, each in enumerate(value) for line in self.section(f"{name}.{i}", each)
-            ]
-        if isinstance(value, Rules | Param | Data | State | Propagate | Merge | Share):
-            inner = [field.name for field in fields(value) if field.name not in _SKIPPED]
-            if isinstance(value, Propagate):  # under the keys of the language
-                inner = ["tokens", "first", "every", "budget", "restart"]
-            return [
-                line for key in inner for line in self.section(f"{name}.{key}", getattr(value, key))
-            ]
-        return [f"{name} = {value}"]
+        parts = _parts(value)
+        if parts is None:
+            return [f"{name} = {value}"]
+        return [line for key, each in parts for line in self.section(f"{name}.{key}", each)]
+
+
+def _parts(value: object) -> Iterable[tuple[object, object]] | None:
+    """What stands in a field below names or numbers of its own; None: it is one thing."""
+    if isinstance(value, dict):
+        return sorted(value.items())
+    if isinstance(value, tuple) and any(isinstance(each, Node) for each in value):
+        return enumerate(value)
+    if isinstance(value, Propagate):  # under the keys of the language
+        names = ["tokens", "first", "every", "budget", "restart"]
+    elif isinstance(value, Rules | Param | Data | State | Merge | Share):
+        names = [field.name for field in fields(value) if field.name not in _SKIPPED]
+    else:
+        return None
+    return [(name, getattr(value, name)) for name in names]

@@ -7,11 +7,12 @@ are always rewritten by one function: what was shared stays shared.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar, cast
 
-from kvpolicy.dsl.ir.nodes import Merge, Node, Program, Propagate, Rules, Share, State
+from kvpolicy.dsl.ir.nodes import Merge, Node, Propagate, Rules, Share, State
 
-Visit = Callable[[Node], Node]
+S = TypeVar("S")
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,69 +24,22 @@ class Sections:
     propagate: Propagate | None = None
     share: Share | None = None
 
-    @classmethod
-    def of(cls, program: Program) -> Sections:
-        """The sections of a checked program."""
-        return cls(program.prefill, program.decode, program.propagate, program.share)
+
+# What has values in its fields.
+_SECTIONS = Sections | Rules | Merge | State | Propagate | Share
 
 
-def map_rules(rules: Rules, visit: Visit) -> Rules:
-    """The rules with every value rewritten."""
-    return replace(
-        rules,
-        score=_one(rules.score, visit),
-        budget=_one(rules.budget, visit),
-        keep=_one(rules.keep, visit),
-        when=_one(rules.when, visit),
-        merge=_map_merge(rules.merge, visit),
-        states=_map_states(rules.states, visit),
-        lets={name: visit(node) for name, node in rules.lets.items()},
-        decided={name: visit(node) for name, node in rules.decided.items()},
-    )
-
-
-def map_propagate(propagate: Propagate, visit: Visit) -> Propagate:
-    """The section with every value rewritten."""
-    return replace(
-        propagate,
-        tokens=visit(propagate.tokens),
-        moment=visit(propagate.moment),
-        budget=_one(propagate.budget, visit),
-        restart=_one(propagate.restart, visit),
-    )
-
-
-def map_share(share: Share, visit: Visit) -> Share:
-    """The section with every value rewritten."""
-    exceptions = _one(share.exceptions, visit)
-    return replace(
-        share, when=visit(share.when), direction=visit(share.direction), exceptions=exceptions
-    )
-
-
-def _one(node: Node | None, visit: Visit) -> Node | None:
-    return None if node is None else visit(node)
-
-
-def _map_states(states: Mapping[str, State], visit: Visit) -> dict[str, State]:
-    return {
-        name: replace(state, start=_one(state.start, visit), next=_one(state.next, visit))
-        for name, state in states.items()
-    }
-
-
-def _map_merge(merge: Merge | None, visit: Visit) -> Merge | None:
-    if merge is None:
-        return None
-    return replace(
-        merge,
-        into=visit(merge.into),
-        accept=_one(merge.accept, visit),
-        weight=_one(merge.weight, visit),
-        own=_one(merge.own, visit),
-        divide=_one(merge.divide, visit),
-        states=_map_states(merge.states, visit),
-    )
+def rewritten(section: S, visit: Callable[[Node], Node]) -> S:
+    """A section, or several, with every value in it rewritten."""
+    made: Any = section
+    if isinstance(section, Node):
+        made = visit(section)
+    elif isinstance(section, dict):
+        made = {name: rewritten(each, visit) for name, each in section.items()}
+    elif isinstance(section, _SECTIONS):
+        parts = {field.name: getattr(section, field.name) for field in fields(section)}
+        made = replace(section, **rewritten(parts, visit))
+    return cast(S, made)
 
 
 def merge_roots(merge: Merge | None) -> list[Node]:
