@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvpolicy.dsl.syntax.blocks import Known
 from kvpolicy.dsl.syntax.yaml_nodes import Kind
 from kvpolicy.experiments.metrics import METRICS
 
@@ -18,7 +19,7 @@ MAX_ITEMS = 64  # of other lists and mappings
 
 
 @dataclass(frozen=True)
-class Field:
+class Field(Known):
     """A key of a mapping.
 
     `form` says what may stand under it: "name", "policy", "truth", "number", "whole", "share"
@@ -30,10 +31,6 @@ class Field:
     Numbers, shares, amounts and durations (in seconds) have bounds.
     """
 
-    name: str
-    form: str
-    meaning: str
-    required: bool = False
     fields: tuple[Field, ...] = ()
     choices: tuple[str, ...] = ()
     least: float | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic, did_you_mean, listed
 from kvpolicy.dsl.syntax.source import Span
@@ -16,20 +16,14 @@ TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 Report = Callable[[Diagnostic], None]
 
 
-class Known(Protocol):
-    """A key that a mapping may have."""
+@dataclass(frozen=True)
+class Known:
+    """A key that a mapping may have; `form` says what may stand under it."""
 
-    @property
-    def name(self) -> str:
-        """As it is written."""
-
-    @property
-    def required(self) -> bool:
-        """Whether it must be there."""
-
-    @property
-    def meaning(self) -> str:
-        """What is said where it is missing."""
+    name: str
+    form: str
+    meaning: str
+    required: bool = False
 
 
 K = TypeVar("K", bound=Known)

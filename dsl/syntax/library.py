@@ -6,7 +6,7 @@ import errno
 import stat
 from pathlib import Path
 
-from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, did_you_mean
+from kvpolicy.dsl.syntax.diagnostics import did_you_mean, refused
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.dsl.syntax.yaml_nodes import MAX_BYTES
 
@@ -41,19 +41,19 @@ def find(policy: str | Path) -> Path:
         elif error.errno == errno.ENOENT and path.is_symlink():
             reason = "this link leads to no file"
         if reason is not None:
-            raise _unreadable(name, reason) from None
+            raise refused(name, "file", reason) from None
     except ValueError:  # a name that no file can have
         pass
     else:
         if not stat.S_ISREG(kind):
-            raise _unreadable(name, f"this is {_kind(kind)}, not a policy file")
+            raise refused(name, "file", f"this is {_kind(kind)}, not a policy file")
         return path
     if name in shipped():
         return shipped()[name]
     if path.suffix or path.parent != Path():
-        raise _unreadable(name, "there is no such file")
+        raise refused(name, "file", "there is no such file")
     help = did_you_mean(name, shipped()) or "`kvpolicy list` shows the shipped policies"
-    raise _unreadable(name, "there is no such file and no shipped policy of this name", help)
+    raise refused(name, "file", "there is no such file and no shipped policy of this name", help)
 
 
 def _kind(mode: int) -> str:
@@ -69,7 +69,7 @@ def read_source(policy: str | Path) -> Source:
         PolicyError: it cannot be read, is no text, or is too long.
     """
     path = find(policy)
-    return read_file(path, str(path) if path == Path(policy) else _short(path))
+    return read_file(path, str(path) if path == Path(policy) else f"policies/{path.name}")
 
 
 def read_file(path: Path, name: str) -> Source:
@@ -81,22 +81,12 @@ def read_file(path: Path, name: str) -> Source:
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
-        text = content.decode("utf-8-sig")
     except OSError as error:
-        raise _unreadable(name, (error.strerror or "it cannot be read").lower()) from None
-    except (UnicodeDecodeError, ValueError):
-        if len(content) > MAX_BYTES:
-            raise _unreadable(name, f"the file has more than {MAX_BYTES:,} bytes") from None
-        raise _unreadable(name, "the file is not UTF-8 text") from None
+        raise refused(name, "file", (error.strerror or "it cannot be read").lower()) from None
     if len(content) > MAX_BYTES:
-        raise _unreadable(name, f"the file has more than {MAX_BYTES:,} bytes")
+        raise refused(name, "file", f"the file has more than {MAX_BYTES:,} bytes")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise refused(name, "file", "the file is not UTF-8 text") from None
     return Source(name, text.replace("\r\n", "\n").replace("\r", "\n"))
-
-
-def _short(path: Path) -> str:
-    """A shipped policy's path as messages show it."""
-    return f"policies/{path.name}"
-
-
-def _unreadable(name: str, message: str, help: str | None = None) -> PolicyError:
-    return PolicyError([Diagnostic("file", message, None, help)], Source(name, ""))

@@ -21,8 +21,8 @@ from kvpolicy.dsl.syntax.yaml_nodes import POLICY, Mapping, Node, Scalar, Sequen
 MAX_NAMES = 64
 
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]{1,4})?")
-_POLICY = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-_NAME = re.compile(r"[a-z][a-z0-9_]*")
+POLICY_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def parse(source: Source, report: Callable[[Diagnostic], None]) -> Block | None:
@@ -94,7 +94,7 @@ class _Reader:
             if self.names == MAX_NAMES + 1:
                 message = f"the file defines more than {MAX_NAMES} names"
                 self.error("size", message, name.span)
-            if not _NAME.fullmatch(name.text):
+            if not NAME.fullmatch(name.text):
                 help = "names are lower case letters, digits and `_`, and start with a letter"
                 self.error("key", f"`{name.text}` is not a name", name.span, help)
                 continue
@@ -129,7 +129,7 @@ class _Reader:
         return items
 
     def listed_name(self, node: Scalar, key: Key, path: str) -> str | None:
-        if _NAME.fullmatch(node.text):
+        if NAME.fullmatch(node.text):
             return node.text
         help = "a value that has no name gets one under `let`"
         self.error("key", f"`{path}` lists names, not {_shown(node)}", _visible(node), help)
@@ -139,7 +139,7 @@ class _Reader:
         return node.text
 
     def name(self, node: Scalar, key: Key, path: str) -> str | None:
-        if _POLICY.fullmatch(node.text) and len(node.text) <= 64:
+        if POLICY_NAME.fullmatch(node.text) and len(node.text) <= 64:
             return node.text
         help = "lower case letters and digits in groups joined by `-`, at most 64 characters"
         message = f"`{node.text}` is not a policy name" if node.text else "the policy has no name"

@@ -10,22 +10,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvpolicy.dsl.syntax.blocks import K
+from kvpolicy.dsl.syntax.parse import NAME, POLICY_NAME
 from kvpolicy.dsl.syntax.sections import FILE, Key
 
 Value = Callable[[Any], dict[str, Any]]
 
-NAME = "^[a-z][a-z0-9_]*$"
-POLICY = "^[a-z][a-z0-9]*(-[a-z0-9]+)*$"
-
+_NAME = f"^{NAME.pattern}$"
 _VALUE = {"type": ["string", "number", "boolean"]}
 _FORMS: dict[str, dict[str, Any]] = {
     "expression": _VALUE,
     "default": _VALUE,
     "expressions": {"type": "array", "items": _VALUE},
     "values": {"type": "array", "items": {"type": ["number", "boolean"]}},
-    "names": {"type": "array", "items": {"type": "string", "pattern": NAME}},
+    "names": {"type": "array", "items": {"type": "string", "pattern": _NAME}},
     "text": {"type": "string"},
-    "name": {"type": "string", "pattern": POLICY, "maxLength": 64},
+    "name": {"type": "string", "pattern": f"^{POLICY_NAME.pattern}$", "maxLength": 64},
     "version": {"const": 1},
     "number": {"type": "number"},
     "truth": {"type": "boolean"},
@@ -77,10 +76,9 @@ def _described(key: K, value: Value) -> dict[str, Any]:
 def _value(key: Key) -> dict[str, Any]:
     if key.form == "keys":
         return mapping(key.keys, _value)
-    if key.form == "same":
-        return {"anyOf": [{"const": "same"}, mapping(key.keys, _value)]}
-    if key.form == "either":
-        return {"anyOf": [_VALUE, mapping(key.keys, _value)]}
+    if key.form in ("same", "either"):
+        other = {"const": "same"} if key.form == "same" else _VALUE
+        return {"anyOf": [other, mapping(key.keys, _value)]}
     if key.form == "choice":
         return {"enum": list(key.choices)}
     if key.form == "choices":
@@ -90,5 +88,5 @@ def _value(key: Key) -> dict[str, Any]:
         item = _value(key.item)
         if key.item.name == "parameter":
             item = {"anyOf": [_VALUE, item]}
-        return {"type": "object", "additionalProperties": False, "patternProperties": {NAME: item}}
+        return {"type": "object", "additionalProperties": False, "patternProperties": {_NAME: item}}
     return _FORMS[key.form]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvpolicy.dsl.syntax.blocks import Known
+
 
 @dataclass(frozen=True)
-class Key:
+class Key(Known):
     """A key of a mapping.
 
     `form` says what may stand under it: "expression", "expressions" (a list), "text", "name" (the
@@ -17,10 +19,6 @@ class Key:
     expression, or a mapping with `keys`).
     """
 
-    name: str
-    form: str
-    meaning: str
-    required: bool = False
     keys: tuple[Key, ...] = ()
     choices: tuple[str, ...] = ()
     item: Key | None = None
