@@ -185,11 +185,6 @@ class Bound:
             return generated % self.fold_interval == 0
         return bool(self.number(self.decode.when, prompt, generated=generated))
 
-    @cached_property
-    def remembers(self) -> bool:
-        """Whether there are states that advance at every decode step."""
-        return self.decode is not None and any(s.next for s in self.decode.states.values())
-
     @property
     def propagates(self) -> bool:
         """Whether deeper layers may see fewer tokens than the prompt has."""

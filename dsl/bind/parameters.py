@@ -12,9 +12,9 @@ from fractions import Fraction
 
 from kvpolicy.dsl.ir.host import Value, evaluate
 from kvpolicy.dsl.ir.lower import Env
-from kvpolicy.dsl.ir.nodes import ModelShape, Node, Param, Program
+from kvpolicy.dsl.ir.nodes import ModelShape, Param, Program
 from kvpolicy.dsl.ir.ranges import accepted, range_problem, shown
-from kvpolicy.dsl.ops.operations import Kind
+from kvpolicy.dsl.ir.written import bare, written
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean, listed, refused
 
 # Digits and exponent are bounded so that a value from a request cannot cost memory.
@@ -62,7 +62,9 @@ def parameter_values(
     """
     values = _values(program, shape, overrides)
     for name, param in program.params.items():
-        _check_range(program, param, values[name])
+        problem = range_problem(param, values[name])
+        if problem is not None:
+            raise refused(program.name, "range", problem)
     _check_requires(program, shape, values)
     return values
 
@@ -106,7 +108,8 @@ def _parse(program: Program, param: Param, text: str) -> Fraction | bool:
         return text == "true"
     if _NUMBER.fullmatch(text):
         return Fraction(text)
-    message = f"`{param.name}` is `{_short(text)}`; it is a number{_limits(param)}"
+    kind = ", ".join(filter(None, ("a number", accepted(param))))
+    message = f"`{param.name}` is `{_short(text)}`; it is {kind}"
     help = None
     if _ANY_NUMBER.fullmatch(text):
         message = f"`{param.name}` is `{_short(text)}`; a number has at most {_DIGITS}"
@@ -119,17 +122,6 @@ def _short(text: str) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _limits(param: Param) -> str:
-    limits = accepted(param)
-    return f", {limits}" if limits else ""
-
-
-def _check_range(program: Program, param: Param, value: Value) -> None:
-    problem = range_problem(param, value)
-    if problem is not None:
-        raise refused(program.name, "range", problem)
-
-
 def _check_requires(program: Program, shape: ModelShape, params: Mapping[str, Value]) -> None:
     env = environment(shape, params)
     for condition in program.requires:
@@ -137,27 +129,5 @@ def _check_requires(program: Program, shape: ModelShape, params: Mapping[str, Va
             continue
         names = sorted({node.symbol for node in condition.walk() if node.op == "param"})
         values = ", ".join(f"`{name}` is {shown(params[name])}" for name in names)
-        raise refused(
-            program.name,
-            "range",
-            f"policy `{program.name}` requires {_sentence(condition)}"
-            + (f", but {values}" if values else ""),
-        )
-
-
-def _sentence(node: Node) -> str:
-    """A static condition, as an author would write it (parentheses around inner operations)."""
-
-    def text(node: Node, inner: bool) -> str:
-        if node.operation.kind is Kind.GIVEN:
-            return str(node.value)
-        if node.operation.kind is Kind.LITERAL:
-            return shown(node.literal)
-        parts = [text(argument, True) for argument in node.args]
-        sign = node.operation.sign
-        if sign is not None and len(parts) == 2:
-            joined = f"{parts[0]} {sign} {parts[1]}"
-            return f"({joined})" if inner else joined
-        return f"{node.op}({', '.join(parts)})"
-
-    return f"`{text(node, False)}`"
+        message = f"policy `{program.name}` requires `{bare(written(condition))}`"
+        raise refused(program.name, "range", message + (f", but {values}" if values else ""))

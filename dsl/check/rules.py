@@ -9,16 +9,11 @@ from kvpolicy.dsl.check.expressions import Typer
 from kvpolicy.dsl.check.names import Context, Definition
 from kvpolicy.dsl.check.scope import Scope
 from kvpolicy.dsl.check.selection import type_selection
-from kvpolicy.dsl.ir.nodes import Merge, Node, Propagate, Rules, Share, State, When
+from kvpolicy.dsl.ir.nodes import Merge, Node, Propagate, Rules, Share, State, When, brackets
 from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of
 from kvpolicy.dsl.syntax.blocks import Block, Item
 from kvpolicy.dsl.syntax.tree import Call, Expr, Name
-
-
-def shape_of(node: Node) -> str:
-    """The axes of a node as they are written, `[head, token]`."""
-    return f"[{str(node.type).partition('[')[2].partition(']')[0]}]"
 
 
 class RulesChecker:
@@ -66,13 +61,13 @@ class RulesChecker:
             return False
         extra = [axis for axis in node.type.axes if axis not in ("kv", "token")]
         if "token" not in node.type.axes:
-            message = f"score is {shape_of(node)}; it needs one number per token"
+            message = f"score is {brackets(node.type.axes)}; it needs one number per token"
             if not node.type.axes:
                 message = "score is one number for the layer; it needs one per token"
             typer.error("score-axes", message, item.value.span)
             return False
         if extra:
-            message = f"score is {shape_of(node)}; only `kv` and `token` may be left"
+            message = f"score is {brackets(node.type.axes)}; only `kv` and `token` may be left"
             help = f"reduce `{extra[0]}`, for example with `sum[{extra[0]}](...)`"
             typer.error("score-axes", message, item.value.span, help)
             return False
@@ -213,9 +208,9 @@ def check_axes(typer: Typer, node: Node, item: Item, allowed: tuple[str, ...]) -
     if not extra:
         return True
     only = " and ".join(f"`{axis}`" for axis in allowed) or "none"
-    message = f"`{item.path}` is {shape_of(node)}; it may have the axes {only}"
+    message = f"`{item.path}` is {brackets(node.type.axes)}; it may have the axes {only}"
     if not allowed:
-        message = f"`{item.path}` is {shape_of(node)}; one value for the layer is needed"
+        message = f"`{item.path}` is {brackets(node.type.axes)}; one value for the layer is needed"
     verb = "any" if node.type.kind == "truth" else "sum"
     help = f"reduce `{extra[0]}`, for example with `{verb}[{extra[0]}](...)`"
     typer.error("axis", message, item.value.span, help)

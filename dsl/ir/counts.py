@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from ctypes import c_float
 from typing import Any
 
 from kvpolicy.dsl.ir.split import cascade_layers, split_layers
@@ -52,6 +51,8 @@ def split(
 
     Weights decide who gets the odd entries, so that computed ones are rounded to float32.
     """
+    from ctypes import c_float  # takes long, and is needed by no check
+
     weights = [c_float(x).value if isinstance(x, float) else x for x in weights]
     caps = None if maxima is None else [whole(maximum, _LARGE) for maximum in maxima]
     divide = cascade_layers if cascade else split_layers

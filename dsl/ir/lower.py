@@ -25,8 +25,9 @@ from dataclasses import replace
 from enum import IntEnum
 from fractions import Fraction
 
+from kvpolicy.dsl.ir.graph import in_order
 from kvpolicy.dsl.ir.host import Value, evaluator
-from kvpolicy.dsl.ir.nodes import AXES, Node, Type, When
+from kvpolicy.dsl.ir.nodes import Node, Type, When
 from kvpolicy.dsl.ir.traverse import Sections, rewritten
 from kvpolicy.dsl.ops.operations import Kind
 
@@ -78,8 +79,7 @@ class Phases:
 
 def axes_of(*nodes: Node, without: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Union of the nodes' axes in canonical order, less `without`."""
-    names = {axis for node in nodes for axis in node.type.axes}
-    return tuple(axis for axis in AXES if axis in names and axis not in without)
+    return in_order({axis for node in nodes for axis in node.type.axes}.difference(without))
 
 
 class Static:

@@ -25,6 +25,13 @@ from kvpolicy.dsl.syntax.source import Source, Span
 AXES = ("past", "kv", "group", "query", "token", "dropped", "dim", "channel")
 
 
+def brackets(axes: tuple[str, ...]) -> str:
+    """Axes as they are written, `[head, token]`; nothing where there are none."""
+    if {"kv", "group"} <= {*axes}:
+        axes = tuple("head" if axis == "kv" else axis for axis in axes if axis != "group")
+    return f"[{', '.join(axes)}]" if axes else ""
+
+
 class When(IntEnum):
     """The earliest moment at which a value is known. Later moments include earlier ones."""
 
@@ -70,12 +77,8 @@ class Type:
     reach: Extent | None = None  # along which layers the axis `past` runs
 
     def __str__(self) -> str:
-        axes = list(self.axes)
-        if "kv" in axes and "group" in axes:
-            axes[axes.index("kv")] = "head"
-            axes.remove("group")
-        text = f"{self.kind}[{', '.join(axes)}]" if axes else self.kind
-        return text + (f" {self.unit}" if self.unit else "") + ("?" if self.absent else "")
+        unit = f" {self.unit}" if self.unit else ""
+        return f"{self.kind}{brackets(self.axes)}{unit}{'?' if self.absent else ''}"
 
     def extent(self, axis: str) -> Extent | None:
         """Along what an axis runs, where values differ in that."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from fractions import Fraction
 
+from kvpolicy.dsl.ir.graph import in_order
 from kvpolicy.dsl.ir.nodes import AXES, Node, Program
 from kvpolicy.dsl.ops.operations import Kind
 from kvpolicy.dsl.ops.table import OPERATIONS
@@ -119,8 +120,7 @@ def _verify_type(node: Node) -> None:
 
 def _verify_axes(node: Node) -> None:
     own, axes, row = node.axes, node.type.axes, node.operation
-    ordered = tuple(axis for axis in AXES if axis in axes)
-    _expect(axes == ordered, f"has the axes {axes} out of order")
+    _expect(axes == in_order(axes), f"has the axes {axes} out of order")
     _expect(bool(own) == row.names_axes, f"is over {own}")
     _expect(len(set(own)) == len(own), "names an axis twice")
     _expect(all(axis in (*AXES, "layer") for axis in own), f"is over {own}")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
-from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.nodes import Node, brackets
+from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.ops.operations import Kind
 
 _NAMES = {"minimum": "min", "maximum": "max"}
@@ -22,7 +21,7 @@ def written(node: Node, *, named: bool = False) -> str:
     args = [written(each, named=True) for each in node.args]
     row = node.operation
     if row.kind is Kind.LITERAL:
-        return _constant(node.literal)
+        return shown(node.literal)
     if row.is_window:
         return f"{node.op}({f'recent({args[0]})' if args else node.value})"
     if node.op == "top" and node.origin in ("recent", "sinks"):
@@ -40,13 +39,12 @@ def written(node: Node, *, named: bool = False) -> str:
         return f"not {args[0]}" if node.op == "not" else f"-{args[0]}"
     if node.op == "then":
         return f"({' then '.join(args)})"
-    axes = f"[{', '.join(_axes(node.axes))}]" if node.axes else ""
-    inner = ", ".join(_bare(text) for text in args)
-    return f"{_NAMES.get(node.op, node.op)}{axes}({inner})"
+    inner = ", ".join(bare(text) for text in args)
+    return f"{_NAMES.get(node.op, node.op)}{brackets(node.axes)}({inner})"
 
 
-def _bare(text: str) -> str:
-    """Without parentheses around all of it."""
+def bare(text: str) -> str:
+    """An expression without parentheses around all of it."""
     if not text.startswith("("):
         return text
     depth = 0
@@ -55,17 +53,3 @@ def _bare(text: str) -> str:
         if depth == 0:
             return text[1:-1] if at == len(text) - 1 else text
     return text
-
-
-def _axes(axes: tuple[str, ...]) -> list[str]:
-    names = list(axes)
-    if "kv" in names and "group" in names:
-        names[names.index("kv")] = "head"
-        names.remove("group")
-    return names
-
-
-def _constant(value: Fraction | bool) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"

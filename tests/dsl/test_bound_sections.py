@@ -99,14 +99,13 @@ def test_queries_that_are_read(text, queries, step):
 def test_states_that_nothing_reads_are_dropped():
     unread = bound(HEAT + "keep: recent(4)\ndecode: same\n")
     assert not unread.rules.states
-    assert not unread.remembers
+    assert not unread.decode.states
     chain = bound(
         "state:\n  a: a + sum[group, query](attn(new))\n  b: b + a\n  c: c + b\n"
         "keep: top(b, 4)\ndecode: same\n"
     )
     assert set(chain.rules.states) == {"a", "b"} == set(chain.decode.states)
-    assert chain.remembers
-    assert all(state.inherited for state in chain.decode.states.values())
+    assert all(state.next and state.inherited for state in chain.decode.states.values())
 
 
 @pytest.mark.parametrize(
