@@ -61,34 +61,39 @@ def paged_attention(
     if requests == 0 or indices.shape[0] == 0:
         return torch.zeros_like(q)
     length = indptr.diff()
-    longest = max(int(length.max()), 1)
+    shortest, longest = torch.stack(length.aminmax()).tolist()
+    at = unseen = None
     place = torch.arange(longest, device=q.device)
-    # A place past the end of a list repeats its first entry, so that no other list is touched.
-    inside = place[None, :] < length[:, None]
-    at = indptr[:-1, None] + torch.where(inside, place[None, :], 0)
-    at = at.clamp(max=indices.shape[0] - 1)
+    if shortest < longest:
+        # A place past the end of a list repeats its first entry, so that no other list is touched.
+        inside = place < length[:, None]
+        at = (indptr[:-1, None] + torch.where(inside, place, 0)).clamp_(max=indices.shape[0] - 1)
+    if shortest < longest or tokens > 1:
+        last = length[:, None] - tokens + torch.arange(tokens, device=q.device)  # [B * G, T]
+        unseen = place > last[:, :, None]  # [B * G, T, M]
+        unseen = unseen.repeat_interleave(heads // groups, dim=1)
 
-    # [B * G, T, H / G, D] against [B * G, M, D]
+    def rows(of: torch.Tensor, listed: torch.Tensor, by: torch.Tensor | None) -> torch.Tensor:
+        """[B * G, M, D] float32."""
+        if at is not None:
+            listed, by = listed[at].flatten(), None if by is None else by[at].flatten()
+        found = of.index_select(0, listed).float()
+        found = found if by is None else found.mul_(by[:, None])
+        return found.view(-1, longest, size)
+
+    # [B * G, T * H / G, D] against [B * G, M, D]
     grouped = q.view(requests, tokens, groups, heads // groups, size).transpose(1, 2)
     grouped = grouped.reshape(requests * groups, tokens * (heads // groups), size).float()
-    scores = torch.bmm(grouped, _rows(keys, indices, apart.key_scale, at).transpose(1, 2)) * scale
-    last = length[:, None] - tokens + torch.arange(tokens, device=q.device)  # [B * G, T]
-    seen = place <= last[:, :, None]  # [B * G, T, M]
-    seen = seen.repeat_interleave(heads // groups, dim=1)
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    scores = torch.bmm(grouped, rows(keys, indices, apart.key_scale).transpose(1, 2)) * scale
+    if unseen is not None:
+        scores.masked_fill_(unseen, float("-inf"))
+    weights = scores.softmax(dim=-1).nan_to_num_(0.0)
     beside = indices if apart.value_indices is None else apart.value_indices
-    out = torch.bmm(weights.nan_to_num(0.0), _rows(values, beside, apart.value_scale, at))
-    out = out.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    out = torch.bmm(weights, rows(values, beside, apart.value_scale))
+    if unseen is not None:
+        out.masked_fill_(unseen.all(-1, keepdim=True), 0.0)
     out = out.view(requests, groups, tokens, heads // groups, size).transpose(1, 2)
     return out.reshape(requests, tokens, heads, size).to(q.dtype)
-
-
-def _rows(
-    rows: torch.Tensor, indices: torch.Tensor, scale: torch.Tensor | None, at: torch.Tensor
-) -> torch.Tensor:
-    """[..., D] float32, the listed rows at places `at` [...] of the lists."""
-    found = rows.index_select(0, indices[at].flatten()).view(*at.shape, rows.shape[1]).float()
-    return found if scale is None else found.mul_(scale[at].unsqueeze(-1))
 
 
 def check(

@@ -88,7 +88,8 @@ class DecodeStep:
     @cached_property
     def _lists(self) -> Lists:
         lengths = [self._lengths[i] for i in self._private]
-        return Lists(self._arena, list(self._private.values()), lengths, self._table)
+        held = list(self._private.values())
+        return Lists(self._arena, held, lengths, self._table, remember=True)
 
     @property
     def reads(self) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from kvpolicy.kernels.attention.paged_attention import Apart
+from kvpolicy.kernels.attention.paged_attention import TOGETHER, Apart
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.memory.arena import Arena
-from kvpolicy.sglang_ext.memory.private import Private
-from kvpolicy.sglang_ext.memory.shared import separate
+from kvpolicy.sglang_ext.memory.private import Listed, Private
 
 # indptr, indices and what is known of them besides, of one layer.
 _OfLayer = tuple[torch.Tensor, torch.Tensor, Apart]
@@ -20,9 +19,7 @@ class Lists:
     """Entry lists of B compressed requests for one forward, built layer by layer.
 
     A list is the entries of one (request, KV head): its private pages, then its tail, the tokens
-    since these were written, in ordinary slots. What does not depend on the layer is computed
-    once; ids are made per layer because all of them together would be a table of 1 to 3 % of the
-    entries' own memory.
+    since these were written, in ordinary slots.
     """
 
     def __init__(
@@ -31,31 +28,27 @@ class Lists:
         requests: Sequence[Private],
         lengths: Sequence[int],
         req_to_token: torch.Tensor,
+        *,
+        remember: bool = False,
     ) -> None:
         """
         Args:
             requests: B compressed requests.
             lengths: tokens of each, prompt included, after this forward.
             req_to_token: [rows, context] SGLang's table of ordinary slots.
+            remember: whether what is listed of private pages stays in their layout for the next
+                forward: 8 bytes for an entry, 24 where layers are stored in pairs.
         """
-        self._arena = arena
+        self._arena, self._requests, self._remember = arena, list(requests), remember
         self._latest: tuple[int, _OfLayer] | None = None
-        device, lengths = req_to_token.device, list(lengths)
-        self._requests = list(requests)
-        pages = [arena.pages(r.slots) for r in requests]
-        before = itertools.accumulate((p.numel() for p in pages), initial=0)
-        self._pages = torch.cat(pages)
-        layouts = [r.layout for r in requests]
-        self._counts = torch.stack([x.counts for x in layouts]).to(torch.int64)  # [B, L, G]
-        first = [x.first_page.to(torch.int64) + n for x, n in zip(layouts, before, strict=False)]
-        self._first = torch.stack(first)
-        rows = zip(requests, lengths, strict=True)
+        self._indptr: dict[tuple[int, ...], torch.Tensor] = {}
+        device, heads = req_to_token.device, arena.kv_heads
+        rows = zip(self._requests, lengths, strict=True)
         tails = [req_to_token[r.row, r.tail_start : n] for r, n in rows]
-        self._tail = torch.cat(tails).to(torch.int64)
-        self._tails = [t.numel() for t in tails]
-        self._tail_length = to_device(self._tails, torch.int64, device)
-        self._tail_first = self._tail_length.cumsum(0) - self._tail_length
-        self._shared = {i: r.shared for i, r in enumerate(requests) if r.shared is not None}
+        self._tails = [tail.numel() for tail in tails for _ in range(heads)]  # [B * G]
+        head = torch.arange(heads, device=device)[:, None]
+        entries = [(tail.to(torch.int64) * heads + head).flatten() for tail in tails]
+        self._tail = torch.cat([torch.empty(0, dtype=torch.int64, device=device), *entries])
 
     def layer(self, layer: int) -> _OfLayer:
         """Entry lists of one layer.
@@ -77,41 +70,64 @@ class Lists:
         own = indptr[request * groups : (request + 1) * groups + 1]
         return own - start, indices[start:end]
 
-    def _sizes(self, layer: int) -> list[int]:
+    def _sizes(self, layer: int) -> tuple[int, ...]:
         """[B * G] lengths of the lists, without asking the device."""
-        requests = zip(self._requests, self._tails, strict=True)
-        return [count + tail for r, tail in requests for count in r.entries(layer)]
+        counts = itertools.chain.from_iterable(r.entries(layer) for r in self._requests)
+        return tuple(count + tail for count, tail in zip(counts, self._tails, strict=True))
+
+    def _starts(self, sizes: tuple[int, ...]) -> torch.Tensor:
+        """[B * G + 1] int64 of lists that are so long; layers often have the same."""
+        if sizes not in self._indptr:
+            starts = list(itertools.accumulate(sizes, initial=0))
+            self._indptr[sizes] = to_device(starts, torch.int64, self._tail.device)
+        return self._indptr[sizes]
 
     def _lists(self, layer: int) -> _OfLayer:
-        """Made anew: keys and values together, then apart where layers are stored in pairs."""
-        indptr, indices = self._together(layer)
+        """Put together; keys and values apart only where a request stores the layer in a pair."""
+        held = [self._listed(private, layer) for private in self._requests]
+        tail = self._tail + self._arena.key_base(layer)
 
-        def entry_at(request: int, place: torch.Tensor) -> torch.Tensor:
-            page = self._arena.kv_heads
-            first = self._first[request, layer, :, None]
-            return self._pages[first + place // page] * page + place % page
+        def joined(parts: Iterable[Sequence[torch.Tensor]], tail: torch.Tensor) -> torch.Tensor:
+            heads = itertools.chain.from_iterable(parts)
+            both = zip(heads, tail.split(self._tails), strict=True)
+            return torch.cat(list(itertools.chain.from_iterable(both)))
 
-        # On the host, which alone is asked where lists begin.
-        starts = torch.tensor([0, *itertools.accumulate(self._sizes(layer))])
-        apart = separate(self._shared, layer, self._arena, starts, indices, entry_at)
-        return indptr, *apart
+        indptr, keys = self._starts(self._sizes(layer)), joined((x.keys for x in held), tail)
+        if all(each.key_scale is None for each in held):
+            return indptr, keys, TOGETHER
+        ones = torch.ones(tail.shape, device=tail.device)
+        key_scale = joined((x.key_scale or _ones(x.keys) for x in held), ones)
+        value_scale = joined((x.value_scale or _ones(x.values) for x in held), ones)
+        return indptr, keys, Apart(joined((x.values for x in held), tail), key_scale, value_scale)
 
-    def _together(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        arena = self._arena
-        page = groups = arena.kv_heads
-        count = self._counts[:, layer].flatten()  # [B * G]
-        length = count + self._tail_length.repeat_interleave(groups)
-        indptr = torch.zeros(length.numel() + 1, dtype=torch.int64, device=length.device)
-        torch.cumsum(length, 0, out=indptr[1:])
-        owner = torch.repeat_interleave(length, output_size=sum(self._sizes(layer)))
-        place = torch.arange(owner.numel(), device=owner.device) - indptr[owner]
+    def _listed(self, private: Private, layer: int) -> Listed:
+        """What one request holds in private pages, at a layer."""
+        known = private.layout.listed
+        if layer in known:
+            return known[layer]
+        made = _list(self._arena, private, layer)
+        if self._remember:
+            known[layer] = made
+        return made
 
-        count = count[owner]
-        compressed = place < count
-        paged = self._first[:, layer].flatten()[owner] + place // page
-        # An empty list of pages (nothing kept) still needs an index that exists.
-        paged = paged.masked_fill(~compressed, 0).clamp(max=max(self._pages.numel() - 1, 0))
-        paged = self._pages[paged] * page + place % page if self._pages.numel() else place
-        tail = self._tail_first[owner // groups] + place - count
-        tail = self._tail[tail.masked_fill(compressed, 0)] * groups + owner % groups
-        return indptr, torch.where(compressed, paged, tail + arena.key_base(layer))
+
+def _list(arena: Arena, private: Private, layer: int) -> Listed:
+    page, layout, held = arena.kv_heads, private.layout, private.entries(layer)
+    pages, first = arena.pages(private.slots), layout.first_page[layer].to(torch.int64)
+    which = None if private.shared is None else private.shared.at(layer)
+    if private.shared is not None and which is not None:
+
+        def entry_at(place: torch.Tensor) -> torch.Tensor:
+            return pages[first[:, None] + place // page] * page + place % page
+
+        (keys, values), (key_scale, value_scale) = private.shared.listed(which, arena, entry_at)
+        return Listed(keys.unbind(), values.unbind(), key_scale.unbind(), value_scale.unbind())
+    counts = layout.counts[layer].to(torch.int64)
+    head = torch.repeat_interleave(counts, output_size=sum(held))
+    place = torch.arange(head.numel(), device=head.device) - (counts.cumsum(0) - counts)[head]
+    entries = (pages[first[head] + place // page] * page + place % page).split(held)
+    return Listed(entries, entries)
+
+
+def _ones(like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.ones(each.shape, device=each.device) for each in like]

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from kvpolicy.sglang_ext.memory.shared import Shared
+
+
+class Listed(NamedTuple):
+    """Where the entries of one request's private pages lie at a layer, KV head by KV head.
+
+    Attributes:
+        keys, values: int64 [n] per KV head.
+        key_scale, value_scale: float32 [n] per KV head, by which what lies there is multiplied;
+            None: by 1.
+    """
+
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+    key_scale: Sequence[torch.Tensor] | None = None
+    value_scale: Sequence[torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -19,6 +36,7 @@ class Layout:
         room: [L, G] entries for which each list has pages, on the host.
         layer_starts: per layer, `first_page` of its first list, for the host.
         needs: slots that all entries take with so many tokens more, as far as asked.
+        listed: per layer, where its entries lie, as far as decode steps have listed them.
     """
 
     counts: torch.Tensor
@@ -27,6 +45,7 @@ class Layout:
     room: torch.Tensor
     layer_starts: list[int]
     needs: dict[int, int] = field(default_factory=dict, init=False)
+    listed: dict[int, Listed] = field(default_factory=dict, init=False)
 
 
 @dataclass

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from kvpolicy.kernels.attention.paged_attention import TOGETHER, Apart
 from kvpolicy.kernels.entries import pairs
 from kvpolicy.kernels.entries.pairs import BELOW, OWN
 from kvpolicy.sglang_ext.face.host import to_device
@@ -42,46 +41,24 @@ class Shared:
             return OWN
         return BELOW if layer + 1 in self.uppers else None
 
+    def listed(
+        self, which: int, arena: Arena, entry_at: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """How one layer of a pair reads the prompt's tokens.
 
-def separate(
-    shared: Mapping[int, Shared],
-    layer: int,
-    arena: Arena,
-    indptr: torch.Tensor,
-    indices: torch.Tensor,
-    entry_at: Callable[[int, torch.Tensor], torch.Tensor],
-) -> tuple[torch.Tensor, Apart]:
-    """Entry lists of a layer where some requests store it in a pair.
+        Args:
+            which: of the pair.
+            entry_at: from places [..., G, n] or [n] in the pair's lists to entries [..., G, n].
 
-    Args:
-        shared: such requests among the B, by their index; all their lists at this layer are equally
-            long and begin with the N tokens of the prompt.
-        indptr: [B * G + 1] int64, on the host.
-        indices: [nnz] int64; what stands there for these tokens is not used.
-        entry_at: from (a request's index, places [..., G, n] or [n] in its pages) to entries
-            [..., G, n].
-
-    Returns:
-        indices [nnz], and what `paged_attention` takes besides.
-    """
-    found = {
-        i: (which, each.tokens)
-        for i, each in shared.items()
-        if (which := each.at(layer)) is not None
-    }
-    if not found:
-        return indices, TOGETHER
-    numbers, heads = pairs.numbers(arena.storage), arena.kv_heads
-    device = indices.device
-    offsets = to_device([0, arena.value_offset], torch.int64, device).view(2, 1, 1)
-    entries = indices.repeat(2, 1)  # of keys and of values
-    scale = torch.ones(entries.shape, device=device)
-    for i, (which, tokens) in found.items():
-        block = slice(int(indptr[i * heads]), int(indptr[(i + 1) * heads]))
+        Returns:
+            int64 [2, G, N] entries of keys and of values, and float32 [2, G, N] by which they are
+            multiplied.
+        """
+        numbers, tokens = pairs.numbers(arena.storage), self.tokens
+        device = numbers.device
+        offsets = to_device([0, arena.value_offset], torch.int64, device).view(2, 1, 1)
         rows = pairs.code_rows(tokens, numbers.shape[1])
-        codes_at = entry_at(i, torch.arange(which * rows, (which + 1) * rows, device=device))
-        codes = numbers[codes_at + offsets].flatten(2)[:, :, :tokens]  # [2, G, N]
+        codes_at = entry_at(torch.arange(which * rows, (which + 1) * rows, device=device))
+        codes = numbers[codes_at + offsets].flatten(2)[:, :, :tokens]
         place, by = pairs.decode(codes, torch.arange(tokens, device=device))
-        entries[:, block].view(2, heads, -1)[:, :, :tokens] = entry_at(i, 2 * rows + place)
-        scale[:, block].view(2, heads, -1)[:, :, :tokens] = by
-    return entries[0], Apart(entries[1], scale[0], scale[1])
+        return entry_at(2 * rows + place), by

@@ -140,8 +140,10 @@ def test_attention_is_that_over_the_restored_tensors(heads, kv_heads, dtype, sha
     pool.store.check_integrity(pool.store.allocator.free_slots)
 
     q = torch.randn(3, LAYERS, heads, SIZE, generator=generator).to(dtype)
-    lists = Lists(pool.arena, privates, lengths, pool.table)
+    given = (pool.arena, privates, lengths, pool.table)
+    first, lists = (Lists(*given, remember=True) for _ in range(2))
     for layer in range(LAYERS):
+        first.layer(layer)
         indptr, indices, apart = lists.layer(layer)
         arena = (pool.arena.entries, pool.arena.values)
         got = paged_attention(q[:, layer, None], *arena, indptr, indices, scale=scale, apart=apart)

@@ -42,7 +42,7 @@ def same_attention(store, tables, held):
     rows, lengths = list(held), [private.tail_start + 3 for private in held.values()]
     table = torch.arange(ROWS * CONTEXT, dtype=torch.int32).view(ROWS, CONTEXT) % SLOTS
     q = torch.randn(len(rows), HEADS, SIZE, generator=torch.Generator().manual_seed(1))
-    lists = Lists(store.arena, list(held.values()), lengths, table)
+    lists = Lists(store.arena, list(held.values()), lengths, table, remember=True)
     for layer in range(LAYERS):
         found = decode_attention(
             q,
