@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
-from matplotlib.axes import Axes
 from timing import summary
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
@@ -19,7 +20,20 @@ LINE = {"color": "#666666", "linestyle": "--", "linewidth": 1}
 Lines = dict[str, list[tuple[float, float, float, float]]]
 
 
-def _draw(axes: Axes, lines: Lines) -> None:
+def panels(path: Path, rows: int, columns: int, size: tuple[float, float]):
+    """A figure and its panels; None, and it is said, where there is no matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"{path.name} is not drawn: there is no matplotlib here", file=sys.stderr)
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(rows, columns, figsize=size, squeeze=False)
+
+
+def draw(axes: Axes, lines: Lines) -> None:
     """Lines with the 10th and 90th percentile as bars."""
     styles = zip(COLOURS * 2, MARKERS * 2, strict=True)
     for (name, points), (colour, marker) in zip(lines.items(), styles, strict=False):
@@ -33,7 +47,8 @@ def _draw(axes: Axes, lines: Lines) -> None:
         axes.legend(fontsize=7)
 
 
-def _tokens(axes: Axes, cases: Iterable[dict]) -> None:
+def token_axis(axes: Axes, cases: Iterable[dict]) -> None:
+    """Ticks at the lengths of the cases."""
     lengths = sorted({case["tokens"] for case in cases})
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
@@ -66,37 +81,40 @@ def _share(case: dict, call: dict) -> tuple[float, float, float] | None:
 
 def kernels(facts: dict, path: Path) -> None:
     """Four panels: scoring, decode attention, compaction, and what a prefill has more to do."""
-    figure, ((scoring, attention), (compaction, prefill)) = pyplot.subplots(2, 2, figsize=(11, 8))
+    drawn = panels(path, 2, 2, (11, 8))
+    if drawn is None:
+        return
+    figure, ((scoring, attention), (compaction, prefill)) = drawn
     cases = facts["cases"]
 
     def of(topic: str) -> list[dict]:
         return [case for case in cases if case["topic"] == topic]
 
     one = [case for case in of("scoring") if case["layers"] == 1]
-    for axes, own, title, limit in (
-        (scoring, one, "Window scoring of one layer", 70),
-        (compaction, of("compaction"), "Compaction, all layers", 60),
+    compaction.axhline(60, **LINE)
+    for axes, own, title in (
+        (scoring, one, "Window scoring of one layer"),
+        (compaction, of("compaction"), "Compaction, all layers (dashed: target)"),
     ):
-        _draw(axes, _lines(own, _share))
-        axes.axhline(limit, **LINE)
-        axes.set(title=f"{title} (dashed: target)", ylabel="% of copy bandwidth")
+        draw(axes, _lines(own, _share))
+        axes.set(title=title, ylabel="% of copy bandwidth")
         axes.set_ylim(bottom=0)
-        _tokens(axes, own)
+        token_axis(axes, own)
     batches = sorted({case["batch"] for case in of("decode attention")})
     batch = 16 if 16 in batches else (batches or [0])[-1]
     own = [case for case in of("decode attention") if case["batch"] == batch]
-    _draw(attention, _lines(own, _time))
+    draw(attention, _lines(own, _time))
     attention.set(title=f"Decode attention of one layer, batch {batch}", ylabel="microseconds")
     attention.set_yscale("log")
-    _tokens(attention, own)
-    _draw(prefill, _prefill(cases))
-    prefill.axhline(3, **LINE)
+    token_axis(attention, own)
+    draw(prefill, _prefill(cases))
+    prefill.axhline(0.5, **LINE)
     prefill.set(title="All layers, as called (dashed: target of scoring)", ylabel="% of prefill")
     prefill.set_yscale("log")
-    _tokens(prefill, [case for case in cases if _added(case) is not None])
+    token_axis(prefill, [case for case in cases if _added(case) is not None])
     device = facts["machine"].split(",")[0]
     figure.suptitle(f"Kernels on {device}; bars: 10th to 90th percentile", fontsize=10)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _added(case: dict) -> dict | None:
@@ -118,7 +136,10 @@ def _prefill(cases: Iterable[dict]) -> Lines:
     return made
 
 
-def _save(figure, path: Path) -> None:
+def save(figure, path: Path) -> None:
+    """Write a figure, and forget it."""
+    from matplotlib import pyplot
+
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -126,7 +147,10 @@ def _save(figure, path: Path) -> None:
 
 def serving(facts: dict, path: Path) -> None:
     """Four panels over the share kept: TTFT and TPOT at equal batch; what a crowd gets."""
-    figure, panels = pyplot.subplots(2, 2, figsize=(11, 8))
+    drawn = panels(path, 2, 2, (11, 8))
+    if drawn is None:
+        return
+    figure, axs = drawn
     cells = facts["cells"]
     equal = [cell for cell in cells if cell["requests"] == facts["at_once"]]
     # The longest prompts that a policy got to.
@@ -134,22 +158,22 @@ def serving(facts: dict, path: Path) -> None:
     equal = [cell for cell in equal if cell["tokens"] == longest]
     crowd = [cell for cell in cells if cell["requests"] != facts["at_once"]]
     for axes, part, name, scale, title in (
-        (panels[0, 0], equal, "ttft", 1000, "TTFT at equal batch, ms"),
-        (panels[0, 1], equal, "tpot", 1000, "TPOT at equal batch, ms"),
-        (panels[1, 0], crowd, "throughput", 1, "Tokens per second, crowd in a tight pool"),
-        (panels[1, 1], crowd, "at_once", 1, "Requests decoded at once, crowd in a tight pool"),
+        (axs[0, 0], equal, "ttft", 1000, "TTFT at equal batch, ms"),
+        (axs[0, 1], equal, "tpot", 1000, "TPOT at equal batch, ms"),
+        (axs[1, 0], crowd, "throughput", 1, "Tokens per second, crowd in a tight pool"),
+        (axs[1, 1], crowd, "at_once", 1, "Requests decoded at once, crowd in a tight pool"),
     ):
         lines: Lines = {}
         for cell in part:
             point = (100 * cell["share"], *_middle(cell[name], scale))
             lines.setdefault(_policy(cell["server"]), []).append(point)
-        _draw(axes, lines)
+        draw(axes, lines)
         axes.set(title=title, xlabel="% of the prompt kept, as asked")
         axes.set_ylim(bottom=0)
     device = facts["machine"].split(",")[0]
     title = f"Serving on {device}, prompts of {longest} tokens, {facts['at_once']} at equal batch"
     figure.suptitle(f"{title}; bars: 10th to 90th percentile", fontsize=10)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _policy(label: str) -> str:

@@ -1,14 +1,16 @@
 """End to end over sockets: stock SGLang, and policies at several shares, in one run on one machine.
 
     python benchmarks/serving.py                       Llama 3.1 8B's configuration, random weights
+    python benchmarks/serving.py --model FOLDER        a checkpoint
     python benchmarks/serving.py --toy                 the embedded model on a CPU
     python benchmarks/serving.py --draw FILE.json      the picture of an earlier run once more
 
-Two servers run one after the other with the same options, except that the second has --kv-policy:
-each policy once per share and, where its parameters need it, per length. Prompts of every length
-are sent at a fixed concurrency that both serve at once; the shortest also as a crowd for which the
-pool is too small. Cells for which --seconds leave no time are listed. On a GPU the results go to
-docs/performance/, of some policies only under a name of their own.
+Servers run one after the other with the same options, except that the first does not load the
+plugin and the last has --kv-policy: each policy once per share and, where its parameters need it,
+per length. Prompts of every length are sent at a fixed concurrency that all serve at once; the
+shortest also as a crowd for which the pool is too small. Cells for which --seconds leave no time,
+starts of servers included, are listed. On a GPU the results go to docs/performance/, of some
+policies only under a name of their own.
 """
 
 from __future__ import annotations
@@ -32,41 +34,14 @@ import requests
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.syntax.library import read_source
 from kvpolicy.evaluation.asking.facts import held, lists_of
-from kvpolicy.evaluation.serving import Server, has_gpu, serve
-from serving_report import STOCK, text
+from kvpolicy.evaluation.serving import Server, ServerFailed, has_gpu, serve
+from serving_report import PLUGIN_OFF, STOCK, text
+from serving_setup import EMBEDDED, NO_PLUGIN, Model, flags_of, gpu_flags, model_of
 from shipped import settings
 from tqdm import tqdm
 
 POLICIES = "snapkv,adakv,lava,streamingllm"
 DECODE_BATCH = re.compile(r"Decode batch, #running-req: (\d+)")
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "hidden_act": "silu",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "torch_dtype": "bfloat16",
-}
 
 
 class Wrong(RuntimeError):
@@ -93,6 +68,9 @@ class Chosen:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--toy", action="store_true", help="the embedded model; no GPU needed")
+    parser.add_argument(
+        "--model", help="llama-3.1-8b (the default), qwen3-8b, or a checkpoint's folder"
+    )
     parser.add_argument("--policies", default=POLICIES)
     parser.add_argument("--shares", default="0.5,0.25,0.1", help="of the prompt kept")
     parser.add_argument(
@@ -103,11 +81,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--crowd", type=float, default=2.5, help="shortest prompts, times what the pool holds"
     )
+    parser.add_argument("--cells", default="equal,crowd", help="equal, crowd, or both")
+    parser.add_argument(
+        "--pool", type=float, help="longest prompts that it holds; default: half a one to spare"
+    )
+    parser.add_argument("--most", type=int, default=64, help="requests that a server runs at once")
+    parser.add_argument("--plugin-off", action="store_true", help="also without --kv-policy")
     parser.add_argument("--rounds", type=int, default=2, help="at equal batch; a crowd is one")
     parser.add_argument("--seconds", type=float, default=540, help="limit for the whole run")
     parser.add_argument("--server-args", default="", help="further options of both servers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for the results")
+    parser.add_argument("--name", help="of the results; default: of the policies")
     parser.add_argument("--draw", type=Path, metavar="JSON", help="only the picture, beside it")
     options = parser.parse_args()
     if options.draw:
@@ -121,42 +106,28 @@ def parse() -> argparse.Namespace:
         parser.error("docs/performance/ holds figures of a GPU at full size, not of --toy")
     # Some of the policies must not replace the figures of all of them.
     all_of_them = options.policies == POLICIES
-    options.name = "serving" if all_of_them else f"serving-{options.policies.replace(',', '-')}"
+    of_some = f"serving-{options.policies.replace(',', '-')}"
+    options.name = options.name or ("serving" if all_of_them else of_some)
+    options.model = options.model or (EMBEDDED if options.toy else "llama-3.1-8b")
     options.lengths = [int(n) for n in options.lengths.split(",")]
     options.shares = [float(share) for share in options.shares.split(",")]
     return options
 
 
-def flags_of(text: str) -> dict[str, object]:
-    """`--a b --c` -> {"a": "b", "c": True}."""
-    made: dict[str, object] = {}
-    name = None
-    for word in shlex.split(text):
-        if word.startswith("--"):
-            name = word[2:].replace("-", "_")
-            made[name] = True
-        elif name is None:
-            raise SystemExit(f"serving: --server-args: `{word}` follows no option")
-        else:
-            made[name] = word
-    return made
-
-
-def server_flags(options: argparse.Namespace) -> dict[str, object]:
-    """Options of both servers: the defaults, the pool, and what counts time and requests."""
+def server_flags(options: argparse.Namespace, model: Model) -> dict[str, object]:
+    """Options of all servers: the defaults, the pool, and what counts time and requests."""
     longest = max(options.lengths) + options.new
+    # Half a request more, so that as many are admitted in spite of rounding.
+    held = options.pool or options.at_once + 0.5
     flags: dict[str, object] = {
-        # Half a request more, so that as many are admitted in spite of rounding.
-        "max_total_tokens": int((options.at_once + 0.5) * longest),
+        "max_total_tokens": int(held * longest),
         "skip_tokenizer_init": True,
         "enable_metrics": True,
         "decode_log_interval": 1 if options.toy else 8,
     }
     if not options.toy:
-        # Stock defaults instead of what the tests use on a GPU.
-        flags |= {"attention_backend": None, "dtype": None, "disable_cuda_graph": None}
-        flags["load_format"] = "dummy"
-    return flags | flags_of(options.server_args)
+        flags |= gpu_flags(options.most)
+    return flags | model.flags | flags_of(options.server_args)
 
 
 def policies(options: argparse.Namespace, folder: Path) -> tuple[list[Path], list[str], list]:
@@ -179,10 +150,12 @@ def policies(options: argparse.Namespace, folder: Path) -> tuple[list[Path], lis
 def by_length(policy: str, share: float, lengths: list[int]) -> dict[int, list[str]]:
     """Settings by prompt length; those for any length stand at 0."""
     made = {tokens: settings(share, tokens)[policy] for tokens in lengths}
-    rates = [value for value in made[lengths[0]] if value.startswith("rate=")]
+    first = made[lengths[0]]
+    rates = [value for value in first if value.startswith("rate=")]
     if not rates and "rate" in load(policy).require().params:
         rates = [f"rate={share}"]
-    return {0: rates} if rates else made
+    alike = rates or (first if all(values == first for values in made.values()) else None)
+    return {0: alike} if alike else made
 
 
 # One cell.
@@ -227,18 +200,17 @@ def check(answers: list[dict], chosen: Chosen, lists: int) -> list[float]:
     return shares
 
 
-def cell(server: Server, chosen: Chosen, tokens: int, number: int, options, lists: int) -> dict:
+def cell(server: Server, chosen: Chosen, tokens: int, number: int, options, facts: dict) -> dict:
     """Times of `number` requests sent at once, over the rounds; a crowd has one."""
     rng = np.random.default_rng([options.seed, tokens, number])
-    highest = 500 if options.toy else 100_000
     made: dict = {"tokens": tokens, "requests": number, "server": chosen.label, "held": []}
     made |= {"ttft": [], "tpot": [], "seconds": [], "at_once": [], "retracted": 0}
     made["share"] = chosen.share
     for _ in range(options.rounds if number == options.at_once else 1):
-        prompts = rng.integers(20, highest, (number, tokens)).tolist()
+        prompts = rng.integers(20, facts["highest_token"], (number, tokens)).tolist()
         before = len(server.log_text())
         answers, seconds = crowd(server, prompts, chosen.name, options.new)
-        made["held"] += check(answers, chosen, lists)
+        made["held"] += check(answers, chosen, facts["lists"])
         made["seconds"].append(seconds)
         found = [int(n) for n in DECODE_BATCH.findall(server.log_text()[before:])]
         made["at_once"].append(max(found, default=1))
@@ -268,7 +240,7 @@ def serve_cells(server: Server, asked: list[tuple], options, facts: dict, until:
             if chosen.name not in warm:  # what is compiled for a policy, is compiled now
                 warm.add(chosen.name)
                 crowd(server, [[20 + n % 400 for n in range(tokens)]], chosen.name, 2)
-            made = cell(server, chosen, tokens, number, options, facts["lists"])
+            made = cell(server, chosen, tokens, number, options, facts)
         except (Wrong, requests.RequestException) as error:  # the others' figures stand
             facts["failed"].append(f"{chosen.label}, {number} x {tokens}: {error}")
             if server.process.poll() is not None:
@@ -276,52 +248,76 @@ def serve_cells(server: Server, asked: list[tuple], options, facts: dict, until:
                 return
         else:
             facts["cells"].append(made)
-        if options.out:
-            report.write_json(options.out / f"{options.name}.json", facts)
+        save(options, facts)
+
+
+def save(options: argparse.Namespace, facts: dict) -> None:
+    """What there is so far."""
+    if options.out:
+        report.write_json(options.out / f"{options.name}.json", facts)
+
+
+def asked_of(options: argparse.Namespace, chosen: list, pool: int) -> dict[str, list[tuple]]:
+    """Cells of each server, most wanted first: (choice, tokens, requests)."""
+    shortest = min(options.lengths)
+    equal = [(tokens, options.at_once) for tokens in options.lengths]
+    tight = [(shortest, crowded(options, shortest, pool))]
+    equal, tight = (
+        cells if kind in options.cells.split(",") else []
+        for kind, cells in (("equal", equal), ("crowd", tight))
+    )
+    sizes = [*equal[:1], *tight, *equal[1:]]
+    none = Chosen("none", "with the package, no policy")
+    made = {STOCK: [(Chosen(None, STOCK), *size) for size in sizes]}
+    if options.plugin_off:
+        made[PLUGIN_OFF] = [(Chosen(None, PLUGIN_OFF), *size) for size in equal]
+    made["policies"] = [
+        (each, *size) for size in sizes for each in (none, *chosen) if each.tokens in (0, size[0])
+    ]
+    return made
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict:
-    """Both servers, one after the other."""
-    model = report.ROOT / "examples" / "model-tiny" if options.toy else folder / "model"
-    if not options.toy:
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(LLAMA))
+    """All servers, one after the other."""
+    model = model_of(options.model, folder)
     files, given, chosen = policies(options, folder)
-    flags, started = server_flags(options), time.monotonic()
-    pool = flags["max_total_tokens"]
+    flags, started = server_flags(options, model), time.monotonic()
+    pool = int(flags["max_total_tokens"])
     facts = {
         "command": report.command(),
         "machine": report.machine("sglang", "torch", "triton", "flashinfer-python"),
+        "model": model.words,
         "flags": {name: value for name, value in flags.items() if value is not None},
+        "highest_token": model.highest,
         "new": options.new,
         "at_once": options.at_once,
-        "lists": lists_of(str(model)),
+        "lists": lists_of(str(model.folder)),
         "starts": {},
         "cells": [],
         "failed": [],
         "left_out": [],
     }
-    shortest = min(options.lengths)
-    equal = [(tokens, options.at_once) for tokens in options.lengths]
-    sizes = [equal[0], (shortest, crowded(options, shortest, int(pool))), *equal[1:]]
-    none = Chosen("none", "with the package, no policy")
-    stock = [(Chosen(None, STOCK), *size) for size in sizes]
-    ours = [
-        (each, *size) for size in sizes for each in (none, *chosen) if each.tokens in (0, size[0])
-    ]
+    servers = asked_of(options, chosen, pool)
     until = started + options.seconds
-    # Stock has fewer cells; what it leaves of its half of the time the other server has.
-    for label, words, asked, share in (
-        (STOCK, ([], []), stock, 0.4), ("policies", (files, given), ours, 1.0)
-    ):  # fmt: skip
+    for label, asked in servers.items():
         begun = time.monotonic()
-        end = begun + share * (until - begun)
+        # Stock has fewer cells; what a server leaves of its time the others have.
+        part = 1.0 if label == "policies" else 0.4 if label == STOCK else 0.25
+        end = begun + part * (until - begun)
+        words = (files, given) if label == "policies" else ((), ())
+        env = NO_PLUGIN if label == STOCK else {}
         print(f"{label}: {shlex.join(f'{k}={v}' for k, v in facts['flags'].items())}",
               file=sys.stderr)  # fmt: skip
-        with serve(model, *words, progress=True, start_timeout=600, **flags) as server:
-            facts["starts"][label] = time.monotonic() - begun
-            print(f"{label}: log in {server.log}", file=sys.stderr)
-            serve_cells(server, asked, options, facts, end)
+        patience = min(600, max(until - begun, 1))
+        asking = {"env": env, "progress": True, "start_timeout": patience, **flags}
+        try:
+            with serve(model.folder, *words, **asking) as server:
+                facts["starts"][label] = time.monotonic() - begun
+                print(f"{label}: log in {server.log}", file=sys.stderr)
+                serve_cells(server, asked, options, facts, end)
+        except ServerFailed as error:
+            facts["failed"].append(f"{label}: {error}")
+        save(options, facts)
     facts["seconds"] = time.monotonic() - started
     return facts
 
@@ -334,7 +330,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         facts = run(options, Path(folder))
-    report.show(options.name, "Serving", text(facts, options.toy), facts, options.out)
+    report.show(options.name, "Serving", text(facts), facts, options.out)
     if options.out:
         pictures.serving(facts, options.out / f"{options.name}.png")
     if facts["failed"]:

@@ -8,6 +8,7 @@ import report
 from timing import summary
 
 STOCK = "stock SGLang"
+PLUGIN_OFF = "the package installed, no --kv-policy"
 # In a cell, in words, and whether more is worse.
 FIGURES = (("ttft", "TTFT", True), ("tpot", "TPOT", True), ("throughput", "tokens/s", False))
 HEADER = (
@@ -45,17 +46,16 @@ def rows(cells: list[dict]) -> list[list[object]]:
     return made
 
 
-def text(facts: dict, toy: bool) -> str:
+def text(facts: dict) -> str:
     """The report in Markdown."""
     equal = [each for each in facts["cells"] if each["requests"] == facts["at_once"]]
     tight = [each for each in facts["cells"] if each["requests"] != facts["at_once"]]
-    model = "the embedded model" if toy else "Llama 3.1 8B's configuration with random weights"
     flags = ", ".join(f"{name} {value}" for name, value in facts["flags"].items())
     parts = [
-        f"Model: {model}; {facts['new']} tokens generated; both servers with {flags}. Median (10th-"
-        f"90th percentile) over all requests of all rounds; tokens/s are generated ones over the "
-        f"time from the first request sent to the last answer; *at once* is the largest decode "
-        f"batch; *kept* is what a request held at its end, of prompt and answer.",
+        f"Model: {facts['model']}; {facts['new']} tokens generated; all servers with {flags}. "
+        f"Median (10th-90th percentile) over all requests of all rounds; tokens/s are generated "
+        f"ones over the time from the first request sent to the last answer; *at once* is the "
+        f"largest decode batch; *kept* is what a request held at its end, of prompt and answer.",
         f"## Equal batch: {facts['at_once']} requests sent together",
         report.table(HEADER, rows(equal)),
         f"## A crowd in a pool of {facts['flags']['max_total_tokens']} tokens",
