@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from cases import Bench, Case, Model, Planned, within
-from cases_scoring import OURS, PROGRAM, Watched, scores
+from cases import Bench, Case, Model, Planned, Target, within
+from cases_scoring import NAMED, OURS, PROGRAM, Watched, scores
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.kernels import NONE, Kernels, Slots
@@ -91,10 +91,16 @@ def _sums(bench: Bench, tokens: int) -> Case:
         worst = float((error / (share * exact)).max())
         return f"sums of one KV head at most {100 * worst:.0f} % of the bound off float64"
 
-    return Case(
+    case = Case(
         "sums over all queries", "one layer of h2o, with selection", tokens, 1, calls, check,
         prefill=True,
     )  # fmt: skip
+    if tokens != NAMED:
+        return case
+    what = f"sums over all queries of all layers, {tokens} tokens, as called / prefill"
+    return case.aiming(
+        Target(what, 0.35, False, "%", lambda times: bench.share_of_prefill(case, times[OURS]))
+    )
 
 
 def lists_of(model: Model, tokens: int, number: int) -> tuple[torch.Tensor, ...]:
@@ -200,7 +206,8 @@ def planned(lengths: Sequence[int], kept: int) -> list[Planned]:
             return _rows(bench, tokens, number)
 
         rank = 2 if tokens > PLAIN else 1
-        made.append(Planned(f"sums over all queries {tokens}", sums, rank))
+        first = 0 if tokens == NAMED else rank
+        made.append(Planned(f"sums over all queries {tokens}", sums, first))
         made.append(Planned(f"nearest {tokens}", merge, rank))
         made.append(Planned(f"merged rows {tokens}", rows))
     return made

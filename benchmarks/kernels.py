@@ -53,7 +53,7 @@ sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file_
 
 TOPICS = ("scoring", "attention", "memory", "merging")
 # What makes a run one of a part of the cases, or of another model.
-PARTS = ("lengths", "batches", "heads", "dtype")
+PARTS = ("cases", "lengths", "batches", "heads", "dtype")
 DTYPES = ("bfloat16", "float16", "float32")
 PACKAGES = ("torch", "triton", "sglang", "flashinfer-python", "sglang-kernel", "flash-attn-3")
 # Where servers look for measured choices, unless the environment names another folder.
@@ -77,6 +77,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--topics", default=",".join(TOPICS), help="also: tuning, the kernels' knobs"
     )
+    parser.add_argument("--cases", help="only these, as --list has them; a `;` between two")
     parser.add_argument("--lengths", help="tokens; default 4096 to 131072, each twice the last")
     parser.add_argument("--batches", help="requests decoded together; default 1,4,16,64")
     parser.add_argument("--kept", type=float, default=0.125, help="share, for decode attention")
@@ -156,6 +157,11 @@ def plan(options: argparse.Namespace) -> list[Planned]:
         "tuning": lambda: cases_tuning.planned(options.entries, options.window, options.toy),
     }
     chosen = [case for topic in options.topics.split(",") for case in made[topic]()]
+    if options.cases:
+        asked = options.cases.split(";")
+        if missing := set(asked) - {case.label for case in chosen}:
+            raise SystemExit(f"kernels: --list has no case {', '.join(sorted(missing))}")
+        chosen = [case for case in chosen if case.label in asked]
     return sorted(chosen, key=lambda case: case.rank)
 
 

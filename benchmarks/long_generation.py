@@ -190,7 +190,7 @@ def measure(options: argparse.Namespace, names: list[str], folder: Path) -> dict
 
 def pictures(options: argparse.Namespace) -> list[Path]:
     """Where the picture goes."""
-    kept = [report.RESULTS / "long_generation.png"] if options.save else []
+    kept = [options.save / "long_generation.png"] if options.save else []
     return kept + ([options.plot] if options.plot else [])
 
 

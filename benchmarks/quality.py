@@ -252,12 +252,12 @@ def rounded(value: object) -> object:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def copy_pictures(folder: Path) -> None:
+def copy_pictures(folder: Path, target: Path) -> None:
     """Copies the table's pictures beside quality.md."""
     for name in PICTURES:
         source = folder / f"{name}.png"
         if source.exists():
-            shutil.copyfile(source, report.RESULTS / f"quality_{name}.png")
+            shutil.copyfile(source, target / f"quality_{name}.png")
 
 
 def main() -> None:
@@ -291,7 +291,7 @@ def main() -> None:
         name, title = "quality_added", "What policies added since the complete run cost"
     report.publish(name, title, body, data(found, claims, stages), options.save)
     if options.save and not options.some:
-        copy_pictures(options.out / "table")
+        copy_pictures(options.out / "table", options.save)
 
 
 if __name__ == "__main__":

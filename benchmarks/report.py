@@ -35,10 +35,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def publish(name: str, title: str, text: str, data: dict, save: bool) -> None:
-    """Print a result; with `save`, also write docs/results/NAME.md and NAME.json."""
-    data = {"command": command(), "machine": machine(), **data}
-    show(name, title, text, data, RESULTS if save else None)
+def publish(name: str, title: str, text: str, data: dict, folder: Path | None) -> None:
+    """Print a result; if there is a folder, also write NAME.md and NAME.json there."""
+    show(name, title, text, {"command": command(), "machine": machine(), **data}, folder)
 
 
 def show(name: str, title: str, text: str, data: dict, folder: Path | None) -> None:
@@ -56,9 +55,11 @@ def show(name: str, title: str, text: str, data: dict, folder: Path | None) -> N
 
 
 def write_json(path: Path, data: dict) -> None:
-    """Write a JSON file, its folder too."""
+    """Write a JSON file, its folder too; who reads it meanwhile finds the old one or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    new.replace(path)
 
 
 def arguments(doc: str) -> argparse.ArgumentParser:
@@ -66,5 +67,8 @@ def arguments(doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
     parser.add_argument("--model", default=str(ROOT / "examples" / "model-tiny"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", action="store_true", help="write docs/results/ as well")
+    parser.add_argument(
+        "--save", type=Path, nargs="?", const=RESULTS, metavar="FOLDER",
+        help="write the results as well, into docs/results/ unless a folder is named",
+    )  # fmt: skip
     return parser
