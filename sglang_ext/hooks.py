@@ -335,7 +335,7 @@ def _around_control(runtime: Runtime) -> Function:
         if request.method != compat.CHANGE:
             original(scheduler, request)
             return
-        compat.answer_change(scheduler, request, lambda: runtime.changes.handle(request.body))
+        compat.answer_change(scheduler, request, runtime.changes.handle(request.body))
 
     return around
 
@@ -345,6 +345,7 @@ def _after_internal_state(runtime: Runtime) -> Function:
         """After Scheduler.get_internal_state, which GET /server_info shows."""
         answer.internal_state["kv_policy"] = runtime.policies.describe()
         answer.internal_state["kv_policy_inspection"] = runtime.inspection
+        answer.internal_state["kv_policy_dp_rank"] = compat.dp_rank()
         return answer
 
     return after

@@ -124,8 +124,7 @@ class Server:
         if self.live is not None and "arm" in assigned:
             # SGLang notes the times of the request after this.
             prompt = {"prompt_tokens": meta_info.get("prompt_tokens", 0)}
-            outcome = _outcome(meta_info["finish_reason"])
-            given = (self.live, assigned, state, {**prompt, **facts}, recorded, outcome)
+            given = (self.live, assigned, state, meta_info, {**prompt, **facts}, recorded)
             asyncio.get_running_loop().call_soon(self._ended, *given)
 
     def _ended(
@@ -133,10 +132,11 @@ class Server:
         live: Live,
         assigned: Mapping[str, Any],
         state: Any,
+        meta_info: Mapping[str, Any],
         facts: Mapping[str, Any],
         recorded: Any,
-        outcome: str,
     ) -> None:
+        outcome = _outcome(meta_info["finish_reason"])
         try:
             ttft, e2e = compat.latencies(state)
             live.finished(
@@ -148,7 +148,7 @@ class Server:
                 e2e=e2e,
             )
             if assigned.get("top") and self.shadows is not None and outcome == "ok":
-                self.shadows.offer(assigned, recorded, facts, state.obj)
+                self.shadows.offer(assigned, recorded, facts, state.obj, meta_info)
         except Exception as error:
             self._note("a request that has ended was not counted", error)
 

@@ -47,7 +47,7 @@ class Sample:
         policy: candidates of its n output tokens.
         first: output tokens that are left out: the first one comes from a prefill that was
             computed with all tokens.
-        namespace: of the radix cache, and adapter, as fields of SGLang's request.
+        namespace: of the radix cache, adapter and scheduler, as fields of SGLang's request.
     """
 
     rid: str
@@ -106,6 +106,7 @@ class Shadows:
         recorded: Mapping[str, Any] | None,
         facts: Mapping[str, Any],
         obj: Any,
+        meta_info: Mapping[str, Any],
     ) -> None:
         """A sampled request has ended.
 
@@ -113,6 +114,7 @@ class Shadows:
             recorded: what the scheduler took of it (raw.py); None if something is missing.
             facts: what is reported of its policy.
             obj: SGLang's request.
+            meta_info: of its answer.
         """
         first = 0 if "propagated_tokens" in facts else 1
         if recorded is None or not compat.has_only_tokens(obj):
@@ -137,7 +139,7 @@ class Shadows:
                 recorded["output"],
                 candidates,
                 first,
-                compat.cache_namespace(obj),
+                compat.cache_namespace(obj, meta_info),
                 time.monotonic(),
             )
         )

@@ -557,6 +557,14 @@ def free_slots(allocator: Any) -> torch.Tensor:
     return (pages[:, None] * size + torch.arange(size, device=pages.device)).flatten()
 
 
+def dp_rank() -> int | None:
+    """Which one this scheduler is of several (`--dp-size`); None where it is the only one."""
+    from sglang.srt.runtime_context import get_parallel
+
+    found: int | None = get_parallel().dp_rank
+    return found
+
+
 def metric_labels(scheduler: Any) -> dict[str, str] | None:
     """Labels that SGLang gives this scheduler's metrics; None when metrics are off."""
     collector = scheduler.metrics_collector
@@ -657,10 +665,15 @@ def has_only_tokens(obj: Any) -> bool:
     return all(each is None for each in others) and obj.session_params is None
 
 
-def cache_namespace(obj: Any) -> dict[str, Any]:
-    """The fields of a request on which what it finds in the radix cache depends."""
+def cache_namespace(obj: Any, meta_info: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request on which what it finds in the radix cache depends.
+
+    Args:
+        meta_info: of the answer to `obj`: the same scheduler is to compute the request.
+    """
     names = ("extra_key", "cache_salt", "lora_path")
-    return {name: getattr(obj, name, None) for name in names}
+    found = {name: getattr(obj, name, None) for name in names}
+    return {**found, "routed_dp_rank": meta_info.get("dp_rank")}
 
 
 def latencies(state: Any) -> tuple[float | None, float | None]:
@@ -712,29 +725,22 @@ def add_route(path: str, method: str, endpoint: Function, *, admin: bool) -> Non
     module.app.add_api_route(path, auth_level(level)(answer), methods=[method])
 
 
-async def change_policies(manager: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """Ask the scheduler for something between two batches; what it answers.
+async def change_policies(manager: Any, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Ask every scheduler for something between two batches; what they answer, as it comes.
 
     The message is SGLang's one for control whose body is any JSON; its method tells whose it is.
     """
     from sglang.srt.managers.io_struct import DumperControlReqInput
 
-    request = DumperControlReqInput(method=CHANGE, body=body)
-    answers = await manager.dumper_control(request)
-    failed = [each.error for each in answers if not each.success]
-    if failed:
-        raise RuntimeError(f"the scheduler failed: {failed[0]}")
-    return answers[0].response[0]
+    answers = await manager.dumper_control(DumperControlReqInput(method=CHANGE, body=body))
+    return [each.response[0] for each in answers]
 
 
-def answer_change(scheduler: Any, request: Any, answer: Callable[[], dict[str, Any]]) -> None:
-    """In the scheduler: answer a request of `change_policies`."""
+def answer_change(scheduler: Any, request: Any, answer: dict[str, Any]) -> None:
+    """In a scheduler: answer a request of `change_policies`."""
     from sglang.srt.managers.io_struct import DumperControlReqOutput
 
-    try:
-        output = DumperControlReqOutput(success=True, response=[answer()])
-    except Exception as error:
-        output = DumperControlReqOutput(success=False, response=[], error=repr(error))
+    output = DumperControlReqOutput(success=True, response=[answer])
     scheduler.ipc_channels.send_to_tokenizer.send_output(output, request)
 
 

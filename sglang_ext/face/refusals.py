@@ -23,7 +23,6 @@ OPTIONS = (
     ("enable_mixed_chunk", False, "decoding requests would be computed as prefills"),
     ("tp_size", 1, "budgets that depend on all KV heads are not yet reduced over ranks"),
     ("pp_size", 1, "budgets that depend on all layers are not yet reduced over stages"),
-    ("dp_size", 1, "requests are not yet accounted over data-parallel schedulers"),
     ("attn_cp_size", 1, "keys of one request would be spread over ranks"),
     ("dcp_size", 1, "keys of one request would be spread over ranks"),
     ("enable_dp_attention", False, "decode steps may be computed as prefills"),

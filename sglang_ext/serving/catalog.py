@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -12,7 +13,17 @@ from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.sglang_ext.face import compat, options
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.options import Policy
-from kvpolicy.sglang_ext.serving.changes import COMMIT, DONE, FAILED, LOOK, PREPARE, READY, WITHDRAW
+from kvpolicy.sglang_ext.serving.changes import (
+    COMMIT,
+    DONE,
+    FAILED,
+    LOOK,
+    PREPARE,
+    PREPARING,
+    READY,
+    UNDO,
+    WITHDRAW,
+)
 
 LOOK_EVERY = 0.1  # seconds
 PATIENCE = 600.0  # seconds for compiling
@@ -62,29 +73,25 @@ class Catalog:
     async def put(self, manager: Any, name: str, text: str, settings: Mapping[str, str]) -> Policy:
         """Add a policy, or replace the one of this name.
 
+        Every scheduler prepares it; when all are ready, all take it up. A request that is sent to
+        them later finds it, whichever computes it.
+
         Args:
             manager: SGLang's tokenizer manager.
 
         Raises:
-            Refused: it cannot be served; everything stays as it was.
+            Refused: a scheduler cannot serve it; everything stays as it was.
         """
         policy = await self.check(name, text, settings)
-        async with self._changing:
-            ticket = uuid4().hex
-            change = {"ticket": ticket, "name": name, "text": text, "settings": dict(settings)}
-            found = await compat.change_policies(manager, {"action": PREPARE, **change})
+        async with self._changing, _change(manager) as ask:
+            await ask(PREPARE, name=name, text=text, settings=dict(settings))
             until = time.monotonic() + PATIENCE
-            while found["state"] not in (READY, FAILED):
+            while not await ask(LOOK) <= {READY}:
                 if time.monotonic() > until:
                     raise Refused(f"its kernels were not compiled within {PATIENCE:.0f} s")
                 await asyncio.sleep(LOOK_EVERY)
-                look = {"action": LOOK, "ticket": ticket}
-                found = await compat.change_policies(manager, look)
-            if found["state"] == READY:
-                commit = {"action": COMMIT, "ticket": ticket}
-                found = await compat.change_policies(manager, commit)
-            if found["state"] != DONE:
-                raise Refused(found.get("problem", "the scheduler did not take it up"))
+            if not await ask(COMMIT) <= {DONE}:
+                raise Refused("a scheduler did not take it up")
             self.policies[name] = policy
         return policy
 
@@ -92,15 +99,50 @@ class Catalog:
         """Serve a policy no longer; requests that run keep it.
 
         Raises:
-            Refused: there is none of this name, or it is the default.
+            Refused: there is none of this name, or it is the default, or a scheduler failed.
         """
-        if name not in self.policies:
-            raise Refused(f"no policy is called `{name}`; there is {', '.join(self.policies)}")
-        if name == self.default:
-            raise Refused(
-                f"`{name}` is the default of requests that name no policy; `POST "
-                "/kv_policy/disable` gives all of them full KV"
-            )
-        async with self._changing:
+        async with self._changing, _change(manager) as ask:
+            if name not in self.policies:
+                raise Refused(f"no policy is called `{name}`; there is {', '.join(self.policies)}")
+            if name == self.default:
+                raise Refused(
+                    f"`{name}` is the default of requests that name no policy; `POST "
+                    "/kv_policy/disable` gives all of them full KV"
+                )
+            await ask(WITHDRAW, name=name)
             del self.policies[name]
-            await compat.change_policies(manager, {"action": WITHDRAW, "name": name})
+
+
+@contextlib.asynccontextmanager
+async def _change(manager: Any) -> AsyncIterator[Callable[..., Awaitable[set[str]]]]:
+    """One change of all schedulers: where the block raises, all are as before.
+
+    Yields:
+        What asks all schedulers for an action; it returns their states.
+    """
+    ticket = uuid4().hex
+
+    async def ask(action: str, **more: Any) -> set[str]:
+        body = {"action": action, "ticket": ticket, **more}
+        answers = await compat.change_policies(manager, body)
+        states = {each["state"] for each in answers}
+        if FAILED in states and PREPARING not in states:  # else more may fail
+            raise Refused(_problem(answers))
+        return states
+
+    try:
+        yield ask
+    except Exception as error:
+        try:
+            await ask(UNDO)
+        except Refused as another:
+            raise Refused(f"{error}; the change was not undone: {another}") from error
+        raise
+
+
+def _problem(answers: Sequence[Mapping[str, Any]]) -> str:
+    """What failed, of answers of which some did; it says where, unless all say the same."""
+    failed = {each["dp_rank"]: each["problem"] for each in answers if each["state"] == FAILED}
+    if len(failed) == len(answers) and len(set(failed.values())) == 1:
+        return str(answers[0]["problem"])
+    return "; ".join(f"scheduler DP{rank}: {failed[rank]}" for rank in sorted(failed))

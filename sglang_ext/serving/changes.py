@@ -31,7 +31,7 @@ from kvpolicy.sglang_ext.serving.served import ServedPolicies
 logger = logging.getLogger(__name__)
 
 # What the front end asks for, and how far it has come.
-PREPARE, LOOK, COMMIT, WITHDRAW = "prepare", "look", "commit", "withdraw"
+PREPARE, LOOK, COMMIT, WITHDRAW, UNDO = "prepare", "look", "commit", "withdraw", "undo"
 PREPARING, READY, FAILED, DONE = "preparing", "ready", "failed", "done"
 
 
@@ -58,9 +58,9 @@ class Changes:
         self._runner, self._shape = runner, shape
         self._make, self._captured = make, captured
         self._ticket: str | None = None
-        self._policy: Policy | None = None
         self._served: Served | None = None
         self._problem: str | None = None
+        self._done: tuple[str, str] | None = None  # ticket and policy of the latest change
 
     def handle(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """What the front end asks, between two batches; returns at once.
@@ -68,16 +68,28 @@ class Changes:
         Args:
             body: `action`; `ticket`, by which the front end knows its change; for `prepare` also
                 `name`, `text` and `settings` of the policy, for `withdraw` its `name`.
+
+        Returns:
+            `state`; `problem` where that is `failed`; `dp_rank`, which scheduler says so.
         """
-        action = body["action"]
+        try:
+            answer = self._answer(body["action"], body["ticket"], body)
+        except Exception as error:
+            logger.exception("A change of the policies failed.")
+            answer = {"state": FAILED, "problem": f"{type(error).__name__}: {error}"}
+        return {**answer, "dp_rank": compat.dp_rank()}
+
+    def _answer(self, action: str, ticket: str, body: Mapping[str, Any]) -> dict[str, Any]:
         if action == PREPARE:
             self._prepare(body)
         elif action == WITHDRAW:
-            return self._withdraw(body["name"])
-        elif body["ticket"] != self._ticket:
+            return self._withdraw(ticket, body["name"])
+        elif action == UNDO:
+            return self._undo(ticket)
+        elif ticket != self._ticket:
             return {"state": FAILED, "problem": "another change has taken its place"}
         elif action == COMMIT:
-            return self._commit()
+            return self._commit(ticket)
         return self._state()
 
     def _state(self) -> dict[str, Any]:
@@ -87,14 +99,14 @@ class Changes:
 
     def _prepare(self, body: Mapping[str, Any]) -> None:
         self._ticket = ticket = body["ticket"]
-        self._policy = self._served = self._problem = None
+        self._served = self._problem = None
         given = (body["name"], body["text"], body["settings"])
         threading.Thread(target=self._build, args=(ticket, *given), daemon=True).start()
 
     def _build(self, ticket: str, name: str, text: str, settings: dict[str, str]) -> None:
         """In a thread: everything that takes time."""
         started = time.perf_counter()
-        policy = served = problem = None
+        served = problem = None
         try:
             policy = policy_of(name, text, settings)
             self._check(policy.program)
@@ -108,8 +120,6 @@ class Changes:
             logger.exception("A policy could not be prepared.")
             problem = f"it could not be prepared: {type(error).__name__}: {error}"
         if ticket == self._ticket:
-            # The scheduler's thread reads `served` or `problem` first: they come last.
-            self._policy = policy
             self._served, self._problem = served, problem
             seconds = time.perf_counter() - started
             logger.info("KV-cache policy %s was prepared in %.1f s.", name, seconds)
@@ -136,21 +146,36 @@ class Changes:
             most = most_bytes(step * storage.element_size(), options.fold_interval())
             raise _lacking(most, "queries of decode steps")
 
-    def _commit(self) -> dict[str, Any]:
-        served, policy = self._served, self._policy
-        if served is None or policy is None:
+    def _commit(self, ticket: str) -> dict[str, Any]:
+        served = self._served
+        if served is None:
             return self._state()
-        self._policies.replace(policy, served)
-        self._ticket = self._served = self._policy = None
+        self._policies.replace(served)
+        self._forget()
+        self._done = (ticket, served.name)
         logger.info(
             "KV-cache policy %s is served from now on. digest=%s",
-            policy.name,
+            served.name,
             served.bound.digest[:12],
         )
         return {"state": DONE}
 
-    def _withdraw(self, name: str) -> dict[str, Any]:
+    def _forget(self) -> None:
+        self._ticket = self._served = self._problem = None
+
+    def _undo(self, ticket: str) -> dict[str, Any]:
+        """As before a change that another scheduler did not take up, however far it came here."""
+        if ticket == self._ticket:
+            self._forget()
+        if self._done is not None and ticket == self._done[0]:
+            self._policies.undo(self._done[1])
+            logger.info("KV-cache policy %s is as before the latest change.", self._done[1])
+            self._done = None
+        return {"state": DONE}
+
+    def _withdraw(self, ticket: str, name: str) -> dict[str, Any]:
         self._policies.withdraw(name)
+        self._done = (ticket, name)
         logger.info("KV-cache policy %s is withdrawn; requests that run keep it.", name)
         return {"state": DONE}
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvpolicy.sglang_ext.face import asked
-from kvpolicy.sglang_ext.face.options import Policy
 from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.request import request
 from kvpolicy.sglang_ext.request.request import Served
@@ -18,6 +17,7 @@ class ServedPolicies:
 
     def __init__(self, served: Sequence[Served], variants: Variants, metrics: Metrics) -> None:
         self._served = {each.name: each for each in served}
+        self._before = self._served  # the latest change
         self._variants, self._metrics = variants, metrics
 
     def choose(self, wanted: Mapping[str, Any]) -> Served | None:
@@ -48,17 +48,25 @@ class ServedPolicies:
                 "default": each.name == self._default,
                 "enabled": each.standing.enabled,
                 "failures": each.standing.failures,
+                "digest": each.bound.digest[:12],
             }
             for each in self._served.values()
         ]
 
-    def replace(self, policy: Policy, served: Served) -> None:
+    def replace(self, served: Served) -> None:
         """Serve a policy from the next request on, in place of one of its name."""
-        self._served[policy.name] = served  # keeps its place
-        self._variants.forget(policy.name)
-        self._metrics.enabled(policy.name, on=True)
+        self._change({**self._served, served.name: served}, served.name)
 
     def withdraw(self, name: str) -> None:
         """Serve a policy no longer; requests that have it keep it."""
-        self._served.pop(name, None)
+        self._change({key: x for key, x in self._served.items() if key != name}, name)
+
+    def undo(self, name: str) -> None:
+        """Serve what was served before the latest change, which was of this policy."""
+        self._change(self._before, name)
+
+    def _change(self, served: dict[str, Served], name: str) -> None:
         self._variants.forget(name)
+        if name in served:
+            self._metrics.enabled(name, on=served[name].standing.enabled)
+        self._before, self._served = self._served, served

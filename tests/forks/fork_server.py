@@ -64,12 +64,14 @@ READ_LATER = (
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS",
+    "SGLANG_CPU_OMP_THREADS_BIND",
     "PYTEST_",
     "SGLANG_HTTP_SERVER_APP_PATH",
     "PYTHONPATH",  # `become` reads it
 )
 LAUNCHER = "sglang.launch_server"
-SPARES_WANTED = "KVPOLICY_TEST_SPARES"  # variable of a script that makes an `sgl.Engine`
+# Variable of a script that makes an `sgl.Engine`, and of servers whose processes start others.
+SPARES_WANTED = "KVPOLICY_TEST_SPARES"
 SPARES = 5  # a scheduler, a detokenizer, two HTTP workers, and one for what a flag may add
 
 

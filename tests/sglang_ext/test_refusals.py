@@ -38,6 +38,7 @@ def test_kernels_that_the_device_cannot_compute_are_refused(monkeypatch):
 
 def test_harmless_options_are_served():
     refusals.check_options(options())
+    refusals.check_options(options(dp_size=2))
     refusals.check_options(options(disaggregation_mode=None))
 
 
@@ -49,7 +50,6 @@ def test_harmless_options_are_served():
         {"enable_mixed_chunk": True},
         {"tp_size": 2},
         {"pp_size": 2},
-        {"dp_size": 2},
         {"enable_dp_attention": True},
         {"enable_hierarchical_cache": True},
         {"enable_lmcache": True},

@@ -50,7 +50,7 @@ def compare(monkeypatch):
         monkeypatch.setattr(shadow, "AGAIN", 0.0)
         monkeypatch.setattr(compat, "is_idle", lambda *_: True)
         monkeypatch.setattr(compat, "has_only_tokens", lambda obj: True)
-        monkeypatch.setattr(compat, "cache_namespace", lambda obj: {"name": obj.rid})
+        monkeypatch.setattr(compat, "cache_namespace", lambda obj, _: {"name": obj.rid})
         monkeypatch.setattr(compat, "scoring_request", request)
         monkeypatch.setattr(compat, "score", score)
 
@@ -60,7 +60,7 @@ def compare(monkeypatch):
                 recorded = {"prompt": np.arange(5), "output": np.arange(TOKENS)}
                 found = candidates()
                 recorded |= {"ids": found.ids, "logprobs": found.logprobs}
-                shadows.offer({"arm": name}, recorded, {}, SimpleNamespace(rid=name))
+                shadows.offer({"arm": name}, recorded, {}, SimpleNamespace(rid=name), {})
             while len(outcomes) < len(refusals):
                 await asyncio.sleep(0)
 
@@ -82,6 +82,15 @@ def test_what_finds_no_room_for_long_is_left_out(compare, monkeypatch):
     outcomes, tried, _ = compare({"a": 100, "b": 0})
     assert tried == ["a", "b"]
     assert outcomes == [("a", "no_room"), ("b", "compared")]
+
+
+def test_a_sample_is_scored_where_its_prompt_is_cached():
+    pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
+    obj = SimpleNamespace(extra_key="tenant")
+    namespace = compat.cache_namespace(obj, {"dp_rank": 1})
+    given = {"tokens": [1, 2], "start": 0, "top": 1, "custom": {}}
+    request = compat.scoring_request(**given, namespace=namespace)
+    assert (request.extra_key, request.routed_dp_rank) == ("tenant", 1)
 
 
 def test_what_fails_otherwise_is_not_tried_again(compare, caplog):
