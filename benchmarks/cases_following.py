@@ -11,10 +11,11 @@ from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.across import known_before
 from kvpolicy.dsl.execute.evaluate import Evaluation
-from kvpolicy.dsl.execute.kernels import NONE, Entries, Kernels
+from kvpolicy.dsl.execute.kernels import Entries, Kernels
 from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.execute.values import Frame, Value
-from kvpolicy.kernels.table import TRITON
+from kvpolicy.kernels.table import REFERENCE
+from kvpolicy.kernels.table_triton import TRITON
 
 # Steps between two folds, and the share of the positions that a KV head holds.
 STEPS, HELD = 16, 0.75
@@ -74,13 +75,13 @@ def _states(bench: Bench, entries: int) -> Case:
     shape = bench.model.shape
     calls = {OURS: _advanced(frame, TRITON), "torch, softmax": lambda: _plain(frame)}
     if entries <= LONGEST:
-        calls[PROGRAM] = _advanced(frame, NONE)
+        calls[PROGRAM] = _advanced(frame, REFERENCE)
 
     def check() -> str:
         mine = _advanced(frame, watched := Watched())()[frame.there] - 1
         assert watched.asked, "no kernel was generated for these states"
         assert all(bool(each.all()) for each in frame.checks), "tensors are said not to be finite"
-        exact = _advanced(frame, NONE)()[frame.there] - 1
+        exact = _advanced(frame, REFERENCE)()[frame.there] - 1
         longest = float(
             frame.q.double().norm(dim=-1).max() * frame.k.pool.double().norm(dim=-1).max()
         )

@@ -17,7 +17,7 @@ from kvpolicy.kernels.entries.settle_triton import settle
 from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.kernels.scoring.select import ABSENT
 from kvpolicy.kernels.scoring.select import top as torch_top
-from kvpolicy.kernels.table import TRITON
+from kvpolicy.kernels.table_triton import TRITON
 
 OURS, TORCH = "ours", "torch, the reference"
 # Entries per layer and KV head, of how many; the size of the target.

@@ -10,14 +10,15 @@ from cases import Bench, Case, Model, Planned, Target, within
 from cases_scoring import NAMED, OURS, PROGRAM, Watched, scores
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute.kernels import NONE, Kernels, Slots
+from kvpolicy.dsl.execute.kernels import Kernels, Slots
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.run import Run
 from kvpolicy.kernels.merging import merge_rows as reference_rows
 from kvpolicy.kernels.merging import nearest as reference
 from kvpolicy.kernels.merging.merge_rows_triton import merge_rows
 from kvpolicy.kernels.merging.nearest_triton import nearest
-from kvpolicy.kernels.table import TRITON
+from kvpolicy.kernels.table import REFERENCE
+from kvpolicy.kernels.table_triton import TRITON
 
 # Longest prompts for which float64 over all pairs, and torch in the model's dtype, are waited for.
 EXACT, PLAIN = 8192, 32768
@@ -74,7 +75,7 @@ def _sums(bench: Bench, tokens: int) -> Case:
 
     calls = {OURS: with_kernels(TRITON)}
     if tokens <= EXACT:
-        calls[PROGRAM] = with_kernels(NONE)
+        calls[PROGRAM] = with_kernels(REFERENCE)
     if tokens <= PLAIN:
         calls["torch, 256 queries at a time"] = plain
 

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from cases import Bench, Case, Model, Planned, Target
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute.kernels import NONE, Kernels, Slots
+from kvpolicy.dsl.execute.kernels import Kernels, Slots
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.syntax.library import read_source
 from kvpolicy.dsl.syntax.source import Source
-from kvpolicy.kernels.table import TRITON
+from kvpolicy.kernels.table import REFERENCE
+from kvpolicy.kernels.table_triton import TRITON
 from timing import Times
 
 OURS = "ours"
@@ -152,9 +153,9 @@ def same_sets(got: torch.Tensor, kept: torch.Tensor, exact: torch.Tensor, share:
 def _checked(prompt: Prompt, policy: Bound, layers: Sequence[int], made: Callable | None) -> str:
     """Scores beside those in float64 and, where `made` gives them, the sets that are kept."""
     runs = {}
-    for kernels in (watched := Watched(), NONE):
+    for kernels in (watched := Watched(), REFERENCE):
         program = TorchProgram(policy, report=True, kernels=kernels)
-        runs[kernels is NONE] = observed(program, prompt, policy.shape.layers)
+        runs[kernels is REFERENCE] = observed(program, prompt, policy.shape.layers)
     assert watched.asked, "no kernel was generated for these scores"
     kept, sets = runs[True].finish(), made() if made else []
     runs[False].finish()
@@ -185,7 +186,7 @@ def _one_layer(bench: Bench, tokens: int, window: int) -> Case:
 
     calls = {
         OURS: with_kernels(TRITON),
-        PROGRAM: with_kernels(NONE),
+        PROGRAM: with_kernels(REFERENCE),
         PLAIN: lambda: plain(prompt.q[0], dense),
     }
 
@@ -218,7 +219,7 @@ def _all_layers(bench: Bench, tokens: int, window: int) -> Case:
         program = TorchProgram(policy, kernels=kernels)
         return lambda: observed(program, prompt, layers).finish(wait=False)
 
-    calls = {OURS: with_kernels(TRITON), PROGRAM: with_kernels(NONE)}
+    calls = {OURS: with_kernels(TRITON), PROGRAM: with_kernels(REFERENCE)}
     case = Case(
         "scoring",
         f"{layers} layers, window {window}, with selection",

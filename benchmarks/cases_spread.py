@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from cases import Bench, Case, Planned, within
 from kvpolicy.kernels.scoring import order, over_layers, spread
-from kvpolicy.kernels.table import TRITON
+from kvpolicy.kernels.table_triton import TRITON
 
 OURS, TORCH = "ours", "torch, the reference"
 # Layers whose ranks ASL compares, of 32.

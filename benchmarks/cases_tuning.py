@@ -28,7 +28,7 @@ from kvpolicy.kernels.attention import (
 from kvpolicy.kernels.attention.paged_attention import Apart
 from kvpolicy.kernels.attention.paged_attention_tiles_triton import Tile
 from kvpolicy.kernels.launch.tuned import plain
-from kvpolicy.kernels.table import TRITON
+from kvpolicy.kernels.table_triton import TRITON
 from triton.runtime.errors import OutOfResources
 
 # Tokens and requests of each decode case.

@@ -1,54 +1,46 @@
-"""The kernels of a policy's program on a GPU, by the names of `dsl/execute/kernels.py`."""
+"""The torch references of a policy's program, by the names of `dsl/execute/kernels.py`.
+
+They define what the kernels of `table_triton.py` compute, and need no Triton.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpolicy.kernels.entries import carry_triton, tally_triton
+from kvpolicy.kernels.entries import carry, tally
 from kvpolicy.kernels.merging import (
-    following_triton,
-    links_triton,
-    merge_entries_triton,
-    merge_rows_triton,
-    nearest_triton,
-    share_triton,
-    target_triton,
+    following,
+    links,
+    merge_entries,
+    merge_rows,
+    nearest,
+    share,
+    target,
 )
-from kvpolicy.kernels.scoring import (
-    best_triton,
-    draws_triton,
-    finite_triton,
-    generated,
-    order_triton,
-    over_layers_triton,
-    select_triton,
-    split_triton,
-    spread_triton,
-)
+from kvpolicy.kernels.scoring import best, draws, finite, order, over_layers, select, split, spread
 
-TRITON: dict[str, Callable] = {
-    "generated": generated.generated,
-    "keys": order_triton.keys,
-    "best": best_triton.best,
-    "carry": carry_triton.carry,
-    "tally": tally_triton.tally,
-    "top": select_triton.top,
-    "rank": order_triton.rank,
-    "mean": spread_triton.mean,
-    "var": spread_triton.var,
-    "entropy": spread_triton.entropy,
-    "var_of_layers": over_layers_triton.var_of_layers,
-    "any_of_layers": over_layers_triton.any_of_layers,
-    "split": split_triton.split,
-    "nearest": nearest_triton.nearest,
-    "draws": draws_triton.draws,
-    "finite": finite_triton.finite,
-    "following": following_triton.following,
-    "links": links_triton.links,
-    "target": target_triton.target,
-    "merge_entries": merge_entries_triton.merge_entries,
-    "merge_rows": merge_rows_triton.merge_rows,
-    "merge_mass": merge_rows_triton.merge_mass,
-    "gram": share_triton.gram,
-    "blend": share_triton.blend,
+REFERENCE: dict[str, Callable] = {
+    "keys": order.keys,
+    "best": best.best,
+    "carry": carry.carry,
+    "tally": tally.tally,
+    "top": select.top,
+    "rank": order.rank,
+    "mean": spread.mean,
+    "var": spread.var,
+    "entropy": spread.entropy,
+    "var_of_layers": over_layers.var_of_layers,
+    "any_of_layers": over_layers.any_of_layers,
+    "split": split.split,
+    "nearest": nearest.nearest,
+    "draws": draws.draws,
+    "finite": finite.finite,
+    "following": following.following,
+    "links": links.links,
+    "target": target.target,
+    "merge_entries": merge_entries.merge_entries,
+    "merge_rows": merge_rows.merge_rows,
+    "merge_mass": merge_rows.merge_mass,
+    "gram": share.gram,
+    "blend": share.blend,
 }

@@ -7,6 +7,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from kvpolicy.dsl.execute import kernels
+from kvpolicy.dsl.execute.kernels import installed
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
+from kvpolicy.kernels.table import REFERENCE
+from kvpolicy.kernels.table_triton import TRITON
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,6 +42,19 @@ def test_wheel_holds_every_module_and_policy(wheel):
 
 def test_wheel_adds_one_top_level_name(wheel):
     assert {name.split("/")[0].split("-")[0] for name in wheel.namelist()} == {"kvpolicy"}
+
+
+def test_programs_are_given_torch_where_nobody_gives_them_kernels(monkeypatch):
+    assert installed() is REFERENCE
+    monkeypatch.setattr(kernels, "entry_points", lambda **_: ())
+    with pytest.raises(PolicyError, match=r"no installed package has .* `kvpolicy.kernels`"):
+        installed.__wrapped__()
+
+
+def test_tables_have_the_same_names():
+    assert set(TRITON) == {*REFERENCE, "generated"}
+    code = "import sys, kvpolicy.kernels.table; sys.exit('triton' in sys.modules)"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
 def test_entry_points():

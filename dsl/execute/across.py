@@ -10,27 +10,30 @@ Dimensions: L layers, G KV heads, N tokens of the prompt, n tokens of one layer.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
 
 import torch
 from kvpolicy.dsl.execute.entropy import operands
 from kvpolicy.dsl.execute.evaluate import Evaluation, reduces_past
-from kvpolicy.dsl.execute.kernels import LARGEST_SPLIT, MOST_LAYERS
 from kvpolicy.dsl.execute.ops import TORCH_FORMS
 from kvpolicy.dsl.execute.values import (
     HOST,
     Frame,
+    Scalar,
     Value,
     aligned,
     as_tensor,
     of_layer,
     over_layers,
     sent,
+    sizes_of,
     stacked,
+    union,
 )
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, When
+from kvpolicy.dsl.ir.split import MOST
 from kvpolicy.dsl.ops.exact import Number
 from kvpolicy.dsl.ops.operations import Kind
 
@@ -141,34 +144,22 @@ def _past(node: Node, values: list[Value], frame: Frame) -> Value:
     """Values of this layer and those before it along the axis `past`, or what they reduce to."""
     if node.op == "past":
         return _along_past(values, frame)
-    made = _by_kernel(node, frame, values) if _OF_LAYERS.get(node.op) in frame.kernels else None
-    return TORCH_FORMS[node.op](node, frame, _along_past(values, frame)) if made is None else made
+    name = _OF_LAYERS.get(node.op)
+    if name is None:
+        return TORCH_FORMS[node.op](node, frame, _along_past(values, frame))
+    axes = union(*(x.axes for x in values))
+    sizes = sizes_of(*values)
+    shape = [sizes[axis] for axis in axes]
 
+    def whole(data: torch.Tensor | Scalar, own: tuple[str, ...]) -> torch.Tensor:
+        return aligned(as_tensor(data, frame), own, axes).expand(shape)
 
-def _by_kernel(node: Node, frame: Frame, values: Sequence[Value]) -> Value | None:
-    """A reduction of the values of this layer and those before it; None: not one for the kernel."""
-    own = values[-1]
-    kind = torch.bool if node.op == "any" else torch.float64
-    numbers = [x.data for x in values if isinstance(x.data, torch.Tensor)]
-    if len(values) > MOST_LAYERS or len(numbers) < len(values):
-        return None
-    if any((x.dtype, x.shape) != (kind, numbers[-1].shape) for x in numbers):
-        return None
-    if any(x.axes != own.axes for x in values):
-        return None
     there = None
     if any(x.mask is not None for x in values):
-        there = [_present(x) for x in values]
-    kernel = frame.kernels[_OF_LAYERS[node.op]]
-    made = kernel(numbers, there, max(0, len(values) - 1 - frame.here))
-    return Value(made, own.axes, finite=all(x.finite for x in values))
-
-
-def _present(x: Value) -> torch.Tensor:
-    """Where a value is present, in its own shape."""
-    if x.mask is None:
-        return torch.ones_like(x.tensor, dtype=torch.bool)
-    return aligned(x.mask, x.mask_axes, x.axes).expand(x.tensor.shape)
+        there = [whole(True if x.mask is None else x.mask, x.mask_axes) for x in values]
+    first = max(0, len(values) - 1 - frame.here)
+    made = frame.kernels[name]([whole(x.data, x.axes) for x in values], there, first)
+    return Value(made, axes, finite=all(x.finite for x in values))
 
 
 def _along_past(values: list[Value], frame: Frame) -> Value:
@@ -269,10 +260,7 @@ class Layers(Evaluation):
         """float64 [L]: integers or labels for the layers."""
         static = [self.frame.bound.static.needs(x) is not None for x in node.args]
         if node.op != "cluster" and static == [True, False, True][: len(static)]:
-            known = [self._numbers(x) for i, x in enumerate(node.args) if i != 1]
-            made = self._by_kernel(node, self.value(node.args[1]), *known)
-            if made is not None:
-                return made
+            return self._by_kernel(node)
         numbers = [self._numbers(x) for x in node.args]
         if node.op != "cluster":
             most = numbers[2] if len(numbers) == 3 else None
@@ -282,28 +270,19 @@ class Layers(Evaluation):
             parts = counts.cluster([float(x) for x in numbers[0]], number)
         return sent(torch.tensor(parts, dtype=torch.float64, device=HOST), self.frame.device)
 
-    def _by_kernel(
-        self,
-        node: Node,
-        weights: Value,
-        total: Sequence[Number],
-        maxima: Sequence[Number] | None = None,
-    ) -> torch.Tensor | None:
-        """`split` or `cascade` without waiting for the device; None: not one for the kernel.
-
-        Args:
-            weights: computed.
-            total, maxima: numbers of the host, per layer; the kernel knows one maximum for all.
-        """
-        kernel = self.frame.kernels.get("split")
-        whole = counts.whole(total[0], LARGEST_SPLIT + 1)
-        limits = {counts.whole(x, 2**62) for x in maxima or ()}
-        fits = whole <= LARGEST_SPLIT and len(limits) <= 1 and weights.axes == ("layer",)
-        if kernel is None or not fits:
-            return None
-        limit = limits.pop() if limits else None
-        cascade = node.op == "cascade"
-        made: torch.Tensor = kernel(whole, weights.tensor.double(), limit, cascade=cascade)
+    def _by_kernel(self, node: Node) -> torch.Tensor:
+        """`split` or `cascade` by computed weights, without waiting for the device."""
+        device, layers = self.frame.device, len(self.evaluations)
+        whole = counts.whole(self._numbers(node.args[0])[0], MOST)
+        weights = over_layers(self.value(node.args[1]), layers, device).tensor.double()
+        maxima: torch.Tensor | int | None = None
+        if len(node.args) == 3:
+            most = [counts.whole(x, MOST) for x in self._numbers(node.args[2])]
+            maxima = most[0]
+            if any(x != maxima for x in most):
+                maxima = sent(torch.tensor(most, device=HOST), device)
+        kernel = self.frame.kernels["split"]
+        made: torch.Tensor = kernel(whole, weights, maxima, cascade=node.op == "cascade")
         return made
 
     def _numbers(self, node: Node) -> list[Number]:

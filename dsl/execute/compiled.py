@@ -10,7 +10,7 @@ from collections import OrderedDict
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.generated import Generated
-from kvpolicy.dsl.execute.kernels import NONE, Kernels, Slots
+from kvpolicy.dsl.execute.kernels import Kernels, Slots, installed
 from kvpolicy.dsl.execute.plan import Plan
 from kvpolicy.dsl.execute.prefill import Prefill
 from kvpolicy.dsl.execute.steps import Steps
@@ -27,7 +27,7 @@ class Compiled:
     Args:
         bound: the policy.
         report: also keep budgets and scores, for `Run.result`.
-        kernels: that take the place of torch operations, see `torch_kernels`.
+        kernels: what computes, see `execute/kernels.py`; None: torch, as installed.
 
     Attributes:
         steps: what decode steps compute; None without `decode:`.
@@ -35,10 +35,13 @@ class Compiled:
         generated: the prefill's generated kernels.
 
     Raises:
-        PolicyError: the policy needs data that a prefill does not offer.
+        PolicyError: the policy needs data that a prefill does not offer; or as of `installed`.
     """
 
-    def __init__(self, bound: Bound, *, report: bool = False, kernels: Kernels = NONE) -> None:
+    def __init__(
+        self, bound: Bound, *, report: bool = False, kernels: Kernels | None = None
+    ) -> None:
+        kernels = installed() if kernels is None else kernels
         self.bound, self.kernels, self.report = bound, kernels, report
         self._prefill = Prefill(bound, report, defers=False)
         # Where a layer chooses what deeper ones compute, nothing can wait for those.

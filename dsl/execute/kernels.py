@@ -1,7 +1,8 @@
-"""Where kernels take the place of torch operations, and where a server's keys and values lie.
+"""What computes for a program: a table of kernels by name; and where keys and values lie.
 
-A program is given a table of kernels by name; what is not in the table is computed by torch. A
-kernel keeps exactly what torch keeps, ties included, from the same values.
+A table has all of these names, but for "generated": it is of torch, which defines what others give
+(`kernels/table.py`), or of Triton. From the same values the same is kept, ties included, whatever
+the table.
 
 keys(x, there) -> int32
     float64 scores as integers that sort as their float32 do, -0 being 0, and the lowest int32 where
@@ -18,8 +19,7 @@ mean(x, there, over), var(x, there, over), entropy(x, there, over) -> float64
 
 var_of_layers(values, there, first) -> float64, any_of_layers(values, there, first) -> bool
     The same place by place over a list of layers' values of one shape (float64, bool), the first
-    `first` of which do not count, at most MOST_LAYERS in all. `there` lists where each is present,
-    or is None.
+    `first` of which do not count. `there` lists where each is present, or is None.
 
 top(keys, number) -> bool [R, n]
     The `number` (int, or int64 [R, 1]) highest of int32 keys [R, n] per row, of equal ones the
@@ -96,17 +96,18 @@ blend(below, own, a, b) -> float64 [G, N, D]
     a * below + b * own with a, b float64 [G, N]; a product or sum that is NaN is 0. It comes with
     `gram`.
 
+split(total, weights, maxima, *, cascade=False) -> float64 [L]
+    `split[layer]` or `cascade[layer]` (`ir/split.py`) of an int from 0 by float64 [L], which it
+    rounds to float32; no layer takes more than its maximum, an int for all or int64 [L], None for
+    no limit.
+
 generated(name, source) -> run
     Triton functions that `codegen/source.py` wrote for the policy of that name complete kernels,
     which run(window, keys, values, marks, tokens, inputs, numbers) launches without waiting for the
     device. The first five say where queries, keys and values lie and what is known of tokens
     (`execute/generated.py`); it gives the source's results, and truth values that are false where
     the model's tensors held NaN or infinity.
-
-split(total, weights, limit, *, cascade=False) -> float64 [L]
-    `split[layer]` or `cascade[layer]` (`ir/split.py`) of an int up to LARGEST_SPLIT by float64 [L],
-    which it rounds to float32; no layer takes more than the int `limit`, None for no limit. The
-    host divides where data decide the total or a maximum, where maxima differ or a total is larger.
+    Where a table lacks it, torch computes what such kernels would.
 
 Dimensions: G KV heads, n tokens of a layer, D head size, S slots, E rows of a pool, M cached
 positions of a layer, P dropped entries, K links.
@@ -116,17 +117,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from types import MappingProxyType
+from functools import cache, cached_property
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
+from kvpolicy.dsl.syntax.diagnostics import refused
 
 Kernels = Mapping[str, Callable[..., Any]]
-NONE: Kernels = MappingProxyType({})
 
-MOST_LAYERS = 16  # that "var_of_layers" and "any_of_layers" reduce
-LARGEST_SPLIT = 2**28 - 1  # entries in all layers that the kernel "split" divides
+GROUP, NAME = "kvpolicy.kernels", "torch"  # the entry point of the table for any device
+
+
+@cache
+def installed() -> Kernels:
+    """The table of torch that is installed with this package, for programs that are given none.
+
+    Raises:
+        PolicyError: the installation does not say where it is.
+    """
+    for point in entry_points(group=GROUP, name=NAME):
+        table: Kernels = point.load()
+        return table
+    raise refused(
+        "kvpolicy", "file", f"no installed package has the entry point `{NAME}` of `{GROUP}`",
+        "install kvpolicy, as with `pip install .`: a folder on the path is not enough",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

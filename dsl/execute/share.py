@@ -11,7 +11,7 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.combination import Combinations
 from kvpolicy.dsl.execute.evaluate import Evaluation, spread
-from kvpolicy.dsl.execute.kernels import NONE, Kernels
+from kvpolicy.dsl.execute.kernels import Kernels
 from kvpolicy.dsl.execute.values import Frame, Value, aligned, as_tensor, filled
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ir.traverse import nodes_of
@@ -36,7 +36,7 @@ class Shared:
 
 
 def shared(
-    bound: Bound, prompt: int, layer: int, below: Pair, own: Pair, kernels: Kernels = NONE
+    bound: Bound, prompt: int, layer: int, below: Pair, own: Pair, kernels: Kernels
 ) -> Shared | None:
     """Directions and exceptions at a layer; None where `share.when` does not hold.
 
@@ -45,7 +45,7 @@ def shared(
         prompt: N.
         layer: from 0; there is a layer below.
         below, own: keys and values [G, N, D] of the layer below and of this one.
-        kernels: by name, see `torch_kernels`.
+        kernels: by name, see `execute/kernels.py`.
     """
     share = bound.share
     if share is None or prompt == 0 or not bound.number(share.when, prompt, layer):

@@ -12,7 +12,7 @@ from kvpolicy.dsl.bind.ends import Ends
 from kvpolicy.dsl.bind.lasting import Lasting
 from kvpolicy.dsl.execute.evaluate import Updates
 from kvpolicy.dsl.execute.generated import Generated
-from kvpolicy.dsl.execute.kernels import NONE, Kernels
+from kvpolicy.dsl.execute.kernels import Kernels
 from kvpolicy.dsl.execute.ops import is_computed
 from kvpolicy.dsl.execute.prefill import reads_budget
 from kvpolicy.dsl.execute.together import like_heads
@@ -50,7 +50,7 @@ class Steps:
             leave.
         fresh: by name of a state its value for new entries; NaN if data, or the request, decide it.
         leaving_merge: whether what leaves is merged.
-        kernels: that take the place of torch operations; those generated for the policy:
+        kernels: what computes; those generated for the policy:
             `advancing` for its states, `leaving` for what is read where entries leave.
         advancing_roots, leaving_roots: what these compute.
         lasting: how many entries a list takes before it is filled up to its budget.
@@ -58,7 +58,7 @@ class Steps:
             `torch_together`: where several steps advance the states, and where `keep` decides.
     """
 
-    def __init__(self, bound: Bound, report: bool, kernels: Kernels = NONE) -> None:
+    def __init__(self, bound: Bound, report: bool, kernels: Kernels) -> None:
         self.kernels = kernels
         rules = bound.decode_lowered
         assert rules is not None

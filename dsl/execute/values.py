@@ -16,7 +16,7 @@ from typing import TypeVar, overload
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.execute.kernels import NONE, Kernels, Keys, dense
+from kvpolicy.dsl.execute.kernels import Kernels, Keys, dense, installed
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import AXES, Node, Type
 from kvpolicy.dsl.ops.exact import SNAP
@@ -82,7 +82,7 @@ class Frame:
         steps: so many decode steps are evaluated at once, the last of which is `generated`: `new`
             reads their queries, and every value per query and token is absent (false) where the
             token comes after the query. None: one step.
-        kernels: by name, see `torch_kernels`.
+        kernels: by name, see `execute/kernels.py`; those of torch, if none are given.
         held: candidates per KV head, where that is not `tokens`.
         fixed: tensors that live as long as the plan, by id; masks made of these are made once.
         memo: what was made of `fixed` tensors.
@@ -109,7 +109,7 @@ class Frame:
     last: int | None = None
     generated: int | None = None
     steps: int | None = None
-    kernels: Kernels = field(default_factory=lambda: NONE)
+    kernels: Kernels = field(default_factory=installed)
     held: Value | None = None
     fixed: dict[int, torch.Tensor] = field(default_factory=dict)
     memo: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from kvpolicy.dsl.codegen.regions import Bundle, Regions
 from kvpolicy.dsl.execute.combination import is_combination
 from kvpolicy.dsl.execute.entropy import distribution
 from kvpolicy.dsl.execute.evaluate import reduces_past
+from kvpolicy.dsl.execute.kernels import installed
 from kvpolicy.dsl.execute.prefill import Prefill
 from kvpolicy.dsl.execute.share import side_of_share
 from kvpolicy.dsl.execute.steps import Steps
@@ -18,7 +19,7 @@ from kvpolicy.dsl.ir.traverse import nodes_of
 from kvpolicy.dsl.ir.written import written
 from kvpolicy.dsl.ops.operations import Kind
 
-# What `torch_kernels` names; merges and shares besides.
+# What `execute/kernels.py` names; merges and shares besides.
 _BY_HAND = frozenset("top fill rank split cascade mean var entropy any[past] var[past]".split())
 _LARGE = frozenset(("query", "dim"))  # axes of what is not small
 _LONGEST = 88
@@ -34,7 +35,7 @@ def step_regions(bound: Bound) -> list[Regions]:
     """What is generated for decode steps: for states, and for what is read where entries leave."""
     if bound.decode is None:
         return []
-    steps = Steps(bound, False)
+    steps = Steps(bound, False, installed())
     return [
         Regions(bound, steps.advancing_roots, steps.updates.states, steps=True),
         Regions(bound, steps.leaving_roots, steps=True),
@@ -64,7 +65,7 @@ _MERGE = "kernel  hand-written: merge, of the rows that are dropped into those t
 
 
 def _while_decoding(bound: Bound) -> str:
-    steps = Steps(bound, False)
+    steps = Steps(bound, False, installed())
     if not steps.advances:
         return "while decoding"
     how = "of several steps at once" if steps.at_once else "step by step"

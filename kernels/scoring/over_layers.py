@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-
-MOST = 16  # each is compiled into the kernel; twice as many spill
+from kvpolicy.kernels.scoring.spread import var
 
 
 def var_of_layers(
@@ -15,8 +14,8 @@ def var_of_layers(
     """At every place the variance of the present values, divided by their number; 0 of none.
 
     Args:
-        values: of each of up to MOST layers float64 [...], all of one shape; what they hold where
-            nothing is there means nothing.
+        values: of each layer float64 [...], all of one shape; what they hold where nothing is there
+            means nothing.
         there: of each layer bool of that shape; None: everything is there.
         first: how many of the first layers do not count.
 
@@ -28,13 +27,7 @@ def var_of_layers(
     """
     check(values, there, first, torch.float64)
     counted = torch.stack(list(values[first:]))
-    known = torch.ones_like(counted, dtype=torch.bool)
-    if there is not None:
-        known = torch.stack(list(there[first:]))
-    number = known.sum(0)
-    middle = torch.where(known, counted, 0.0).sum(0) / number
-    made = torch.where(known, (counted - middle) ** 2, 0.0).sum(0) / number
-    return torch.where(made.isnan(), 0.0, made)
+    return var(counted, None if there is None else torch.stack(list(there[first:])), [0])
 
 
 def any_of_layers(
@@ -59,8 +52,6 @@ def check(
     Raises:
         ValueError: names the argument, the expected and the actual value.
     """
-    if not 0 < len(values) <= MOST:
-        raise ValueError(f"values: expected 1 .. {MOST} tensors, got {len(values)}")
     if not 0 <= first < len(values):
         raise ValueError(f"first: expected 0 .. {len(values) - 1}, got {first}")
     shape = list(values[0].shape)

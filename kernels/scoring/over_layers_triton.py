@@ -7,24 +7,32 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.scoring import over_layers
 from kvpolicy.kernels.scoring.over_layers import check
 
+MOST = 16  # layers, each of which is compiled into the kernel; twice as many spill
 _BLOCK = 512  # not measured
 
 
 def var_of_layers(
     values: Sequence[torch.Tensor], there: Sequence[torch.Tensor] | None, first: int
 ) -> torch.Tensor:
-    """At every place the variance of the present values. As `over_layers.var_of_layers`."""
+    """At every place the variance of the present values. As `over_layers.var_of_layers`, which
+    reduces more than MOST layers."""
     check(values, there, first, torch.float64)
+    if len(values) > MOST:
+        return over_layers.var_of_layers(values, there, first)
     return _reduced(values, there, first, torch.float64)
 
 
 def any_of_layers(
     values: Sequence[torch.Tensor], there: Sequence[torch.Tensor] | None, first: int
 ) -> torch.Tensor:
-    """At every place whether a present value is true. As `over_layers.any_of_layers`."""
+    """At every place whether a present value is true. As `over_layers.any_of_layers`, which
+    reduces more than MOST layers."""
     check(values, there, first, torch.bool)
+    if len(values) > MOST:
+        return over_layers.any_of_layers(values, there, first)
     return _reduced(values, there, first, torch.bool)
 
 

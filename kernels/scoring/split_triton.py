@@ -1,9 +1,9 @@
 """Exact division of a total among the layers without asking the host: `split[layer]`, `cascade`.
 
-The definition is the language's (`dsl/ir/split.py`), in exact fractions. A weight is a float32, so
-24 bits somewhere between 2**-149 and 2**128; all weights are therefore whole multiples of 2**-149,
-and `k` is at most the share `total * weight / sum` exactly if `total * weight - k * sum` is not
-negative. That is computed in digits of 24 bits, for a `k` which float64 has found up to 1.
+A weight is a float32, so 24 bits somewhere between 2**-149 and 2**128; all weights are therefore
+whole multiples of 2**-149, and `k` is at most the share `total * weight / sum` exactly if
+`total * weight - k * sum` is not negative. That is computed in digits of 24 bits, for a `k` which
+float64 has found up to 1.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.scoring import split as reference
+from kvpolicy.kernels.scoring.split import MOST, check
 
-MOST = 2**62  # more than any layer holds
 LARGEST = 2**28 - 1  # of a total, so that no digit leaves int64
 LAYERS = 256
 _DIGITS = tl.constexpr(13)  # of 24 bits, for numbers below 2**(277 + 24)
@@ -24,13 +25,8 @@ def split(
 ) -> torch.Tensor:
     """Whole numbers for L layers that add up to the total, in proportion to the weights.
 
-    As `dsl.split.split_layers` and, with `cascade`, `cascade_layers`, of weights rounded to
-    float32.
-
-    Args:
-        total: 0 .. LARGEST.
-        weights: [L] float64, L at most LAYERS; negative ones and NaN count as 0.
-        maxima: most that each layer takes, int64 [L] or one for all; None: no limit.
+    As `split.split`, without waiting for the device, but for totals above LARGEST and more than
+    LAYERS layers, which the reference divides.
 
     Returns:
         [L] float64.
@@ -38,18 +34,13 @@ def split(
     Raises:
         ValueError: names the argument, the expected and the actual value.
     """
+    check(total, weights, maxima)
     layers = weights.shape[0]
-    if not 0 <= total <= LARGEST:
-        raise ValueError(f"total: expected 0 .. {LARGEST}, got {total}")
-    if weights.dim() != 1 or weights.dtype != torch.float64 or layers > LAYERS:
-        shape = f"{weights.dtype} {list(weights.shape)}"
-        raise ValueError(f"weights: expected float64 [<= {LAYERS}], got {shape}")
+    if total > LARGEST or layers > LAYERS:
+        return reference.split(total, weights, maxima, cascade=cascade)
     if not isinstance(maxima, torch.Tensor):
         limit = MOST if maxima is None else maxima
         maxima = torch.full((layers,), limit, dtype=torch.int64, device=weights.device)
-    if maxima.shape != (layers,) or maxima.dtype != torch.int64:
-        shape = f"{maxima.dtype} {list(maxima.shape)}"
-        raise ValueError(f"maxima: expected int64 [{layers}], got {shape}")
     stages = layers if cascade else 1
     parts = torch.empty((stages, layers), dtype=torch.int64, device=weights.device)
     if layers:

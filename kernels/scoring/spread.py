@@ -5,6 +5,7 @@ Dimensions: R rows, values that stay apart; K values of a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -26,17 +27,14 @@ def mean(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> to
         ValueError: names the argument, the expected and the actual value.
     """
     check(x, there, over)
-    there = _whole(x, there)
-    return _usable(_sum(x, there, over) / there.sum(list(over)))
+    return _usable(_mean(x, there, over)).squeeze(tuple(over))
 
 
 def var(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
     """The variance of the present values, divided by their number. As `mean`."""
     check(x, there, over)
-    there = _whole(x, there)
-    number = there.sum(list(over), keepdim=True)
-    middle = _sum(x, there, over, keepdim=True) / number
-    return _usable(_sum((x - middle) ** 2, there, over) / number.sum(list(over)))
+    apart = x - _mean(x, there, over)
+    return _usable(_mean(apart * apart, there, over)).squeeze(tuple(over))
 
 
 def entropy(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
@@ -46,10 +44,10 @@ def entropy(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) ->
     nothing, nor does the logarithm of a negative share.
     """
     check(x, there, over)
-    there = _whole(x, there)
-    total = _usable(_sum(x, there, over, keepdim=True))
+    total = _usable(_sum(x, there, over))
     share = _usable(x / (total + 0.0))  # -0 is 0
-    return -_usable(_sum(_usable(share * _usable(share.log())), there, over))
+    made = _usable(_sum(_usable(share * _usable(share.log())), there, over))
+    return made.neg_().squeeze(tuple(over))
 
 
 def check(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> None:
@@ -63,17 +61,21 @@ def check(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> N
         raise ValueError(f"over: expected dimensions 0 .. {x.dim() - 1}, got {list(over)}")
 
 
-def _whole(x: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
-    if there is None:
-        return torch.ones_like(x, dtype=torch.bool)
-    return there.expand(x.shape)
+def _mean(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
+    """As `mean`, NaN where nothing is there; the dimensions stay, of size 1."""
+    number: torch.Tensor | int = math.prod(x.shape[dim] for dim in over)
+    if there is not None:
+        there = there.expand([1] * (x.dim() - there.dim()) + list(there.shape))
+        number = there.sum(tuple(over), keepdim=True)
+        number = number * math.prod(x.shape[dim] for dim in over if there.shape[dim] == 1)
+    return _sum(x, there, over) / number
 
 
-def _sum(
-    x: torch.Tensor, there: torch.Tensor, over: Sequence[int], *, keepdim: bool = False
-) -> torch.Tensor:
-    return torch.where(there, x, 0.0).sum(list(over), keepdim=keepdim)
+def _sum(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
+    x = x if there is None else torch.where(there, x, 0.0)
+    return x.sum(tuple(over), keepdim=True)
 
 
 def _usable(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x.isnan(), 0.0, x)
+    """What was just made, with 0 for NaN."""
+    return x.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from kvpolicy.dsl.execute.kernels import NONE, Kernels
+from kvpolicy.dsl.execute.kernels import Kernels
 from kvpolicy.kernels.launch import tuned
 from kvpolicy.sglang_ext.face import options
 from kvpolicy.sglang_ext.face.errors import Refused
@@ -27,7 +27,7 @@ class KernelsInUse:
 
     Attributes:
         name: `torch` or `triton`.
-        table: of the policies' programs, see `dsl.torch_kernels`.
+        table: of the policies' programs, see `dsl/execute/kernels.py`.
         compact_layers, place, settle, gather, rotate, turn, entry_ids, take_rows, put_rows: as in
             `kernels`.
     """
@@ -47,7 +47,7 @@ class KernelsInUse:
     @property
     def read_the_pool(self) -> bool:
         """Whether programs take keys and values where they lie, as `Slots`."""
-        return "generated" in self.table
+        return self.name == "triton"
 
 
 def in_use(device: torch.device) -> KernelsInUse:
@@ -110,10 +110,11 @@ def _torch() -> KernelsInUse:
     from kvpolicy.kernels.entries.rows import put_rows, take_rows
     from kvpolicy.kernels.entries.settle import settle
     from kvpolicy.kernels.entries.turn import turn
+    from kvpolicy.kernels.table import REFERENCE
 
     return KernelsInUse(
-        "torch", NONE, compact_layers, place, settle, gather, rotate, turn, entry_ids, take_rows,
-        put_rows,
+        "torch", REFERENCE, compact_layers, place, settle, gather, rotate, turn, entry_ids,
+        take_rows, put_rows,
     )  # fmt: skip
 
 
@@ -128,7 +129,7 @@ def _triton() -> KernelsInUse:
     from kvpolicy.kernels.entries.rows_triton import put_rows, take_rows
     from kvpolicy.kernels.entries.settle_triton import settle
     from kvpolicy.kernels.entries.turn_triton import turn
-    from kvpolicy.kernels.table import TRITON
+    from kvpolicy.kernels.table_triton import TRITON
 
     return KernelsInUse(
         "triton", TRITON, compact_layers, place, settle, gather, rotate, turn, entry_ids,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.apply import prefilled, turned
 from kvpolicy.dsl.execute.decode import Choice, Memory
-from kvpolicy.dsl.execute.kernels import NONE, Entries, Kernels
+from kvpolicy.dsl.execute.kernels import Entries, Kernels
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.requests import Staying, follow_together
 
@@ -57,7 +57,7 @@ class Store:
     """
 
     def __init__(
-        self, bound: Bound, prompt, steps, poison: float = math.nan, kernels: Kernels = NONE,
+        self, bound: Bound, prompt, steps, poison: float = math.nan, kernels: Kernels | None = None,
         program: TorchProgram | None = None,
     ) -> None:  # fmt: skip
         size = prompt[1].shape[-1]

@@ -9,6 +9,7 @@ from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.kernels.table import REFERENCE
 from stores import assert_alike
 from test_follow import SHAPES, bound_to, stores
 
@@ -80,15 +81,15 @@ def assert_followed(bound, shape, tokens: int = 13) -> None:
 def test_sums_over_the_queries(name):
     for shape in SHAPES[:3]:
         bound = bound_of(ONLY_ADDED[name], shape)
-        assert Steps(bound, False).at_once
+        assert Steps(bound, False, REFERENCE).at_once
         assert_followed(bound, shape)
 
 
 @pytest.mark.parametrize("name", STEP_BY_STEP)
 def test_all_else_goes_step_by_step(name):
     bound = bound_of(STEP_BY_STEP[name], SHAPES[0])
-    assert Steps(bound, False).advances
-    assert not Steps(bound, False).at_once
+    assert Steps(bound, False, REFERENCE).advances
+    assert not Steps(bound, False, REFERENCE).at_once
     assert_followed(bound, SHAPES[0])
 
 
@@ -100,7 +101,7 @@ def test_all_else_goes_step_by_step(name):
 def test_where_states_begin(start, at_once):
     """A first value that differs from step to step is that of the step at which its token came."""
     bound = bound_of(ONLY_ADDED["what h2o adds"], SHAPES[0], start)
-    assert Steps(bound, False).at_once == at_once
+    assert Steps(bound, False, REFERENCE).at_once == at_once
     assert_followed(bound, SHAPES[0])
 
 
@@ -108,5 +109,5 @@ def test_all_shipped_states_are_sums():
     for name in shipped():
         bound = bound_to(name, SHAPES[0])
         if bound is not None:
-            steps = Steps(bound, False)
+            steps = Steps(bound, False, REFERENCE)
             assert steps.at_once or not steps.advances, name

@@ -16,7 +16,8 @@ from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
-from kvpolicy.kernels.table import TRITON
+from kvpolicy.kernels.table import REFERENCE
+from kvpolicy.kernels.table_triton import TRITON
 from recordings import tensors
 from stores import Pool, Store, assert_alike
 
@@ -99,7 +100,7 @@ def test_generated_kernels_take_all_layers_together(name, monkeypatch, tmp_path)
     shape = (3, 4, 2, 16)
     bound = bound_to(name, shape, **({"rate": "0"} if name == "h2o" else {}))
     *prompt, later = tensors(np.random.default_rng(1), shape, 14, 40)
-    kernels = {"generated": TRITON["generated"]}
+    kernels = {**REFERENCE, "generated": TRITON["generated"]}
     plain, fast = Store(bound, prompt, later), Pool(bound, prompt, later, kernels=kernels)
     assert fast.memory.steps.states_alike
     for number in (1, 5, 16):
@@ -122,7 +123,7 @@ def test_layers_of_different_lengths_together(monkeypatch):
     )
     shape = (4, 4, 2, 8)
     bound = bind(load(Source("a-test.yaml", text)).require(), ModelShape(*shape))
-    assert Steps(bound, False).keep_alike
+    assert Steps(bound, False, REFERENCE).keep_alike
     *prompt, later = tensors(np.random.default_rng(2), shape, 21, 40)
     one, other = Store(bound, prompt, later), Pool(bound, prompt, later)
     for number in (1, 3, 5, 16, 2):
@@ -175,7 +176,7 @@ def test_nothing_waits_before_the_numbers_land(name):
     names = (
         "nearest", "gram", "following", "links", "target", "merge_rows", "merge_mass",
     )  # fmt: skip
-    merging = {each: TRITON[each] for each in names}
+    merging = {**REFERENCE, **{each: TRITON[each] for each in names}}
     shape = SHAPES[0]
     _, store = stores(bound_to(name, shape), shape, 14, 0, kernels=merging)
     merges = store.memory.bound.decode.merge is not None

@@ -27,10 +27,12 @@ from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.dsl.tools.explain_kernels import kernels, regions
 from kvpolicy.kernels.scoring.generated import generated
+from kvpolicy.kernels.table import REFERENCE
 from recordings import tensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TABLE = {"generated": generated}
+TABLE = {**REFERENCE, "generated": generated}
+TABLES = REFERENCE, TABLE
 HALF_ULP = 2.0**-24  # of float32: the largest relative error of one rounding
 SMALL = {"capacity": "11", "window": "4", "start": "2", "queries": "3", "reach": "5"}
 # What is computed beside the numbers that count, and for NaN and infinity.
@@ -194,7 +196,9 @@ def test_what_was_added_up_over_queries_is_there_for_all(inner):
     case = Case(1, 4, 2, 16, 200)
     bound = inline(f"sum[query](sum[group](attn(all)) + {inner})", case.shape)
     tensors = case.tensors(3)
-    runs = [prefill(TorchProgram(bound, report=True, kernels=t), *tensors) for t in ({}, TABLE)]
+    runs = [
+        prefill(TorchProgram(bound, report=True, kernels=t), *tensors) for t in (REFERENCE, TABLE)
+    ]
     a, b = (run.result(bound.lowered.score)[0].tensor for run in runs)
     bar = relative_error(case, *tensors[:2], 200, 400)
     torch.testing.assert_close(a, b, rtol=bar, atol=0.0)
@@ -227,7 +231,9 @@ def test_scores_within_the_error_of_float32(name):
     case = Case(2, 8, 2, 64, 63)
     bound = small(name, case.shape)
     q, k, v = case.tensors(11)
-    runs = [prefill(TorchProgram(bound, report=True, kernels=t), q, k, v) for t in ({}, TABLE)]
+    runs = [
+        prefill(TorchProgram(bound, report=True, kernels=t), q, k, v) for t in (REFERENCE, TABLE)
+    ]
     queries = 63 if name == "h2o" else 4
     bar = relative_error(case, q, k, queries, queries * 4 + 8)
     assert bar < 1e-3
@@ -262,7 +268,7 @@ def test_slots_are_gathered_only_for_torch():
     """Kernels read the pool; torch operations gather, once."""
     case = Case(1, 4, 2, 16, 29)
     q, k, v = (x[0] for x in case.tensors(3))
-    for table, gathers in ((TABLE, False), ({}, True)):
+    for table, gathers in ((TABLE, False), (REFERENCE, True)):
         program = TorchProgram(small("lava", case.shape), kernels=table)
         keys, values = in_pool(k), in_pool(v)
         program.start(case.tokens).observe(0, q, keys, values)
@@ -301,7 +307,9 @@ def test_other_types_stay_with_torch():
     """A type that no kernel reads is computed by torch."""
     case = Case(2, 4, 2, 16, 29, torch.float64)
     bound, tensors = small("snapkv", case.shape), case.tensors(3)
-    runs = [prefill(TorchProgram(bound, report=True, kernels=t), *tensors) for t in ({}, TABLE)]
+    runs = [
+        prefill(TorchProgram(bound, report=True, kernels=t), *tensors) for t in (REFERENCE, TABLE)
+    ]
     for a, b in zip(*(run.result(bound.lowered.score) for run in runs), strict=True):
         assert torch.equal(a.data, b.data)
 
@@ -373,7 +381,7 @@ def test_expressions(number):
     for asked in queries:
         score = EXPRESSIONS[number].replace("{q}", asked)
         bound = inline(f"{score} + 0 * norm1[dim](key)", case.shape)
-        programs = [TorchProgram(bound, report=True, kernels=t) for t in ({}, TABLE)]
+        programs = [TorchProgram(bound, report=True, kernels=t) for t in TABLES]
         assert not programs[1].generated.regions.reasons
         runs = [prefill(program, q, k, v) for program in programs]
         for a, b in zip(*(run.result(bound.lowered.score) for run in runs), strict=True):
@@ -395,7 +403,7 @@ def test_what_is_added_up_over_few_dimensions(score, size):
     case = Case(2, 4, 2, size, 23)
     for flag in ("flag", "layer == 1"):
         bound = inline(score.format(flag=flag), case.shape, "params: {flag: false}\n")
-        programs = [TorchProgram(bound, report=True, kernels=t) for t in ({}, TABLE)]
+        programs = [TorchProgram(bound, report=True, kernels=t) for t in TABLES]
         runs = [prefill(program, *case.tensors(5)) for program in programs]
         for a, b in zip(*(run.result(bound.lowered.score) for run in runs), strict=True):
             torch.testing.assert_close(
@@ -417,7 +425,7 @@ def test_what_is_added_up_over_few_dimensions(score, size):
 def test_unsupported_expressions_stay_with_torch(score, reason):
     case = Case(2, 4, 2, 8, 23)
     bound = inline(score, case.shape)
-    programs = [TorchProgram(bound, report=True, kernels=t) for t in ({}, TABLE)]
+    programs = [TorchProgram(bound, report=True, kernels=t) for t in TABLES]
     runs = [prefill(program, *case.tensors(1)) for program in programs]
     assert_same_kept(*runs)
     assert any(reason in each for each in regions(bound).reasons.values())

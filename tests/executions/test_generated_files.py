@@ -114,13 +114,14 @@ from kvpolicy.dsl.execute.kernels import Entries, Slots
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.values import Frame
 from kvpolicy.kernels.scoring.generated import generated
+from kvpolicy.kernels.table import REFERENCE
 
 def tensor(*shape, dtype=torch.int64):
     return torch.empty(shape, device="cuda", dtype=dtype)
 
 def launch(name, n=32768):
     bound = bind(load(name).require(), ModelShape(32, 32, 8, 128))
-    program = TorchProgram(bound, kernels={"generated": generated})
+    program = TorchProgram(bound, kernels={**REFERENCE, "generated": generated})
     q = tensor(32, bound.queries(n), 128, dtype=torch.bfloat16)
     frame = Frame(bound, n, q.device, 8, prompt=n, layer=3, q=q)
     frame.k = frame.v = Slots(tensor(1 << 19, 8, 128, dtype=torch.bfloat16), tensor(n))

@@ -25,12 +25,13 @@ from kvpolicy.dsl.ir.nodes import ModelShape, Node
 from kvpolicy.dsl.ir.traverse import nodes_of
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.scoring.generated import generated
+from kvpolicy.kernels.table import REFERENCE
 from recordings import tensors
 from stores import Store
 from test_follow import DECODING, bound_to
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TABLE = {"generated": generated}
+TABLE = {**REFERENCE, "generated": generated}
 HALF_ULP = 2.0**-24  # of float32: the largest relative error of one rounding
 NAN = float("nan")
 # What is computed beside the numbers that count, and for NaN and infinity.
@@ -149,7 +150,9 @@ def scored(score: str, shape: ModelShape) -> tuple[Bound, Node]:
 
 
 def evaluated(frame: Frame, node: Node, made: Generated | None) -> Value:
-    x = Evaluation(frame, Steps(frame.bound, False).updates, others=known_before, generated=made)
+    x = Evaluation(
+        frame, Steps(frame.bound, False, REFERENCE).updates, others=known_before, generated=made
+    )
     return x.value(node)
 
 

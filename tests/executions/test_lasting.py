@@ -10,6 +10,7 @@ from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.kernels.table import REFERENCE
 from recordings import tensors
 from stores import Store
 
@@ -42,7 +43,9 @@ def indented(lines: str) -> str:
 
 
 def taken(bound, prompt=16):
-    found = {Steps(bound, False).lasting.taken(prompt, i) for i in range(bound.shape.layers)}
+    found = {
+        Steps(bound, False, REFERENCE).lasting.taken(prompt, i) for i in range(bound.shape.layers)
+    }
     assert len(found) == 1
     return found.pop()
 
@@ -76,7 +79,7 @@ def test_rules(rules, number):
 
 
 def test_a_list_without_more_than_is_always_taken_may_still_grow():
-    lasting = Steps(bound_to("h2o"), False).lasting  # takes 3 before it fills up
+    lasting = Steps(bound_to("h2o"), False, REFERENCE).lasting  # takes 3 before it fills up
     assert lasting.lasts(16, [[4, 4], [5, 4], [4, 9]])
     assert not lasting.lasts(16, [[4, 4], [3, 4], [4, 9]])
 

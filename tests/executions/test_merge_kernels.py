@@ -17,7 +17,8 @@ from kvpolicy.dsl.execute.share import shared
 from kvpolicy.dsl.execute.values import Frame, Value
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.source import Source
-from kvpolicy.kernels.table import TRITON
+from kvpolicy.kernels.table import REFERENCE
+from kvpolicy.kernels.table_triton import TRITON
 from recordings import assert_same, tensors
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
@@ -42,7 +43,7 @@ def counted(calls: dict[str, int], names=MERGING):
 
         return call
 
-    return {name: counting(name) for name in names}
+    return {**REFERENCE, **{name: counting(name) for name in names}}
 
 
 @pytest.mark.slow
@@ -103,7 +104,7 @@ def test_receivers_are_the_same(into, dtype):
     """Whatever is compared, and whoever knows how many entries are dropped."""
     bound, frame, kept = layer_of(into, dtype)
     results = []
-    for kernels, most in (({}, None), (TRITON, None), (TRITON, int((~kept).sum(-1).max()))):
+    for kernels, most in ((REFERENCE, None), (TRITON, None), (TRITON, int((~kept).sum(-1).max()))):
         frame.kernels = kernels
         merging = Merging.of(bound.lowered.merge, Evaluation(frame), kept, Updates({}), {}, most)
         results.append((merging.rows(frame.k), merging.rows(frame.v)))
@@ -144,6 +145,7 @@ def test_nothing_waits_for_the_device(name, given):
 
 # The kernels' results, without numbers.
 WITHOUT = {
+    **REFERENCE,
     "nearest": lambda x, dropped, *_: torch.empty_like(dropped),
     "links": lambda places, receivers, joins, accepted, weights, tokens: (
         torch.empty(receivers.flatten(1).shape, dtype=torch.int64),
@@ -185,7 +187,7 @@ def random_layers(dtype: torch.dtype):
 def test_minicache_shares_the_same(dtype):
     bound = bind(load("minicache").require(), ModelShape(2, 4, 2, 16), {"start": "0"})
     below, own = random_layers(dtype)
-    expected = shared_by(bound, below, own, {})
+    expected = shared_by(bound, below, own, REFERENCE)
     calls: dict[str, int] = {}
     made = shared_by(bound, below, own, counted(calls, ("gram", "blend")))
     assert calls == {"gram": 2, "blend": 2}
@@ -221,7 +223,7 @@ def test_other_expressions_share_the_same(direction, apart, blended):
     bound = bind(policy.require(), ModelShape(2, 4, 2, 16), {})
     below, own = random_layers(torch.float32)
     calls: dict[str, int] = {}
-    expected = shared_by(bound, below, own, {})
+    expected = shared_by(bound, below, own, REFERENCE)
     made = shared_by(bound, below, own, counted(calls, ("gram", "blend")))
     assert calls.get("blend", 0) == 2 * blended
     for name in "kv":

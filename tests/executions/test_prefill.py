@@ -15,6 +15,7 @@ from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.scoring.select import top
+from kvpolicy.kernels.table import REFERENCE
 from recordings import both, tensors
 
 SHAPE = (4, 4, 2, 8)
@@ -188,7 +189,7 @@ def test_layers_choose_together_after_the_last_one(name, values, monkeypatch):
     tensors_, kept, choices = recorded(29), [], []
     for most in (compiled._DEFERRED_BYTES, 0):
         monkeypatch.setattr(compiled, "_DEFERRED_BYTES", most)
-        run = TorchProgram(bound, kernels={"top": chosen}).start(29)
+        run = TorchProgram(bound, kernels={**REFERENCE, "top": chosen}).start(29)
         drive(run, *tensors_)
         assert bool(rows) == (most == 0)
         kept.append(run.finish())

@@ -12,7 +12,8 @@ from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
-from kvpolicy.kernels.table import TRITON
+from kvpolicy.kernels.table import REFERENCE
+from kvpolicy.kernels.table_triton import TRITON
 from recordings import tensors
 from stores import Pool, Store, together
 
@@ -32,7 +33,7 @@ TOGETHER = (
     "generated", "best", "carry", "tally", "draws", "finite", "following", "merge_entries",
     "merge_rows", "merge_mass", "links", "target",
 )  # fmt: skip
-TABLE = {name: TRITON[name] for name in (TOGETHER)}
+TABLE = {**REFERENCE, **{name: TRITON[name] for name in TOGETHER}}
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +87,7 @@ def test_which_policies_go_together():
         if bound.decode is not None and Steps(bound, False, TABLE).rule(40) is not None:
             going.append(name)
     assert sorted(going) == sorted(SETTINGS)
-    assert Steps(bound_to("h2o"), False).rule(40) is None  # without kernels
+    assert Steps(bound_to("h2o"), False, REFERENCE).rule(40) is None  # none generated
     # Where a share of the prompt is less than a token, nothing leaves.
     assert Steps(bound_to("vatp"), False, TABLE).rule(3) is None
 

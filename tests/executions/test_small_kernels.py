@@ -21,7 +21,8 @@ from kvpolicy.dsl.interpret.interpreter import interpret
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.ir.traverse import nodes_of
 from kvpolicy.dsl.syntax.source import Source
-from kvpolicy.kernels.table import TRITON
+from kvpolicy.kernels.table import REFERENCE
+from kvpolicy.kernels.table_triton import TRITON
 from recordings import assert_same, tensors
 
 # What is computed beside the numbers that count.
@@ -42,10 +43,10 @@ HEADER = "policy: a-test\nlanguage: 1\nabout: a test\n"
 
 
 class Watched(dict):
-    """The kernels for small tensors, which count their calls."""
+    """A table with the kernels for small tensors, which count their calls."""
 
     def __init__(self) -> None:
-        super().__init__({name: partial(self._call, name) for name in NAMES})
+        super().__init__(REFERENCE, **{name: partial(self._call, name) for name in NAMES})
         self.calls: Counter[str] = Counter()
 
     def _call(self, name: str, *args):

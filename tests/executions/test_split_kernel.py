@@ -10,7 +10,8 @@ from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.source import Source
-from kvpolicy.kernels.scoring.split_triton import split
+from kvpolicy.kernels.table import REFERENCE
+from kvpolicy.kernels.table_triton import TRITON
 from recordings import tensors
 
 SHAPE = (4, 4, 2, 8)
@@ -36,25 +37,30 @@ def kept(source, settings, kernels):
         ("cake", {"capacity": "20", "window": "4", "cascading": "true"}, [(64, 56, True)]),
         ("d2o", {"rate": "0.5"}, [(120, 60, False)]),
         (f"budget: 'split[layer](80, {SPREAD})'\n{SCORE}", {}, [(80, None, False)]),
-        # What the kernel does not know stays with the host.
         (
             f"budget: 'split[layer](80, {SPREAD}, max = 10 where layer < 2 else 14)'\n{SCORE}",
             {},
-            [],
+            [(80, [10, 10, 14, 14], False)],
         ),
-        (f"budget: 'split[layer](300000000, {SPREAD}, max = 9)'\n{SCORE}", {}, []),
+        (
+            f"budget: 'split[layer](300000000, {SPREAD}, max = 9)'\n{SCORE}",
+            {},
+            [(300000000, 9, False)],
+        ),
+        # What is known without data is the host's.
         (f"budget: 'split[layer](80, 2 * layer + 1)'\n{SCORE}", {}, []),
     ],
 )
 def test_the_same_is_kept(source, settings, calls):
     seen = []
 
-    def noting(total, weights, limit, *, cascade=False):
+    def noting(total, weights, maxima, *, cascade=False):
+        limit = maxima.tolist() if isinstance(maxima, torch.Tensor) else maxima
         seen.append((total, limit, cascade))
-        return split(total, weights, limit, cascade=cascade)
+        return TRITON["split"](total, weights, maxima, cascade=cascade)
 
     text = Source("a-test.yaml", HEADER + source) if "\n" in source else source
-    with_kernel = kept(text, settings, {"split": noting})
-    assert torch.equal(with_kernel, kept(text, settings, {}))
+    with_kernel = kept(text, settings, {**REFERENCE, "split": noting})
+    assert torch.equal(with_kernel, kept(text, settings, REFERENCE))
     assert not with_kernel.all()
     assert seen == calls

@@ -10,9 +10,9 @@ import mutants
 import pytest
 import torch
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute import select as torch_select
 from kvpolicy.dsl.syntax import fmt, parse
 from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.kernels.table import REFERENCE
 
 POLICY = """\
 policy: a-test
@@ -63,12 +63,12 @@ def test_nothing_is_wrong_with_the_policy_itself():
 
 def test_an_execution_that_selects_otherwise_is_found():
     """Planted: the torch program takes the least instead of the most."""
-    keys = torch_select.sorting_keys
+    keys = REFERENCE["keys"]
 
     def others(*arguments, **named):
         return -keys(*arguments, **named)
 
-    with patch.object(torch_select, "sorting_keys", others):
+    with patch.dict(REFERENCE, keys=others):
         (found,) = failures(POLICY)
     assert "layer 0" in found["error"]
     assert "top(" in found["text"]

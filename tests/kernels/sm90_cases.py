@@ -33,7 +33,7 @@ from kvpolicy.kernels.entries.tally_triton import tally
 from kvpolicy.kernels.entries.turn_triton import turn
 from kvpolicy.kernels.scoring.best_triton import best
 from kvpolicy.kernels.scoring.select_triton import top
-from kvpolicy.kernels.table import TRITON
+from kvpolicy.kernels.table_triton import TRITON
 from sm90 import compiled
 
 L, H, G, D = 32, 32, 8, 128

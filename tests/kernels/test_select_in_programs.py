@@ -10,7 +10,8 @@ from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute import apply as torch_apply
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
-from kvpolicy.kernels.table import TRITON
+from kvpolicy.kernels.table import REFERENCE
+from kvpolicy.kernels.table_triton import TRITON
 
 SHAPE = (3, 4, 2, 4)
 SMALL = {"capacity": "9", "window": "3", "kernel": "3", "heavy": "4", "tsp_layer": "1"}
@@ -47,7 +48,7 @@ def test_keeps_the_same(name, ties, monkeypatch):
         seen.append(keys)
         return TRITON["top"](keys, number)
 
-    with_kernel = partial(TorchProgram, kernels={"top": top})
+    with_kernel = partial(TorchProgram, kernels={**REFERENCE, "top": top})
     monkeypatch.setattr(torch_apply, "TorchProgram", with_kernel)
     got = torch_apply.apply(bound, *prompt, steps)
 

@@ -1,4 +1,4 @@
-"""The kernel of `split[layer]` divides as the language does, in exact fractions."""
+"""`split[layer]` is divided as the language does, in exact fractions: reference and kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from ctypes import c_float
 import pytest
 import torch
 from kvpolicy.dsl.ir import counts
-from kvpolicy.kernels.scoring.split_triton import LARGEST, split
+from kvpolicy.kernels.scoring import split, split_triton
+from kvpolicy.kernels.scoring.split_triton import LARGEST, LAYERS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN = math.inf, math.nan
@@ -19,9 +20,10 @@ def divided(total, weights, maxima, *, cascade=False):
     on_device = torch.tensor(weights, dtype=torch.float64, device=DEVICE)
     if isinstance(maxima, list):
         maxima = torch.tensor(maxima, dtype=torch.int64, device=DEVICE)
-    made = split(total, on_device, maxima, cascade=cascade)
-    assert made.dtype == torch.float64
-    return made.tolist()
+    made = [m.split(total, on_device, maxima, cascade=cascade) for m in (split, split_triton)]
+    assert all(x.dtype == torch.float64 for x in made)
+    assert torch.equal(*made)
+    return made[0].tolist()
 
 
 def expected(total, weights, maxima, *, cascade=False):
@@ -49,6 +51,9 @@ def expected(total, weights, maxima, *, cascade=False):
         (1000, [1e39, 1.0], None),  # infinite as a float32
         (1000, [1e-60, 1.0], None),  # 0 as a float32
         (5, [3.0], 4),
+        (LARGEST + 1, [1.0, 2.0], None),
+        (2**40, [3.0, 1.0, 2.0], [2**39, 5, 2**40]),
+        (5 * LAYERS, [float(i % 7) for i in range(LAYERS + 1)], 11),
     ],
 )
 @pytest.mark.parametrize("cascade", [False, True])
@@ -82,13 +87,12 @@ def test_shares_next_to_whole_numbers():
         assert divided(3 * 10**6, weights, None) == expected(3 * 10**6, weights, None)
 
 
-def test_wrong_arguments():
+@pytest.mark.parametrize("module", [split, split_triton])
+def test_wrong_arguments(module):
     weights = torch.ones(3, dtype=torch.float64, device=DEVICE)
-    with pytest.raises(ValueError, match=rf"total: expected 0 \.\. {LARGEST}, got -1"):
-        split(-1, weights, None)
-    with pytest.raises(
-        ValueError, match=r"weights: expected float64 \[<= 256\], got torch.float32"
-    ):
-        split(1, weights.float(), None)
+    with pytest.raises(ValueError, match=r"total: expected 0 or more, got -1"):
+        module.split(-1, weights, None)
+    with pytest.raises(ValueError, match=r"weights: expected float64 \[L\], got torch.float32"):
+        module.split(1, weights.float(), None)
     with pytest.raises(ValueError, match=r"maxima: expected int64 \[3\], got torch.int64 \[2\]"):
-        split(1, weights, torch.ones(2, dtype=torch.int64, device=DEVICE))
+        module.split(1, weights, torch.ones(2, dtype=torch.int64, device=DEVICE))

@@ -11,6 +11,7 @@ from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import refused
 from kvpolicy.kernels.launch import tuned
+from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.sglang_ext.face import kernels_in_use, options
 from kvpolicy.sglang_ext.face.errors import Refused
 
@@ -276,14 +277,14 @@ def test_the_kernels_in_use_are_said_once(files, monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         auto = [kernels_in_use.in_use(torch.device("cpu")) for _ in range(2)]
     assert [record.getMessage() for record in caplog.records] == ["KV-cache policy kernels: torch."]
-    assert (auto[0].name, dict(auto[0].table)) == ("torch", {})
+    assert (auto[0].name, auto[0].table) == ("torch", REFERENCE)
     with caplog.at_level(logging.INFO):
         assert kernels_in_use.in_use(torch.device("cuda")).name == "triton"
     said = caplog.records[-1].getMessage()
     assert said.startswith("KV-cache policy kernels: triton, not tuned for ")
     assert said.endswith("; run `python benchmarks/kernels.py --topics tuning --write`.")
     monkeypatch.setenv(options.KERNELS_VARIABLE, "triton")
-    assert "top" in kernels_in_use.in_use(torch.device("cpu")).table
+    assert set(kernels_in_use.in_use(torch.device("cpu")).table) == {*REFERENCE, "generated"}
     monkeypatch.setenv(options.KERNELS_VARIABLE, "torch")
     assert kernels_in_use.in_use(torch.device("cuda")).name == "torch"
 

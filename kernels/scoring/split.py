@@ -1,0 +1,108 @@
+"""Exact division of a total among the layers: `split[layer]` and `cascade[layer]` of the language.
+
+A float32 is a whole multiple of 2**-149, so that shares are quotients of whole numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+MOST = 2**62  # more than any layer holds
+
+
+def split(
+    total: int, weights: torch.Tensor, maxima: torch.Tensor | int | None, *, cascade: bool = False
+) -> torch.Tensor:
+    """Whole numbers for L layers that add up to the total, in proportion to the weights.
+
+    Shares are floored. What exceeds a layer's maximum is poured equally over the layers below
+    theirs, odd entries to the first, then what is still missing, until all is placed or all are
+    full. The host waits for the weights.
+
+    Args:
+        total: from 0.
+        weights: [L] float64, rounded to float32; negative ones and NaN count as 0, infinite ones
+            share alone, and all equally where all are 0.
+        maxima: most that each layer takes, int64 [L] or one for all; None: no limit.
+        cascade: the least that a layer gets if those so far are divided among after every layer.
+
+    Returns:
+        [L] float64.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual value.
+    """
+    check(total, weights, maxima)
+    layers = weights.shape[0]
+    given = weights.float().tolist()
+    if isinstance(maxima, torch.Tensor):
+        most = maxima.tolist()
+    else:
+        most = [MOST if maxima is None else maxima] * layers
+    placed = [MOST] * layers
+    for end in range(1, layers + 1) if cascade else (layers,):
+        stage = _divided(total, given[:end], most[:end])
+        placed[:end] = map(min, placed[:end], stage)
+    return torch.tensor(placed, dtype=torch.float64, device=weights.device)
+
+
+def check(total: int, weights: torch.Tensor, maxima: torch.Tensor | int | None) -> None:
+    """Refuses wrong shapes, dtypes and totals; reads no tensor.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual value.
+    """
+    if total < 0:
+        raise ValueError(f"total: expected 0 or more, got {total}")
+    if weights.dim() != 1 or weights.dtype != torch.float64:
+        raise ValueError(
+            f"weights: expected float64 [L], got {weights.dtype} {list(weights.shape)}"
+        )
+    if not isinstance(maxima, torch.Tensor):
+        return
+    if maxima.shape != weights.shape or maxima.dtype != torch.int64:
+        expected = f"int64 {list(weights.shape)}"
+        raise ValueError(f"maxima: expected {expected}, got {maxima.dtype} {list(maxima.shape)}")
+
+
+def _divided(total: int, weights: Sequence[float], most: Sequence[int]) -> list[int]:
+    """One division among layers that all take part."""
+    whole = _whole(weights)
+    every = sum(whole)
+    placed = [total * weight // every for weight in whole]
+    while True:
+        excess = sum(max(0, have - top) for have, top in zip(placed, most, strict=True))
+        placed = [min(have, top) for have, top in zip(placed, most, strict=True)]
+        placed = _poured(placed, most, excess)
+        more = _poured(placed, most, total - sum(placed))
+        if more == placed and not excess:
+            return placed
+        placed = more
+        if not _room(placed, most):
+            return list(most)
+
+
+def _whole(weights: Sequence[float]) -> list[int]:
+    """The weights as whole numbers in their proportion, not all 0."""
+    if math.inf in weights:
+        return [int(weight == math.inf) for weight in weights]
+    made = [int(math.ldexp(weight, 149)) if weight > 0 else 0 for weight in weights]
+    return made if any(made) else [1] * len(made)
+
+
+def _room(placed: Sequence[int], most: Sequence[int]) -> list[int]:
+    """The layers below their maximum."""
+    return [i for i, (have, top) in enumerate(zip(placed, most, strict=True)) if have < top]
+
+
+def _poured(placed: Sequence[int], most: Sequence[int], amount: int) -> list[int]:
+    """An amount in equal parts to the layers below their maximum, odd ones to the first."""
+    made, room = list(placed), _room(placed, most)
+    if amount > 0 and room:
+        each, odd = divmod(amount, len(room))
+        for rank, layer in enumerate(room):
+            made[layer] += each + (rank < odd)
+    return made
