@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass, field, replace
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.bind.kernel_values import is_end
 from kvpolicy.dsl.codegen.tiles import Arguments, Condition, Tile
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ir.written import written
@@ -85,25 +84,6 @@ class Leaves:
                 return str(max(0, int(number)))
         name = self.arguments.number(node, "count")
         return name
-
-    def _place(self, node: Node) -> Tile | None:
-        """What follows from a token's place."""
-        axes = frozenset(("token",))
-        if node.op == "new" and self.steps:
-            return Tile(f"({self.token} == tokens - 1)", axes)
-        if node.op in ("all", "new"):
-            return Tile(f"({self.token} >= 0)", axes)
-        if node.op == "index" and node.axes == ("token",):
-            return Tile(self.named("index", f"{self.token}.to(tl.float32)"), axes)
-        if node.op == "position":
-            load = f"tl.load(positions + {self.token}, mask={self.held}, other=0).to(tl.float32)"
-            if self.steps:
-                return Tile(self.named("position", load), axes)
-            name = self.named("position", f"{self.token}.to(tl.float32)")
-            self.line("if positions is not None:")
-            self.line(f"    {name} = {load}")
-            return Tile(name, axes)
-        return self.end(node) if is_end(node, self.bound) else None
 
     def end(self, node: Node, *, outside: bool = False) -> Tile:
         """`recent(n)` or `sinks(n)`, or the tokens outside of it."""

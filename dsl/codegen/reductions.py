@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvpolicy.dsl.bind.kernel_values import finite
-from kvpolicy.dsl.codegen.expressions import EMPTY, Writer, of_numbers
+from kvpolicy.dsl.codegen.expressions import Writer, joined, nothing, of_each, of_numbers
 from kvpolicy.dsl.codegen.parts import Parts
 from kvpolicy.dsl.codegen.regions import Reduction
 from kvpolicy.dsl.codegen.tiles import Condition, Tile, conjunction
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ops.operations import Kind
+from kvpolicy.dsl.ops.table import OPERATIONS
 
 
 @dataclass
@@ -45,8 +46,8 @@ class Statistic:
         if self.whole:
             return
         size = shape(self.reduction, "column")
-        op = self.node.op
-        if op in ("mean", "var"):
+        op, row = self.node.op, self.node.operation
+        if row.averages:
             self.known = self.writer.known_number(self.x, self.over) if op == "mean" else None
             # After the loop, what its lines have made is not there any more.
             if self.known is not None and not self.writer.is_outside(self.known.text):
@@ -55,9 +56,8 @@ class Statistic:
                 self.count = self._kept(writer, "count", size)
         if op == "var":
             self.spread = self._kept(writer, "spread", size)
-        kind = "sum" if op in ("mean", "var") else op
-        empty, dtype = EMPTY[kind], "tl.int32" if op == "any" else "tl.float32"
-        writer.line(f"{self.name} = tl.full({size}, {empty}, {dtype})")
+        kind = "sum" if row.averages else op
+        begin(writer, kind, self.name, size)
         if self._compensated(kind):
             self.lost = self._kept(writer, "lost", size)
 
@@ -84,12 +84,8 @@ class Statistic:
             return
         kind = "sum" if op == "mean" else op
         made = writer.reduced(kind, self.x, self.over, self.node).text
-        if kind in ("max", "min"):
-            writer.line(f"{self.name} = tl.{kind}imum({self.name}, {made})")
-        elif kind == "any":
-            writer.line(f"{self.name} = tl.maximum({self.name}, {made}.to(tl.int32))")
-        elif not self._compensated(kind):
-            writer.line(f"{self.name} += {made}")
+        if not self._compensated(kind):
+            writer.line(joined(OPERATIONS[kind], self.name, made))
         else:  # what rounding loses is added later (Kahan)
             part, total = self._new("part"), self._new("total")
             writer.line(f"{part} = {made} - {self.lost}")
@@ -131,15 +127,15 @@ class Statistic:
 
     def end(self, writer: Writer) -> None:
         """The reduction of all queries."""
-        op, rest = self.node.op, self.reduction.rest
+        op, row, rest = self.node.op, self.node.operation, self.reduction.rest
         if op == "var" and not self.whole:
             writer.line(f"{self.name} = {self.spread} / tl.maximum({self.count}, 1.0)")
         if op == "mean":
             self._mean(writer, bool(rest))
             return
-        if op in ("sum", "var"):
+        if row.keeps_finite and not row.always_finite:
             self._clean(writer)
-        truth = op == "any" and not self.whole
+        truth = row.result == "truth" and not self.whole
         self.parts["value"] = Tile(f"({self.name} > 0)" if truth else self.name, self.axes)
 
     def _clean(self, writer: Writer) -> None:
@@ -191,12 +187,12 @@ class VectorWriter:
 
     def parts(self, each: Reduction) -> dict[str, Tile]:
         """Tiles by part of the result; a token that is absent counts for nothing."""
-        node, writer = each.node, self.writer
+        node, writer, row = each.node, self.writer, each.node.operation
         writer.comment(node)
         x = writer.value(node.args[0])
         name = writer.arguments.fresh(node.name or f"{node.op}_of_dim")
         axes = frozenset(("token",))
-        if node.op in ("mean", "var"):
+        if row.averages:
             number = writer.arguments.fresh(f"{name}_number")
             writer.line(f"{number} = {self._folded('count', replace(x, text='1.0'))}")
             total = writer.arguments.fresh(f"{name}_sum")
@@ -209,13 +205,11 @@ class VectorWriter:
                 spread = self._folded("sum", replace(x, text=f"{away} * {away}"))
                 writer.line(f"{name} = {spread} / tl.maximum({number}, 1.0)")
         else:
-            truth = node.args[0].type.kind == "truth"
-            one = {"count": "tl.where({0}, 1.0, 0.0)" if truth else "1.0",
-                   "any": "tl.where({0}, 1, 0)"}.get(node.op, "{0}")  # fmt: skip
-            writer.line(f"{name} = {self._folded(node.op, replace(x, text=one.format(x.text)))}")
-        if not finite(node.args[0]) and not node.operation.always_finite:
+            one = of_each(row, x.text, node.args[0].type.kind == "truth")
+            writer.line(f"{name} = {self._folded(node.op, replace(x, text=one))}")
+        if not finite(node.args[0]) and not row.always_finite:
             writer.line(f"{name} = tl.where({name} == {name}, {name}, 0.0)")
-        text = f"({_wide(name)} > 0)" if node.op == "any" else _wide(name)
+        text = f"({_wide(name)} > 0)" if row.result == "truth" else _wide(name)
         return {"value": Tile(text, axes)}
 
     def _folded(self, op: str, x: Tile) -> str:
@@ -225,11 +219,10 @@ class VectorWriter:
             conditions.append(Condition("(dim < HEAD_DIM)[None, :]", frozenset(("dim",))))
         if "dim" not in x.axes or x.text == "1.0":
             x = replace(x, text=f"({x.text} + tl.zeros([BLOCK_N, HEAD_DIM_P], tl.float32))")
-        text = x.text
+        text, row = x.text, OPERATIONS[op]
         if conditions:
-            text = f"tl.where({conjunction(tuple(conditions))}, {text}, {EMPTY[op]})"
-        fold = {"sum": "tl.sum", "count": "tl.sum", "max": "tl.max", "any": "tl.max"}
-        return f"{fold.get(op, 'tl.min')}({text}, 1)"
+            text = f"tl.where({conjunction(tuple(conditions))}, {text}, {nothing(row)})"
+        return f"{row.triton}({text}, 1)"
 
 
 def _wide(name: str) -> str:
@@ -241,13 +234,14 @@ def shape(each: Reduction, kind: str) -> str:
     return f"[{group}, 1, BLOCK_N]" if kind == "column" else f"[{group}, BLOCK_W, 1]"
 
 
-def fold(kind: str, name: str, text: str, before: Writer, writer: Writer, size: str) -> None:
+def begin(writer: Writer, op: str, name: str, size: str) -> None:
+    """A reduction of nothing so far."""
+    row = OPERATIONS[op]
+    dtype = "tl.int32" if row.result == "truth" else "tl.float32"
+    writer.line(f"{name} = tl.full({size}, {nothing(row)}, {dtype})")
+
+
+def fold(op: str, name: str, text: str, before: Writer, writer: Writer, size: str) -> None:
     """Accumulates one statistic of rows."""
-    dtype = "tl.int32" if kind == "any" else "tl.float32"
-    before.line(f"{name} = tl.full({size}, {EMPTY[kind]}, {dtype})")
-    if kind in ("max", "min"):
-        writer.line(f"{name} = tl.{kind}imum({name}, {text})")
-    elif kind == "any":
-        writer.line(f"{name} = tl.maximum({name}, {text}.to(tl.int32))")
-    else:
-        writer.line(f"{name} += {text}")
+    begin(before, op, name, size)
+    writer.line(joined(OPERATIONS[op], name, text))

@@ -105,27 +105,12 @@ def snapped(x: np.ndarray) -> np.ndarray:
     return np.where(close, nearest, x)
 
 
-def reduce(name: str, x: Array, axes: Sequence[str]) -> Array:
-    """A reduction over named axes that skips absent values."""
-    dims = tuple(x.axes.index(axis) for axis in axes)
+def reduce(function: Callable[..., np.ndarray], x: Array, axes: Sequence[str]) -> Array:
+    """A reduction over named axes: a function of data, where these are present, and dimensions."""
     rest = tuple(axis for axis in x.axes if axis not in axes)
-    data, present = x.data, x.present
-    number = present.sum(dims)
     with np.errstate(all="ignore"):
-        if name == "any":
-            return Array.of(rest, (data & present).any(dims))
-        if name == "count":
-            return Array.of(rest, (data & present).sum(dims) if data.dtype == bool else number)
-        if name == "max":
-            return Array.of(rest, np.where(present, data, -np.inf).max(dims, initial=-np.inf))
-        if name == "min":
-            return Array.of(rest, np.where(present, data, np.inf).min(dims, initial=np.inf))
-        total = np.where(present, data, 0.0).sum(dims)
-        result = total if name == "sum" else total / number
-        if name == "var":
-            mean = np.expand_dims(result, dims)
-            result = np.where(present, (data - mean) ** 2, 0.0).sum(dims) / number
-    return Array.of(rest, np.where(np.isnan(result), 0.0, result))
+        data = function(x.data, x.present, tuple(x.axes.index(axis) for axis in axes))
+    return Array.of(rest, data if data.dtype == np.bool_ else np.where(np.isnan(data), 0.0, data))
 
 
 def order(x: Array, axes: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
@@ -160,113 +145,3 @@ def top(x: Array, count: Array, axes: Sequence[str]) -> Array:
     chosen = elementwise(np.less, places, limit)
     both = elementwise(np.logical_and, chosen, Array.of(x.axes, x.present))
     return Array.of(both.axes, both.data & both.present)
-
-
-def rank(x: Array, axes: Sequence[str]) -> Array:
-    """1 for the highest along `axes`; absent values have none."""
-    places = named(*order(x, axes))
-    return Array.of(places.axes, places.data + 1, x.present)
-
-
-def cumsum(x: Array, axes: Sequence[str]) -> Array:
-    """Sums of the present values along one axis, up to each; absent values add nothing."""
-    with np.errstate(all="ignore"):
-        total = np.where(x.present, x.data, 0.0).cumsum(x.axes.index(axes[0]))
-    return Array.of(x.axes, np.where(np.isnan(total), 0.0, total), x.present)
-
-
-def sort(x: Array, axes: Sequence[str]) -> Array:
-    """The present values, ascending along one axis, at the places that have one."""
-    along = x.axes.index(axes[0])
-    ascending = np.sort(np.where(x.present, x.data, np.inf), along)
-    nth = np.maximum(x.present.cumsum(along) - 1, 0)
-    return Array.of(x.axes, np.take_along_axis(ascending, nth, along), x.present)
-
-
-def pool(x: Array, width: int, largest: bool, there: np.ndarray | None = None) -> Array:
-    """Maximum, or sum divided by `width`, of the present neighbours along `token`, centred.
-
-    Args:
-        x: with the axis `token`.
-        width: odd.
-        largest: the maximum.
-        there: bool [G, M], where KV heads hold different entries: neighbours are a head's own.
-    """
-    at = x.axes.index("token")
-    data, present = np.moveaxis(x.data, at, -1), np.moveaxis(x.present, at, -1)
-    filled = np.where(present, data, -np.inf if largest else 0.0)
-    if there is None:
-        result = _pooled(filled, width, largest)
-    else:
-        result, heads = np.zeros_like(filled), x.axes.index("kv")
-        rows = zip(np.moveaxis(filled, heads, 0), np.moveaxis(result, heads, 0), there, strict=True)
-        for own, out, held in rows:
-            out[..., held] = _pooled(own[..., held], width, largest)
-    result = np.where(present, result, 0.0)
-    return Array.of(x.axes, np.moveaxis(result, -1, at), np.moveaxis(present, -1, at))
-
-
-def _pooled(filled: np.ndarray, width: int, largest: bool) -> np.ndarray:
-    before = (width - 1) // 2
-    result = np.empty_like(filled)
-    for i in range(filled.shape[-1]):
-        near = filled[..., max(0, i - before) : i - before + width]
-        result[..., i] = near.max(-1) if largest else near.sum(-1) / width
-    return result
-
-
-def _round(x: np.ndarray) -> np.ndarray:
-    return np.round(snapped(x))
-
-
-def _power(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Of a negative base only whole powers exist, also of -inf."""
-    return np.where((a < 0) & (b != np.floor(b)), np.nan, np.power(a + 0.0, b))
-
-
-FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
-    "add": np.add,
-    "subtract": np.subtract,
-    "multiply": np.multiply,
-    # -0 is 0: adding 0 to a divisor or a base makes it so.
-    "divide": lambda a, b: a / (b + 0.0),
-    "floor_divide": lambda a, b: np.floor(snapped(a / (b + 0.0))),
-    "modulo": lambda a, b: a - b * np.floor(snapped(a / (b + 0.0))),
-    "power": _power,
-    "negate": np.negative,
-    "abs": np.abs,
-    "exp": np.exp,
-    "log": np.log,
-    "sqrt": np.sqrt,
-    "cos": np.cos,
-    "sin": np.sin,
-    "acos": np.arccos,
-    "floor": lambda a: np.floor(snapped(a)),
-    "ceil": lambda a: np.ceil(snapped(a)),
-    "round": _round,
-    "minimum": np.minimum,
-    "maximum": np.maximum,
-}
-
-# What reads along the axes that it names, and keeps them.
-ALONG: dict[str, Callable[[Array, Sequence[str]], Array]] = {
-    "rank": rank,
-    "cumsum": cumsum,
-    "sort": sort,
-}
-
-# An absent truth value counts as false.
-LOGIC: dict[str, Callable[..., np.ndarray]] = {
-    "and": np.logical_and,
-    "or": np.logical_or,
-    "not": np.logical_not,
-}
-
-COMPARISONS: dict[str, Callable[..., np.ndarray]] = {
-    "less": np.less,
-    "less_equal": np.less_equal,
-    "greater": np.greater,
-    "greater_equal": np.greater_equal,
-    "equal": np.equal,
-    "not_equal": np.not_equal,
-}

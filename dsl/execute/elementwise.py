@@ -19,6 +19,7 @@ from kvpolicy.dsl.execute.values import (
     broadcast,
     filled,
     sizes_of,
+    snapped,
     union,
 )
 from kvpolicy.dsl.ir.nodes import Node
@@ -71,14 +72,14 @@ def binary(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return apply
 
 
-def at_least(a: Any, b: Any) -> torch.Tensor:
+def _at_least(a: Any, b: Any) -> torch.Tensor:
     """The larger one; a number of the host need not be sent."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return torch.maximum(a, b)
     return a.clamp(min=b) if isinstance(a, torch.Tensor) else b.clamp(min=a)
 
 
-def at_most(a: Any, b: Any) -> torch.Tensor:
+def _at_most(a: Any, b: Any) -> torch.Tensor:
     """The smaller one."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return torch.minimum(a, b)
@@ -96,6 +97,29 @@ _DIVIDE = elementwise(binary(lambda a, b: a / (b + 0.0)))
 _DIVIDE_SAFE = elementwise(binary(operator.truediv), safe=True)
 
 
+def _floor_divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return snapped(a / (b + 0.0)).floor()  # -0 is 0
+
+
+def _power(a: Any, b: Any) -> torch.Tensor:
+    """Of a negative base only whole powers exist, also of -inf."""
+    made = binary(lambda x, y: torch.pow(x + 0.0, y))(a, b)
+    if not isinstance(b, torch.Tensor):
+        whole = math.isinf(b) or float(b).is_integer()
+        return made if whole else made.masked_fill(a < 0, math.nan)
+    return torch.where((a < 0) & (b != b.floor()), math.nan, made)
+
+
+floor_divide = elementwise(binary(_floor_divide))
+modulo = elementwise(binary(lambda a, b: a - b * _floor_divide(a, b)))
+power = elementwise(_power)
+floor = elementwise(lambda x: snapped(x).floor())
+ceil = elementwise(lambda x: snapped(x).ceil())
+nearest = elementwise(lambda x: snapped(x).round())
+minimum = elementwise(_at_most, chooses=True)
+maximum = elementwise(_at_least, chooses=True)
+
+
 def compare(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     """A comparison in float32; false where a side is absent."""
 
@@ -104,7 +128,7 @@ def compare(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
             return x.float() if x.dtype != torch.bool else x
         return x if isinstance(x, bool) else ctypes.c_float(x).value
 
-    plain = elementwise(binary(lambda a, b: function(a, b)))
+    plain = elementwise(function)
 
     def apply(node: Node, frame: Frame, a: Value, b: Value) -> Value:
         rounded = [Value(single(x.data), x.axes, x.mask, x.mask_axes) for x in (a, b)]

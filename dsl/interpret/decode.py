@@ -12,8 +12,7 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.data.arrays import Array
 from kvpolicy.dsl.data.result import LayerValue, StepResult, Steps, reported
 from kvpolicy.dsl.interpret.merge import merge
-from kvpolicy.dsl.interpret.select import Evaluator
-from kvpolicy.dsl.interpret.values import Decided, Layer
+from kvpolicy.dsl.interpret.values import Decided, Layer, Values
 from kvpolicy.dsl.ir.nodes import Rules
 
 
@@ -125,7 +124,7 @@ def _step(
     bound = cache.bound
     here = {layer: cache.layers[layer]}
     stored = {**cache.states, **cache.merge_states}
-    e = Evaluator(
+    e = Values(
         bound, rules, here, cache.prompt, cache.generated, stored, cache.budgets,
         decided=cache.decided,
     )  # fmt: skip

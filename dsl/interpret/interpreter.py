@@ -20,8 +20,8 @@ from kvpolicy.dsl.data.recording import check_layer_queries
 from kvpolicy.dsl.data.result import LayerValue, Result, StepResult, Steps, reported
 from kvpolicy.dsl.interpret.decode import Cache, decode, turned
 from kvpolicy.dsl.interpret.merge import merge, shared
-from kvpolicy.dsl.interpret.select import Evaluator, whole_budget
-from kvpolicy.dsl.interpret.values import Layer
+from kvpolicy.dsl.interpret.select import whole_budget
+from kvpolicy.dsl.interpret.values import Layer, Values
 from kvpolicy.dsl.ir.nodes import Node, Propagate, Rules
 from kvpolicy.dsl.syntax.diagnostics import refused
 
@@ -143,7 +143,7 @@ class _Pass:
     merge_states: dict[tuple[str, int], Array] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.e = Evaluator(self.bound, self.bound.program.prefill, {}, self.prompt)
+        self.e = Values(self.bound, self.bound.program.prefill, {}, self.prompt)
         self.keep = self.e.rules.keep or Node("all")
         self.tokens = self.k.shape[2]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from kvpolicy.dsl.data import arrays
 from kvpolicy.dsl.data.arrays import Array
-from kvpolicy.dsl.interpret.select import Evaluator
-from kvpolicy.dsl.interpret.values import name_of
+from kvpolicy.dsl.interpret.reductions import mean
+from kvpolicy.dsl.interpret.values import Values, name_of
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Merge, Node, Share, Type
 
@@ -31,7 +31,7 @@ class Merged:
     states: dict[str, Array]
 
 
-def merge(e: Evaluator, rules: Merge, layer: int, kept: np.ndarray) -> Merged:
+def merge(e: Values, rules: Merge, layer: int, kept: np.ndarray) -> Merged:
     """Adds what a layer drops to what it keeps.
 
     Args:
@@ -50,10 +50,10 @@ def merge(e: Evaluator, rules: Merge, layer: int, kept: np.ndarray) -> Merged:
     return Merged(merged["key"], merged["value"], states)
 
 
-class _MergeValues(Evaluator):
+class _MergeValues(Values):
     """Values inside `merge`, where the axis `dropped` stands for each head's dropped entries."""
 
-    def __init__(self, e: Evaluator, rules: Merge, layer: int, kept: np.ndarray) -> None:
+    def __init__(self, e: Values, rules: Merge, layer: int, kept: np.ndarray) -> None:
         super().__init__(
             e.bound, e.rules, e.layers, e.prompt, e.generated, e.stored, e.budgets, e.known,
             e.decided,
@@ -81,7 +81,7 @@ class _MergeValues(Evaluator):
         if node.op == "target":
             receivers = Array.of(("kv", "token", "dropped"), self.receivers())
             x = arrays.reduce(
-                "mean", arrays.mask(self.value(node.args[0], layer), receivers), ("token",)
+                mean, arrays.mask(self.value(node.args[0], layer), receivers), ("token",)
             )
             return arrays.mask(x, Array.of(("kv", "dropped"), self.real))
         if node.op == "special":
@@ -101,7 +101,7 @@ class _MergeValues(Evaluator):
         return arrays.mask(result, Array.of(("kv", "dropped"), self.real))
 
     def size(self, axis: str, type_: Type, layer: int) -> int:
-        """As of `Evaluator`, and how many entries the KV head drops that drops most."""
+        """As of `Values`, and how many entries the KV head drops that drops most."""
         return self.real.shape[1] if axis == "dropped" else super().size(axis, type_, layer)
 
     def receivers(self) -> np.ndarray:
@@ -185,10 +185,10 @@ class _MergeValues(Evaluator):
         return np.where(changed[..., None], total / np.where(changed, divide, 1.0)[..., None], x)
 
 
-class _ShareValues(Evaluator):
+class _ShareValues(Values):
     """Values inside `share`: `own` and `below` are keys or values of two layers."""
 
-    def __init__(self, e: Evaluator, own: np.ndarray, below: np.ndarray) -> None:
+    def __init__(self, e: Values, own: np.ndarray, below: np.ndarray) -> None:
         super().__init__(e.bound, e.rules, e.layers, e.prompt)
         self._vectors = {"own": own, "below": below}
 
@@ -199,7 +199,7 @@ class _ShareValues(Evaluator):
         return super().special(node, layer)
 
 
-def shared(e: Evaluator, rules: Share) -> list[tuple[np.ndarray, np.ndarray]]:
+def shared(e: Values, rules: Share) -> list[tuple[np.ndarray, np.ndarray]]:
     """Keys and values of every layer, float64 [G, N, D], as two layers read them back."""
     read = {
         name: [getattr(e.layers[layer], f"{name}s").astype(np.float64) for layer in e.every_layer]

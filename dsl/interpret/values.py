@@ -9,7 +9,6 @@ Dimensions: L layers, H query heads, G KV heads, M candidates of a layer, T quer
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,6 +19,8 @@ from kvpolicy.dsl.data import arrays
 from kvpolicy.dsl.data.arrays import Array
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, Rules, State, Type
+from kvpolicy.dsl.ops.forms import form
+from kvpolicy.dsl.ops.operations import Kind
 from kvpolicy.dsl.syntax.diagnostics import refused
 
 Decided = Callable[[str, int], Array]
@@ -56,7 +57,7 @@ def name_of(node: Node) -> str:
 
 
 class Values:
-    """Values of nodes, each computed once per layer; choices are `Evaluator`'s (select.py).
+    """Values of nodes, each computed once per layer.
 
     Args:
         bound: the policy.
@@ -91,12 +92,12 @@ class Values:
         self.kv = bound.shape.kv_heads
         self.every_layer = range(bound.shape.layers)
         self.known: dict[tuple[object, ...], Array] = {} if known is None else known
-        self._updating: str | None = None  # the state whose `next` is being computed
+        self.updating: str | None = None  # the state whose `next` is being computed
         self._readers: dict[tuple[int, str], bool] = {}
 
     def value(self, node: Node, layer: int) -> Array:
         """The value of a node at a layer; absent where a KV head does not hold an entry."""
-        key = (id(node), layer, self._updating if self._reads_old(node) else None)
+        key = (id(node), layer, self.updating if self._reads_old(node) else None)
         if key not in self.known:
             self.known[key] = self._held(self._compute(node, layer), layer)
         return self.known[key]
@@ -105,27 +106,27 @@ class Values:
         if self.bound.static.needs(node) is not None:
             number = self.number(node, layer)
             return Array.of((), number if isinstance(number, bool) else float(number))
-        if node.op in arrays.FUNCTIONS:
-            arguments = (self.value(argument, layer) for argument in node.args)
-            return arrays.elementwise(arrays.FUNCTIONS[node.op], *arguments)
-        if node.op in arrays.LOGIC:
-            arguments = (self.truth(argument, layer) for argument in node.args)
-            return arrays.elementwise(arrays.LOGIC[node.op], *arguments)
-        if node.op in arrays.COMPARISONS:
-            arguments = (self.value(argument, layer) for argument in node.args)
-            return arrays.compare(arrays.COMPARISONS[node.op], *arguments)
-        if node.operation.is_reduction:
-            x = self.gathered(node.args[0], node.axes, layer)
-            return self.own(arrays.reduce(node.op, x, node.axes), node.axes, layer)
         return self.special(node, layer)
 
     def special(self, node: Node, layer: int) -> Array:
-        """Operations with rules of their own."""
-        if node.op not in _LEAVES:
+        """What data decide."""
+        kind = node.operation.kind
+        if node.operation.interpret is None:
             what = "a decode step" if self.generated else "the end of a layer's prefill"
             name = self.bound.program.name
             raise refused(name, "phase", f"`{node.op}` is not available at {what}")
-        return _LEAVES[node.op](self, node, layer)
+        made = form(node.operation.interpret, "interpret")
+        if kind is Kind.ARITHMETIC:
+            return arrays.elementwise(made, *(self.value(each, layer) for each in node.args))
+        if kind is Kind.LOGIC:
+            return arrays.elementwise(made, *(self.truth(each, layer) for each in node.args))
+        if kind is Kind.COMPARISON:
+            return arrays.compare(made, *(self.value(each, layer) for each in node.args))
+        if kind is Kind.REDUCTION:
+            x = self.gathered(node.args[0], node.axes, layer)
+            return self.own(arrays.reduce(made, x, node.axes), node.axes, layer)
+        found: Array = made(self, node, layer)
+        return found
 
     def truth(self, node: Node, layer: int) -> Array:
         """A truth value, false where absent."""
@@ -166,33 +167,28 @@ class Values:
 
     def _reads_old(self, node: Node) -> bool:
         """Whether a node reads the state that is being updated, as it was before."""
-        if self._updating is None:
+        if self.updating is None:
             return False
-        key = (id(node), self._updating)
+        key = (id(node), self.updating)
         if key not in self._readers:
-            own = node.op == "state" and node.value == self._updating
+            own = node.op == "state" and node.value == self.updating
             self._readers[key] = own or any(self._reads_old(each) for each in node.args)
         return self._readers[key]
-
-    def _state(self, node: Node, layer: int) -> Array:
-        if node.value == self._updating:
-            return self._before(name_of(node), layer)
-        return self.state(name_of(node), layer)
 
     def state(self, name: str, layer: int) -> Array:
         """A state after this step."""
         key = (name, layer, "state")
         if key not in self.known:
-            outer, self._updating = self._updating, name
+            outer, self.updating = self.updating, name
             update = self.states[name].next
             if update is None:
-                self.known[key] = self._before(name, layer)
+                self.known[key] = self.before(name, layer)
             else:
                 self.known[key] = self.value(update, layer)
-            self._updating = outer
+            self.updating = outer
         return self.known[key]
 
-    def _before(self, name: str, layer: int) -> Array:
+    def before(self, name: str, layer: int) -> Array:
         """A state before this step: what was stored; of what is new, its start, or 0."""
         state = self.states[name]
         start = Array.of((), 0.0) if state.start is None else self.value(state.start, layer)
@@ -288,125 +284,21 @@ class Values:
         """How long an axis of a type is at a layer."""
         extent = type_.extent(axis)
         if extent is not None and axis == "query":
-            return self._asking(extent.kind, extent.count, layer)
+            return self.asking(extent.kind, extent.count, layer)
         if extent is not None and extent.count is not None:
             return counts.whole(self.number(extent.count, layer), len(self.every_layer))
         shape = self.bound.shape
         tokens = self.candidates(layer)
         return {"kv": self.kv, "group": shape.group, "token": tokens, "dim": shape.head_dim}[axis]
 
-    # Leaves.
-
-    def _per_token(self, data: np.ndarray, layer: int) -> Array:
-        """A value [token]; where KV heads hold different entries, each head has its own."""
-        x = Array.of(("token",), data)
-        return self.spread(x, ("kv", "token"), layer) if self.layers[layer].ragged else x
-
-    def _position(self, node: Node, layer: int) -> Array:
-        return self._per_token(self.layers[layer].positions, layer)
-
-    def _all(self, node: Node, layer: int) -> Array:
-        return self._per_token(np.ones(self.candidates(layer), dtype=np.bool_), layer)
-
-    def _new(self, node: Node, layer: int) -> Array:
-        """All tokens of the prompt; in decode the last entry."""
-        data = np.ones(self.candidates(layer), dtype=np.bool_)
-        if self.generated:
-            data[:-1] = False
-        return self._per_token(data, layer)
-
-    def _size(self, node: Node, layer: int) -> Array:
-        """`cached`; all other sizes the host knows."""
-        return Array.of(("kv",), self.layers[layer].there.sum(-1))
-
-    def _tensor(self, node: Node, layer: int) -> Array:
-        here = self.layers[layer]
-        return Array.of(("kv", "token", "dim"), here.keys if node.op == "key" else here.values)
-
-    def _window(self, node: Node, layer: int) -> int:
-        """How many last queries `attn`, `logits` or `distance` reads."""
-        return self._asking(str(node.value), node.args[0] if node.args else None, layer)
-
-    def _asking(self, kind: str, count: Node | None, layer: int) -> int:
+    def asking(self, kind: str, count: Node | None, layer: int) -> int:
+        """How many queries there are in a window, or along the axis `query`."""
         known = len(self.layers[layer].query_positions)
         if kind == "new" and self.generated:
             return 1
         most = known if self.generated else self.candidates(layer)
         return most if count is None else counts.whole(self.number(count, layer), most)
 
-    def _distance(self, node: Node, layer: int) -> Array:
-        here, window = self.layers[layer], self._window(node, layer)
-        queries = here.query_positions[len(here.query_positions) - window :]
-        distance = queries[:, None] - here.positions
-        x = Array.of(("query", "token"), distance, distance >= 0)
-        if not here.ragged:
-            return x
-        shape = (self.kv, *distance.shape)
-        data, present = (np.broadcast_to(each, shape) for each in (x.data, x.present))
-        return Array.of(("kv", "query", "token"), data, present)
-
-    def _logits(self, node: Node, layer: int) -> Array:
-        """q.k / sqrt(D), absent where the token comes after the query."""
-        here, window = self.layers[layer], self._window(node, layer)
-        heads, total, size = here.queries.shape
-        q = here.queries[:, total - window :].astype(np.float64)
-        q = q.reshape(self.kv, heads // self.kv, window, size)
-        keys = here.keys.astype(np.float64)
-        logits = np.einsum("grwd,gnd->grwn", q, keys) / math.sqrt(size)
-        seen = here.query_positions[total - window :, None] >= here.positions
-        present = seen & here.there[:, None, None]
-        return Array.of(
-            ("kv", "group", "query", "token"), logits, np.broadcast_to(present, logits.shape)
-        )
-
-    def _attn(self, node: Node, layer: int) -> Array:
-        logits = self._logits(node, layer)
-        data = np.where(logits.present, logits.data, -np.inf)
-        highest = data.max(-1, keepdims=True, initial=-np.inf)
-        weights = np.exp(data - np.where(np.isfinite(highest), highest, 0.0))
-        total = weights.sum(-1, keepdims=True)
-        return Array.of(logits.axes, weights / np.where(total > 0, total, 1.0), logits.present)
-
-    def _uniform(self, node: Node, layer: int) -> Array:
-        seed = counts.seed(self.number(node.args[0], layer))
-        kv, token = np.arange(self.kv)[:, None], self.layers[layer].positions
-        numbers = counts.hashed(seed, layer, kv, token, self.generated or 0)
-        return Array.of(("kv", "token"), numbers / 2.0**32)
-
-    def _decided(self, node: Node, layer: int) -> Array:
-        assert self.decided is not None  # a leaf of the rules of decode
-        return self.decided(str(node.value), layer)
-
-    # Elementwise with their own rules.
-
-    def _mask(self, node: Node, layer: int) -> Array:
-        return arrays.mask(self.value(node.args[0], layer), self.value(node.args[1], layer))
-
-    def _choose(self, node: Node, layer: int) -> Array:
-        x, condition, y = node.args
-        if self.bound.static.needs(condition) is not None:
-            chosen = self.value(x if self.number(condition, layer) else y, layer)
-            return self.broadcast(chosen, node.type, layer)
-        return arrays.choose(*(self.value(each, layer) for each in node.args))
-
 
 def _sizes(x: Array) -> list[tuple[str, int]]:
     return list(zip(x.axes, x.data.shape, strict=True))
-
-
-_LEAVES: dict[str, Callable[[Values, Node, int], Array]] = {
-    "position": Values._position,
-    "all": Values._all,
-    "new": Values._new,
-    "size": Values._size,
-    "key": Values._tensor,
-    "value": Values._tensor,
-    "attn": Values._attn,
-    "logits": Values._logits,
-    "distance": Values._distance,
-    "uniform": Values._uniform,
-    "state": Values._state,
-    "decided": Values._decided,
-    "mask": Values._mask,
-    "choose": Values._choose,
-}

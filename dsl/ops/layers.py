@@ -22,7 +22,9 @@ def _look(
         name, name, arguments, meaning, cost, unit="first", result=shape, group="Across layers"
     )
     order = ", ".join(each.name for each in arguments)
-    return Operation(name, Kind.LOOK, 2, 2, order, function, fleeting=True, **traits)
+    return Operation(
+        name, Kind.LOOK, 2, 2, order, function, fleeting=True, interpret=f"layers.{name}", **traits
+    )
 
 
 def _partition(
@@ -36,7 +38,7 @@ def _partition(
     least = sum(not each.optional for each in arguments)
     return Operation(
         name, Kind.PARTITION, least, len(arguments), f"axes = (layer,); {order}", function,
-        result="number", names_axes=True, **traits,
+        result="number", names_axes=True, interpret=f"layers.{name}", **traits,
     )  # fmt: skip
 
 

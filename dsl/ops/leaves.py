@@ -32,7 +32,7 @@ def _named(
 def _vector(name: str, meaning: str) -> Operation:
     return _named(
         name, Kind.VECTOR, "tensors", meaning, _VECTOR, result_axes=_VECTOR, always_finite=True,
-        keeps_present=True, steady=True,
+        keeps_present=True, steady=True, interpret=f"leaves.{name}", torch=f"leaves.{name}",
     )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def _window(
     )  # fmt: skip
     return Operation(
         name, Kind.WINDOW, 0, 1, function=function, result="number", result_axes=axes,
-        always_finite=True, **traits,
+        always_finite=True, interpret=f"leaves.{name}", torch=f"leaves.{name}", **traits,
     )  # fmt: skip
 
 
@@ -68,7 +68,8 @@ ROWS = (
               value=False))),
     Operation("param", Kind.GIVEN, meaning="value: name of the parameter", result_axes=(),
               exact=True),
-    Operation("size", Kind.GIVEN, meaning="value: the name", names=(
+    Operation("size", Kind.GIVEN, meaning="value: the name", interpret="leaves.size",
+              torch="leaves.size", names=(
         _name("pi", "always", "3.14159..., a float64", exact=False),
         _name("layers", "always", "number of layers", unit="layers"),
         _name("layer", "layer", "this layer, counted from 0", unit="layers"),
@@ -81,21 +82,25 @@ ROWS = (
               "tokens"))),
     Operation("data", Kind.MODEL, meaning="value: name of a tensor delivered with the model"),
     Operation("state", Kind.REMEMBERED, meaning="value: name; before this step's update inside "
-              "its own `next`, after it elsewhere", per_head=True, fleeting=True),
+              "its own `next`, after it elsewhere", per_head=True, fleeting=True,
+              interpret="leaves.state"),
     Operation("before", Kind.REMEMBERED, meaning="value: name of a state; before this step's "
               "update", made_by_lowering=True, per_head=True, fleeting=True),
     Operation("budget", Kind.REMEMBERED, meaning="the numbers of the section `budget` of the "
               "enclosing rules; value: None, or `propagate` for those of `propagate.budget`",
-              per_head=True),
+              per_head=True, interpret="select.budget"),
     Operation("decided", Kind.REMEMBERED, meaning="value: name of a let of the prefill, see "
-              "`Rules.decided` (in decode)", per_head=True),
+              "`Rules.decided` (in decode)", per_head=True, interpret="leaves.decided"),
     _named("position", Kind.PLACE, "tensors", "original position, counted from 0", ("token",),
            "tokens", result_axes=("token",), always_finite=True, keeps_present=True, whole=True,
-           of_tokens_there=True, steady=True),
+           of_tokens_there=True, steady=True, interpret="leaves.position",
+           torch="leaves.position", triton="places.position"),
     _named("all", Kind.PLACE, "tensors", "every candidate", ("token",), result="truth",
-           per_head=True, of_tokens_there=True, steady=True),
+           per_head=True, of_tokens_there=True, steady=True, interpret="leaves.everything",
+           torch="leaves.everything", triton="places.everything"),
     _named("new", Kind.PLACE, "tensors", "the tokens of this step: the whole prompt in prefill, "
-           "one token in decode", ("token",), result="truth", per_head=True),
+           "one token in decode", ("token",), result="truth", per_head=True,
+           interpret="leaves.newest", torch="leaves.newest", triton="places.newest"),
     _vector("key", "cached keys, after RoPE at their original positions"),
     _vector("value", "cached values"),
     _hidden("hidden_in", "residual stream that enters the layer"),
@@ -108,7 +113,7 @@ ROWS = (
     _window("distance", "position of the query minus position of the token; absent where negative",
             "O(w N)", ("query", "token"), "tokens", whole=True, of_tokens_there=True),
     Operation("uniform", Kind.OTHER, 1, 1, "seed", result="number", interval=SHARE,
-              function=Function(
+              interpret="leaves.uniform", torch="leaves.uniform", function=Function(
         "uniform", "uniform", (Parameter("seed"),), "pseudo-random number in [0, 1) per KV head "
         "and entry, from a hash of seed, layer, head, position and decode step; the same on every "
         "device", result="number[kv, token]", group="Other")),

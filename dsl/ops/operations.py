@@ -73,9 +73,15 @@ class Operation:
         of_tokens_there: follows from which tokens reach a layer.
         steady: the same at every step for an entry that is there.
         fleeting: not there again when a layer's entries are merged or shared.
-        in_kernels: generated kernels compute it of values of a tile.
         host: computes it of numbers that the host knows, see `exact.py`; of a reduction, of a list.
         interval: between which numbers it lies, see `ranges.py`; None: not known.
+        interpret, torch: what computes it in an execution, see `forms.py`; None: nothing of its
+            own. Of numbers and conditions the interpreter's is a function of numpy arrays, of
+            reductions one of data, where these are present, and dimensions; others take the
+            values, the node and the layer. Torch's takes the node, the frame and the arguments,
+            but that of the library only these.
+        triton: how generated kernels compute it: a text of its arguments, of a reduction the
+            function that folds a tile, or what writes it, see `forms.py`; None: they do not.
     """
 
     name: str
@@ -113,9 +119,11 @@ class Operation:
     of_tokens_there: bool = False
     steady: bool = False
     fleeting: bool = False
-    in_kernels: bool = False
     host: Callable[..., Any] | None = None
     interval: Rule | None = None
+    interpret: str | None = None
+    torch: str | None = None
+    triton: str | None = None
 
     @property
     def known_to_host(self) -> bool:
@@ -141,6 +149,11 @@ class Operation:
     def elementwise(self) -> bool:
         """Each value follows from the values at the same place."""
         return self.kind in (Kind.ARITHMETIC, Kind.COMPARISON, Kind.LOGIC, Kind.BRANCH)
+
+    @property
+    def in_kernels(self) -> bool:
+        """Generated kernels compute it of values at the same place."""
+        return self.elementwise and self.triton is not None
 
     @property
     def across_layers(self) -> bool:

@@ -13,7 +13,8 @@ from kvpolicy.dsl.ops.signatures import Function, Parameter
 
 def _row(
     name: str, verb: str, meaning: str, unit: str = "first", *, takes: str = "number",
-    result: str = "number", of_none: float = 0, **traits: Any,
+    interpret: str, triton: str | None = None, result: str = "number", of_none: float = 0,
+    **traits: Any,
 ) -> Operation:  # fmt: skip
     function = Function(
         name, "reduction", (Parameter("x", takes),), meaning, axes="required", unit=unit,
@@ -22,26 +23,29 @@ def _row(
     return Operation(
         name, Kind.REDUCTION, 1, 1, "axes: those removed, or (layer,)", function, result=result,
         takes="truth" if takes == "truth" else None, names_axes=True, exact=True, per_head=True,
-        of_none=of_none, **traits,
+        of_none=of_none, interpret=f"reductions.{interpret}", torch="elementwise.reduce",
+        triton=triton, **traits,
     )  # fmt: skip
 
 
 ROWS = (
     _row("sum", "sum", "sum of the present values; 0 of none", keeps_finite=True,
-         host=exact.total, interval=ranges.total),
+         host=exact.total, interval=ranges.total, interpret="total", triton="tl.sum"),
     _row("mean", "average", "mean of the present values; 0 of none", keeps_finite=True,
-         averages=True, host=exact.mean, interval=ranges.with_zero),
+         averages=True, host=exact.mean, interval=ranges.with_zero, interpret="mean"),
     _row("max", "take the maximum", "largest present value; -inf of none. `max(a, b)`, without "
          "axes, is elementwise", of_none=-math.inf, of_two="maximum",
-         host=partial(max, default=-math.inf)),
+         host=partial(max, default=-math.inf), interpret="largest", triton="tl.max"),
     _row("min", "take the minimum", "smallest present value; inf of none. `min(a, b)`, without "
          "axes, is elementwise", of_none=math.inf, of_two="minimum",
-         host=partial(min, default=math.inf)),
+         host=partial(min, default=math.inf), interpret="smallest", triton="tl.min"),
     _row("var", "take the variance", "variance, divided by the number of present values; 0 of "
          "none", "none", keeps_finite=True, averages=True, host=exact.variance,
-         interval=ranges.POSITIVE),
+         interval=ranges.POSITIVE, interpret="variance"),
     _row("any", "look", "whether it is true anywhere", "none", takes="truth", result="truth",
-         always_finite=True, keeps_finite=True, host=any),
+         always_finite=True, keeps_finite=True, host=any, interpret="anywhere",
+         triton="tl.max"),
     _row("count", "count", "how many are true or, of numbers, present", "count", takes="any",
-         always_finite=True, keeps_finite=True, whole=True, host=exact.count),
+         always_finite=True, keeps_finite=True, whole=True, host=exact.count,
+         interpret="count", triton="tl.sum"),
 )  # fmt: skip

@@ -38,7 +38,8 @@ def _along_tokens(name: str, meaning: str, cost: str = "O(size)", **traits: Any)
     )  # fmt: skip
     return Operation(
         name, Kind.OTHER, 1, 1, "x; axes = (token,)", function, result="number", takes="number",
-        names_axes=True, keeps_finite=True, keeps_present=True, per_head=True, **traits,
+        names_axes=True, keeps_finite=True, keeps_present=True, per_head=True,
+        interpret=f"along.{name}", torch=f"along.{name}", **traits,
     )  # fmt: skip
 
 
@@ -50,7 +51,8 @@ def _pool(name: str, meaning: str, **traits: Any) -> Operation:
     )  # fmt: skip
     return Operation(
         name, Kind.POOL, 2, 2, "x, width", function, result="number", takes="number",
-        reads_along=("token",), keeps_finite=True, keeps_present=True, per_head=True, **traits,
+        reads_along=("token",), keeps_finite=True, keeps_present=True, per_head=True,
+        interpret=f"along.{name}", torch="pool.pool", triton=f"pooling.{name}", **traits,
     )  # fmt: skip
 
 
@@ -60,21 +62,25 @@ ROWS = (
             "place of `keep` and `propagate.tokens`: as many as the budget still misses", "select",
             "optional", "truth, axes of x",
             (*_X, Parameter("n", "entries", optional=True, unit="tokens")), result="truth",
-            takes="number", sorts=True, per_head=True),
+            takes="number", sorts=True, per_head=True, interpret="select.top", torch="select.top",
+            triton="places.end"),
     _choice("rank", "along", "1 for the highest along a, ties by index; absent stays absent",
             "sort", "optional", "as x", result="number", takes="number", exact=True, whole=True,
-            sorts=True, per_head=True),
+            sorts=True, per_head=True, interpret="along.rank", torch="select.rank"),
     _choice("index", "index", "0, 1, ... along axis a of x", "O(size)", "required", "number[a]",
-            result="number", always_finite=True, whole=True),
-    _selection("then", 2, None, "token sets in order", result="truth", takes="truth"),
+            result="number", always_finite=True, whole=True, interpret="along.index",
+            torch="select.index", triton="places.index"),
+    _selection("then", 2, None, "token sets in order", result="truth", takes="truth",
+               interpret="select.then"),
     _selection("missing", 2, 2, "budget, taken: entries to fill, of all who compete",
                result="number", names_axes=True, made_by_lowering=True, whole=True,
-               per_head=True),
+               per_head=True, torch="select.missing"),
     _selection("remaining", 1, 1, "taken: candidates left over, of all who compete",
                result="number", names_axes=True, made_by_lowering=True, whole=True,
-               per_head=True),
+               per_head=True, torch="select.remaining"),
     _selection("fill", 4, 4, "x, taken, n, left: taken, and the n best of the rest by x",
-               result="truth", names_axes=True, made_by_lowering=True, sorts=True, per_head=True),
+               result="truth", names_axes=True, made_by_lowering=True, sorts=True, per_head=True,
+               torch="select.fill"),
     _pool("avgpool", "sum of the present neighbours along `token`, divided by the width",
           interval=ranges.with_zero),
     _pool("maxpool", "largest present neighbour along `token`", interval=ranges.first),

@@ -1,15 +1,27 @@
-"""The table of operations against the tables that compute them: none lacks or invents one."""
+"""Rows of the table of operations against what computes them: none lacks or invents a form."""
+
+import ast
+from pathlib import Path
 
 import numpy as np
 import pytest
-from kvpolicy.dsl.codegen import expressions
 from kvpolicy.dsl.data import arrays
-from kvpolicy.dsl.execute import ops as torch_operations
-from kvpolicy.dsl.interpret import select, values
+from kvpolicy.dsl.execute.ops import TORCH_FORMS
 from kvpolicy.dsl.ir import host
 from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ops.forms import LIBRARIES, form
 from kvpolicy.dsl.ops.operations import Kind
 from kvpolicy.dsl.ops.table import BUILTINS, FUNCTIONS, OPERATIONS
+
+DSL = Path(__file__).parents[2] / "dsl"
+# How forms begin.
+FORMS = {
+    "interpret": (["e: Values", "node: Node"], ["x: Array", "axes: Sequence[str]"],
+                  ["data: np.ndarray", "present: np.ndarray"], ["a: np.ndarray", "b: np.ndarray"],
+                  ["x: np.ndarray"]),
+    "torch": (["node: Node", "frame: Frame"],),
+    "triton": (["writer: Writer", "node: Node"],),
+}  # fmt: skip
 
 
 def names(*kinds, **traits):
@@ -22,27 +34,56 @@ def names(*kinds, **traits):
 
 
 # Of no file that any execution takes; parameters are numbers by then.
-NOWHERE = names(Kind.MODEL)
-STATIC = {"number", "truth", "param"}
-IN_MERGE = names(Kind.MERGE)
+NOWHERE = names(Kind.MODEL) | {"number", "truth", "param"}
 LOWERED = {name for name, row in OPERATIONS.items() if row.made_by_lowering}
+FOLDERS = {"interpret": "interpret", "torch": "execute", "triton": "codegen"}
+
+
+def has_form(execution):
+    return {name for name, row in OPERATIONS.items() if getattr(row, execution) is not None}
+
+
+def paths(execution):
+    """The forms that rows name; other texts are Triton's own."""
+    found = {getattr(OPERATIONS[name], execution) for name in has_form(execution)}
+    return {path for path in found if not path.startswith("tl.") and "{" not in path}
+
+
+@pytest.mark.parametrize("execution", FOLDERS)
+def test_every_form_that_a_row_names_is_there(execution):
+    for path in paths(execution):
+        assert callable(form(path, FOLDERS[execution]))
+
+
+@pytest.mark.parametrize("execution", FOLDERS)
+def test_files_of_forms_hold_none_that_no_row_names(execution):
+    """Forms are told by their first arguments; others of a file are functions for many."""
+    folder = DSL / FOLDERS[execution]
+    files = {path.partition(".")[0] for path in paths(execution)} - set(LIBRARIES)
+    assert files
+    for file in files:
+        for each in ast.parse((folder / f"{file}.py").read_text()).body:
+            name = None
+            if isinstance(each, ast.FunctionDef):
+                arguments = [ast.unparse(x) for x in each.args.args[:2]]
+                name = each.name if arguments in FORMS[execution] else None
+            elif isinstance(each, ast.Assign) and "elementwise(" in ast.unparse(each.value):
+                name = ast.unparse(each.targets[0])
+            if name is not None and not name.startswith("_"):
+                assert f"{file}.{name}" in paths(execution)
 
 
 def test_the_interpreter_computes_every_operation_of_a_checked_program():
-    assert set(arrays.FUNCTIONS) == names(Kind.ARITHMETIC)
-    assert set(arrays.COMPARISONS) == names(Kind.COMPARISON)
-    assert set(arrays.LOGIC) == names(Kind.LOGIC)
-    others = set(values._LEAVES) | set(select.SELECTIONS)
-    whole = names(Kind.ARITHMETIC, Kind.COMPARISON, Kind.LOGIC, Kind.REDUCTION)
-    assert others == set(OPERATIONS) - whole - NOWHERE - STATIC - IN_MERGE - LOWERED
+    assert has_form("interpret") == set(OPERATIONS) - NOWHERE - names(Kind.MERGE) - LOWERED
 
 
 @pytest.mark.parametrize("name", sorted(names(Kind.REDUCTION)))
-def test_the_interpreter_knows_what_a_reduction_of_nothing_is(name):
-    data = [True, False] if OPERATIONS[name].takes == "truth" else [1.0, 2.0]
+def test_every_execution_knows_what_a_reduction_of_nothing_is(name):
+    row = OPERATIONS[name]
+    data = [True, False] if row.takes == "truth" else [1.0, 2.0]
     nothing = arrays.Array.of(("token",), np.array(data), np.array([False, False]))
-    found = arrays.reduce(name, nothing, ("token",)).data
-    assert bool(abs(found) == float("inf")) == OPERATIONS[name].infinite_of_none
+    assert arrays.reduce(form(row.interpret, "interpret"), nothing, ("token",)).data == row.of_none
+    assert row.host([]) == row.of_none
 
 
 def test_torch_computes_every_operation_of_a_lowered_program():
@@ -50,8 +91,8 @@ def test_torch_computes_every_operation_of_a_lowered_program():
     assert {"state", "before", "budget", "decided"} == by_name
     across = names(Kind.LOOK, Kind.PARTITION)  # by `across.py`
     assert {"past", "at", "split", "cascade", "cluster"} == across
-    expected = set(OPERATIONS) - NOWHERE - STATIC - IN_MERGE - by_name - across - {"then"}
-    assert set(torch_operations.TORCH_FORMS) == expected
+    elsewhere = NOWHERE | names(Kind.MERGE) | by_name | across | {"then"}
+    assert has_form("torch") == set(TORCH_FORMS) == set(OPERATIONS) - elsewhere
 
 
 def test_exact_numbers_know_every_operation_of_numbers():
@@ -64,34 +105,26 @@ def test_what_is_a_whole_number_needs_no_interval():
 
 
 def test_generated_kernels_fold_every_reduction_or_put_it_together():
-    assert set(expressions.FOLDS) == set(expressions.EMPTY)
-    assert set(expressions.FOLDS) == names(Kind.REDUCTION) - {"mean", "var"}
+    for name in names(Kind.REDUCTION):
+        row = OPERATIONS[name]
+        assert (row.triton is None) == row.averages
 
 
-def test_generated_kernels_have_a_text_for_what_they_say_they_compute():
-    own = {"divide", "power", "negate"}
-    calls = set(expressions._CALLS)
-    infix = {
-        name for name in names(Kind.ARITHMETIC, Kind.COMPARISON, in_kernels=True)
-        if OPERATIONS[name].sign is not None
-    }  # fmt: skip
-    assert calls | infix == names(Kind.ARITHMETIC, Kind.COMPARISON, in_kernels=True)
-    assert own <= infix
-    for name in names(Kind.LOGIC, Kind.BRANCH):
-        assert OPERATIONS[name].in_kernels
-        assert hasattr(expressions.Writer, f"_{name}")
+def test_texts_of_generated_kernels_take_all_arguments():
+    texts = {name: OPERATIONS[name].triton for name in has_form("triton")}
+    for name, text in texts.items():
+        if "{" in text:
+            numbers = [f"{{{i}}}" for i in range(OPERATIONS[name].most)]
+            assert all(each in text for each in numbers)
 
 
 def test_names_and_functions_of_the_language_are_made_of_rows():
-    assert {builtin.op for builtin in BUILTINS.values()} <= set(OPERATIONS)
-    elementwise = {"max": "maximum", "min": "minimum"}
-    made = {f.name for f in FUNCTIONS.values() if f.body is None}
-    assert made | set(elementwise.values()) <= set(OPERATIONS)
-    leaves = {builtin.op for builtin in BUILTINS.values()}
-    signs = {name for name, row in OPERATIONS.items() if row.sign is not None}
+    named = {name for name, row in OPERATIONS.items() if row.function or row.names or row.sign}
+    pairs = {row.of_two for row in OPERATIONS.values()} - {None}
     rest = {"number", "param", "data", "state", "budget", "decided", "mask", "choose", "then"}
-    rest |= {"dropped"} | LOWERED
-    assert set(OPERATIONS) == made | set(elementwise.values()) | leaves | signs | rest
+    assert set(OPERATIONS) == named | pairs | rest | {"dropped"} | LOWERED
+    assert all(OPERATIONS[builtin.op].names for builtin in BUILTINS.values())
+    assert set(FUNCTIONS) - set(OPERATIONS) == {f.name for f in FUNCTIONS.values() if f.body}
 
 
 def test_exact_results_are_finite_where_the_table_says_so():

@@ -16,11 +16,13 @@ from unittest.mock import patch
 import numpy as np
 from kvpolicy.dsl.data import arrays
 from kvpolicy.dsl.data.arrays import Array
+from kvpolicy.dsl.ops.forms import form
+from kvpolicy.dsl.ops.table import OPERATIONS
 
 SIZE = 2.0**-49
 _INEXACT = {
-    arrays.FUNCTIONS[name]
-    for name in "add subtract multiply divide power exp log sqrt cos sin acos".split()
+    form(OPERATIONS[name].interpret, "interpret")
+    for name in "add subtract multiply divide power exp log sqrt cos sin acos sum mean var".split()
 }
 
 
@@ -41,8 +43,8 @@ def rounded_otherwise(seed: int) -> Iterator[None]:
             operands = tuple(map(moved, operands))
         return elementwise(function, *operands)
 
-    def noisy_reduce(name: str, x: Array, axes) -> Array:
-        return reduce(name, moved(x) if name in ("sum", "mean", "var") else x, axes)
+    def noisy_reduce(function, x: Array, axes) -> Array:
+        return reduce(function, moved(x) if function in _INEXACT else x, axes)
 
     with patch.object(arrays, "elementwise", noisy_elementwise):
         with patch.object(arrays, "reduce", noisy_reduce):

@@ -1,0 +1,100 @@
+"""Values that follow from others along an axis, at the place of each.
+
+Dimensions: G KV heads, M candidates of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from kvpolicy.dsl.data.arrays import Array, named, order
+from kvpolicy.dsl.interpret.values import Values
+from kvpolicy.dsl.ir import counts
+from kvpolicy.dsl.ir.nodes import Node
+
+Form = Callable[[Values, Node, int], Array]
+
+
+def _along(function: Callable[[Array, Sequence[str]], Array]) -> Form:
+    """An operation of the values along the axes that it names, at all layers if these are."""
+
+    def made(e: Values, node: Node, layer: int) -> Array:
+        x = function(e.gathered(node.args[0], node.axes, layer), node.axes)
+        return e.own(x, node.axes, layer)
+
+    return made
+
+
+@_along
+def rank(x: Array, axes: Sequence[str]) -> Array:
+    """1 for the highest along `axes`; absent values have none."""
+    places = named(*order(x, axes))
+    return Array.of(places.axes, places.data + 1, x.present)
+
+
+@_along
+def cumsum(x: Array, axes: Sequence[str]) -> Array:
+    """Sums of the present values along one axis, up to each; absent values add nothing."""
+    with np.errstate(all="ignore"):
+        total = np.where(x.present, x.data, 0.0).cumsum(x.axes.index(axes[0]))
+    return Array.of(x.axes, np.where(np.isnan(total), 0.0, total), x.present)
+
+
+@_along
+def sort(x: Array, axes: Sequence[str]) -> Array:
+    """The present values, ascending along one axis, at the places that have one."""
+    along = x.axes.index(axes[0])
+    ascending = np.sort(np.where(x.present, x.data, np.inf), along)
+    nth = np.maximum(x.present.cumsum(along) - 1, 0)
+    return Array.of(x.axes, np.take_along_axis(ascending, nth, along), x.present)
+
+
+def index(e: Values, node: Node, layer: int) -> Array:
+    x = e.value(node.args[0], layer)
+    return Array.of(node.axes, np.arange(x.data.shape[x.axes.index(node.axes[0])]))
+
+
+def avgpool(e: Values, node: Node, layer: int) -> Array:
+    return _pool(e, node, layer, 0.0, lambda near, width: near.sum(-1) / width)
+
+
+def maxpool(e: Values, node: Node, layer: int) -> Array:
+    return _pool(e, node, layer, -np.inf, lambda near, width: near.max(-1))
+
+
+def _pool(
+    e: Values,
+    node: Node,
+    layer: int,
+    nothing: float,
+    of: Callable[[np.ndarray, int], np.ndarray],
+) -> Array:
+    """Of the present neighbours along `token`, centred; `nothing` stands for absent ones.
+
+    Where KV heads hold different entries, neighbours are a head's own.
+    """
+    width = max(1, counts.whole(e.number(node.args[1], layer), 2**31))
+    x, there = e.value(node.args[0], layer), e.layers[layer].there
+    at = x.axes.index("token")
+    data, present = np.moveaxis(x.data, at, -1), np.moveaxis(x.present, at, -1)
+    filled = np.where(present, data, nothing)
+    if e.layers[layer].ragged and "kv" in x.axes:
+        result, heads = np.zeros_like(filled), x.axes.index("kv")
+        rows = zip(np.moveaxis(filled, heads, 0), np.moveaxis(result, heads, 0), there, strict=True)
+        for own, out, held in rows:
+            out[..., held] = _pooled(own[..., held], width, of)
+    else:
+        result = _pooled(filled, width, of)
+    result = np.where(present, result, 0.0)
+    return Array.of(x.axes, np.moveaxis(result, -1, at), np.moveaxis(present, -1, at))
+
+
+def _pooled(
+    filled: np.ndarray, width: int, of: Callable[[np.ndarray, int], np.ndarray]
+) -> np.ndarray:
+    before = (width - 1) // 2
+    result = np.empty_like(filled)
+    for i in range(filled.shape[-1]):
+        result[..., i] = of(filled[..., max(0, i - before) : i - before + width], width)
+    return result

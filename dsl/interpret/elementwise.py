@@ -1,0 +1,58 @@
+"""Operations of which each value follows from the values at the same place, where numpy has none.
+
+Those of numbers are of arrays that broadcast; what is NaN counts as 0 afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from kvpolicy.dsl.data import arrays
+from kvpolicy.dsl.data.arrays import Array, snapped
+from kvpolicy.dsl.interpret.values import Values
+from kvpolicy.dsl.ir.nodes import Node
+
+
+def divide(a: np.ndarray, b: np.ndarray) -> Any:
+    """-0 is 0: adding 0 to a divisor or a base makes it so."""
+    return a / (b + 0.0)
+
+
+def floor_divide(a: np.ndarray, b: np.ndarray) -> Any:
+    return floor(divide(a, b))
+
+
+def modulo(a: np.ndarray, b: np.ndarray) -> Any:
+    return a - b * floor_divide(a, b)
+
+
+def power(a: np.ndarray, b: np.ndarray) -> Any:
+    """Of a negative base only whole powers exist, also of -inf."""
+    return np.where((a < 0) & (b != np.floor(b)), np.nan, np.power(a + 0.0, b))
+
+
+def floor(x: np.ndarray) -> Any:
+    return np.floor(snapped(x))
+
+
+def ceil(x: np.ndarray) -> Any:
+    return np.ceil(snapped(x))
+
+
+def nearest(x: np.ndarray) -> Any:
+    return np.round(snapped(x))
+
+
+def mask(e: Values, node: Node, layer: int) -> Array:
+    """`x where condition`."""
+    return arrays.mask(*(e.value(each, layer) for each in node.args))
+
+
+def choose(e: Values, node: Node, layer: int) -> Array:
+    """`x where condition else y`."""
+    x, condition, y = node.args
+    if e.bound.static.needs(condition) is not None:
+        chosen = e.value(x if e.number(condition, layer) else y, layer)
+        return e.broadcast(chosen, node.type, layer)
+    return arrays.choose(*(e.value(each, layer) for each in node.args))

@@ -1,0 +1,54 @@
+"""What looks at other layers, and what each layer gets of something."""
+
+from __future__ import annotations
+
+import numpy as np
+from kvpolicy.dsl.data import arrays
+from kvpolicy.dsl.data.arrays import Array
+from kvpolicy.dsl.interpret.values import Values
+from kvpolicy.dsl.ir import counts
+from kvpolicy.dsl.ir.nodes import Node, When
+
+
+def past(e: Values, node: Node, layer: int) -> Array:
+    number = counts.whole(e.number(node.args[1], layer), len(e.every_layer))
+    sources = [max(0, layer - i) for i in reversed(range(number))]
+    x = arrays.stack("past", [e.read_at(e.value(node.args[0], i), i, layer) for i in sources])
+    there = np.array([layer - i >= 0 for i in reversed(range(number))], dtype=np.bool_)
+    present = x.present & there.reshape(-1, *[1] * (x.data.ndim - 1))
+    return Array.of(x.axes, x.data, present)
+
+
+def at(e: Values, node: Node, layer: int) -> Array:
+    reached = layer if node.when <= When.LAYER else len(e.every_layer) - 1
+    which, x = node.args
+    named = e.value(which, layer).present.all()
+    wanted = counts.index(e.number(which, layer), reached + 1) if named else None
+    if wanted is not None:
+        return e.read_at(e.value(x, wanted), wanted, layer)
+    own = e.value(x, layer)
+    return Array.of(own.axes, own.data, np.zeros(own.data.shape, dtype=np.bool_))
+
+
+def split(e: Values, node: Node, layer: int) -> Array:
+    return _split(e, node, layer, cascade=False)
+
+
+def cascade(e: Values, node: Node, layer: int) -> Array:
+    return _split(e, node, layer, cascade=True)
+
+
+def _split(e: Values, node: Node, layer: int, *, cascade: bool) -> Array:
+    total = e.number(node.args[0], 0)
+    weights = [e.number(node.args[1], each) for each in e.every_layer]
+    maxima = None
+    if len(node.args) == 3:
+        maxima = [e.number(node.args[2], each) for each in e.every_layer]
+    parts = counts.split(total, weights, maxima, cascade=cascade)
+    return Array.of((), parts[layer])
+
+
+def cluster(e: Values, node: Node, layer: int) -> Array:
+    values = [e.number(node.args[0], each) for each in e.every_layer]
+    number = counts.whole(e.number(node.args[1], layer), len(values))
+    return Array.of((), counts.cluster(values, number)[layer])

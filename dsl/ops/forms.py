@@ -1,0 +1,22 @@
+"""What computes an operation in one execution, found by the path that its row names.
+
+The language needs none of these: a file is checked without numpy and torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+LIBRARIES = ("numpy", "torch")
+
+
+@cache
+def form(path: str, package: str) -> Callable[..., Any]:
+    """A function by its path, `module.name`: of a package of `dsl`, or of a library."""
+    module, _, name = path.rpartition(".")
+    where = module if module in LIBRARIES else f"kvpolicy.dsl.{package}.{module}"
+    found: Callable[..., Any] = getattr(import_module(where), name)
+    return found
