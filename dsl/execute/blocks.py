@@ -10,7 +10,7 @@ Dimensions: G KV heads, n candidates of a layer, W queries, D head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -22,6 +22,7 @@ from kvpolicy.dsl.execute.entropy import operands
 from kvpolicy.dsl.execute.values import Frame, Value, as_tensor, filled
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ops.operations import Kind
+from kvpolicy.dsl.ops.table import OPERATIONS
 
 # From a node, a block of a layer and values known in it to the node's value there.
 Within = Callable[[Node, Frame, dict[int, Value]], Value]
@@ -246,7 +247,7 @@ class _Partial:
         if node.op == "sum":
             data = (x.tensor if x.zero else filled(x, 0.0)).sum(dims)
             return cls("sum", _without(x.axes, node.axes), data, x.finite)
-        if node.op not in ("mean", "var"):
+        if not node.operation.averages:
             made = reduce(node, frame, x)
             return cls(node.op, made.axes, made.tensor, made.finite)
         number = reduce(replace(node, op="count"), frame, x).tensor
@@ -274,10 +275,10 @@ class _Partial:
         """Both taken together."""
         finite = self.finite and other.finite
         if self.number is None or other.number is None:
-            return replace(self, data=_JOINED[self.op](self.data, other.data), finite=finite)
+            return replace(self, data=_joined(self.op, self.data, other.data), finite=finite)
         number = self.number + other.number
         if self.spread is None or other.spread is None:
-            data = _JOINED[self.op](self.data, other.data)
+            data = _joined(self.op, self.data, other.data)
             return replace(self, data=data, finite=finite, number=number)
         share = (other.number / number).nan_to_num(nan=0.0)
         apart = other.data - self.data
@@ -295,14 +296,14 @@ class _Partial:
         return Value(data, self.axes, finite=self.finite)
 
 
-_JOINED: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "count": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "any": torch.logical_or,
-}
+def _joined(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A reduction of two parts of the values."""
+    row = OPERATIONS[op]
+    if row.result == "truth":
+        return torch.logical_or(a, b)
+    if row.infinite_of_none:
+        return torch.maximum(a, b) if row.of_none == -math.inf else torch.minimum(a, b)
+    return a + b
 
 
 def _without(axes: tuple[str, ...], gone: tuple[str, ...]) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from kvpolicy.dsl.execute.kernels import Entries, Kernels, Keys, Slots, dense
 from kvpolicy.dsl.execute.values import Frame, Value, aligned, as_tensor, sizes_of
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, State
+from kvpolicy.dsl.ops.operations import Operation
 
 # Compiled source: from its arguments to its results, and what says that the tensors were finite.
 Run = Callable[..., tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]]
@@ -265,8 +266,6 @@ def _number(how: str, node: Node, frame: Frame) -> float | int:
 
 # What torch completes: splits of rows, and reductions over tokens and KV heads.
 
-_JOIN = {"sum": "sum", "mean": "sum", "count": "sum", "max": "amax", "min": "amin", "any": "amax"}
-
 
 def _completed(
     bundle: Bundle, results: tuple[Result, ...], made: tuple[torch.Tensor, ...], frame: Frame
@@ -276,8 +275,7 @@ def _completed(
         data = data.bool() if result.truth else data
         if result.splits:
             data = data if result.truth else data.double()
-            join = _JOIN[result.node.op]
-            data = data.any(0) if data.dtype == torch.bool else getattr(data, join)(0)
+            data = _joined(result.node.operation, data)
         parts.setdefault(id(result.node), {})[result.part] = data
     axes = {id(result.node): result.axes for result in results}
     reductions = {id(each.node): each for each in bundle.reductions}
@@ -293,6 +291,15 @@ def _completed(
             x = _value(node, own, axes[id(node)])
         values[id(node)] = frame.present(x) if {"kv", "token"} <= set(x.axes) else x
     return values
+
+
+def _joined(row: Operation, parts: torch.Tensor) -> torch.Tensor:
+    """A reduction of parts of the values, which come first."""
+    if parts.dtype == torch.bool:
+        return parts.any(0)
+    if row.infinite_of_none:
+        return parts.amax(0) if row.of_none == -math.inf else parts.amin(0)
+    return parts.sum(0)
 
 
 def _value(node: Node, parts: dict[str, torch.Tensor], axes: tuple[str, ...]) -> Value:

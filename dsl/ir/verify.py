@@ -96,11 +96,7 @@ def _verify_node(node: Node, program: Program) -> None:
     _expect(row.most is None or number <= row.most, f"has {number} arguments")
     _verify_type(node)
     _verify_axes(node)
-    check = _of_window if row.is_window else _VALUES.get(node.op)
-    if check is None:
-        _expect(node.value is None, f"has the value {node.value!r}")
-    else:
-        _expect(check(node, program), f"has the value {node.value!r}")
+    _expect(_VALUES[row.value](node, program), f"has the value {node.value!r}")
 
 
 def _verify_type(node: Node) -> None:
@@ -135,24 +131,19 @@ def _verify_axes(node: Node) -> None:
         _expect(set(axes) == inner - set(own), f"has the axes {axes} left of {sorted(inner)}")
 
 
-def _of_window(node: Node, program: Program) -> bool:
-    return node.value in ("recent", "all", "new") and (node.value == "recent") == bool(node.args)
-
-
-def _of_name(node: Node, program: Program) -> bool:
-    return node.value in {builtin.value for builtin in node.operation.names}
-
-
-_VALUES: dict[str, Callable[[Node, Program], bool]] = {
+_VALUES: dict[str | None, Callable[[Node, Program], bool]] = {
+    None: lambda node, program: node.value is None,
     "number": lambda node, program: isinstance(node.value, Fraction),
     "truth": lambda node, program: isinstance(node.value, bool),
-    "param": lambda node, program: node.value in program.params,
-    "size": _of_name,
-    "data": lambda node, program: node.value in program.data,
+    "name": lambda node, program: node.value in {name.value for name in node.operation.names},
+    "parameter": lambda node, program: node.value in program.params,
+    "tensor": lambda node, program: node.value in program.data,
     "state": lambda node, program: isinstance(node.value, str),
-    "budget": lambda node, program: (
+    "let": lambda node, program: node.value in program.prefill.decided,
+    "rules": lambda node, program: (
         node.value is None or (node.value == "propagate" and program.propagate is not None)
     ),
-    "decided": lambda node, program: node.value in program.prefill.decided,
-    "special": _of_name,
+    "queries": lambda node, program: (
+        node.value in ("recent", "all", "new") and (node.value == "recent") == bool(node.args)
+    ),
 }

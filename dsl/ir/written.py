@@ -5,8 +5,10 @@ from __future__ import annotations
 from kvpolicy.dsl.ir.nodes import Node, brackets
 from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.ops.operations import Kind
+from kvpolicy.dsl.ops.table import OPERATIONS
 
-_NAMES = {"minimum": "min", "maximum": "max"}
+# What authors call operations of two numbers.
+_PAIRS = {row.of_two: row.name for row in OPERATIONS.values() if row.of_two is not None}
 
 
 def written(node: Node, *, named: bool = False) -> str:
@@ -30,17 +32,16 @@ def written(node: Node, *, named: bool = False) -> str:
         return f"{node.origin}({inner})"
     if not args:
         return str(node.value) if node.value is not None else node.op
-    if row.sign is not None and len(args) == 2:
-        return f"({args[0]} {row.sign} {args[1]})"
+    if row.sign is not None:
+        one = f"{row.sign}{' ' if row.sign.isalpha() else ''}{args[0]}"
+        return one if len(args) == 1 else f"({args[0]} {row.sign} {args[1]})"
     if row.kind is Kind.BRANCH:
         other = f" else {args[2]}" if node.op == "choose" else ""
         return f"({args[0]} where {args[1]}{other})"
-    if node.op in ("not", "negate"):
-        return f"not {args[0]}" if node.op == "not" else f"-{args[0]}"
     if node.op == "then":
         return f"({' then '.join(args)})"
     inner = ", ".join(bare(text) for text in args)
-    return f"{_NAMES.get(node.op, node.op)}{brackets(node.axes)}({inner})"
+    return f"{_PAIRS.get(node.op, node.op)}{brackets(node.axes)}({inner})"
 
 
 def bare(text: str) -> str:

@@ -45,30 +45,31 @@ def _window(
     name: str, meaning: str, cost: str, axes: tuple[str, ...], unit: str | None = None,
     **traits: Any,
 ) -> Operation:  # fmt: skip
-    """`Node.value` is "recent" (argument: count), "all" or "new" (no argument)."""
+    """Its queries are "recent" (argument: count), "all" or "new" (no argument)."""
     result = f"number[{', '.join(axes).replace('kv, group', 'head')}]{f' {unit}' if unit else ''}"
     function = Function(
         name, "attention", (Parameter("queries", "queries"),), meaning, cost, unit=unit or "none",
         result=result, group="Attention",
     )  # fmt: skip
     return Operation(
-        name, Kind.WINDOW, 0, 1, function=function, result="number", result_axes=axes,
-        always_finite=True, interpret=f"leaves.{name}", torch=f"leaves.{name}", **traits,
+        name, Kind.WINDOW, 0, 1, value="queries", function=function, result="number",
+        result_axes=axes, always_finite=True, interpret=f"leaves.{name}", torch=f"leaves.{name}",
+        **traits,
     )  # fmt: skip
 
 
 ROWS = (
-    Operation("number", Kind.LITERAL, meaning="value: Fraction", result="number", result_axes=(),
+    Operation("number", Kind.LITERAL, value="number", result="number", result_axes=(),
               exact=True, always_finite=True),
-    Operation("truth", Kind.LITERAL, meaning="value: bool", result="truth", result_axes=(),
+    Operation("truth", Kind.LITERAL, value="truth", result="truth", result_axes=(),
               exact=True, names=(
         _name("true", "always", "the condition that always holds", op="truth", kind="truth",
               value=True),
         _name("false", "always", "the condition that never holds", op="truth", kind="truth",
               value=False))),
-    Operation("param", Kind.GIVEN, meaning="value: name of the parameter", result_axes=(),
+    Operation("param", Kind.GIVEN, value="parameter", result_axes=(),
               exact=True),
-    Operation("size", Kind.GIVEN, meaning="value: the name", interpret="leaves.size",
+    Operation("size", Kind.GIVEN, value="name", interpret="leaves.size",
               torch="leaves.size", names=(
         _name("pi", "always", "3.14159..., a float64", exact=False),
         _name("layers", "always", "number of layers", unit="layers"),
@@ -80,17 +81,17 @@ ROWS = (
         _name("generated", "decode", "decode steps, this one included", unit="tokens"),
         _name("cached", "decode", "entries of each KV head, the new one included", ("kv",),
               "tokens"))),
-    Operation("data", Kind.MODEL, meaning="value: name of a tensor delivered with the model"),
-    Operation("state", Kind.REMEMBERED, meaning="value: name; before this step's update inside "
-              "its own `next`, after it elsewhere", per_head=True, fleeting=True,
+    Operation("data", Kind.MODEL, meaning="delivered with the model", value="tensor"),
+    Operation("state", Kind.REMEMBERED, meaning="before this step's update inside its own `next`, "
+              "after it elsewhere", value="state", per_head=True, fleeting=True,
               interpret="leaves.state"),
-    Operation("before", Kind.REMEMBERED, meaning="value: name of a state; before this step's "
-              "update", made_by_lowering=True, per_head=True, fleeting=True),
+    Operation("before", Kind.REMEMBERED, meaning="of a state, before this step's update",
+              value="state", made_by_lowering=True, per_head=True, fleeting=True),
     Operation("budget", Kind.REMEMBERED, meaning="the numbers of the section `budget` of the "
-              "enclosing rules; value: None, or `propagate` for those of `propagate.budget`",
-              per_head=True, interpret="select.budget"),
-    Operation("decided", Kind.REMEMBERED, meaning="value: name of a let of the prefill, see "
-              "`Rules.decided` (in decode)", per_head=True, interpret="leaves.decided"),
+              "enclosing rules, or of `propagate`", value="rules", per_head=True,
+              interpret="select.budget"),
+    Operation("decided", Kind.REMEMBERED, meaning="of the prefill, see `Rules.decided`",
+              value="let", per_head=True, interpret="leaves.decided"),
     _named("position", Kind.PLACE, "tensors", "original position, counted from 0", ("token",),
            "tokens", result_axes=("token",), always_finite=True, keeps_present=True, whole=True,
            of_tokens_there=True, steady=True, interpret="leaves.position",
@@ -118,7 +119,7 @@ ROWS = (
         "and entry, from a hash of seed, layer, head, position and decode step; the same on every "
         "device", result="number[kv, token]", group="Other")),
     # Of a merge or share.
-    Operation("special", Kind.MERGE, meaning="value: the name", names=(
+    Operation("special", Kind.MERGE, value="name", names=(
         _name("mass", "merge", "own weight plus the weights of the entries merged into a receiver",
               ("kv", "token"), op="special"),
         _name("members", "merge", "1 plus the number of entries merged into a receiver",

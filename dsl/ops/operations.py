@@ -41,7 +41,9 @@ class Operation:
 
     Attributes:
         least, most: how many arguments; None: any number.
-        meaning: what `Node.value` is, the axes of the result, the arguments in order.
+        meaning: of `Node.value`, the axes of the result, the arguments in order.
+        value: what `Node.value` is: "number", "truth", "name" (one of `names`), "parameter",
+            "tensor", "state", "let", "rules" or "queries"; None: nothing.
         function: how authors call it, and how calls are typed.
         names: names of the language that stand for it.
         sign: how an author writes it, between its arguments or before the only one.
@@ -90,6 +92,7 @@ class Operation:
     most: int | None = 0
     meaning: str = ""
     function: Function | None = None
+    value: str | None = None
     names: tuple[Builtin, ...] = ()
     sign: str | None = None
     of_two: str | None = None

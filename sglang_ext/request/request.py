@@ -80,7 +80,7 @@ class Served:
     def _tail(self, prompt: int) -> int:
         """Last queries of a prompt that are read by themselves, not only in sums over all."""
         bound = self.bound
-        windows = [node for node in bound.nodes() if node.op in ("attn", "logits", "distance")]
+        windows = [node for node in bound.nodes() if node.operation.is_window]
         layers = range(bound.shape.layers)
         most = [bound.window(n, prompt, layer) for n in windows if n.args for layer in layers]
         return max([*most, bound.step_queries(prompt) - 1, 1])
