@@ -7,6 +7,7 @@ size.
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,12 +50,9 @@ class Recording:
         tokens, queries = self.k.shape[2], self.q.shape[2]
         needed = bound.queries(tokens)
         if not needed <= queries <= tokens:
-            raise refused(
-                self.path,
-                "data",
-                f"`q` has {queries} queries for {tokens} tokens; the policy needs "
-                f"all of them, or at least the last {needed}",
-            )
+            wanted = f"all of them, or at least the last {needed}"
+            message = f"`q` has {queries} queries for {tokens} tokens; the policy needs {wanted}"
+            raise refused(self.path, "data", message)
 
 
 def check_layer_queries(bound: Bound, prompt: int, layer: int, known: int, there: int) -> None:
@@ -81,26 +79,15 @@ def read_recording(path: str | Path) -> Recording:
     """
     where = str(path)
     arrays = _stored(where)
-    missing = [name for name in _PROMPT if name not in arrays]
-    if missing:
-        have = ", ".join(f"`{name}`" for name in arrays) or "nothing"
-        names = ", ".join(f"`{name}`" for name in missing)
-        raise refused(where, "data", f"no array {names}; the file has {have}")
-    for name, array in arrays.items():
-        _check_array(where, name, array)
-    _check_prompt(where, arrays)
+    problem = next(_problems(arrays), None)
+    if problem is not None:
+        raise refused(where, "data", problem)
     steps = None
     if arrays.keys() & _STEPS.keys():
-        _check_steps(where, arrays)
         q_step, k_step, v_step = (arrays[name].astype(np.float32) for name in _STEPS)
         steps = (q_step, k_step, v_step)
-    inv_freq = arrays.get("inv_freq")
-    size = arrays["k"].shape[3]
-    if inv_freq is not None and (size % 2 or inv_freq.shape != (size // 2,)):
-        message = f"`inv_freq` is {list(inv_freq.shape)}; half the head size {size} is needed"
-        raise refused(where, "data", message)
     q, k, v = (arrays[name].astype(np.float32) for name in _PROMPT)
-    return Recording(where, q, k, v, steps, inv_freq)
+    return Recording(where, q, k, v, steps, arrays.get("inv_freq"))
 
 
 def _stored(where: str) -> dict[str, np.ndarray]:
@@ -118,18 +105,44 @@ def _stored(where: str) -> dict[str, np.ndarray]:
         raise refused(where, "data", f"not a readable npz of numbers: {error}") from None
 
 
-def _check_array(where: str, name: str, array: np.ndarray) -> None:
-    expected = {**_PROMPT, **_STEPS, **_OTHERS}[name]
-    if array.ndim != expected.count(",") + 1:
-        raise refused(where, "data", f"`{name}` has shape {list(array.shape)}; it is {expected}")
-    if array.dtype.kind != "f":
-        raise refused(
-            where,
-            "data",
-            f"`{name}` is {array.dtype}; it is float32 (or float16, float64, which are converted)",
-        )
-    if not np.isfinite(array).all():
-        raise refused(where, "data", f"`{name}` holds NaN or infinity, first {_place(name, array)}")
+def _problems(arrays: dict[str, np.ndarray]) -> Iterator[str]:
+    """What is wrong with the arrays of a file; only the first may be asked for."""
+    missing = [name for name in _PROMPT if name not in arrays]
+    if missing:
+        have = ", ".join(f"`{name}`" for name in arrays) or "nothing"
+        yield f"no array {', '.join(f'`{name}`' for name in missing)}; the file has {have}"
+    for name, array in arrays.items():
+        expected = {**_PROMPT, **_STEPS, **_OTHERS}[name]
+        if array.ndim != expected.count(",") + 1:
+            yield f"`{name}` has shape {list(array.shape)}; it is {expected}"
+        if array.dtype.kind != "f":
+            others = "float16, float64, which are converted"
+            yield f"`{name}` is {array.dtype}; it is float32 (or {others})"
+        if not np.isfinite(array).all():
+            yield f"`{name}` holds NaN or infinity, first {_place(name, array)}"
+    q, k, v = (arrays[name].shape for name in _PROMPT)
+    if k != v:
+        yield f"`k` is {list(k)} and `v` is {list(v)}; they have one shape"
+    if q[0] != k[0] or q[3] != k[3]:
+        agree = "layers (first) and head size (last) agree"
+        yield f"`q` is {list(q)} and `k` is {list(k)}; {agree}"
+    if 0 in (*q[:2], q[3], *k[:2]):
+        yield f"`q` is {list(q)}; only the number of tokens may be 0"
+    if q[1] % k[1]:
+        yield f"{q[1]} query heads cannot share {k[1]} KV heads; the second divides the first"
+    if arrays.keys() & _STEPS.keys():
+        missing = [name for name in _STEPS if name not in arrays]
+        if missing:
+            yield f"decode steps need {listed(missing, 'and')} too"
+        steps = arrays["q_step"].shape[0]
+        for name, source in zip(_STEPS, _PROMPT, strict=True):
+            layers, heads, _, size = arrays[source].shape
+            shape, needed = list(arrays[name].shape), [steps, layers, heads, size]
+            if shape != needed:
+                yield f"`{name}` is {shape}; for {steps} steps and this `{source}` it is {needed}"
+    size, inv_freq = k[3], arrays.get("inv_freq")
+    if inv_freq is not None and (size % 2 or inv_freq.shape != (size // 2,)):
+        yield f"`inv_freq` is {list(inv_freq.shape)}; half the head size {size} is needed"
 
 
 def _place(name: str, array: np.ndarray) -> str:
@@ -138,39 +151,3 @@ def _place(name: str, array: np.ndarray) -> str:
     words = ("step", "layer", "head") if name in _STEPS else words
     first = np.argwhere(~np.isfinite(array))[0]
     return "at " + ", ".join(f"{word} {i}" for word, i in zip(words, first, strict=False))
-
-
-def _check_prompt(where: str, arrays: dict[str, np.ndarray]) -> None:
-    q, k, v = (arrays[name].shape for name in _PROMPT)
-    if k != v:
-        raise refused(where, "data", f"`k` is {list(k)} and `v` is {list(v)}; they have one shape")
-    if q[0] != k[0] or q[3] != k[3]:
-        raise refused(
-            where,
-            "data",
-            f"`q` is {list(q)} and `k` is {list(k)}; layers (first) and head size (last) agree",
-        )
-    if 0 in (*q[:2], q[3], *k[:2]):
-        raise refused(where, "data", f"`q` is {list(q)}; only the number of tokens may be 0")
-    if q[1] % k[1]:
-        raise refused(
-            where,
-            "data",
-            f"{q[1]} query heads cannot share {k[1]} KV heads; the second divides the first",
-        )
-
-
-def _check_steps(where: str, arrays: dict[str, np.ndarray]) -> None:
-    missing = [name for name in _STEPS if name not in arrays]
-    if missing:
-        raise refused(where, "data", f"decode steps need {listed(missing, 'and')} too")
-    steps = arrays["q_step"].shape[0]
-    for name, source in zip(_STEPS, _PROMPT, strict=True):
-        layers, heads, _, size = arrays[source].shape
-        if arrays[name].shape != (steps, layers, heads, size):
-            raise refused(
-                where,
-                "data",
-                f"`{name}` is {list(arrays[name].shape)}; for {steps} steps and this `{source}` "
-                f"it is {[steps, layers, heads, size]}",
-            )

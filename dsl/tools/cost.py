@@ -1,4 +1,5 @@
-"""What a bound policy costs a prefill: by expression, beside the model's own work, and in memory.
+"""What a bound policy costs: a prefill, by expression, beside the model's own work, and in memory;
+a request while it decodes, in memory and in operations of a step.
 
 Dimensions: L layers, G KV heads, N tokens of the prompt.
 """
@@ -16,6 +17,7 @@ from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.dsl.bind.work import Sizes, Work
 from kvpolicy.dsl.ir.lower import Phase, Phases
 from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
 from kvpolicy.dsl.syntax.source import Span
 
 _VALUE = 8  # bytes of float64
@@ -274,3 +276,40 @@ def _peak(nodes: list[Node], sizes: Sizes) -> int:
         for name in [name for name in alive if last.get(name, math.inf) <= place]:
             del alive[name]
     return int(peak)
+
+
+def memory_of_decode(bound: Bound, prompt: int, element: int) -> tuple[int, int]:
+    """Bytes that one request remembers for its decode steps: of states, and of queries.
+
+    Args:
+        bound: the policy.
+        prompt: N tokens.
+        element: bytes of one number of a query.
+    """
+    shape = bound.shape
+    entries = max(1, max_entries(bound, prompt) // (shape.layers * shape.kv_heads))
+    axes = {"kv": shape.kv_heads, "group": shape.group, "token": entries, "dim": shape.head_dim}
+    states = bound.decode.states.values() if bound.decode is not None else ()
+    values = sum(math.prod(axes.get(axis, 1) for axis in x.type.axes) for x in states)
+    # The newest query is at hand; only older ones are kept.
+    queries = bound.step_queries(prompt)
+    remembered = queries * shape.heads * shape.head_dim if queries > 1 else 0
+    return shape.layers * values * _VALUE, shape.layers * remembered * element
+
+
+def decode_cost(bound: Bound, prompt: int) -> dict[str, float]:
+    """Operations per layer of a decode step: at every step, and where entries leave."""
+    shape = bound.shape
+    entries = max(1, max_entries(bound, prompt) // (shape.layers * shape.kv_heads)) + 1
+    sizes = Sizes(bound, prompt, 0, entries, entries - 1, _VALUE, step=True)
+    rules = bound.decode_lowered
+    if rules is None:
+        return {}
+    always = {id(node): node for node in nodes_of(state_roots(rules.states))}
+    leaving = nodes_of([rules.keep, *merge_roots(rules.merge)])
+    every = sum(sizes.work(node).operations for node in always.values())
+    costs = {"at every step": every} if every else {}
+    costs["where entries leave"] = sum(
+        sizes.work(node).operations for node in leaving if id(node) not in always
+    )
+    return costs

@@ -9,7 +9,7 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.dsl.ir.nodes import Merge, Node, Propagate, Rules, Share
-from kvpolicy.dsl.tools.decode_cost import decode_cost, memory_of_decode
+from kvpolicy.dsl.tools.cost import decode_cost, memory_of_decode
 from kvpolicy.dsl.tools.units import flops_text, size_text
 
 Written = Callable[[Node], str]  # a node's expression as the author wrote it

@@ -37,6 +37,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from kvpolicy.dsl.data.result import LayerValue
@@ -130,7 +131,7 @@ class _Reader:
             try:
                 keys = self.mapping(root, ("policy", "tests"), required=("policy", "tests"))
                 policy = self.text(keys["policy"])
-                for node in self.sequence(keys["tests"], "tests"):
+                for node in self.sequence(keys["tests"], "tests").items:
                     cases.extend(self.case(node))
             except _Defect as defect:
                 self.diagnostics.append(defect.diagnostic)
@@ -159,7 +160,9 @@ class _Reader:
         settings = self.mapping(keys["set"]) if "set" in keys else {}
         if bool(keys.keys() & set(_EXPECTED_KEYS)) == ("refused" in keys):
             raise self.defect("a test says either what is `kept` or how it is `refused`", node)
-        inv_freq = self.sequence(keys["inv_freq"], "inv_freq") if "inv_freq" in keys else None
+        inv_freq = None
+        if "inv_freq" in keys:
+            inv_freq = [*map(self.number, self.sequence(keys["inv_freq"], "inv_freq").items)]
         return Case(
             name=self.text(keys["name"]),
             line=self.source.place(node.span.start)[0],
@@ -168,7 +171,7 @@ class _Reader:
             tokens=tokens,
             steps=steps,
             tensors={n: self.tensor(keys.get(n)) for n in ("q", "k", "v", *_STEP_TENSORS)},
-            inv_freq=None if inv_freq is None else [self.number(each) for each in inv_freq],
+            inv_freq=inv_freq,
             fold_interval=fold_interval,
             expected=self.expected(keys, shape),
             after=self.after(keys["after"], shape, steps) if "after" in keys else {},
@@ -177,24 +180,17 @@ class _Reader:
 
     def expected(self, keys: dict[str, yaml_nodes.Node], shape: ModelShape) -> dict[str, object]:
         """What is expected of the prefill or of a step, by key."""
-        found: dict[str, object] = {}
-        if "kept" in keys:
-            found["kept"] = self.heads(keys["kept"], shape, self.positions)
-        if "budgets" in keys:
-            found["budgets"] = self.heads(keys["budgets"], shape, self.whole)
-        if "thresholds" in keys:
-            found["thresholds"] = self.layers(keys["thresholds"], shape, self.value)
-        if "reported" in keys:
-            values = self.mapping(keys["reported"])
-            found["reported"] = {n: self.layers(x, shape, self.value) for n, x in values.items()}
-        if "merged" in keys:
-            found["merged"] = self.layers(keys["merged"], shape, self.difference)
-        if "selected_layer" in keys:
-            text = self.text(keys["selected_layer"])
-            found["selected_layer"] = None if text == "none" else self.whole(keys["selected_layer"])
-        if "propagated" in keys:
-            found["propagated"] = self.propagated(keys["propagated"])
-        return found
+        per_layer = partial(self.layers, shape=shape, read=self.value)
+        reads: dict[str, Reads[object]] = {
+            "kept": partial(self.heads, shape=shape, read=self.positions),
+            "budgets": partial(self.heads, shape=shape, read=self.whole),
+            "thresholds": per_layer,
+            "reported": lambda node: {n: per_layer(x) for n, x in self.mapping(node).items()},
+            "merged": partial(self.layers, shape=shape, read=self.difference),
+            "selected_layer": lambda node: None if self.is_none(node) else self.whole(node),
+            "propagated": self.propagated,
+        }
+        return {name: read(keys[name]) for name, read in reads.items() if name in keys}
 
     def after(
         self, node: yaml_nodes.Node, shape: ModelShape, steps: int
@@ -217,14 +213,18 @@ class _Reader:
         """Positions, or by layer for `propagate.every`; None for `none`."""
         if isinstance(node, yaml_nodes.Mapping):
             return {self.whole(key): self.positions(value) for key, value in node.entries}
-        return None if self.text(node) == "none" else self.positions(node)
+        return None if self.is_none(node) else self.positions(node)
 
     def layers(self, node: yaml_nodes.Node, shape: ModelShape, read: Reads[_T]) -> list[_T]:
         """A value per layer; one stands for all."""
         if not isinstance(node, yaml_nodes.Sequence):
             return [read(node)] * shape.layers
-        if len(node.items) != shape.layers:
-            message = f"{len(node.items)} layers are listed, the model has {shape.layers}"
+        return self.listed(node, "layers", shape.layers, read)
+
+    def listed(self, node: yaml_nodes.Sequence, what: str, count: int, read: Reads[_T]) -> list[_T]:
+        """A value for each of so many layers or KV heads."""
+        if len(node.items) != count:
+            message = f"{len(node.items)} {what} are listed, the model has {count}"
             raise self.defect(message, node)
         return [read(item) for item in node.items]
 
@@ -232,7 +232,7 @@ class _Reader:
         """A number, `none`, or a list of them for each KV head or what else a value has."""
         if isinstance(node, yaml_nodes.Sequence):
             return [self.value(item) for item in node.items]
-        return None if self.text(node) == "none" else self.number(node)
+        return None if self.is_none(node) else self.number(node)
 
     def difference(self, node: yaml_nodes.Node) -> dict[str, float]:
         """`{key: 0.25, value: 1.5}`; what is left out is 0."""
@@ -255,23 +255,17 @@ class _Reader:
 
     def heads(self, node: yaml_nodes.Node, shape: ModelShape, read: Reads[_T]) -> list[list[_T]]:
         """A value per layer and KV head; one value stands for all."""
-        if isinstance(node, yaml_nodes.Scalar):
-            return [[read(node)] * shape.kv_heads for _ in range(shape.layers)]
-        layers = self.sequence(node, "a list with an entry per layer")
-        if len(layers) != shape.layers:
-            raise self.defect(
-                f"{len(layers)} layers are listed, the model has {shape.layers}", node
-            )
-        return [self._layer(layer, shape, read) for layer in layers]
 
-    def _layer(self, node: yaml_nodes.Node, shape: ModelShape, read: Reads[_T]) -> list[_T]:
+        def layer(node: yaml_nodes.Node) -> list[_T]:
+            if isinstance(node, yaml_nodes.Scalar):
+                return [read(node)] * shape.kv_heads
+            items = self.sequence(node, "a list with an entry per KV head")
+            return self.listed(items, "KV heads", shape.kv_heads, read)
+
         if isinstance(node, yaml_nodes.Scalar):
-            return [read(node)] * shape.kv_heads
-        items = self.sequence(node, "a list with an entry per KV head")
-        if len(items) != shape.kv_heads:
-            message = f"{len(items)} KV heads are listed, the model has {shape.kv_heads}"
-            raise self.defect(message, node)
-        return [read(item) for item in items]
+            return [layer(node)] * shape.layers
+        layers = self.sequence(node, "a list with an entry per layer")
+        return self.listed(layers, "layers", shape.layers, layer)
 
     def positions(self, node: yaml_nodes.Node) -> list[int]:
         """Positions such as `0 3-5 11`."""
@@ -304,12 +298,13 @@ class _Reader:
                 raise self.defect(f"the key `{name}` is missing", node)
         return keys
 
-    def sequence(self, node: yaml_nodes.Node, what: str) -> tuple[yaml_nodes.Node, ...]:
+    def sequence(self, node: yaml_nodes.Node, what: str) -> yaml_nodes.Sequence:
         if not isinstance(node, yaml_nodes.Sequence):
-            raise self.defect(
-                f"`{what}` is a list" if " " not in what else f"{what} is needed", node
-            )
-        return node.items
+            raise self.defect(f"{what} is needed" if " " in what else f"`{what}` is a list", node)
+        return node
+
+    def is_none(self, node: yaml_nodes.Node) -> bool:
+        return self.text(node) == "none"
 
     def text(self, node: yaml_nodes.Node) -> str:
         if not isinstance(node, yaml_nodes.Scalar):
