@@ -24,7 +24,6 @@ from kvpolicy.dsl.codegen.source import Source
 from kvpolicy.dsl.execute.apply import prefilled
 from kvpolicy.dsl.execute.block import Counts
 from kvpolicy.dsl.execute.decode import Memory
-from kvpolicy.dsl.execute.follow import Landing
 from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
@@ -218,7 +217,6 @@ class Watch:
             mock.patch.object(Generated, "_source", source),
             mock.patch.object(Counts, "__init__", counts),
             mock.patch.object(Counts, "arrived", return_value=False),
-            mock.patch.object(Landing, "arrived", return_value=False),
         ):
             yield
 
@@ -342,7 +340,7 @@ class Crowd:
             if prompt not in memories:
                 q = tensors[:prompt].permute(1, 2, 0, 3).numpy()
                 run = prefilled(plain, q, *[q[:, : shape.kv_heads]] * 2).run
-                memory = Memory(self.bound, prompt, Memory.after(run).layers, program.steps)
+                memory = Memory(self.bound, prompt, Memory.after(run).block[0], program.steps)
                 memories[prompt] = (run.finish(), memory)
             kept, memory = memories[prompt]
             state = State(served, prompt, 0)

@@ -6,13 +6,16 @@ server on a GPU: test_gpu_server.py.
 
 import json
 from dataclasses import fields
+from functools import partial
 
 import pytest
 import torch
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.decode import Memory
+from kvpolicy.dsl.execute.kernels import Entries
 from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.execute.requests import follow_together
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.kernels.attention import decode_readers
@@ -72,12 +75,19 @@ def _kept_while_decoding(bound, prompt, device: str) -> list:
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(2, 2, 2 * tokens, 64, generator=generator).to(device)
     for step in range(12):
-        memory.step(tokens + step)
-        for layer in range(3):
-            query = torch.randn(8, 1, 64, generator=generator).to(device)
-            if memory.wants != "nothing":
-                positions = memory.layout(layer).positions
-                memory.observe(layer, query, *(x[:, positions] for x in noise))
+        queries = torch.randn(3 * 8, 1, 64, generator=generator).to(device)
+        new = torch.tensor([tokens + step], device=device)
+        positions = [torch.cat([memory.layout(layer).positions, new]) for layer in range(3)]
+
+        def read(there, positions=positions):
+            ids = torch.zeros(there.shape, dtype=torch.int64, device=device)
+            heads = torch.arange(2, device=device)[:, None] * noise.shape[2]
+            for own, places in zip(ids.split(2), positions, strict=True):
+                own[:, own.shape[1] - len(places) :] = heads + places
+            return tuple(Entries(x.flatten(0, 1), ids) for x in noise)
+
+        asked = partial(torch.clone, queries)
+        follow_together([memory], [[tokens + step]], new, asked, read, leaves=True)
     layouts = [memory.layout(layer) for layer in range(3)]
     return [(x.positions.tolist(), None if x.there is None else x.there.tolist()) for x in layouts]
 

@@ -17,7 +17,9 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.data.recording import check_layer_queries
 from kvpolicy.dsl.data.result import LayerValue, Result, StepResult, Steps
 from kvpolicy.dsl.execute.decode import Memory
+from kvpolicy.dsl.execute.kernels import Entries
 from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.execute.requests import follow_together
 from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.execute.values import Value, aligned
 from kvpolicy.dsl.syntax.diagnostics import refused
@@ -333,13 +335,17 @@ def _follow(
     Args:
         queries: [T, L, H, D].
     """
-    choices = memory.follow(
-        range(cache.position - len(queries), cache.position),
-        lambda layer: queries[:, layer].transpose(0, 1),
-        lambda layer, there: cache.rows[layer],
-        leaves=True,
-    )
-    memory.land()
+    if not len(queries):
+        return
+    staying = follow_together(
+        [memory], [range(cache.position - len(queries), cache.position)],
+        torch.tensor([cache.position - 1]), lambda: queries.permute(1, 2, 0, 3).flatten(0, 1),
+        lambda there: in_one_pool(cache.rows, there), leaves=True,
+    )  # fmt: skip
+    if staying is None or not memory.numbers().finite:
+        return
+    slots = memory.bound.positions == "slots"
+    choices = staying.choices(0, lambda layer, there: cache.rows[layer], slots=slots)
     for layer, choice in enumerate(choices):
         k, v = cache.rows[layer]
         k = k if choice.k is None else choice.k.to(cache.dtype)
@@ -347,6 +353,23 @@ def _follow(
         if choice.shift is not None and inv_freq is not None:
             k = turned(k, choice.shift, inv_freq)
         cache.leave(layer, choice.kept, k, v)
+
+
+def in_one_pool(rows: Vectors, there: torch.Tensor) -> tuple[Entries, Entries]:
+    """Keys and values [G, m, D] of every layer as entries of one pool.
+
+    Args:
+        there: bool [L * G, M], what each list holds; a layer's rows are of its last m columns.
+    """
+    ids = torch.zeros(there.shape, dtype=torch.int64)
+    first = 0
+    for own, (k, _) in zip(ids.split(len(rows[0][0])), rows, strict=True):
+        heads, number = k.shape[:2]
+        places = torch.arange(first, first + heads * number).view(heads, number)
+        own[:, ids.shape[1] - number :] = places
+        first += heads * number
+    keys, values = (torch.cat([x.flatten(0, 1) for x in each]) for each in zip(*rows, strict=True))
+    return Entries(keys, ids), Entries(values, ids)
 
 
 def _step_result(cache: _Cache, names: torch.Tensor, followed: bool) -> StepResult:

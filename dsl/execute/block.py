@@ -1,28 +1,48 @@
-"""What all layers of B requests remember, as one layer with B x L x G KV heads.
+"""What all layers of B requests remember while they decode, as one layer with B x L x G KV heads.
 
 Every list has as many columns, its newest entry in the last; it stays on the device from fold to
 fold.
 
-Dimensions: B requests, L layers, G KV heads, M columns.
+Dimensions: B requests, L layers, H query heads, G KV heads, M columns, W last queries, D head size.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
-from kvpolicy.dsl.execute.evaluate import Evaluation
-from kvpolicy.dsl.execute.follow import Landed
-from kvpolicy.dsl.execute.layout import Held, Remembered
-from kvpolicy.dsl.execute.together import Together, side_by_side
-from kvpolicy.dsl.execute.values import Value, sent
-from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.execute.layout import Held, Layout
+from kvpolicy.dsl.execute.values import Value, aligned, as_given, sent, sizes_of, union
 
 AXES = ("kv", "token")
+_Number = TypeVar("_Number", bound=int)
 _FIRST = 3  # of a layer's numbers before those of its KV heads, see the kernel "tally"
+
+
+@dataclass(frozen=True)
+class Landed:
+    """How many entries of a request there were and how many stay, on the host.
+
+    Attributes:
+        there, kept: int64 [L, G]; the same where nothing leaves.
+        finite: whether the model's tensors held neither NaN nor infinity; if not, nothing leaves.
+        held: per layer, what stays if all is finite.
+    """
+
+    there: torch.Tensor
+    kept: torch.Tensor
+    finite: bool
+    held: list[Held]
+
+    @property
+    def dropped(self) -> list[int]:
+        """Per layer, how many entries the KV head drops that drops most."""
+        return (self.there - self.kept).amax(-1).tolist()
 
 
 class Counts:
@@ -67,6 +87,72 @@ def _landed(rows: list[list[int]]) -> Landed:
     return Landed(there, kept if finite else there, finite, held)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """The last queries of B requests, where decode steps read those of earlier ones.
+
+    Attributes:
+        queries: [B * L * H, W, D], the newest in the last column.
+        positions: int64 [B * L, W].
+        lengths: [B * L], how many of them there are.
+    """
+
+    queries: torch.Tensor
+    positions: torch.Tensor
+    lengths: list[int]
+
+    def and_then(self, queries: torch.Tensor, newest: torch.Tensor) -> Asked:
+        """With those of T more steps: [B * L * H, T, D], the last at int64 [B] `newest`."""
+        number = queries.shape[1]
+        new = newest[:, None] + torch.arange(1 - number, 1, device=newest.device)
+        new = new.repeat_interleave(len(self.lengths) // len(newest), 0)
+        return Asked(
+            torch.cat([self.queries, queries.to(self.queries.dtype)], 1),
+            torch.cat([self.positions, new], 1),
+            [n + number for n in self.lengths],
+        )
+
+    @staticmethod
+    def none(queries: torch.Tensor, positions: torch.Tensor) -> Asked:
+        """None so far, of layers whose entries are at int64 [B * L, M] positions."""
+        return Asked(queries[:, :0], positions[:, :0], [0] * len(positions))
+
+    def last(self, window: int) -> Asked:
+        """The last W of them; what was before is let go."""
+        return Asked(
+            self.queries[:, -window:].clone(), self.positions[:, -window:],
+            [min(n, window) for n in self.lengths],
+        )  # fmt: skip
+
+    def some(
+        self, requests: int, places: Sequence[int], of: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Asked:
+        """As of `Block`."""
+        lengths = _listed(self.lengths, requests, places)
+        return Asked(of(self.queries), of(self.positions), lengths)
+
+    @staticmethod
+    def joined(blocks: list[Block]) -> Asked | None:
+        """Those of several blocks, some of which may have none."""
+        found = next((each.asked for each in blocks if each.asked is not None), None)
+        if found is None:
+            return None
+        heads = len(found.queries) // len(found.lengths)
+        parts = [
+            each.asked or Asked.none(
+                found.queries.new_zeros(heads * len(each.lengths), 0, found.queries.shape[2]),
+                each.positions,
+            )
+            for each in blocks
+        ]  # fmt: skip
+        width = max(x.queries.shape[1] for x in parts)
+        return Asked(
+            torch.cat([padded(x.queries, 1, width, 0.0) for x in parts]),
+            torch.cat([padded(x.positions, 1, width, -1) for x in parts]),
+            [n for x in parts for n in x.lengths],
+        )
+
+
 @dataclass
 class Block:
     """What the layers of B requests remember.
@@ -76,12 +162,16 @@ class Block:
         alike: [B * L], whether all its KV heads hold the same.
         positions: int64 [B * L, M], -1 in front of a layer's first.
         there: bool [B * L * G, M].
-        states: values per list and column, float64 [B * L * G, M].
-        budgets: int64 [B * L * G], the prefill's numbers; None where nothing reads them.
+        states: float64, per list [B * L * G] and along other axes; `token` is M columns.
+        merge_states: the same of the merge's, of layers that have merged; merged: [B * L].
+        decided: what the prefill decided of lets that decode reads, per list or one number.
+        budgets: float64 [B * L * G], the prefill's whole numbers; None where nothing reads them.
+        asked: last queries; None where no step reads those of others.
         finite: bool [B * L * G], whether what was read so far was; None: nothing was read.
         numbers: int64 [B * L, 3 + 2 * G] of the last fold, see `Counts`; None before the first.
         kept: of the last follow, if entries may leave at it: bool [B * L * G, M], what stays.
         counts: of that.
+        used: `lengths` on the device, where entries that have left leave gaps; None: none have.
         rule: int64 [N, 3], numbers by which entries stay, see the kernel "best"; None: not made.
     """
 
@@ -92,11 +182,16 @@ class Block:
     positions: torch.Tensor
     there: torch.Tensor
     states: dict[str, Value]
+    merge_states: dict[str, Value] = field(default_factory=dict)
+    merged: list[bool] = field(default_factory=list)
+    decided: dict[str, Value] = field(default_factory=dict)
     budgets: torch.Tensor | None = None
+    asked: Asked | None = None
     finite: torch.Tensor | None = None
     numbers: torch.Tensor | None = None
     kept: torch.Tensor | None = None
     counts: Counts | None = None
+    used: torch.Tensor | None = None
     rule: torch.Tensor | None = None
 
     @property
@@ -106,81 +201,19 @@ class Block:
 
     @property
     def staying(self) -> torch.Tensor:
-        """bool [B * L * G, M], what stays of the last follow, at which entries might leave."""
-        assert self.kept is not None
-        return self.kept
+        """bool [B * L * G, M], what stays of the last follow, or all where nothing might leave."""
+        return self.there if self.kept is None else self.kept
 
     @property
     def width(self) -> int:
         """M."""
         return self.there.shape[1]
 
-    def position(self, node: Node, evaluation: Evaluation) -> Value:
-        """The operation `position`; in front of a layer's first entry it is -1."""
-        return Value(self.positions.repeat_interleave(self.kv, 0).double(), AXES, finite=True)
-
-    @classmethod
-    def of(cls, layers: list[Remembered], kv_heads: int, fresh: Mapping[str, float]) -> Block:
-        """What a request remembers layer by layer.
-
-        Args:
-            fresh: states with their first values.
-        """
-        for own in layers:
-            own.settle()
-        together = Together(layers, kv_heads)
-        found = together.states() if layers[0].states else {}
-        there = together.there
-        states = {
-            name: found[name] if name in found
-            else Value(torch.full_like(there, first, dtype=torch.float64), AXES, finite=True)
-            for name, first in fresh.items()
-        }  # fmt: skip
-        budgets, given = None, together.budget()
-        if given is not None and isinstance(given.data, torch.Tensor):
-            budgets = given.data.long()
-        elif given is not None:
-            budgets = torch.full((len(there),), int(given.data), device=there.device)
-        return cls(
-            1, together.kv, together.lengths, [x.there is None for x in layers],
-            side_by_side([x.positions[None] for x in layers], 1, -1), there, states,
-            budgets=budgets,
-        )  # fmt: skip
-
-    def remembered(self, request: int, *, whole: bool = False) -> list[Remembered]:
-        """What one of the requests remembers, layer by layer.
-
-        Args:
-            whole: nothing has left at the last follow.
-        """
-        made = []
-        own = None if self.counts is None or whole else self.counts.read()[request].held
-        for layer in range(self.layers):
-            each = self._layer(request, layer)
-            if own is not None:
-                kept = self.part(self.staying, request, layer)
-                each.leave(kept, own[layer])
-            made.append(each)
-        return made
-
-    def _layer(self, request: int, layer: int) -> Remembered:
-        number = request * self.layers + layer
-        positions = self.positions[number, self.width - self.lengths[number] :]
-        there = None if self.alike[number] else self.part(self.there, request, layer)
-        states = {
-            name: replace(x, data=self.part(x.tensor, request, layer), mask=None, mask_axes=())
-            for name, x in self.states.items()
-        }
-        made = Remembered(positions, there, states=states)
-        if self.budgets is not None:
-            heads = slice(number * self.kv, (number + 1) * self.kv)
-            made.budget = Value(self.budgets[heads].double(), ("kv",), finite=True)
-        return made
-
-    def part(self, x: torch.Tensor, request: int, layer: int) -> torch.Tensor:
-        """[G, M of the layer] of one layer's lists."""
-        heads, first = self.where(request, layer)
-        return x[heads, first:]
+    def widest(self, request: int) -> int:
+        """Cached positions of the layer of a request that has most."""
+        if self.counts is not None:
+            return max(own.positions for own in self.counts.read()[request].held)
+        return max(self.lengths[request * self.layers : (request + 1) * self.layers])
 
     def where(self, request: int, layer: int) -> tuple[slice, int]:
         """The lists of one layer, and their first column."""
@@ -188,88 +221,108 @@ class Block:
         heads = slice(number * self.kv, (number + 1) * self.kv)
         return heads, self.width - self.lengths[number]
 
-    def finite_of(self, request: int) -> torch.Tensor | None:
-        """0-d bool, whether what was read of a request so far was finite; None: nothing was."""
-        if self.finite is None:
-            return None
-        size = len(self.there) // self.requests
-        return self.finite[request * size : (request + 1) * size].all()
+    def part(self, x: torch.Tensor, request: int, layer: int) -> torch.Tensor:
+        """[G, M of the layer] of one layer's lists."""
+        heads, first = self.where(request, layer)
+        return x[heads, first:]
 
-    def carried(self) -> Carried:
-        """What goes on of all requests; the host waits for the numbers of the last fold."""
-        kept, lengths, alike = self.there, self.lengths, self.alike
+    def layout(self, request: int, layer: int) -> Layout:
+        """The entries that a layer holds after the last follow."""
+        stays, number = self.part(self.staying, request, layer), request * self.layers + layer
+        positions = self.positions[number, self.width - self.lengths[number] :]
+        if self.kept is None:
+            return Layout(positions, None if self.alike[number] else stays)
+        some = stays.any(0)
+        there = stays[:, some]
+        return Layout(positions[some], None if bool(there.all()) else there)
+
+    def unchanged(self, request: int) -> Block:
+        """One request, of which nothing has left at the last follow."""
+        return replace(self, kept=None, counts=None).some([request])
+
+    def left(self) -> Block:
+        """What goes on after the last follow; the host waits for its numbers.
+
+        Entries stand where they stood before.
+        """
         if self.counts is None:
-            used = sent(torch.tensor(lengths), kept.device)
-        else:
-            held = [each for landed in self.counts.read() for each in landed.held]
-            lengths, alike = [x.positions for x in held], [x.alike for x in held]
-            kept, used = self.staying, self.counts.numbers[:, 0]
-        return Carried(
-            self.requests, self.kv, lengths, alike, used, kept, self.positions, self.states,
-            self.budgets, self.finite, self.numbers, self.rule,
+            return self
+        held = [each for landed in self.counts.read() for each in landed.held]
+        return replace(
+            self, lengths=[x.positions for x in held], alike=[x.alike for x in held],
+            there=self.staying, kept=None, counts=None, used=self.counts.numbers[:, 0],
         )  # fmt: skip
 
+    @property
+    def on_device(self) -> torch.Tensor:
+        """int64 [B * L], `lengths`."""
+        if self.used is not None:
+            return self.used
+        return sent(torch.tensor(self.lengths), self.there.device)
 
-@dataclass
-class Carried:
-    """What B requests remember of entries that stay, which stand where they stood before.
-
-    Attributes:
-        lengths, alike: as of `Block`, of what stays; used: `lengths` on the device.
-        kept: bool [B * L * G, M], what stays.
-        positions, states, budgets, finite, numbers, rule: as of `Block`.
-    """
-
-    requests: int
-    kv: int
-    lengths: list[int]
-    alike: list[bool]
-    used: torch.Tensor
-    kept: torch.Tensor
-    positions: torch.Tensor
-    states: dict[str, Value]
-    budgets: torch.Tensor | None
-    finite: torch.Tensor | None
-    numbers: torch.Tensor | None
-    rule: torch.Tensor | None = None
-
-    def some(self, places: Sequence[int]) -> Carried:
-        """Of some requests, in this order."""
+    def some(self, places: Sequence[int]) -> Block:
+        """Some of the requests, in this order; nothing might leave at the last follow."""
         if list(places) == list(range(self.requests)):
             return self
-        layers = len(self.lengths) // self.requests
-        index = sent(torch.tensor(places), self.kept.device)
+        index = sent(torch.tensor(places), self.there.device)
 
         def of(x: torch.Tensor) -> torch.Tensor:
             apart: torch.Tensor = x.unflatten(0, (self.requests, -1))
             return apart.index_select(0, index).flatten(0, 1)
 
-        own = [range(i * layers, (i + 1) * layers) for i in places]
-        return Carried(
+        def maybe(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else of(x)
+
+        return Block(
             len(places), self.kv,
-            [self.lengths[n] for each in own for n in each],
-            [self.alike[n] for each in own for n in each],
-            of(self.used), of(self.kept), of(self.positions),
-            {name: replace(x, data=of(x.tensor)) for name, x in self.states.items()},
-            *(None if x is None else of(x) for x in (self.budgets, self.finite, self.numbers)),
+            _listed(self.lengths, self.requests, places),
+            _listed(self.alike, self.requests, places),
+            of(self.positions), of(self.there),
+            _each(self.states, of), _each(self.merge_states, of),
+            _listed(self.merged, self.requests, places), _each(self.decided, of),
+            budgets=maybe(self.budgets),
+            asked=None if self.asked is None else self.asked.some(self.requests, places, of),
+            finite=maybe(self.finite), numbers=maybe(self.numbers), used=maybe(self.used),
         )  # fmt: skip
 
 
-def carried(parts: Sequence[tuple[Block, int]]) -> Carried:
-    """What goes on of requests, each a place in a block, in this order."""
+def _listed(own: list[_Number], requests: int, places: Sequence[int]) -> list[_Number]:
+    """What the host knows of some of the requests' layers."""
+    size = len(own) // requests
+    return [x for place in places for x in own[place * size : (place + 1) * size]]
+
+
+def _each(values: dict[str, Value], of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Value]:
+    """Values per list, their tensors changed."""
+    return {
+        name: replace(x, data=of(x.tensor), mask=None if x.mask is None else of(x.mask))
+        if x.axes else x
+        for name, x in values.items()
+    }  # fmt: skip
+
+
+def going_on(parts: Sequence[tuple[Block, int]]) -> Block:
+    """What goes on of requests, each a place in a block, in this order; see `Block.left`."""
     taken = []
     for _, same in itertools.groupby(parts, lambda part: id(part[0])):
         own = list(same)
-        taken.append(own[0][0].carried().some([place for _, place in own]))
-    return taken[0] if len(taken) == 1 else _side_by_side(taken)
+        taken.append(own[0][0].left().some([place for _, place in own]))
+    return taken[0] if len(taken) == 1 else _joined(taken)
 
 
-def _side_by_side(parts: list[Carried]) -> Carried:
+def _joined(parts: list[Block]) -> Block:
     """Requests of several blocks, the newest entries of all in the last columns."""
-    first, width = parts[0], max(each.kept.shape[1] for each in parts)
+    first, width = parts[0], max(each.width for each in parts)
+    device = first.there.device
+    wide = partial(padded, width=width)
+    lists = [len(each.there) for each in parts]
 
-    def wide(own: list[torch.Tensor], nothing: float) -> torch.Tensor:
-        return torch.cat([_padded(x, width, nothing) for x in own])
+    def joined(own: list[dict[str, Value]]) -> dict[str, Value]:
+        nothing = Value(0.0, finite=True)  # of a merge that has not begun
+        return {
+            name: listed([each.get(name, nothing) for each in own], lists, device)
+            for name in dict.fromkeys(itertools.chain(*own))
+        }
 
     def known(own: list[torch.Tensor | None]) -> torch.Tensor | None:
         there = [x for x in own if x is not None]
@@ -278,26 +331,73 @@ def _side_by_side(parts: list[Carried]) -> Carried:
     finite = [each.finite for each in parts]
     if any(x is not None for x in finite):  # where nothing was read, all is
         finite = [
-            x if x is not None else each.kept.new_ones(len(each.kept))
+            x if x is not None else each.there.new_ones(len(each.there))
             for x, each in zip(finite, parts, strict=True)
         ]
-    return Carried(
+    used = None
+    if any(each.used is not None for each in parts):
+        used = torch.cat([each.on_device for each in parts])
+    return Block(
         sum(each.requests for each in parts), first.kv,
         [n for each in parts for n in each.lengths], [n for each in parts for n in each.alike],
-        torch.cat([each.used for each in parts]),
-        wide([each.kept for each in parts], False),
-        wide([each.positions for each in parts], -1),
-        {name: _joined([each.states[name] for each in parts], wide) for name in first.states},
-        known([each.budgets for each in parts]), known(finite),
-        known([each.numbers for each in parts]),
+        torch.cat([wide(each.positions, 1, nothing=-1) for each in parts]),
+        torch.cat([wide(each.there, 1, nothing=False) for each in parts]),
+        joined([each.states for each in parts]),
+        joined([each.merge_states for each in parts]),
+        [x for each in parts for x in each.merged], joined([each.decided for each in parts]),
+        budgets=known([each.budgets for each in parts]),
+        asked=Asked.joined(parts), finite=known(finite),
+        numbers=known([each.numbers for each in parts]), used=used,
     )  # fmt: skip
 
 
-def _joined(parts: list[Value], wide: Callable[[list[torch.Tensor], float], torch.Tensor]) -> Value:
-    data = wide([x.tensor for x in parts], 0.0)
-    return Value(data, AXES, finite=all(x.finite for x in parts))
+def padded(x: torch.Tensor, at: int, width: int, nothing: float) -> torch.Tensor:
+    """A tensor with as many columns in front, in dimension `at`, as it lacks."""
+    missing = width - x.shape[at]
+    after = 2 * (x.dim() - 1 - at)
+    return x if not missing else F.pad(x, (*[0] * after, missing, 0), value=nothing)
 
 
-def _padded(x: torch.Tensor, width: int, nothing: float) -> torch.Tensor:
-    missing = width - x.shape[1]
-    return x if not missing else F.pad(x, (missing, 0), value=nothing)
+def listed(parts: Sequence[Value], lists: Sequence[int], device: torch.device) -> Value:
+    """Values of layers, or of groups of lists, as one value per list.
+
+    Those per token end in the last columns; in front of shorter ones is nothing. One number of the
+    host that is the same of all stays that.
+
+    Args:
+        lists: how many each stands for.
+    """
+    numbers = [x.data for x in parts if not isinstance(x.data, torch.Tensor) and x.mask is None]
+    if len(numbers) == len(parts) and len(set(numbers)) == 1:
+        return parts[0]
+    axes = union(("kv",), *(x.axes for x in parts))
+    sizes = sizes_of(*parts)
+    if "token" in axes:
+        sizes["token"] = max(sizes_of(x).get("token", 0) for x in parts)
+    kind = torch.float64
+    if all(as_given(x.data, device).dtype == torch.bool for x in parts):
+        kind = torch.bool
+
+    def wide(data: torch.Tensor, own: tuple[str, ...], number: int, x: Value) -> torch.Tensor:
+        size = {**sizes, **sizes_of(x), "kv": number}
+        data = aligned(data, own, axes).expand([size[axis] for axis in axes])
+        at = axes.index("token") if "token" in axes else 0
+        return padded(data, at, sizes["token"], 0) if at else data
+
+    data = torch.cat([
+        wide(as_given(x.data, device).to(kind), x.axes, number, x)
+        for x, number in zip(parts, lists, strict=True)
+    ])  # fmt: skip
+    mask = None
+    if any(x.mask is not None for x in parts):
+        mask = torch.cat([
+            wide(as_given(True if x.mask is None else x.mask, device), x.mask_axes, number, x)
+            for x, number in zip(parts, lists, strict=True)
+        ])  # fmt: skip
+    finite = all(x.finite for x in parts)
+    return Value(data, axes, mask, axes if mask is not None else (), finite=finite)
+
+
+def without_heads(x: Value) -> Value:
+    """A value that all KV heads of a layer have, without that axis."""
+    return replace(x, data=x.tensor[0], axes=x.axes[1:]) if x.axes[:1] == ("kv",) else x

@@ -5,10 +5,11 @@ layer the newest entries are in the last columns, and nothing is in front of tho
 Steps cost as many operations for many requests as for one; what a request gets does not depend on
 the others, since no number of one list enters another's.
 
-Only policies that do not compare layers, and for whose sums there are kernels, are taken so
+So are policies taken that do not compare layers, and for whose sums there are kernels
 (`Steps.rule`). One kernel decides for those whose `keep` takes the ends of a list and the best of
 the rest (bind/ends.py), whatever their prompts; of others requests with equal numbers go together,
-if `keep` reads no tensors of the model.
+if `keep` reads no tensors of the model. All other policies look at one layer of the block after the
+other (follow.py).
 
 Dimensions: B requests, L layers, G KV heads, H query heads, M columns of a block, T steps, D head
 size.
@@ -21,15 +22,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from kvpolicy.dsl.bind.ends import Ends
-from kvpolicy.dsl.execute.block import AXES, Block, Carried, Counts, carried
+from kvpolicy.dsl.bind.ends import MOST, Ends
+from kvpolicy.dsl.execute.block import (
+    AXES,
+    Asked,
+    Block,
+    Counts,
+    going_on,
+    listed,
+    padded,
+    without_heads,
+)
 from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.dsl.execute.evaluate import Evaluation, spread
+from kvpolicy.dsl.execute.follow import Lists, Shown
 from kvpolicy.dsl.execute.kernels import Entries
 from kvpolicy.dsl.execute.layout import Choice, Rows, shift_of
 from kvpolicy.dsl.execute.merge import Merging, merged_rows
-from kvpolicy.dsl.execute.values import Frame, Value, aligned, sent
-from kvpolicy.dsl.ir import counts
+from kvpolicy.dsl.execute.values import Value, aligned, sent
 from kvpolicy.dsl.ir.nodes import Node
 
 # From bool [B * L * G, M], what each list holds, to its keys and values.
@@ -49,35 +59,52 @@ def follow_together(
 ) -> Staying | None:
     """Takes the policy of B requests through T decode steps; entries may leave at the last only.
 
-    What becomes of each is what `Memory.follow` makes of it alone. The host does not wait for the
-    device, but for the numbers of the last fold. If it raises, nothing has changed.
+    Nothing leaves at any layer of a request if numbers of one are not finite. The host does not
+    wait for the device, but for the numbers of the last fold, and, where entries are merged layer
+    by layer, for those of this one. If it raises, nothing has changed.
 
     Args:
         memories: of requests whose `Memory.together` say the same.
         positions: [B][T] of the steps' tokens, which are all cached and follow each other.
         newest: int64 [B], the last of them, on the device.
-        queries: makes [B * L * H, T, D], as `Memory.observe` takes them, or of the last steps those
-            that the policy reads; asked for at most once.
-        read: makes keys and values of the lists; asked for at most once.
+        queries: makes [B * L * H, T, D], after RoPE, or of the last steps those that the policy
+            reads; asked for at most once, and only where something reads them.
+        read: makes keys and values of the lists; the same.
         leaves: whether entries may leave at the last step, if the policy allows it.
 
     Returns:
-        What stays; None if nothing may leave.
+        What stays; None if nothing may leave. What `read` gave has to be there until merged rows
+        have been asked for.
     """
     return _Following(memories, positions, newest, queries, read, leaves).go()
 
 
 @dataclass(frozen=True)
 class Merges:
-    """What the leaving entries of B requests add to those that stay.
+    """What leaving entries add to those that stay.
 
     Attributes:
-        merging: of B * L * G KV heads.
+        merging: of the lists.
         entries: keys or values, or both, that it changes, in their pool.
+        lists: of all requests, or of a layer of one.
     """
 
     merging: Merging
     entries: list[Entries]
+    lists: Lists
+
+    def write(self, proceed: torch.Tensor) -> None:
+        """As of `Staying.merge`."""
+        if self.lists.layer is not None:
+            proceed = proceed[self.lists.request : self.lists.request + 1]
+        for entries in self.entries:
+            self.merging.write(entries, proceed)
+
+    def of(self, request: int, layer: int) -> Merging | None:
+        """Of a layer of a request, if that is among the lists."""
+        if self.lists.layer is None:
+            return self.merging.of_some(*self.lists.shown.block.where(request, layer))
+        return self.merging if (self.lists.request, self.lists.layer) == (request, layer) else None
 
 
 @dataclass(frozen=True)
@@ -88,13 +115,15 @@ class Staying:
         proceed: bool [B, L], whether a request's numbers are finite: all of its are true.
         repeats: whether `proceed` says as well that as many entries of each list stay as at the
             last fold.
-        merges: what leaving entries add to those that stay; None: nothing.
+        in_place: whether what stays may be written where it lies: by `merge`, and keys turned then.
+        merges: what leaving entries add to those that stay.
     """
 
     block: Block
     proceed: torch.Tensor
     repeats: bool
-    merges: Merges | None = None
+    in_place: bool
+    merges: list[Merges]
 
     @property
     def kept(self) -> torch.Tensor:
@@ -112,9 +141,8 @@ class Staying:
         Args:
             proceed: bool [B, P]; nothing changes of requests of which one is false.
         """
-        if self.merges is not None:
-            for entries in self.merges.entries:
-                self.merges.merging.write(entries, proceed)
+        for each in self.merges:
+            each.write(proceed)
 
     def choices(self, request: int, read: ReadLayer, *, slots: bool) -> list[Choice]:
         """What stays of a request, layer by layer, whose entries in the pool have not changed.
@@ -130,15 +158,32 @@ class Staying:
             shift = shift_of(kept, there) if slots else None
             held = None if block.alike[request * block.layers + layer] else there
             merged = None
-            if self.merges is not None:
-                own = self.merges.merging.of_some(*block.where(request, layer))
-                merged = partial(_rows, own, partial(read, layer, held))
+            for each in self.merges:
+                own = each.of(request, layer)
+                if own is not None:
+                    merged = partial(_rows, own, partial(read, layer, held))
             made.append(Choice(kept, shift=shift, there=held, merged=merged))
         return made
 
 
 def _rows(merging: Merging, read: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> Rows:
     return merged_rows(merging, *read())
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What stays of lists, before entries are merged.
+
+    Attributes:
+        kept: bool, per list and column.
+        evaluation: of the last step, where a merge goes on from it.
+        reported: values of reported lets, by name.
+    """
+
+    lists: Lists
+    kept: torch.Tensor
+    evaluation: Evaluation | None
+    reported: dict[str, Value]
 
 
 class _Following:
@@ -153,104 +198,105 @@ class _Following:
         read: Read,
         leaves: bool,
     ) -> None:
-        self.memories, self.first, self.newest = memories, memories[0], newest
+        self.memories, self.newest = memories, newest
         self.number, self.queries, self.read = len(positions[0]), queries, read
-        self.steps, self.bound = self.first.steps, self.first.bound
-        self.generated = self.first.generated + self.number
-        rule = self.first.rule
-        assert rule is not None
-        self.rule = rule
-        self.leaves = leaves and self.bound.leaves_at(self.generated, self.first.prompt)
-        self.checks: list[torch.Tensor] = []
+        first = memories[0]
+        self.steps, self.bound, self.rule = first.steps, first.bound, first.steps.rule(first.prompt)
+        looks = not first.not_finite  # if not, nothing leaves any more
+        generated = first.generated + self.number
+        self.leaves = looks and leaves and self.bound.leaves_at(generated, first.prompt)
+        self.advances = looks and self.steps.advances
+        windows = [self.bound.step_queries(each.prompt) for each in memories]
+        self.window = max(windows) if looks else 0
 
     def go(self) -> Staying | None:
-        block, steps = self._extended(carried([each.block() for each in self.memories])), self.steps
-        reads = steps.advances and steps.advancing_reads
-        reads |= self.leaves and steps.leaving_reads
-        frame = self._frame(block, reads)
-        if steps.advances:
-            block.states = self._advanced(block, frame)
-        made = None
-        if self.leaves:
-            evaluation = self._evaluation(block, frame)
-            block.kept = self._kept(block, evaluation)
-            made = self._merges(block, evaluation)
-        self._note(block)
-        staying = self._counted(block, made) if self.leaves else None
+        block = self._extended(going_on([each.block for each in self.memories]))
+        shown = self._shown(block)
+        lists = self._lists(shown) if self.advances or self.leaves else []
+        states: list[dict[str, Value]] = []
+        decisions: list[_Decision] = []
+        for own in lists:
+            states.append(own.advanced() if self.advances else own.states())
+            if self.leaves:
+                decisions.append(self._decided(own, states[-1]))
+        self._remember(shown, lists, states)
+        staying = self._staying(block, decisions) if self.leaves else None
         for place, memory in enumerate(self.memories):
-            memory.followed(block, place, self.number)
+            reported: dict[str, dict[int, Value]] = {name: {} for name in self.steps.report}
+            for each in decisions:
+                if each.lists.layer is not None and each.lists.request == place:
+                    for name, x in each.reported.items():
+                        reported[name][each.lists.layer] = x
+            memory.followed(block, place, self.number, reported)
         return staying
 
-    def _extended(self, old: Carried) -> Block:
+    def _extended(self, old: Block) -> Block:
         """Entries that have left are forgotten, and those of the steps appended."""
-        number = self.number
+        number, lists = self.number, len(old.there)
         width = max(old.lengths) + number
-        fresh = self.steps.fresh
-        positions, there, states = self.steps.kernels["carry"](
-            old.kept, old.positions, old.used, self.newest,
-            [old.states[name].tensor for name in fresh], list(fresh.values()),
+        plain = {name: x for name, x in old.states.items() if x.axes == AXES}
+        others = {name: x for name, x in old.states.items() if name not in plain}
+        given = [x.tensor for x in plain.values()]
+        fresh = [self.steps.fresh[name] for name in plain]
+        if others:  # these are read where the entries were
+            places = self.steps.places(old.width, old.there.device)
+            given, fresh = [*given, places.double().expand(lists, -1)], [*fresh, 0.0]
+        positions, there, made = self.steps.kernels["carry"](
+            old.there, old.positions, old.on_device, self.newest, given, fresh,
             steps=number, width=width,
         )  # fmt: skip
-        states = {
-            name: replace(old.states[name], data=x, mask=None, mask_axes=())
-            for name, x in zip(fresh, states, strict=True)
-        }
-        return Block(
-            old.requests, old.kv, [n + number for n in old.lengths], old.alike, positions, there,
-            states, old.budgets, old.finite, old.numbers, rule=old.rule,
-        )  # fmt: skip
-
-    def _frame(self, block: Block, reads: bool) -> Frame:
-        k = v = q = places = None
-        if reads:
-            k, v = self.read(block.there)
-            q = self.queries()
-            # The order of the entries is enough to say which come after a query.
-            places = self.steps.places(block.width, block.there.device)
-        return Frame(
-            self.bound, block.width, block.there.device, len(block.there),
-            prompt=self.first.prompt, q=q, k=k, v=v, positions=places, there=block.there,
-            generated=self.generated, kernels=self.steps.kernels, checks=self.checks,
-            heads=block.kv,
-        )  # fmt: skip
-
-    def _advanced(self, block: Block, frame: Frame) -> dict[str, Value]:
-        """The states after the steps."""
-        if frame.q is not None:
-            places = self.steps.places(block.width, block.there.device)
-            frame = replace(frame, steps=self.number, query_positions=places[-self.number :])
-        evaluation = Evaluation(
-            frame, self.steps.updates, before=block.states, generated=self.steps.advancing
+        states = {name: Value(x, AXES, finite=True) for name, x in zip(plain, made, strict=False)}
+        for name, x in others.items():
+            states[name] = _moved(x, made[-1], number, self.steps.fresh[name])
+        lengths = [n + number for n in old.lengths]
+        return replace(
+            old, lengths=lengths, positions=positions, there=there, states=states, used=None
         )
-        return evaluation.states_of(self.steps.updates.states)
 
-    def _evaluation(self, block: Block, frame: Frame) -> Evaluation:
-        """Of the last step, its states advanced."""
-        if frame.q is not None:
-            places = self.steps.places(block.width, block.there.device)
-            frame = replace(frame, q=frame.q[:, -1:], query_positions=places[-1:])
-        budget = None
-        if block.budgets is not None and isinstance(self.rule, Node):
-            budget = Value(block.budgets.double(), ("kv",), finite=True)
-        return Evaluation(
-            frame, self.steps.updates, before=block.states, after=dict(block.states),
-            budget=budget, generated=self.steps.leaving,
-            extra={"position": block.position, "uniform": partial(self._drawn, block)},
+    def _shown(self, block: Block) -> Shown:
+        steps, k, v, q, asked = self.steps, None, None, None, None
+        if (self.advances and steps.advancing_reads) or (self.leaves and steps.leaving_reads):
+            k, v = self.read(block.there)
+        if (
+            self.window > 1
+            or (self.advances and steps.advancing_asks)
+            or (self.leaves and steps.leaving_asks)
+        ):
+            q = self.queries()
+        if q is not None and self.window > 1:
+            before = block.asked or Asked.none(q, block.positions)
+            asked = before.and_then(q, self.newest)
+        return Shown(
+            self.bound, steps, block, [each.prompt for each in self.memories],
+            [each.generated + self.number for each in self.memories], self.number, k, v, q, asked,
         )  # fmt: skip
 
-    def _drawn(self, block: Block, node: Node, evaluation: Evaluation) -> Value:
-        """The operation `uniform`."""
-        seed = counts.seed(evaluation.frame.number(node.args[0]))
-        generated = torch.tensor([each.generated + self.number for each in self.memories])
-        generated = sent(generated, block.there.device)
-        data = self.steps.kernels["draws"](seed, block.positions, generated, block.kv)
-        return Value(data, AXES, finite=True)
+    def _lists(self, shown: Shown) -> list[Lists]:
+        """All lists, or those of one layer after the other."""
+        if self.rule is not None:
+            return [Lists(shown)]
+        layers = range(shown.block.layers)
+        requests = range(len(self.memories))
+        return [Lists(shown, request, layer) for request in requests for layer in layers]
 
-    def _kept(self, block: Block, evaluation: Evaluation) -> torch.Tensor:
-        """What the rule keeps, bool [B * L * G, M]."""
-        rule, score, present = self.rule, None, None
-        if isinstance(rule, Node):
-            return evaluation.tensor(rule, AXES) & block.there
+    def _decided(self, own: Lists, states: dict[str, Value]) -> _Decision:
+        """What stays of lists at the last step."""
+        steps, evaluation = self.steps, own.deciding(states)
+        if self.rule is None or isinstance(self.rule, Node):
+            kept = evaluation.tensor(steps.keep, AXES)
+            there = evaluation.frame.there
+            kept = kept if there is None else kept & there
+        else:
+            kept = self._best(own.shown.block, evaluation, self.rule)
+        reported = {name: evaluation.value(node) for name, node in steps.report.items()}
+        reported = {name: _told(x, steps.report[name]) for name, x in reported.items()}
+        if steps.rules.merge is None:
+            return _Decision(own, kept, None, reported)
+        return _Decision(own, kept, self._merging(own, evaluation), reported)
+
+    def _best(self, block: Block, evaluation: Evaluation, rule: Ends) -> torch.Tensor:
+        """What the ends of a list and the best of the rest are, bool [B * L * G, M]."""
+        score = present = None
         if rule.score is not None:
             x = evaluation.value(rule.score)
             score = spread(x, AXES, evaluation.frame)
@@ -261,29 +307,9 @@ class _Following:
         kept: torch.Tensor = self.steps.kernels["best"](score, present, block.there, block.rule)
         return kept
 
-    def _merges(self, block: Block, evaluation: Evaluation) -> Merges | None:
-        """What leaving entries add to others; None where none leave, or they add nothing."""
-        steps, frame = self.steps, evaluation.frame
-        merge = None if steps.rules is None else steps.rules.merge
-        rule, least = self.rule, 0
-        if isinstance(rule, Ends) and rule.score is None:
-            least = min(sum(rule.numbers(self.bound, each.prompt)) for each in self.memories)
-        if merge is None or block.width <= least:
-            return None
-        k, v = frame.k, frame.v
-        assert isinstance(k, Entries)
-        assert isinstance(v, Entries)
-        # A merge reads keys and values, whatever else does.
-        self.checks.append(steps.kernels["finite"](k.pool, v.pool, k.ids, block.there))
-        most = block.width - least
-        made = Merging.of(merge, evaluation, block.staying, steps.merge_updates, {}, most)
-        made.keep_links()
-        entries = {"key": k, "value": v}
-        return Merges(made, [entries[name] for name in merge.apply])
-
     def _numbers(self, block: Block, rule: Ends) -> torch.Tensor:
         """int64 [N, 3], the rule's numbers of all requests, or of all lists."""
-        rules = [each.rule for each in self.memories]
+        rules = [self.steps.rule(each.prompt) for each in self.memories]
         own = [
             each.numbers(self.bound, memory.prompt)
             for each, memory in zip(rules, self.memories, strict=True)
@@ -295,21 +321,143 @@ class _Following:
         if rule.score is None or rule.budget is not None or block.budgets is None:
             return numbers
         ends = numbers[:, :2].repeat_interleave(len(block.budgets) // len(own), 0)
-        return torch.cat([ends, block.budgets[:, None]], 1)
+        budgets = block.budgets.nan_to_num(0.0).clamp(0, MOST).long()
+        return torch.cat([ends, budgets[:, None]], 1)
 
-    def _note(self, block: Block) -> None:
-        """Adds to what is known about NaN and infinity, without waiting for the device."""
-        own = self.checks if block.finite is None else [*self.checks, block.finite]
-        if len(own) > 2:
-            own = [torch.stack(own).all(0)]
-        if own:
-            block.finite = own[0] if len(own) == 1 else torch.logical_and(*own)
+    def _merging(self, own: Lists, evaluation: Evaluation) -> Evaluation:
+        """The evaluation from which a merge goes on; nothing large is held."""
+        frame = evaluation.frame
+        k, v = (
+            Entries(x.pool, x.ids)
+            for x in (frame.stored_keys, frame.stored_values)
+            if isinstance(x, Entries)
+        )
+        there = frame.there
+        if there is None:
+            there = torch.ones_like(k.ids, dtype=torch.bool)
+        # A merge reads keys and values, whatever else does.
+        own.checks.append(self.steps.kernels["finite"](k.pool, v.pool, k.ids, there))
+        known = {
+            name: x for name, x in evaluation.known.items() if not {"query", "dim"} & set(x.axes)
+        }
+        return replace(evaluation, frame=replace(frame, k=k, v=v), known=known)
 
-    def _counted(self, block: Block, merges: Merges | None) -> Staying:
+    def _remember(self, shown: Shown, lists: list[Lists], states: list[dict[str, Value]]) -> None:
+        """States, queries, and, without waiting for the device, whether all numbers are finite."""
+        block = shown.block
+        if states:
+            block.states = {name: _together(lists, [x[name] for x in states]) for name in states[0]}
+        if shown.asked is not None:
+            block.asked = shown.asked.last(self.window)
+        found = [own.finite for own in lists]
+        if all(x is None for x in found):
+            return
+        each = [
+            block.there.new_ones(own.number) if x is None else x
+            for own, x in zip(lists, found, strict=True)
+        ]
+        finite = each[0] if len(each) == 1 else torch.cat(each)
+        block.finite = finite if block.finite is None else finite & block.finite
+
+    def _staying(self, block: Block, decisions: list[_Decision]) -> Staying:
+        kept = [padded(each.kept, 1, block.width, False) for each in decisions]
+        block.kept = kept[0] if len(kept) == 1 else torch.cat(kept)
         numbers, good = self.steps.kernels["tally"](
             block.kept, block.there, block.finite, block.numbers, block.kv
         )
         repeats = block.numbers is not None
         block.numbers, block.counts = numbers, Counts(numbers, block.requests)
-        block.finite = None  # the numbers say it; a request whose are not goes on alone
-        return Staying(block, good.view(block.requests, -1), repeats, merges)
+        block.finite = None  # the numbers say it; of a request whose are not nothing leaves
+        proceed = good.view(block.requests, -1)
+        merge = self.steps.rules.merge
+        # Merged keys would be rounded before they turn, and after.
+        turns = merge is not None and "key" in merge.apply and self.bound.positions == "slots"
+        return Staying(block, proceed, repeats, not turns, self._merges(block, decisions))
+
+    def _merges(self, block: Block, decisions: list[_Decision]) -> list[Merges]:
+        """What leaving entries add to others."""
+        if self.steps.rules.merge is None:
+            return []
+        made = []
+        for each in decisions:
+            own = self._merged(block, each)
+            made += [] if own is None else [own]
+        self._take_up(block, decisions, made)
+        return made
+
+    def _merged(self, block: Block, decision: _Decision) -> Merges | None:
+        """Those of some lists; None where none leave, or they add nothing."""
+        steps, lists, evaluation = self.steps, decision.lists, decision.evaluation
+        merge = steps.rules.merge
+        most = self._most(block, lists)
+        if merge is None or evaluation is None or most <= 0:
+            return None
+        frame = evaluation.frame
+        before = {}
+        if lists.begun:
+            before = {name: lists.part(x) for name, x in block.merge_states.items()}
+        if lists.layer is not None:  # what is compared is compared of rows one behind the other
+            given = replace(frame, k=frame.keys, v=frame.values)
+            evaluation = replace(evaluation, frame=given)
+        made = Merging.of(merge, evaluation, decision.kept, steps.merge_updates, before, most)
+        made.keep_links()
+        kept = [frame.stored_keys if name == "key" else frame.stored_values for name in merge.apply]
+        return Merges(made, [x for x in kept if isinstance(x, Entries)], lists)
+
+    def _most(self, block: Block, lists: Lists) -> int:
+        """How many entries of a list leave at most; of a layer's lists the host waits for it."""
+        if lists.layer is not None and block.counts is not None:
+            return block.counts.read()[lists.request].dropped[lists.layer]
+        rule, least = self.rule, 0
+        if isinstance(rule, Ends) and rule.score is None:
+            least = min(sum(rule.numbers(self.bound, each.prompt)) for each in self.memories)
+        return block.width - least
+
+    def _take_up(self, block: Block, decisions: list[_Decision], made: list[Merges]) -> None:
+        """The states of the merge, of layers that have merged."""
+        merged = {each.lists.where: each.merging.states for each in made}
+        if not any(merged.values()):
+            return
+        nothing, states = Value(0.0, finite=True), {}
+        for name in next(iter(merged.values())):
+            before = block.merge_states.get(name, nothing)
+            own = [
+                merged[each.lists.where][name] if each.lists.where in merged
+                else each.lists.part(before)
+                for each in decisions
+            ]  # fmt: skip
+            states[name] = _together([each.lists for each in decisions], own)
+        block.merge_states = states
+        block.merged = [
+            before or each.lists.where in merged
+            for before, each in zip(block.merged, decisions, strict=True)
+        ]
+
+
+def _together(lists: list[Lists], values: list[Value]) -> Value:
+    """A value of all lists; what is absent means nothing."""
+    values = [replace(x, mask=None, mask_axes=()) for x in values]
+    if len(lists) == 1 and lists[0].layer is None:
+        return values[0]
+    return listed(values, [own.number for own in lists], lists[0].shown.block.there.device)
+
+
+def _moved(x: Value, columns: torch.Tensor, number: int, first: float) -> Value:
+    """A state of entries that stay and of new ones.
+
+    Args:
+        columns: float64 [B * L * G, M], where the entries were.
+        number: of new ones; first: their value.
+    """
+    if "token" not in x.axes:
+        return x
+    at, shape = x.axes.index("token"), list(x.tensor.shape)
+    shape[at] = columns.shape[1]
+    data = x.tensor.gather(at, aligned(columns.long(), AXES, x.axes).expand(shape))
+    data.narrow(at, shape[at] - number, number).fill_(first)
+    return Value(data, x.axes, finite=x.finite)
+
+
+def _told(x: Value, node: Node) -> Value:
+    """A reported value; what is remembered per list may be one number of the layer."""
+    return x if {"kv", "token"} & {*node.type.axes, *x.axes[1:]} else without_heads(x)

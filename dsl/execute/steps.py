@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from kvpolicy.dsl.bind.additive import Additive
@@ -15,15 +15,44 @@ from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.kernels import Kernels
 from kvpolicy.dsl.execute.ops import is_computed
 from kvpolicy.dsl.execute.prefill import reads_budget
-from kvpolicy.dsl.execute.together import like_heads
+from kvpolicy.dsl.ir.lower import Static
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
 from kvpolicy.dsl.ops.operations import Kind, Operation
 from kvpolicy.dsl.syntax.diagnostics import refused
 
-# Kernels without which requests are not taken through steps together; and those of merging.
-_TOGETHER = {"best", "carry", "tally"}
-_MERGING = {"draws", "finite", "following", "merge_entries", "merge_rows", "target"}
+
+def like_heads(
+    nodes: Sequence[Node],
+    static: Static,
+    reads: Callable[[Operation], bool],
+    *,
+    apart: bool = False,
+) -> bool:
+    """Whether layers may stand for more KV heads in the computation of nodes.
+
+    Args:
+        nodes: all of them.
+        static: of the policy.
+        reads: whether a leaf may be read besides those that always may.
+        apart: whether reductions over KV heads are those of each layer, see `Frame.heads`.
+    """
+    for node in nodes:
+        needs = static.needs(node)
+        if needs is not None:
+            if "layer" in needs:
+                return False
+            continue
+        if "layer" in node.axes:
+            return False
+        if "kv" in node.axes and not (apart and node.operation.kind is Kind.REDUCTION):
+            return False
+        if node.op == "decided" and (node.type.absent or set(node.type.axes) - {"kv"}):
+            return False
+        counted = node.op == "size"  # `cached`, of each KV head
+        if not counted and not node.operation.per_head and not reads(node.operation):
+            return False
+    return True
 
 
 def _only_orders(node: Node) -> bool:
@@ -36,7 +65,7 @@ def _is_place(node: Node) -> bool:
 
 
 class Steps:
-    """The rules of decode, ready to be evaluated at every layer.
+    """The rules of decode, ready to be evaluated.
 
     Attributes:
         rules: lowered; keep: theirs.
@@ -47,7 +76,7 @@ class Steps:
         advances: whether states differ from step to step.
         at_once: whether several steps are then one sum over their queries.
         advancing_reads, leaving_reads: whether keys or values are read for that, and where entries
-            leave.
+            leave; advancing_asks, leaving_asks: whether queries are.
         fresh: by name of a state its value for new entries; NaN if data, or the request, decide it.
         leaving_merge: whether what leaves is merged.
         kernels: what computes; those generated for the policy:
@@ -55,14 +84,17 @@ class Steps:
         advancing_roots, leaving_roots: what these compute.
         lasting: how many entries a list takes before it is filled up to its budget.
         states_alike, keep_alike: whether layers may be taken as more KV heads of one, see
-            `torch_together`: where several steps advance the states, and where `keep` decides.
+            `like_heads`: where several steps advance the states, and where `keep` decides.
+
+    Raises:
+        ValueError: nothing leaves while decoding.
     """
 
     def __init__(self, bound: Bound, report: bool, kernels: Kernels) -> None:
         self.kernels = kernels
         rules = bound.decode_lowered
-        assert rules is not None
-        assert rules.keep is not None
+        if rules is None or rules.keep is None:
+            raise ValueError(f"by `{bound.program.name}` nothing leaves while decoding")
         self.rules, self.keep = rules, rules.keep
         merge_states = {} if rules.merge is None else rules.merge.states
         self.updates, self.merge_updates = Updates.of(rules.states), Updates.of(merge_states)
@@ -77,7 +109,9 @@ class Steps:
         self._check(bound, [*remembered, *leaving])
         additive = Additive(bound.static)
         states = self.updates.states.values()
-        self.advances = any(x.next or (x.start and not additive.constant(x.start)) for x in states)
+        self.fresh = self._fresh(bound)
+        self.advances = any(x.next is not None for x in states)
+        self.advances |= any(map(math.isnan, self.fresh.values()))
         self.at_once = all(map(additive.state, states))
         self.lasting = Lasting(bound, states_present=self.at_once)
         self.advancing_reads = any(node.operation.reads_tensors for node in remembered)
@@ -85,6 +119,8 @@ class Steps:
         self.leaving_reads = self.leaving_merge or any(
             node.operation.reads_tensors for node in leaving
         )
+        self.advancing_asks = any(node.type.window for node in remembered)
+        self.leaving_asks = any(node.type.window for node in leaving)
         self.advancing = Generated.of(
             bound, self.advancing_roots, kernels, self.updates.states, steps=True
         )
@@ -98,7 +134,6 @@ class Steps:
         self.keep_alike = not report and self._alike(
             bound, [self.keep], lambda row: row.name == "position"
         )
-        self.fresh = self._fresh(bound)
         self._rules: dict[int, Ends | Node | None] = {}
         self._places: torch.Tensor | None = None
         self._bound = bound
@@ -132,7 +167,7 @@ class Steps:
 
     def _rule(self, prompt: int) -> Ends | Node | None:
         bound, states = self._bound, self.updates.states.values()
-        if not _TOGETHER <= set(self.kernels) or not self.states_alike:
+        if not self.states_alike:
             return None
         entries = all(state.type.axes == ("kv", "token") for state in states)
         known = not any(math.isnan(x) for x in self.fresh.values())
@@ -157,7 +192,7 @@ class Steps:
         merge = self.rules.merge
         if merge is None:
             return True
-        if not _MERGING <= set(self.kernels) or merge.states or merge.into.op != "next":
+        if merge.states or merge.into.op != "next":
             return False
         if self._bound.positions == "slots" and "key" in merge.apply:
             return False  # keys would be rounded before they turn, and after

@@ -325,7 +325,12 @@ def aligned(
 
 
 def as_tensor(data: torch.Tensor | Scalar, frame: Frame) -> torch.Tensor:
-    return data if isinstance(data, torch.Tensor) else constant(data, frame.device)
+    return as_given(data, frame.device)
+
+
+def as_given(data: torch.Tensor | Scalar, device: torch.device) -> torch.Tensor:
+    """A tensor as it is, or a number of the host."""
+    return data if isinstance(data, torch.Tensor) else constant(data, device)
 
 
 def constant(data: Scalar, device: torch.device) -> torch.Tensor:

@@ -6,7 +6,10 @@ size.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from kvpolicy.dsl.execute.block import Block
 from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.dsl.execute.kernels import Entries, Slots
 from kvpolicy.dsl.execute.program import TorchProgram
@@ -24,26 +27,29 @@ def fold(program: TorchProgram, dtype: torch.dtype, device: torch.device) -> Non
     Args:
         dtype, device: of queries, keys and values.
     """
-    if program.steps is not None:
-        folding = _Folding(program, dtype, device)
+    folding = _Folding(program, dtype, device)
+    memory = Memory.after(folding.prefill())
+    if memory is not None:
         for _ in range(_FOLDS):
-            folding.go()
+            folding.go(memory)
 
 
 class _Folding:
     """A request of zeros."""
 
     def __init__(self, program: TorchProgram, dtype: torch.dtype, device: torch.device) -> None:
-        self.bound, self.device = program.bound, device
+        self.program, self.bound, self.device = program, program.bound, device
         self.steps, self.tokens = self.bound.fold_interval, _PROMPT
         shape = self.bound.shape
         self.zeros = torch.zeros(shape.heads, _PROMPT, shape.head_dim, dtype=dtype, device=device)
-        memory = Memory.after(self._prefill(program))
-        assert memory is not None
-        self.memory = memory
 
-    def _prefill(self, program: TorchProgram) -> Run:
-        run, layer, there = program.start(_PROMPT), 0, torch.arange(_PROMPT, device=self.device)
+    def prefill(self) -> Run:
+        """Its finished prefill."""
+        run, layer, there = (
+            self.program.start(_PROMPT),
+            0,
+            torch.arange(_PROMPT, device=self.device),
+        )
         pool = self.zeros[: self.bound.shape.kv_heads].transpose(0, 1).contiguous()
         while layer < self.bound.shape.layers:
             tokens = None if len(there) == run.size else there
@@ -54,9 +60,9 @@ class _Folding:
                 run, layer, there = run.again(len(there)), 0, torch.arange(len(there)).to(there)
         return run
 
-    def go(self) -> None:
+    def go(self, memory: Memory) -> None:
         """The next steps, as many as are followed at once; nothing if nothing may leave then."""
-        memory, steps = self.memory, self.steps
+        steps = self.steps
         first = memory.generated + steps
         leaving = (g for g in range(first, _LATEST) if self.bound.leaves_at(g, memory.prompt))
         generated = next(leaving, None)
@@ -65,26 +71,28 @@ class _Folding:
         memory.generated = generated - steps
         positions = range(self.tokens, self.tokens + steps)
         self.tokens += steps
-        if memory.together(steps, leaves=True) is None:
-            for choice in memory.follow(positions, self._queries, self._read, leaves=True):
-                _ = choice.k  # merged rows are made when they are asked for
-            return
         newest = torch.tensor([self.tokens - 1], device=self.device)
-        layers = self.bound.shape.layers
-        follow_together(
-            [memory], [positions], newest, lambda: self._queries(0).repeat(layers, 1, 1),
-            lambda there: self._entries(there.shape), leaves=True,
-        )  # fmt: skip
+        staying = follow_together(
+            [memory], [positions], newest, self._queries, self._entries, leaves=True
+        )
+        if staying is None:
+            return
+        staying.merge(staying.kept.new_zeros(1, 1))
+        read = partial(self._read, staying.block)
+        for choice in staying.choices(0, read, slots=False):
+            _ = choice.k  # merged rows are made when they are asked for
 
-    def _queries(self, layer: int) -> torch.Tensor:
-        """[H, T, D] zeros."""
-        return self.zeros[:, :1].repeat(1, self.steps, 1)
+    def _queries(self) -> torch.Tensor:
+        """[L * H, T, D] zeros."""
+        return self.zeros[:, :1].repeat(self.bound.shape.layers, self.steps, 1)
 
-    def _read(self, layer: int, there: torch.Tensor | None) -> tuple[Entries, Entries]:
-        entries = len(self.memory.layers[layer].positions)
-        return self._entries((self.bound.shape.kv_heads, entries))
+    def _read(
+        self, block: Block, layer: int, there: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        size = (self.bound.shape.kv_heads, block.lengths[layer], self.bound.shape.head_dim)
+        return self.zeros.new_zeros(size), self.zeros.new_zeros(size)
 
-    def _entries(self, lists: tuple[int, ...]) -> tuple[Entries, Entries]:
+    def _entries(self, there: torch.Tensor) -> tuple[Entries, Entries]:
         """The same row of a pool, over and over: [lists, M] each."""
-        ids = torch.zeros(lists, dtype=torch.int64, device=self.device)
+        ids = torch.zeros(there.shape, dtype=torch.int64, device=self.device)
         return Entries(self.zeros[0], ids), Entries(self.zeros[0], ids)

@@ -13,30 +13,19 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.forward.failures import DECODING, FOLD, READING
-from kvpolicy.sglang_ext.forward.fold import Fold, Room
-from kvpolicy.sglang_ext.forward.fold_together import (
-    FoldTogether,
-    Member,
-    Together,
-    group_of,
-    parts_of,
-)
-from kvpolicy.sglang_ext.forward.follow import (
-    Following,
-    Reader,
-    check_last_fold,
-    may_leave,
-    no_queries,
-)
+from kvpolicy.sglang_ext.forward.fold import Room
+from kvpolicy.sglang_ext.forward.fold_together import FoldTogether, Member, Together, parts_of
+from kvpolicy.sglang_ext.forward.follow import check_last_fold, may_leave
 from kvpolicy.sglang_ext.memory.lists import Lists
 from kvpolicy.sglang_ext.memory.private import Private
 from kvpolicy.sglang_ext.request.notes import Noted
+from kvpolicy.sglang_ext.request.queries import queries_of
 from kvpolicy.sglang_ext.request.request import Decoding, State, state_of
 
 if TYPE_CHECKING:
@@ -157,20 +146,19 @@ class DecodeStep:
                 if may_leave(self._services, room, each.request, each.state, each.length):
                     leaving.add(row)
         most = self._services.queries.most_steps(len(self._noted))
-        alone: list[tuple[_Follower, bool]] = []
         groups: dict[tuple[Hashable, bool], list[Member]] = {}
         for row, each in self._followers.items():
-            leaves = row in leaving
-            if each.state.failed or not (leaves or each.decoding.notes.full(most)):
+            leaves, notes, memory = row in leaving, each.decoding.notes, each.decoding.memory
+            if each.state.failed or not (leaves or notes.full(most)):
                 continue
             with failures.contained(each.request, DECODING):
-                check_last_fold(each.request, each.state, each.decoding.memory)
-                member = Member(each.request, each.state, each.length)
-                group = group_of(member, leaves=leaves)
-                if group is None:
-                    alone.append((each, leaves))
-                else:
-                    groups.setdefault((group, leaves), []).append(member)
+                check_last_fold(each.request, each.state, memory)
+                if memory.not_finite:  # nothing leaves any more
+                    notes.clear()
+                    continue
+                group = memory.together(len(notes.positions), leaves=leaves)
+                member = Member(each.request, each.state, each.length, list(notes.positions))
+                groups.setdefault((group, leaves), []).append(member)
         # All policies have been asked before the host waits for the first one's numbers.
         folds = [
             fold
@@ -178,37 +166,23 @@ class DecodeStep:
             for part in parts_of(members, self._arena)
             for fold in self._follow_together(part, leaves=leaves)
         ]
-        others = []
-        for each, leaves in alone:
-            own = None
-            with failures.contained(each.request, DECODING):
-                own = self._follow(each, leaves=leaves)
-            if own is None:
-                continue
-            rules = each.state.served.bound.decode
-            if rules is not None and rules.merge is not None:
-                self._finish(each, own)  # the rows that it has merged are not held for longer
-            else:
-                others.append((each, own))
         for fold in folds:
             fold.finish()
-        for each, own in others:
-            self._finish(each, own)
 
     def _follow_together(self, members: list[Member], *, leaves: bool) -> list[FoldTogether]:
         """Take the policies of a group through their steps; where that fails, one by one."""
+        notes = [each.state.notes for each in members]
+        queries = partial(queries_of, notes, self._services.queries)
         try:
-            fold = Together(self._services, self._table, members).follow(leaves=leaves)
+            fold = Together(self._services, self._table, members, queries).follow(leaves=leaves)
+            for each in notes:
+                each.clear()
             return [] if fold is None else [fold]
         except Exception as error:
             if len(members) == 1:
                 self._services.failures.note(members[0].request, DECODING, error)
                 return []
         return [fold for each in members for fold in self._follow_together([each], leaves=leaves)]
-
-    def _finish(self, follower: _Follower, fold: Fold) -> None:
-        with self._services.failures.contained(follower.request, FOLD):
-            fold.finish()
 
     def _note(self) -> None:
         noted: dict[int, Noted] = {}
@@ -220,14 +194,3 @@ class DecodeStep:
                 continue
             position = each.length - 1 - each.state.progress.shift
             each.decoding.notes.add(position, noted.get(row))
-
-    def _follow(self, follower: _Follower, *, leaves: bool) -> Fold | None:
-        request, state, length = follower.request, follower.state, follower.length
-        memory, notes = follower.decoding.memory, follower.decoding.notes
-        reader = Reader.of(self._arena, self._table, request, state, length)
-        nothing = no_queries(state, self._arena)
-        queries = notes.queries(self._services.queries.scaled, nothing)
-        following = Following(request, state, memory, length, notes.positions, queries, reader)
-        fold = following.go(self._services, leaves=leaves)
-        notes.clear()
-        return fold

@@ -4,14 +4,9 @@ A fold takes in everything that a request has cached: its private pages, its tai
 and, the first time, a prompt that still lies in the radix cache, of which it makes a copy. Then the
 tail's slots are freed, and the private slots become as many as are needed.
 
-The host waits for the device once, for how many entries stay (where the policy merges, the policy
-has waited already). It does not where that is known: each list lost entries at the last fold, and
-no data decide its size (dsl/bind/lasting.py). Then the numbers are only read at the next fold.
+Where no entry changes, or only where it lies, and each list has pages for what it keeps, what stays
+is written in place, of many requests at once (fold_together.py). There are two other ways:
 
-There are three ways to write what stays:
-
-* in place: no entry changes, and each list has pages for what it keeps. One kernel moves the
-  entries of all layers to the front of their pages; the layout stays.
 * layer by layer: each list has pages for what it keeps, or, laid out anew, each layer's pages end
   before those of the next one began. What a layer keeps is read, changed as the policy says, and
   written, before the next layer is read.
@@ -20,7 +15,6 @@ There are three ways to write what stays:
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -33,7 +27,7 @@ from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.request.request import State
 
 if TYPE_CHECKING:
-    from kvpolicy.dsl.execute.follow import Landed
+    from kvpolicy.dsl.execute.block import Landed
     from kvpolicy.dsl.execute.layout import Choice
     from kvpolicy.sglang_ext.forward.services import Services
     from kvpolicy.sglang_ext.memory.private import Private
@@ -132,57 +126,22 @@ class Fold:
         self._services, self._request, self._state = services, request, state
         self._length, self._read, self._choices = length, read, choices
 
-    def finish(self) -> None:
-        """Write what stays; if nothing left, all stays where it is. The host waits once at most."""
-        started, state = time.perf_counter(), self._state
-        if self._lasts():
-            private = state.compressed_copy
-            came = self._length - private.tail_start
-            self.write_in_place(torch.tensor(private.laid_out), state.memory.stays(private.counts))
-            self._report(came * private.counts.numel(), started)
-            return
-        self.write(state.memory.numbers(), started)
-
-    def write(self, landed: Landed, started: float | None = None) -> None:
-        """Write what stays, by the numbers that have landed.
-
-        Args:
-            started: when the fold began; None: now.
-        """
-        started = time.perf_counter() if started is None else started
-        services, state = self._services, self._state
-        dropped = int((landed.there - landed.kept).sum())
-        if dropped == 0:
-            if state.private is not None:
-                state.private.full = False
-            return
+    def write(self, landed: Landed) -> None:
+        """Write what stays, by the numbers that have landed."""
+        started, services, state = time.perf_counter(), self._services, self._state
         if state.private is None:
             row = self._request.kv.req_pool_idx
             state.private = services.store.allocate(
                 row, state.served.name, 0, self._length, services.evict
             )
-        private, stays = state.compressed_copy, self._fits(landed.kept)
-        if stays and not any(_changes(each) for each in self._choices):
-            finite = torch.ones((), dtype=torch.bool, device=private.slots.device)
-            self.write_in_place(landed.kept, finite)
-        elif stays or self._fits_by_layer(landed.kept):
+        private = state.compressed_copy
+        if self._fits(landed.kept) or self._fits_by_layer(landed.kept):
             self.write_by_layer(landed.kept)
         else:
             self.write_anew(landed.kept)
         private.full = bool((landed.there > landed.kept).all())
-        self._report(dropped, started)
-
-    def _report(self, dropped: int, started: float) -> None:
-        seconds = time.perf_counter() - started
-        self._services.reports.finished_fold(self._request, self._state, dropped, seconds)
-
-    def _lasts(self) -> bool:
-        """Whether it is known, without waiting, that what stays takes the place of what was."""
-        private, memory = self._state.private, self._state.memory
-        if private is None or not private.full or memory.landed():
-            return False
-        same = memory.lasts(private.laid_out) and not any(map(_changes, self._choices))
-        return same and self._fits(torch.tensor(private.laid_out))
+        dropped, seconds = int((landed.there - landed.kept).sum()), time.perf_counter() - started
+        services.reports.finished_fold(self._request, state, dropped, seconds)
 
     def _fits(self, counts: torch.Tensor) -> bool:
         """As `fits`."""
@@ -197,35 +156,6 @@ class Fold:
         ends = [*first[1:, 0].tolist(), pages]
         most = [*private.layout.layer_starts[1:], private.slots.numel() * len(ends)]
         return all(end <= limit for end, limit in zip(ends, most, strict=True))
-
-    def write_in_place(self, counts: torch.Tensor, finite: torch.Tensor) -> None:
-        """Move the entries of all layers to the front of their pages.
-
-        Args:
-            counts: [L, G] int64 on the host, entries that stay.
-            finite: [] bool on the device; where False, everything stays.
-        """
-        services, private, choices = self._services, self._state.compressed_copy, self._choices
-        there = None
-        if any(each.there is not None for each in choices):
-            there = torch.cat([
-                torch.ones_like(each.kept).flatten() if each.there is None else each.there.flatten()
-                for each in choices
-            ])  # fmt: skip
-        starts = itertools.accumulate((each.kept.shape[1] for each in choices), initial=0)
-        device = services.arena.storage.device
-        written = self._state.served.kernels.settle(
-            services.arena.storage,
-            services.tables.tables,
-            *to_device([[private.row], [self._length]], torch.int64, device),
-            services.tree.req_to_token_pool.req_to_token,
-            torch.cat([each.kept.flatten() for each in choices]),
-            there,
-            list(starts),
-            finite.view(1, 1),
-        )
-        services.store.settled(private, counts, written[0])
-        self.leave_tail()
 
     def write_by_layer(self, counts: torch.Tensor) -> None:
         """Write [L, G] entries that stay, each layer before the next one is read."""
@@ -277,8 +207,3 @@ class Fold:
         for rows, first in zip(layers, first_page, strict=True):
             given = (rows.k, rows.v, rows.kept, pages)
             place(arena.entries, *given, value_offset=arena.value_offset, first_page=first)
-
-
-def _changes(choice: Choice) -> bool:
-    """Whether entries that stay become others."""
-    return any(each is not None for each in (choice.k, choice.v, choice.shift))

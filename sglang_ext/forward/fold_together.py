@@ -2,13 +2,18 @@
 
 One launch finds the entries of all lists of all layers and requests, one settles them; see
 `dsl/execute/requests.py` for what lies between. What a request gets does not depend on the others.
+
+The host waits for the device once, for how many entries stay. It does not where that is known: each
+list lost entries at the last fold, and no data decide its size (dsl/bind/lasting.py). Then the
+numbers are only read at the next fold. A request whose lists need other pages, or whose entries
+cannot change where they lie, is written by itself (fold.py).
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +24,11 @@ from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.forward.failures import FOLD
 from kvpolicy.sglang_ext.forward.fold import Fold, fits, fits_again
 from kvpolicy.sglang_ext.forward.follow import Reader
-from kvpolicy.sglang_ext.request.queries import queries_of
 from kvpolicy.sglang_ext.request.request import State
 
 if TYPE_CHECKING:
+    from kvpolicy.dsl.execute.block import Landed
     from kvpolicy.dsl.execute.decode import Memory
-    from kvpolicy.dsl.execute.follow import Landed
     from kvpolicy.sglang_ext.forward.services import Services
     from kvpolicy.sglang_ext.memory.arena import Arena
 
@@ -38,11 +42,13 @@ class Member:
 
     Attributes:
         length: its tokens, those of the steps included.
+        positions: [T] of the steps' tokens.
     """
 
     request: Any
     state: State
     length: int
+    positions: Sequence[int]
 
     @property
     def memory(self) -> Memory:
@@ -55,19 +61,9 @@ class Member:
         return self.memory.numbers()
 
 
-def group_of(member: Member, *, leaves: bool) -> Hashable | None:
-    """What is the same of requests that may be followed together; None: this one goes alone."""
-    state = member.state
-    if not state.served.kernels.read_the_pool:
-        return None
-    if state.private is not None and state.private.shared is not None:
-        return None
-    return member.memory.together(len(state.notes.positions), leaves=leaves)
-
-
 def parts_of(members: Sequence[Member], arena: Arena) -> list[list[Member]]:
     """The requests of a group, as many at a time as are computed with little memory."""
-    widest = max(each.memory.width + len(each.state.notes.positions) for each in members)
+    widest = max(each.memory.width + len(each.positions) for each in members)
     size = max(LARGEST // (arena.layers * arena.kv_heads * widest * 8), 1)
     return [list(members[i : i + size]) for i in range(0, len(members), size)]
 
@@ -75,18 +71,26 @@ def parts_of(members: Sequence[Member], arena: Arena) -> list[list[Member]]:
 class Together:
     """B requests of one group, after a forward."""
 
-    def __init__(self, services: Services, table: torch.Tensor, members: Sequence[Member]) -> None:
+    def __init__(
+        self,
+        services: Services,
+        table: torch.Tensor,
+        members: Sequence[Member],
+        queries: Callable[[], torch.Tensor],
+    ) -> None:
         """
         Args:
             table: [rows, context] SGLang's table of slots.
+            queries: as of `follow_together`.
         """
         self._services, self._table, self._members = services, table, list(members)
+        self._queries = queries
         self._kernels = members[0].state.served.kernels
         self._bound = members[0].state.served.bound
         numbers = [
             [each.request.kv.req_pool_idx for each in members],
             [each.length for each in members],
-            [each.state.notes.positions[-1] for each in members],
+            [each.positions[-1] for each in members],
         ]
         device = services.arena.storage.device
         self._rows, self._lengths, self._newest = to_device(numbers, torch.int64, device).unbind(0)
@@ -96,17 +100,11 @@ class Together:
 
         If it raises, nothing has changed.
         """
-        states = [each.state for each in self._members]
         staying = follow_together(
             [each.memory for each in self._members],
-            [state.notes.positions for state in states],
-            self._newest,
-            lambda: queries_of([state.notes for state in states], self._services.queries),
-            self._read,
-            leaves=leaves,
-        )
-        for state in states:
-            state.notes.clear()
+            [each.positions for each in self._members],
+            self._newest, self._queries, self._read, leaves=leaves,
+        )  # fmt: skip
         return None if staying is None else FoldTogether(self, staying)
 
     def _read(self, there: torch.Tensor) -> tuple[Entries, Entries]:
@@ -136,7 +134,9 @@ class FoldTogether:
                 if self._lasts(each):
                     lasting.append(place)
                 elif self._drops(each):
-                    stays = fits(self._services.store, each.state.private, each.landed.kept)
+                    stays = self._staying.in_place and fits(
+                        self._services.store, each.state.private, each.landed.kept
+                    )
                     (known if stays else others).append(place)
         for places, proceed in ((lasting, self._staying.proceed), (known, None)):
             if places:
@@ -155,7 +155,7 @@ class FoldTogether:
     def _lasts(self, each: Member) -> bool:
         """Whether it is known, without waiting, that what stays takes the place of what was."""
         private, memory = each.state.private, each.memory
-        if private is None or not private.full:
+        if private is None or not private.full or not self._staying.in_place:
             return False
         if memory.landed() or not self._staying.repeats or not memory.lasts(private.laid_out):
             return False

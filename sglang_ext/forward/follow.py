@@ -1,16 +1,14 @@
-"""A request's policy is taken through the decode steps since it was followed last."""
+"""Requests that decode: whether entries may leave, and who reads those of one alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvpolicy.dsl.execute.decode import Memory, Read
-from kvpolicy.dsl.execute.kernels import Entries, Keys
+from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.sglang_ext.face.kernels_in_use import KernelsInUse
-from kvpolicy.sglang_ext.forward.fold import Fold, Room
+from kvpolicy.sglang_ext.forward.fold import Room
 from kvpolicy.sglang_ext.memory.arena import Arena
 from kvpolicy.sglang_ext.memory.lists import Lists
 from kvpolicy.sglang_ext.request.request import State
@@ -41,23 +39,12 @@ class Reader:
         slots = table[request.kv.req_pool_idx, :length].to(torch.int64)
         return SlotReader(arena, kernels, slots)
 
-    def given(self, layer: int, there: torch.Tensor | None) -> tuple[Keys, Keys]:
-        """Keys and values of a layer as policies' programs take them.
+    def gathered(self, layer: int, there: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the keys and values of a layer, [G, M, D].
 
         Args:
             there: bool [G, M], or None: all heads hold all.
         """
-        if not self.kernels.read_the_pool:
-            return self.gathered(layer, there)
-        ids = self._ids(layer, there)
-        return Entries(self.arena.entries, ids), Entries(self.arena.values, ids)
-
-    def gathered(self, layer: int, there: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the keys and values of a layer, [G, M, D]; arguments as of `given`."""
-        raise NotImplementedError
-
-    def _ids(self, layer: int, there: torch.Tensor | None) -> torch.Tensor:
-        """int64 [G, M] entries of the pool; where a head holds nothing, any."""
         raise NotImplementedError
 
 
@@ -72,12 +59,6 @@ class ListReader(Reader):
         where = self.lists.of(0, layer)
         return self.kernels.gather(self.arena.entries, self.arena.values, *where, there)
 
-    def _ids(self, layer: int, there: torch.Tensor | None) -> torch.Tensor:
-        indptr, indices = self.lists.of(0, layer)
-        if there is None:
-            return indices.view(self.arena.kv_heads, -1)
-        return indices[(indptr[:-1, None] + there.cumsum(1) - 1).clamp(min=0)]
-
 
 @dataclass(frozen=True)
 class SlotReader(Reader):
@@ -87,68 +68,10 @@ class SlotReader(Reader):
 
     def gathered(self, layer: int, there: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """As of `Reader`."""
-        _check_whole(there)
+        if there is not None:
+            raise RuntimeError("entries have left a request that has no private pages")
         k, v = self.arena.storage[layer][:, self.slots].transpose(1, 2)
         return k, v
-
-    def _ids(self, layer: int, there: torch.Tensor | None) -> torch.Tensor:
-        _check_whole(there)
-        arena = self.arena
-        heads = torch.arange(arena.kv_heads, device=self.slots.device)
-        return arena.key_base(layer) + self.slots * arena.kv_heads + heads[:, None]
-
-
-def _check_whole(there: torch.Tensor | None) -> None:
-    if there is not None:
-        raise RuntimeError("entries have left a request that has no private pages")
-
-
-def no_queries(state: State, arena: Arena) -> torch.Tensor:
-    """[H, 1, D] zeros: what a policy is shown that reads no queries."""
-    shape = state.served.bound.shape
-    return arena.storage.new_zeros(shape.heads, 1, shape.head_dim)
-
-
-@dataclass(frozen=True)
-class Following:
-    """Decode steps that one request's policy is taken through at once; all tokens are cached.
-
-    Attributes:
-        memory: what its policy remembers.
-        length: tokens of the request, those of the steps included.
-        positions: [T] of the steps' tokens.
-        queries: from a layer to [H, T, D], as policies see them.
-        reader: of all its entries.
-        read: of those up to the last step's; None: these are all.
-    """
-
-    request: Any
-    state: State
-    memory: Memory
-    length: int
-    positions: Sequence[int]
-    queries: Callable[[int], torch.Tensor]
-    reader: Reader
-    read: Read | None = None
-
-    def go(self, services: Services, *, leaves: bool) -> Fold | None:
-        """Take the policy through the steps.
-
-        The host does not wait for the device unless entries are merged.
-
-        Args:
-            leaves: whether entries may leave at the last step.
-
-        Returns:
-            What is to be written if some do; None if none may.
-        """
-        check_last_fold(self.request, self.state, self.memory)
-        read = self.read or self.reader.given
-        choices = self.memory.follow(self.positions, self.queries, read, leaves=leaves)
-        if not choices:
-            return None
-        rows = self.reader.gathered
-        return Fold(services, self.request, self.state, self.length, rows, choices)
 
 
 def check_last_fold(request: Any, state: State, memory: Memory) -> None:

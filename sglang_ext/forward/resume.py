@@ -8,17 +8,18 @@ each pass the policy is taken through its tokens, as after decode steps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvpolicy.dsl.execute.decode import Memory, Read
-from kvpolicy.dsl.execute.kernels import Entries, Keys, dense
+from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.forward.attend import attend
-from kvpolicy.sglang_ext.forward.failures import DECODING, FOLD, READING
-from kvpolicy.sglang_ext.forward.fold import Fold, Room
-from kvpolicy.sglang_ext.forward.follow import Following, ListReader, Reader, may_leave, no_queries
+from kvpolicy.sglang_ext.forward.failures import DECODING, READING
+from kvpolicy.sglang_ext.forward.fold import Room
+from kvpolicy.sglang_ext.forward.fold_together import FoldTogether, Member, Together
+from kvpolicy.sglang_ext.forward.follow import ListReader, Reader, check_last_fold, may_leave
 from kvpolicy.sglang_ext.forward.frame import Frame
 from kvpolicy.sglang_ext.request.notes import LONGEST
 from kvpolicy.sglang_ext.request.request import State, iterate_rows
@@ -44,44 +45,15 @@ class _Resumed:
     reader: Reader
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def following(self, memory: Memory, first: int, end: int, nothing: torch.Tensor) -> Following:
-        """The steps of its tokens from `first` to before `end`.
-
-        Args:
-            memory: what its policy remembers.
-            nothing: [H, 1, D] zeros, for a policy that reads no queries.
-        """
+    def member(self, first: int, end: int) -> Member:
+        """The steps of its tokens from `first` to before `end`."""
         shift = self.state.progress.shift
+        return Member(self.request, self.state, end, range(first - shift, end - shift))
 
-        def queries(layer: int) -> torch.Tensor:
-            if layer not in self.queries:
-                return nothing.expand(-1, end - first, -1)
-            return self.queries[layer][:, first - self.first : end - self.first]
-
-        positions = range(first - shift, end - shift)
-        read = None if end == self.end else self._until(end)
-        return Following(
-            self.request, self.state, memory, end, positions, queries, self.reader, read
-        )
-
-    def _until(self, length: int) -> Read:
-        """Reads its entries up to its first `length` tokens."""
-        later = self.end - length
-
-        def read(layer: int, there: torch.Tensor | None) -> tuple[Keys, Keys]:
-            if there is not None:
-                there = torch.cat([there, there.new_ones(there.shape[0], later)], dim=1)
-            k, v = self.reader.given(layer, there)
-            return _without_last(k, later), _without_last(v, later)
-
-        return read
-
-
-def _without_last(x: Keys, later: int) -> Keys:
-    """Keys or values [G, M, D] without those of the last tokens."""
-    if isinstance(x, Entries):
-        return replace(x, ids=x.ids[:, : x.ids.shape[1] - later])
-    return dense(x)[:, : x.shape[1] - later]
+    def asked(self, first: int, end: int) -> torch.Tensor:
+        """[L * H, T, D] queries of these tokens."""
+        own = [self.queries[layer] for layer in sorted(self.queries)]
+        return torch.cat(own)[:, first - self.first : end - self.first]
 
 
 class ResumeStep:
@@ -90,13 +62,13 @@ class ResumeStep:
     def __init__(self, services: Services, batch: Any, frame: Frame) -> None:
         self._services, self._frame = services, frame
         self._resumed: list[_Resumed] = []
-        arena, table = services.arena, batch.req_to_token_pool.req_to_token
+        arena, self._table = services.arena, batch.req_to_token_pool.req_to_token
         for request, state, rows, prefix in iterate_rows(batch):
             if prefix < state.prompt:
                 continue
             length = prefix + rows.stop - rows.start
             with services.failures.contained(request, READING):
-                reader = Reader.of(arena, table, request, state, length)
+                reader = Reader.of(arena, self._table, request, state, length)
                 self._resumed.append(_Resumed(request, state, prefix, length, reader))
 
     def overwrite(
@@ -143,18 +115,18 @@ class ResumeStep:
             with self._services.failures.contained(each.request, DECODING):
                 fold = self._follow(each, decoding.memory, room)
             if fold is not None:
-                with self._services.failures.contained(each.request, FOLD):
-                    fold.finish()
+                fold.finish()
 
-    def _follow(self, resumed: _Resumed, memory: Memory, room: Room) -> Fold | None:
+    def _follow(self, resumed: _Resumed, memory: Memory, room: Room) -> FoldTogether | None:
         """Take the policy through all tokens of the pass; what is to be written, if any leave."""
         fold, services = None, self._services
-        nothing = no_queries(resumed.state, services.arena)
         for first in range(resumed.first, resumed.end, LONGEST):
             end = min(first + LONGEST, resumed.end)
             leaves = end == resumed.end and may_leave(
                 services, room, resumed.request, resumed.state, end
             )
-            following = resumed.following(memory, first, end, nothing)
-            fold = following.go(services, leaves=leaves)
+            check_last_fold(resumed.request, resumed.state, memory)
+            asked = partial(resumed.asked, first, end)
+            members = [resumed.member(first, end)]
+            fold = Together(services, self._table, members, asked).follow(leaves=leaves)
         return fold

@@ -32,21 +32,14 @@ def _move_nothing(services: Services, served: Served) -> None:
     slots = torch.zeros(1, 1, dtype=torch.int32, device=device)
     where = (storage, table(1, layers, heads, 1, device), number, number, slots)
     # Not of one column: Triton compiles anew for a number that is 1.
-    none = torch.zeros(heads * (layers + 1), 2, dtype=torch.bool, device=device)
-    lists = none[: heads * layers]
+    lists = torch.zeros(heads * layers, 2, dtype=torch.bool, device=device)
     kernels.entry_ids(*where, lists)
-    # Of requests together, and of one alone, whose layers may hold different numbers of entries.
-    even, uneven = range(0, 2 * layers + 1, 2), [0, *range(4, 2 * layers + 3, 2)]
-    together = none[:layers, :1].reshape(1, layers)
-    alone = together[:, :1]
-    for kept, starts, proceed in (
-        (lists, even, together), (lists, even, alone), (none, uneven, alone),
-    ):  # fmt: skip
-        flat = kept.view(-1)
-        kernels.settle(*where, flat, flat, starts, proceed)
-        if proceed is alone:
-            kernels.settle(*where, flat, None, starts, proceed)
-    own = none[:heads]
+    # As many are said to proceed as there are layers where nobody waits for numbers, or one.
+    even, together = range(0, 2 * layers + 1, 2), lists[:layers, :1].reshape(1, layers)
+    alone, flat = together[:, :1], lists.view(-1)
+    for proceed in (together, alone):
+        kernels.settle(*where, flat, flat, even, proceed)
+    own = lists[:heads]
     ends = number.expand(heads + 1).contiguous()
     k, v = kernels.gather(arena.entries, arena.values, ends, number, own)
     if served.bound.positions == "slots":

@@ -13,7 +13,6 @@ none where it reads none. They are free when it has been followed, ends or is re
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -67,33 +66,6 @@ class Notes:
         self.positions.append(position)
         if taken is not None:
             self.rows.append(taken)
-
-    def queries(
-        self, scaled: Callable[[torch.Tensor, int], torch.Tensor], nothing: torch.Tensor
-    ) -> Callable[[int], torch.Tensor]:
-        """From a layer to the T steps' queries [H, T, D] as policies see them.
-
-        Those of steps that the policy does not read are zero.
-
-        Args:
-            scaled: from queries and their layer to queries as a policy sees them.
-            nothing: [H, 1, D] zeros, for a policy that reads none.
-        """
-        steps = len(self.positions)
-        if not self.rows:
-            return lambda layer: nothing.expand(-1, steps, -1)
-        held: list[torch.Tensor] = []
-
-        def of(layer: int) -> torch.Tensor:
-            if not held:
-                held.append(torch.stack([step[:, row] for step, row in self.rows], 2))
-            own = scaled(held[0][layer], layer)
-            missing = steps - own.shape[1]
-            if missing == 0:
-                return own
-            return torch.cat([own.new_zeros(own.shape[0], missing, own.shape[2]), own], 1)
-
-        return of
 
     def clear(self) -> None:
         """The policy has been taken through the steps."""

@@ -122,12 +122,8 @@ class QueryBuffer:
             return LONGEST
         return _fitting(requests * held[:, 0].numel() * held.element_size(), self._interval)
 
-    def scaled(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
-        """Queries of a layer as a policy sees them."""
-        return compat.scaled(queries, self._layers[layer])
-
-    def scaled_layers(self, queries: torch.Tensor) -> torch.Tensor:
-        """The same of queries [B, L, H, T, D]."""
+    def scaled(self, queries: torch.Tensor) -> torch.Tensor:
+        """Queries [B, L, H, T, D] as a policy sees them."""
         factors = [compat.scale(self._layers[layer]) for layer in range(queries.shape[1])]
         if all(factor == 1.0 for factor in factors):
             return queries
@@ -148,7 +144,7 @@ def queries_of(notes: Sequence[Notes], buffer: QueryBuffer) -> torch.Tensor:
     first = notes[0]
     places = [[own for _, own in each.rows] for each in notes]
     taken = [step for step, _ in first.rows]
-    same = all(
+    same = all(step.shape == taken[0].shape for step in taken) and all(
         all(x is step for (x, _), step in zip(each.rows, taken, strict=True)) for each in notes[1:]
     )
     if same and all(own == [own[0]] * len(own) for own in places):
@@ -160,4 +156,4 @@ def queries_of(notes: Sequence[Notes], buffer: QueryBuffer) -> torch.Tensor:
     else:
         own = [torch.stack([step[:, row] for step, row in each.rows], 2) for each in notes]
         held = torch.stack(own)  # [B, L, H, T, D]
-    return buffer.scaled_layers(held).flatten(0, 2)
+    return buffer.scaled(held).flatten(0, 2)

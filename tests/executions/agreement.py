@@ -1,8 +1,8 @@
-"""One policy by every execution: interpreter, the commands' torch program, the served decode path.
+"""One policy by every execution: interpreter, the commands, what is served.
 
-What is served takes several steps at once (`Memory.follow`) between those at which entries leave;
-the command takes them one by one. Both must keep what the interpreter keeps, and no more than was
-promised before any tensor was seen.
+Steps between which nothing leaves are taken at once (`follow_together`), of all layers at once or
+layer by layer. All must keep what the interpreter keeps, and no more than was promised before any
+tensor was seen.
 
 Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, D head size, T steps.
 """
@@ -21,7 +21,7 @@ from kvpolicy.dsl.execute.steps import Steps as DecodeSteps
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.source import Source
 from recordings import Shape, both, tensors
-from stores import Pool, Store
+from stores import Store
 
 HEADER = "policy: a-test\nlanguage: 1\nabout: a test\n"
 SHAPE: Shape = (3, 4, 2, 8)
@@ -65,9 +65,9 @@ def agree(bound: Bound, q: np.ndarray, k: np.ndarray, v: np.ndarray, steps: Step
     assert kept <= most, f"{kept} entries are kept, at most {most} were promised"
     if bound.decode is not None:
         _assert_served(Store(bound, (q, k, v), steps), expected)
-        # Taken together where that is possible, whoever reads keys and values.
+        # All layers at once where that is possible, whoever reads keys and values.
         with patch.object(DecodeSteps, "by_kernels", True):
-            _assert_served(Pool(bound, (q, k, v), steps), expected)
+            _assert_served(Store(bound, (q, k, v), steps), expected)
     return expected
 
 

@@ -4,6 +4,7 @@ the memory says, poisoned where a KV head does not hold the entry.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -12,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.apply import prefilled, turned
-from kvpolicy.dsl.execute.decode import Choice, Memory
+from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.dsl.execute.kernels import Entries, Kernels
+from kvpolicy.dsl.execute.layout import Choice
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.requests import Staying, follow_together
+from kvpolicy.dsl.execute.values import aligned, sent
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 
@@ -29,14 +32,15 @@ class Recorded:
     v: torch.Tensor
 
 
-def in_one_pool(rows: list[Rows], layer: int, there: torch.Tensor | None) -> tuple[Entries, ...]:
-    """A layer's entries in a pool of all layers; what a KV head does not hold is any row of it."""
+def in_one_pool(
+    rows: list[Rows], layer: int, there: torch.Tensor, poison: float
+) -> tuple[Entries, ...]:
+    """A layer's entries in a pool of all layers; what a KV head does not hold is `poison`."""
     heads, entries, size = rows[layer][0].shape
     first = 1 + sum(k.shape[0] * k.shape[1] for k, _ in rows[:layer])
     ids = torch.arange(first, first + heads * entries).view(heads, entries)
-    if there is not None:
-        ids = ids.masked_fill(~there, 0)
-    nothing = torch.full((1, size), math.nan)
+    ids = ids.masked_fill(~there, 0)
+    nothing = torch.full((1, size), poison)
     return tuple(
         Entries(torch.cat([nothing, *(x[i].reshape(-1, size) for x in rows)]), ids) for i in (0, 1)
     )
@@ -85,13 +89,6 @@ class Store:
             self.rows[layer] = tuple(torch.cat([x, y[:, None]], 1) for x, y in pairs)
         self.done += 1
 
-    def read(self, layer: int, there: torch.Tensor | None) -> Rows:
-        """As `Memory.follow` asks."""
-        self.reads += 1
-        if there is None:
-            return self.rows[layer]
-        return tuple(x.masked_fill(~there[..., None], self.poison) for x in self.rows[layer])
-
     def leave(self, layer: int, choice: Choice | None) -> None:
         """What stays is stored."""
         if choice is None:
@@ -106,40 +103,12 @@ class Store:
 
     def step_by_step(self, number: int, *, leaves: bool = True) -> None:
         """So many steps, each by itself; entries may leave at the last."""
-        memory = self.memory
         for later in reversed(range(number)):
-            memory.step(self.first + self.done, leaves=leaves and not later)
-            self.append()
-            for layer in range(len(self.rows)):
-                wants = memory.wants
-                if wants == "nothing":
-                    continue
-                given = (None, None)
-                if wants == "entries":
-                    given = self.read(layer, memory.layout(layer).there)
-                q = self.steps.q[self.done - 1, layer][:, None]
-                self.leave(layer, memory.observe(layer, q, *given))
+            self.follow(1, leaves=leaves and not later)
 
     def follow(self, number: int, *, leaves: bool = True) -> list[Choice]:
         """The same steps at once."""
-        choices = self.begin(number, leaves=leaves)
-        self.memory.land()
-        if not self.memory.not_finite:
-            for layer, choice in enumerate(choices):
-                self.leave(layer, choice)
-        return choices
-
-    def begin(self, number: int, *, leaves: bool = True) -> list[Choice]:
-        """The steps at once, without what comes of them."""
-        first = self.done
-        for _ in range(number):
-            self.append()
-        return self.memory.follow(
-            [self.first + first + i for i in range(number)],
-            lambda layer: self.steps.q[first : first + number, layer].transpose(0, 1),
-            self.read,
-            leaves=leaves,
-        )
+        return together([self], number, leaves=leaves)[0]
 
     def held(self) -> list[list[list[int]]]:
         """Per layer and KV head the recording's positions of its entries."""
@@ -164,24 +133,8 @@ class Store:
         return torch.ones(k.shape[:2], dtype=torch.bool) if layout.there is None else layout.there
 
 
-class Pool(Store):
-    """All layers' entries lie in one pool, as a server has them."""
-
-    def begin(self, number: int, *, leaves: bool = True) -> list[Choice]:
-        """As of `Store`; the pool is filled when it is read first."""
-        self.pool: dict[int, tuple[Entries, ...]] = {}
-        return super().begin(number, leaves=leaves)
-
-    def read(self, layer: int, there: torch.Tensor | None) -> tuple[Entries, ...]:
-        """As of `Store`, as entries of the pool."""
-        self.reads += 1
-        pool = self.pool.setdefault(0, in_one_pool(self.rows, 0, None))
-        own = in_one_pool(self.rows, layer, there)
-        return tuple(Entries(x.pool, y.ids) for x, y in zip(pool, own, strict=True))
-
-
-def together(stores: list[Pool], number: int, *, leaves: bool = True) -> None:
-    """So many steps of several requests at once, all their entries in one pool."""
+def begun(stores: list[Store], number: int, *, leaves: bool = True) -> Staying | None:
+    """So many steps of several requests at once, all their entries in one pool; not what comes."""
     first = [each.done for each in stores]
     for each in stores:
         for _ in range(number):
@@ -199,11 +152,12 @@ def together(stores: list[Pool], number: int, *, leaves: bool = True) -> None:
         pools: list[list[torch.Tensor]] = [[], []]
         ids, before = [], 0
         for i, each in enumerate(stores):
+            each.reads += 1
             for layer in range(len(each.rows)):
                 number = len(each.rows) * i + layer
                 held = there[number * heads : (number + 1) * heads]
                 own = held[:, held.shape[1] - each.rows[layer][0].shape[1] :]
-                found = in_one_pool(each.rows, layer, own)
+                found = in_one_pool(each.rows, layer, own, each.poison)
                 shifted = torch.where(own, found[0].ids + before, 0)
                 ids.append(F.pad(shifted, (held.shape[1] - own.shape[1], 0)))
             for pool, x in zip(pools, found, strict=True):
@@ -215,10 +169,19 @@ def together(stores: list[Pool], number: int, *, leaves: bool = True) -> None:
         range(x.first + at, x.first + at + number) for x, at in zip(stores, first, strict=True)
     ]
     memories = [each.memory for each in stores]
-    newest = torch.tensor([own[-1] for own in steps])
-    staying = follow_together(memories, steps, newest, queries, read, leaves=leaves)
-    if staying is None:
-        return
+    newest = sent(torch.tensor([own[-1] for own in steps]), torch.device("cpu"))
+    return follow_together(memories, steps, newest, queries, read, leaves=leaves)
+
+
+def together(stores: list[Store], number: int, *, leaves: bool = True) -> list[list[Choice]]:
+    """So many steps of several requests at once; what each stores is then what stays."""
+    staying = begun(stores, number, leaves=leaves)
+    return [[] for _ in stores] if staying is None else finished(staying, stores)
+
+
+def finished(staying: Staying, stores: list[Store]) -> list[list[Choice]]:
+    """What each request stores is what stays."""
+    made = []
     for i, each in enumerate(stores):
         choices = staying.choices(
             i, lambda layer, there, own=each: own.rows[layer],
@@ -228,25 +191,51 @@ def together(stores: list[Pool], number: int, *, leaves: bool = True) -> None:
         assert each.memory.not_finite != bool(staying.proceed[i].all()) or staying.repeats
         for layer, choice in enumerate(choices if not each.memory.not_finite else ()):
             each.leave(layer, choice)
-    assert_merged_in_the_pool(staying, stores)
+        made.append(choices)
+    if staying.in_place:
+        assert_merged_in_the_pool(staying, stores)
+    return made
 
 
-def assert_merged_in_the_pool(staying: Staying, stores: list[Pool]) -> None:
+def assert_merged_in_the_pool(staying: Staying, stores: list[Store]) -> None:
     """What is merged where it lies is what the stores were given; others' rows do not change."""
-    entries = [] if staying.merges is None else staying.merges.entries
-    before = [x.pool.clone() for x in entries]
+    found = {}
+    for merges in staying.merges:
+        pairs = zip(merges.merging.merge.apply, merges.entries, strict=True)
+        for name, x in pairs:
+            of_name = found.setdefault(name, (x.pool, x.pool.clone(), []))
+            of_name[2].append((merges.lists, x.ids))
     staying.merge(torch.tensor([[not each.memory.not_finite] for each in stores]))
-    apply = [] if staying.merges is None else staying.merges.merging.merge.apply
-    for name, x, wanted in zip(apply, entries, before, strict=True):
+    for name, (pool, wanted, parts) in found.items():
         which = ("key", "value").index(name)
-        for i, each in enumerate(stores):
-            for layer, rows in enumerate(each.rows):
+        for lists, ids in parts:
+            layers = range(len(stores[0].rows)) if lists.layer is None else [lists.layer]
+            requests = range(len(stores)) if lists.layer is None else [lists.request]
+            for i, layer in itertools.product(requests, layers):
                 heads, first = staying.block.where(i, layer)
-                kept, ids = staying.kept[heads, first:], x.ids[heads, first:]
+                own = ids[heads, first:] if lists.layer is None else ids
+                kept, rows = staying.kept[heads, first:], stores[i].rows[layer]
                 stays = kept[:, kept.any(0)]
-                if not each.memory.not_finite:
-                    wanted[ids[:, kept.any(0)][stays]] = rows[which][stays]
-        torch.testing.assert_close(x.pool, wanted, rtol=0, atol=0, equal_nan=True)
+                if not stores[i].memory.not_finite:
+                    wanted[own[:, kept.any(0)][stays]] = rows[which][stays]
+        torch.testing.assert_close(pool, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def states_of(memory: Memory, layer: int) -> dict[str, torch.Tensor]:
+    """The states of what a layer holds, per KV head and along other axes."""
+    block, place = memory.block
+    heads, first = block.where(place, layer)
+    stays = block.staying[heads, first:]
+    made = {}
+    for name, x in block.states.items():
+        data = x.tensor[heads]
+        if "token" in x.axes:
+            at = x.axes.index("token")
+            data = data.narrow(at, first, data.shape[at] - first)
+            held = aligned(stays, ("kv", "token"), x.axes)
+            data = torch.where(held, data, 0.0).index_select(at, stays.any(0).nonzero()[:, 0])
+        made[name] = data
+    return made
 
 
 def assert_alike(one: Store, other: Store) -> None:
@@ -261,21 +250,34 @@ def assert_alike(one: Store, other: Store) -> None:
         for k, m in zip(one.rows[layer], other.rows[layer], strict=True):
             held = torch.ones(k.shape[:2], dtype=torch.bool) if x.there is None else x.there
             torch.testing.assert_close(k[held], m[held], rtol=3e-7, atol=1e-7)
-        own, also = a.layers[layer], b.layers[layer]
-        assert own.states.keys() == also.states.keys()
-        for before, after in ((own.states, also.states), (own.merge_states, also.merge_states)):
-            assert before.keys() == after.keys()
-            for name in before:
-                assert before[name].axes == after[name].axes
-                values = [torch.as_tensor(z[name].data).double() for z in (before, after)]
-                if x.there is not None and {"kv", "token"} <= set(before[name].axes):
-                    axes = before[name].axes
-                    held = x.there[
-                        tuple(slice(None) if i in ("kv", "token") else None for i in axes)
-                    ]
-                    values = [torch.where(held, z, 0.0) for z in values]
-                torch.testing.assert_close(*values, rtol=1e-9, atol=1e-12)
-        assert (own.queries is None) == (also.queries is None)
-        if own.queries is not None:
-            assert torch.equal(own.queries, also.queries)
-            assert own.query_positions.tolist() == also.query_positions.tolist()
+        own, also = states_of(a, layer), states_of(b, layer)
+        assert own.keys() == also.keys()
+        for name in own:
+            torch.testing.assert_close(own[name], also[name], rtol=1e-9, atol=1e-12)
+    assert_same_thresholds(a.thresholds(), b.thresholds())
+    assert_same_asked(a, b)
+
+
+def assert_same_thresholds(one, other) -> None:
+    """States of a merge, which may not have begun."""
+    assert one.keys() == other.keys()
+    for name, values in one.items():
+        for x, y in zip(values, other[name], strict=True):
+            assert (x is None) == (y is None)
+            if x is not None:
+                torch.testing.assert_close(x.data, y.data, rtol=1e-9, atol=1e-12)
+
+
+def assert_same_asked(one: Memory, other: Memory) -> None:
+    """Last queries, as many as a step reads."""
+    window = one.bound.step_queries(one.prompt)
+    if window <= 1:
+        return
+    x, y = (own.block[0].left().some([own.block[1]]).asked for own in (one, other))
+    for layer in range(one.bound.shape.layers):
+        number, heads = min(x.lengths[layer], window), one.bound.shape.heads
+        assert number == min(y.lengths[layer], window)
+        own = slice(layer * heads, layer * heads + heads)
+        columns = [slice(z.queries.shape[1] - number, None) for z in (x, y)]
+        assert torch.equal(x.queries[own, columns[0]], y.queries[own, columns[1]])
+        assert torch.equal(x.positions[layer, columns[0]], y.positions[layer, columns[1]])

@@ -11,7 +11,6 @@ from grammar import accepted
 from host_waits import HostWaits
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute.follow import Walk
 from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
@@ -19,7 +18,7 @@ from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
 from recordings import tensors
-from stores import Pool, Store, assert_alike
+from stores import Store, assert_alike, begun, finished
 
 SHAPES = [(3, 4, 2, 8), (2, 2, 2, 4), (2, 4, 1, 6), (3, 8, 2, 4), (2, 8, 4, 4)]
 SETTINGS = {
@@ -59,61 +58,26 @@ def test_shipped_policies(name):
                 assert_alike(one, other)
 
 
-def together(monkeypatch, *, by_torch: bool = True) -> list[bool]:
-    """Whether layers were taken together, by follow; without generated kernels too."""
-    seen: list[bool] = []
-    advance = Walk.advance_together
-
-    def noted(self, layers, shown) -> bool:
-        seen.append(advance(self, layers, shown))
-        return seen[-1]
-
-    monkeypatch.setattr(Walk, "advance_together", noted)
-    if by_torch:
-        monkeypatch.setattr(Steps, "by_kernels", True)
-    return seen
-
-
-@pytest.mark.parametrize("name", ["h2o", "roco", "vatp", "d2o", "cam"])
-def test_all_layers_together(name, monkeypatch):
+@pytest.mark.parametrize("name", ["h2o", "roco", "cam"])
+def test_all_layers_at_once(name, monkeypatch):
     """As one layer with more KV heads, where layers hold different numbers of entries."""
-    seen = together(monkeypatch)
+    monkeypatch.setattr(Steps, "by_kernels", True)
     for seed, stretches in enumerate(STRETCHES):
         shape = SHAPES[(seed + len(name)) % len(SHAPES)]
-        *prompt, later = tensors(np.random.default_rng(seed), shape, (14, 1, 9)[seed], 40)
         bound = bound_to(name, shape, **({"rate": "0"} if name == "h2o" else {}))
-        one, other = Store(bound, prompt, later), Pool(bound, prompt, later)
+        one, other = stores(bound, shape, (14, 5, 9)[seed], seed)
+        assert other.memory.steps.rule(other.memory.prompt) is not None
+        monkeypatch.setattr(one.memory.steps, "rule", lambda prompt: None)
         for i, number in enumerate(stretches):
             leaves = (i + seed) % 4 != 3
             one.step_by_step(number, leaves=leaves)
             other.follow(number, leaves=leaves)
             assert_alike(one, other)
-    assert len(seen) == sum(map(len, STRETCHES))
-    assert all(seen)
 
 
-@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
-@pytest.mark.parametrize("name", ["h2o", "roco", "cam"])
-def test_generated_kernels_take_all_layers_together(name, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    seen = together(monkeypatch, by_torch=False)
-    shape = (3, 4, 2, 16)
-    bound = bound_to(name, shape, **({"rate": "0"} if name == "h2o" else {}))
-    *prompt, later = tensors(np.random.default_rng(1), shape, 14, 40)
-    kernels = {**REFERENCE, "generated": TRITON["generated"]}
-    plain, fast = Store(bound, prompt, later), Pool(bound, prompt, later, kernels=kernels)
-    assert fast.memory.steps.states_alike
-    for number in (1, 5, 16):
-        chosen = plain.follow(number), fast.follow(number)
-        for layer, (a, b) in enumerate(zip(*chosen, strict=True)):
-            assert torch.equal(a.kept, b.kept), (number, layer)
-    assert not fast.memory.not_finite
-    assert seen == [True] * 3
-
-
-def test_layers_of_different_lengths_together(monkeypatch):
+def test_layers_of_different_lengths_at_once(monkeypatch):
     """Budgets that a prefill split over the layers, and what every layer's own heads hold."""
-    seen = together(monkeypatch)
+    monkeypatch.setattr(Steps, "by_kernels", True)
     text = (
         "policy: a-test\nlanguage: 1\nabout: a test\n"
         "state: {heat: 'heat + sum[group, query](attn(new))'}\n"
@@ -123,15 +87,14 @@ def test_layers_of_different_lengths_together(monkeypatch):
     )
     shape = (4, 4, 2, 8)
     bound = bind(load(Source("a-test.yaml", text)).require(), ModelShape(*shape))
-    assert Steps(bound, False, REFERENCE).keep_alike
-    *prompt, later = tensors(np.random.default_rng(2), shape, 21, 40)
-    one, other = Store(bound, prompt, later), Pool(bound, prompt, later)
+    one, other = stores(bound, shape, 21, 2)
+    assert other.memory.steps.rule(21) is not None
+    monkeypatch.setattr(one.memory.steps, "rule", lambda prompt: None)
     for number in (1, 3, 5, 16, 2):
         one.step_by_step(number)
         other.follow(number)
         assert_alike(one, other)
         assert len({len(other.memory.layout(layer).positions) for layer in range(4)}) > 1
-    assert all(seen)
 
 
 @pytest.mark.parametrize(
@@ -172,30 +135,34 @@ def test_random_policies(part):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DECODING)
 def test_nothing_waits_before_the_numbers_land(name):
-    """A merge needs them at once: the host waits for all layers together."""
+    """Where entries are merged layer by layer, the numbers are needed at once: for all layers."""
     names = (
-        "nearest", "gram", "following", "links", "target", "merge_rows", "merge_mass",
+        "carry", "tally", "best", "draws", "finite", "nearest", "gram", "following", "links",
+        "target", "merge_rows", "merge_entries", "merge_mass",
     )  # fmt: skip
-    merging = {**REFERENCE, **{each: TRITON[each] for each in names}}
     shape = SHAPES[0]
-    _, store = stores(bound_to(name, shape), shape, 14, 0, kernels=merging)
-    merges = store.memory.bound.decode.merge is not None
-    waited = ["follow.py:read tolist"]
+    kernels = {**REFERENCE, **{each: TRITON[each] for each in names}}
+    _, store = stores(bound_to(name, shape), shape, 14, 0, kernels=kernels)
+    memory = store.memory
+    at_once = memory.bound.decode.merge is not None and memory.steps.rule(14) is None
+    waited = ["block.py:read tolist"]
     for number in (1, 4, 16):
+        memory.land()
+        memory.block[0].left()  # as far as that was read
         with HostWaits() as waits:
-            choices = store.begin(number)
-        assert waits.found == (waited if merges else [])
-        if not choices:
-            assert store.memory.land() is None
+            staying = begun([store], number)
+        found = [each for each in waits.found if not each.startswith("stores.py")]
+        assert found == (waited if at_once and staying else [])
+        if staying is None:
+            assert memory.land() is None
             continue
         with HostWaits() as waits:
-            landed = store.memory.land()
-            store.memory.layout(0)
-            assert store.memory.land() is landed
-        assert waits.found == waited
+            landed = memory.land()
+            assert memory.land() is landed
+        assert waits.found == ([] if at_once else waited)
+        ((*choices,),) = finished(staying, [store])
         for layer, choice in enumerate(choices):
             assert landed.kept[layer].tolist() == choice.kept.sum(-1).tolist()
-            store.leave(layer, choice)
 
 
 def test_what_landed():
@@ -205,10 +172,9 @@ def test_what_landed():
     assert store.memory.land() is None
     for number in (2, 3):
         before = [store.memory.layout(layer) for layer in range(shape[0])]
-        choices = store.begin(number)
+        choices = store.follow(number)
         landed = store.memory.land()
         assert landed.finite
-        assert store.memory.finite.item()
         for layer, (own, choice) in enumerate(zip(before, choices, strict=True)):
             own_there = torch.ones(shape[2], len(own.positions)) if own.there is None else own.there
             there = (own_there.sum(-1) + number).tolist()
@@ -216,20 +182,19 @@ def test_what_landed():
             assert landed.kept[layer].tolist() == choice.kept.sum(-1).tolist() == [9, 9]
             assert (choice.there is None) == (own.there is None)
             assert choice.kept.shape[1] == len(own.positions) + number
-            store.leave(layer, choice)
     assert before[0].there is not None
-    store.begin(1, leaves=False)
+    store.follow(1, leaves=False)
     assert store.memory.land() is None
 
 
-def test_every_layer_is_read_once():
+def test_entries_are_read_once():
     shape = SHAPES[0]
     for name, leaves, reads in (
-        ("h2o", True, 3), ("h2o", False, 3), ("tova", True, 3), ("tova", False, 0),
+        ("h2o", True, 1), ("h2o", False, 1), ("tova", True, 1), ("tova", False, 0),
         ("streamingllm", True, 0),
     ):  # fmt: skip
         _, store = stores(bound_to(name, shape), shape, 14, 0)
-        store.begin(4, leaves=leaves)
+        begun([store], 4, leaves=leaves)
         assert store.reads == reads, name
 
 
@@ -242,13 +207,12 @@ def test_numbers_that_are_not_finite(name):
         store.follow(2)
         before = [store.memory.layout(i).positions.tolist() for i in range(shape[0])]
         getattr(store.steps, place)[2 + step, layer, -1, 1] = float("nan")
-        store.begin(4)
+        begun([store], 4)
         if name == "tova" and place == "q" and step < 3:  # the last query alone decides
             assert store.memory.land().finite
             continue
         landed = store.memory.land()
         assert not landed.finite
-        assert not store.memory.finite
         assert torch.equal(landed.kept, landed.there)
         assert store.memory.not_finite
         store.follow(3)
@@ -260,10 +224,9 @@ def test_numbers_that_are_not_finite(name):
 def test_copies_go_on_alone(name):
     shape = SHAPES[0]
     one, other = stores(bound_to(name, shape), shape, 14, 3)
-    choices = other.begin(5)
+    staying = begun([other], 5)
     copy = other.memory.clone()
-    for layer, choice in enumerate(choices):
-        other.leave(layer, choice)
+    finished(staying, [other])
     one.step_by_step(5)
     assert_alike(one, other)
     rows = list(other.rows)

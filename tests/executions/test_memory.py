@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -11,7 +12,9 @@ import torch
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.decode import Memory
+from kvpolicy.dsl.execute.kernels import Entries
 from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.execute.requests import follow_together
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.source import Source
 from recordings import both, tensors
@@ -49,33 +52,66 @@ def prefill(bound, tokens=12, seed=0) -> Memory:
 
 
 class Server:
-    """Keys and values made from their place, so that a memory can be fed without a store."""
+    """Keys and values made from their place, so that a memory can be fed without a store.
+
+    Attributes:
+        asked: what was asked for at the last step.
+    """
 
     def __init__(self, memory: Memory, poison: float | None = None) -> None:
         self.memory, self.poison = memory, poison
+        self.asked: list[str] = []
 
     def tensors(self, layer: int, kind: int, positions: torch.Tensor) -> torch.Tensor:
         place = positions[:, None] * 0.7 + torch.arange(SHAPE[3]) * 1.3
         head = torch.arange(SHAPE[2])[:, None, None]
         return torch.sin(place * (1 + head) + layer + kind).float()
 
-    def step(self, position: int) -> list:
-        """One step of all layers; what each decided."""
-        self.memory.step(position)
-        choices = []
+    def queries(self, position: int) -> torch.Tensor:
+        self.asked.append("queries")
+        places = torch.arange(SHAPE[1] * SHAPE[3])
+        own = [torch.cos(places * (position + i + 1.0)) for i in range(SHAPE[0])]
+        return torch.stack(own).view(-1, 1, SHAPE[3])
+
+    def rows(self, layer: int, positions: torch.Tensor, there: torch.Tensor | None):
+        """Keys and values [G, M, D] of a layer."""
+        rows = [self.tensors(layer, kind, positions) for kind in (1, 2)]
+        if self.poison is not None and there is not None:
+            rows = [x.masked_fill(~there[..., None], self.poison) for x in rows]
+        return tuple(rows)
+
+    def entries(self, position: int, there: torch.Tensor) -> tuple[Entries, Entries]:
+        self.asked.append("entries")
+        pools, ids = ([], []), torch.zeros(there.shape, dtype=torch.int64)
         for layer in range(SHAPE[0]):
-            if self.memory.wants == "nothing":
-                choices.append(None)
-                continue
-            layout = self.memory.layout(layer)
-            q = torch.cos(torch.arange(SHAPE[1] * SHAPE[3]) * (position + layer + 1.0))
-            k, v = (self.tensors(layer, kind, layout.positions) for kind in (1, 2))
-            if self.poison is not None and layout.there is not None:
-                k, v = (x.masked_fill(~layout.there[..., None], self.poison) for x in (k, v))
-            given = (k, v) if self.memory.wants == "entries" else (None, None)
-            choice = self.memory.observe(layer, q.view(SHAPE[1], 1, SHAPE[3]), *given)
-            choices.append(choice)
-        return choices
+            positions = torch.cat([self.before[layer], torch.tensor([position])])
+            own = slice(layer * SHAPE[2], (layer + 1) * SHAPE[2])
+            held = there[own, there.shape[1] - len(positions) :]
+            first = sum(map(len, pools[0]))
+            places = torch.arange(held.numel()).view(held.shape) + first
+            ids[own, there.shape[1] - len(positions) :] = places
+            for pool, x in zip(pools, self.rows(layer, positions, held), strict=True):
+                pool.append(x.flatten(0, 1))
+        return tuple(Entries(torch.cat(pool), ids) for pool in pools)
+
+    def step(self, position: int, *, leaves: bool = True) -> list:
+        """One step of all layers; what each decided, where something leaves."""
+        memory, self.asked = self.memory, []
+        self.before = [memory.layout(layer).positions for layer in range(SHAPE[0])]
+        staying = follow_together(
+            [memory], [[position]], torch.tensor([position]), partial(self.queries, position),
+            partial(self.entries, position), leaves=leaves,
+        )  # fmt: skip
+        if staying is None or not memory.numbers().finite:
+            return [None] * SHAPE[0]
+
+        def read(layer, there):
+            positions = torch.cat([self.before[layer], torch.tensor([position])])
+            return self.rows(layer, positions, there)
+
+        made = staying.choices(0, read, slots=memory.bound.positions == "slots")
+        dropped = memory.numbers().dropped
+        return [x if number else None for x, number in zip(made, dropped, strict=True)]
 
 
 def held(memory: Memory) -> list[list[list[int]]]:
@@ -118,24 +154,28 @@ def test_nan_while_decoding_keeps_everything(where):
         "score: heat * norm1[dim](value)\nbudget: 5\nkeep: recent(2) then top(score)\n"
         "decode: same\n"
     )
-    memory = prefill(bound)
-    memory.step(12)
-    before = held(memory)
-    m = len(memory.layout(0).positions)
-    given = {
-        "q": torch.ones(SHAPE[1], 1, SHAPE[3]),
-        "k": torch.ones(SHAPE[2], m, SHAPE[3]),
-        "v": torch.ones(SHAPE[2], m, SHAPE[3]),
-    }
-    given[where][-1, -1, 1] = float("nan")
-    assert memory.observe(0, given["q"], given["k"], given["v"]) is None
-    assert memory.not_finite
-    assert memory.wants == "nothing"
-    assert held(memory) == before
+    server = Server(prefill(bound))
+    before = held(server.memory)
+    queries, tensors_of = server.queries, server.tensors
+
+    def poisoned(x: torch.Tensor) -> torch.Tensor:
+        x[-1, -1, 1] = float("nan")
+        return x
+
+    if where == "q":
+        server.queries = lambda position: poisoned(queries(position))
+    else:
+        server.tensors = lambda layer, kind, positions: (
+            poisoned(tensors_of(layer, kind, positions))
+            if kind == " kv".index(where) else tensors_of(layer, kind, positions)
+        )  # fmt: skip
+    assert server.step(12) == [None, None]
+    assert server.memory.not_finite
+    assert held(server.memory) == [[[*own, 12] for own in heads] for heads in before]
     for position in range(13, 16):
-        memory.step(position)
-        assert memory.wants == "nothing"
-    assert held(memory)[1][0][-4:] == [12, 13, 14, 15]
+        server.step(position)
+        assert server.asked == []
+    assert held(server.memory)[1][0][-4:] == [12, 13, 14, 15]
 
 
 def test_nan_between_folds_stops_the_next_one():
@@ -154,20 +194,21 @@ def test_nan_between_folds_stops_the_next_one():
     assert held(server.memory) == [[[*head, 15, 16, 17] for head in own] for own in before]
 
 
-def test_what_a_step_wants():
-    wants = []
+def test_what_a_step_asks_for():
+    asked = []
     for name, every in (("h2o", 2), ("streamingllm", 3), ("tova", 2), ("roco", 2)):
         server = Server(prefill(shipped(name, fold_interval=every)))
         seen = []
         for position in range(12, 16):
             server.step(position)
-            seen.append(server.memory.wants)
-        wants.append(seen)
-    assert wants == [
-        ["entries"] * 4,  # heat advances at every step
-        ["nothing", "nothing", "queries", "nothing"],  # positions alone decide
-        ["nothing", "entries"] * 2,
-        ["entries"] * 4,
+            seen.append(sorted(server.asked))
+        asked.append(seen)
+    both_kinds = ["entries", "queries"]
+    assert asked == [
+        [both_kinds] * 4,  # heat advances at every step
+        [[]] * 4,  # positions alone decide
+        [[], both_kinds] * 2,
+        [both_kinds] * 4,
     ]
 
 
@@ -176,15 +217,13 @@ def test_last_queries_are_kept_from_the_prefill_on():
         "score: sum[head, query](attn(recent(3)))\nbudget: 6\nkeep: top(score)\n"
         "decode: {when: generated == 2}\n"
     )
-    memory = prefill(policy(text))
-    assert memory.bound.step_queries(12) == 3
-    memory.step(12)
-    assert memory.wants == "queries"
-    q = torch.ones(SHAPE[1], 1, SHAPE[3])
-    assert memory.observe(0, q) is None
-    own = memory.layers[0]
-    assert own.query_positions.tolist() == [10, 11, 12]
-    assert torch.equal(own.queries[:, 2:], q)
+    server = Server(prefill(policy(text)))
+    assert server.memory.bound.step_queries(12) == 3
+    server.step(12)
+    assert server.asked == ["queries"]
+    block, _ = server.memory.block
+    assert block.asked.positions.tolist() == [[10, 11, 12]] * SHAPE[0]
+    assert torch.equal(block.asked.queries[:, 2:], server.queries(12))
 
 
 @pytest.mark.parametrize("name", sorted(SMALL))

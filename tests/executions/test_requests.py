@@ -15,7 +15,7 @@ from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
 from recordings import tensors
-from stores import Pool, Store, together
+from stores import Store, assert_alike, states_of, together
 
 SHAPE = (3, 4, 2, 16)
 SETTINGS = {
@@ -26,6 +26,10 @@ SETTINGS = {
     "cam": {"start": "2", "window": "6", "reach": "3"},
     "roco": {"capacity": "6", "newest": "2"},
     "cam-original": {"recent_rate": "0.3", "start_rate": "0.1", "reach": "3"},
+}  # fmt: skip
+LAYER_BY_LAYER = {
+    "d2o": {"rate": "0.4"}, "d2o-code": {"rate": "0.4"}, "simlayerkv": {"window": "3"},
+    "pyramidinfer": {"batch": "2", "recent_rate": "0.1", "least": "4"},
 }  # fmt: skip
 APART = ("cam-original", "roco")  # requests of other prompts, since their rules read its length
 PROMPTS = (14, 1, 23, 14)
@@ -46,14 +50,14 @@ def bound_to(name, shape=SHAPE, **more):
     return bind(load(name).require(), ModelShape(*shape), given)
 
 
-def requests(bound, prompts=PROMPTS, kind=Pool, program=None, **more):
+def requests(bound, prompts=PROMPTS, program=None, **more):
     """One store for each prompt, of other numbers; all have one program."""
     program = program or TorchProgram(bound, **more)
     shape = (bound.shape.layers, bound.shape.heads, bound.shape.kv_heads, bound.shape.head_dim)
     made = []
     for seed, tokens in enumerate(prompts):
         *prompt, later = tensors(np.random.default_rng(seed), shape, tokens, 60)
-        made.append(kind(bound, prompt, later, program=program))
+        made.append(Store(bound, prompt, later, program=program))
     return made
 
 
@@ -64,13 +68,6 @@ def groups(stores, number, leaves=True):
         *same, _ = each.memory.together(number, leaves=leaves)
         found.setdefault(tuple(same), []).append(each)
     return list(found.values())
-
-
-def copied(memory):
-    """What a request remembers, layer by layer; it goes on in its block."""
-    memory.land()
-    block = memory._block
-    return memory.layers if block is None else block[0].remembered(block[1])
 
 
 def same_vectors(one, other):
@@ -87,7 +84,7 @@ def test_which_policies_go_together():
         if bound.decode is not None and Steps(bound, False, TABLE).rule(40) is not None:
             going.append(name)
     assert sorted(going) == sorted(SETTINGS)
-    assert Steps(bound_to("h2o"), False, REFERENCE).rule(40) is None  # none generated
+    assert Steps(bound_to("h2o"), False, REFERENCE).rule(40) is None  # nobody compiles kernels
     # Where a share of the prompt is less than a token, nothing leaves.
     assert Steps(bound_to("vatp"), False, TABLE).rule(3) is None
 
@@ -98,7 +95,7 @@ def test_each_gets_what_it_gets_alone(name):
     """Layers and requests hold different numbers of entries, KV heads different entries."""
     bound = bound_to(name)
     prompts = PROMPTS if name != "vatp" else (14, 9, 23, 14)
-    plain = requests(bound, prompts, Store)
+    plain = requests(bound, prompts)
     crowd = requests(bound, prompts, kernels=TABLE)
     for turn, number in enumerate((3, 1, 16, 5)):
         leaves = turn != 1 or name not in ("h2o", "vatp")
@@ -131,18 +128,16 @@ def test_no_number_depends_on_the_others(name):
         for i in order:
             together([alone[i]], number)
         others = [crowd[i] for i in order]
-        if poisoned.memory.together(number, leaves=True) is not None:
+        if not poisoned.memory.not_finite:
             poisoned.steps.q[poisoned.done + number - 1, 1, -1, 2] = float("nan")
             others.insert(1, poisoned)
         for own in groups(others, number):
             together(own, number)
         for one, other in zip(alone, crowd, strict=True):
             assert one.held() == other.held()
-            layers = (copied(each.memory) for each in (one, other))
-            for a, b in zip(*layers, strict=True):
-                for state in a.states:
-                    held = torch.ones(2, len(a.positions)).bool() if a.there is None else a.there
-                    assert torch.equal(a.states[state].data[held], b.states[state].data[held])
+            for layer in range(SHAPE[0]):
+                a, b = (states_of(each.memory, layer) for each in (one, other))
+                assert all(torch.equal(a[name], b[name]) for name in a)
     assert poisoned.memory.not_finite == reads
     if reads:
         since = list(range(30, 30 + poisoned.done))
@@ -151,9 +146,9 @@ def test_no_number_depends_on_the_others(name):
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 def test_a_request_goes_alone_and_comes_back():
-    """Layer by layer in between, by a copy, and by steps at which nothing may leave."""
+    """In a block of its own in between, and as a copy."""
     bound = bound_to("h2o")
-    plain, crowd = requests(bound, kind=Store), requests(bound, kernels=TABLE)
+    plain, crowd = requests(bound), requests(bound, kernels=TABLE)
     for number, way in (
         (3, "together"),
         (2, "alone"),
@@ -175,12 +170,24 @@ def test_a_request_goes_alone_and_comes_back():
             assert one.held() == other.held()
 
 
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize("name", ["d2o", "d2o-code", "pyramidinfer", "simlayerkv"])
+def test_layers_may_be_looked_at_one_after_the_other(name):
+    """What requests get does not depend on the others then, either."""
+    bound = bound_to(name, **LAYER_BY_LAYER[name])
+    alone, crowd = requests(bound), requests(bound)
+    for number in (3, 1, 16, 5):
+        for each in alone:
+            each.follow(number)
+        for own in groups(crowd, number):
+            together(own, number)
+        for one, other in zip(alone, crowd, strict=True):
+            assert_alike(one, other)
+
+
 def test_what_fails_has_changed_nothing():
     bound = bound_to("tova")
-    plain, crowd = (
-        requests(bound, kind=kind, **more)
-        for kind, more in ((Store, {}), (Pool, {"kernels": TABLE}))
-    )
+    plain, crowd = requests(bound), requests(bound, kernels=TABLE)
     together(crowd, 4)
     done = [each.done for each in crowd]
     rows = [list(each.rows) for each in crowd]
@@ -228,10 +235,8 @@ def test_rules(rules, goes):
     )
     bound = bind(load(Source("a-test.yaml", text)).require(), ModelShape(*SHAPE))
     crowd = requests(bound, (14, 19), kernels=TABLE)
-    assert (crowd[0].memory.together(4, leaves=True) is not None) == goes
-    if not goes:
-        return
-    plain = requests(bound, (14, 19), Store)
+    assert (crowd[0].memory.steps.rule(14) is not None) == goes
+    plain = requests(bound, (14, 19))
     for number in (4, 16, 3):
         for each in plain:
             each.follow(number)

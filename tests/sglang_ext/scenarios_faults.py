@@ -43,10 +43,10 @@ POINTS = {
     "pairs": ("sglang_ext.forward.share", "compress"),
     "report": ("sglang_ext.report.reports", "Reports.finished_prompt"),
     "when entries leave": ("sglang_ext.request.request", "State.leaves_at"),
-    "noted queries": ("sglang_ext.request.notes", "Notes.queries"),
-    "following": ("dsl.execute.decode", "Memory.follow"),
-    "fold": ("sglang_ext.forward.fold", "Fold.finish"),
-    "fold in place": ("sglang_ext.forward.fold", "Fold.write_in_place"),
+    "noted queries": ("sglang_ext.forward.decode_step", "queries_of"),
+    "following": ("sglang_ext.forward.fold_together", "follow_together"),
+    "fold": ("sglang_ext.forward.fold_together", "FoldTogether._lasts"),
+    "fold in place": ("sglang_ext.forward.fold_together", "FoldTogether._launch"),
     "fold by layer": ("sglang_ext.forward.fold", "Fold.write_by_layer"),
     "fold anew": ("sglang_ext.forward.fold", "Fold.write_anew"),
     "tail": ("sglang_ext.forward.fold", "Fold.leave_tail"),
@@ -59,7 +59,7 @@ POINTS = {
     "resumed pass": ("sglang_ext.request.request", "State.next_end"),
     "resumed reader": ("sglang_ext.forward.follow", "Reader.of"),
     "resumed attention": ("sglang_ext.forward.resume", "attend"),
-    "resumed following": ("sglang_ext.forward.resume", "no_queries"),
+    "resumed following": ("sglang_ext.forward.resume", "Together"),
 }
 
 

@@ -102,7 +102,6 @@ def decode_waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     """
     from host_waits import HostWaits, on_host
     from kvpolicy.dsl.execute.block import Counts
-    from kvpolicy.dsl.execute.follow import Landing
     from kvpolicy.sglang_ext.forward.step import Step
     from kvpolicy.sglang_ext.report.reports import Reports
     from kvpolicy.sglang_ext.runtime import Runtime
@@ -110,7 +109,7 @@ def decode_waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     policies, lengths = flags.pop("policies"), flags.pop("lengths")
     output = flags.pop("output")
     if flags.pop("lagging", False):
-        Landing.arrived = Counts.arrived = lambda self: False
+        Counts.arrived = lambda self: False
     driver = start(model, policies, flags)
     seen: list[dict[str, Any]] = []
     forward, make, end = Runtime.forward, Step.__init__, Step.finish

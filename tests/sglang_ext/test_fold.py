@@ -1,15 +1,17 @@
 """What stays of one request at a fold, however it is written: in place, by layer or anew."""
 
 import itertools
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fake_allocator import Allocator, no_cache
 from kvpolicy.dsl.execute.layout import Choice
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
 from kvpolicy.sglang_ext.forward.fold import Fold
-from kvpolicy.sglang_ext.forward.follow import Reader
+from kvpolicy.sglang_ext.forward.fold_together import FoldTogether, Member
 from kvpolicy.sglang_ext.memory.arena import create_arena
 from kvpolicy.sglang_ext.memory.lists import Lists
 from kvpolicy.sglang_ext.memory.store import Store
@@ -18,7 +20,9 @@ from kvpolicy.sglang_ext.request.notes import Notes
 from kvpolicy.sglang_ext.request.request import Decoding, State
 
 LAYERS, KV_HEADS, SIZE, SLOTS, ROW, CONTEXT = 3, 2, 8, 120, 2, 60
-WAYS = ("write_in_place", "write_by_layer", "write_anew")
+WAYS = {"write_in_place": (FoldTogether, "_launch")} | {
+    way: (Fold, way) for way in ("write_by_layer", "write_anew")
+}
 
 
 class World:
@@ -41,10 +45,11 @@ class World:
         self.runtime = SimpleNamespace(
             arena=arena, store=self.store, tables=self.tables, evict=no_cache,
             detach=self.detach, reports=SimpleNamespace(finished_fold=self.report),
+            failures=SimpleNamespace(contained=lambda request, stage: nullcontext()),
             tree=SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=self.table)),
         )  # fmt: skip
-        for way in WAYS:
-            monkeypatch.setattr(Fold, way, self.noting(way, getattr(Fold, way)))
+        for way, (owner, name) in WAYS.items():
+            monkeypatch.setattr(owner, name, self.noting(way, getattr(owner, name)))
 
     def noting(self, way, original):
         def run(fold, *given):
@@ -123,7 +128,7 @@ class World:
         return choices, wanted
 
     def fold(self, choices, finite=True, arrived=True, lasts=True):
-        """The fold of these choices, as `Memory.follow` and `numbers` would give them.
+        """The fold of these choices, as `follow_together` and `Memory.numbers` would give them.
 
         Args:
             arrived: whether the numbers are on the host; if not, nobody may ask for them.
@@ -132,16 +137,38 @@ class World:
         there = torch.tensor([[entries.shape[1] for entries in heads] for heads in self.entries()])
         kept = torch.stack([choice.kept.sum(1) for choice in choices])
         landed = SimpleNamespace(there=there, kept=kept if finite else there, finite=finite)
+        waits = []
+
+        def numbers():
+            waits[:] = [arrived]  # once they are on the host nobody waits
+            return landed
+
         memory = SimpleNamespace(
-            finite=torch.tensor(finite),
-            numbers=lambda: self.waits.append(arrived) or landed,
+            numbers=numbers,
             landed=lambda: arrived,
             lasts=lambda counts: lasts,
-            stays=lambda counts: torch.tensor(finite) & (counts == kept).all(),
         )
         self.state.decoding = Decoding(memory, Notes(1))
-        reader = Reader.of(self.arena, self.table, self.request, self.state, self.length)
-        Fold(self.runtime, self.request, self.state, self.length, reader.gathered, choices).finish()
+        private, whole = self.state.private, [torch.ones_like(each.kept) for each in choices]
+        same = kept if private is None else private.counts
+        held = [
+            all_held if each.there is None else each.there
+            for each, all_held in zip(choices, whole, strict=True)
+        ]
+        staying = SimpleNamespace(
+            kept=side_by_side([each.kept for each in choices]), there=side_by_side(held),
+            proceed=(kept == same).all(1)[None] & finite, repeats=True,
+            in_place=all(each.k is None for each in choices),
+            merge=lambda proceed: None, choices=lambda place, read, slots: choices,
+        )  # fmt: skip
+        together = SimpleNamespace(
+            _services=self.runtime, _kernels=self.state.served.kernels, _table=self.table,
+            _members=[Member(self.request, self.state, self.length, [])],
+            _bound=SimpleNamespace(positions="original"), _rows=torch.tensor([ROW]),
+            _lengths=torch.tensor([self.length]),
+        )  # fmt: skip
+        FoldTogether(together, staying).finish()
+        self.waits += waits
         self.store.check_integrity(self.store.allocator.free_slots)
         self.grow(1)
 
@@ -150,6 +177,12 @@ class World:
         for heads, others in zip(self.entries(), wanted, strict=True):
             for own, other in zip(heads, others, strict=True):
                 assert torch.equal(own[:, :-1], other)
+
+
+def side_by_side(parts):
+    """Bool [L * G, M] of layers' [G, m], what is missing in front."""
+    most = max(x.shape[1] for x in parts)
+    return torch.cat([F.pad(x, (most - x.shape[1], 0)) for x in parts])
 
 
 def test_a_first_fold_copies_what_stays_and_leaves_the_rest(monkeypatch):

@@ -24,9 +24,8 @@ ONE_WAIT = {
     "d2o": ["rate=0.4"],
 }
 WAIT = "host.py:to_host cpu"
-LAND = "follow.py:read tolist"
 COUNT = "block.py:read tolist"
-TOGETHER = ("h2o", "tova", "streamingllm", "vatp", "cake", "cam")
+TOGETHER = ("h2o", "tova", "streamingllm", "vatp", "cake", "cam", "d2o")
 
 
 @pytest.mark.server
@@ -155,12 +154,9 @@ def test_a_decode_step_waits_where_entries_leave_for_how_many_stay(at_once):
         each = at_once[name]
         assert [forward["folds"] for forward in each["forwards"]] == [0, 0, 0, 2] * 3 + [0], name
         assert each["folds"] == [3, 3], name
-        reads = 2 if name == "d2o" else 1  # a merge reads the same numbers before they are applied
         for forward in each["forwards"]:
-            wanted = [LAND] * reads * forward["folds"]
-            if name in TOGETHER:
-                wanted = [COUNT] if forward["folds"] else []
-            if name == "roco":  # prompts of two lengths, in two groups
+            wanted = [COUNT] if forward["folds"] else []
+            if name not in TOGETHER:  # prompts of two lengths, in two groups
                 wanted = [COUNT] * forward["folds"]
             assert forward["waits"] == wanted, name
 

@@ -86,9 +86,8 @@ def test_a_request_finds_its_own_rows_of_every_step():
         notes.add(50 + step, (buffer.take(followed, rows), own))
         expected.append(q[:, followed[own]])
     computed(buffer, 5, 9)  # what is noted later is another step's
-    shown = notes.queries(buffer.scaled, torch.zeros(HEADS, 1, SIZE))
-    for number in range(LAYERS):
-        assert torch.equal(shown(number), torch.stack([q[number] for q in expected], 1))
+    shown = queries_of([notes], buffer)
+    assert torch.equal(shown, torch.stack(expected, 2).flatten(0, 1))
     assert notes.positions == [50, 51, 52]
     notes.clear()
     assert not notes.rows
@@ -121,17 +120,16 @@ def test_requests_are_shown_together_what_each_is_shown_alone(scaling):
             made = queries_of([own[row] for row in chosen], buffer)
             made = made.view(len(chosen), LAYERS, HEADS, 3, SIZE)
             for each, row in zip(made, chosen, strict=True):
-                alone = own[row].queries(buffer.scaled, torch.zeros(HEADS, 1, SIZE))
-                for number in range(LAYERS):
-                    torch.testing.assert_close(each[number], alone(number), rtol=0, atol=0)
+                alone = queries_of([own[row]], buffer).view(each.shape)
+                torch.testing.assert_close(each, alone, rtol=0, atol=0)
 
 
 def test_queries_are_scaled_as_a_policys_attention_is():
     buffer, notes = QueryBuffer([program("h2o")]), Notes(None)
     q = computed(buffer, 1, 0, scaling=1.0)
     notes.add(7, (buffer.take([0], 1), 0))
-    shown = notes.queries(buffer.scaled, torch.zeros(HEADS, 1, SIZE))(1)
-    torch.testing.assert_close(shown[:, 0], q[1, 0] * SIZE**0.5)
+    shown = queries_of([notes], buffer).view(LAYERS, HEADS, 1, SIZE)
+    torch.testing.assert_close(shown[1, :, 0], q[1, 0] * SIZE**0.5)
 
 
 def test_of_a_window_only_the_last_queries_are_held():
@@ -143,22 +141,9 @@ def test_of_a_window_only_the_last_queries_are_held():
         notes.add(step, (buffer.take([0], 1), 0))
     assert len(notes.rows) == 2
     assert not notes.full(1)  # they are not more than it holds anyway
-    shown = notes.queries(buffer.scaled, torch.zeros(HEADS, 1, SIZE))(2)
-    assert shown.shape == (HEADS, 5, SIZE)
-    assert shown[:, :3].eq(0).all()
-    assert torch.equal(shown[:, 3], q[3][2, 0])
-    assert torch.equal(shown[:, 4], q[4][2, 0])
-
-
-def test_a_policy_that_reads_no_queries_is_shown_nothing():
-    notes = Notes(0)
-    for step in range(3):
-        notes.add(step, None)
-    shown = notes.queries(
-        QueryBuffer([program("streamingllm")]).scaled, torch.zeros(HEADS, 1, SIZE)
-    )(0)
-    assert shown.shape == (HEADS, 3, SIZE)
-    assert shown.eq(0).all()
+    shown = queries_of([notes], buffer).view(LAYERS, HEADS, 2, SIZE)
+    assert torch.equal(shown[2, :, 0], q[3][2, 0])
+    assert torch.equal(shown[2, :, 1], q[4][2, 0])
 
 
 def test_steps_that_gather_are_bounded_in_number_and_in_bytes(monkeypatch):
