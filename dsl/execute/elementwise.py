@@ -20,6 +20,7 @@ from kvpolicy.dsl.execute.values import (
     filled,
     sizes_of,
     snapped,
+    there_of,
     union,
 )
 from kvpolicy.dsl.ir.nodes import Node
@@ -225,15 +226,14 @@ def reduce(node: Node, frame: Frame, x: Value) -> Value:
         return for_each_head(reduce(node, plain, of_each_layer(x, frame.heads)), frame.heads)
     dims = [x.axes.index(axis) for axis in node.axes]
     axes = tuple(axis for axis in x.axes if axis not in node.axes)
-    found = kernel_for(node.op, frame, x) if node.operation.averages else None
-    if found is not None:
-        kernel, there = found
-        return Value(kernel(x.data, there, dims), axes, finite=x.finite)
-    if (node.op == "count" and x.tensor.dtype != torch.bool) or node.operation.averages:
-        number = _present(x, node.axes, dims, axes, frame)
+    if node.operation.averages:
+        data = frame.kernels[node.op](x.tensor.double(), there_of(x), dims)
+        return Value(data, axes, finite=x.finite)
     if node.op == "count":
         if x.tensor.dtype == torch.bool:
             number = filled(x, False).sum(dims).double()
+        else:
+            number = _present(x, node.axes, dims, axes, frame)
         return Value(number, axes, finite=True)
     if node.op == "any":
         data = filled(x, False)
@@ -243,27 +243,9 @@ def reduce(node: Node, frame: Frame, x: Value) -> Value:
     if node.operation.infinite_of_none:
         return Value(_extreme(node.op, x, dims), axes, finite=x.finite and x.mask is None)
     data = (x.tensor if x.zero else filled(x, 0.0)).sum(dims)
-    if node.op != "sum":
-        data = data / number
-        if node.op == "var":
-            mean = data[tuple(None if axis in node.axes else slice(None) for axis in x.axes)]
-            spread = Value((x.data - mean) ** 2, x.axes, x.mask, x.mask_axes)
-            data = filled(spread, 0.0).sum(dims) / number
-    if not x.finite or node.op != "sum":
+    if not x.finite:
         data = torch.nan_to_num(data, nan=0.0, posinf=math.inf, neginf=-math.inf)
     return Value(data, axes, finite=x.finite)
-
-
-def kernel_for(
-    name: str, frame: Frame, x: Value
-) -> tuple[Callable[..., torch.Tensor], torch.Tensor | None] | None:
-    """A kernel for numbers of any shape and what of these is there; None: torch computes."""
-    kernel = frame.kernels.get(name)
-    if kernel is None or not isinstance(x.data, torch.Tensor) or x.data.dtype != torch.float64:
-        return None
-    if x.mask is None:
-        return kernel, None
-    return kernel, aligned(x.mask, x.mask_axes, x.axes).expand(x.data.shape)
 
 
 def _extreme(op: str, x: Value, dims: list[int]) -> torch.Tensor:

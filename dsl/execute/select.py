@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 
 import torch
-from kvpolicy.dsl.execute.elementwise import kernel_for, mask
+from kvpolicy.dsl.execute.elementwise import mask
 from kvpolicy.dsl.execute.values import (
     Frame,
     Value,
@@ -14,14 +14,11 @@ from kvpolicy.dsl.execute.values import (
     of_layer,
     sizes_of,
     snapped,
+    there_of,
     union,
 )
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
-
-# Sort key below that of every float32, -inf included.
-_ABSENT = -(2**31)
-
 
 # Order and selection.
 
@@ -29,57 +26,25 @@ _ABSENT = -(2**31)
 def _competing(
     x: Value, axes: tuple[str, ...], frame: Frame
 ) -> tuple[torch.Tensor, list[int], list[int]]:
-    """Sort keys [..., M] of the values that compete, last and in the order of `axes` as written.
+    """Sort keys of the values that compete, last and in the order of `axes` as written.
 
     Returns:
-        int32 keys in the order of float32 (absent lowest), the permutation of the dimensions that
-        was applied, and the shape before the competing dimensions became one.
+        int32 keys [R, M] in the order of float32 (absent lowest), the permutation of the dimensions
+        that was applied, and the shape before they became two.
     """
     rest = [i for i, axis in enumerate(x.axes) if axis not in axes]
     turn = rest + [x.axes.index(axis) for axis in axes]
-    found = kernel_for("keys", frame, x)
-    if found is not None:
-        kernel, there = found
-        keys = kernel(x.tensor.permute(turn), None if there is None else there.permute(turn))
-    else:
-        keys = sorting_keys(x).permute(turn)
-    shape = list(keys.shape)
-    return keys.reshape(*shape[: len(rest)], -1), turn, shape
-
-
-def sorting_keys(x: Value) -> torch.Tensor:
-    keys = x.tensor.float() + 0.0  # -0 becomes 0
-    keys = keys.view(torch.int32)
-    keys = keys ^ ((keys >> 31) & 0x7FFFFFFF)
-    if x.mask is None:
-        return keys
-    return torch.where(aligned(x.mask, x.mask_axes, x.axes), keys, _ABSENT)
+    data, there = x.tensor.double().permute(turn), there_of(x)
+    keys = frame.kernels["keys"](data, None if there is None else there.permute(turn))
+    shape = list(data.shape)
+    rows = math.prod(shape[: len(rest)])
+    return keys.view(rows, math.prod(shape[len(rest) :])), turn, shape
 
 
 def _back(data: torch.Tensor, turn: list[int], shape: list[int]) -> torch.Tensor:
     """Undoes the reshape and permutation of `_competing`."""
     order = sorted(range(len(turn)), key=turn.__getitem__)
     return data.reshape(shape).permute(order)
-
-
-def _select(keys: torch.Tensor, number: torch.Tensor | int) -> torch.Tensor:
-    """The `number` highest keys along the last dimension; of equal ones the first."""
-    size = keys.shape[-1]
-    if not size:
-        return torch.zeros_like(keys, dtype=torch.bool)
-    if isinstance(number, int):
-        if number <= 0:
-            return torch.zeros_like(keys, dtype=torch.bool)
-        if number >= size:
-            return keys > _ABSENT
-        least = torch.topk(keys, number, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    else:
-        number = number.clamp(0, size).long()
-        ordered = keys.sort(dim=-1, descending=True).values
-        least = ordered.gather(-1, (number - 1).clamp(min=0).expand(*keys.shape[:-1], 1))
-    above, equal = keys > least, keys == least
-    wanted = number - above.sum(-1, keepdim=True)
-    return (above | (equal & (equal.cumsum(-1) <= wanted))) & (keys > _ABSENT)
 
 
 def top(node: Node, frame: Frame, x: Value, count: Value) -> Value:
@@ -117,9 +82,9 @@ def _top(frame: Frame, x: Value, count: Value, axes: tuple[str, ...]) -> Value:
     else:
         number = counts.whole(number, 2**31)
     keys, turn, shape = _competing(x, axes, frame)
-    kernel = frame.kernels.get("top")
-    chosen = _select(keys, number) if kernel is None else _by_rows(kernel, keys, number)
-    return Value(_back(chosen, turn, shape), x.axes)
+    if isinstance(number, torch.Tensor):
+        number = number.long().expand(*shape[: len(rest)], 1).reshape(len(keys), 1)
+    return Value(_back(frame.kernels["top"](keys, number), turn, shape), x.axes)
 
 
 def _top_of_each_layer(frame: Frame, x: Value, count: Value, axes: tuple[str, ...]) -> Value:
@@ -132,29 +97,11 @@ def _top_of_each_layer(frame: Frame, x: Value, count: Value, axes: tuple[str, ..
     return Value(torch.stack(parts, at), made.axes)
 
 
-def _by_rows(
-    kernel: Callable[..., torch.Tensor], keys: torch.Tensor, number: torch.Tensor | int
-) -> torch.Tensor:
-    """`_select` by the kernel "top", which knows rows and one number for all or for each."""
-    rows = keys.shape[:-1].numel()
-    if not isinstance(number, int):
-        number = number.long().expand(*keys.shape[:-1], 1).reshape(rows, 1)
-    return kernel(keys.reshape(rows, keys.shape[-1]), number).view(keys.shape)
-
-
 def rank(node: Node, frame: Frame, x: Value) -> Value:
     """1 for the highest along `node.axes`."""
     keys, turn, shape = _competing(x, node.axes, frame)
-    kernel = frame.kernels.get("rank")
-    if kernel is not None:
-        places = kernel(keys.reshape(keys.shape[:-1].numel(), keys.shape[-1]))
-    else:
-        # Stable: of equal keys the first stays first, also where the highest come first.
-        first = keys.sort(dim=-1, descending=True, stable=True).indices
-        order = torch.arange(1, keys.shape[-1] + 1, dtype=torch.float64, device=keys.device)
-        places = torch.empty(keys.shape, dtype=torch.float64, device=keys.device)
-        places.scatter_(-1, first, order.expand_as(first))
-    return Value(_back(places, turn, shape), x.axes, x.mask, x.mask_axes, finite=True)
+    places = _back(frame.kernels["rank"](keys), turn, shape)
+    return Value(places, x.axes, x.mask, x.mask_axes, finite=True)
 
 
 def index(node: Node, frame: Frame, x: Value) -> Value:

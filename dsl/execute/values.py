@@ -358,6 +358,14 @@ def filled(x: Value, filler: Scalar) -> torch.Tensor:
     return mask & x.tensor if filler is False else torch.where(mask, x.data, filler)
 
 
+def there_of(x: Value) -> torch.Tensor | None:
+    """Where a value is present, with a dimension per axis that broadcasts; None: everywhere."""
+    if x.mask is None:
+        return None
+    there = aligned(x.mask, x.mask_axes, x.axes)
+    return there if there.ndim else there.expand([1] * len(x.axes))
+
+
 def scalar(number: Fraction | float | bool) -> Value:
     """A number of the host."""
     if isinstance(number, bool):
