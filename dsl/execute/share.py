@@ -79,17 +79,14 @@ def _one(
         return Value(vectors[node.symbol].double(), ("kv", "token", "dim"), finite=True)
 
     evaluation = replace(evaluation, extra={"special": special})
-    kernels, weights = evaluation.frame.kernels, None
+    kernels = evaluation.frame.kernels
+    inner = kernels["gram"](vectors["below"], vectors["own"])
     # NaN or infinity decides nothing: both vectors stay.
-    if "gram" in kernels:
-        inner = kernels["gram"](vectors["below"], vectors["own"])
-        finite = inner.isfinite().all()
-        products = [Value(x, _AXES) for x in inner]
-        combinations = Combinations(evaluation, side_of_share, lambda: products)
-        combinations.prepare(nodes_of([direction, exceptions]))
-        weights = combinations.weights(direction)
-    else:
-        finite = torch.stack([x.isfinite().all() for x in vectors.values()]).all()
+    finite = inner.isfinite().all()
+    products = [Value(x, _AXES) for x in inner]
+    combinations = Combinations(evaluation, side_of_share, lambda: products)
+    combinations.prepare(nodes_of([direction, exceptions]))
+    weights = combinations.weights(direction)
     if weights is not None:
         a, b = (spread(x, _AXES, evaluation.frame) for x in weights)
         data = kernels["blend"](vectors["below"], vectors["own"], a, b)
