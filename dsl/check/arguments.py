@@ -7,7 +7,7 @@ from kvpolicy.dsl.check.names import Context
 from kvpolicy.dsl.ir.host import Value
 from kvpolicy.dsl.ir.nodes import AXES, Node, When
 from kvpolicy.dsl.ir.ranges import shown
-from kvpolicy.dsl.ops.signatures import HEAD, Function, Parameter
+from kvpolicy.dsl.ops.operations import HEAD, Function, Parameter
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean, listed
 from kvpolicy.dsl.syntax.tree import Argument, Axis, Call, Expr
 

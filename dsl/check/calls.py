@@ -24,8 +24,7 @@ from kvpolicy.dsl.check.expressions import Typer, typed, unit_words
 from kvpolicy.dsl.check.names import Expansion
 from kvpolicy.dsl.ir.graph import in_order
 from kvpolicy.dsl.ir.nodes import Extent, Node
-from kvpolicy.dsl.ops.operations import Operation
-from kvpolicy.dsl.ops.signatures import Function
+from kvpolicy.dsl.ops.operations import Function, Operation
 from kvpolicy.dsl.ops.table import FUNCTIONS, OPERATIONS
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean
 from kvpolicy.dsl.syntax.expression import parse_expression

@@ -13,8 +13,7 @@ from kvpolicy.dsl.check.names import Context, Expansion, Names
 from kvpolicy.dsl.ir.graph import TooLarge, extents, in_order, union
 from kvpolicy.dsl.ir.nodes import Extent, Node, When
 from kvpolicy.dsl.ops.exact import applied
-from kvpolicy.dsl.ops.operations import Kind
-from kvpolicy.dsl.ops.signatures import Builtin
+from kvpolicy.dsl.ops.operations import Builtin, Kind
 from kvpolicy.dsl.ops.table import BUILTINS, OPERATIONS
 from kvpolicy.dsl.syntax.source import Span
 from kvpolicy.dsl.syntax.tree import Call, Chain, Expr, Name, Number, Operation, Then, Where

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvpolicy.dsl.bind.kernel_values import exponent, finite, is_end
 from kvpolicy.dsl.codegen.expressions import Writer
+from kvpolicy.dsl.codegen.leaves import end
 from kvpolicy.dsl.codegen.tiles import Condition, Tile, conjunction
 from kvpolicy.dsl.ir.nodes import Node
 
@@ -38,7 +39,7 @@ def either(writer: Writer, node: Node) -> Tile:
 def neither(writer: Writer, node: Node) -> Tile:
     inner = node.args[0]
     if is_end(inner, writer.bound):
-        return writer.end(inner, outside=True)
+        return end(writer, inner, outside=True)
     x = writer.truth(inner)
     return Tile(f"({x.text} == 0)", x.axes)
 

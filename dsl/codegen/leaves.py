@@ -76,7 +76,7 @@ class Leaves:
         name = self.arguments.number(node, "truth" if truth else "value")
         return Tile(f"({name} != 0)" if truth else name)
 
-    def _count(self, node: Node) -> str:
+    def tokens_in(self, node: Node) -> str:
         """A whole number of tokens."""
         if self.bound.static.needs(node) == frozenset():
             number = self.bound.number(node, 1)
@@ -84,18 +84,6 @@ class Leaves:
                 return str(max(0, int(number)))
         name = self.arguments.number(node, "count")
         return name
-
-    def end(self, node: Node, *, outside: bool = False) -> Tile:
-        """`recent(n)` or `sinks(n)`, or the tokens outside of it."""
-        count, sinks = self._count(node.args[1]), node.origin == "sinks"
-        if self.steps:  # of the entries that the head holds
-            before = sinks != outside
-            last = count if sinks else f"own_entries - {count}"
-            text = f"{self.token}_rank {'<=' if before else '>'} {last}"
-        else:
-            last = count if sinks else f"tokens - {count}"
-            text = f"{self.token} {'<' if sinks != outside else '>='} {last}"
-        return Tile(f"({text})", frozenset(("token",)))
 
     def load(self, node: Node) -> Tile:
         """An input, with where it is present if it may be absent."""
@@ -127,3 +115,48 @@ class Leaves:
         if node is not None and node.type.kind == "truth":
             text = f"{text} != 0"
         return Tile(self.named(wish, text), frozenset(axes) - {"kv"})
+
+
+# What follows from a token's place.
+
+_TOKEN = frozenset(("token",))
+
+
+def position(writer: Leaves, node: Node) -> Tile:
+    """Read where entries may have moved."""
+    load = f"tl.load(positions + {writer.token}, mask={writer.held}, other=0).to(tl.float32)"
+    if writer.steps:
+        return Tile(writer.named("position", load), _TOKEN)
+    name = writer.named("position", f"{writer.token}.to(tl.float32)")
+    writer.line("if positions is not None:")
+    writer.line(f"    {name} = {load}")
+    return Tile(name, _TOKEN)
+
+
+def everything(writer: Leaves, node: Node) -> Tile:
+    return Tile(f"({writer.token} >= 0)", _TOKEN)
+
+
+def newest(writer: Leaves, node: Node) -> Tile:
+    """In a prefill all tokens, at decode steps the last."""
+    if writer.steps:
+        return Tile(f"({writer.token} == tokens - 1)", _TOKEN)
+    return everything(writer, node)
+
+
+def index(writer: Leaves, node: Node) -> Tile:
+    """Along tokens."""
+    return Tile(writer.named("index", f"{writer.token}.to(tl.float32)"), _TOKEN)
+
+
+def end(writer: Leaves, node: Node, *, outside: bool = False) -> Tile:
+    """`recent(n)` or `sinks(n)`, or the tokens outside of it."""
+    count, sinks = writer.tokens_in(node.args[1]), node.origin == "sinks"
+    if writer.steps:  # of the entries that the head holds
+        before = sinks != outside
+        last = count if sinks else f"own_entries - {count}"
+        text = f"{writer.token}_rank {'<=' if before else '>'} {last}"
+    else:
+        last = count if sinks else f"tokens - {count}"
+        text = f"{writer.token} {'<' if sinks != outside else '>='} {last}"
+    return Tile(f"({text})", _TOKEN)

@@ -14,6 +14,7 @@ from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
 
 Form = Callable[[Values, Node, int], Array]
+Pool = Callable[[np.ndarray, int], np.ndarray]  # of neighbours and the width
 
 
 def _along(function: Callable[[Array, Sequence[str]], Array]) -> Form:
@@ -63,13 +64,7 @@ def maxpool(e: Values, node: Node, layer: int) -> Array:
     return _pool(e, node, layer, -np.inf, lambda near, width: near.max(-1))
 
 
-def _pool(
-    e: Values,
-    node: Node,
-    layer: int,
-    nothing: float,
-    of: Callable[[np.ndarray, int], np.ndarray],
-) -> Array:
+def _pool(e: Values, node: Node, layer: int, nothing: float, of: Pool) -> Array:
     """Of the present neighbours along `token`, centred; `nothing` stands for absent ones.
 
     Where KV heads hold different entries, neighbours are a head's own.
@@ -79,20 +74,18 @@ def _pool(
     at = x.axes.index("token")
     data, present = np.moveaxis(x.data, at, -1), np.moveaxis(x.present, at, -1)
     filled = np.where(present, data, nothing)
-    if e.layers[layer].ragged and "kv" in x.axes:
+    if "kv" not in x.axes or not e.layers[layer].ragged:
+        result = _pooled(filled, width, of)
+    else:
         result, heads = np.zeros_like(filled), x.axes.index("kv")
         rows = zip(np.moveaxis(filled, heads, 0), np.moveaxis(result, heads, 0), there, strict=True)
         for own, out, held in rows:
             out[..., held] = _pooled(own[..., held], width, of)
-    else:
-        result = _pooled(filled, width, of)
     result = np.where(present, result, 0.0)
     return Array.of(x.axes, np.moveaxis(result, -1, at), np.moveaxis(present, -1, at))
 
 
-def _pooled(
-    filled: np.ndarray, width: int, of: Callable[[np.ndarray, int], np.ndarray]
-) -> np.ndarray:
+def _pooled(filled: np.ndarray, width: int, of: Pool) -> np.ndarray:
     before = (width - 1) // 2
     result = np.empty_like(filled)
     for i in range(filled.shape[-1]):

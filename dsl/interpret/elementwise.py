@@ -1,6 +1,6 @@
-"""Operations of which each value follows from the values at the same place, where numpy has none.
+"""Elementwise operations that numpy has none of, of arrays that broadcast, and reductions.
 
-Those of numbers are of arrays that broadcast; what is NaN counts as 0 afterwards.
+What is NaN counts as 0 afterwards.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from kvpolicy.dsl.data import arrays
 from kvpolicy.dsl.data.arrays import Array, snapped
 from kvpolicy.dsl.interpret.values import Values
 from kvpolicy.dsl.ir.nodes import Node
+
+Dims = tuple[int, ...]
 
 
 def divide(a: np.ndarray, b: np.ndarray) -> Any:
@@ -56,3 +58,35 @@ def choose(e: Values, node: Node, layer: int) -> Array:
         chosen = e.value(x if e.number(condition, layer) else y, layer)
         return e.broadcast(chosen, node.type, layer)
     return arrays.choose(*(e.value(each, layer) for each in node.args))
+
+
+# Reductions of data where these are present.
+
+
+def total(data: np.ndarray, present: np.ndarray, dims: Dims) -> Any:
+    return np.where(present, data, 0.0).sum(dims)
+
+
+def mean(data: np.ndarray, present: np.ndarray, dims: Dims) -> Any:
+    return total(data, present, dims) / present.sum(dims)
+
+
+def largest(data: np.ndarray, present: np.ndarray, dims: Dims) -> Any:
+    return np.where(present, data, -np.inf).max(dims, initial=-np.inf)
+
+
+def smallest(data: np.ndarray, present: np.ndarray, dims: Dims) -> Any:
+    return np.where(present, data, np.inf).min(dims, initial=np.inf)
+
+
+def variance(data: np.ndarray, present: np.ndarray, dims: Dims) -> Any:
+    middle = np.expand_dims(mean(data, present, dims), dims)
+    return mean((data - middle) ** 2, present, dims)
+
+
+def anywhere(data: np.ndarray, present: np.ndarray, dims: Dims) -> Any:
+    return (data & present).any(dims)
+
+
+def count(data: np.ndarray, present: np.ndarray, dims: Dims) -> Any:
+    return (data & present if data.dtype == bool else present).sum(dims)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from kvpolicy.dsl.data import arrays
 from kvpolicy.dsl.data.arrays import Array
-from kvpolicy.dsl.interpret.reductions import mean
+from kvpolicy.dsl.interpret.elementwise import mean
 from kvpolicy.dsl.interpret.values import Values, name_of
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Merge, Node, Share, Type

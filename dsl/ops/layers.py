@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpolicy.dsl.ops import ranges
-from kvpolicy.dsl.ops.operations import Kind, Operation
-from kvpolicy.dsl.ops.signatures import Function, Parameter
+from kvpolicy.dsl.ops.operations import Function, Kind, Operation, Parameter
 
 _SHARED = (
     Parameter("total", unit="tokens"),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpolicy.dsl.ops.operations import Kind, Operation
+from kvpolicy.dsl.ops.operations import Builtin, Function, Kind, Operation, Parameter
 from kvpolicy.dsl.ops.ranges import SHARE
-from kvpolicy.dsl.ops.signatures import Builtin, Function, Parameter
 
 _VECTOR = ("kv", "token", "dim")
 _HEADS = ("kv", "group", "query", "token")
@@ -95,13 +94,13 @@ ROWS = (
     _named("position", Kind.PLACE, "tensors", "original position, counted from 0", ("token",),
            "tokens", result_axes=("token",), always_finite=True, keeps_present=True, whole=True,
            of_tokens_there=True, steady=True, interpret="leaves.position",
-           torch="leaves.position", triton="places.position"),
+           torch="leaves.position", triton="leaves.position"),
     _named("all", Kind.PLACE, "tensors", "every candidate", ("token",), result="truth",
            per_head=True, of_tokens_there=True, steady=True, interpret="leaves.everything",
-           torch="leaves.everything", triton="places.everything"),
+           torch="leaves.everything", triton="leaves.everything"),
     _named("new", Kind.PLACE, "tensors", "the tokens of this step: the whole prompt in prefill, "
            "one token in decode", ("token",), result="truth", per_head=True,
-           interpret="leaves.newest", torch="leaves.newest", triton="places.newest"),
+           interpret="leaves.newest", torch="leaves.newest", triton="leaves.newest"),
     _vector("key", "cached keys, after RoPE at their original positions"),
     _vector("value", "cached values"),
     _hidden("hidden_in", "residual stream that enters the layer"),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpolicy.dsl.ops.operations import Kind, Operation
-from kvpolicy.dsl.ops.signatures import Function, Parameter
+from kvpolicy.dsl.ops.operations import Function, Kind, Operation, Parameter
 
 
 def _row(

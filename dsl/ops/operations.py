@@ -1,4 +1,4 @@
-"""Rows of the table of operations: what the rest asks of an operation by its name."""
+"""Rows of the table of operations: how authors write one, and what the rest asks of its name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from enum import Enum, auto
 from typing import Any
 
 from kvpolicy.dsl.ops.ranges import Rule
-from kvpolicy.dsl.ops.signatures import Builtin, Function
+
+HEAD = ("kv", "group")  # `head` is shorthand for this pair
 
 
 class Kind(Enum):
@@ -36,95 +37,124 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
+class Parameter:
+    """An argument of a function. `kind`: number, truth, any, entries, queries or width."""
+
+    name: str
+    kind: str = "number"
+    optional: bool = False
+    unit: str | None = None  # "tokens": a ratio or layers are refused
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of the language.
+
+    `rule` names how the checker types it; "derived" functions have a `body`. `axes` says whether
+    brackets are "none", "required", "optional" (default `token`), "layer" or "token" (exactly that
+    one). `unit` is the result's: "same" (arguments agree), "first", "none", "tokens".
+    """
+
+    name: str
+    rule: str
+    parameters: tuple[Parameter, ...]
+    meaning: str
+    cost: str = "O(size)"
+    axes: str = "none"
+    unit: str = "none"
+    verb: str = "look"  # what it does over its axes, in messages
+    result: str = ""  # type as shown in the reference
+    body: str | None = None
+    group: str = ""
+
+    @property
+    def only_axis(self) -> str | None:
+        """The one axis that may stand in brackets; None: not just one."""
+        return self.axes if self.axes in ("layer", "token") else None
+
+    @property
+    def signature(self) -> str:
+        """As shown in messages and in the reference: `top[a](x, n)`."""
+        arguments = ", ".join(f"{p.name}?" if p.optional else p.name for p in self.parameters)
+        brackets = "" if self.axes == "none" else f"[{self.only_axis or 'a'}]"
+        return f"{self.name}{brackets}({arguments})"
+
+
+@dataclass(frozen=True)
+class Builtin:
+    """A name of the language.
+
+    `where` says in which phases it exists: "always", "layer" (wherever a layer decides), "prompt"
+    (from the prompt's arrival), "tensors" (prefill and decode), "prefill", "decode", "merge" or
+    "share".
+    """
+
+    name: str
+    op: str
+    axes: tuple[str, ...]
+    unit: str | None
+    where: str
+    meaning: str
+    kind: str = "number"
+    value: str | bool | None = None  # of the operation
+    exact: bool = True
+    unserved: bool = False  # the runtime does not serve it
+
+
+@dataclass(frozen=True)
 class Operation:
     """One operation of the intermediate representation.
 
-    Attributes:
-        least, most: how many arguments; None: any number.
-        meaning: of `Node.value`, the axes of the result, the arguments in order.
-        value: what `Node.value` is: "number", "truth", "name" (one of `names`), "parameter",
-            "tensor", "state", "let", "rules" or "queries"; None: nothing.
-        function: how authors call it, and how calls are typed.
-        names: names of the language that stand for it.
-        sign: how an author writes it, between its arguments or before the only one.
-        of_two: the operation that its name means where it is given two arguments and no axes.
-        result: "number" or "truth"; None: either.
-        takes: what all its arguments are; None: not alike.
-        result_axes: of a leaf or window; None: they differ.
-        names_axes: `Node.axes` are its own; otherwise there are none.
-        reads_along: axes of its first argument that it reads along without naming them.
-        made_by_lowering: no checked program has it.
-        exact: exact numbers give an exact number.
-        commutative: the order of its arguments does not matter.
-        always_finite: no value is infinite.
-        keeps_finite: finite arguments give finite values, whatever they are.
-        keeps_zero: 0 where its first argument is, if an exponent is positive.
-        keeps_present: a value wherever its arguments are finite.
-        may_be_nan: finite arguments may give what would be NaN, and is 0.
-        divides: by its second argument.
-        unit: of the result by those of its arguments: "alike" (they have one unit), "product",
-            "quotient" or "first"; None: none.
-        combines: what it does to its arguments, if they have to have one unit.
-        of_none: what a reduction of no value is.
-        averages: a reduction that divides by the number of values.
-        shares_out: divides its first argument among the layers.
-        whole: a whole number, at least 0.
-        sorts: orders what it chooses from.
-        per_head: each KV head's values follow from its own, in every layer alike.
-        reads_queries: scores keys by queries.
-        of_tokens_there: follows from which tokens reach a layer.
-        steady: the same at every step for an entry that is there.
-        fleeting: not there again when a layer's entries are merged or shared.
-        host: computes it of numbers that the host knows, see `exact.py`; of a reduction, of a list.
-        interval: between which numbers it lies, see `ranges.py`; None: not known.
-        interpret, torch: what computes it in an execution, see `forms.py`; None: nothing of its
-            own. Of numbers and conditions the interpreter's is a function of numpy arrays, of
-            reductions one of data, where these are present, and dimensions; others take the
-            values, the node and the layer. Torch's takes the node, the frame and the arguments,
-            but that of the library only these.
-        triton: how generated kernels compute it: a text of its arguments, of a reduction the
-            function that folds a tile, or what writes it, see `forms.py`; None: they do not.
+    Of numbers, conditions and reductions the interpreter's form is a function of numpy arrays: its
+    arguments, or data, where these are present, and dimensions. Others take the values, the node
+    and the layer. Torch's take the node, the frame and the arguments, those of the library only
+    these. Triton's are a text of the arguments, of a reduction the function that folds a tile, or
+    take the writer of a kernel and the node. `forms.py` finds what is no text.
     """
 
     name: str
     kind: Kind
-    least: int = 0
-    most: int | None = 0
-    meaning: str = ""
-    function: Function | None = None
+    least: int = 0  # how many arguments
+    most: int | None = 0  # None: any number
+    meaning: str = ""  # of its value, the axes of the result, the arguments in order
+    function: Function | None = None  # how authors call it, and how calls are typed
+    names: tuple[Builtin, ...] = ()  # names of the language that stand for it
+    # What `Node.value` is: "number", "truth", "name" (one of `names`), "parameter", "tensor",
+    # "state", "let", "rules" or "queries"; None: nothing.
     value: str | None = None
-    names: tuple[Builtin, ...] = ()
-    sign: str | None = None
-    of_two: str | None = None
-    result: str | None = None
-    takes: str | None = None
-    result_axes: tuple[str, ...] | None = None
-    names_axes: bool = False
-    reads_along: tuple[str, ...] = ()
-    made_by_lowering: bool = False
-    exact: bool = False
-    commutative: bool = False
-    always_finite: bool = False
-    keeps_finite: bool = False
-    keeps_zero: bool = False
-    keeps_present: bool = False
-    may_be_nan: bool = False
-    divides: bool = False
+    sign: str | None = None  # as authors write it, between its arguments or before the only one
+    of_two: str | None = None  # what its name means where it is given two arguments and no axes
+    result: str | None = None  # "number" or "truth"; None: either
+    takes: str | None = None  # what all its arguments are; None: not alike
+    # Of the result by those of its arguments: "alike" (they have one unit), "product", "quotient"
+    # or "first"; None: none.
     unit: str | None = None
-    combines: str = "compared"
-    of_none: float | None = None
-    averages: bool = False
-    shares_out: bool = False
-    whole: bool = False
-    sorts: bool = False
-    per_head: bool = False
-    reads_queries: bool = False
-    of_tokens_there: bool = False
-    steady: bool = False
-    fleeting: bool = False
-    host: Callable[..., Any] | None = None
-    interval: Rule | None = None
-    interpret: str | None = None
+    combines: str = "compared"  # what it does to arguments that have to have one unit
+    result_axes: tuple[str, ...] | None = None  # of a leaf or window; None: they differ
+    names_axes: bool = False  # `Node.axes` are its own; otherwise there are none
+    reads_along: tuple[str, ...] = ()  # axes of its first argument, which it does not name
+    made_by_lowering: bool = False  # no checked program has it
+    exact: bool = False  # exact numbers give an exact number
+    commutative: bool = False  # the order of its arguments does not matter
+    always_finite: bool = False  # no value is infinite
+    keeps_finite: bool = False  # finite arguments give finite values, whatever they are
+    keeps_zero: bool = False  # 0 where its first argument is, if an exponent is positive
+    keeps_present: bool = False  # a value wherever its arguments are finite
+    may_be_nan: bool = False  # finite arguments may give what would be NaN, and is 0
+    divides: bool = False  # by its second argument
+    of_none: float | None = None  # what a reduction of no value is
+    averages: bool = False  # a reduction that divides by the number of values
+    shares_out: bool = False  # divides its first argument among the layers
+    whole: bool = False  # a whole number, at least 0
+    sorts: bool = False  # orders what it chooses from
+    per_head: bool = False  # each KV head's values follow from its own, in every layer alike
+    reads_queries: bool = False  # scores keys by queries
+    of_tokens_there: bool = False  # follows from which tokens reach a layer
+    steady: bool = False  # the same at every step for an entry that is there
+    fleeting: bool = False  # not there again when a layer's entries are merged or shared
+    host: Callable[..., Any] | None = None  # of numbers that the host knows; of a reduction, a list
+    interval: Rule | None = None  # between which numbers it lies; None: not known
+    interpret: str | None = None  # what computes it; None: nothing of its own
     torch: str | None = None
     triton: str | None = None
 

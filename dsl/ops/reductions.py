@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 from kvpolicy.dsl.ops import exact, ranges
-from kvpolicy.dsl.ops.operations import Kind, Operation
-from kvpolicy.dsl.ops.signatures import Function, Parameter
+from kvpolicy.dsl.ops.operations import Function, Kind, Operation, Parameter
 
 
 def _row(
@@ -23,14 +22,14 @@ def _row(
     return Operation(
         name, Kind.REDUCTION, 1, 1, "axes: those removed, or (layer,)", function, result=result,
         takes="truth" if takes == "truth" else None, names_axes=True, exact=True, per_head=True,
-        of_none=of_none, interpret=f"reductions.{interpret}", torch="elementwise.reduce",
+        of_none=of_none, interpret=f"elementwise.{interpret}", torch="elementwise.reduce",
         triton=triton, **traits,
     )  # fmt: skip
 
 
 ROWS = (
-    _row("sum", "sum", "sum of the present values; 0 of none", keeps_finite=True,
-         host=exact.total, interval=ranges.total, interpret="total", triton="tl.sum"),
+    _row("sum", "sum", "sum of the present values; 0 of none", keeps_finite=True, host=exact.total,
+         interval=ranges.total, interpret="total", triton="tl.sum"),
     _row("mean", "average", "mean of the present values; 0 of none", keeps_finite=True,
          averages=True, host=exact.mean, interval=ranges.with_zero, interpret="mean"),
     _row("max", "take the maximum", "largest present value; -inf of none. `max(a, b)`, without "
@@ -43,9 +42,8 @@ ROWS = (
          "none", "none", keeps_finite=True, averages=True, host=exact.variance,
          interval=ranges.POSITIVE, interpret="variance"),
     _row("any", "look", "whether it is true anywhere", "none", takes="truth", result="truth",
-         always_finite=True, keeps_finite=True, host=any, interpret="anywhere",
-         triton="tl.max"),
+         always_finite=True, keeps_finite=True, host=any, interpret="anywhere", triton="tl.max"),
     _row("count", "count", "how many are true or, of numbers, present", "count", takes="any",
-         always_finite=True, keeps_finite=True, whole=True, host=exact.count,
-         interpret="count", triton="tl.sum"),
+         always_finite=True, keeps_finite=True, whole=True, host=exact.count, interpret="count",
+         triton="tl.sum"),
 )  # fmt: skip

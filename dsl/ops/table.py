@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from kvpolicy.dsl.ops import arithmetic, layers, leaves, merging, reductions, tokens
 from kvpolicy.dsl.ops.derived import DERIVED
-from kvpolicy.dsl.ops.operations import Operation
-from kvpolicy.dsl.ops.signatures import Builtin, Function
+from kvpolicy.dsl.ops.operations import Builtin, Function, Operation
 
 OPERATIONS: dict[str, Operation] = {
     row.name: row

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpolicy.dsl.ops import ranges
-from kvpolicy.dsl.ops.operations import Kind, Operation
-from kvpolicy.dsl.ops.signatures import Function, Parameter
+from kvpolicy.dsl.ops.operations import Function, Kind, Operation, Parameter
 
 _X = (Parameter("x"),)
 
@@ -63,21 +62,21 @@ ROWS = (
             "optional", "truth, axes of x",
             (*_X, Parameter("n", "entries", optional=True, unit="tokens")), result="truth",
             takes="number", sorts=True, per_head=True, interpret="select.top", torch="select.top",
-            triton="places.end"),
+            triton="leaves.end"),
     _choice("rank", "along", "1 for the highest along a, ties by index; absent stays absent",
             "sort", "optional", "as x", result="number", takes="number", exact=True, whole=True,
             sorts=True, per_head=True, interpret="along.rank", torch="select.rank"),
     _choice("index", "index", "0, 1, ... along axis a of x", "O(size)", "required", "number[a]",
             result="number", always_finite=True, whole=True, interpret="along.index",
-            torch="select.index", triton="places.index"),
+            torch="select.index", triton="leaves.index"),
     _selection("then", 2, None, "token sets in order", result="truth", takes="truth",
                interpret="select.then"),
     _selection("missing", 2, 2, "budget, taken: entries to fill, of all who compete",
-               result="number", names_axes=True, made_by_lowering=True, whole=True,
-               per_head=True, torch="select.missing"),
+               result="number", names_axes=True, made_by_lowering=True, whole=True, per_head=True,
+               torch="select.missing"),
     _selection("remaining", 1, 1, "taken: candidates left over, of all who compete",
-               result="number", names_axes=True, made_by_lowering=True, whole=True,
-               per_head=True, torch="select.remaining"),
+               result="number", names_axes=True, made_by_lowering=True, whole=True, per_head=True,
+               torch="select.remaining"),
     _selection("fill", 4, 4, "x, taken, n, left: taken, and the n best of the rest by x",
                result="truth", names_axes=True, made_by_lowering=True, sorts=True, per_head=True,
                torch="select.fill"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvpolicy.dsl.ir.nodes import AXES, Type
-from kvpolicy.dsl.ops.signatures import Builtin, Function
+from kvpolicy.dsl.ops.operations import Builtin, Function
 from kvpolicy.dsl.ops.table import BUILTINS, FUNCTIONS
 from kvpolicy.dsl.syntax.sections import FILE, Key
 

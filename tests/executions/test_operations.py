@@ -20,7 +20,7 @@ FORMS = {
                   ["data: np.ndarray", "present: np.ndarray"], ["a: np.ndarray", "b: np.ndarray"],
                   ["x: np.ndarray"]),
     "torch": (["node: Node", "frame: Frame"],),
-    "triton": (["writer: Writer", "node: Node"],),
+    "triton": (["writer: Writer", "node: Node"], ["writer: Leaves", "node: Node"]),
 }  # fmt: skip
 
 
