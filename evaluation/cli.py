@@ -75,23 +75,23 @@ def _experiment_arguments(parser: argparse.ArgumentParser) -> None:
 
 COMMANDS: dict[str, Command] = {
     "eval": Command(
-        "what policies cost in quality: tasks, asked of a server", _eval, _eval_arguments
+        "what policies cost in quality: tasks, asked of a server", _eval, [_eval_arguments]
     ),
     "experiment": Command(
         "policies on live traffic: files, what servers have seen, the way back",
         _experiment,
-        _experiment_arguments,
+        [_experiment_arguments],
     ),
     "fidelity": Command(
         "how far policies move next-token distributions from full KV, on any text",
         _fidelity,
-        _fidelity_arguments,
+        [_fidelity_arguments],
     ),
     "inspect": Command(
-        "what each layer and head kept of one prompt, with the text", _inspect, _inspect_arguments
+        "what each layer and head kept of one prompt, with the text", _inspect, [_inspect_arguments]
     ),
     "report": Command(
-        "make the tables, pictures and page of an evaluation again", _report, _report_arguments
+        "make the tables, pictures and page of an evaluation again", _report, [_report_arguments]
     ),
 }
 

@@ -14,7 +14,7 @@ from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, render_all
 
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 # Commands whose module has another name.
 _MODULES = {"test": "policy_tests"}
 
-_FILE = "path of a policy, or the name of a shipped one"
+EXECUTIONS = ("interpreter", "torch")
+_POLICY = "path of a policy, or the name of a shipped one"
+_CONFIG = "config.json of a model, or its folder"
+_EXECUTES = "what executes the policy"
 
 
 def main(arguments: Sequence[str] | None = None, more: Mapping[str, Command] | None = None) -> int:
@@ -223,135 +226,6 @@ def _missing(command: str, error: ModuleNotFoundError) -> int:
     return 2
 
 
-def _check_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--trial", action="store_true", help="also carry them out, on tiny tensors; needs torch"
-    )
-    parser.add_argument(
-        "--model",
-        metavar="CONFIG",
-        help="of --trial: config.json of a model, or its folder; default: Llama 3.1 8B's sizes",
-    )
-    parser.add_argument("files", nargs="+", metavar="FILE", help=_FILE)
-
-
-def _fmt_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="only say which files would change")
-    parser.add_argument("files", nargs="+", metavar="FILE", help="path of a policy")
-
-
-def _explain_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help=_FILE)
-    _add_model(parser)
-    parser.add_argument(
-        "--ir", action="store_true", help="print the intermediate representation instead"
-    )
-    _add_set(parser)
-
-
-def _show_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help=_FILE)
-    _add_config(parser)
-    parser.add_argument(
-        "--triton",
-        action="store_true",
-        help="print the generated kernels instead of the intermediate representation",
-    )
-    _add_set(parser)
-
-
-def _run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help=_FILE)
-    parser.add_argument(
-        "--tensors",
-        required=True,
-        metavar="X.npz",
-        help="q [L,H,N,D], k and v [L,G,N,D]; q_step, k_step, v_step [T,L,H|G,D]; float32",
-    )
-    parser.add_argument("--scores", action="store_true", help="write the scores too")
-    parser.add_argument(
-        "--merged", action="store_true", help="write how far merging moved keys and values"
-    )
-    parser.add_argument(
-        "--fold-interval",
-        type=int,
-        default=1,
-        metavar="K",
-        help="entries leave at every K-th decode step, unless the policy says when",
-    )
-    parser.add_argument("--out", required=True, metavar="R.json", help="where the result goes")
-    _add_set(parser)
-    _add_execution(parser)
-
-
-def _test_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "files", nargs="*", metavar="FILE", help="policies, tests or folders; default: all shipped"
-    )
-    _add_execution(parser, default=None)
-
-
-def _tune_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help=_FILE)
-    parser.add_argument(
-        "--for",
-        dest="parameter",
-        required=True,
-        metavar="PARAMETER",
-        help="what to choose: a parameter that `propagate` depends on",
-    )
-    parser.add_argument(
-        "--values",
-        nargs="+",
-        metavar="VALUE",
-        help="values to try; default: those that the policy declares",
-    )
-    parser.add_argument("--model", required=True, metavar="DIR", help="folder of a checkpoint")
-    parser.add_argument(
-        "--prompts",
-        required=True,
-        nargs="+",
-        metavar="FILE",
-        help="*.jsonl with a prompt per line (text or input_ids); other files are one text each",
-    )
-    parser.add_argument(
-        "--most",
-        type=_number,
-        metavar="VALUE",
-        help="largest value to choose; default: of layers the middle one",
-    )
-    parser.add_argument(
-        "--rows", type=float, metavar="SHARE", help="most token rows that may be computed, 0 to 1"
-    )
-    parser.add_argument("--device", help="where the model runs; default: a GPU if there is one")
-    parser.add_argument("--out", metavar="PLOT.png", help="draw the distances")
-    _add_set(parser)
-
-
-def _diff_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", metavar="A", help=_FILE)
-    parser.add_argument("second", metavar="B", help=_FILE)
-    _add_model(parser)
-
-
-def _generated_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", metavar="FILE", help="write to a file instead")
-    parser.add_argument("--check", action="store_true", help="with --out: compare, do not write")
-
-
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", required=True, metavar="CONFIG", help="config.json of a model, or its folder"
-    )
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    _add_config(parser)
-    parser.add_argument(
-        "--length", required=True, type=_length, metavar="N", help="tokens of the prompt"
-    )
-
-
 def _number(text: str) -> Fraction:
     try:
         return Fraction(text)
@@ -365,16 +239,16 @@ def _length(text: str) -> int:
     return int(text)
 
 
-def _add_set(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="value of a parameter"
-    )
+Adds = Callable[[argparse.ArgumentParser], object]
 
 
-def _add_execution(parser: argparse.ArgumentParser, default: str | None = "interpreter") -> None:
-    choices = ("interpreter", "torch")
-    help = "what executes the policy" + ("" if default else "; default: each")
-    parser.add_argument("--execution", choices=choices, default=default, help=help)
+def _option(name: str, metavar: str | None, help: str, **settings: Any) -> Adds:
+    """What adds an argument; `settings` are those of `ArgumentParser.add_argument`."""
+    return lambda parser: parser.add_argument(name, metavar=metavar, help=help, **settings)
+
+
+def _flag(name: str, help: str) -> Adds:
+    return lambda parser: parser.add_argument(name, action="store_true", help=help)
 
 
 class Command(NamedTuple):
@@ -382,35 +256,92 @@ class Command(NamedTuple):
 
     help: str
     run: Callable[[argparse.Namespace], int]
-    arguments: Callable[[argparse.ArgumentParser], None]
+    arguments: Sequence[Adds] = ()
 
 
+_FILE, _FILES = _option("file", "FILE", _POLICY), _option("files", "FILE", _POLICY, nargs="+")
+_MODEL = _option("--model", "CONFIG", _CONFIG, required=True)
+_LENGTH = _option("--length", "N", "tokens of the prompt", required=True, type=_length)
+_SET = _option("--set", "NAME=VALUE", "value of a parameter", action="append", default=[])
+
+# Arguments of commands, in the order in which `--help` shows them.
+_CHECK = (
+    _flag("--trial", "also carry them out, on tiny tensors; needs torch"),
+    _option("--model", "CONFIG", f"of --trial: {_CONFIG}; default: Llama 3.1 8B's sizes"),
+    _FILES,
+)
+_EXPLAIN = (
+    *(_FILE, _MODEL, _LENGTH),
+    _flag("--ir", "print the intermediate representation instead"),
+    _SET,
+)
+_SHOW = (
+    *(_FILE, _MODEL),
+    _flag("--triton", "print the generated kernels instead of the intermediate representation"),
+    _SET,
+)
+_TENSORS = "q [L,H,N,D], k and v [L,G,N,D]; q_step, k_step, v_step [T,L,H|G,D]; float32"
+_LEAVES = "entries leave at every K-th decode step, unless the policy says when"
+_RUN = (
+    _FILE,
+    _option("--tensors", "X.npz", _TENSORS, required=True),
+    _flag("--scores", "write the scores too"),
+    _flag("--merged", "write how far merging moved keys and values"),
+    _option("--fold-interval", "K", _LEAVES, type=int, default=1),
+    _option("--out", "R.json", "where the result goes", required=True),
+    _SET,
+    _option("--execution", None, _EXECUTES, choices=EXECUTIONS, default=EXECUTIONS[0]),
+)
+_TEST = (
+    _option("files", "FILE", "policies, tests or folders; default: all shipped", nargs="*"),
+    _option("--execution", None, f"{_EXECUTES}; default: each", choices=EXECUTIONS),
+)
+_PARAMETER = "what to choose: a parameter that `propagate` depends on"
+_MOST = "largest value to choose; default: of layers the middle one"
+_VALUES = "values to try; default: those that the policy declares"
+_PROMPTS = "*.jsonl with a prompt per line (text or input_ids); other files are one text each"
+_TUNE = (
+    _FILE,
+    _option("--for", "PARAMETER", _PARAMETER, required=True, dest="parameter"),
+    _option("--values", "VALUE", _VALUES, nargs="+"),
+    _option("--model", "DIR", "folder of a checkpoint", required=True),
+    _option("--prompts", "FILE", _PROMPTS, required=True, nargs="+"),
+    _option(
+        "--most",
+        "VALUE",
+        "largest value to choose; default: of layers the middle one",
+        type=_number,
+    ),
+    _option("--rows", "SHARE", "most token rows that may be computed, 0 to 1", type=float),
+    _option("--device", None, "where the model runs; default: a GPU if there is one"),
+    _option("--out", "PLOT.png", "draw the distances"),
+    _SET,
+)
+_FMT = (
+    _flag("--check", "only say which files would change"),
+    _option("files", "FILE", "path of a policy", nargs="+"),
+)
+_DIFF = (_option("first", "A", _POLICY), _option("second", "B", _POLICY), _MODEL, _LENGTH)
+_GENERATED = (
+    _option("--out", "FILE", "write to a file instead"),
+    _flag("--check", "with --out: compare, do not write"),
+)
+
+_EXPLAINS = "what a policy computes, keeps and costs for a model and a length"
+_SHOWS = "print what a policy becomes: its values, or the kernels generated for a model"
+_TUNES = "choose a parameter of a propagation with a model and prompts"
 COMMANDS = {
-    "check": Command("report every defect of policy files", _check, _check_arguments),
-    "explain": Command(
-        "what a policy computes, keeps and costs for a model and a length",
-        _delegate,
-        _explain_arguments,
-    ),
-    "show": Command(
-        "print what a policy becomes: its values, or the kernels generated for a model",
-        _delegate,
-        _show_arguments,
-    ),
-    "run": Command("apply a policy to recorded tensors", _delegate, _run_arguments),
-    "test": Command("run the tests beside policies (NAME.test.yaml)", _delegate, _test_arguments),
-    "tune": Command(
-        "choose a parameter of a propagation with a model and prompts", _delegate, _tune_arguments
-    ),
-    "fmt": Command("write policy files in their canonical form", _fmt, _fmt_arguments),
-    "diff": Command("what changes between two policies", _delegate, _diff_arguments),
-    "list": Command("list the shipped policies", _list, lambda parser: None),
-    "schema": Command(
-        "print the JSON Schema of policy files, for editors", _schema, _generated_arguments
-    ),
-    "docs": Command(
-        "print the reference of sections, names and functions", _docs, _generated_arguments
-    ),
+    "check": Command("report every defect of policy files", _check, _CHECK),
+    "explain": Command(_EXPLAINS, _delegate, _EXPLAIN),
+    "show": Command(_SHOWS, _delegate, _SHOW),
+    "run": Command("apply a policy to recorded tensors", _delegate, _RUN),
+    "test": Command("run the tests beside policies (NAME.test.yaml)", _delegate, _TEST),
+    "tune": Command(_TUNES, _delegate, _TUNE),
+    "fmt": Command("write policy files in their canonical form", _fmt, _FMT),
+    "diff": Command("what changes between two policies", _delegate, _DIFF),
+    "list": Command("list the shipped policies", _list),
+    "schema": Command("print the JSON Schema of policy files, for editors", _schema, _GENERATED),
+    "docs": Command("print the reference of sections, names and functions", _docs, _GENERATED),
 }
 
 
@@ -423,7 +354,8 @@ def _parser(chosen: str, known: Mapping[str, Command]) -> argparse.ArgumentParse
     for name in [chosen] if chosen in known else known:
         command = known[name]
         below = commands.add_parser(name, help=command.help)
-        command.arguments(below)
+        for add in command.arguments:
+            add(below)
         below.set_defaults(command=command.run)
     return parser
 

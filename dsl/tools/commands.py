@@ -10,12 +10,11 @@ from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape, Program
 from kvpolicy.dsl.syntax.diagnostics import refused
+from kvpolicy.dsl.tools.cli import EXECUTIONS as EXECUTIONS
 
 if TYPE_CHECKING:
     import numpy as np
     from kvpolicy.dsl.data.result import Result, Steps
-
-EXECUTIONS = ("interpreter", "torch")
 
 
 def executable(path: str | Path) -> Program:
