@@ -127,7 +127,7 @@ def off(prompt: Prompt, layer: int, dtype: torch.dtype) -> float:
 
 def scores(run: Run, layer: int) -> torch.Tensor:
     """float64 [G, N] of a finished run with `report`; absent ones are 0."""
-    value = run.result(run.program.bound.lowered.score)[layer]
+    value = run.result(run.program.bound.lowered.prefill.score)[layer]
     assert value.axes == ("kv", "token"), value.axes
     if value.mask is None:
         return value.data

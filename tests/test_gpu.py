@@ -66,7 +66,7 @@ def _kept_while_decoding(bound, prompt, device: str) -> list:
         deeper = run.observe(layer, *rows, None if len(there) == tokens else there)
         there = there if deeper is None or run.restarted else there[deeper]
     run.finish()
-    if bound.rules.merge is not None:
+    if bound.folded.prefill.merge is not None:
         for layer in range(3):
             run.merged(layer, k[layer], v[layer])
     memory = Memory.after(run)

@@ -23,7 +23,6 @@ from kvpolicy.dsl.ir.nodes import (
     Program,
     Propagate,
     Rules,
-    Share,
     Type,
     When,
 )
@@ -50,19 +49,15 @@ _MOST = 2**31
 class Bound:
     """A policy with a model and parameter values: what an execution runs.
 
-    `rules`, `decode`, `propagate` and `share` have everything folded that parameters and sizes
-    decide, `states` only as far as something reads them, and the `lets` that are reported; the
-    `lowered` ones have no `then`, no unsized `top` and no name `budget` either (see `ir/lower.py`).
-
     Attributes:
         program: the checked policy.
         shape: sizes of the model.
         params: value of every parameter, defaults included.
-        rules, lowered: the prefill's.
+        folded: everything folded that parameters and sizes decide, `states` only as far as
+            something reads them, and the `lets` that are reported. Without `decode` nothing leaves
+            while decoding, without `propagate` nothing is propagated.
+        lowered: the same without `then`, unsized `top` and the name `budget` (see `ir/lower.py`).
         static: which nodes are numbers that the host knows.
-        decode, decode_lowered: the rules of a decode step; None if nothing leaves.
-        propagate, propagate_lowered: None if nothing is propagated.
-        share: two layers that store one direction, lowered; None if nothing is shared.
         fold_interval: entries may leave at every so many decode steps; a given `decode.when`
             decides instead.
     """
@@ -70,14 +65,9 @@ class Bound:
     program: Program
     shape: ModelShape
     params: Mapping[str, Value]
-    rules: Rules
-    lowered: Rules
+    folded: Sections
+    lowered: Sections
     static: Static
-    decode: Rules | None = None
-    decode_lowered: Rules | None = None
-    propagate: Propagate | None = None
-    propagate_lowered: Propagate | None = None
-    share: Share | None = None
     fold_interval: int = 1
     _numbers: dict[tuple[int | None, ...], Callable[[Node], Value]] = field(
         default_factory=dict, compare=False, repr=False
@@ -120,15 +110,15 @@ class Bound:
 
     def nodes(self) -> Iterator[Node]:
         """Every node that the prefill needs, once: of its rules, states and propagation."""
-        rules = self.rules
+        rules = self.folded.prefill
         values = (*rules.lets.values(), *rules.decided.values())
         sections = (rules.keep, rules.budget, rules.score, *values)
         remembered = (*state_roots(rules.states), *merge_roots(rules.merge))
-        return nodes_of([*sections, *remembered, *propagate_roots(self.propagate)])
+        return nodes_of([*sections, *remembered, *propagate_roots(self.folded.propagate)])
 
     def decode_nodes(self) -> Iterator[Node]:
         """Every node that a decode step needs, once."""
-        return nodes_of([] if self.decode is None else _decode_roots(self.decode))
+        return nodes_of([] if self.folded.decode is None else _decode_roots(self.folded.decode))
 
     def queries(self, prompt: int) -> int:
         """How many of a layer's last queries the prefill reads, or keeps for decode steps (W)."""
@@ -179,36 +169,36 @@ class Bound:
 
     def leaves_at(self, generated: int, prompt: int) -> bool:
         """Whether entries may leave at a decode step (from 1) after a prompt of N tokens."""
-        if self.decode is None:
-            return False
-        if self.decode.when is None:
-            return generated % self.fold_interval == 0
-        return bool(self.number(self.decode.when, prompt, generated=generated))
+        rules = self.folded.decode
+        if rules is None or rules.when is None:
+            return rules is not None and generated % self.fold_interval == 0
+        return bool(self.number(rules.when, prompt, generated=generated))
 
     @property
     def propagates(self) -> bool:
         """Whether deeper layers may see fewer tokens than the prompt has."""
-        return self.propagate is not None
+        return self.folded.propagate is not None
 
     @property
     def restarts(self) -> bool:
         """Whether the prefill begins again on the propagated tokens."""
-        return self.propagate is not None and self.propagate.restart is not None
+        propagate = self.folded.propagate
+        return propagate is not None and propagate.restart is not None
 
     @cached_property
     def tested(self) -> tuple[str, ...]:
         """Reported lets by which a layer decides whether it propagates."""
-        if self.propagate is None:
+        if self.folded.propagate is None:
             return ()
-        read = {id(node) for node in self.propagate.moment.walk()}
-        return tuple(name for name, node in self.rules.lets.items() if id(node) in read)
+        read = {id(node) for node in self.folded.propagate.moment.walk()}
+        return tuple(name for name, node in self.folded.prefill.lets.items() if id(node) in read)
 
     def propagation_layer(self, prompt: int) -> int | None:
         """The layer after which fewer tokens are computed, where `first` needs no data.
 
         L, the number of layers, if `first` never holds; None if data decide, or for `every`.
         """
-        first = None if self.propagate is None else self.propagate.first
+        first = None if self.folded.propagate is None else self.folded.propagate.first
         if first is None:
             return None
         layers = range(self.shape.layers)
@@ -234,7 +224,7 @@ class Bound:
     def digest(self) -> str:
         """64 hex digits that name the meaning: the printed program and the values in force."""
         values = "".join(f"{name} = {self.params[name]}\n" for name in sorted(self.params))
-        if self.decode is not None and self.decode.when is None:
+        if self.folded.decode is not None and self.folded.decode.when is None:
             values += f"fold interval {self.fold_interval}\n"
         return hashlib.sha256((print_program(self.program) + values).encode()).hexdigest()
 
@@ -276,21 +266,8 @@ def bind(
     _check_shared(program, shape, params)
     sections = Sections(program.prefill, program.decode, program.propagate, program.share)
     folded = _needed(fold(sections, env), program.report)
-    lowered = lower(folded)
-    return Bound(
-        program,
-        shape,
-        params,
-        rules=folded.prefill,
-        lowered=lowered.prefill,
-        static=Static(folded.propagate is not None),
-        decode=folded.decode,
-        decode_lowered=lowered.decode,
-        propagate=folded.propagate,
-        propagate_lowered=lowered.propagate,
-        share=lowered.share,
-        fold_interval=fold_interval,
-    )
+    static = Static(folded.propagate is not None)
+    return Bound(program, shape, params, folded, lower(folded), static, fold_interval)
 
 
 def _check_shared(program: Program, shape: ModelShape, params: Mapping[str, Value]) -> None:

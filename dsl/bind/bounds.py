@@ -59,7 +59,7 @@ class Bounds:
 
     def kept(self) -> int:
         """Upper bound on the entries kept, summed over layers and KV heads."""
-        return self.size(keep_of(self._bound.lowered)).total
+        return self.size(keep_of(self._bound.lowered.prefill)).total
 
     def granted(self, fill: Node) -> int:
         """Upper bound on the budgets of a `fill`, summed over layers and KV heads.

@@ -37,7 +37,7 @@ class Ends:
 
         None where `keep` is another one, or its numbers change from step to step.
         """
-        keep = None if bound.decode_lowered is None else bound.decode_lowered.keep
+        keep = None if bound.lowered.decode is None else bound.lowered.decode.keep
         if keep is None:
             return None
         while keep.op == "choose" and _known(bound, keep.args[1]):

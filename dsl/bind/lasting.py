@@ -30,10 +30,10 @@ class Lasting:
     """
 
     def __init__(self, bound: Bound, *, states_present: bool) -> None:
-        if bound.decode_lowered is None:
+        if bound.lowered.decode is None:
             raise ValueError(f"by `{bound.program.name}` nothing leaves while decoding")
         self._bound, self._states_present = bound, states_present
-        self._keep = keep_of(bound.decode_lowered)
+        self._keep = keep_of(bound.lowered.decode)
 
     def lasts(self, prompt: int, counts: Sequence[Sequence[int]]) -> bool:
         """Whether every list keeps as many entries at every later step at which some may leave.

@@ -17,9 +17,9 @@ Range = tuple[int, int]
 def lengths(bound: Bound, prompt: int) -> list[Range]:
     """Least and largest number of tokens at each of the L layers, of the pass that is kept."""
     layers = range(bound.shape.layers)
-    if bound.propagate_lowered is None:
+    if bound.lowered.propagate is None:
         return [(prompt, prompt) for _ in layers]
-    found = _Lengths(bound, bound.propagate_lowered, prompt)
+    found = _Lengths(bound, bound.lowered.propagate, prompt)
     if bound.restarts:
         return [found.restarted()] * len(layers)
     for layer in layers[1:]:

@@ -179,7 +179,7 @@ def _read_back(
 
 
 def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Result:
-    bound, rules = run.program.bound, run.program.bound.lowered
+    bound, rules = run.program.bound, run.program.bound.lowered.prefill
     kept, report = run.finish(), run.program.report
     kv = bound.shape.kv_heads
     budgets = scores = None
@@ -194,7 +194,9 @@ def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Re
             there = run.there(layer)
             own = _spread(x, ("kv", "token"), (kv, len(there)))
             scores.append(_on_prompt(own, chosen[there], tokens, np.nan))
-    changes = rules.merge is not None or bound.share is not None or bound.positions == "slots"
+    changes = (
+        rules.merge is not None or bound.lowered.share is not None or bound.positions == "slots"
+    )
     merged = None
     if changes:
         merged = [
@@ -221,7 +223,7 @@ def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Re
 
 
 def _propagated(result: Result, first: Run, tokens: int) -> Result:
-    bound, propagate = first.program.bound, first.program.bound.propagate
+    bound, propagate = first.program.bound, first.program.bound.folded.propagate
     layers = range(bound.shape.layers)
     tested = {
         name: [_reported(first.tested.get(layer, {}).get(name)) for layer in layers]
@@ -303,8 +305,8 @@ class _Cache:
 
 def _changes(bound: Bound) -> bool:
     """Whether vectors in the cache may differ from those recorded."""
-    merges = bound.decode is not None and bound.decode.merge is not None
-    prefill = bound.program.prefill.merge is not None or bound.share is not None
+    merges = bound.folded.decode is not None and bound.folded.decode.merge is not None
+    prefill = bound.program.prefill.merge is not None or bound.lowered.share is not None
     return merges or prefill or bound.positions == "slots"
 
 

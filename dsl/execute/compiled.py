@@ -47,7 +47,7 @@ class Compiled:
         # Where a layer chooses what deeper ones compute, nothing can wait for those.
         self._deferring = None if bound.propagates else Prefill(bound, report, defers=True)
         self.accumulates = self._prefill.accumulates
-        self.steps = None if bound.decode is None else Steps(bound, report, kernels)
+        self.steps = None if bound.folded.decode is None else Steps(bound, report, kernels)
         self.generated = Generated.of(
             bound, self._prefill.everything, kernels, self._prefill.updates.states
         )

@@ -41,7 +41,7 @@ class Prefill:
     """
 
     def __init__(self, bound: Bound, report: bool, *, defers: bool) -> None:
-        self.bound, self._defers, rules = bound, defers, bound.lowered
+        self.bound, self._defers, rules = bound, defers, bound.lowered.prefill
         self.roots = [keep_of(rules), *rules.decided.values()]
         if rules.budget is not None and (report or reads_budget(bound)):
             self.roots.append(rules.budget)
@@ -50,7 +50,7 @@ class Prefill:
         self.roots += [rules.lets[n] for n in rules.lets if n not in bound.tested] if report else []
         merge_states = {} if rules.merge is None else rules.merge.states
         self.updates, self.merge_updates = Updates.of(rules.states), Updates.of(merge_states)
-        early = propagate_roots(bound.propagate_lowered)
+        early = propagate_roots(bound.lowered.propagate)
         merge = merge_roots(rules.merge)
         every = list(nodes_of([*self.roots, *state_roots(rules.states), *merge, *early]))
         self._check(every)
@@ -158,9 +158,9 @@ def _chooses(node: Node) -> bool:
 
 def reads_budget(bound: Bound) -> bool:
     """Whether decode takes over the numbers of the prefill's budget."""
-    return bound.decode_lowered is not None and any(
+    return bound.lowered.decode is not None and any(
         node.op == "budget"
-        for node in nodes_of([bound.decode_lowered.keep, *merge_roots(bound.decode_lowered.merge)])
+        for node in nodes_of([bound.lowered.decode.keep, *merge_roots(bound.lowered.decode.merge)])
     )
 
 

@@ -172,7 +172,7 @@ class Run:
 
     def _tested(self) -> Propagate | None:
         """What a layer may propagate by; None: nothing, or no longer."""
-        propagate = self.program.bound.propagate_lowered
+        propagate = self.program.bound.lowered.propagate
         if propagate is None or self._second or self.not_finite or self.prompt == 0:
             return None
         done = propagate.first is not None and self.selected_layer is not None
@@ -232,7 +232,7 @@ class Run:
         prefill, frame = self._prefill, evaluation.frame
         known = dict(self._planned(frame.device).values[frame.here])
         known.update({id(node): evaluation.value(node) for node in prefill.handed})
-        evaluation.advance(self.program.bound.lowered)
+        evaluation.advance(self.program.bound.lowered.prefill)
         for x, numbers in prefill.looks:
             self._history.record(x, evaluation, _read(numbers, evaluation))
         frame = replace(frame, q=None, k=None, v=None)
@@ -279,7 +279,7 @@ class Run:
             sizes = [(x.frame.kv, x.frame.tokens) for x in each]
             kept = [torch.ones(size, dtype=torch.bool, device=device) for size in sizes]
         else:
-            values = zip(self.result(keep_of(bound.lowered)), each, strict=True)
+            values = zip(self.result(keep_of(bound.lowered.prefill)), each, strict=True)
             kept = [spread(x, ("kv", "token"), own.frame) for x, own in values]
         if not wait and finite is not None:
             unsure = ~finite
@@ -310,7 +310,7 @@ class Run:
         Raises:
             TypeError: the policy has no budget.
         """
-        bound, root = self.program.bound, self.program.bound.lowered.budget
+        bound, root = self.program.bound, self.program.bound.lowered.prefill.budget
         if root is None:
             raise TypeError(f"`{bound.program.name}` has no budget")
         if bound.static.needs(root) is None:
@@ -320,7 +320,8 @@ class Run:
     def decided(self) -> dict[str, list[Value]]:
         """What decode reads of the prefill's lets, by name and layer, after `finish`."""
         return {
-            name: self.result(node) for name, node in self.program.bound.lowered.decided.items()
+            name: self.result(node)
+            for name, node in self.program.bound.lowered.prefill.decided.items()
         }
 
     # After `finish`.
@@ -340,7 +341,7 @@ class Run:
     def merged(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, most: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values after the merge, where `bound.rules.merge`; all others in float64.
+        """Keys and values after the merge, where the prefill merges; all others in float64.
 
         Args:
             layer: from 0, each once.
@@ -348,7 +349,7 @@ class Run:
             most: how many entries the KV head drops that drops most; None: the host waits for the
                 device.
         """
-        rules = self.program.bound.lowered
+        rules = self.program.bound.lowered.prefill
         if rules.merge is None or self.not_finite:
             return k.double(), v.double()
         evaluation, kept = self._evaluations[layer], self._kept[layer]
@@ -399,7 +400,7 @@ class Run:
         return self._tails.get(layer)
 
     def _remember_queries(self, layer: int, q: torch.Tensor) -> None:
-        if self.program.bound.decode is not None:
+        if self.program.bound.folded.decode is not None:
             number = self.program.bound.step_queries(self.prompt) - 1
             if number > 0:
                 self._tails[layer] = q[:, -number:].clone()

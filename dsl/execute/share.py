@@ -47,7 +47,7 @@ def shared(
         below, own: keys and values [G, N, D] of the layer below and of this one.
         kernels: by name, see `execute/kernels.py`.
     """
-    share = bound.share
+    share = bound.lowered.share
     if share is None or prompt == 0 or not bound.number(share.when, prompt, layer):
         return None
     made: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]] = {}

@@ -92,7 +92,7 @@ class Steps:
 
     def __init__(self, bound: Bound, report: bool, kernels: Kernels) -> None:
         self.kernels = kernels
-        rules = bound.decode_lowered
+        rules = bound.lowered.decode
         if rules is None or rules.keep is None:
             raise ValueError(f"by `{bound.program.name}` nothing leaves while decoding")
         self.rules, self.keep = rules, rules.keep

@@ -95,8 +95,8 @@ def decode(
         named: dict[str, list[LayerValue]] = {}
         for layer in range(len(cache.layers)):
             cache.append(layer, q[layer], k[layer], v[layer])
-            if rules is not None and cache.bound.decode is not None:
-                read = cache.bound.decode
+            if rules is not None and cache.bound.folded.decode is not None:
+                read = cache.bound.folded.decode
                 _step(cache, rules, read, layer, leaves, inv_freq, named)
         cache.position += 1
         results.append(_result(cache, names, named))
@@ -173,7 +173,7 @@ def _result(cache: Cache, names: np.ndarray, named: dict[str, list[LayerValue]])
         kept.append([names[here.positions[held]].tolist() for held in here.there])
         rows = zip(here.keys, here.values, here.there, strict=True)
         vectors.append([(k[held].astype(float), v[held].astype(float)) for k, v, held in rows])
-    rules = None if cache.bound.decode is None else cache.bound.program.decode
+    rules = None if cache.bound.folded.decode is None else cache.bound.program.decode
     section = None if rules is None else rules.merge
     states = () if section is None else section.states
     thresholds = {
@@ -182,5 +182,5 @@ def _result(cache: Cache, names: np.ndarray, named: dict[str, list[LayerValue]])
     }
     changes = section is not None or cache.bound.positions == "slots"
     changes = changes or cache.bound.program.prefill.merge is not None
-    changes = changes or cache.bound.share is not None
+    changes = changes or cache.bound.lowered.share is not None
     return StepResult(kept, vectors if changes else None, thresholds, named)

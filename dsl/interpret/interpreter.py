@@ -200,11 +200,11 @@ class _Pass:
         e = self.e
         for layer in e.every_layer:
             self.kept.append(e.spread(e.truth(self.keep, layer), ("kv", "token"), layer).data)
-            for name in self.bound.rules.states:
+            for name in self.bound.folded.prefill.states:
                 e.state(name, layer)
             e.forget_maps(layer)
         share = self.bound.program.share
-        if share is not None and self.bound.share is not None:
+        if share is not None and self.bound.lowered.share is not None:
             self.vectors = shared(e, share)
             return
         for layer, kept in enumerate(self.kept):
@@ -226,7 +226,7 @@ class _Pass:
     def cache(self) -> Cache:
         """What decode begins with."""
         bound, e = self.bound, self.e
-        decode = bound.decode or Rules()
+        decode = bound.folded.decode or Rules()
         states = {
             (name, layer): e.state(name, layer)
             for name, state in decode.states.items()
@@ -281,7 +281,9 @@ def _result(last: _Pass, chosen: np.ndarray, tokens: int) -> Result:
             scores.append(_on_prompt(present, where, tokens, np.nan))
         keys, values = (_on_prompt(x, where, tokens, 0.0) for x in last.vectors[layer])
         merged.append((keys, values))
-    changes = e.rules.merge is not None or bound.share is not None or bound.positions == "slots"
+    changes = (
+        e.rules.merge is not None or bound.lowered.share is not None or bound.positions == "slots"
+    )
     names = () if e.rules.merge is None else e.rules.merge.states
     thresholds = {
         name: [reported(last.merge_states.get((name, layer))) for layer in e.every_layer]
@@ -300,7 +302,7 @@ def _result(last: _Pass, chosen: np.ndarray, tokens: int) -> Result:
 
 
 def _named(last: _Pass) -> dict[str, list[LayerValue]]:
-    names = [name for name in last.bound.rules.lets if name not in last.bound.tested]
+    names = [name for name in last.bound.folded.prefill.lets if name not in last.bound.tested]
     return {
         name: [
             reported(last.e.value(last.e.rules.lets[name], layer)) for layer in last.e.every_layer

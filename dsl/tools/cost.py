@@ -196,7 +196,7 @@ class _Nodes:
             if self._acts is not None and layer != self._acts:
                 return None
             return self.prompt if self.bound.restarts else self._lengths[layer]
-        share = self.bound.share
+        share = self.bound.lowered.share
         if section == "share" and share is not None:
             shares = self.bound.number(share.when, self.prompt, layer)
             return self._lengths[layer] if shares else None
@@ -219,7 +219,7 @@ class _Nodes:
 
 def _sections(bound: Bound) -> dict[str, list[tuple[str, Node]]]:
     """The roots of what a prefill computes, by section and with the names of their expressions."""
-    rules, share = bound.lowered, bound.share
+    rules, share = bound.lowered.prefill, bound.lowered.share
     found: dict[str, list[tuple[str, Node | None]]] = {"keep": [("keep", rules.keep)]}
     found["keep"] += [(name, x) for name, s in rules.states.items() for x in (s.start, s.next)]
     if rules.merge is not None:
@@ -232,7 +232,7 @@ def _sections(bound: Bound) -> dict[str, list[tuple[str, Node]]]:
         ]
     if share is not None:
         found["share"] = [("share.direction", share.direction), ("share.except", share.exceptions)]
-    propagate = bound.propagate_lowered
+    propagate = bound.lowered.propagate
     if propagate is not None:
         found["propagate"] = [
             *(("propagate.first", propagate.first), ("propagate.every", propagate.every)),
@@ -289,7 +289,7 @@ def memory_of_decode(bound: Bound, prompt: int, element: int) -> tuple[int, int]
     shape = bound.shape
     entries = max(1, max_entries(bound, prompt) // (shape.layers * shape.kv_heads))
     axes = {"kv": shape.kv_heads, "group": shape.group, "token": entries, "dim": shape.head_dim}
-    states = bound.decode.states.values() if bound.decode is not None else ()
+    states = bound.folded.decode.states.values() if bound.folded.decode is not None else ()
     values = sum(math.prod(axes.get(axis, 1) for axis in x.type.axes) for x in states)
     # The newest query is at hand; only older ones are kept.
     queries = bound.step_queries(prompt)
@@ -302,7 +302,7 @@ def decode_cost(bound: Bound, prompt: int) -> dict[str, float]:
     shape = bound.shape
     entries = max(1, max_entries(bound, prompt) // (shape.layers * shape.kv_heads)) + 1
     sizes = Sizes(bound, prompt, 0, entries, entries - 1, _VALUE, step=True)
-    rules = bound.decode_lowered
+    rules = bound.lowered.decode
     if rules is None:
         return {}
     always = {id(node): node for node in nodes_of(state_roots(rules.states))}

@@ -71,7 +71,9 @@ def _parameters(first: Bound, second: Bound) -> Iterator[str]:
 
 
 def _entries(first: Bound, second: Bound, length: int) -> Iterator[str]:
-    sizes = [Bounds(bound, length).size(keep_of(bound.lowered)) for bound in (first, second)]
+    sizes = [
+        Bounds(bound, length).size(keep_of(bound.lowered.prefill)) for bound in (first, second)
+    ]
     kv_heads = first.shape.kv_heads
     pairs = list(zip(*([n / kv_heads for n in size.layer] for size in sizes), strict=True))
     for (a, b), group in groupby(range(len(pairs)), key=pairs.__getitem__):

@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
 
 def roots(bound: Bound) -> Iterator[tuple[str, Node]]:
     """Everything that decides, by name."""
-    for prefix, rules in (("", bound.rules), ("decode.", bound.decode)):
+    for prefix, rules in (("", bound.folded.prefill), ("decode.", bound.folded.decode)):
         for name in ("score", "budget", "keep", "when"):
             node = None if rules is None else getattr(rules, name)
             if node is not None:
@@ -55,10 +55,10 @@ def roots(bound: Bound) -> Iterator[tuple[str, Node]]:
             yield f"{prefix}state.{place}", node
         for place, node in enumerate([] if rules is None else merge_roots(rules.merge)):
             yield f"{prefix}merge.{place}", node
-    for place, node in enumerate(propagate_roots(bound.propagate)):
+    for place, node in enumerate(propagate_roots(bound.folded.propagate)):
         yield f"propagate.{place}", node
-    if bound.share is not None:
-        yield "share.direction", bound.share.direction
+    if bound.lowered.share is not None:
+        yield "share.direction", bound.lowered.share.direction
 
 
 def explanation(checked: Checked, bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
@@ -118,17 +118,20 @@ def _sections(
     def written(node: Node) -> str:
         return _written(checked, node)
 
-    propagate = bound.propagate
+    propagate = bound.folded.propagate
     if propagate is not None:
         text = explain_sections.propagation(bound, propagate, length, written)
         yield "Tokens that reach a layer", text
-    merge = bound.rules.merge
+    merge = bound.folded.prefill.merge
     if merge is not None:
         yield "What becomes of dropped entries", explain_sections.merging(merge, written)
-    if bound.share is not None:
-        yield "Layers that share directions", explain_sections.sharing(bound, bound.share, written)
-    if bound.decode is not None:
-        text = explain_sections.decode(bound, bound.decode, config, length, written)
+    if bound.lowered.share is not None:
+        yield (
+            "Layers that share directions",
+            explain_sections.sharing(bound, bound.lowered.share, written),
+        )
+    if bound.folded.decode is not None:
+        text = explain_sections.decode(bound, bound.folded.decode, config, length, written)
         yield "While decoding", text
     if bound.program.report:
         yield "Reported by `kvpolicy run`", explain_sections.reported(bound, written)
@@ -149,12 +152,12 @@ def _plan(checked: Checked, bound: Bound) -> Iterator[str]:
     """Named values and sections by the moment at which they are known."""
     phases = Phases(bound.propagates)
     known: dict[Phase, list[tuple[str, Node]]] = {phase: [] for phase in Phase}
-    rules = bound.rules
+    rules = bound.folded.prefill
     decides = (rules.keep, rules.budget, rules.score, *state_roots(rules.states))
-    for node in nodes_of([*decides, *propagate_roots(bound.propagate)]):
+    for node in nodes_of([*decides, *propagate_roots(bound.folded.propagate)]):
         if node.name is not None and bound.static.needs(node) != frozenset():
             known[_phase(bound, phases, node)].append((node.name, node))
-    known[phases.of(keep_of(bound.lowered))].append(("keep", keep_of(rules)))
+    known[phases.of(keep_of(bound.lowered.prefill))].append(("keep", keep_of(rules)))
     width = max(len(name) for named in known.values() for name, _ in named)
     for phase, named in known.items():
         if named:
@@ -164,8 +167,8 @@ def _plan(checked: Checked, bound: Bound) -> Iterator[str]:
 
 
 def _phase(bound: Bound, phases: Phases, node: Node) -> Phase:
-    if node.op == "budget" and bound.rules.budget is not None:
-        return phases.of(bound.rules.budget)
+    if node.op == "budget" and bound.folded.prefill.budget is not None:
+        return phases.of(bound.folded.prefill.budget)
     # What looks back at lower layers is known at its own.
     return min(phases.of(node), Phase.LAYER) if node.when <= When.LAYER else phases.of(node)
 
@@ -179,7 +182,7 @@ def _written(checked: Checked, node: Node) -> str:
 
 
 def _entries(bound: Bound, length: int) -> Iterator[str]:
-    bounds, keep = Bounds(bound, length), keep_of(bound.lowered)
+    bounds, keep = Bounds(bound, length), keep_of(bound.lowered.prefill)
     size = bounds.size(keep)
     layers = bound.shape.layers
     mean = size.total / (layers * bound.shape.kv_heads)
@@ -213,7 +216,7 @@ def _limits(size: Size, kv_heads: int, length: int) -> Iterator[str]:
 def _memory(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
     full = bound.shape.layers * bound.shape.kv_heads * length
     kept = max_entries(bound, length)
-    most = "" if Bounds(bound, length).is_exact(keep_of(bound.lowered)) else "at most "
+    most = "" if Bounds(bound, length).is_exact(keep_of(bound.lowered.prefill)) else "at most "
     yield f"  KV cache before  {size_text(config.kv_size(full)):>10}  {full:,} entries"
     share = kept / full if full else 1
     yield f"  KV cache after   {size_text(config.kv_size(kept)):>10}  {most}{kept:,} ({share:.2%})"

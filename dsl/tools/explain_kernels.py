@@ -33,7 +33,7 @@ def regions(bound: Bound) -> Regions:
 
 def step_regions(bound: Bound) -> list[Regions]:
     """What is generated for decode steps: for states, and for what is read where entries leave."""
-    if bound.decode is None:
+    if bound.folded.decode is None:
         return []
     steps = Steps(bound, False, installed())
     return [
@@ -46,18 +46,18 @@ def kernels(bound: Bound) -> Iterator[str]:
     """The lines of the explanation."""
     found = regions(bound)
     yield from (f"  {line}" for line in (*_passes(found), *reasons([found])))
-    if bound.rules.merge is not None:
+    if bound.folded.prefill.merge is not None:
         yield f"  {_MERGE}"
-    if bound.share is not None:
-        yield f"  {_share(bound.share.direction)}"
-    if bound.decode is None:
+    if bound.lowered.share is not None:
+        yield f"  {_share(bound.lowered.share.direction)}"
+    if bound.folded.decode is None:
         return
     of_steps = step_regions(bound)
     yield f"  {_while_decoding(bound)}"
     for each in of_steps:
         yield from (f"    {line}" for line in _passes(each))
     yield from (f"    {line}" for line in reasons(of_steps))
-    if bound.decode.merge is not None:
+    if bound.folded.decode.merge is not None:
         yield f"    {_MERGE}"
 
 

@@ -106,7 +106,7 @@ def decode(
     for name, state in rules.states.items():
         if state.next is not None:
             yield f"  {'state':<8} {name}: {written(state.next)}  : {state.type}"
-    if bound.rules.merge is None and rules.merge is not None:
+    if bound.folded.prefill.merge is None and rules.merge is not None:
         yield from merging(rules.merge, written)
     states, queries = memory_of_decode(bound, length, config.kv_bytes)
     if states:
@@ -120,9 +120,9 @@ def decode(
 
 def reported(bound: Bound, written: Written) -> Iterator[str]:
     """Which values are shown, of which moments."""
-    lets = {"prefill": bound.rules.lets}
-    if bound.decode is not None:
-        lets["decode"] = bound.decode.lets
+    lets = {"prefill": bound.folded.prefill.lets}
+    if bound.folded.decode is not None:
+        lets["decode"] = bound.folded.decode.lets
     names = bound.program.report
     width = max(map(len, names))
     for name in names:
@@ -134,6 +134,6 @@ def reported(bound: Bound, written: Written) -> Iterator[str]:
 
 def decode_words(bound: Bound) -> str:
     """When entries leave, in a few words."""
-    if bound.decode is None:
+    if bound.folded.decode is None:
         return "nothing leaves"
-    return "at every step" if bound.decode.when is None else "at the steps of `decode.when`"
+    return "at every step" if bound.folded.decode.when is None else "at the steps of `decode.when`"

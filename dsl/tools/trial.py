@@ -96,7 +96,7 @@ class _Attempt:
         )
         if kept > most:
             message = f"keeps {kept} entries{self.prompt}, but {most} are reserved for it"
-            raise _refused(self.bound, message, case.bound.rules.keep)
+            raise _refused(self.bound, message, case.bound.folded.prefill.keep)
 
     def _result(self, who: str, execution: Callable[..., Result]) -> Result:
         run = partial(execution, self.case.bound, *self.tensors, self.steps, self.inv_freq)
@@ -117,13 +117,17 @@ class _Attempt:
     def _deciding(self, found: Difference) -> Node | None:
         """The value that decides what differs."""
         bound = self.case.bound
-        rules = bound.decode if found.step and bound.decode is not None else bound.rules
+        rules = (
+            bound.folded.decode
+            if found.step and bound.folded.decode is not None
+            else bound.folded.prefill
+        )
         if found.section == "propagate":
-            return None if bound.propagate is None else bound.propagate.tokens
+            return None if bound.folded.propagate is None else bound.folded.propagate.tokens
         if found.section == "merge" and rules.merge is not None:
             return rules.merge.into
-        if found.section == "merge" and bound.share is not None:
-            return bound.share.direction
+        if found.section == "merge" and bound.lowered.share is not None:
+            return bound.lowered.share.direction
         return {"budget": rules.budget, "score": rules.score, "keep": rules.keep}.get(found.section)
 
 

@@ -143,7 +143,7 @@ def _window(bound: Bound) -> int:
 def _long(bound: Bound) -> int:
     """A length of prompts at which the policy drops entries."""
     entries = bound.shape.layers * bound.shape.kv_heads
-    rules = [x for x in (bound.lowered, bound.decode_lowered) if x is not None]
+    rules = [x for x in (bound.lowered.prefill, bound.lowered.decode) if x is not None]
     keeps = [x.keep for x in rules if x.keep is not None]
     # What a step's number decides is bounded at no step.
     keeps = [keep for keep in keeps if not _of_steps(keep)]
@@ -167,7 +167,7 @@ def _least(bounds: Bounds, keep: Node) -> int:
 
 def _steps(bound: Bound, tokens: int, folds: int = 2) -> int:
     """Decode steps up to the one at which entries leave for the second time, or for another."""
-    if bound.decode is None:
+    if bound.folded.decode is None:
         return 0
     leaving = [step for step in range(1, _STEPS + 1) if bound.leaves_at(step, tokens)]
     return leaving[:folds][-1] if leaving else folds

@@ -147,7 +147,7 @@ def _continued(
 
     A policy with `propagate.every` goes on choosing among them.
     """
-    propagate = run.program.bound.propagate
+    propagate = run.program.bound.folded.propagate
     again = propagate is not None and propagate.repeats
     positions, rows = torch.arange(hidden.shape[1], device=hidden.device), 0
     left: Tensor | None = deeper

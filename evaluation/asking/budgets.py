@@ -61,7 +61,7 @@ def thins_some(bound: Bound, prompt: int) -> bool:
 
 
 def _keep(bound: Bound) -> Node:
-    keep, later = keep_of(bound.lowered), bound.decode_lowered
+    keep, later = keep_of(bound.lowered.prefill), bound.lowered.decode
     if keep.op == "all" and later is not None and later.keep is not None:
         return later.keep
     return keep

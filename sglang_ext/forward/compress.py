@@ -83,13 +83,13 @@ def copy_kept(
     """Write all layers' kept entries, merged and rotated where the policy says so."""
     arena, bound, private = services.arena, run.program.bound, state.compressed_copy
     kernels, layout = state.served.kernels, private.layout
-    if bound.rules.merge is None and bound.positions != "slots":
+    if bound.folded.prefill.merge is None and bound.positions != "slots":
         kernels.compact_layers(arena.storage, slots, kept, private.slots, layout.first_page)
         return
     pages = arena.pages(private.slots)
     for layer, start in enumerate(layout.layer_starts):
         k, v = arena.storage[layer][:, slots].transpose(1, 2)  # each [G, N, D]
-        if bound.rules.merge is not None:
+        if bound.folded.prefill.merge is not None:
             most = run.there(layer).numel() - int(counts[layer].min())
             if most:
                 k, v = run.merged(layer, k, v, most)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def warm(services: Services, served: Served) -> None:
     """Compiles all that a prefill and folds launch."""
     served.warm()
-    if served.bound.decode is not None and served.kernels.read_the_pool:
+    if served.bound.folded.decode is not None and served.kernels.read_the_pool:
         fold(served.program, services.arena.storage.dtype, services.arena.storage.device)
         _move_nothing(services, served)
 

@@ -50,7 +50,7 @@ class Growth:
 
 def _is_steady(bound: Bound) -> bool:
     """Whether every fold leaves no more entries than the prefill may."""
-    decode, rules, shape = bound.decode, bound.rules, bound.shape
+    decode, rules, shape = bound.folded.decode, bound.folded.prefill, bound.shape
     if decode is None or decode.when is not None or bound.propagates:
         return False
     if decode.budget is not None and _size(decode.budget) != _size(rules.budget):

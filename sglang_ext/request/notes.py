@@ -30,7 +30,7 @@ def wanted(bound: Bound, prompt: int) -> int | None:
     Returns:
         Of the last so many, at most; None: of all, because states advance by each.
     """
-    states = {} if bound.decode is None else bound.decode.states
+    states = {} if bound.folded.decode is None else bound.folded.decode.states
     if any(node.type.window for node in nodes_of(state_roots(states))):
         return None
     return bound.step_queries(prompt)

@@ -33,7 +33,7 @@ class Plan:
 
 def plan(bound: Bound, prompt: int) -> Plan | None:
     """The plan for a prompt; None where surely every layer sees all tokens."""
-    lowered = bound.propagate_lowered
+    lowered = bound.lowered.propagate
     if lowered is None:
         return None
     layer, deepest = bound.propagation_layer(prompt), bound.shape.layers - 1

@@ -96,18 +96,18 @@ class Served:
         slots = self._arena.most_slots(entries)
         # Where the policy goes on, what it drops is dropped, even if that saves no slots; and what
         # has left the prefill has left.
-        goes_on = self.bound.decode is not None or self.bound.propagates
+        goes_on = self.bound.folded.decode is not None or self.bound.propagates
         return slots if slots < prompt or goes_on else None
 
     @property
     def keeps_prompt(self) -> bool:
         """Whether nothing leaves before the first decode step."""
-        keeps = keep_of(self.bound.rules).op == "all" and not self.bound.propagates
-        return self.bound.decode is not None and keeps
+        keeps = keep_of(self.bound.folded.prefill).op == "all" and not self.bound.propagates
+        return self.bound.folded.decode is not None and keeps
 
     def folds_within(self, prompt: int, output: int) -> bool:
         """Whether entries may leave while so many tokens are generated."""
-        if self.bound.decode is None:
+        if self.bound.folded.decode is None:
             return False
         # The last token is not computed, so a request of n tokens has n - 1 decode steps.
         steps = range(1, min(output, _MANY))
@@ -220,7 +220,7 @@ class State:
             slot_bytes: of one slot, all layers; what is kept is held twice for a moment.
         """
         bound = self.served.bound
-        changes = bound.rules.merge is not None or bound.positions == "slots"
+        changes = bound.folded.prefill.merge is not None or bound.positions == "slots"
         fits = self.slots * slot_bytes <= MOST_MOVED
         others = self.served.upper_layers or self.propagates or self.resumes
         return self.wanted and fits and not (changes or others)

@@ -28,7 +28,7 @@ def test_a_bound_prefill_keeps_everything_where_the_policy_says_nothing():
     text = "propagate: {first: layer == 1, tokens: recent(2)}\n"
     policy = bound(text)
     assert policy.program.prefill.keep is None
-    assert keep_of(policy.rules).op == keep_of(policy.lowered).op == "all"
+    assert keep_of(policy.folded.prefill).op == keep_of(policy.lowered.prefill).op == "all"
     with pytest.raises(ValueError, match="not bound"):
         keep_of(policy.program.prefill)
 
@@ -47,7 +47,7 @@ def test_steps_at_which_entries_leave():
 def test_nothing_leaves(text):
     if "keep" not in text:
         text += "propagate: {first: layer == 1, tokens: recent(2)}\n"
-    assert bound(text).decode is None
+    assert bound(text).folded.decode is None
     assert bound(text).step_queries(10) == 0
 
 
@@ -98,14 +98,14 @@ def test_queries_that_are_read(text, queries, step):
 
 def test_states_that_nothing_reads_are_dropped():
     unread = bound(HEAT + "keep: recent(4)\ndecode: same\n")
-    assert not unread.rules.states
-    assert not unread.decode.states
+    assert not unread.folded.prefill.states
+    assert not unread.folded.decode.states
     chain = bound(
         "state:\n  a: a + sum[group, query](attn(new))\n  b: b + a\n  c: c + b\n"
         "keep: top(b, 4)\ndecode: same\n"
     )
-    assert set(chain.rules.states) == {"a", "b"} == set(chain.decode.states)
-    assert all(state.next and state.inherited for state in chain.decode.states.values())
+    assert set(chain.folded.prefill.states) == {"a", "b"} == set(chain.folded.decode.states)
+    assert all(state.next and state.inherited for state in chain.folded.decode.states.values())
 
 
 @pytest.mark.parametrize(

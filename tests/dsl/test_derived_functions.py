@@ -36,7 +36,7 @@ def computed(text: str, key: np.ndarray, value: np.ndarray, there=None) -> np.nd
     held = np.ones((G, N), dtype=np.bool_) if there is None else there
     queries = np.zeros((G, 0, D))
     layer = Layer(np.arange(N), key, value, queries, np.arange(0), held)
-    x = Values(bound, bound.rules, {0: layer}, N).value(program.prefill.lets["v"], 0)
+    x = Values(bound, bound.folded.prefill, {0: layer}, N).value(program.prefill.lets["v"], 0)
     if x.data.dtype == np.bool_:
         return x.data & x.present
     return np.where(x.present, x.data, math.nan)

@@ -63,7 +63,7 @@ def agree(bound: Bound, q: np.ndarray, k: np.ndarray, v: np.ndarray, steps: Step
     expected, _ = both(bound, q, k, v, steps, frequencies(k.shape[-1]))
     kept, most = sum(int(x.sum()) for x in expected.kept), max_entries(bound, k.shape[2])
     assert kept <= most, f"{kept} entries are kept, at most {most} were promised"
-    if bound.decode is not None:
+    if bound.folded.decode is not None:
         _assert_served(Store(bound, (q, k, v), steps), expected)
         # All layers at once where that is possible, whoever reads keys and values.
         with patch.object(DecodeSteps, "by_kernels", True):

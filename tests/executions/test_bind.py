@@ -138,7 +138,7 @@ def test_needs(name, values):
 
 def test_splitting_known_numbers_needs_no_data():
     exact = bind(load("pyramidkv").require(), SHAPE, {"exact_total": "true", "capacity": "64"})
-    assert not any(node.when >= When.LAYER for node in exact.lowered.budget.walk())
+    assert not any(node.when >= When.LAYER for node in exact.lowered.prefill.budget.walk())
     assert max_entries(exact, 1000) == 4 * 2 * 64
 
 

@@ -46,7 +46,7 @@ def scores(each, q, k, v) -> torch.Tensor:
     for layer in range(len(k)):
         run.observe(layer, *(torch.tensor(x[layer]) for x in (q, k, v)))
     run.finish()
-    return torch.stack([torch.as_tensor(x.data) for x in run.result(each.lowered.score)])
+    return torch.stack([torch.as_tensor(x.data) for x in run.result(each.lowered.prefill.score)])
 
 
 @pytest.mark.parametrize("queries", ["new", "all", "recent(7)"])
@@ -138,7 +138,9 @@ def test_chunks_are_one_prefill(cuts):
     for layer in range(SHAPE[0]):
         alone.observe(layer, *(torch.tensor(x[layer]) for x in (q, k, v)))
     assert torch.equal(kept, torch.stack(alone.finish()))
-    for one, other in zip(*(x.result(each.lowered.score) for x in (run, alone)), strict=True):
+    for one, other in zip(
+        *(x.result(each.lowered.prefill.score) for x in (run, alone)), strict=True
+    ):
         np.testing.assert_allclose(one.data, other.data, rtol=1e-12)
 
 

@@ -33,7 +33,7 @@ def bound_to(name: str, shape, every: int = 1, **more: str) -> Bound | None:
     program = load(name).require()
     given = {key: x for key, x in {**SETTINGS, **more}.items() if key in program.params}
     bound = bind(program, ModelShape(*shape), given, fold_interval=every)
-    return None if bound.decode is None else bound
+    return None if bound.folded.decode is None else bound
 
 
 DECODING = [name for name in shipped() if bound_to(name, SHAPES[0]) is not None]
@@ -123,7 +123,7 @@ def test_random_policies(part):
     for seed in range(10):
         shape = SHAPES[seed % len(SHAPES)]
         bound = accepted(random, shape)
-        if bound.decode is None or bound.propagates:
+        if bound.folded.decode is None or bound.propagates:
             continue
         one, other = stores(bound, shape, 11, seed)
         for number in (1, 4, 2, 5):
@@ -144,7 +144,7 @@ def test_nothing_waits_before_the_numbers_land(name):
     kernels = {**REFERENCE, **{each: TRITON[each] for each in names}}
     _, store = stores(bound_to(name, shape), shape, 14, 0, kernels=kernels)
     memory = store.memory
-    at_once = memory.bound.decode.merge is not None and memory.steps.rule(14) is None
+    at_once = memory.bound.folded.decode.merge is not None and memory.steps.rule(14) is None
     waited = ["block.py:read tolist"]
     for number in (1, 4, 16):
         memory.land()

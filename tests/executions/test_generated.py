@@ -199,7 +199,7 @@ def test_what_was_added_up_over_queries_is_there_for_all(inner):
     runs = [
         prefill(TorchProgram(bound, report=True, kernels=t), *tensors) for t in (REFERENCE, TABLE)
     ]
-    a, b = (run.result(bound.lowered.score)[0].tensor for run in runs)
+    a, b = (run.result(bound.lowered.prefill.score)[0].tensor for run in runs)
     bar = relative_error(case, *tensors[:2], 200, 400)
     torch.testing.assert_close(a, b, rtol=bar, atol=0.0)
 
@@ -237,7 +237,7 @@ def test_scores_within_the_error_of_float32(name):
     queries = 63 if name == "h2o" else 4
     bar = relative_error(case, q, k, queries, queries * 4 + 8)
     assert bar < 1e-3
-    for a, b in zip(*(run.result(bound.lowered.score) for run in runs), strict=True):
+    for a, b in zip(*(run.result(bound.lowered.prefill.score) for run in runs), strict=True):
         assert a.axes == b.axes
         where = torch.ones_like(a.data, dtype=torch.bool)
         if a.mask is not None:
@@ -259,7 +259,7 @@ def test_slots_and_dense_tensors_agree(name):
     dense, pooled = prefill(program, *tensors), prefill(program, *tensors, slots=True)
     assert not pooled.not_finite
     assert_same_kept(dense, pooled)
-    for root in filter(None, (bound.lowered.score, bound.lowered.keep)):
+    for root in filter(None, (bound.lowered.prefill.score, bound.lowered.prefill.keep)):
         for a, b in zip(dense.result(root), pooled.result(root), strict=True):
             assert torch.equal(torch.as_tensor(a.data), torch.as_tensor(b.data))
 
@@ -310,7 +310,7 @@ def test_other_types_stay_with_torch():
     runs = [
         prefill(TorchProgram(bound, report=True, kernels=t), *tensors) for t in (REFERENCE, TABLE)
     ]
-    for a, b in zip(*(run.result(bound.lowered.score) for run in runs), strict=True):
+    for a, b in zip(*(run.result(bound.lowered.prefill.score) for run in runs), strict=True):
         assert torch.equal(a.data, b.data)
 
 
@@ -328,7 +328,7 @@ def test_chunks_add_up():
     bar = relative_error(case, q[None], k[None], 61, 61 * 2)
     for run in (whole, parts):
         run.finish()
-    (a,), (b,) = (run.result(bound.lowered.score) for run in (whole, parts))
+    (a,), (b,) = (run.result(bound.lowered.prefill.score) for run in (whole, parts))
     torch.testing.assert_close(a.data, b.data, rtol=2 * bar, atol=0.0)
 
 
@@ -384,7 +384,7 @@ def test_expressions(number):
         programs = [TorchProgram(bound, report=True, kernels=t) for t in TABLES]
         assert not programs[1].generated.regions.reasons
         runs = [prefill(program, q, k, v) for program in programs]
-        for a, b in zip(*(run.result(bound.lowered.score) for run in runs), strict=True):
+        for a, b in zip(*(run.result(bound.lowered.prefill.score) for run in runs), strict=True):
             torch.testing.assert_close(a.data, b.data, rtol=0.0, atol=bar * size_of(a))
 
 
@@ -405,7 +405,7 @@ def test_what_is_added_up_over_few_dimensions(score, size):
         bound = inline(score.format(flag=flag), case.shape, "params: {flag: false}\n")
         programs = [TorchProgram(bound, report=True, kernels=t) for t in TABLES]
         runs = [prefill(program, *case.tensors(5)) for program in programs]
-        for a, b in zip(*(run.result(bound.lowered.score) for run in runs), strict=True):
+        for a, b in zip(*(run.result(bound.lowered.prefill.score) for run in runs), strict=True):
             torch.testing.assert_close(
                 torch.as_tensor(a.data).double(), torch.as_tensor(b.data).double(),
                 rtol=0.0, atol=1e-5 * (1 + size_of(a)),

@@ -145,7 +145,7 @@ def scored(score: str, shape: ModelShape) -> tuple[Bound, Node]:
         f"decode:\n  score: |\n    {score}\n",
         shape,
     )
-    keep = bound.decode_lowered.keep
+    keep = bound.lowered.decode.keep
     return bound, next(node for node in nodes_of([keep]) if node.name == "score")
 
 

@@ -45,7 +45,7 @@ def prefill(bound, tokens=12, seed=0) -> Memory:
     for layer in range(SHAPE[0]):
         run.observe(layer, q[layer], k[layer], v[layer])
     run.finish()
-    if bound.rules.merge is not None:
+    if bound.folded.prefill.merge is not None:
         for layer in range(SHAPE[0]):
             run.merged(layer, k[layer], v[layer])
     return Memory.after(run)

@@ -106,7 +106,9 @@ def test_receivers_are_the_same(into, dtype):
     results = []
     for kernels, most in ((REFERENCE, None), (TRITON, None), (TRITON, int((~kept).sum(-1).max()))):
         frame.kernels = kernels
-        merging = Merging.of(bound.lowered.merge, Evaluation(frame), kept, Updates({}), {}, most)
+        merging = Merging.of(
+            bound.lowered.prefill.merge, Evaluation(frame), kept, Updates({}), {}, most
+        )
         results.append((merging.rows(frame.k), merging.rows(frame.v)))
     weights = frame.v.double().norm(dim=-1)
     assert weights.amax() / weights.amin() < 6
@@ -125,7 +127,7 @@ def test_receivers_are_the_same(into, dtype):
 def test_nothing_waits_for_the_device(name, given):
     """Tensors without numbers: what has to read one raises."""
     bound = bind(load(name).require(), ModelShape(3, 4, 2, 8), given)
-    merge = (bound.decode_lowered if name == "cam" else bound.lowered).merge
+    merge = (bound.lowered.decode if name == "cam" else bound.lowered.prefill).merge
     updates = Updates.of(merge.states)
 
     def made(most):

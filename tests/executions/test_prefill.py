@@ -153,7 +153,7 @@ def test_what_a_prefill_computed_goes_with_it(name):
     run = TorchProgram(bound, report=True).start(21)
     drive(run, *recorded(21))
     run.finish()
-    score = weakref.ref(run.result(bound.lowered.score)[0].tensor)
+    score = weakref.ref(run.result(bound.lowered.prefill.score)[0].tensor)
     held = [weakref.ref(x) for x in run._evaluations.values()]
     gc.disable()
     try:

@@ -81,7 +81,7 @@ def test_which_policies_go_together():
     going = []
     for name in shipped():
         bound = bound_to(name)
-        if bound.decode is not None and Steps(bound, False, TABLE).rule(40) is not None:
+        if bound.folded.decode is not None and Steps(bound, False, TABLE).rule(40) is not None:
             going.append(name)
     assert sorted(going) == sorted(SETTINGS)
     assert Steps(bound_to("h2o"), False, REFERENCE).rule(40) is None  # nobody compiles kernels

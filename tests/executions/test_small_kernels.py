@@ -165,7 +165,7 @@ def test_what_is_an_entropy():
     def found(text: str) -> list[str]:
         source = Source("a-test.yaml", f"{HEADER}score: {text}\nbudget: 7\nkeep: top(score)\n")
         bound = bind(load(source).require(), ModelShape(*SHAPE))
-        nodes = nodes_of([bound.lowered.keep])
+        nodes = nodes_of([bound.lowered.prefill.keep])
         return [distribution(node).op for node in nodes if distribution(node) is not None]
 
     votes = "sum[query](attn(recent(3)))"

@@ -65,7 +65,12 @@ def test_a_number_that_is_nan_chooses_nothing():
     bound = bind(load("lava").require(), ModelShape(*SHAPE), POLICIES["lava"])
     frame = Frame(bound, 6, torch.device("cpu"), 2)
     scores = Value(torch.arange(12, dtype=torch.float64).view(2, 6), ("kv", "token"))
-    node = Node("top", axes=("token",), type=bound.lowered.keep.type, when=bound.lowered.keep.when)
+    node = Node(
+        "top",
+        axes=("token",),
+        type=bound.lowered.prefill.keep.type,
+        when=bound.lowered.prefill.keep.when,
+    )
     for number, kept in ((float("nan"), 0), (2.0, 4), (float("inf"), 12)):
         chosen = top(node, frame, scores, Value(torch.tensor(number, dtype=torch.float64)))
         assert chosen.data.sum() == kept

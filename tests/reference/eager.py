@@ -110,7 +110,9 @@ class _Request:
         hidden, chosen = self._pass(ids, plain)
         if chosen is not None:  # a restart
             ids, self.answered.restarted = ids[chosen], chosen.tolist()
-            self.bound = replace(self.bound, propagate=None, propagate_lowered=None)
+            sections = self.bound.folded, self.bound.lowered
+            folded, lowered = (replace(each, propagate=None) for each in sections)
+            self.bound = replace(self.bound, folded=folded, lowered=lowered)
             hidden, _ = self._pass(ids, None)
         self._decide()
         return hidden, len(ids)
@@ -145,7 +147,7 @@ class _Request:
                 return hidden, chosen
             if chosen is not None:
                 hidden, there = hidden[torch.isin(there, chosen)], chosen
-                propagating = self.bound.propagate.repeats
+                propagating = self.bound.folded.propagate.repeats
         return hidden, None
 
     def _heads(self) -> tuple[int, int, int]:
@@ -155,7 +157,7 @@ class _Request:
     def _goes_deeper(self, layer: int) -> Tensor | None:
         """Positions that a propagation at this layer chooses; deeper layers are zeros so far."""
         result = interpret(self.bound, *self.recorded)
-        if self.bound.propagate.repeats:
+        if self.bound.folded.propagate.repeats:
             chosen = (result.propagated or {}).get(layer)
         else:
             chosen = result.propagated if result.selected_layer == layer else None

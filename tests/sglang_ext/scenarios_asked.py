@@ -72,7 +72,7 @@ def _record_pages() -> list[tuple[Any, list[list[Any]]]]:
         keys = arena.storage[:, 0][:, slots].transpose(1, 2).clone()  # they may move
         original(services, request, state, slots, chosen, counts, run)
         private = state.private
-        changed = bound.rules.merge is not None or bound.positions == "slots"
+        changed = bound.folded.prefill.merge is not None or bound.positions == "slots"
         if private is None or changed or state.progress.shift:
             return
         table, own = arena.pages(private.slots), []
