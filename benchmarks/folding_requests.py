@@ -400,7 +400,7 @@ class Crowd:
             started = time.perf_counter()
             with observed:
                 self.tables.write()
-                DecodeStep(self.services, batch).finish()
+                DecodeStep(self.services, batch, batch.reqs).finish()
             seconds = time.perf_counter() - started - observed.kernels
         return observed, seconds
 

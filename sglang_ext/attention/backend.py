@@ -4,7 +4,8 @@ A stock backend instance is kept and its class replaced by a subclass, so that i
 checks and its attributes stay what SGLang expects. Prefills run in the stock backend. So do decode
 batches in which nothing is compressed, with its own kernel and its own CUDA graph; the others are
 read either row by row through lists of entries (torch_native, the reference) or all at once through
-the device tables (all others).
+the device tables (all others). So are the rows of a mixed batch that decode, once the stock backend
+has run: it reads slots that they have given up.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def attach(backend: Any, name: str, services: Services, heads: int, dtype: torch
         from kvpolicy.kernels.attention.paged_attention import paged_attention
 
         members = {"forward_decode": _decode_by_lists(stock, services, paged_attention)}
+        reader = None
     else:
         # Triton decides when its kernels are made whether they are interpreted, and the reference
         # does not need it.
@@ -63,9 +65,29 @@ def attach(backend: Any, name: str, services: Services, heads: int, dtype: torch
         if step is not None and step.prefill is not None:
             heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
             step.prefill.observe(layer, heads)
-            step.resume.overwrite(layer, heads, out.view(heads.shape), paged_attention)
+            made = out.view(heads.shape)
+            step.resume.overwrite(layer, heads, made, paged_attention)
             step.resume.observe(layer, heads)
+            rows = step.decoding
+            if rows is not None:
+                decode(self, heads[rows], made[rows], layer, batch)
         return out
+
+    def decode(self: Any, heads: Any, out: Any, layer: Any, batch: Any) -> None:
+        """The last rows of a mixed forward, [B, H, D] queries and attention, written in place."""
+        step = _step(services)
+        if step is not None and step.reads:
+            with step.reading():
+                if reader is None:
+                    read = partial(attend, services.arena, layer, paged_attention)
+                    step.overwrite(heads, out, read)
+                else:
+                    last = slice(-heads.shape[0], None)
+                    rows, lengths = batch.req_pool_indices[last], batch.seq_lens[last]
+                    table = self.req_to_token_pool.req_to_token
+                    out.copy_(reader.attend(heads, layer, rows, lengths, table))
+        if graphs.notes_queries(services):
+            services.queries.write(layer, heads, services.arena.layers)
 
     members["forward_extend"] = forward_extend
     backend.__class__ = type(f"KVPolicy{stock.__name__}", (stock,), members)
@@ -114,7 +136,8 @@ def _decode_by_tables(
             with nullcontext() if step is None else step.reading():
                 if save_kv_cache and k is not None:
                     compat.save_kv(self, layer, batch, k, v)
-                made = tables.attend(heads, layer, batch, self.req_to_token_pool.req_to_token)
+                table = self.req_to_token_pool.req_to_token
+                made = tables.attend(heads, layer, batch.req_pool_indices, batch.seq_lens, table)
                 out = made.view(q.shape)
         if out is None:
             out = stock.forward_decode(self, q, k, v, layer, batch, save_kv_cache, **options)
@@ -172,13 +195,19 @@ class TablesReader:
         self.services.queries.reserve(noted, self.dtype, storage.device)
 
     def attend(
-        self, heads: torch.Tensor, layer: Any, batch: Any, req_to_token: torch.Tensor
+        self,
+        heads: torch.Tensor,
+        layer: Any,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        req_to_token: torch.Tensor,
     ) -> torch.Tensor:
-        """[B, H, D] attention of a whole decode batch, compressed requests and others.
+        """[B, H, D] attention of all rows that decode, of compressed requests and others.
 
         Args:
             heads: [B, H, D] queries.
-            batch: SGLang's forward batch, or the one of a capture.
+            rows: [B] of the table of slots.
+            lengths: [B] tokens of the requests.
             req_to_token: [rows, context] SGLang's table of slots.
         """
         from kvpolicy.kernels.attention import decode_readers
@@ -193,8 +222,8 @@ class TablesReader:
             heads,
             services.arena.storage,
             services.tables.tables,
-            batch.req_pool_indices,
-            batch.seq_lens,
+            rows,
+            lengths,
             req_to_token,
             layer=layer.layer_id,
             scale=layer.scaling,

@@ -20,7 +20,6 @@ SERVED_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
 OPTIONS = (
     ("speculative_algorithm", None, "draft tokens are verified against slots that were freed"),
     ("disaggregation_mode", "null", "a compressed request's row cannot be transferred"),
-    ("enable_mixed_chunk", False, "decoding requests would be computed as prefills"),
     ("tp_size", 1, "budgets that depend on all KV heads are not yet reduced over ranks"),
     ("pp_size", 1, "budgets that depend on all layers are not yet reduced over stages"),
     ("attn_cp_size", 1, "keys of one request would be spread over ranks"),

@@ -10,7 +10,7 @@ have gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -52,16 +52,20 @@ class _Follower:
 
 
 class DecodeStep:
-    """The rows of one decode forward."""
+    """The rows of one forward that decode, one each: of a mixed one the last ones."""
 
-    def __init__(self, services: Services, batch: Any) -> None:
+    def __init__(self, services: Services, batch: Any, requests: Sequence[Any]) -> None:
+        """
+        Args:
+            requests: of the batch, those that decode.
+        """
         self._services, self._arena = services, services.arena
         self._table = batch.req_to_token_pool.req_to_token
-        self._lengths = batch.seq_lens_cpu.tolist()
-        self._requests = batch.reqs
+        self._lengths = batch.seq_lens_cpu.tolist()[len(batch.reqs) - len(requests) :]
+        self._requests = requests
         self._followers: dict[int, _Follower] = {}  # by row
         self._private: dict[int, Private] = {}  # by row
-        for i, request in enumerate(batch.reqs):
+        for i, request in enumerate(requests):
             state = state_of(request)
             if state is None:
                 continue

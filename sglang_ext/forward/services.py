@@ -30,6 +30,10 @@ class Forward(Protocol):
     propagate: Any
     decode: Any
 
+    @property
+    def decoding(self) -> slice | None:
+        """Rows that decode in an extend forward, at its current layer; None where it has none."""
+
 
 class Services:
     """The parts of one scheduler that forwards share.

@@ -9,13 +9,17 @@ from kvpolicy.sglang_ext.forward.frame import Frame
 from kvpolicy.sglang_ext.forward.prefill_step import PrefillStep
 from kvpolicy.sglang_ext.forward.propagate import PropagateStep
 from kvpolicy.sglang_ext.forward.resume import ResumeStep
+from kvpolicy.sglang_ext.request.request import decoding_in
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
 
 
 class Step:
-    """The plugin's part in one forward; each part is None in a forward of another kind."""
+    """The plugin's part in one forward; each part is None in a forward of another kind.
+
+    A mixed forward has the parts of both.
+    """
 
     def __init__(self, services: Services, batch: Any) -> None:
         self.prefill: PrefillStep | None = None
@@ -23,13 +27,24 @@ class Step:
         self.propagate: PropagateStep | None = None
         self.decode: DecodeStep | None = None
         if batch.forward_mode.is_extend():
-            frame = Frame(batch)
+            self._frame = frame = Frame(batch)
             self.prefill = prefill = PrefillStep(services, batch, frame)
             self.resume = ResumeStep(services, batch, frame)
             if PropagateStep.wanted(batch):
                 self.propagate = PropagateStep(services, batch, frame, prefill)
+            self._decoding = decoding_in(batch)
+            if self._decoding:
+                self.decode = DecodeStep(services, batch, self._decoding)
         elif batch.forward_mode.is_decode():
-            self.decode = DecodeStep(services, batch)
+            self.decode = DecodeStep(services, batch, batch.reqs)
+
+    @property
+    def decoding(self) -> slice | None:
+        """Rows that decode in an extend forward, at its current layer; None where it has none."""
+        if not self._decoding or self._frame.rows(self._decoding[0]) is None:
+            return None
+        first, last = (self._frame.there(self._decoding[each]) for each in (0, -1))
+        return slice(first.start, last.stop)
 
     def finish(self) -> None:
         """After the forward: compress the prompts that ended in it, and fold."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -352,12 +353,19 @@ def iterate_finishing(batch: Any) -> Iterator[tuple[Any, State | None]]:
             yield request, state_of(request)
 
 
+def decoding_in(batch: Any) -> list[Any]:
+    """Requests of an extend batch that decode (`--enable-mixed-chunk`): its last rows, one each."""
+    return list(batch.decoding_reqs) if batch.forward_mode.is_mixed() else []
+
+
 def iterate_rows(batch: Any) -> Iterator[tuple[Any, State, slice, int]]:
-    """Requests of an extend batch that a policy sees: state, rows, tokens before these."""
-    end = 0
-    for request, prefix, count in zip(
-        batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
-    ):
+    """Requests of an extend batch that a policy sees: state, rows, tokens before these.
+
+    Those that decode are left out.
+    """
+    end, prefilled = 0, len(batch.reqs) - len(decoding_in(batch))
+    rows = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
+    for request, prefix, count in islice(rows, prefilled):
         start, end = end, end + count
         state = state_of(request)
         if state is not None and state.observed:

@@ -63,6 +63,7 @@ class Driver:
         self.answers: dict[str, Answer] = {}
         self.steps = 0
         self.each_step: list[Callable[[], None]] = []
+        self.mixed = 0  # rows that decoded in mixed forwards
         self._aborted: set[str] = set()  # in the queue they get no answer here
         self._inbox: list[Any] = []
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
@@ -130,6 +131,9 @@ class Driver:
         self._paused.acquire()
         if self._failure is not None:
             raise self._failure
+        last = self.scheduler.last_batch
+        if last is not None and last.forward_mode.is_mixed():
+            self.mixed += len(last.decoding_reqs)
         for check in self.each_step:
             check()
 

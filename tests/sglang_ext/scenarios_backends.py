@@ -53,7 +53,7 @@ def answers(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     driver.send("plain hit", hit, policy="none", max_new_tokens=3)
     driver.finish()
     found = {rid: vars(answer) | {"logits": logits[rid]} for rid, answer in driver.answers.items()}
-    return {"requests": found, **driver.left_over()}
+    return {"requests": found, "mixed": driver.mixed, **driver.left_over()}
 
 
 def _note_logits(driver: Any) -> dict[str, dict[int, list[float]]]:

@@ -156,6 +156,7 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
         "retractions": sum(a.retractions for a in answers.values()),
         "aborted": len(aborted),
         "skipped": len(gone - aborted),
+        "mixed": driver.mixed,
         **driver.left_over(),
     }
 

@@ -145,6 +145,7 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
         ),
         "retractions": sum(a.retractions for a in done.values()),
         "aborted": len(aborted),
+        "mixed": driver.mixed,
     }
     return result | driver.left_over()
 

@@ -69,20 +69,21 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1"}
 
 
 @pytest.mark.parametrize(
-    ("interval", "env", "flags"),
+    ("interval", "count", "env", "flags"),
     [
-        (1, {}, {"max_total_tokens": 220}),
-        (3, RETRACT, {"chunked_prefill_size": 32, "page_size": 16}),
-        (2, RETRACT, {"disable_radix_cache": True, "disable_overlap_schedule": True}),
+        (1, 20, {}, {"max_total_tokens": 220}),
+        (3, 20, RETRACT, {"chunked_prefill_size": 32, "page_size": 16}),
+        (2, 20, RETRACT, {"disable_radix_cache": True, "disable_overlap_schedule": True}),
+        (3, 12, RETRACT, {"chunked_prefill_size": 24, "enable_mixed_chunk": True}),
     ],
-    ids=["small-pool", "retracted-paged", "no-radix"],
+    ids=["small-pool", "retracted-paged", "no-radix", "mixed-chunks"],
 )
-def test_answers_do_not_depend_on_what_else_happens(run, interval, env, flags):
+def test_answers_do_not_depend_on_what_else_happens(run, interval, count, env, flags):
     from scenarios_folds import POLICIES
 
     # What `pyramidinfer` keeps depends on the prefix that it finds in the radix cache.
     names = [name for name in POLICIES if name != "pyramidinfer"]
-    seen = run("mixed", interval, env, count=20, seed=interval, names=names, **flags)
+    seen = run("mixed", interval, env, count=count, seed=interval, names=names, **flags)
     assert {name: seen[name] for name in CLEAN} == CLEAN
     assert seen["different"] == []
     assert seen["facts"] == []
@@ -90,6 +91,7 @@ def test_answers_do_not_depend_on_what_else_happens(run, interval, env, flags):
     assert seen["cut"] >= 2
     assert seen["aborted"] >= 1
     assert seen["skipped"] <= 4  # SGLang 0.5.22 admits more at once
+    assert (seen["mixed"] > 50) == ("enable_mixed_chunk" in flags)
     assert (seen["retractions"] > 5) == bool(env)
 
 

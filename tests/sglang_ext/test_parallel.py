@@ -43,12 +43,17 @@ def prompt(seed, length):
 
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
+    """Serves snapkv (48 of every list) and h2o (32, also while decoding), and an experiment.
+
+    Its requests decode in the forwards that prefill others, those of other servers do not.
+    """
     from kvpolicy.evaluation.serving import serve
 
     file = tmp_path_factory.mktemp("experiment") / "experiment.yaml"
     file.write_text(json.dumps(EXPERIMENT))
     flags = {"dp_size": 2, "enable_metrics": True, "admin_api_key": "secret", "kv_experiment": file}
-    flags |= {"kv_policy_fold_interval": 5, "chunked_prefill_size": 128, "env": ENVIRONMENT}
+    flags |= {"kv_policy_fold_interval": 5, "chunked_prefill_size": 128, "enable_mixed_chunk": True}
+    flags |= {"env": ENVIRONMENT}
     with serve(model, [SNAPKV, H2O], SETTINGS, **flags) as server:
         yield server
 

@@ -267,23 +267,25 @@ def test_aborted_between_chunks(scenario):
 
 @server
 @pytest.mark.parametrize(
-    ("env", "flags"),
+    ("count", "env", "flags"),
     [
-        ({}, {"scratch": 2, "max_total_tokens": 1500}),
-        ({**LONG, **RETRACT}, {"max_total_tokens": 1200, "chunked_prefill_size": 64, **PAGED}),
-        (RETRACT, {"chunked_prefill_size": -1, "mem_fraction_static": 0.5}),
+        (30, {}, {"scratch": 2, "max_total_tokens": 1500}),
+        (30, {**LONG, **RETRACT}, {"max_total_tokens": 1200, "chunked_prefill_size": 64, **PAGED}),
+        (30, RETRACT, {"chunked_prefill_size": -1, "mem_fraction_static": 0.5}),
+        (16, LONG, {"chunked_prefill_size": 64, "enable_mixed_chunk": True}),
     ],
-    ids=["few-rows", "retracted-paged-chunks", "retracted"],
+    ids=["few-rows", "retracted-paged-chunks", "retracted", "mixed-chunks"],
 )
-def test_answers_do_not_depend_on_what_else_happens(scenario, env, flags):
+def test_answers_do_not_depend_on_what_else_happens(scenario, count, env, flags):
     snapkv = {"snapkv": ["capacity=40", "window=16"]}
     policies = {**FASTKV, **GEMFILTER, **PYRAMID, **TWO_PASS, **snapkv}
-    seen = scenario(FILE, "mixed", env, policies=policies, count=30, seed=len(flags), **flags)
+    seen = scenario(FILE, "mixed", env, policies=policies, count=count, seed=len(flags), **flags)
     assert seen["different"] == []
     assert (seen["used"], seen["private"], seen["missing_after_flush"]) == (0, 0, 0)
     assert seen["left"] >= 5
     assert seen["aborted"] >= 1
     assert (seen["retractions"] > 0) == ("SGLANG_TEST_RETRACT" in env)
+    assert (seen["mixed"] > 20) == ("enable_mixed_chunk" in flags)
 
 
 @server

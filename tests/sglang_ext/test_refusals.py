@@ -38,7 +38,7 @@ def test_kernels_that_the_device_cannot_compute_are_refused(monkeypatch):
 
 def test_harmless_options_are_served():
     refusals.check_options(options())
-    refusals.check_options(options(dp_size=2))
+    refusals.check_options(options(dp_size=2, enable_mixed_chunk=True))
     refusals.check_options(options(disaggregation_mode=None))
 
 
@@ -47,7 +47,6 @@ def test_harmless_options_are_served():
     [
         {"speculative_algorithm": "EAGLE"},
         {"disaggregation_mode": "prefill"},
-        {"enable_mixed_chunk": True},
         {"tp_size": 2},
         {"pp_size": 2},
         {"enable_dp_attention": True},
