@@ -40,7 +40,7 @@ class Ends:
         keep = None if bound.lowered.decode is None else bound.lowered.decode.keep
         if keep is None:
             return None
-        while keep.op == "choose" and _known(bound, keep.args[1]):
+        while keep.op == "choose" and bound.static.follows(keep.args[1], "prompt"):
             keep = keep.args[0 if bound.number(keep.args[1], prompt) else 2]
         if keep.op != "fill":
             made = _ends(keep)
@@ -56,8 +56,9 @@ class Ends:
         return made if made._lasts(bound) else None
 
     def _lasts(self, bound: Bound) -> bool:
+        """Whether its numbers are the same at every layer and step of a request."""
         numbers = (self.first, self.last, self.budget)
-        return all(_known(bound, node) for node in numbers if node is not None)
+        return all(node is None or bound.static.follows(node, "prompt") for node in numbers)
 
     def numbers(self, bound: Bound, prompt: int) -> tuple[int, int, int]:
         """First entries, last entries and entries in all; of a budget that data decide 0."""
@@ -66,12 +67,6 @@ class Ends:
             0 if node is None else whole(bound.number(node, prompt), MOST) for node in nodes
         )
         return first, last, budget
-
-
-def _known(bound: Bound, node: Node) -> bool:
-    """Whether a number is the same at every layer and step of a request."""
-    needs = bound.static.needs(node)
-    return needs is not None and needs <= {"prompt"}
 
 
 def _ends(taken: Node) -> Ends | None:

@@ -22,7 +22,7 @@ def window_key(node: Node, bound: Bound, steps: bool) -> tuple[object, ...]:
     if not node.args:
         return (node.value,) if steps else ("all",)  # in a prefill all tokens are new
     count = node.args[0]
-    if bound.static.needs(count) == frozenset():
+    if bound.static.follows(count):
         return ("recent", bound.number(count, 1))
     return ("recent", id(count))
 

@@ -78,8 +78,7 @@ class Lasting:
 
     def _same(self, number: Node) -> bool:
         """Whether the host knows a number, and it is the same at every step of a request."""
-        needs = self._bound.static.needs(number)
-        return needs is not None and needs <= {"prompt", "layer"}
+        return self._bound.static.follows(number, "prompt", "layer")
 
     def _present(self, node: Node, taken: Node) -> bool:
         """Whether every entry that is not taken has a value, if the model's tensors are finite."""

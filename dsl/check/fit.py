@@ -23,13 +23,14 @@ def does_not_fit(
         env: as of `host.evaluate`. With `layers`, every layer is tested. What depends on values
             that are not in it is skipped.
     """
-    pairs = [(program.prefill.budget, program.prefill.keep)]
+    first = program.prefill.keep
+    pairs = [(program.prefill.budget, first)]
     if program.propagate:
         pairs.append((program.propagate.budget, program.propagate.tokens))
     if program.decode:
         # What decode inherits from the prefill is reported once.
         budget, keep = program.decode.budget, program.decode.keep
-        if budget is not None or _spans(keep) != _spans(program.prefill.keep):
+        if budget is not None or (keep and keep.span) != (first and first.span):
             pairs.append((budget or program.prefill.budget, keep))
     found = []
     for budget, keep in pairs:
@@ -40,10 +41,6 @@ def does_not_fit(
             if problem is not None:
                 found.append(problem)
     return found
-
-
-def _spans(node: Node | None) -> Span | None:
-    return None if node is None else node.span
 
 
 def _branches(keep: Node) -> Iterator[Node]:

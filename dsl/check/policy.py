@@ -117,10 +117,11 @@ class _FileChecker:
             scope.error("key", message, file.span, "for example `keep: recent(1024)`")
         if any(d.severity == "error" for d in scope.diagnostics):
             return None
+        decided = {name: node for name, node in scope.decided.items() if node is not None}
         program = Program(
             file.get("policy") or "", (file.get("about") or "").strip(),
             (file.get("source") or "").strip(), params, (*requires, *self.conditions()),
-            data, replace(prefill, lets=scope.lets("prefill"), decided=self.decided()),
+            data, replace(prefill, lets=scope.lets("prefill"), decided=decided),
             replace(decode, lets=scope.lets("decode")) if decode else None,
             propagate, share, read, positions, tuple(reported), scope.source,
         )  # fmt: skip
@@ -146,7 +147,9 @@ class _FileChecker:
 
     def unused(self, reported: Mapping[str, Item]) -> None:
         """Warns of names that nothing uses, and checks what they stand for all the same."""
-        for definition in list(check_rules.unused(self.scope)):
+        defined = [x for names in self.scope.definitions.values() for x in names.values()]
+        used = set(self.scope.used)
+        for definition in (x for x in defined if (x.section, x.name) not in used):
             node, item = None, None
             if definition.kind == "let" and isinstance(definition.item.value, Expr):
                 phase = "decode" if definition.section.startswith("decode") else "prefill"
@@ -166,10 +169,6 @@ class _FileChecker:
             message = f"`{name}` is reported, but no rule uses it: it has no value"
             help = "what is reported is not computed for that alone"
             self.scope.warn("unused", message, item.span, help)
-
-    def decided(self) -> dict[str, Node]:
-        """The lets of the prefill whose values decode reads."""
-        return {name: node for name, node in self.scope.decided.items() if node is not None}
 
     def conditions(self) -> tuple[Node, ...]:
         """What must hold for numbers that are neither literals nor parameters.

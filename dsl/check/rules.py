@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvpolicy.dsl.check.arguments import is_no_share, is_token_count
 from kvpolicy.dsl.check.expressions import Typer
-from kvpolicy.dsl.check.names import Context, Definition
+from kvpolicy.dsl.check.names import Context
 from kvpolicy.dsl.check.scope import Scope
 from kvpolicy.dsl.check.selection import type_selection
 from kvpolicy.dsl.ir.nodes import Merge, Node, Propagate, Rules, Share, State, When, brackets
@@ -389,11 +389,3 @@ def note_unserved(scope: Scope, decode: Rules) -> None:
             scope.unserved("`[layer]` in `decode`")
         elif node.across_layers:
             scope.unserved(f"`{node.op}` in `decode`")
-
-
-def unused(scope: Scope) -> Iterator[Definition]:
-    """Definitions that nothing uses."""
-    for section, names in scope.definitions.items():
-        for name, definition in names.items():
-            if (section, name) not in scope.used:
-                yield definition

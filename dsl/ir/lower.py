@@ -104,6 +104,11 @@ class Static:
             self._known[id(node)] = (node, self._find(node))
         return self._known[id(node)][1]
 
+    def follows(self, node: Node, *names: str) -> bool:
+        """Whether a node is a static scalar that depends on nothing but these names."""
+        needs = self.needs(node)
+        return needs is not None and needs <= {*names}
+
     def _find(self, node: Node) -> frozenset[str] | None:
         if node.op == "size":
             if node.value == "cached":
@@ -136,20 +141,20 @@ def fold(sections: Sections, env: Env) -> Sections:
     def rewrite(node: Node) -> Node:
         if node.operation.kind is Kind.LITERAL:
             return node
-        if static.needs(node) == frozenset():
+        if static.follows(node):
             value = evaluate(node)
             if not isinstance(value, float):
                 return _constant(value, node)
         if node.op == "decided":
             made = visit(sections.prefill.decided[node.symbol])
-            return made if static.needs(made) == frozenset() else node
-        if node.op == "choose" and static.needs(node.args[1]) == frozenset():
+            return made if static.follows(made) else node
+        if node.op == "choose" and static.follows(node.args[1]):
             return visit(node.args[0 if evaluate(node.args[1]) else 2])
         args = tuple(visit(argument) for argument in node.args)
         if args == node.args:
             return node
         made = _with_arguments(node, args)
-        if made.type != node.type and static.needs(made) == frozenset():
+        if made.type != node.type and static.follows(made):
             value = evaluate(made)
             return made if isinstance(value, float) else _constant(value, made)
         return made

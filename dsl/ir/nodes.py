@@ -227,6 +227,12 @@ class Merge:
     apply: tuple[str, ...] = ("key", "value")
     states: Mapping[str, State] = field(default_factory=dict)
 
+    @property
+    def parts(self) -> dict[str, Node]:
+        """The values that are given, by key."""
+        names = ("into", "accept", "weight", "own", "divide")
+        return {name: part for name in names if (part := getattr(self, name)) is not None}
+
 
 @dataclass(frozen=True, eq=False)
 class Share:

@@ -44,10 +44,7 @@ def rewritten(section: S, visit: Callable[[Node], Node]) -> S:
 
 def merge_roots(merge: Merge | None) -> list[Node]:
     """The values that a merge reads, its states included."""
-    if merge is None:
-        return []
-    parts = [merge.into, merge.accept, merge.weight, merge.own, merge.divide]
-    return [node for node in (*parts, *state_roots(merge.states)) if node is not None]
+    return [] if merge is None else [*merge.parts.values(), *state_roots(merge.states)]
 
 
 def state_roots(states: Mapping[str, State]) -> list[Node]:

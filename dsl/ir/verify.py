@@ -48,12 +48,10 @@ def _sections(program: Program) -> Iterator[tuple[str, Node | None, str, set[str
         yield "keep", rules.keep, "truth", {"kv", "token"}
         yield "when", rules.when, "truth", set()
         if rules.merge is not None:
-            merge, dropped = rules.merge, {"kv", "dropped"}
-            yield "merge.into", merge.into, "truth", {"kv", "token", "dropped"}
-            yield "merge.accept", merge.accept, "truth", dropped
-            yield "merge.weight", merge.weight, "number", dropped
-            yield "merge.own", merge.own, "number", dropped
-            yield "merge.divide", merge.divide, "number", {"kv", "token"}
+            axes = {"into": {"kv", "token", "dropped"}, "divide": {"kv", "token"}}
+            for name, node in rules.merge.parts.items():
+                kind = "truth" if name in ("into", "accept") else "number"
+                yield f"merge.{name}", node, kind, axes.get(name, {"kv", "dropped"})
     for name, node in program.prefill.decided.items():
         yield f"let.{name}", node, node.type.kind, {"kv", "group", "dim"}
     if program.propagate is not None:

@@ -127,8 +127,9 @@ class _Composer:
         self.kind = kind
         self.flow = 0
 
-    def refuse(self, message: str, event: yaml.Event, help: str | None = None) -> None:
-        self.report(Diagnostic("yaml", message, _span(event, event), help))
+    def refuse(self, message: str, at: yaml.Event | Span, help: str | None = None) -> None:
+        span = at if isinstance(at, Span) else _span(at, at)
+        self.report(Diagnostic("yaml", message, span, help))
 
     def document(self, events: Iterator[yaml.Event]) -> Node | None:
         """The root node of the first document."""
@@ -157,8 +158,7 @@ class _Composer:
                 else:
                     root = node
         if root is None or (isinstance(root, Scalar) and not root.text):
-            message = "the file is empty"
-            self.report(Diagnostic("yaml", message, Span(0, 0), f"start with `{self.kind.begins}`"))
+            self.refuse("the file is empty", Span(0, 0), f"start with `{self.kind.begins}`")
             return None
         return root
 
@@ -183,18 +183,16 @@ class _Composer:
         for key, value in zip(children[::2], children[1::2], strict=True):
             if not isinstance(key, Scalar):
                 if key is not None:
-                    self.report(Diagnostic("yaml", "a key must be a name", key.span))
+                    self.refuse("a key must be a name", key.span)
                 continue
             if not key.text:
-                self.report(Diagnostic("yaml", "a key has no name", key.span))
+                self.refuse("a key has no name", key.span)
             elif key.text == "<<" and key.style is None:
                 message = f"merge keys are not used in {self.kind.several}"
-                help = "write the keys out"
-                self.report(Diagnostic("yaml", message, key.span, help))
+                self.refuse(message, key.span, "write the keys out")
             elif key.text in seen:
                 line, _ = self.source.place(seen[key.text].span.start)
-                message = f"key `{key.text}` appears twice (first on line {line})"
-                self.report(Diagnostic("yaml", message, key.span))
+                self.refuse(f"key `{key.text}` appears twice (first on line {line})", key.span)
             else:
                 seen[key.text] = key
                 if value is not None:
@@ -205,8 +203,8 @@ class _Composer:
         span = _span(event, event)
         if event.style == ">":
             message = f"folded text (`>`) is not used in {self.kind.several}"
-            help = "use `|`, quotes, or one line"
-            self.report(Diagnostic("yaml", message, Span(span.start, span.start + 1), help))
+            at = Span(span.start, span.start + 1)
+            self.refuse(message, at, "use `|`, quotes, or one line")
         if event.style in ("|", ">"):
             written = self.source.text[span.start : span.end].rstrip()
             span = Span(span.start, span.start + len(written))

@@ -224,20 +224,15 @@ def _sections(bound: Bound) -> dict[str, list[tuple[str, Node]]]:
     found["keep"] += [(name, x) for name, s in rules.states.items() for x in (s.start, s.next)]
     if rules.merge is not None:
         merge = rules.merge
-        found["merge"] = [
-            *(("merge.into", merge.into), ("merge.accept", merge.accept)),
-            *(("merge.weight", merge.weight), ("merge.own", merge.own)),
-            ("merge.divide", merge.divide),
-            *((f"merge.{n}", x) for n, s in merge.states.items() for x in (s.start, s.next)),
-        ]
+        found["merge"] = [(f"merge.{name}", node) for name, node in merge.parts.items()]
+        states = merge.states.items()
+        found["merge"] += [(f"merge.{name}", x) for name, s in states for x in (s.start, s.next)]
     if share is not None:
         found["share"] = [("share.direction", share.direction), ("share.except", share.exceptions)]
     propagate = bound.lowered.propagate
     if propagate is not None:
-        found["propagate"] = [
-            *(("propagate.first", propagate.first), ("propagate.every", propagate.every)),
-            *(("propagate.budget", propagate.budget), ("propagate.tokens", propagate.tokens)),
-        ]
+        names = ("first", "every", "budget", "tokens")
+        found["propagate"] = [(f"propagate.{name}", getattr(propagate, name)) for name in names]
     return {
         section: [(name, node) for name, node in roots if node is not None]
         for section, roots in found.items()

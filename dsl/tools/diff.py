@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from itertools import groupby
 
 import numpy as np
 from kvpolicy.dsl.bind.bind import Bound, bind
@@ -15,7 +14,7 @@ from kvpolicy.dsl.bind.model_config import ModelConfig, read_config
 from kvpolicy.dsl.ir.nodes import ModelShape, Program
 from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.tools.commands import executable, execute
-from kvpolicy.dsl.tools.explain_sections import decode_words
+from kvpolicy.dsl.tools.explain_sections import decode_words, layers_text, runs
 from kvpolicy.dsl.tools.units import size_text
 
 # The sample is smaller than the model, so that it takes seconds.
@@ -76,11 +75,10 @@ def _entries(first: Bound, second: Bound, length: int) -> Iterator[str]:
     ]
     kv_heads = first.shape.kv_heads
     pairs = list(zip(*([n / kv_heads for n in size.layer] for size in sizes), strict=True))
-    for (a, b), group in groupby(range(len(pairs)), key=pairs.__getitem__):
-        layers = list(group)
+    for layers in runs(pairs):
+        a, b = pairs[layers[0]]
         if a != b:
-            name = f"layers {layers[0]}-{layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
-            yield f"{name:<14} {a:>11,.1f} -> {b:,.1f}"
+            yield f"{layers_text(*layers):<14} {a:>11,.1f} -> {b:,.1f}"
     means = [size.total / (first.shape.layers * kv_heads) for size in sizes]
     if means[0] != means[1]:
         yield f"{'mean':<14} {means[0]:>11,.1f} -> {means[1]:,.1f}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvpolicy.dsl.ir.nodes import AXES, Type
-from kvpolicy.dsl.ops.operations import Builtin, Function
+from kvpolicy.dsl.ops.operations import Function
 from kvpolicy.dsl.ops.table import BUILTINS, FUNCTIONS
 from kvpolicy.dsl.syntax.sections import FILE, Key
 
@@ -101,12 +101,11 @@ def _axes() -> Iterator[str]:
 
 def _names() -> Iterator[str]:
     yield "## Names\n"
-    rows = [(f"`{b.name}`", f"`{_type(b)}`", _WHERE[b.where], b.meaning) for b in BUILTINS.values()]
+    rows = [
+        (f"`{b.name}`", f"`{Type(b.kind, b.axes, b.unit)}`", _WHERE[b.where], b.meaning)
+        for b in BUILTINS.values()
+    ]
     yield from _table(("name", "type", "exists in", "meaning"), rows)
-
-
-def _type(builtin: Builtin) -> str:
-    return str(Type(builtin.kind, builtin.axes, builtin.unit))
 
 
 def _functions() -> Iterator[str]:

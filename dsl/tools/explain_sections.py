@@ -77,16 +77,8 @@ def sharing(bound: Bound, share: Share, written: Written) -> Iterator[str]:
 
 def merging(merge: Merge, written: Written) -> Iterator[str]:
     """What becomes of dropped entries."""
-    parts = {
-        "into": merge.into,
-        "accept": merge.accept,
-        "weight": merge.weight,
-        "own": merge.own,
-        "divide": merge.divide,
-    }
-    for name, node in parts.items():
-        if node is not None:
-            yield f"  {name:<8} {written(node)}"
+    for name, node in merge.parts.items():
+        yield f"  {name:<8} {written(node)}"
     for name, state in merge.states.items():
         if state.next is not None:
             yield f"  {'state':<8} {name}: {written(state.next)}"

@@ -100,9 +100,11 @@ def measure(
     Raises:
         PolicyError: a prompt that cannot be used.
     """
+    from tqdm import tqdm  # comes with transformers
+
     programs = [TorchProgram(bound) for bound in bounds]
     totals = torch.zeros(3, len(programs), dtype=torch.float64)
-    with _progress(len(prompts) * model.layers) as bar:
+    with tqdm(total=len(prompts) * model.layers, desc="prompts x layers", disable=None) as bar:
         for place, prompt in prompts:
             ids = model.tokens(prompt) if isinstance(prompt, str) else prompt
             totals += _one_prompt(programs, model, place, ids, bar)
@@ -228,10 +230,3 @@ def plot(found: list[Candidate], best: Candidate, limits: Limits, name: str, pat
         figure.savefig(path, format="png", dpi=150)
     except OSError as error:
         raise refused(path, "file", (error.strerror or "cannot be written").lower()) from None
-
-
-def _progress(total: int) -> Any:
-    """A progress bar on the error stream; tqdm comes with transformers."""
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc="prompts x layers", disable=None)
