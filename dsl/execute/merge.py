@@ -1,7 +1,6 @@
 """Merging in the torch program: what dropped entries add to those that stay.
 
-All reads precede all writes. Receivers are found in tiles, so that no matrix of dropped by kept
-entries is held whole. With the kernels of merging nothing waits for the device, if the caller says
+All reads precede all writes. With Triton's kernels nothing waits for the device, if the caller says
 how many entries the KV heads drop at most and no data decide how many receivers an entry has.
 
 Dimensions: G KV heads, n candidates of a layer, P dropped and C kept entries of a KV head, S
@@ -16,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from kvpolicy.dsl.execute.blocks import block_bytes
 from kvpolicy.dsl.execute.combination import Combinations
 from kvpolicy.dsl.execute.evaluate import Evaluation, Updates
 from kvpolicy.dsl.execute.kernels import Entries, Keys
@@ -82,10 +80,7 @@ class Merging:
     _receivers: Receivers = field(init=False)
     _own: torch.Tensor = field(init=False)
     _divide: torch.Tensor = field(init=False)
-    # With the kernels of merging; without them which receivers count, and their weights.
-    _links: Links | None = None
-    _joins: torch.Tensor = field(init=False)
-    _weights: torch.Tensor = field(init=False)
+    _links: Links = field(init=False)
 
     @classmethod
     def of(
@@ -131,23 +126,11 @@ class Merging:
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """Keys or values after the merge: float64 [G, n, D] from [G, n, D]."""
-        if self._links is not None:
-            own, links = (self._own, self._divide), self._links
-            kernel = self.evaluation.frame.kernels["merge_rows"]
-            merged: torch.Tensor = kernel(x, links.sources, links.weights, links.offsets, *own)
-            return merged
-        result, members = x.double().clone(), self._members()
-        for head in range(x.shape[0]):
-            total = torch.zeros_like(result[head])
-            rows = result[head, self._index[head]]
-            for (index, _), weights in zip(self._receivers, self._weights.unbind(2), strict=True):
-                total.index_add_(0, index[head], rows * weights[head, :, None])
-            made = result[head] * self._own[head, :, None] + total
-            divide = self._divide[head, :, None]
-            changed = (members[head, :, None] > 1) & (divide != 0) & divide.isfinite()
-            changed &= made.isfinite().all(-1, keepdim=True)
-            result[head] = torch.where(changed, made / divide, result[head])
-        return result
+        links, kernel = self._links, self.evaluation.frame.kernels["merge_rows"]
+        merged: torch.Tensor = kernel(
+            x, links.sources, links.weights, links.offsets, self._own, self._divide
+        )
+        return merged
 
     def write(self, entries: Entries, proceed: torch.Tensor) -> None:
         """Merges keys or values [G, n, D] in the pool itself.
@@ -156,7 +139,6 @@ class Merging:
             proceed: bool [B, P], of G / B KV heads each; where one is false nothing is written.
         """
         links, kernel = self._links, self.evaluation.frame.kernels["merge_entries"]
-        assert links is not None
         kernel(
             entries.pool, entries.ids, links.sources, links.weights, links.offsets, self._own,
             self._divide, proceed,
@@ -164,7 +146,6 @@ class Merging:
 
     def of_some(self, heads: slice, first: int) -> Merging:
         """The merge of some KV heads, whose first candidates, nobody's, are left out."""
-        assert self._links is not None
         made = Merging(self.merge, self.evaluation, self.kept[heads, first:])
         made._links = self._links.of_some(heads, first)
         made._own, made._divide = (x[heads, first:] for x in (self._own, self._divide))
@@ -180,16 +161,15 @@ class Merging:
         frame, into = self.evaluation.frame, self.merge.into
         there = torch.ones_like(self.kept) if frame.there is None else frame.there
         most = int((there & ~self.kept).sum(-1).max()) if most is None else most
-        following = frame.kernels.get("following", _following)
         steps = 0
         if into.op == "next":
             steps = counts.whole(self.evaluation.number(into.args[0]), frame.tokens)
-        self._index, self._present, *found = following(self.kept, there, most, steps)
+        self._index, self._present, *found = frame.kernels["following"](
+            self.kept, there, most, steps
+        )
         self._receivers = Receivers(*found)
-        if into.op == "nearest" and "nearest" in frame.kernels:
-            self._receivers = self._nearest_by_kernel(into.args[0])
-        elif into.op == "nearest":
-            self._receivers = self._nearest(self._vectors(into.args[0]))
+        if into.op == "nearest":
+            self._receivers = self._nearest(into.args[0])
 
     def _vectors(self, node: Node) -> torch.Tensor:
         """[G, n, D] what is compared."""
@@ -197,8 +177,8 @@ class Merging:
         x = filled(self.evaluation.value(node), 0.0)
         return x.expand(frame.kv, frame.tokens, -1)
 
-    def _nearest_by_kernel(self, node: Node) -> Receivers:
-        """As `_nearest`; keys and values are read in the type of the cache."""
+    def _nearest(self, node: Node) -> Receivers:
+        """The kept entry of the highest cosine; keys and values are read in the cache's type."""
         frame = self.evaluation.frame
         cached = {"key": frame.k, "value": frame.v}
         x = cached[node.op] if node.op in cached else self._vectors(node)
@@ -209,27 +189,6 @@ class Merging:
         found = torch.where(there, order.gather(-1, place), 0)
         return Receivers(found[..., None], there[..., None])
 
-    def _nearest(self, x: torch.Tensor) -> Receivers:
-        """The kept entry of the highest cosine, of equal ones the first."""
-        size = (x * x).sum(-1, keepdim=True).sqrt()
-        unit = (x / size).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        index = torch.zeros_like(self._index)
-        for head in range(x.shape[0]):
-            places = self.kept[head].nonzero()[:, 0]
-            if not len(places):
-                continue
-            among = unit[head, places].T
-            tile = max(1, block_bytes(x.device) // (8 * len(places)))
-            for start in range(0, index.shape[1], tile):
-                rows = self._index[head, start : start + tile]
-                match = (unit[head, rows] @ among).float()
-                best = match == match.amax(-1, keepdim=True)
-                order = torch.arange(len(places), device=x.device)
-                first = torch.where(best, order, len(places)).amin(-1)
-                index[head, start : start + tile] = places[first]
-        there = self._present & self.kept.any(-1, keepdim=True)
-        return Receivers(index[..., None], there[..., None])
-
     # What the expressions of a merge read.
 
     def _compare(self) -> None:
@@ -238,7 +197,7 @@ class Merging:
         Torch would hold both as float64 vectors.
         """
         frame = self.evaluation.frame
-        if "gram" not in frame.kernels or self._receivers.index.shape[2] != 1:
+        if self._receivers.index.shape[2] != 1:
             return
         ((to, there),) = self._receivers
         for name, x in (("key", frame.stored_keys), ("value", frame.stored_values)):
@@ -283,7 +242,7 @@ class Merging:
         x, to = evaluation.value(node.args[0]), self._receivers
         frame = evaluation.frame
         whole = x.mask is None or x.mask is frame.there
-        if "target" in frame.kernels and x.axes == ("kv", "token") and whole:
+        if x.axes == ("kv", "token") and whole:
             data = frame.kernels["target"](x.tensor.double(), to.index, to.there)
             return Value(data, _DROPPED, self._present, _DROPPED, finite=x.finite)
         parts = [(to.index, to.there)]
@@ -317,13 +276,8 @@ class Merging:
         else:
             weight = self._spread(self.evaluation.value(merge.weight), _DROPPED, 0.0)
         to = self._receivers
-        if "merge_rows" in frame.kernels:
-            kernel = frame.kernels["links"]
-            given = (self._index, to.index, to.there, accepted, weight)
-            self._links = Links(*kernel(*given, frame.tokens))
-        else:
-            self._joins = to.there & accepted[..., None]
-            self._weights = torch.where(self._joins, weight[..., None], 0.0)
+        given = (self._index, to.index, to.there, accepted, weight)
+        self._links = Links(*frame.kernels["links"](*given, frame.tokens))
         if merge.own is None:
             self._own = self._one(("kv", "token"))
         else:
@@ -335,22 +289,15 @@ class Merging:
 
     def _members(self) -> torch.Tensor:
         """float64 [G, n], how many entries each receiver has, itself included."""
-        if self._links is not None:
-            return 1.0 + self._links.offsets.diff().double()
-        members = self._one(("kv", "token")).clone(memory_format=torch.contiguous_format)
-        to, joins = (x.flatten(1) for x in (self._receivers.index, self._joins))
-        return members.scatter_add_(1, to, joins.double())
+        return 1.0 + self._links.offsets.diff().double()
 
     def _one(self, axes: tuple[str, ...]) -> torch.Tensor:
         return self._spread(Value(1.0), axes, 0.0)
 
     def _mass(self) -> torch.Tensor:
-        if self._links is not None:
-            kernel = self.evaluation.frame.kernels["merge_mass"]
-            mass: torch.Tensor = kernel(self._links.weights, self._links.offsets, self._own)
-            return mass
-        total = self._own.clone(memory_format=torch.contiguous_format)
-        return total.scatter_add_(1, self._receivers.index.flatten(1), self._weights.flatten(1))
+        kernel = self.evaluation.frame.kernels["merge_mass"]
+        mass: torch.Tensor = kernel(self._links.weights, self._links.offsets, self._own)
+        return mass
 
     def _spread(self, x: Value, axes: tuple[str, ...], filler: float | bool) -> torch.Tensor:
         frame = self.evaluation.frame
@@ -359,22 +306,6 @@ class Merging:
         if x.mask is not None:
             data = filled(replace(x, data=data), filler)
         return aligned(data, x.axes, axes).expand([sizes[axis] for axis in axes])
-
-
-def _following(
-    kept: torch.Tensor, there: torch.Tensor, most: int, steps: int
-) -> tuple[torch.Tensor, ...]:
-    """As the kernel "following"."""
-    dropped, width = there & ~kept, kept.shape[1]
-    index = (~dropped).to(torch.uint8).argsort(dim=-1, stable=True)[:, :most]
-    present = torch.arange(index.shape[1], device=kept.device) < dropped.sum(-1, keepdim=True)
-    order = (~kept).to(torch.uint8).argsort(dim=-1, stable=True)
-    after = kept.long().cumsum(-1).gather(-1, index)[..., None]
-    after = after + torch.arange(steps, device=kept.device)
-    there = present[..., None] & (after < kept.sum(-1)[:, None, None])
-    place = after.clamp(max=max(width - 1, 0)).flatten(1)
-    found = torch.where(there, order.gather(-1, place).view(there.shape), 0)
-    return index, present, found, there
 
 
 def _side(name: str, node: Node) -> int | None:
