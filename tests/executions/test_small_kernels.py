@@ -1,7 +1,7 @@
 """Kernels for what a program computes on small tensors: called where they serve, the same is kept.
 
 Means, variances, entropies, sort keys, ranks and their variance over layers, beside the interpreter
-and beside the torch program without kernels.
+and beside their torch references.
 """
 
 from __future__ import annotations
