@@ -542,6 +542,11 @@ def simulates_output(adder: Any, request: Any) -> bool:
     return request.sampling_params.ignore_eos and getattr(adder.tree_cache, "disable", True)
 
 
+def running_needs(adder: Any, request: Any) -> float:
+    """Slots that the prefill adder reserves for what a running request may still take."""
+    return float(adder._get_running_request_total_token_offset(request))
+
+
 def longest_estimated_output() -> int:
     """Output tokens that the prefill adder reserves at most."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS

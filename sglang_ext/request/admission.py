@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face import asked, compat
 from kvpolicy.sglang_ext.request.reasons import Reason
 from kvpolicy.sglang_ext.request.request import State, state_of
 
@@ -67,10 +67,15 @@ def reserve(store: Store, adder: Any, req: Any, state: State, extend: int | None
         return 0 if may_move else slots
     # The copy takes the prompt's place: it holds both when its prefill ends, and the copy with
     # its output later. Where there is no room for both, the prompt is compacted where it is.
-    needs = _most(slots, own, grows, in_place=False)
-    state.in_place = may_move and needs + page >= _room(adder)
-    if state.in_place:
-        needs = _most(slots, own, grows, in_place=True)
+    for in_place in (False, True) if may_move else (False,):
+        state.in_place, needs = in_place, _most(slots, own, grows, in_place=in_place)
+        if needs + page < _room(adder):
+            break
+        held = _held(slots, own, in_place=in_place)
+        everything = _for_a_moment(adder, req, held + page, slots + grows + page)
+        if everything is not None:
+            needs = everything - page
+            break
     if extend is not None and prefix + extend < tokens:
         return needs - extend  # SGLang reckons with this chunk alone
     return needs - (tokens - prefix + output)
@@ -88,6 +93,41 @@ def _reserve_chunk(adder: Any, req: Any, state: State, slots: int, extend: int |
     return max(min(slots + missing, room), 0)
 
 
+def _for_a_moment(adder: Any, req: Any, now: int, later: int) -> int | None:
+    """Slots that are left in a pass for a request alone that borrows from the output of others.
+
+    What running requests reserve for output to come is free as yet, and the new one gives up its
+    prompt as soon as its prefill has ended.
+
+    Args:
+        now, later: slots that it holds until then, and afterwards with all of its output.
+
+    Returns:
+        None where it does not fit even so.
+    """
+    alone = all(each is req for each in adder.can_run_list)
+    if not alone or req.output_ids or asked.scores(req):
+        return None
+    # SGLang pins what the request found in the radix cache before it looks at its budget.
+    pinned = 0 if adder.can_run_list else req.prefix_len
+    total = int(adder.memory_budget.remaining_total) - pinned
+    current = int(adder.memory_budget.remaining_current) - pinned
+    if later >= total or now >= current:
+        return None
+    tokens = len(req.full_untruncated_fill_ids) - req.prefix_len
+    chunk = tokens if adder.rem_chunk_tokens is None else max(adder.rem_chunk_tokens, 1)
+    steps = adder.ceil_paged_tokens(IN_FLIGHT + -(-tokens // chunk))
+    running = [] if adder.running_batch is None else adder.running_batch.reqs
+    # What a fold may take is kept for it.
+    meanwhile = (compat.running_needs(adder, r) if _folds(r) else steps for r in running)
+    return total - 1 if now < current - sum(meanwhile) else None
+
+
+def _folds(req: Any) -> bool:
+    state = state_of(req)
+    return state is not None and state.folds
+
+
 def _most(slots: int, prompt: int, grows: int, *, in_place: bool) -> int:
     """Slots that a request holds at most: when its prefill ends, or with all of its output.
 
@@ -96,8 +136,12 @@ def _most(slots: int, prompt: int, grows: int, *, in_place: bool) -> int:
         prompt, grows: tokens of its prompt that are its own, and of its output.
         in_place: whether the copy is made within the prompt's slots.
     """
-    held = prompt + IN_FLIGHT
-    return max(held, slots + grows) if in_place else slots + max(held, grows)
+    return max(_held(slots, prompt, in_place=in_place), slots + grows)
+
+
+def _held(slots: int, prompt: int, *, in_place: bool) -> int:
+    """Slots that it holds when its prefill ends; arguments as of `_most`."""
+    return prompt + IN_FLIGHT + (0 if in_place else slots)
 
 
 def _room(adder: Any) -> int:

@@ -1,0 +1,114 @@
+"""What a request must find free when it is admitted: for its prompt now, for its output later."""
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the runtime needs torch")
+
+from kvpolicy.sglang_ext.request import admission  # noqa: E402
+
+PROMPT, COPY, OUTPUT, HELD = 100, 20, 30, 35  # a running request has 15 of its tokens to come
+STORE = SimpleNamespace(
+    whole_pages=lambda slots: slots,
+    dense_capacity=1000,
+    arena=SimpleNamespace(slot_bytes=1),
+)
+
+
+class Adder:
+    """SGLang's prefill adder: a batch that runs, and what it reckons with."""
+
+    per_req_token_overhead = 1
+    tree_cache = SimpleNamespace(disable=False)
+    rem_chunk_tokens = None
+
+    def __init__(self, free, running, folds=False):
+        state = SimpleNamespace(folds=folds)
+        requests = [SimpleNamespace(kv_policy_state=state) for _ in range(running)]
+        self.running_batch = SimpleNamespace(reqs=requests)
+        self.can_run_list = []
+        needs = running * self._get_running_request_total_token_offset(None)
+        self.memory_budget = SimpleNamespace(remaining_current=free, remaining_total=free - needs)
+
+    def ceil_paged_tokens(self, tokens):
+        return tokens
+
+    def _get_running_request_total_token_offset(self, _):
+        return OUTPUT - (HELD - COPY)
+
+
+def request(prefix=0):
+    sampling = SimpleNamespace(max_new_tokens=OUTPUT, ignore_eos=False, custom_params=None)
+    kv = SimpleNamespace(holds_kv=False)
+    return SimpleNamespace(
+        kv=kv,
+        sampling_params=sampling,
+        output_ids=[],
+        prefix_len=prefix,
+        full_untruncated_fill_ids=[0] * PROMPT,
+    )
+
+
+def admits(adder, req, may_move=False):
+    """Whether SGLang's check lets it in; what is left for others in the pass; its state."""
+    state = SimpleNamespace(
+        wanted=True,
+        slots=COPY,
+        prompt=PROMPT,
+        folds=False,
+        in_place=False,
+        may_move=lambda _: may_move,
+    )
+    extend = PROMPT - req.prefix_len
+    tokens = extend + OUTPUT + adder.per_req_token_overhead
+    total = tokens + admission.reserve(STORE, adder, req, state, None)
+    adder.memory_budget.remaining_total -= req.prefix_len  # pinned
+    adder.memory_budget.remaining_current -= req.prefix_len
+    fits = total < adder.memory_budget.remaining_total
+    adder.can_run_list.append(req)
+    total = tokens + admission.reserve(STORE, adder, req, state, extend)
+    return fits, adder.memory_budget.remaining_total - total, state
+
+
+NOW = PROMPT + COPY + admission.IN_FLIGHT + 1  # a page more, as SGLang wants
+MEANWHILE = 4 * (admission.IN_FLIGHT + 1)
+
+
+@pytest.mark.parametrize(("free", "fits"), [(NOW + MEANWHILE, False), (NOW + MEANWHILE + 1, True)])
+@pytest.mark.parametrize("prefix", [0, 10])
+def test_a_prompt_takes_for_a_moment_what_running_requests_need_later(free, fits, prefix):
+    """Their output takes 60 slots in the end; it takes few before the prompt is given up."""
+    found, left, state = admits(Adder(free, running=4), request(prefix))
+    assert (found, state.in_place) == (fits, False)
+    if fits:
+        assert left == 1  # for nobody else in this pass
+
+
+def test_it_is_compacted_in_place_before_it_waits():
+    found, left, state = admits(Adder(NOW + MEANWHILE, running=4), request(), may_move=True)
+    assert (found, left, state.in_place) == (True, 1, True)
+
+
+def test_what_comes_later_must_fit_too():
+    """With all of their output, they and the new one are as large as what is free."""
+    running = 6
+    free = NOW + running * 3 + 1
+    assert admits(Adder(free, running), request())[0]
+    later = COPY + OUTPUT + 1 + running * (OUTPUT - (HELD - COPY))
+    assert later < free
+    many = Adder(free, running)
+    many.memory_budget.remaining_total = COPY + OUTPUT + 1
+    assert not admits(many, request())[0]
+
+
+def test_folds_keep_their_slots():
+    free = NOW + MEANWHILE + 1
+    assert not admits(Adder(free, running=4, folds=True), request())[0]
+    assert admits(Adder(NOW + 4 * 15 + 1, running=4, folds=True), request())[0]
+
+
+def test_one_at_a_time():
+    adder = Adder(NOW + MEANWHILE + 1, running=4)
+    adder.can_run_list.append(request())
+    assert not admits(adder, request())[0]
