@@ -8,7 +8,7 @@ PYTHON := $(VENV)/bin/python -P
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 CHECKED := $(addprefix tests/,dsl conformance commands run executions golden kernels)
 
-.PHONY: setup test check demo demo-experiment lint docs fuzz train bench-kernels tune-kernels clean
+.PHONY: setup test check demo demo-experiment lint docs fuzz train gpu-report bench-kernels tune-kernels clean
 
 setup:
 	@SGLANG=$(SGLANG) VENV=$(VENV) bash tests/environment/setup.sh
@@ -41,8 +41,12 @@ fuzz: setup
 train: setup
 	$(VENV)/bin/python examples/train/train.py $(ARGS)
 
-# Every figure of docs/performance/kernels.md; needs a GPU. Where SGLang and torch are already there,
-# PYTHON=python3 takes them instead of an environment of its own.
+# Every figure of a GPU within an hour, and verdicts (docs/performance/README.md). Where SGLang and
+# torch are already there, PYTHON=python3 takes them instead of an environment of its own.
+gpu-report: $(if $(filter command,$(firstword $(origin PYTHON))),,setup)
+	$(firstword $(PYTHON)) benchmarks/gpu_report.py $(ARGS)
+
+# Every figure of docs/performance/kernels.md.
 bench-kernels: $(if $(filter command,$(firstword $(origin PYTHON))),,setup)
 	$(firstword $(PYTHON)) benchmarks/kernels.py $(ARGS)
 

@@ -66,9 +66,10 @@ class Target:
         made = {"target": self.what, "limit": f"{side} {scale * self.limit:g} {self.unit}"}
         measured = self.figure(times)
         if measured is None:
-            return {**made, "measured": "not measured", "met": None}
+            return {**made, "measured": "not measured", "met": None, "value": None}
         met = measured >= self.limit if self.least else measured <= self.limit
-        return {**made, "measured": f"{scale * measured:.3g} {self.unit}", "met": met}
+        said = f"{scale * measured:.3g} {self.unit}"
+        return {**made, "measured": said, "met": met, "value": measured}
 
 
 @dataclass(frozen=True)

@@ -272,7 +272,7 @@ def asked_of(options: argparse.Namespace, chosen: list, pool: int) -> dict[str, 
     if options.plugin_off:
         made[PLUGIN_OFF] = [(Chosen(None, PLUGIN_OFF), *size) for size in equal]
     made["policies"] = [
-        (each, *size) for size in sizes for each in (none, *chosen) if each.tokens in (0, size[0])
+        (each, *size) for size in sizes for each in (*chosen, none) if each.tokens in (0, size[0])
     ]
     return made
 

@@ -56,11 +56,13 @@ def text(facts: dict) -> str:
         f"Median (10th-90th percentile) over all requests of all rounds; tokens/s are generated "
         f"ones over the time from the first request sent to the last answer; *at once* is the "
         f"largest decode batch; *kept* is what a request held at its end, of prompt and answer.",
-        f"## Equal batch: {facts['at_once']} requests sent together",
-        report.table(HEADER, rows(equal)),
-        f"## A crowd in a pool of {facts['flags']['max_total_tokens']} tokens",
-        report.table(HEADER, rows(tight)),
     ]
+    for title, cells in (
+        (f"Equal batch: {facts['at_once']} requests sent together", equal),
+        (f"A crowd in a pool of {facts['flags']['max_total_tokens']} tokens", tight),
+    ):
+        if cells:
+            parts += [f"## {title}", report.table(HEADER, rows(cells))]
     slower = slower_than_stock(facts["cells"])
     if slower:
         head = ("slower than stock by more than 5 %", "requests", "figure", "of stock's")

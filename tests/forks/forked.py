@@ -29,6 +29,9 @@ FOLDER = "KVPOLICY_TEST_FORKS"  # variable: where the socket is, in the tests th
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 # What `Popen` forks; everything else that a process starts is started as it says.
 MODULES = ("sglang.launch_server", "kvpolicy.evaluation.cli")
+SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
+# SGLang's platform as this tree has it: an environment keeps what it was once set up with.
+PLATFORM = Path(__file__).resolve().parents[1] / "environment" / "platform" / "src"
 PATIENCE = 300  # seconds until SGLang is imported
 _NewInterpreter = subprocess.Popen
 
@@ -86,12 +89,13 @@ class Fork:
 
 
 class Popen(subprocess.Popen):
-    """`subprocess.Popen`, but servers and evaluations are forks."""
+    """`subprocess.Popen`, but servers, evaluations and benchmarks are forks."""
 
     def __new__(cls, args: Any, *more: Any, **options: Any) -> Any:
         words = args if isinstance(args, list) and args[0] == sys.executable else []
         module = words[words.index("-m") + 1] if "-m" in words else None
-        if more or module not in MODULES:
+        script = len(words) > 1 and Path(words[1]).parent == SCRIPTS
+        if more or options.get("stdout") == subprocess.PIPE or not (script or module in MODULES):
             return super().__new__(cls)
         return started(words, **options)
 
@@ -201,7 +205,8 @@ def _ended() -> str:
 def _start(folder: Path, address: Path) -> None:
     script = Path(__file__).with_name("fork_server.py")
     owner = (folder / "owner").read_text()
-    environment = {**ENVIRONMENT, **os.environ, "PYTHONPATH": str(script.parent)}
+    path = os.pathsep.join([str(script.parent), str(PLATFORM)])
+    environment = {**ENVIRONMENT, **os.environ, "PYTHONPATH": path}
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen(
             [sys.executable, "-P", str(script), str(address), owner],

@@ -3,6 +3,7 @@
 import gc
 
 import psutil
+import torch
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
@@ -60,3 +61,9 @@ class CpuTorchPlatform(SRTPlatform):
 
     def get_dispatch_key_name(self):
         return "native"
+
+    def get_torch_profiler_activity_str(self):
+        return "CPU"
+
+    def get_torch_profiler_activity(self):
+        return torch.profiler.ProfilerActivity.CPU

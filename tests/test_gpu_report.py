@@ -1,0 +1,154 @@
+"""`make gpu-report` at toy sizes on a CPU: every section, and sections that do not end well."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import forked
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+PICTURES = {"throughput.png", "latency.png", "prefill.png", "decode.png", "host.png"}
+GOALS = 15
+# Sections in the place of the report's own: each a Python text, and a limit in seconds.
+OTHERS = f"""
+import sys
+sys.path.insert(0, {str(BENCHMARKS)!r})
+import gpu_report, gpu_sections
+def section(name, seconds, text):
+    def steps(setting, model, limit, out):
+        return {{name: [sys.executable, "-c", text, str(out / f"{{name}}.json")]}}
+    gpu_sections.SECTIONS[name] = gpu_sections.Section(name, seconds, name, steps)
+gpu_sections.SECTIONS.clear()
+"""
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_every_section(tmp_path):
+    """Each runs to its end, its figures are on the page, and a CPU gets no verdict."""
+    command = [sys.executable, "benchmarks/gpu_report.py", "--toy", "--out", str(tmp_path)]
+    result = forked.run(command, cwd=ROOT, timeout=600)
+    assert result.returncode == 0, f"{result.stdout[-6000:]}\n{result.stderr[-3000:]}"
+    assert {path.name for path in tmp_path.iterdir()} == {"report.json", "report.md", *PICTURES}
+    facts = json.loads((tmp_path / "report.json").read_text())
+    sections = facts["sections"]
+    assert [*sections] == [
+        *("preflight", "smoke", "numerics", "targets", "server", "host"),
+        *("serving model-tiny", "pools model-tiny"),
+    ]
+    assert {each["state"] for each in sections.values()} == {"done"}
+    found = {name: x for each in sections.values() for name, x in each["results"].items()}
+    assert found["preflight"]["copy"]["median"] > 0
+    assert {case["state"] for case in found["smoke"]["cases"]} == {"passed"}
+    assert found["numerics"]["outcomes"]["passed"] > 20
+    assert len(found["kernels"]["cases"]) == 4
+    assert set(found["server"]["equal"].values()) == {found["server"]["answers"]}
+    assert found["server"]["agreement"] == {"none": 1.0, "snapkv": 1.0, "h2o": 1.0}
+    assert found["server"]["leaked"] == 0
+    assert {row["policy"] for row in found["host"]["rows"]} == {"stock SGLang", "none", "h2o"}
+    assert all(row["host_us"] > 0 for row in found["host"]["rows"])
+    assert {cell["tokens"] for cell in found["serving"]["cells"]} == {200, 300}
+    for pool in ("pool-2.5", "pool-4.5"):
+        at_once = {cell["server"]: max(cell["at_once"]) for cell in found[pool]["cells"]}
+        assert at_once["snapkv 25%"] > at_once["stock SGLang"]
+    assert len(facts["goals"]) == GOALS
+    assert all(goal["verdict"].startswith("not measured") for goal in facts["goals"])
+    page = (tmp_path / "report.md").read_text()
+    assert page.count("| not measured: toy sizes say nothing of a GPU |") == GOALS
+    for name in PICTURES:
+        assert f"]({name})" in page
+        assert (tmp_path / name).stat().st_size > 5_000
+    for title in ("Verdicts", "Sections", "preflight", "targets: kernels", "host: fold_host"):
+        assert f"## {title}\n" in page
+
+
+def others(folder, *words, sections, status):
+    """The report's facts and page after a run of sections of one's own."""
+    lines = [
+        f"section({name!r}, {seconds}, {text!r})" for name, (seconds, text) in sections.items()
+    ]
+    words = ["--toy", "--sections", ",".join(sections), "--out", str(folder), *words]
+    script = "\n".join([OTHERS, *lines, f"gpu_report.main({words!r})"])
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+    assert result.returncode == status, f"{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+    return json.loads((folder / "report.json").read_text()), (folder / "report.md").read_text()
+
+
+WELL = "import sys; open(sys.argv[1], 'w').write('{}')"
+DIES = """
+import os, sys
+print(*range(100), sep="\\n", flush=True)
+open(sys.argv[1], "w").write('{"figure": 1}')
+os.kill(os.getpid(), 11)
+"""
+# Ignores being asked to end, and so does what it has started, in a session of its own.
+HANGS = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+text = "import time; time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", text], start_new_session=True)
+open(sys.argv[1], "w").write('{"child": %d}' % child.pid)
+print("begun", flush=True)
+time.sleep(600)
+"""
+MEMORY = """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+bytearray(1 << 31)
+"""
+
+
+@pytest.mark.slow
+def test_sections_that_do_not_end_well(tmp_path):
+    """The others run; results and last lines stay; a resumed run repeats these only."""
+    sections = {"well": (60, WELL), "dies": (60, DIES), "hangs": (3, HANGS), "memory": (60, MEMORY)}
+    facts, page = others(tmp_path, sections=sections, status=1)
+    found = facts["sections"]
+    states = {name: each["state"] for name, each in found.items()}
+    assert states == {
+        "well": "done",
+        "dies": "failed",
+        "hangs": "time limit",
+        "memory": "out of memory",
+    }
+    [died] = found["dies"]["steps"].values()
+    assert died["status"] == -11
+    assert died["tail"] == [str(n) for n in range(60, 100)]
+    assert found["dies"]["results"] == {"dies": {"figure": 1}}
+    assert found["hangs"]["steps"]["hangs"]["tail"] == ["begun"]
+    assert ended(found["hangs"]["results"]["hangs"]["child"])
+    assert "MemoryError" in found["memory"]["steps"]["memory"]["tail"][-1]
+    for title in ("dies: dies: failed, exit status -11", "hangs: hangs: time limit"):
+        assert f"## {title}\n" in page
+    assert "62\n63\n" in page
+    before = found["well"]
+    sections |= dict.fromkeys(("dies", "memory"), (60, WELL))
+    facts, _ = others(tmp_path, "--resume", sections=sections, status=1)
+    assert facts["sections"]["well"] == before
+    assert facts["sections"]["dies"]["state"] == facts["sections"]["memory"]["state"] == "done"
+    assert facts["sections"]["hangs"]["state"] == "time limit"
+    sections["hangs"] = (9000, WELL)
+    facts, page = others(tmp_path, "--resume", sections=sections, status=1)
+    assert facts["left_out"] == ["hangs"]
+    assert "Left out for want of time: hangs." in page
+
+
+def ended(pid):
+    """Whether a process ends within ten seconds."""
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.1)
+    os.kill(pid, 9)
+    return False
