@@ -44,12 +44,13 @@ class Additive:
         """Whether a value is `before` and what the step's query gives."""
         if node.op == "before":
             return True
-        if node.op not in ("add", "subtract"):
+        if not node.operation.sums or len(node.args) != 2:
             return False
         left, right = node.args
         if self._adds(left, by_token) and self._given(right, by_token):
             return True
-        return node.op == "add" and self._given(left, by_token) and self._adds(right, by_token)
+        turned = node.operation.commutative
+        return turned and self._given(left, by_token) and self._adds(right, by_token)
 
     def _given(self, node: Node, by_token: bool) -> bool:
         """Whether the sum of a value over several steps is its value for all their queries.
@@ -60,18 +61,19 @@ class Additive:
         """
         if by_token and "token" not in node.type.axes:
             return False
-        if node.op in ("sum", "count") and "query" in node.axes and "layer" not in node.axes:
+        row = node.operation
+        if row.adds_up and "query" in node.axes and "layer" not in node.axes:
             return self._of_query(node.args[0])
-        if node.op in ("add", "subtract", "negate"):
+        if row.sums:
             return all(self._given(each, by_token) for each in node.args)
-        if node.op in ("multiply", "divide"):
+        if row.scales:
             first, second = node.args
-            if node.op == "multiply" and self._number(first):
+            if row.commutative and self._number(first):
                 return self._given(second, by_token)
-            fits = self._number(second) if node.op == "multiply" else _not_zero(second)
+            fits = self._number(second) if row.commutative else _not_zero(second)
             return fits and self._given(first, by_token)
-        over = {"sum": {"kv", "group", "token"}, "mean": {"kv", "group"}}.get(node.op)
-        return over is not None and set(node.axes) <= over and self._given(node.args[0], by_token)
+        over = {"kv", "group"} if row.averages else {"kv", "group", "token"}
+        return row.linear and set(node.axes) <= over and self._given(node.args[0], by_token)
 
     def _number(self, node: Node) -> bool:
         return self._static.needs(node) is not None and self.constant(node)

@@ -230,14 +230,15 @@ class Bounds:
             return upper(args[0])
         if node.op in ("round", "ceil"):
             return upper(args[0]) + values / (2 if node.op == "round" else 1)
-        if node.op in ("multiply", "divide"):
+        if node.operation.scales:
+            turns = node.operation.commutative
             factor, x = (
                 (args[1], args[0]) if self._numbers.is_constant(args[1]) else (args[0], args[1])
             )
-            if self._numbers.is_constant(factor) and (node.op == "multiply" or factor is args[1]):
+            if self._numbers.is_constant(factor) and (turns or factor is args[1]):
                 by = self._numbers.value(factor, 0)
                 if by > 0:
-                    return upper(x) * by if node.op == "multiply" else upper(x) / by
+                    return upper(x) * by if turns else upper(x) / by
         if node.op == "choose" and self._numbers.is_constant(args[1]):
             return upper(args[0] if self._numbers.value(args[1], 0) else args[2])
         if node.op == "minimum":

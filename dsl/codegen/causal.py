@@ -47,9 +47,9 @@ def nothing_after(node: Node) -> bool:
         return True
     if node.op == "multiply":
         return any(nothing_after(each) for each in node.args)
-    if node.op in ("add", "subtract"):
+    if node.operation.sums:
         return all(nothing_after(each) for each in node.args)
-    if node.op in ("sum", "mean"):
+    if node.operation.is_reduction and node.operation.linear:
         # What is added up over queries or tokens is there for all of them.
         return not {"query", "token"} & set(node.axes) and nothing_after(node.args[0])
     if node.op == "power" and not _positive(node.args[1]):

@@ -40,16 +40,15 @@ def is_combination(node: Node, side: Side) -> bool:
         return False
     if side(node) is not None:
         return True
-    match node.op:
-        case "negate" | "add" | "subtract":
-            return all(vector(each) for each in node.args)
-        case "multiply" | "divide":
-            x, y = node.args
-            turned = node.op == "multiply" and number(x) and vector(y)
-            return turned or (vector(x) and number(y))
-        case "choose":
-            x, condition, y = node.args
-            return vector(x) and number(condition) and vector(y)
+    if node.operation.sums:
+        return all(vector(each) for each in node.args)
+    if node.operation.scales:
+        x, y = node.args
+        turned = node.operation.commutative and number(x) and vector(y)
+        return turned or (vector(x) and number(y))
+    if node.op == "choose":
+        x, condition, y = node.args
+        return vector(x) and number(condition) and vector(y)
     return False
 
 
@@ -118,9 +117,9 @@ class Combinations:
         if node.op == "choose":
             return self._chosen(node)
         x, *rest = node.args
-        if node.op == "negate":
+        if not rest:  # its opposite
             return self._vector(x).each(lambda value: self._call(node, value))
-        if node.op in ("add", "subtract"):
+        if node.operation.sums:
             return self._joined(node, self._vector(x), self._vector(*rest))
         vector, by = (x, *rest) if "dim" in x.type.axes else (*rest, x)
         number = self.evaluation.value(by)

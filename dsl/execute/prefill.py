@@ -132,7 +132,7 @@ class Prefill:
 
     def _is_additive(self, node: Node) -> bool:
         """Whether a value is a sum over all queries that nothing but their attention decides."""
-        if node.op not in ("sum", "count") or "query" not in node.axes:
+        if not node.operation.adds_up or "query" not in node.axes:
             return False
         if "token" in node.axes or "layer" in node.axes:
             return False

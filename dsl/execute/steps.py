@@ -199,7 +199,7 @@ class Steps:
         if self._bound.static.needs(merge.into.args[0]) is None:
             return False
         roots = merge_roots(merge)
-        if any(node.op in ("key", "value") for node in nodes_of(roots)):
+        if any(node.operation.kind is Kind.VECTOR for node in nodes_of(roots)):
             return False
         return self._of_heads(
             roots, lambda row: row.kind is Kind.MERGE or row.name in ("position", "uniform")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpolicy.dsl.ops.operations import Builtin, Function, Kind, Operation, Parameter
+from kvpolicy.dsl.ops.operations import Builtin, Kind, Operation, Parameter, called
 from kvpolicy.dsl.ops.ranges import SHARE
 
 _VECTOR = ("kv", "token", "dim")
@@ -45,15 +45,12 @@ def _window(
     **traits: Any,
 ) -> Operation:  # fmt: skip
     """Its queries are "recent" (argument: count), "all" or "new" (no argument)."""
-    result = f"number[{', '.join(axes).replace('kv, group', 'head')}]{f' {unit}' if unit else ''}"
-    function = Function(
-        name, "attention", (Parameter("queries", "queries"),), meaning, cost, unit=unit or "none",
-        result=result, group="Attention",
-    )  # fmt: skip
-    return Operation(
-        name, Kind.WINDOW, 0, 1, value="queries", function=function, result="number",
-        result_axes=axes, always_finite=True, interpret=f"leaves.{name}", torch=f"leaves.{name}",
-        **traits,
+    shape = f"number[{', '.join(axes).replace('kv, group', 'head')}]{f' {unit}' if unit else ''}"
+    return called(
+        name, "attention", (Parameter("queries", "queries"),), meaning, cost, kind=Kind.WINDOW,
+        group="Attention", shape=shape, unit=unit or "none", least=0, value="queries",
+        result="number", result_axes=axes, always_finite=True, interpret=f"leaves.{name}",
+        torch=f"leaves.{name}", **traits,
     )  # fmt: skip
 
 
@@ -112,11 +109,11 @@ ROWS = (
             fleeting=True),
     _window("distance", "position of the query minus position of the token; absent where negative",
             "O(w N)", ("query", "token"), "tokens", whole=True, of_tokens_there=True),
-    Operation("uniform", Kind.OTHER, 1, 1, "seed", result="number", interval=SHARE,
-              interpret="leaves.uniform", torch="leaves.uniform", function=Function(
-        "uniform", "uniform", (Parameter("seed"),), "pseudo-random number in [0, 1) per KV head "
-        "and entry, from a hash of seed, layer, head, position and decode step; the same on every "
-        "device", result="number[kv, token]", group="Other")),
+    called("uniform", "uniform", (Parameter("seed"),),
+           "pseudo-random number in [0, 1) per KV head and entry, from a hash of seed, layer, "
+           "head, position and decode step; the same on every device", kind=Kind.OTHER,
+           group="Other", shape="number[kv, token]", result="number", interval=SHARE,
+           interpret="leaves.uniform", torch="leaves.uniform"),
     # Of a merge or share.
     Operation("special", Kind.MERGE, value="name", names=(
         _name("mass", "merge", "own weight plus the weights of the entries merged into a receiver",

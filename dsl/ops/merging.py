@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-from kvpolicy.dsl.ops.operations import Function, Kind, Operation, Parameter
+from kvpolicy.dsl.ops.operations import Kind, Operation, Parameter, called
 
-
-def _row(
-    name: str, rule: str, argument: Parameter, meaning: str, cost: str, *, unit: str = "none",
-    shape: str = "", **traits: Any,
-) -> Operation:  # fmt: skip
-    function = Function(
-        name, rule, (argument,), meaning, cost, unit=unit, result=shape, group="Merging"
-    )
-    return Operation(name, Kind.MERGE, 1, 1, argument.name, function, **traits)
-
+_call = partial(called, kind=Kind.MERGE, group="Merging")
 
 ROWS = (
-    _row("nearest", "receivers", Parameter("x"),
-         "receivers of a dropped entry: the kept entry of the same KV head with the highest cosine "
-         "of x; ties to the lower position", "O(P C D)", result="truth",
-         reads_along=("kv", "token", "dim")),
-    _row("next", "receivers", Parameter("n"),
-         "receivers of a dropped entry: the n kept entries of the same KV head that follow it",
-         "O(P n)", result="truth"),
-    _row("target", "target", Parameter("x"), "mean of x over the receivers of each dropped entry",
-         "O(P size)", unit="first", shape="as x, per dropped entry", reads_along=("token",)),
+    _call("nearest", "receivers", (Parameter("x"),),
+          "receivers of a dropped entry: the kept entry of the same KV head with the highest "
+          "cosine of x; ties to the lower position", "O(P C D)", result="truth",
+          reads_along=("kv", "token", "dim")),
+    _call("next", "receivers", (Parameter("n"),),
+          "receivers of a dropped entry: the n kept entries of the same KV head that follow it",
+          "O(P n)", result="truth"),
+    _call("target", "target", (Parameter("x"),),
+          "mean of x over the receivers of each dropped entry", "O(P size)", unit="first",
+          shape="as x, per dropped entry", reads_along=("token",)),
     Operation("dropped", Kind.MERGE, 1, 1, "x with its axis token read at the dropped entries",
               reads_along=("token",)),
 )  # fmt: skip

@@ -142,6 +142,8 @@ class Operation:
     keeps_present: bool = False  # a value wherever its arguments are finite
     may_be_nan: bool = False  # finite arguments may give what would be NaN, and is 0
     divides: bool = False  # by its second argument
+    linear: bool = False  # of sums of its arguments it gives the sum of its results
+    scales: bool = False  # its first argument, by its second
     of_none: float | None = None  # what a reduction of no value is
     averages: bool = False  # a reduction that divides by the number of values
     shares_out: bool = False  # divides its first argument among the layers
@@ -179,6 +181,16 @@ class Operation:
         return self.of_none is not None and math.isinf(self.of_none)
 
     @property
+    def adds_up(self) -> bool:
+        """A reduction that is the sum of those of parts of its values."""
+        return self.of_none == 0 and self.result == "number" and not self.averages
+
+    @property
+    def sums(self) -> bool:
+        """Elementwise, the sum of its arguments or of their opposites."""
+        return self.elementwise and self.linear
+
+    @property
     def elementwise(self) -> bool:
         """Each value follows from the values at the same place."""
         return self.kind in (Kind.ARITHMETIC, Kind.COMPARISON, Kind.LOGIC, Kind.BRANCH)
@@ -197,3 +209,16 @@ class Operation:
     def reads_tensors(self) -> bool:
         """It reads cached keys or values."""
         return self.reads_queries or self.kind is Kind.VECTOR
+
+
+def called(
+    name: str, rule: str, parameters: tuple[Parameter, ...], meaning: str, cost: str = "O(size)",
+    *, kind: Kind, group: str, shape: str = "", axes: str = "none", unit: str = "none",
+    verb: str = "look", **traits: Any,
+) -> Operation:  # fmt: skip
+    """The row of what authors call as a function: its parameters are its arguments, in order."""
+    function = Function(name, rule, parameters, meaning, cost, axes, unit, verb, shape, group=group)
+    least = sum(not each.optional for each in parameters)
+    order = ", ".join(each.name for each in parameters)
+    given = {"least": least, "most": len(parameters), "names_axes": axes != "none", **traits}
+    return Operation(name, kind, meaning=order, function=function, **given)

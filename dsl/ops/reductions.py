@@ -7,30 +7,26 @@ from functools import partial
 from typing import Any
 
 from kvpolicy.dsl.ops import exact, ranges
-from kvpolicy.dsl.ops.operations import Function, Kind, Operation, Parameter
+from kvpolicy.dsl.ops.operations import Kind, Operation, Parameter, called
 
 
 def _row(
-    name: str, verb: str, meaning: str, unit: str = "first", *, takes: str = "number",
-    interpret: str, triton: str | None = None, result: str = "number", of_none: float = 0,
-    **traits: Any,
+    name: str, verb: str, meaning: str, unit: str = "first", *, of: str = "number",
+    interpret: str, result: str = "number", of_none: float = 0, **traits: Any,
 ) -> Operation:  # fmt: skip
-    function = Function(
-        name, "reduction", (Parameter("x", takes),), meaning, axes="required", unit=unit,
-        verb=verb, result="x without a", group="Reductions",
-    )  # fmt: skip
-    return Operation(
-        name, Kind.REDUCTION, 1, 1, "axes: those removed, or (layer,)", function, result=result,
-        takes="truth" if takes == "truth" else None, names_axes=True, exact=True, per_head=True,
-        of_none=of_none, interpret=f"elementwise.{interpret}", torch="elementwise.reduce",
-        triton=triton, **traits,
+    """`Node.axes` are those removed, or (layer,)."""
+    return called(
+        name, "reduction", (Parameter("x", of),), meaning, kind=Kind.REDUCTION, group="Reductions",
+        shape="x without a", axes="required", unit=unit, verb=verb, result=result, exact=True,
+        per_head=True, of_none=of_none, interpret=f"elementwise.{interpret}",
+        torch="elementwise.reduce", **traits,
     )  # fmt: skip
 
 
 ROWS = (
-    _row("sum", "sum", "sum of the present values; 0 of none", keeps_finite=True, host=exact.total,
-         interval=ranges.total, interpret="total", triton="tl.sum"),
-    _row("mean", "average", "mean of the present values; 0 of none", keeps_finite=True,
+    _row("sum", "sum", "sum of the present values; 0 of none", linear=True, keeps_finite=True,
+         host=exact.total, interval=ranges.total, interpret="total", triton="tl.sum"),
+    _row("mean", "average", "mean of the present values; 0 of none", linear=True, keeps_finite=True,
          averages=True, host=exact.mean, interval=ranges.with_zero, interpret="mean"),
     _row("max", "take the maximum", "largest present value; -inf of none. `max(a, b)`, without "
          "axes, is elementwise", of_none=-math.inf, of_two="maximum",
@@ -41,9 +37,10 @@ ROWS = (
     _row("var", "take the variance", "variance, divided by the number of present values; 0 of "
          "none", "none", keeps_finite=True, averages=True, host=exact.variance,
          interval=ranges.POSITIVE, interpret="variance"),
-    _row("any", "look", "whether it is true anywhere", "none", takes="truth", result="truth",
-         always_finite=True, keeps_finite=True, host=any, interpret="anywhere", triton="tl.max"),
-    _row("count", "count", "how many are true or, of numbers, present", "count", takes="any",
+    _row("any", "look", "whether it is true anywhere", "none", of="truth", takes="truth",
+         result="truth", always_finite=True, keeps_finite=True, host=any, interpret="anywhere",
+         triton="tl.max"),
+    _row("count", "count", "how many are true or, of numbers, present", "count", of="any",
          always_finite=True, keeps_finite=True, whole=True, host=exact.count, interpret="count",
          triton="tl.sum"),
 )  # fmt: skip
