@@ -140,7 +140,7 @@ def _fits(typer: Typer, function: Function, parameter: Parameter, expr: Expr, no
         return False
     if parameter.unit == "tokens" and node.type.absent:
         what = f"the count of `{function.name}`"
-        if function.rule == "split":
+        if function.rule == "across":
             what = f"`{parameter.name}` of `{function.name}`"
         typer.absent(node, expr, what)
         return False

@@ -24,6 +24,7 @@ from kvpolicy.dsl.check.expressions import Typer, typed, unit_words
 from kvpolicy.dsl.check.names import Expansion
 from kvpolicy.dsl.ir.graph import in_order
 from kvpolicy.dsl.ir.nodes import Extent, Node
+from kvpolicy.dsl.ops.forms import form
 from kvpolicy.dsl.ops.operations import Function, Operation
 from kvpolicy.dsl.ops.table import FUNCTIONS, OPERATIONS
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean
@@ -110,7 +111,8 @@ def type_call(typer: Typer, call: Call, fills: bool = False) -> Node | None:
         return None
     if function.rule in _NOT_READ_AT_ONCE and not reduced_at_once(typer, nodes, exprs):
         return None
-    return _RULES[function.rule](Site(typer, call, function, axes, exprs, nodes))
+    rule: Callable[[Site], Node | None] = form(f"calls.{function.rule}", "check")
+    return rule(Site(typer, call, function, axes, exprs, nodes))
 
 
 def _unknown_function(typer: Typer, call: Call) -> None:
@@ -137,10 +139,10 @@ def _pair(typer: Typer, call: Call, op: str) -> Node | None:
     return typer.combine(op, call, written, nodes) if nodes else None
 
 
-# Rules: one function per `rule` of the table
+# Rules, by the name that rows give them.
 
 
-def _reduction(site: Site) -> Node | None:
+def reduction(site: Site) -> Node | None:
     name, axes, x = site.function.name, site.axes, site.nodes["x"]
     if "layer" in axes and len(axes) > 1:
         rest = ", ".join(axis for axis in axes if axis != "layer")
@@ -164,7 +166,7 @@ def in_writing(axes: tuple[str, ...]) -> tuple[str, ...]:
     return axes if "layer" in axes else in_order(axes)
 
 
-def _top(site: Site) -> Node | None:
+def top(site: Site) -> Node | None:
     axes, x, n = site.axes, site.nodes["x"], site.nodes.get("n")
     for axis in axes:
         if axis != "layer" and axis not in x.type.axes:
@@ -183,7 +185,7 @@ def _top(site: Site) -> Node | None:
     return site.make(*args, kind="truth", over=axes, absent=False)
 
 
-def _along(site: Site) -> Node | None:
+def along(site: Site) -> Node | None:
     """What reads along axes and keeps them."""
     x = site.nodes["x"]
     if not site.has_axes("look along") or not site.competes_fairly():
@@ -191,7 +193,7 @@ def _along(site: Site) -> Node | None:
     return site.make(x, over=site.axes, unit=x.type.unit if site.function.unit == "first" else None)
 
 
-def _index(site: Site) -> Node | None:
+def index(site: Site) -> Node | None:
     if len(site.axes) != 1 or site.axes == ("layer",):
         site.refused("arguments", "`index` counts along one axis")
         return None
@@ -200,7 +202,7 @@ def _index(site: Site) -> Node | None:
     return site.make(site.nodes["x"], axes=site.axes, over=site.axes, absent=False)
 
 
-def _pool(site: Site) -> Node | None:
+def pool(site: Site) -> Node | None:
     x, width = site.nodes["x"], site.nodes["width"]
     if not site.has_axes("pool along", ("token",)):
         return None
@@ -208,7 +210,7 @@ def _pool(site: Site) -> Node | None:
     return site.make(x, width, axes=x.type.axes, unit=x.type.unit)
 
 
-def _attention(site: Site) -> Node | None:
+def attention(site: Site) -> Node | None:
     typer, call = site.typer, site.call
     written = site.exprs["queries"]
     args: tuple[Node, ...] = ()
@@ -268,7 +270,7 @@ def _in_layers(site: Site, name: str, takes: str) -> bool:
     return True
 
 
-def _past(site: Site) -> Node | None:
+def past(site: Site) -> Node | None:
     typer, x, n, written = site.typer, site.nodes["x"], site.nodes["n"], site.exprs["n"]
     if not is_in_a_layer(typer, site.call):
         return None
@@ -292,7 +294,7 @@ def _past(site: Site) -> Node | None:
     )  # fmt: skip
 
 
-def _at(site: Site) -> Node | None:
+def at(site: Site) -> Node | None:
     layer, x = site.nodes["layer"], site.nodes["x"]
     if not is_in_a_layer(site.typer, site.call):
         return None
@@ -307,7 +309,7 @@ def _at(site: Site) -> Node | None:
     return site.make(layer, x, kind=x.type.kind, axes=x.type.axes, unit=x.type.unit, absent=True)
 
 
-def _across(site: Site) -> Node | None:
+def across(site: Site) -> Node | None:
     """`split` and `cluster`: one number per layer."""
     function, nodes = site.function, site.nodes
     if not is_in_a_layer(site.typer, site.call):
@@ -322,7 +324,7 @@ def _across(site: Site) -> Node | None:
         if node.type.absent:
             site.typer.absent(node, site.exprs[name], f"`{name}` of `{function.name}`")
             return None
-    one = "k" if function.rule == "cluster" else "total"
+    one = "k" if "k" in nodes else "total"
     if one == "k" and not site.is_static("k", "`k`"):
         return None
     if not site.is_alike(one, f"`{one}`"):
@@ -331,7 +333,7 @@ def _across(site: Site) -> Node | None:
     return site.make(*order, over=("layer",), unit="tokens" if one == "total" else None)
 
 
-def _uniform(site: Site) -> Node | None:
+def uniform(site: Site) -> Node | None:
     context = site.typer.context
     if context.phase == "static":
         site.refused("phase", "`uniform` is not known before the prefill")
@@ -342,7 +344,7 @@ def _uniform(site: Site) -> Node | None:
     return site.typer.at_dropped(node)
 
 
-def _receivers(site: Site) -> Node | None:
+def receivers(site: Site) -> Node | None:
     name, vectors = site.function.name, site.row.reads_along
     if not site.typer.receivers:
         site.refused("merge", f"`{name}` stands only in `merge.into`")
@@ -357,7 +359,7 @@ def _receivers(site: Site) -> Node | None:
     return site.make(node, kind="truth", axes=("kv", "token", "dropped"), absent=False)
 
 
-def _target(site: Site) -> Node | None:
+def target(site: Site) -> Node | None:
     x = site.nodes["x"]
     if not site.typer.context.in_merge:
         site.refused("merge", "`target` means something only inside `merge`")
@@ -368,12 +370,12 @@ def _target(site: Site) -> Node | None:
     return site.make(x, axes=axes, unit=x.type.unit, absent=False)
 
 
-def _elementwise(site: Site) -> Node | None:
+def elementwise(site: Site) -> Node | None:
     x = site.nodes["x"]
     return site.make(x, unit=x.type.unit if site.function.unit == "first" else None)
 
 
-def _derived(site: Site) -> Node | None:
+def derived(site: Site) -> Node | None:
     typer, call, function, axes, exprs, nodes = site
     if function.axes == "required":
         for name in nodes.keys() & {"x", "y"}:
@@ -399,23 +401,3 @@ def _derived(site: Site) -> Node | None:
 def _body(function: Function) -> Expr:
     assert function.body is not None
     return parse_expression(function.body, lambda offset: offset)
-
-
-Rule = Callable[[Site], Node | None]
-_RULES: dict[str, Rule] = {
-    "reduction": _reduction,
-    "top": _top,
-    "along": _along,
-    "index": _index,
-    "pool": _pool,
-    "attention": _attention,
-    "past": _past,
-    "at": _at,
-    "split": _across,
-    "cluster": _across,
-    "uniform": _uniform,
-    "receivers": _receivers,
-    "target": _target,
-    "elementwise": _elementwise,
-    "derived": _derived,
-}

@@ -27,16 +27,16 @@ ROWS = (
           "x at that layer; absent where that layer does not exist, or is deeper than this one "
           "and x is known at its own layer", "size kept", shape="as x", exact=True,
           interval=ranges.last, interpret="layers.at"),
-    _partition("split", "split", _SHARED,
+    _partition("split", "across", _SHARED,
                "whole numbers for the layers that add up to floor(total), in proportion to the "
                "weights; no layer gets more than max", "O(L log L)", shape="number tokens",
                takes="number", exact=True, shares_out=True, interpret="layers.split"),
-    _partition("cascade", "split", _SHARED,
+    _partition("cascade", "across", _SHARED,
                "`split` made after every layer among the layers so far; each layer has the least "
                "that any of these gave it, because what left does not come back", "O(L^2 log L)",
                shape="number tokens", takes="number", shares_out=True,
                interpret="layers.cascade"),
-    _partition("cluster", "cluster", (Parameter("x"), Parameter("k")),
+    _partition("cluster", "across", (Parameter("x"), Parameter("k")),
                "optimal k-means of one number per layer; the label of this layer, 0 for the lowest "
                "mean", "O(k L^2)", shape="number", interpret="layers.cluster"),
 )  # fmt: skip

@@ -50,9 +50,9 @@ class Parameter:
 class Function:
     """A function of the language.
 
-    `rule` names how the checker types it; "derived" functions have a `body`. `axes` says whether
-    brackets are "none", "required", "optional" (default `token`), "layer" or "token" (exactly that
-    one). `unit` is the result's: "same" (arguments agree), "first", "none", "tokens".
+    `rule` is what types it, of `check/calls.py`; "derived" functions have a `body`. `axes` says
+    whether brackets are "none", "required", "optional" (default `token`), "layer" or "token"
+    (exactly that one). `unit` is the result's: "first", "none", "tokens" or "count".
     """
 
     name: str

@@ -53,6 +53,7 @@ def paths(execution):
 def test_every_form_that_a_row_names_is_there(execution):
     for path in paths(execution):
         assert callable(form(path, FOLDERS[execution]))
+    assert all(callable(form(f"calls.{function.rule}", "check")) for function in FUNCTIONS.values())
 
 
 @pytest.mark.parametrize("execution", FOLDERS)
