@@ -88,15 +88,14 @@ def decode(
         names: the recording's position for each of the cache's.
     """
     results = []
-    rules = cache.bound.program.decode
+    rules, read = cache.bound.program.decode, cache.bound.folded.decode
     for q, k, v in zip(*steps, strict=True):
         cache.generated += 1
         leaves = cache.bound.leaves_at(cache.generated, cache.prompt)
         named: dict[str, list[LayerValue]] = {}
         for layer in range(len(cache.layers)):
             cache.append(layer, q[layer], k[layer], v[layer])
-            if rules is not None and cache.bound.folded.decode is not None:
-                read = cache.bound.folded.decode
+            if rules is not None and read is not None:
                 _step(cache, rules, read, layer, leaves, inv_freq, named)
         cache.position += 1
         results.append(_result(cache, names, named))

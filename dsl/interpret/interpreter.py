@@ -289,6 +289,12 @@ def _result(last: _Pass, chosen: np.ndarray, tokens: int) -> Result:
         name: [reported(last.merge_states.get((name, layer))) for layer in e.every_layer]
         for name in names
     }
+    lets = {name: e.rules.lets[name] for name in bound.folded.prefill.lets}
+    named = {
+        name: [reported(e.value(let, layer)) for layer in e.every_layer]
+        for name, let in lets.items()
+        if name not in bound.tested
+    }
     if tokens == 0:
         return Result([np.zeros((kv, 0), np.bool_) for _ in kept], None, None)
     return Result(
@@ -297,18 +303,8 @@ def _result(last: _Pass, chosen: np.ndarray, tokens: int) -> Result:
         scores or None,
         merged=merged if changes else None,
         thresholds=thresholds,
-        named=_named(last),
+        named=named,
     )
-
-
-def _named(last: _Pass) -> dict[str, list[LayerValue]]:
-    names = [name for name in last.bound.folded.prefill.lets if name not in last.bound.tested]
-    return {
-        name: [
-            reported(last.e.value(last.e.rules.lets[name], layer)) for layer in last.e.every_layer
-        ]
-        for name in names
-    }
 
 
 def _on_prompt(x: np.ndarray, where: np.ndarray, tokens: int, fill: float | bool) -> np.ndarray:

@@ -14,7 +14,6 @@ from functools import cached_property
 import yaml
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic
 from kvpolicy.dsl.syntax.source import Source, Span
-from kvpolicy.dsl.syntax.yaml_problems import yaml_diagnostic
 
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 12
@@ -106,6 +105,8 @@ def read_yaml(
     try:
         return composer.document(iter(yaml.parse(source.text, Loader=yaml.SafeLoader)))
     except yaml.YAMLError as error:
+        from kvpolicy.dsl.syntax.yaml_problems import yaml_diagnostic  # of no use otherwise
+
         report(yaml_diagnostic(error, source))
     except (ValueError, OverflowError):  # PyYAML converts escapes such as \UFFFFFFFF unchecked
         report(Diagnostic("yaml", "a quoted text has an impossible escape", Span(0, 0)))
