@@ -310,26 +310,17 @@ def _open_brackets(text: str) -> int:
 def _same(old: Node, new: Node, source: Source, comments: list[Comment]) -> bool:
     texts = sorted(comment.text for comment in comments)
     kept = sorted(comment.text for comment in find_comments(source, new))
-    return texts == kept and _says_the_same(old, new)
+    return texts == kept and _said(old) == _said(new)
 
 
-def _says_the_same(old: Node, new: Node) -> bool:
-    """Whether two nodes agree but for the order of keys and the spacing of expressions."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        left, right = ({name.text: value for name, value in n.entries} for n in (old, new))
-        return left.keys() == right.keys() and all(
-            _says_the_same(value, right[name]) for name, value in left.items()
-        )
-    if isinstance(old, Sequence) and isinstance(new, Sequence):
-        pairs = zip(old.items, new.items, strict=False)
-        return len(old.items) == len(new.items) and all(_says_the_same(a, b) for a, b in pairs)
-    if not isinstance(old, Scalar) or not isinstance(new, Scalar):
-        return False
-    return old.text == new.text or _words(old.text) == _words(new.text)
-
-
-def _words(text: str) -> list[str] | None:
+def _said(node: Node) -> object:
+    """What a node says, whatever the order of its keys and the spacing of expressions."""
+    if isinstance(node, Mapping):
+        return {name.text: _said(value) for name, value in node.entries}
+    if isinstance(node, Sequence):
+        return [_said(item) for item in node.items]
+    assert isinstance(node, Scalar)
     try:
-        return [str(token) for token in tokenize(text)]
+        return tuple(str(token) for token in tokenize(node.text))
     except ExpressionError:
-        return [text]
+        return node.text

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from kvpolicy.dsl.bind.bind import Bound, bind
@@ -42,9 +43,13 @@ def difference(
     yield f"{names[0]} -> {names[1]}, {config.name}, {length:,} tokens"
     yield from _section("Parameters", _parameters(first, second))
     yield from _section("Entries kept per KV head, at most", _entries(first, second, length))
-    yield from _section("Tokens that reach the last layer", _reached(first, second, length))
-    yield from _section("While decoding", _decode(first, second))
-    yield from _section("KV cache, at most", _bytes(first, second, config, length))
+    reached = [lengths(bound, length)[-1][1] for bound in (first, second)]
+    most = _change(reached, "at most {} -> {}", "{:,}".format)
+    yield from _section("Tokens that reach the last layer", most)
+    words = [decode_words(bound) for bound in (first, second)]
+    yield from _section("While decoding", _change(words))
+    sizes = [config.kv_size(max_entries(bound, length)) for bound in (first, second)]
+    yield from _section("KV cache, at most", _change(sizes, shown=size_text))
     yield from _section("Overlap on a sample", _overlap(programs, config.shape, length))
 
 
@@ -84,22 +89,11 @@ def _entries(first: Bound, second: Bound, length: int) -> Iterator[str]:
         yield f"{'mean':<14} {means[0]:>11,.1f} -> {means[1]:,.1f}"
 
 
-def _reached(first: Bound, second: Bound, length: int) -> Iterator[str]:
-    a, b = (lengths(bound, length)[-1][1] for bound in (first, second))
-    if a != b:
-        yield f"at most {a:,} -> {b:,}"
-
-
-def _decode(first: Bound, second: Bound) -> Iterator[str]:
-    a, b = decode_words(first), decode_words(second)
-    if a != b:
-        yield f"{a} -> {b}"
-
-
-def _bytes(first: Bound, second: Bound, config: ModelConfig, length: int) -> Iterator[str]:
-    a, b = (config.kv_size(max_entries(bound, length)) for bound in (first, second))
-    if a != b:
-        yield f"{size_text(a)} -> {size_text(b)}"
+def _change(
+    values: Sequence[object], text: str = "{} -> {}", shown: Callable[[Any], str] = str
+) -> Iterator[str]:
+    if values[0] != values[1]:
+        yield text.format(*map(shown, values))
 
 
 def _overlap(programs: list[Program], shape: ModelShape, length: int) -> Iterator[str]:

@@ -47,13 +47,14 @@ def main(args: argparse.Namespace) -> int:
 def roots(bound: Bound) -> Iterator[tuple[str, Node]]:
     """Everything that decides, by name."""
     for prefix, rules in (("", bound.folded.prefill), ("decode.", bound.folded.decode)):
+        if rules is None:
+            continue
         for name in ("score", "budget", "keep", "when"):
-            node = None if rules is None else getattr(rules, name)
-            if node is not None:
-                yield prefix + name, node
-        for place, node in enumerate([] if rules is None else state_roots(rules.states)):
+            if getattr(rules, name) is not None:
+                yield prefix + name, getattr(rules, name)
+        for place, node in enumerate(state_roots(rules.states)):
             yield f"{prefix}state.{place}", node
-        for place, node in enumerate([] if rules is None else merge_roots(rules.merge)):
+        for place, node in enumerate(merge_roots(rules.merge)):
             yield f"{prefix}merge.{place}", node
     for place, node in enumerate(propagate_roots(bound.folded.propagate)):
         yield f"propagate.{place}", node
