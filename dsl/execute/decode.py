@@ -76,8 +76,7 @@ class Memory:
         self.land()
         generated = self.generated + steps
         leaves = leaves and self.bound.leaves_at(generated, self.prompt)
-        rule = self.steps.rule(self.prompt)
-        same = None if rule is None else self.steps.same(rule, self.prompt, generated)
+        same = self.steps.same(self.steps.rule(self.prompt), self.prompt, generated)
         # Lists of a block are as wide as the longest: at most twice what a request needs.
         size = (self.width + steps).bit_length()
         return id(self.steps), self.not_finite, steps, leaves, same, size

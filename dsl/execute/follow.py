@@ -37,7 +37,7 @@ class Shown:
     """What T decode steps show of B requests.
 
     Attributes:
-        block: with the entries of the steps; its states are those before them.
+        block: with the entries of the steps; its states are those before them, then those after.
         prompts: [B]; generated: [B] decode steps so far, these included; number: T.
         k, v: of all lists, or None where nothing reads them.
         q: [B * L * H, T, D], or of the last steps those that are read; None where none are.
@@ -113,15 +113,12 @@ class Lists:
             states = evaluation.states_of(steps.updates.states)
         return states
 
-    def deciding(self, states: dict[str, Value]) -> Evaluation:
+    def deciding(self) -> Evaluation:
         """The evaluation of the last step, after its states have advanced."""
         evaluation = self._evaluation(self._frame(0), self.shown.steps.leaving)
-        evaluation.before, evaluation.after = states, dict(states)
+        evaluation.before = {name: self.part(x) for name, x in self.shown.block.states.items()}
+        evaluation.after = dict(evaluation.before)
         return evaluation
-
-    def states(self) -> dict[str, Value]:
-        """The states of the block, where steps do not advance them."""
-        return self._before()
 
     def part(self, x: Value, later: int = 0) -> Value:
         """What a value of the block is of these lists, without the last columns."""

@@ -212,14 +212,18 @@ class _Following:
     def go(self) -> Staying | None:
         block = self._extended(going_on([each.block for each in self.memories]))
         shown = self._shown(block)
-        lists = self._lists(shown) if self.advances or self.leaves else []
-        states: list[dict[str, Value]] = []
+        if self.advances:
+            lists = self._lists(shown, alike=self.steps.states_alike)
+            states = [own.advanced() for own in lists]
+            block.states = {name: _together(lists, [x[name] for x in states]) for name in states[0]}
+            self._note(block, lists)
         decisions: list[_Decision] = []
-        for own in lists:
-            states.append(own.advanced() if self.advances else own.states())
-            if self.leaves:
-                decisions.append(self._decided(own, states[-1]))
-        self._remember(shown, lists, states)
+        if self.leaves:
+            lists = self._lists(shown, alike=self.rule is not None)
+            decisions = [self._decided(own) for own in lists]
+            self._note(block, lists)
+        if shown.asked is not None:
+            block.asked = shown.asked.last(self.window)
         staying = self._staying(block, decisions) if self.leaves else None
         for place, memory in enumerate(self.memories):
             reported: dict[str, dict[int, Value]] = {name: {} for name in self.steps.report}
@@ -271,17 +275,17 @@ class _Following:
             [each.generated + self.number for each in self.memories], self.number, k, v, q, asked,
         )  # fmt: skip
 
-    def _lists(self, shown: Shown) -> list[Lists]:
-        """All lists, or those of one layer after the other."""
-        if self.rule is not None:
+    def _lists(self, shown: Shown, *, alike: bool) -> list[Lists]:
+        """All lists, or, where layers are not alike, those of one after the other."""
+        if alike:
             return [Lists(shown)]
         layers = range(shown.block.layers)
         requests = range(len(self.memories))
         return [Lists(shown, request, layer) for request in requests for layer in layers]
 
-    def _decided(self, own: Lists, states: dict[str, Value]) -> _Decision:
+    def _decided(self, own: Lists) -> _Decision:
         """What stays of lists at the last step."""
-        steps, evaluation = self.steps, own.deciding(states)
+        steps, evaluation = self.steps, own.deciding()
         if self.rule is None or isinstance(self.rule, Node):
             kept = evaluation.tensor(steps.keep, AXES)
             there = evaluation.frame.there
@@ -342,13 +346,8 @@ class _Following:
         }
         return replace(evaluation, frame=replace(frame, k=k, v=v), known=known)
 
-    def _remember(self, shown: Shown, lists: list[Lists], states: list[dict[str, Value]]) -> None:
-        """States, queries, and, without waiting for the device, whether all numbers are finite."""
-        block = shown.block
-        if states:
-            block.states = {name: _together(lists, [x[name] for x in states]) for name in states[0]}
-        if shown.asked is not None:
-            block.asked = shown.asked.last(self.window)
+    def _note(self, block: Block, lists: list[Lists]) -> None:
+        """Adds to what is known about NaN and infinity, without waiting for the device."""
         found = [own.finite for own in lists]
         if all(x is None for x in found):
             return

@@ -127,8 +127,11 @@ class Steps:
         # States are known by then.
         self.leaving = Generated.of(bound, self.leaving_roots, kernels, steps=True)
         # Of tensors the order of the entries is enough, not their positions.
-        self.states_alike = self.at_once and self._alike(
-            bound, self.advancing_roots, lambda row: row.reads_tensors
+        known = not any(map(math.isnan, self.fresh.values()))
+        self.states_alike = (
+            self.at_once
+            and known
+            and self._alike(bound, self.advancing_roots, lambda row: row.reads_tensors)
         )
         self.states_alike &= not self.advancing_reads or self.by_kernels
         self.keep_alike = not report and self._alike(
@@ -170,8 +173,7 @@ class Steps:
         if not self.states_alike:
             return None
         entries = all(state.type.axes == ("kv", "token") for state in states)
-        known = not any(math.isnan(x) for x in self.fresh.values())
-        if self.report or not entries or not known or not self._merges_alike():
+        if self.report or not entries or not self._merges_alike():
             return None
         if bound.step_queries(prompt) > 1:
             return None
@@ -228,13 +230,16 @@ class Steps:
             self._places = torch.arange(max(width, 1024) * 2, device=device)
         return self._places[:width]
 
-    def same(self, rule: Ends | Node, prompt: int, generated: int) -> Hashable:
+    def same(self, rule: Ends | Node | None, prompt: int, generated: int) -> Hashable:
         """What is the same at a step of requests that are taken through it together.
 
-        Which rule it is, and the numbers of the host that enter states, scores and merges.
+        Which rule it is, and the numbers of the host that enter states, scores and merges, where
+        these are computed of all requests at once.
         """
         deciding = rule.score if isinstance(rule, Ends) else rule
-        roots = [*self.advancing_roots, deciding, *merge_roots(self.rules.merge)]
+        roots = list(self.advancing_roots) if self.states_alike else []
+        if rule is not None:
+            roots += [deciding, *merge_roots(self.rules.merge)]
         known = [node for node in nodes_of(roots) if self._bound.static.needs(node)]
         numbers = [self._bound.number(node, prompt, generated=generated) for node in known]
         given = isinstance(rule, Ends) and rule.budget is not None

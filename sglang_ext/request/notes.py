@@ -3,7 +3,8 @@
 Between two folds nothing of a request leaves, so its policy need not look on while the model
 computes: keys and values stay where they are, and queries are all that would be gone. After every
 decode forward those of the requests that are followed are kept (queries.py), and each request
-remembers here which are its own, until its policy is taken through the steps at once (follow.py).
+remembers here which are its own, until its policy is taken through the steps at once
+(fold_together.py).
 
 A request holds queries `[L, H, D]` of at most `LONGEST` steps: of fewer where entries leave more
 often or many requests are followed, of the last ones only where its policy reads no others, and of

@@ -35,6 +35,24 @@ PROPAGATION = ["scoring", "chosen rows", "restart", "second prefill", "view"]
 RESUMED = ["resumed pass", "resumed reader", "resumed attention", "resumed following", "fold"]
 
 
+# Whose lists become shorter from fold to fold: they are laid out anew within their pages.
+SHRINKING = """policy: shrinking
+language: 1
+about: A test, whose lists become shorter while they decode.
+keep: all
+decode:
+  keep: sinks(2) then recent(max(6, 30 - 3 * generated))
+"""
+
+
+@pytest.fixture(scope="module")
+def shrinking(tmp_path_factory):
+    """The file of that policy."""
+    path = tmp_path_factory.mktemp("policies") / "shrinking.yaml"
+    path.write_text(SHRINKING)
+    return {str(path): []}
+
+
 @pytest.fixture(scope="module")
 def run(scenario):
     """Runs a scenario of scenarios_faults.py, with folds at every second step."""
@@ -54,8 +72,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_fails_for_one_request_leaves_the_others_as_they_were(run, case):
+def test_what_fails_for_one_request_leaves_the_others_as_they_were(run, shrinking, case):
     policies, points, flags = CASES[case]
+    policies = policies | (shrinking if case == "decode" else {})
     flags = {"count": 10, "chance": 0.3, **flags}
     check(run("mixed", policies=policies, points=points, **flags), points)
 
