@@ -105,15 +105,12 @@ def _sums(bench: Bench, tokens: int) -> Case:
 
 
 def lists_of(model: Model, tokens: int, number: int) -> tuple[torch.Tensor, ...]:
-    """dropped [G, P], their number [G], kept [G, C], their number [G]."""
+    """Columns of dropped entries [G, P], which of them there are, and bool [G, N] what is kept."""
     heads = model.shape.kv_heads
     order = torch.stack([model.permutation(tokens, seed=seed) for seed in range(heads)])
     kept, dropped = (x.sort(-1).values for x in order.split((number, tokens - number), -1))
-
-    def count(x: torch.Tensor) -> torch.Tensor:
-        return torch.full((heads,), x.shape[1], device=model.device)
-
-    return dropped.contiguous(), count(dropped), kept.contiguous(), count(kept)
+    nothing = torch.zeros(heads, tokens, dtype=torch.bool, device=model.device)
+    return dropped, torch.ones_like(dropped, dtype=torch.bool), nothing.scatter(1, kept, True)
 
 
 def _plain_nearest(x: torch.Tensor, dropped: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -121,7 +118,8 @@ def _plain_nearest(x: torch.Tensor, dropped: torch.Tensor, kept: torch.Tensor) -
     unit = torch.nn.functional.normalize(x, dim=-1)
     made = []
     for head in range(x.shape[0]):
-        made.append((unit[head, dropped[head]] @ unit[head, kept[head]].T).argmax(-1))
+        rows = kept[head].nonzero()[:, 0]
+        made.append(rows[(unit[head, dropped[head]] @ unit[head, rows].T).argmax(-1)])
     return torch.stack(made)
 
 
@@ -138,8 +136,9 @@ def _nearest(bench: Bench, tokens: int, number: int) -> Case:
     def check() -> str:
         # The reference in float64 for a part of the dropped ones of every head.
         part = slice(0, min(512, tokens - number))
-        few = (lists[0][:, part].contiguous(), lists[1].clamp(max=512), *lists[2:])
-        assert torch.equal(nearest(x, *lists)[:, part], reference.nearest(x, *few)), "others chosen"
+        few = (lists[0][:, part], lists[1][:, part], lists[2])
+        wanted, _ = reference.nearest(x, *few)
+        assert torch.equal(nearest(x, *lists)[0][:, part], wanted), "others chosen"
         return "the same receivers as in float64, of up to 512 dropped entries per head"
 
     return Case(
@@ -150,7 +149,8 @@ def _nearest(bench: Bench, tokens: int, number: int) -> Case:
 
 def links_of(model: Model, tokens: int, number: int) -> tuple[torch.Tensor, ...]:
     """sources, weights [G, P], offsets [G, n + 1], own, divide [G, n]: random receivers."""
-    dropped, _, kept, _ = lists_of(model, tokens, number)
+    dropped, _, stays = lists_of(model, tokens, number)
+    kept = stays.nonzero()[:, 1].view(len(stays), number)
     heads, device = model.shape.kv_heads, model.device
     generator = torch.Generator(device).manual_seed(4)
     size = dropped.shape

@@ -24,6 +24,7 @@ SETTINGS = {
     "vatp": {"rate": "0.25", "start": "4"},
     "cake": {"capacity": "32", "window": "4"},
     "cam": {"start": "4", "window": "28", "reach": "4"},
+    "d2o": {"rate": "0.01", "start": "4", "least": "0.5"},
     "cam-original": {"start_rate": "0.0625", "recent_rate": "0.4375", "reach": "4"},
 }
 PROMPT, HELD = 64, 32
@@ -44,6 +45,8 @@ def entries(policy: str, prompt: int) -> int:
     """How many entries a list holds after a fold."""
     if policy == "cam-original":
         return int(prompt * 0.0625) + int(prompt * 0.4375)
+    if policy == "d2o":
+        return prompt // 2
     return 2 * (prompt // 4) if policy == "vatp" else HELD
 
 

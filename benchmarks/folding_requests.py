@@ -31,9 +31,11 @@ from kvpolicy.kernels.entries import carry, tally
 from kvpolicy.kernels.merging import (
     following,
     links,
+    means,
     merge_entries,
     merge_rows,
     nearest,
+    pairs,
     share,
     target,
 )
@@ -63,6 +65,8 @@ REFERENCES: dict[str, Callable] = {
     "var_of_layers": over_layers.var_of_layers,
     "any_of_layers": over_layers.any_of_layers,
     "nearest": nearest.nearest,
+    "pairs": pairs.pairs,
+    "means": means.means,
     "draws": draws.draws,
     "finite": finite.finite,
     "following": following.following,

@@ -11,9 +11,11 @@ from kvpolicy.kernels.entries import carry, tally
 from kvpolicy.kernels.merging import (
     following,
     links,
+    means,
     merge_entries,
     merge_rows,
     nearest,
+    pairs,
     share,
     target,
 )
@@ -33,6 +35,8 @@ REFERENCE: dict[str, Callable] = {
     "any_of_layers": over_layers.any_of_layers,
     "split": split.split,
     "nearest": nearest.nearest,
+    "pairs": pairs.pairs,
+    "means": means.means,
     "draws": draws.draws,
     "finite": finite.finite,
     "following": following.following,

@@ -8,9 +8,11 @@ from kvpolicy.kernels.entries import carry_triton, tally_triton
 from kvpolicy.kernels.merging import (
     following_triton,
     links_triton,
+    means_triton,
     merge_entries_triton,
     merge_rows_triton,
     nearest_triton,
+    pairs_triton,
     share_triton,
     target_triton,
 )
@@ -41,6 +43,8 @@ TRITON: dict[str, Callable] = {
     "any_of_layers": over_layers_triton.any_of_layers,
     "split": split_triton.split,
     "nearest": nearest_triton.nearest,
+    "pairs": pairs_triton.pairs,
+    "means": means_triton.means,
     "draws": draws_triton.draws,
     "finite": finite_triton.finite,
     "following": following_triton.following,

@@ -27,6 +27,7 @@ from kvpolicy.kernels.entries.place import place
 from kvpolicy.kernels.entries.rotate import rotate
 from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.kernels.launch import tuned
+from kvpolicy.kernels.merging.following import following
 from kvpolicy.kernels.merging.merge_rows import merge_mass, merge_rows
 from kvpolicy.kernels.merging.nearest import nearest
 from kvpolicy.kernels.scoring.select import ABSENT, top
@@ -258,11 +259,11 @@ def test_the_measured_reader_serves_eager_batches_and_triton_graphs(
 def test_merges():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 60, 64, generator=generator)
-    order = torch.stack([torch.randperm(60, generator=generator) for _ in range(2)])
-    lists = (order[:, :40], torch.tensor([40, 33]), order[:, 40:], torch.tensor([20, 20]))
-    found = [nearest(*(each.to(d) for each in (x, *lists))).cpu() for d in ("cpu", "cuda")]
-    assert found[0].unique().numel() > 10
-    assert torch.equal(*found)
+    kept = torch.rand(2, 60, generator=generator) < 0.3
+    places, real, *_ = following(kept, torch.ones_like(kept), 50, 0)
+    found = [nearest(*(each.to(d) for each in (x, places, real, kept))) for d in ("cpu", "cuda")]
+    assert found[0][0].unique().numel() > 10
+    assert all(torch.equal(one, other.cpu()) for one, other in zip(*found, strict=True))
     receivers, sources = torch.randint(60, (2, 30), generator=generator).sort(-1)
     offsets = torch.stack([torch.searchsorted(row, torch.arange(61)) for row in receivers]).int()
     weights = torch.rand(2, 30, generator=generator, dtype=torch.float64)

@@ -6,7 +6,7 @@ entries alone, so that the lists of many layers and requests can be decided in o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.ir.counts import whole
@@ -14,6 +14,7 @@ from kvpolicy.dsl.ir.nodes import Node
 
 MOST = 2**31  # entries; more are everything
 _TOKEN = ("token",)
+_BEFORE = ("prompt", "layer")  # known before the prefill
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,15 @@ class Ends:
     Attributes:
         first, last: how many first and last entries stay; None: none do because of their place.
         score: by which the rest competes; None: only the ends stay.
-        budget: entries in all; None where there is no score, or the prefill's numbers decide.
+        budget: entries in all, where there is a score.
+        where: layers at which the rule holds, at others everything stays; None: all layers.
     """
 
     first: Node | None
     last: Node | None
     score: Node | None = None
     budget: Node | None = None
+    where: Node | None = None
 
     @classmethod
     def of(cls, bound: Bound, prompt: int) -> Ends | None:
@@ -42,39 +45,71 @@ class Ends:
             return None
         while keep.op == "choose" and bound.static.follows(keep.args[1], "prompt"):
             keep = keep.args[0 if bound.number(keep.args[1], prompt) else 2]
-        if keep.op != "fill":
-            made = _ends(keep)
-            return made if made is not None and made._lasts(bound) else None
-        score, taken, missing, remaining = keep.args
-        own = _ends(taken)
-        if own is None or keep.axes != _TOKEN or missing.op != "missing":
+        where = None
+        if keep.op == "choose" and keep.args[2].op == "all":
+            if not bound.static.follows(keep.args[1], *_BEFORE):
+                return None
+            keep, where, _ = keep.args
+        made = _filled(keep) if keep.op == "fill" else ends_of(keep)
+        if made is None or not all(_lasts(bound, node) for node in made.numbers if node):
             return None
-        budget, held = missing.args
-        if held != taken or remaining.args != (taken,):
-            return None
-        made = cls(own.first, own.last, score, None if budget.op == "budget" else budget)
-        return made if made._lasts(bound) else None
+        return replace(made, where=where)
 
-    def _lasts(self, bound: Bound) -> bool:
-        """Whether its numbers are the same at every layer and step of a request."""
-        numbers = (self.first, self.last, self.budget)
-        return all(node is None or bound.static.follows(node, "prompt") for node in numbers)
+    @property
+    def numbers(self) -> tuple[Node | None, Node | None, Node | None]:
+        """First entries, last entries and entries in all."""
+        return self.first, self.last, self.budget
 
-    def numbers(self, bound: Bound, prompt: int) -> tuple[int, int, int]:
-        """First entries, last entries and entries in all; of a budget that data decide 0."""
-        nodes = (self.first, self.last, self.budget)
+    def of_data(self, bound: Bound) -> dict[int, Node]:
+        """Those of the three numbers that the prefill's data decide, by their place."""
+        pairs = enumerate(self.numbers)
+        return {i: node for i, node in pairs if node and bound.static.needs(node) is None}
+
+    def rows(self, bound: Bound, prompt: int) -> list[tuple[int, int, int]]:
+        """The three numbers of every layer, or once if they are the same; what data decide is 0."""
+        data = self.of_data(bound).values()
+        known = [node for node in (self.where, *self.numbers) if node and node not in data]
+        apart = any("layer" in (bound.static.needs(node) or ()) for node in known)
+        return [self._row(bound, prompt, i) for i in range(bound.shape.layers if apart else 1)]
+
+    def _row(self, bound: Bound, prompt: int, layer: int) -> tuple[int, int, int]:
+        if self.where is not None and not bound.number(self.where, prompt, layer):
+            return MOST, MOST, MOST
+        data = self.of_data(bound)
         first, last, budget = (
-            0 if node is None else whole(bound.number(node, prompt), MOST) for node in nodes
+            0 if node is None or i in data else whole(bound.number(node, prompt, layer), MOST)
+            for i, node in enumerate(self.numbers)
         )
         return first, last, budget
 
 
-def _ends(taken: Node) -> Ends | None:
+def _filled(keep: Node) -> Ends | None:
+    """Ends, and the best of the rest up to a budget."""
+    score, taken, missing, remaining = keep.args
+    own = ends_of(taken)
+    if own is None or keep.axes != _TOKEN or missing.op != "missing":
+        return None
+    budget, held = missing.args
+    if held != taken or remaining.args != (taken,):
+        return None
+    return Ends(own.first, own.last, score, budget)
+
+
+def _lasts(bound: Bound, node: Node) -> bool:
+    """Whether a number is the same at every step of a request."""
+    if bound.static.needs(node) is not None:
+        return bound.static.follows(node, *_BEFORE)
+    if node.op in ("budget", "decided"):
+        return set(node.type.axes) <= {"kv"} and not node.type.absent
+    return node.operation.elementwise and all(_lasts(bound, each) for each in node.args)
+
+
+def ends_of(taken: Node) -> Ends | None:
     """A union of first and last entries, each at most once."""
     if taken.op == "truth" and taken.value is False:
         return Ends(None, None)
     if taken.op == "or" and len(taken.args) == 2:
-        one, other = (_ends(each) for each in taken.args)
+        one, other = (ends_of(each) for each in taken.args)
         if one is None or other is None:
             return None
         if (one.first and other.first) or (one.last and other.last):
@@ -85,6 +120,17 @@ def _ends(taken: Node) -> Ends | None:
     by, count = taken.args
     if by.op == "mask" and by.value == "rest" and _ends_of_rest(by.args[1]):
         by = by.args[0]  # entries that are not at the one end, from the other
+    return _end(by, count)
+
+
+def end_of(bound: Bound, node: Node) -> Ends | None:
+    """The first or the last entries, where a node takes so many that no data decide."""
+    if node.op != "top" or node.axes != _TOKEN or not bound.static.follows(node.args[1], *_BEFORE):
+        return None
+    return _end(*node.args)
+
+
+def _end(by: Node, count: Node) -> Ends | None:
     if by.op == "position":
         return Ends(None, count)
     if by.op == "negate" and by.args[0].op == "position":
@@ -93,4 +139,4 @@ def _ends(taken: Node) -> Ends | None:
 
 
 def _ends_of_rest(condition: Node) -> bool:
-    return condition.op == "not" and _ends(condition.args[0]) is not None
+    return condition.op == "not" and ends_of(condition.args[0]) is not None

@@ -11,7 +11,7 @@ Dimensions: G KV heads, H query heads, n tokens of a layer, W queries of a windo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvpolicy.dsl.bind.bind import Bound
@@ -125,6 +125,13 @@ class Regions:
         outputs = self._outputs(made)
         self.bundles = [each for each in (self._needed(x, outputs) for x in made) if each.outputs]
         self.of = {id(node): each for each in self.bundles for node in each.outputs}
+
+    def inside(self) -> Iterator[Node]:
+        """Nodes that kernels compute, or read as numbers of the host."""
+        for bundle in self.bundles:
+            seen = {id(node) for node in bundle.inputs}
+            for node in (*(each.node for each in bundle.reductions), *bundle.tail):
+                yield from node.walk(seen)
 
     def left(self) -> list[Node]:
         """Nodes that stay with torch."""

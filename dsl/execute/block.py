@@ -20,6 +20,7 @@ from kvpolicy.dsl.execute.layout import Held, Layout
 from kvpolicy.dsl.execute.values import Value, aligned, as_given, sent, sizes_of, union
 
 AXES = ("kv", "token")
+HEADS = ("kv", "group", "token")
 _Number = TypeVar("_Number", bound=int)
 _FIRST = 3  # of a layer's numbers before those of its KV heads, see the kernel "tally"
 
@@ -163,7 +164,7 @@ class Block:
         positions: int64 [B * L, M], -1 in front of a layer's first.
         there: bool [B * L * G, M].
         states: float64, per list [B * L * G] and along other axes; `token` is M columns.
-        merge_states: the same of the merge's, of layers that have merged; merged: [B * L].
+        merge_states: the same of the merge's, NaN of layers that have not merged.
         decided: what the prefill decided of lets that decode reads, per list or one number.
         budgets: float64 [B * L * G], the prefill's whole numbers; None where nothing reads them.
         asked: last queries; None where no step reads those of others.
@@ -172,7 +173,8 @@ class Block:
         kept: of the last follow, if entries may leave at it: bool [B * L * G, M], what stays.
         counts: of that.
         used: `lengths` on the device, where entries that have left leave gaps; None: none have.
-        rule: int64 [N, 3], numbers by which entries stay, see the kernel "best"; None: not made.
+        ends: by id of a node that takes entries for their place int64 [N, 3], numbers by which
+            they stay, see the kernel "best", as far as they have been made.
     """
 
     requests: int
@@ -183,7 +185,6 @@ class Block:
     there: torch.Tensor
     states: dict[str, Value]
     merge_states: dict[str, Value] = field(default_factory=dict)
-    merged: list[bool] = field(default_factory=list)
     decided: dict[str, Value] = field(default_factory=dict)
     budgets: torch.Tensor | None = None
     asked: Asked | None = None
@@ -192,7 +193,7 @@ class Block:
     kept: torch.Tensor | None = None
     counts: Counts | None = None
     used: torch.Tensor | None = None
-    rule: torch.Tensor | None = None
+    ends: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def layers(self) -> int:
@@ -278,8 +279,7 @@ class Block:
             _listed(self.lengths, self.requests, places),
             _listed(self.alike, self.requests, places),
             of(self.positions), of(self.there),
-            _each(self.states, of), _each(self.merge_states, of),
-            _listed(self.merged, self.requests, places), _each(self.decided, of),
+            _each(self.states, of), _each(self.merge_states, of), _each(self.decided, of),
             budgets=maybe(self.budgets),
             asked=None if self.asked is None else self.asked.some(self.requests, places, of),
             finite=maybe(self.finite), numbers=maybe(self.numbers), used=maybe(self.used),
@@ -318,11 +318,7 @@ def _joined(parts: list[Block]) -> Block:
     lists = [len(each.there) for each in parts]
 
     def joined(own: list[dict[str, Value]]) -> dict[str, Value]:
-        nothing = Value(0.0, finite=True)  # of a merge that has not begun
-        return {
-            name: listed([each.get(name, nothing) for each in own], lists, device)
-            for name in dict.fromkeys(itertools.chain(*own))
-        }
+        return {name: listed([each[name] for each in own], lists, device) for name in own[0]}
 
     def known(own: list[torch.Tensor | None]) -> torch.Tensor | None:
         there = [x for x in own if x is not None]
@@ -343,8 +339,7 @@ def _joined(parts: list[Block]) -> Block:
         torch.cat([wide(each.positions, 1, nothing=-1) for each in parts]),
         torch.cat([wide(each.there, 1, nothing=False) for each in parts]),
         joined([each.states for each in parts]),
-        joined([each.merge_states for each in parts]),
-        [x for each in parts for x in each.merged], joined([each.decided for each in parts]),
+        joined([each.merge_states for each in parts]), joined([each.decided for each in parts]),
         budgets=known([each.budgets for each in parts]),
         asked=Asked.joined(parts), finite=known(finite),
         numbers=known([each.numbers for each in parts]), used=used,

@@ -96,7 +96,7 @@ class Combinations:
         """Makes the inner products among some nodes, arguments first, known to the evaluation."""
         for node in nodes:
             if is_product(node, self.side):
-                self.evaluation.known[id(node)] = self._product(node.args[0])
+                self.evaluation.put(node, self._product(node.args[0]))
 
     def weights(self, node: Node) -> tuple[Value, Value] | None:
         """a and b of a vector; None where it is not of this kind."""
@@ -151,18 +151,21 @@ class Combinations:
             y = self._vector(node.args[1])
         if self._made is None:
             self._made = self.inner()
-        own, cross, other = self._made
+        own, cross, other, *_ = self._made
         terms = ((x.a, y.a, own), (x.a, y.b, cross), (x.b, y.a, cross), (x.b, y.b, other))
         total = None
         for a, b, inner in terms:
             if a is not None and b is not None:
-                part = self._call("multiply", self._call("multiply", a, b), inner)
+                part = self._times(self._times(a, b), inner)
                 total = part if total is None else self._call("add", total, part)
         if total is None:
             return _ZERO
         # As any sum, that of absent numbers is 0.
         data = filled(replace(total, data=as_tensor(total.data, self.evaluation.frame)), 0.0)
         return Value(data, total.axes, finite=total.finite)
+
+    def _times(self, x: Value, y: Value) -> Value:
+        return y if x is _ONE else x if y is _ONE else self._call("multiply", x, y)
 
     def _call(self, node: Node | str, *args: Value) -> Value:
         node = Node(node) if isinstance(node, str) else node

@@ -14,7 +14,16 @@ from dataclasses import replace
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.execute.block import AXES, Asked, Block, Landed, listed, padded, without_heads
+from kvpolicy.dsl.execute.block import (
+    AXES,
+    HEADS,
+    Asked,
+    Block,
+    Landed,
+    listed,
+    padded,
+    without_heads,
+)
 from kvpolicy.dsl.execute.layout import Held, Layout
 from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.execute.steps import Steps
@@ -152,10 +161,12 @@ class Memory:
 
     def _threshold(self, name: str, layer: int) -> Value | None:
         block, merge = self._block, self.steps.rules.merge
-        if merge is None or not block.merged[self._place * block.layers + layer]:
-            return None
         x, (heads, _) = block.merge_states[name], block.where(self._place, layer)
-        own = replace(x, data=x.tensor[heads])
+        if merge is None or not isinstance(x.data, torch.Tensor):
+            return None  # no layer has merged
+        own = replace(x, data=x.data[heads])
+        if own.tensor.isnan().all():
+            return None
         return own if "kv" in merge.states[name].type.axes else without_heads(own)
 
 
@@ -188,20 +199,20 @@ def _remembered(run: Run, steps: Steps, held: Sequence[Held] | None) -> Block:
         1, kv, lengths, [x.alike for x in known],
         torch.stack([padded(x, 0, width, -1) for x in positions]), whole,
         {name: _as_wide(all_layers([own[name] for own in states]), width) for name in states[0]},
-        merged=[False] * len(lengths),
     )  # fmt: skip
     for name, first in steps.fresh.items():
         if name not in block.states and not math.isnan(first):
             data = torch.full_like(whole, first, dtype=torch.float64)
             block.states[name] = Value(data, AXES, finite=True)
-    if steps.merge_goes_on:
-        each = [run.merge_states(number) for number in layers]
-        block.merged = list(map(bool, each))
-        names = {name for own in each for name in own}
-        nothing = Value(0.0, finite=True)
-        block.merge_states = {
-            name: all_layers([own.get(name, nothing) for own in each]) for name in names
-        }
+            if steps.updates.states[name].type.axes == HEADS:
+                data = data[:, None].repeat(1, bound.shape.group, 1)
+                block.states[name] = Value(data, HEADS, finite=True)
+    nothing = Value(math.nan)
+    before = [run.merge_states(number) if steps.merge_goes_on else {} for number in layers]
+    block.merge_states = {
+        name: all_layers([own.get(name, nothing) for own in before])
+        for name in steps.merge_updates.states
+    }
     if run.not_finite:
         return block
     block.decided = {name: all_layers(own) for name, own in run.decided().items()}

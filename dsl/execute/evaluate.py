@@ -8,6 +8,7 @@ Dimensions: L layers, G KV heads, n candidates of a layer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -118,6 +119,10 @@ class Evaluation:
                 self.known[id(node)] = found
         return found
 
+    def put(self, node: Node, x: Value) -> None:
+        """The value of a node that has been found otherwise."""
+        self.known[id(node)] = self._held(node, x)
+
     def _held(self, node: Node, x: Value) -> Value:
         """Absent, or false, where there is no entry: another head's, not dropped, or later."""
         if self.frame.steps is not None and not node.operation.is_window:
@@ -225,15 +230,20 @@ class Evaluation:
 
     def _begin(self, name: str) -> Value:
         """A state's value before this step."""
-        old = self.before.get(name)
+        old, state = self.before.get(name), self.updates.states[name]
         if old is not None and sizes_of(old).get("token") == self.frame.tokens:
             return old
-        start = self.updates.states[name].start
-        first = Value(0.0, finite=True) if start is None else self.value(start)
-        first = self.broadcast(first, self.updates.states[name].type)
+        first = Value(0.0, finite=True) if state.start is None else self.value(state.start)
+        first = self.broadcast(first, state.type)
         if old is None:
             return first
-        return old if "token" not in old.axes else self._longer(old, first)
+        if "token" in old.axes:
+            return self._longer(old, first)
+        if not isinstance(old.data, torch.Tensor):
+            return first if math.isnan(old.data) else old
+        # Of many layers, of which some may not have begun.
+        data = torch.where(old.data.isnan(), aligned(first.data, first.axes, old.axes), old.data)
+        return Value(data, old.axes, finite=first.finite and old.finite)
 
     def _longer(self, old: Value, first: Value) -> Value:
         """A state with the first values of entries that are new."""

@@ -17,17 +17,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.ends import Ends, end_of
 from kvpolicy.dsl.execute.across import known_before
 from kvpolicy.dsl.execute.block import AXES, Asked, Block
-from kvpolicy.dsl.execute.evaluate import Evaluation, alone
+from kvpolicy.dsl.execute.evaluate import Evaluation, alone, spread
 from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.kernels import Entries
+from kvpolicy.dsl.execute.select import counted, top
 from kvpolicy.dsl.execute.steps import Steps
-from kvpolicy.dsl.execute.values import Frame, Value, sent
+from kvpolicy.dsl.execute.values import Frame, Value, aligned, sent
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
 
@@ -55,6 +57,27 @@ class Shown:
     q: torch.Tensor | None
     asked: Asked | None
 
+    @cached_property
+    def apart(self) -> dict[int, Value]:
+        """Numbers of the host that differ from request to request, by node, sent at once."""
+        found = {}
+        for node in self.steps.apart(self.steps.rule(self.prompts[0])):
+            own = [
+                self.bound.number(node, prompt, generated=generated)
+                for prompt, generated in zip(self.prompts, self.generated, strict=True)
+            ]
+            if any(x != own[0] for x in own):
+                found[node] = [float(x) for x in own]
+        if not found:
+            return {}
+        device, lists = self.block.there.device, len(self.block.there) // len(self.prompts)
+        numbers = sent(torch.tensor(list(found.values()), dtype=torch.float64), device)
+        pairs = zip(found, numbers.repeat_interleave(lists, 1).unbind(0), strict=True)
+        return {
+            id(node): Value(x.bool() if node.type.kind == "truth" else x, ("kv",))
+            for node, x in pairs
+        }
+
 
 class Lists:
     """Lists that are evaluated at once.
@@ -78,14 +101,6 @@ class Lists:
     def where(self) -> tuple[int, int | None]:
         """The request and layer."""
         return self.request, self.layer
-
-    @property
-    def begun(self) -> bool:
-        """Whether the states of the merge have."""
-        block = self.shown.block
-        if self.layer is None:
-            return False
-        return block.merged[self.request * block.layers + self.layer]
 
     @property
     def number(self) -> int:
@@ -120,6 +135,68 @@ class Lists:
         evaluation.after = dict(evaluation.before)
         return evaluation
 
+    def best(self, evaluation: Evaluation, rules: Sequence[Ends]) -> torch.Tensor:
+        """What the ends of a list and the best of the rest are, bool per list and column.
+
+        Args:
+            evaluation: of the last step, of all lists.
+            rules: of each request, all with the same score.
+        """
+        score, present, block = None, None, self.shown.block
+        if rules[0].score is not None:
+            x = evaluation.value(rules[0].score)
+            score = spread(x, AXES, evaluation.frame)
+            if x.mask is not None and x.mask is not block.there:
+                present = aligned(x.mask, x.mask_axes, AXES).expand(score.shape)
+        return self._by_place(self.shown.steps.keep, rules, evaluation, score, present)
+
+    def _top(self, node: Node, evaluation: Evaluation) -> Value:
+        """The operation `top`, of which most take the first entries or the last."""
+        ends = end_of(self.shown.bound, node)
+        if ends is None:
+            return top(node, evaluation.frame, *(evaluation.value(x) for x in node.args))
+        data = self._by_place(node, [ends] * len(self.shown.prompts), evaluation)
+        return Value(data, AXES, finite=True)
+
+    def _by_place(
+        self,
+        node: Node,
+        rules: Sequence[Ends],
+        evaluation: Evaluation,
+        score: torch.Tensor | None = None,
+        present: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As of the kernel "best", whose numbers are made once for a block.
+
+        Args:
+            node: that takes entries for their place; rules: by which, of each request.
+        """
+        block = self.shown.block
+        if id(node) not in block.ends:
+            block.ends[id(node)] = self._numbers(rules, evaluation)
+        numbers, kernel = block.ends[id(node)], self.shown.steps.kernels["best"]
+        kept: torch.Tensor = kernel(score, present, block.there, numbers)
+        return kept
+
+    def _numbers(self, rules: Sequence[Ends], evaluation: Evaluation) -> torch.Tensor:
+        """int64 [N, 3], by which entries stay for their place, of all requests or of all lists."""
+        shown = self.shown
+        block, pairs = shown.block, zip(rules, shown.prompts, strict=True)
+        own = [each.rows(shown.bound, prompt) for each, prompt in pairs]
+        if any(len(rows) > 1 for rows in own):
+            own = [rows if len(rows) > 1 else rows * block.layers for rows in own]
+        rows = [row for each in own for row in each]
+        rows = rows[:1] if all(row == rows[0] for row in rows) else rows
+        numbers = sent(torch.tensor(rows), block.there.device)
+        data = rules[0].of_data(shown.bound)
+        if data:
+            numbers = numbers.repeat_interleave(len(block.there) // len(rows), 0)
+        for place, node in data.items():
+            given = counted(evaluation.value(node).tensor).long()
+            # Where the rule does not hold all entries are wanted.
+            numbers[:, place] = torch.maximum(numbers[:, place], given)
+        return numbers
+
     def part(self, x: Value, later: int = 0) -> Value:
         """What a value of the block is of these lists, without the last columns."""
         if not x.axes or (self.layer is None and not later):
@@ -151,11 +228,12 @@ class Lists:
         budget = None
         if block.budgets is not None:
             budget = Value(block.budgets[self.heads], ("kv",))
+        extra = {"position": self._position, "uniform": self._drawn, "top": self._top}
         return Evaluation(
             frame, shown.steps.updates, budget=budget, generated=generated,
+            known=dict(shown.apart) if whole else {},
             decided={name: self.part(x) for name, x in block.decided.items()},
-            others=alone if whole else known_before,
-            extra={"position": self._position, "uniform": self._drawn} if whole else {},
+            others=alone if whole else known_before, extra=extra if whole else {},
         )  # fmt: skip
 
     def _frame(self, later: int, steps: int | None = None) -> Frame:

@@ -44,12 +44,22 @@ tally(kept, there, finite, expected, group) -> int64 [S, 3 + 2 * G], bool [S]
     `finite` [S * G] is true, how many entries there are per KV head and how many stay. And whether
     a layer is finite and as many stay as the numbers `expected` say, if given.
 
-nearest(x, dropped, dropped_count, kept, kept_count) -> int64 [G, P]
-    For each dropped entry where in its head's list `kept` the one of the highest cosine stands, of
-    equal ones the first; 0 beyond the counts and where nothing is kept. Cosines are of float64 unit
-    vectors (zero for vectors of zeros, and for those with NaN or infinity), compared as float32.
-    x is [G, n, D] of any float dtype; dropped [G, P] and kept [G, C] are int64 places, of which the
-    first so many count as int64 [G] say.
+nearest(x, places, real, kept, ids) -> int64 [G, P], bool [G, P]
+    For each dropped entry the column of the kept one of the highest cosine, of equal ones the
+    first, and whether there is one; 0 where there is none. Cosines are of float64 unit vectors
+    (zero for vectors of zeros, and for those with NaN or infinity), compared as float32. places are
+    int64 [G, P] columns of dropped entries, of which there are those where bool `real` is true;
+    kept is bool [G, n]. x is [G, n, D] of any float dtype; with ids, which may be None, [E, D], a
+    pool of which int64 [G, n] says the rows.
+
+pairs(x, places, real, receivers, found, ids) -> float64 [4, G, P]
+    Inner products of a dropped entry with itself, with its receiver, of this with itself, and the
+    cosine of both (0 where it is NaN). Both are columns as of `nearest`; what bool [G, P] says is
+    not there is zeros.
+
+means(x, there, group) -> float64 [R]
+    For each list the mean of float64 x [R, P] where bool `there` [R, P] is true over the `group`
+    lists of its layer, 0 of none; the same bits for the same numbers, whatever P is.
 
 following(kept, there, most, steps) -> places, real, receivers, found
     Of bool [R, M] lists the columns of what leaves, int64 and bool [R, most], in order, and of the
@@ -87,10 +97,9 @@ merge_entries(pool, ids, sources, weights, offsets, own, divide, proceed)
 merge_mass(weights, offsets, own) -> float64 [G, n]
     own and the sum of the weights of each receiver's links. It comes with `merge_rows`.
 
-gram(below, own, rows) -> float64 [3, G, P]
-    Inner products of pairs of vectors among [G, N, D] of any one float dtype: of below with itself,
-    of below with own, of own with itself. rows are two int64 [G, P], which vectors are paired;
-    without them each is paired with its counterpart, and P is N.
+gram(below, own) -> float64 [3, G, N]
+    Inner products of pairs of vectors of two [G, N, D] of any one float dtype: of below with
+    itself, of below with own, of own with itself.
 
 blend(below, own, a, b) -> float64 [G, N, D]
     a * below + b * own with a, b float64 [G, N]; a product or sum that is NaN is 0. It comes with

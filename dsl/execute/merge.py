@@ -10,14 +10,15 @@ receivers of a dropped entry at most, D head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
-from kvpolicy.dsl.execute.combination import Combinations
+from kvpolicy.dsl.execute.combination import Combinations, is_product
+from kvpolicy.dsl.execute.elementwise import reduce
 from kvpolicy.dsl.execute.evaluate import Evaluation, Updates
-from kvpolicy.dsl.execute.kernels import Entries, Keys
+from kvpolicy.dsl.execute.kernels import Entries, Keys, dense
 from kvpolicy.dsl.execute.values import Value, aligned, as_tensor, filled, sizes_of, union
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Merge, Node
@@ -115,6 +116,7 @@ class Merging:
                 "dropped": made._read_dropped,
                 "target": made._read_target,
                 "special": made._sum,
+                "mean": made._mean,
             },
         )
         made._find(most)
@@ -122,6 +124,19 @@ class Merging:
         made._compare()
         made.states = {name: made.evaluation.state(name) for name in merge.states}
         made._weigh()
+        return made
+
+    def of_layers(self, before: Mapping[str, Value], heads: int) -> dict[str, Value]:
+        """Its states, per KV head, of layers with so many KV heads each.
+
+        Args:
+            before: the same before the merge; so they stay where nothing leaves a layer.
+        """
+        left = self._present.unflatten(0, (-1, heads)).flatten(1).any(1).repeat_interleave(heads)
+        made = {}
+        for name, old in before.items():
+            new, own = (self._spread(x, ("kv",), math.nan) for x in (self.states[name], old))
+            made[name] = Value(torch.where(left, new, own.double()), ("kv",))
         return made
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -178,16 +193,20 @@ class Merging:
         return x.expand(frame.kv, frame.tokens, -1)
 
     def _nearest(self, node: Node) -> Receivers:
-        """The kept entry of the highest cosine; keys and values are read in the cache's type."""
+        """The kept entry of the highest cosine.
+
+        Keys and values are read where they lie, in the type of the cache.
+        """
         frame = self.evaluation.frame
-        cached = {"key": frame.k, "value": frame.v}
-        x = cached[node.op] if node.op in cached else self._vectors(node)
-        order = (~self.kept).to(torch.uint8).argsort(dim=-1, stable=True)
-        dropped, held = self._present.sum(-1), self.kept.sum(-1)
-        place = frame.kernels["nearest"](x, self._index, dropped, order, held)
-        there = self._present & (held > 0)[:, None]
-        found = torch.where(there, order.gather(-1, place), 0)
-        return Receivers(found[..., None], there[..., None])
+        x: Keys
+        if node.op in ("key", "value"):
+            x = frame.stored_keys if node.op == "key" else frame.stored_values
+        else:
+            x = self._vectors(node)
+        vectors, ids = _vectors(x)
+        given = (vectors, self._index, self._present, self.kept, ids)
+        index, there = frame.kernels["nearest"](*given)
+        return Receivers(index[..., None], there[..., None])
 
     # What the expressions of a merge read.
 
@@ -196,22 +215,26 @@ class Merging:
 
         Torch would hold both as float64 vectors.
         """
-        frame = self.evaluation.frame
+        frame, roots = self.evaluation.frame, merge_roots(self.merge)
         if self._receivers.index.shape[2] != 1:
             return
-        ((to, there),) = self._receivers
         for name, x in (("key", frame.stored_keys), ("value", frame.stored_values)):
-            combinations = Combinations(
-                self.evaluation, partial(_side, name), partial(self._inner, x, to, there)
+            side, inner = partial(_side, name), cache(partial(self._inner, x))
+            cosines = [node for node in nodes_of(roots) if _is_cosine(node, side)]
+            for node in cosines:
+                self.evaluation.put(node, inner()[3])
+            seen = set(map(id, cosines))
+            Combinations(self.evaluation, side, inner).prepare(
+                node for root in roots for node in root.walk(seen)
             )
-            combinations.prepare(nodes_of(merge_roots(self.merge)))
 
-    def _inner(self, x: Keys, to: torch.Tensor, there: torch.Tensor) -> list[Value]:
-        made = self.evaluation.frame.kernels["gram"](x, x, (self._index, to))
-        return [
-            Value(torch.where(own, each, 0.0), _DROPPED)
-            for own, each in zip((self._present, there, there), made, strict=True)
-        ]
+    def _inner(self, x: Keys) -> list[Value]:
+        """Of dropped entries and their receivers, as of the kernel "pairs"."""
+        ((to, there),) = self._receivers
+        vectors, ids = _vectors(x)
+        given = (vectors, self._index, self._present, to, there, ids)
+        made = self.evaluation.frame.kernels["pairs"](*given)
+        return [Value(each, _DROPPED, finite=True) for each in made]
 
     def _read(
         self, x: Value, index: torch.Tensor, there: torch.Tensor
@@ -259,6 +282,15 @@ class Merging:
         data = (total / number).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
         return Value(data, part.axes, self._present, _DROPPED, finite=x.finite)
 
+    def _mean(self, node: Node, evaluation: Evaluation) -> Value:
+        """The operation `mean`; of many layers' entries as if each layer were alone."""
+        x, frame = evaluation.value(node.args[0]), evaluation.frame
+        if frame.heads is None or "dropped" not in node.axes:
+            return reduce(node, frame, x)
+        group = frame.heads if "kv" in node.axes else 1
+        made = frame.kernels["means"](self._per_dropped(x), self._present, group)
+        return Value(made, ("kv",), finite=x.finite)
+
     def _sum(self, node: Node, evaluation: Evaluation) -> Value:
         """`mass` and `members` of the receivers."""
         data = self._mass() if node.value == "mass" else self._members()
@@ -274,7 +306,7 @@ class Merging:
         if merge.weight is None:
             weight = self._one(_DROPPED)
         else:
-            weight = self._spread(self.evaluation.value(merge.weight), _DROPPED, 0.0)
+            weight = self._per_dropped(self.evaluation.value(merge.weight))
         to = self._receivers
         given = (self._index, to.index, to.there, accepted, weight)
         self._links = Links(*frame.kernels["links"](*given, frame.tokens))
@@ -299,6 +331,12 @@ class Merging:
         mass: torch.Tensor = kernel(self._links.weights, self._links.offsets, self._own)
         return mass
 
+    def _per_dropped(self, x: Value) -> torch.Tensor:
+        """Numbers [G, P], 0 where absent; where nothing is dropped they mean nothing."""
+        if x.mask is self._present:
+            x = replace(x, mask=None, mask_axes=())
+        return self._spread(x, _DROPPED, 0.0)
+
     def _spread(self, x: Value, axes: tuple[str, ...], filler: float | bool) -> torch.Tensor:
         frame = self.evaluation.frame
         sizes = {"kv": frame.kv, "token": frame.tokens, "dropped": self._index.shape[1]}
@@ -308,10 +346,42 @@ class Merging:
         return aligned(data, x.axes, axes).expand([sizes[axis] for axis in axes])
 
 
+def _vectors(x: Keys) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Vectors [G, n, D], or a pool of them and which rows those are, as kernels take it."""
+    return (x.pool, x.ids) if isinstance(x, Entries) else (dense(x), None)
+
+
+def compares(node: Node) -> bool:
+    """Whether a node is known from inner products of dropped entries and their receivers."""
+    return any(is_product(node, partial(_side, name)) for name in ("key", "value"))
+
+
 def _side(name: str, node: Node) -> int | None:
     """Whether a node is the key (or value) of the dropped entries, or that of their receivers."""
     sides = ("dropped", "target")
     return sides.index(node.op) if node.op in sides and node.args[0].op == name else None
+
+
+def _is_cosine(node: Node, side: Callable[[Node], int | None]) -> bool:
+    """Whether a node is the cosine of both vectors, as it is written out."""
+    if node.op != "divide" or node.args[1].op != "multiply":
+        return False
+    product, lengths = node.args
+    if product.op != "sum" or product.axes != ("dim",) or product.args[0].op != "multiply":
+        return False
+    vectors = product.args[0].args
+    own = [_measured(each) for each in lengths.args]
+    same = all(x is y for x, y in zip(own, vectors, strict=True))
+    return same and {side(x) for x in vectors} == {0, 1}
+
+
+def _measured(length: Node) -> Node | None:
+    """The x of `sqrt(sum[dim](x ^ 2))`."""
+    if length.op != "sqrt" or length.args[0].op != "sum" or length.args[0].axes != ("dim",):
+        return None
+    square = length.args[0].args[0]
+    twice = square.op == "power" and square.args[1].op == "number" and square.args[1].value == 2
+    return square.args[0] if twice else None
 
 
 def merged_rows(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvpolicy.dsl.execute.elementwise import binary, compare, elementwise, logic
 from kvpolicy.dsl.execute.values import Value
 from kvpolicy.dsl.ir.nodes import Node
-from kvpolicy.dsl.ops.forms import form
+from kvpolicy.dsl.ops.forms import LIBRARIES, form
 from kvpolicy.dsl.ops.operations import Kind, Operation
 from kvpolicy.dsl.ops.table import OPERATIONS
 
@@ -20,10 +20,11 @@ _OF_TENSORS: dict[Kind, Callable[..., Callable[..., Value]]] = {
 
 
 def _form(row: Operation, path: str) -> Callable[..., Value]:
-    found = form(path, "execute")
-    if not path.startswith("torch."):
+    found, library = form(path, "execute"), path.rpartition(".")[0]
+    if library not in LIBRARIES:
         return found
-    return _OF_TENSORS[row.kind](binary(found) if row.most == 2 else found)
+    # Signs of Python take numbers of the host as they are: these need not be sent.
+    return _OF_TENSORS[row.kind](binary(found) if library == "torch" and row.most == 2 else found)
 
 
 TORCH_FORMS = {

@@ -7,9 +7,10 @@ the others, since no number of one list enters another's.
 
 So are policies taken that do not compare layers, and for whose sums there are kernels
 (`Steps.rule`). One kernel decides for those whose `keep` takes the ends of a list and the best of
-the rest (bind/ends.py), whatever their prompts; of others requests with equal numbers go together,
-if `keep` reads no tensors of the model. All other policies look at one layer of the block after the
-other (follow.py).
+the rest (bind/ends.py); of others `keep` is evaluated as it is, if it reads no tensors of the
+model. Numbers that follow from the prompt's length are each request's own, but for those that say
+how large something is, or that a generated kernel takes (`Steps.same`). All other policies look at
+one layer of the block after the other (follow.py).
 
 Dimensions: B requests, L layers, G KV heads, H query heads, M columns of a block, T steps, D head
 size.
@@ -17,14 +18,15 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from kvpolicy.dsl.bind.ends import MOST, Ends
+from kvpolicy.dsl.bind.ends import Ends
 from kvpolicy.dsl.execute.block import (
     AXES,
+    HEADS,
     Asked,
     Block,
     Counts,
@@ -34,12 +36,12 @@ from kvpolicy.dsl.execute.block import (
     without_heads,
 )
 from kvpolicy.dsl.execute.decode import Memory
-from kvpolicy.dsl.execute.evaluate import Evaluation, spread
+from kvpolicy.dsl.execute.evaluate import Evaluation
 from kvpolicy.dsl.execute.follow import Lists, Shown
 from kvpolicy.dsl.execute.kernels import Entries
 from kvpolicy.dsl.execute.layout import Choice, Rows, shift_of
 from kvpolicy.dsl.execute.merge import Merging, merged_rows
-from kvpolicy.dsl.execute.values import Value, aligned, sent
+from kvpolicy.dsl.execute.values import Value, aligned
 from kvpolicy.dsl.ir.nodes import Node
 
 # From bool [B * L * G, M], what each list holds, to its keys and values.
@@ -92,6 +94,16 @@ class Merges:
     merging: Merging
     entries: list[Entries]
     lists: Lists
+
+    def states(self, before: Mapping[str, Value], kv: int) -> dict[str, Value]:
+        """Those of the merge after it, of G KV heads in each layer.
+
+        Args:
+            before: those of the block before it.
+        """
+        if self.lists.layer is not None:
+            return self.merging.states
+        return self.merging.of_layers(before, kv)
 
     def write(self, proceed: torch.Tensor) -> None:
         """As of `Staying.merge`."""
@@ -218,13 +230,17 @@ class _Following:
             block.states = {name: _together(lists, [x[name] for x in states]) for name in states[0]}
             self._note(block, lists)
         decisions: list[_Decision] = []
+        merges: list[Merges] = []
         if self.leaves:
             lists = self._lists(shown, alike=self.rule is not None)
             decisions = [self._decided(own) for own in lists]
+            # What a merge of all lists reads is checked with the rest; of a layer's lists it is
+            # known from the numbers how many entries leave.
+            merges = [] if self.rule is None else self._merges(block, decisions)
             self._note(block, lists)
         if shown.asked is not None:
             block.asked = shown.asked.last(self.window)
-        staying = self._staying(block, decisions) if self.leaves else None
+        staying = self._staying(block, decisions, merges) if self.leaves else None
         for place, memory in enumerate(self.memories):
             reported: dict[str, dict[int, Value]] = {name: {} for name in self.steps.report}
             for each in decisions:
@@ -238,7 +254,7 @@ class _Following:
         """Entries that have left are forgotten, and those of the steps appended."""
         number, lists = self.number, len(old.there)
         width = max(old.lengths) + number
-        plain = {name: x for name, x in old.states.items() if x.axes == AXES}
+        plain = {name: x for name, x in old.states.items() if x.axes in (AXES, HEADS)}
         others = {name: x for name, x in old.states.items() if name not in plain}
         given = [x.tensor for x in plain.values()]
         fresh = [self.steps.fresh[name] for name in plain]
@@ -249,7 +265,10 @@ class _Following:
             old.there, old.positions, old.on_device, self.newest, given, fresh,
             steps=number, width=width,
         )  # fmt: skip
-        states = {name: Value(x, AXES, finite=True) for name, x in zip(plain, made, strict=False)}
+        states = {
+            name: Value(x, plain[name].axes, finite=True)
+            for name, x in zip(plain, made, strict=False)
+        }
         for name, x in others.items():
             states[name] = _moved(x, made[-1], number, self.steps.fresh[name])
         lengths = [n + number for n in old.lengths]
@@ -286,47 +305,22 @@ class _Following:
     def _decided(self, own: Lists) -> _Decision:
         """What stays of lists at the last step."""
         steps, evaluation = self.steps, own.deciding()
-        if self.rule is None or isinstance(self.rule, Node):
+        if isinstance(self.rule, Ends):
+            kept = own.best(evaluation, self._ends())
+        else:
             kept = evaluation.tensor(steps.keep, AXES)
             there = evaluation.frame.there
             kept = kept if there is None else kept & there
-        else:
-            kept = self._best(own.shown.block, evaluation, self.rule)
         reported = {name: evaluation.value(node) for name, node in steps.report.items()}
         reported = {name: _told(x, steps.report[name]) for name, x in reported.items()}
         if steps.rules.merge is None:
             return _Decision(own, kept, None, reported)
         return _Decision(own, kept, self._merging(own, evaluation), reported)
 
-    def _best(self, block: Block, evaluation: Evaluation, rule: Ends) -> torch.Tensor:
-        """What the ends of a list and the best of the rest are, bool [B * L * G, M]."""
-        score = present = None
-        if rule.score is not None:
-            x = evaluation.value(rule.score)
-            score = spread(x, AXES, evaluation.frame)
-            if x.mask is not None and x.mask is not block.there:
-                present = aligned(x.mask, x.mask_axes, AXES).expand(score.shape)
-        if block.rule is None:
-            block.rule = self._numbers(block, rule)
-        kept: torch.Tensor = self.steps.kernels["best"](score, present, block.there, block.rule)
-        return kept
-
-    def _numbers(self, block: Block, rule: Ends) -> torch.Tensor:
-        """int64 [N, 3], the rule's numbers of all requests, or of all lists."""
+    def _ends(self) -> list[Ends]:
+        """The rules of each request."""
         rules = [self.steps.rule(each.prompt) for each in self.memories]
-        own = [
-            each.numbers(self.bound, memory.prompt)
-            for each, memory in zip(rules, self.memories, strict=True)
-            if isinstance(each, Ends)
-        ]
-        if all(each == own[0] for each in own):
-            own = own[:1]
-        numbers = sent(torch.tensor(own), block.there.device)
-        if rule.score is None or rule.budget is not None or block.budgets is None:
-            return numbers
-        ends = numbers[:, :2].repeat_interleave(len(block.budgets) // len(own), 0)
-        budgets = block.budgets.nan_to_num(0.0).clamp(0, MOST).long()
-        return torch.cat([ends, budgets[:, None]], 1)
+        return [each for each in rules if isinstance(each, Ends)]
 
     def _merging(self, own: Lists, evaluation: Evaluation) -> Evaluation:
         """The evaluation from which a merge goes on; nothing large is held."""
@@ -358,7 +352,7 @@ class _Following:
         finite = each[0] if len(each) == 1 else torch.cat(each)
         block.finite = finite if block.finite is None else finite & block.finite
 
-    def _staying(self, block: Block, decisions: list[_Decision]) -> Staying:
+    def _staying(self, block: Block, decisions: list[_Decision], merges: list[Merges]) -> Staying:
         kept = [padded(each.kept, 1, block.width, False) for each in decisions]
         block.kept = kept[0] if len(kept) == 1 else torch.cat(kept)
         numbers, good = self.steps.kernels["tally"](
@@ -371,7 +365,9 @@ class _Following:
         merge = self.steps.rules.merge
         # Merged keys would be rounded before they turn, and after.
         turns = merge is not None and "key" in merge.apply and self.bound.positions == "slots"
-        return Staying(block, proceed, repeats, not turns, self._merges(block, decisions))
+        if self.rule is None:
+            merges = self._merges(block, decisions)
+        return Staying(block, proceed, repeats, not turns, merges)
 
     def _merges(self, block: Block, decisions: list[_Decision]) -> list[Merges]:
         """What leaving entries add to others."""
@@ -392,12 +388,7 @@ class _Following:
         if merge is None or evaluation is None or most <= 0:
             return None
         frame = evaluation.frame
-        before = {}
-        if lists.begun:
-            before = {name: lists.part(x) for name, x in block.merge_states.items()}
-        if lists.layer is not None:  # what is compared is compared of rows one behind the other
-            given = replace(frame, k=frame.keys, v=frame.values)
-            evaluation = replace(evaluation, frame=given)
+        before = {name: lists.part(x) for name, x in block.merge_states.items()}
         made = Merging.of(merge, evaluation, decision.kept, steps.merge_updates, before, most)
         made.keep_links()
         kept = [frame.stored_keys if name == "key" else frame.stored_values for name in merge.apply]
@@ -409,28 +400,25 @@ class _Following:
             return block.counts.read()[lists.request].dropped[lists.layer]
         rule, least = self.rule, 0
         if isinstance(rule, Ends) and rule.score is None:
-            least = min(sum(rule.numbers(self.bound, each.prompt)) for each in self.memories)
+            pairs = zip(self._ends(), self.memories, strict=True)
+            rows = (each.rows(self.bound, memory.prompt) for each, memory in pairs)
+            least = min(sum(row) for own in rows for row in own)
         return block.width - least
 
     def _take_up(self, block: Block, decisions: list[_Decision], made: list[Merges]) -> None:
-        """The states of the merge, of layers that have merged."""
-        merged = {each.lists.where: each.merging.states for each in made}
-        if not any(merged.values()):
+        """The states of the merge after it, of layers that have merged."""
+        before, lists = block.merge_states, [each.lists for each in decisions]
+        merged = {each.lists.where: each for each in made}
+        if not before or not merged:
             return
-        nothing, states = Value(0.0, finite=True), {}
-        for name in next(iter(merged.values())):
-            before = block.merge_states.get(name, nothing)
-            own = [
-                merged[each.lists.where][name] if each.lists.where in merged
-                else each.lists.part(before)
-                for each in decisions
-            ]  # fmt: skip
-            states[name] = _together([each.lists for each in decisions], own)
-        block.merge_states = states
-        block.merged = [
-            before or each.lists.where in merged
-            for before, each in zip(block.merged, decisions, strict=True)
-        ]
+        after = [
+            merged[each.where].states(before, block.kv) if each.where in merged
+            else {name: each.part(x) for name, x in before.items()}
+            for each in lists
+        ]  # fmt: skip
+        block.merge_states = {
+            name: _together(lists, [own[name] for own in after]) for name in before
+        }
 
 
 def _together(lists: list[Lists], values: list[Value]) -> Value:

@@ -8,11 +8,13 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from kvpolicy.dsl.bind.additive import Additive
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.bind.ends import Ends
+from kvpolicy.dsl.bind.ends import Ends, end_of
 from kvpolicy.dsl.bind.lasting import Lasting
+from kvpolicy.dsl.execute.block import AXES, HEADS
 from kvpolicy.dsl.execute.evaluate import Updates
 from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.kernels import Kernels
+from kvpolicy.dsl.execute.merge import compares
 from kvpolicy.dsl.execute.ops import is_computed
 from kvpolicy.dsl.execute.prefill import reads_budget
 from kvpolicy.dsl.ir.lower import Static
@@ -62,6 +64,29 @@ def _only_orders(node: Node) -> bool:
 
 def _is_place(node: Node) -> bool:
     return node.op == "position" or (node.op == "negate" and _is_place(node.args[0]))
+
+
+def _of_each_head(node: Node) -> bool:
+    """Whether a node reads along dropped entries as if each layer were alone.
+
+    There may be more of them in other layers: no entry is then, and a sum's order must not change.
+    """
+    if "dropped" not in node.axes:
+        return True
+    x = node.args[0].type
+    mean = node.op == "mean" and not x.absent and set(x.axes) == {"kv", "dropped"}
+    return mean or ("kv" in x.axes and node.op not in ("sum", "mean", "var"))
+
+
+def _is_position(row: Operation) -> bool:
+    return row.name == "position"
+
+
+def _takes_any(node: Node, place: int) -> bool:
+    """Whether an argument may be a number of the host as well as one of each KV head."""
+    if node.op in ("top", "missing"):
+        return place == {"top": 1, "missing": 0}[node.op]
+    return node.operation.elementwise
 
 
 class Steps:
@@ -134,10 +159,9 @@ class Steps:
             and self._alike(bound, self.advancing_roots, lambda row: row.reads_tensors)
         )
         self.states_alike &= not self.advancing_reads or self.by_kernels
-        self.keep_alike = not report and self._alike(
-            bound, [self.keep], lambda row: row.name == "position"
-        )
+        self.keep_alike = not report and self._alike(bound, [self.keep], _is_position)
         self._rules: dict[int, Ends | Node | None] = {}
+        self._read: dict[tuple[int, ...], tuple[list[Node], list[Node]]] = {}
         self._places: torch.Tensor | None = None
         self._bound = bound
 
@@ -172,57 +196,63 @@ class Steps:
         bound, states = self._bound, self.updates.states.values()
         if not self.states_alike:
             return None
-        entries = all(state.type.axes == ("kv", "token") for state in states)
+        entries = all(state.type.axes in (AXES, HEADS) for state in states)
         if self.report or not entries or not self._merges_alike():
             return None
         if bound.step_queries(prompt) > 1:
             return None
         rule = Ends.of(bound, prompt)
-        if rule is not None and self._serves(rule):
+        if rule is not None and self._of_heads(list(nodes_of(self._deciding(rule))), _is_position):
             return rule
-        decided = any(node.op == "decided" for node in nodes_of([self.keep]))
-        return self.keep if self.keep_alike and not decided else None
+        return self.keep if self.keep_alike else None
 
-    def _serves(self, rule: Ends) -> bool:
-        """Whether the scores of many layers can be computed as those of one."""
-        if rule.score is None:
-            return True
-        return self._of_heads([rule.score], lambda row: row.name == "position")
+    def _deciding(self, rule: Ends | Node | None) -> list[Node]:
+        """What data decide of a rule."""
+        if not isinstance(rule, Ends):
+            return [] if rule is None else [rule]
+        score = [] if rule.score is None else [rule.score]
+        return score + list(rule.of_data(self._bound).values())
 
     def _merges_alike(self) -> bool:
         """Whether the entries of many layers can be merged as those of one, in their pool."""
         merge = self.rules.merge
         if merge is None:
             return True
-        if merge.states or merge.into.op != "next":
-            return False
         if self._bound.positions == "slots" and "key" in merge.apply:
             return False  # keys would be rounded before they turn, and after
-        if self._bound.static.needs(merge.into.args[0]) is None:
+        if any(state.type.axes or state.type.absent for state in merge.states.values()):
             return False
-        roots = merge_roots(merge)
-        if any(node.operation.kind is Kind.VECTOR for node in nodes_of(roots)):
+        nearest, (of_into,) = merge.into.op == "nearest", merge.into.args
+        if nearest and of_into.op not in ("key", "value"):
+            return False
+        if not nearest and self._bound.static.needs(of_into) is None:
+            return False
+        roots = [node for node in merge_roots(merge) if node is not merge.into]
+        # A kernel finds inner products of entries and their receivers, see `Merging`.
+        products = [node for node in nodes_of(roots) if nearest and compares(node)]
+        seen = set(map(id, products))
+        nodes = [node for root in roots for node in root.walk(seen)]
+        if any(node.op in ("key", "value") or not _of_each_head(node) for node in nodes):
             return False
         return self._of_heads(
-            roots, lambda row: row.kind is Kind.MERGE or row.name in ("position", "uniform")
+            nodes, lambda row: row.kind is Kind.MERGE or row.name in ("position", "uniform")
         )
 
-    def _of_heads(self, roots: list[Node], reads: Callable[[Operation], bool]) -> bool:
+    def _of_heads(self, nodes: list[Node], reads: Callable[[Operation], bool]) -> bool:
         """Whether values at a step can be computed of many layers as of one.
 
         Args:
             reads: whether a leaf may be read besides tensors of the model.
         """
-        nodes = list(nodes_of(roots))
-        if any(node.op == "decided" for node in nodes):
-            return False
         alike = like_heads(
             nodes, self._bound.static, lambda row: row.reads_tensors or reads(row), apart=True
         )
         if not alike or not all(_only_orders(node) for node in nodes):
             return False
-        tensors = any(node.operation.reads_tensors for node in nodes)
-        return not tensors or (self.leaving is not None and not self.leaving.regions.reasons)
+        if not any(node.operation.reads_tensors for node in nodes):
+            return True
+        made = self.leaving
+        return made is not None and not any(id(node) in made.regions.reasons for node in nodes)
 
     def places(self, width: int, device: torch.device) -> torch.Tensor:
         """0 .. width - 1, made once for all that are not longer."""
@@ -233,17 +263,45 @@ class Steps:
     def same(self, rule: Ends | Node | None, prompt: int, generated: int) -> Hashable:
         """What is the same at a step of requests that are taken through it together.
 
-        Which rule it is, and the numbers of the host that enter states, scores and merges, where
+        Which rule it is, and the numbers of the host that no list can have of its own, where
         these are computed of all requests at once.
         """
-        deciding = rule.score if isinstance(rule, Ends) else rule
+        shared, _ = self._numbers(rule)
+        numbers = [self._bound.number(node, prompt, generated=generated) for node in shared]
+        return rule is None, tuple(map(id, self._deciding(rule))), tuple(numbers)
+
+    def apart(self, rule: Ends | Node | None) -> list[Node]:
+        """Numbers of the host that each list may have of its own."""
+        return self._numbers(rule)[1]
+
+    def _numbers(self, rule: Ends | Node | None) -> tuple[list[Node], list[Node]]:
+        """Numbers of the host that enter states, scores and merges: shared ones, and others."""
         roots = list(self.advancing_roots) if self.states_alike else []
         if rule is not None:
-            roots += [deciding, *merge_roots(self.rules.merge)]
-        known = [node for node in nodes_of(roots) if self._bound.static.needs(node)]
-        numbers = [self._bound.number(node, prompt, generated=generated) for node in known]
-        given = isinstance(rule, Ends) and rule.budget is not None
-        return id(deciding), given, tuple(numbers)
+            roots += [*self._deciding(rule), *merge_roots(self.rules.merge)]
+        key = tuple(map(id, roots))
+        if key not in self._read:
+            self._read[key] = self._divided(roots)
+        return self._read[key]
+
+    def _divided(self, roots: list[Node]) -> tuple[list[Node], list[Node]]:
+        """What is computed entry by entry takes a number of each list; all else takes one."""
+        static = self._bound.static
+        compiled = {
+            id(node)
+            for each in (self.advancing, self.leaving)
+            for node in (() if each is None else each.regions.inside())
+        }
+        shared: dict[int, Node] = {}
+        apart = {id(node): node for node in roots if static.needs(node)}
+        for node in nodes_of(roots):
+            if static.needs(node) is not None or end_of(self._bound, node):
+                continue
+            for place, each in enumerate(node.args):
+                if static.needs(each):
+                    free = id(node) not in compiled and _takes_any(node, place)
+                    (apart if free else shared)[id(each)] = each
+        return list(shared.values()), [x for key, x in apart.items() if key not in shared]
 
     def _alike(self, bound: Bound, roots: list[Node], reads: Callable[[Operation], bool]) -> bool:
         states = self.updates.states.values()

@@ -10,7 +10,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-LIBRARIES = ("numpy", "torch")
+LIBRARIES = ("numpy", "torch", "operator")
 
 
 @cache

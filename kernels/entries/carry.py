@@ -30,15 +30,15 @@ def carry(
         used: int64 [S], at how many positions some head of the layer keeps an entry.
         newest: int64 [N], of S / N layers each, one behind the other: the position of the last of
             the new entries, which follow each other.
-        states: each float64 [S * G, M], a number of every entry.
+        states: each float64 [S * G, M], a number of every entry, or [S * G, C, M], C numbers.
         fresh: its value for new entries.
         steps: T, new entries.
         width: M', at least every `used` and T.
 
     Returns:
         int64 [S, M'] positions, -1 where nothing is; bool [S * G, M'], what each list holds, the
-        new entries included; and states, each float64 [S * G, M'], 0 where no entry of the layer
-        is.
+        new entries included; and states, each float64 [S * G, ..., M'], 0 where no entry of the
+        layer is.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
@@ -49,13 +49,14 @@ def carry(
     made = torch.full((layers, width), -1, dtype=torch.int64, device=device)
     there = torch.zeros((layers, group, width), dtype=torch.bool, device=device)
     later = [
-        torch.zeros((layers, group, width), dtype=torch.float64, device=device) for _ in states
+        torch.zeros((layers, group, *x.shape[1:-1], width), dtype=torch.float64, device=device)
+        for x in states
     ]
     made[:, width - steps :] = newest.repeat_interleave(layers // max(len(newest), 1))[:, None]
     made[:, width - steps :] += torch.arange(1 - steps, 1, device=device)
     there[:, :, width - steps :] = True
     for new, value in zip(later, fresh, strict=True):
-        new[:, :, width - steps :] = value
+        new[..., width - steps :] = value
     stays = kept.view(layers, group, kept.shape[1])
     some = stays.any(1)
     layer, column = some.nonzero(as_tuple=True)
@@ -63,7 +64,7 @@ def carry(
     made[layer, place] = positions[layer, column]
     there[layer, :, place] = stays[layer, :, column]
     for new, old in zip(later, states, strict=True):
-        new[layer, :, place] = old.view(stays.shape)[layer, :, column]
+        new[layer, ..., place] = old.unflatten(0, (layers, group))[layer, ..., column]
     return made, there.flatten(0, 1), [new.flatten(0, 1) for new in later]
 
 
@@ -86,7 +87,10 @@ def check(
     given = [
         ("positions", positions, torch.int64, (layers, kept.shape[1])),
         ("used", used, torch.int64, (layers,)),
-        *((f"states[{i}]", x, torch.float64, kept.shape) for i, x in enumerate(states)),
+        *(
+            (f"states[{i}]", x, torch.float64, (len(kept), *x.shape[1:-1][:1], kept.shape[1]))
+            for i, x in enumerate(states)
+        ),
     ]
     check_tensors(given)
     if newest.dtype != torch.int64 or not len(newest) or layers % len(newest):

@@ -35,7 +35,7 @@ def carry(
             of all lists of a layer.
 
     Returns:
-        int64 [S, M'], bool [S * G, M'] and states, each float64 [S * G, M'].
+        int64 [S, M'], bool [S * G, M'] and states, each float64 [S * G, ..., M'].
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
@@ -46,12 +46,15 @@ def carry(
     heads = triton.next_power_of_2(max(group, 1))
     made = torch.empty((layers, width), dtype=torch.int64, device=device)
     there = torch.empty((len(kept), width), dtype=torch.bool, device=device)
-    later = [torch.empty((len(kept), width), dtype=torch.float64, device=device) for _ in states]
+    later = [
+        torch.empty((*x.shape[:-1], width), dtype=torch.float64, device=device) for x in states
+    ]
     stays, own = kept.contiguous().view(torch.uint8), positions.contiguous()
     first = True
     for i in range(max(len(states), 1)) if layers and width else ():
         old, new, value = (states[i], later[i], fresh[i]) if states else (None, None, 0.0)
-        _carry[(layers,)](
+        each = 1 if old is None or old.dim() == 2 else old.shape[1]
+        _carry[(layers, each)](
             stays, own if first else None, used, used.stride(0), newest, made,
             there.view(torch.uint8),
             None if old is None else old.contiguous(), new, value,
@@ -71,13 +74,17 @@ def _carry(
     before, width, steps, share,
     GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One layer."""
+    """One layer, and one number of every entry."""
     this = tl.program_id(0)
     layer = this.to(tl.int64)
     head = tl.arange(0, HEADS)
     real = (head < GROUP)[:, None]
     old = ((layer * GROUP + head) * before)[:, None]
     new = ((layer * GROUP + head) * width)[:, None]
+    # Where numbers of an entry are as of more lists.
+    number = (layer * GROUP + head) * tl.num_programs(1) + tl.program_id(1)
+    old_number, new_number = (number * before)[:, None], (number * width)[:, None]
+    notes = tl.program_id(1) == 0
     start = width - steps - tl.load(used + layer * used_stride).to(tl.int32)
     last = tl.load(newest + this // share)
     # What no entry of the layer takes: in front, and the new ones behind.
@@ -88,13 +95,13 @@ def _carry(
         both = real & inside[None, :]
         if positions is not None:
             place = tl.where(comes, last - (width - 1 - column), -1)
-            tl.store(made + layer * width + column, place, mask=inside)
+            tl.store(made + layer * width + column, place, mask=inside & notes)
             held = tl.broadcast_to(comes[None, :], (HEADS, BLOCK)).to(tl.uint8)
-            tl.store(there + new + column[None, :], held, mask=both)
+            tl.store(there + new + column[None, :], held, mask=both & notes)
         if state is not None:
             x = tl.where(comes, fresh, 0.0).to(tl.float64)
             x = tl.broadcast_to(x[None, :], (HEADS, BLOCK))
-            tl.store(later + new + column[None, :], x, mask=both)
+            tl.store(later + new_number + column[None, :], x, mask=both)
     seen = 0
     for first in range(0, before, BLOCK):
         column = first + tl.arange(0, BLOCK)
@@ -105,9 +112,9 @@ def _carry(
         both = real & (some > 0)[None, :]
         if positions is not None:
             own = tl.load(positions + layer * before + column, mask=some > 0, other=0)
-            tl.store(made + layer * width + target, own, mask=some > 0)
-            tl.store(there + new + target[None, :], stays.to(tl.uint8), mask=both)
+            tl.store(made + layer * width + target, own, mask=(some > 0) & notes)
+            tl.store(there + new + target[None, :], stays.to(tl.uint8), mask=both & notes)
         if state is not None:
-            x = tl.load(state + old + column[None, :], mask=both, other=0.0)
-            tl.store(later + new + target[None, :], x, mask=both)
+            x = tl.load(state + old_number + column[None, :], mask=both, other=0.0)
+            tl.store(later + new_number + target[None, :], x, mask=both)
         seen += tl.sum(some)

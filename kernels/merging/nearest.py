@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from kvpolicy.kernels.launch.arguments import check_tensors
 
 # Cosines of one tile, so that no matrix of dropped by kept entries is held whole.
 _TILE = 1 << 20
@@ -10,45 +11,50 @@ _TILE = 1 << 20
 
 def nearest(
     x: torch.Tensor,
-    dropped: torch.Tensor,
-    dropped_count: torch.Tensor,
+    places: torch.Tensor,
+    real: torch.Tensor,
     kept: torch.Tensor,
-    kept_count: torch.Tensor,
-) -> torch.Tensor:
+    ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Which kept vector is most like each dropped one.
 
     Cosines are of unit vectors in float64, compared as float32; of equal ones the first in the
     list wins. The unit vector of zero, and of a vector with NaN or infinity, is zero.
 
     Args:
-        x: [G, n, D] any float dtype. Rows in neither list are not read.
-        dropped: [G, P] int64 places of dropped entries.
-        dropped_count: [G] integers, how many of these there are; the rest means nothing.
-        kept: [G, C] int64 places of kept entries.
-        kept_count: [G] integers, as above.
+        x: [G, n, D] any float dtype; with ids [E, D], the rows of a pool. What is neither dropped
+            nor kept is not read.
+        places: int64 [G, P], columns of dropped entries.
+        real: bool [G, P], which of these there are.
+        kept: bool [G, n].
+        ids: int64 [G, n], rows of the pool.
 
     Returns:
-        [G, P] int64: where in its head's list `kept` the nearest one stands; 0 beyond the dropped
-        ones and where nothing is kept.
+        int64 [G, P] columns of the nearest ones, 0 where there is none, and bool [G, P], where
+        there is one: where an entry is dropped and its list keeps any.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    check(x, dropped, dropped_count, kept, kept_count)
-    chosen = torch.zeros_like(dropped)
-    numbers = zip(dropped_count.tolist(), kept_count.tolist(), strict=True)
-    for head, (number, others) in enumerate(numbers):
-        if not others:
-            continue
-        among = _unit(x[head, kept[head, :others]]).T
-        rows = max(1, _TILE // others)
-        for start in range(0, number, rows):
-            part = slice(start, min(start + rows, number))
-            match = (_unit(x[head, dropped[head, part]]) @ among).float()
+    check(x, places, real, kept, ids)
+    chosen, found = torch.zeros_like(places), real & kept.any(1, keepdim=True)
+    for head in found.any(1).nonzero()[:, 0].tolist():
+        rows, dropped = kept[head].nonzero()[:, 0], found[head].nonzero()[:, 0]
+        own = None if ids is None else ids[head]
+        among = _unit(_rows(x, own, head, rows)).T
+        tile = max(1, _TILE // max(len(rows), 1))
+        for part in dropped.split(tile):
+            match = (_unit(_rows(x, own, head, places[head, part])) @ among).float()
             best = match == match.amax(-1, keepdim=True)
-            order = torch.arange(others, device=x.device)
-            chosen[head, part] = torch.where(best, order, others).amin(-1)
-    return chosen
+            order = torch.arange(len(rows), device=x.device)
+            chosen[head, part] = rows[torch.where(best, order, len(rows)).amin(-1)]
+    return chosen, found
+
+
+def _rows(
+    x: torch.Tensor, ids: torch.Tensor | None, head: int, columns: torch.Tensor
+) -> torch.Tensor:
+    return x[head, columns] if ids is None else x[ids[columns]]
 
 
 def _unit(rows: torch.Tensor) -> torch.Tensor:
@@ -59,20 +65,31 @@ def _unit(rows: torch.Tensor) -> torch.Tensor:
 
 def check(
     x: torch.Tensor,
-    dropped: torch.Tensor,
-    dropped_count: torch.Tensor,
+    places: torch.Tensor,
+    real: torch.Tensor,
     kept: torch.Tensor,
-    kept_count: torch.Tensor,
+    ids: torch.Tensor | None,
 ) -> None:
-    """Raises ValueError for tensors that do not fit together."""
-    if x.ndim != 3 or not x.is_floating_point():
+    """Refuses wrong shapes and dtypes; reads no tensor.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
+    check_vectors(x, ids)
+    columns = x.shape[:2] if ids is None else ids.shape
+    given = [
+        ("kept", kept, torch.bool, columns),
+        ("places", places, torch.int64, (columns[0], *places.shape[1:2])),
+        ("real", real, torch.bool, places.shape),
+    ]
+    check_tensors(given)
+
+
+def check_vectors(x: torch.Tensor, ids: torch.Tensor | None) -> None:
+    """Refuses what is neither vectors [G, n, D] nor a pool [E, D] with rows [G, n] of it."""
+    if ids is None and (x.ndim != 3 or not x.is_floating_point()):
         raise ValueError(f"x: expected floats [G, n, D], got {x.dtype} {list(x.shape)}")
-    heads = x.shape[0]
-    for name, places in (("dropped", dropped), ("kept", kept)):
-        if places.ndim != 2 or places.shape[0] != heads or places.dtype != torch.int64:
-            actual = f"{places.dtype} {list(places.shape)}"
-            raise ValueError(f"{name}: expected int64 [{heads}, *], got {actual}")
-    for name, number in (("dropped_count", dropped_count), ("kept_count", kept_count)):
-        if number.shape != (heads,) or number.is_floating_point():
-            actual = f"{number.dtype} {list(number.shape)}"
-            raise ValueError(f"{name}: expected integers [{heads}], got {actual}")
+    if ids is not None and (x.ndim != 2 or not x.is_floating_point()):
+        raise ValueError(f"x: expected floats [E, D], got {x.dtype} {list(x.shape)}")
+    if ids is not None and (ids.ndim != 2 or ids.dtype != torch.int64):
+        raise ValueError(f"ids: expected int64 [G, n], got {ids.dtype} {list(ids.shape)}")

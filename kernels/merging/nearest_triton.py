@@ -36,57 +36,64 @@ _LEAST, _MOST = tl.constexpr(2.0**-40), tl.constexpr(2.0**40)
 
 def nearest(
     x: torch.Tensor,
-    dropped: torch.Tensor,
-    dropped_count: torch.Tensor,
+    places: torch.Tensor,
+    real: torch.Tensor,
     kept: torch.Tensor,
-    kept_count: torch.Tensor,
+    ids: torch.Tensor | None = None,
     *,
     rows: int | None = None,
     columns: int | None = None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Which kept vector is most like each dropped one.
 
-    As `nearest.nearest`, without reading a number on the host. Time and launches depend on P, work
-    on the counts; columns beyond a count cost nothing.
+    As `nearest.nearest`, without reading a number on the host. Time and launches depend on P and n,
+    work on how many entries are dropped and kept.
 
     Args:
-        x: [G, n, D] any float dtype; the last axis contiguous, or it is copied.
-        dropped, dropped_count, kept, kept_count: as there.
+        x: [G, n, D] or [E, D] any float dtype; the last axis contiguous, or it is copied.
+        places, real, kept, ids: as there.
         rows: dropped entries of a program, a power of two from 16; None: as measured for the GPU
             (see `tuned`), else by P and the size of a vector, as registers allow.
         columns: kept entries of a tile, a power of two from 16; None: as measured, else as above.
 
     Returns:
-        [G, P] int64.
+        int64 [G, P] and bool [G, P].
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
         TunedError: as `tuned.load`.
     """
-    check(x, dropped, dropped_count, kept, kept_count)
-    (heads, width), others, size = dropped.shape, kept.shape[1], x.shape[2]
-    chosen = torch.zeros((heads, width), dtype=torch.int64, device=x.device)
+    check(x, places, real, kept, ids)
+    (heads, width), others, size = places.shape, kept.shape[1], x.shape[-1]
+    device = x.device
+    chosen = torch.zeros((heads, width), dtype=torch.int64, device=device)
+    found = torch.zeros((heads, width), dtype=torch.bool, device=device)
     if not width or not others or not heads:
-        return chosen
-    if x.stride(2) != 1:
+        return chosen, found
+    if x.stride(-1) != 1:
         x = x.contiguous()
     halves = x.dtype in (torch.float16, torch.bfloat16)
     block = max(triton.next_power_of_2(size), 16)
     # What registers hold of rows of 256 bytes, 512, and more.
     size_of_row = block * x.element_size()
     most = 128 if size_of_row <= 256 and halves else 64 if size_of_row <= 512 else 16
-    measured = tuned.choice("nearest", x.device, x.dtype, size, width)
+    measured = tuned.choice("nearest", device, x.dtype, size, width)
     rows = rows or measured.get("rows") or min(max(triton.next_power_of_2(width), 16), most)
-    columns = columns or measured.get("columns") or min(64, max(32, most))
-    dropped, kept = dropped.contiguous(), kept.contiguous()
-    # Lengths of kept vectors, whether a head has such as float32 cannot serve, how many rows are
-    # undecided; which rows, and from which cosine on they are computed exactly.
-    lengths = torch.empty((heads, others), dtype=torch.float64, device=x.device)
-    flags = torch.zeros((2, heads), dtype=torch.int32, device=x.device)
-    open_rows = torch.empty((heads, width), dtype=torch.int32, device=x.device)
-    near = torch.empty((heads, width), dtype=torch.float32, device=x.device)
-    given = (x, dropped, dropped_count, kept, kept_count, lengths, flags, chosen, open_rows, near)
-    strides = (x.stride(0), x.stride(1), width, others)
+    columns = columns or measured.get("columns")
+    columns = columns or min(64, max(32, most if halves else rows))
+    # Columns that are kept and how many; their lengths, whether a head has such as float32 cannot
+    # serve, how many rows are undecided; which rows, and from which cosine on they are computed
+    # exactly.
+    order = torch.empty((heads, others), dtype=torch.int32, device=device)
+    number = torch.empty(heads, dtype=torch.int32, device=device)
+    lengths = torch.empty((heads, others), dtype=torch.float64, device=device)
+    flags = torch.zeros((2, heads), dtype=torch.int32, device=device)
+    open_rows = torch.empty((heads, width), dtype=torch.int32, device=device)
+    near = torch.empty((heads, width), dtype=torch.float32, device=device)
+    own = None if ids is None else ids.contiguous()
+    vectors = (x, own, order, number, lengths, flags)
+    dropped = (places.contiguous(), chosen, open_rows, near)
+    strides = (0 if ids is not None else x.stride(0), x.stride(-2), others, width)
     options = {
         "D": size,
         "HALVES": halves,
@@ -94,25 +101,44 @@ def nearest(
         "UPCAST": not x.is_cuda,
         "BLOCK_D": block,
     }
+    _order[(heads,)](kept.contiguous().view(torch.uint8), order, number, others, BLOCK=1024)
     _lengths[(triton.cdiv(others, columns), heads)](
-        x, kept, kept_count, lengths, flags, *strides[:2], others,
-        D=size, HALVES=halves, BLOCK_N=columns, BLOCK_D=block,
+        *vectors, *strides[:3], D=size, HALVES=halves, BLOCK_N=columns, BLOCK_D=block,
     )  # fmt: skip
+    marks = (real.contiguous().view(torch.uint8), found.view(torch.uint8))
     _highest[(triton.cdiv(width, rows), heads)](
-        *given, *strides, (2 * size + 36) * 2.0**-22,
+        *vectors, *dropped, *marks, *strides, (2 * size + 36) * 2.0**-22,
         **options, BLOCK_M=rows, BLOCK_N=columns, num_warps=8 if rows >= 64 else 4,
         num_stages=3 if halves else 2,
     )  # fmt: skip
     _exact[(triton.cdiv(width, 16), heads)](
-        *given, *strides, **options, BLOCK_M=16, BLOCK_N=columns, num_warps=4, num_stages=2
-    )
-    return chosen
+        *vectors, *dropped, *strides, **options, BLOCK_M=16, BLOCK_N=columns, num_warps=4,
+        num_stages=2,
+    )  # fmt: skip
+    return chosen, found
+
+
+@triton.jit(do_not_specialize=["others"])
+def _order(kept, order, number, others, BLOCK: tl.constexpr):
+    """Columns that a list keeps, in order, and how many."""
+    head = tl.program_id(0).to(tl.int64)
+    seen = 0
+    for first in range(0, others, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        stays = tl.load(kept + head * others + column, mask=column < others, other=0).to(tl.int32)
+        place = seen + tl.cumsum(stays) - stays
+        tl.store(order + head * others + place, column, mask=stays > 0)
+        seen += tl.sum(stays)
+    tl.store(number + head, seen)
 
 
 @triton.jit
-def _read(x, places, there, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _read(x, ids, places, there, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """[*, BLOCK_D] rows of one head, 0 beyond D and where they are not there."""
     column = tl.arange(0, BLOCK_D)
+    places = places.to(tl.int64)
+    if ids is not None:
+        places = tl.load(ids + places, mask=there, other=0)
     mask = there[:, None] & (column < D)[None, :]
     return tl.load(x + places[:, None] * stride + column[None, :], mask=mask, other=0.0)
 
@@ -140,11 +166,11 @@ def _direction(rows, length):
 
 @triton.jit
 def _cosines(
-    a, x, places, there, length, stride, D: tl.constexpr, HALVES: tl.constexpr,
+    a, x, ids, places, there, length, stride, D: tl.constexpr, HALVES: tl.constexpr,
     UPCAST: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """[M, N] cosines of a with some rows, in float32; with halves times the length of a."""
-    rows = _read(x, places, there, stride, D, BLOCK_D)
+    rows = _read(x, ids, places, there, stride, D, BLOCK_D)
     inverse = tl.where(length > 0, 1.0 / tl.where(length > 0, length, 1.0), 0.0)
     if HALVES:
         if UPCAST:
@@ -159,16 +185,18 @@ def _cosines(
 
 @triton.jit
 def _lengths(
-    x, kept, kept_count, lengths, flags, stride_head, stride, others, D: tl.constexpr,
+    x, ids, order, count, lengths, flags, stride_head, stride, others, D: tl.constexpr,
     HALVES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
-    number = tl.load(kept_count + head).to(tl.int32)
+    number = tl.load(count + head)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     there = column < number
     if tl.program_id(0) * BLOCK_N < number:
-        places = tl.load(kept + head * others + column, mask=there, other=0)
-        rows = _read(x + head * stride_head, places, there, stride, D, BLOCK_D)
+        places = tl.load(order + head * others + column, mask=there, other=0)
+        if ids is not None:
+            ids += head * others
+        rows = _read(x + head * stride_head, ids, places, there, stride, D, BLOCK_D)
         rows = _double(rows, HALVES)
         length = _length(rows)
         tl.store(lengths + head * others + column, length, mask=there)
@@ -182,22 +210,22 @@ def _lengths(
 
 @triton.jit
 def _highest(
-    x, dropped, dropped_count, kept, kept_count, lengths, flags, chosen, open_rows, near,
-    stride_head, stride, width, others, bound, D: tl.constexpr, HALVES: tl.constexpr,
+    x, ids, order, count, lengths, flags, dropped, chosen, open_rows, near, real, found,
+    stride_head, stride, others, width, bound, D: tl.constexpr, HALVES: tl.constexpr,
     UPCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
-    number = tl.load(dropped_count + head).to(tl.int32)
-    among = tl.load(kept_count + head).to(tl.int32)
-    first = tl.program_id(0) * BLOCK_M
-    if (first >= number) | (among <= 0):
+    among = tl.load(count + head)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mine = tl.load(real + head * width + row, mask=row < width, other=0) > 0
+    if (tl.max(mine.to(tl.int32), axis=0) == 0) | (among <= 0):
         return
     x += head * stride_head
-    row = first + tl.arange(0, BLOCK_M)
-    mine = row < number
+    if ids is not None:
+        ids += head * others
     places = tl.load(dropped + head * width + row, mask=mine, other=0)
-    a = _read(x, places, mine, stride, D, BLOCK_D)
+    a = _read(x, ids, places, mine, stride, D, BLOCK_D)
     exact = _double(a, HALVES)
     size = _length(exact)
     if HALVES:
@@ -218,8 +246,8 @@ def _highest(
         there = start + lane < among
         at = head * others + start + lane
         length = tl.load(lengths + at, mask=there, other=0.0)
-        column = tl.load(kept + at, mask=there, other=0)
-        match = _cosines(a, x, column, there, length, stride, D, HALVES, UPCAST, BLOCK_D)
+        column = tl.load(order + at, mask=there, other=0)
+        match = _cosines(a, x, ids, column, there, length, stride, D, HALVES, UPCAST, BLOCK_D)
         match = tl.where(there[None, :], match, float("-inf"))
         tile = tl.where(match > best, start, tile)
         second = tl.maximum(second, tl.minimum(best, match))
@@ -232,7 +260,9 @@ def _highest(
     # All cosines of a zero vector are equal: the first kept entry.
     directed = mine & (size > 0)
     place = tl.where(directed, place, 0)
-    tl.store(chosen + head * width + row, place.to(tl.int64), mask=mine)
+    column = tl.load(order + head * others + place, mask=mine, other=0)
+    tl.store(chosen + head * width + row, column.to(tl.int64), mask=mine)
+    tl.store(found + head * width + row, tl.full([BLOCK_M], 1, tl.uint8), mask=mine)
     undecided = (directed & ((tl.sum(close, axis=1) > 1) | wild)).to(tl.int32)
     total = tl.sum(undecided, axis=0)
     if total > 0:
@@ -245,8 +275,8 @@ def _highest(
 
 @triton.jit
 def _exact(
-    x, dropped, dropped_count, kept, kept_count, lengths, flags, chosen, open_rows, near,
-    stride_head, stride, width, others, D: tl.constexpr, HALVES: tl.constexpr,
+    x, ids, order, count, lengths, flags, dropped, chosen, open_rows, near,
+    stride_head, stride, others, width, D: tl.constexpr, HALVES: tl.constexpr,
     UPCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
@@ -254,14 +284,16 @@ def _exact(
     first = tl.program_id(0) * BLOCK_M
     if first >= number:
         return
-    among = tl.load(kept_count + head).to(tl.int32)
+    among = tl.load(count + head)
     x += head * stride_head
+    if ids is not None:
+        ids += head * others
     entry = head * width + first + tl.arange(0, BLOCK_M)
     mine = first + tl.arange(0, BLOCK_M) < number
     row = tl.load(open_rows + entry, mask=mine, other=0)
     least = tl.load(near + entry, mask=mine, other=0.0)
     places = tl.load(dropped + head * width + row, mask=mine, other=0)
-    a = _read(x, places, mine, stride, D, BLOCK_D)
+    a = _read(x, ids, places, mine, stride, D, BLOCK_D)
     own = _double(a, HALVES)
     own = _direction(own, _length(own))
     if HALVES:
@@ -277,16 +309,16 @@ def _exact(
         ordinal = start + lane
         there = ordinal < among
         length = tl.load(lengths + head * others + ordinal, mask=there, other=0.0)
-        column = tl.load(kept + head * others + ordinal, mask=there, other=0)
-        match = _cosines(a, x, column, there, length, stride, D, HALVES, UPCAST, BLOCK_D)
+        column = tl.load(order + head * others + ordinal, mask=there, other=0)
+        match = _cosines(a, x, ids, column, there, length, stride, D, HALVES, UPCAST, BLOCK_D)
         # NaN, of vectors that float32 cannot serve, counts as near.
         left = (mine[:, None] & there[None, :] & ~(match < least[:, None])).to(tl.int32)
         while tl.max(tl.max(left, axis=1), axis=0) > 0:
             nearby = tl.min(tl.where(left > 0, ordinal[None, :], _NOTHING), axis=1)
             some = nearby < _NOTHING
             at = head * others + nearby
-            to = tl.load(kept + at, mask=some, other=0)
-            other = _double(_read(x, to, some, stride, D, BLOCK_D), HALVES)
+            to = tl.load(order + at, mask=some, other=0)
+            other = _double(_read(x, ids, to, some, stride, D, BLOCK_D), HALVES)
             other = _direction(other, tl.load(lengths + at, mask=some, other=0.0))
             cosine = tl.sum(own * other, axis=1).to(tl.float32)
             # Places ascend, so that of equal cosines the first stays.
@@ -294,4 +326,5 @@ def _exact(
             best = tl.where(better, cosine, best)
             place = tl.where(better, nearby, place)
             left = tl.where(ordinal[None, :] == nearby[:, None], 0, left)
-    tl.store(chosen + head * width + row, place.to(tl.int64), mask=mine)
+    column = tl.load(order + head * others + place, mask=mine, other=0)
+    tl.store(chosen + head * width + row, column.to(tl.int64), mask=mine)

@@ -1,8 +1,7 @@
 """Inner products of pairs of vectors, and sums of two layers' vectors: for entries that share.
 
 An angle, a length and a cosine of two vectors need three sums, and a direction between them is a
-sum of both. So a policy's expression needs the vectors twice, however long it is. What a merge
-compares needs them once.
+sum of both. So a policy's expression needs the vectors twice, however long it is.
 """
 
 from __future__ import annotations
@@ -10,31 +9,20 @@ from __future__ import annotations
 import torch
 
 
-def gram(
-    below: torch.Tensor, own: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> torch.Tensor:
-    """Inner products of pairs of vectors.
+def gram(below: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Inner products of pairs of vectors, each with its counterpart.
 
     Args:
         below, own: [G, N, D] any float dtype, both the same.
-        rows: int64 [G, P] each, which vectors of `below` and which of `own` are paired; None: each
-            with its counterpart.
 
     Returns:
-        [3, G, P or N] float64: that of `below` with itself, with that of `own`, and this with
-        itself.
+        [3, G, N] float64: that of `below` with itself, with that of `own`, and this with itself.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
     check(below, own)
     x, y = below.double(), own.double()
-    if rows is not None:
-        check_rows(below, rows)
-        x, y = (
-            each.gather(1, row[..., None].expand(-1, -1, each.shape[2]))
-            for each, row in zip((x, y), rows, strict=True)
-        )
     return torch.stack([(x * x).sum(-1), (x * y).sum(-1), (y * y).sum(-1)])
 
 
@@ -69,12 +57,3 @@ def check(below: torch.Tensor, own: torch.Tensor, *weights: torch.Tensor) -> Non
         if x.shape != below.shape[:2] or x.dtype != torch.float64:
             expected = f"torch.float64 {list(below.shape[:2])}"
             raise ValueError(f"{name}: expected {expected}, got {x.dtype} {list(x.shape)}")
-
-
-def check_rows(below: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Raises ValueError for rows that do not fit the tensors."""
-    expected = (below.shape[0], *rows[0].shape[1:2])
-    for name, x in zip(("first", "second"), rows, strict=True):
-        if x.shape != expected or x.dtype != torch.int64:
-            actual = f"{x.dtype} {list(x.shape)}"
-            raise ValueError(f"{name} rows: expected int64 {list(expected)}, got {actual}")

@@ -8,44 +8,32 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from kvpolicy.kernels.merging.share import check, check_rows
+from kvpolicy.kernels.merging.share import check
 
 
-def gram(
-    below: torch.Tensor,
-    own: torch.Tensor,
-    rows: tuple[torch.Tensor, torch.Tensor] | None = None,
-    *,
-    block: int = 16,
-) -> torch.Tensor:
-    """Inner products of pairs of vectors.
+def gram(below: torch.Tensor, own: torch.Tensor, *, block: int = 16) -> torch.Tensor:
+    """Inner products of pairs of vectors, each with its counterpart.
 
     As `share.gram`.
 
     Args:
         below, own: [G, N, D] any float dtype, both the same; the last axis contiguous, or they are
             copied.
-        rows: as there.
         block: pairs of a program, a power of two. Not measured.
 
     Returns:
-        [3, G, P or N] float64.
+        [3, G, N] float64.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
     check(below, own)
     heads, pairs, size = below.shape
-    if rows is not None:
-        check_rows(below, rows)
-        pairs = rows[0].shape[1]
     made = torch.empty((3, heads, pairs), dtype=torch.float64, device=below.device)
-    listed = (made, made) if rows is None else tuple(each.contiguous() for each in rows)
     if made.numel():
         _gram[(triton.cdiv(pairs, block), heads)](
-            *_strided(below), *_strided(own), *listed, made, pairs,
-            D=size, LISTED=rows is not None, BLOCK_N=block,
-            BLOCK_D=triton.next_power_of_2(size), num_warps=4,
+            *_strided(below), *_strided(own), made, pairs,
+            D=size, BLOCK_N=block, BLOCK_D=triton.next_power_of_2(size), num_warps=4,
         )  # fmt: skip
     return made
 
@@ -95,19 +83,15 @@ def _read(x, head, row, stride_head, stride, mask, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _gram(
-    below, below_head, below_row, own, own_head, own_row, below_rows, own_rows, made, pairs,
-    D: tl.constexpr, LISTED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    below, below_head, below_row, own, own_head, own_row, made, pairs,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     pair = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     there = pair < pairs
     mask = there[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
-    first, second = pair, pair
-    if LISTED:
-        first = tl.load(below_rows + head * pairs + pair, mask=there, other=0)
-        second = tl.load(own_rows + head * pairs + pair, mask=there, other=0)
-    x = _read(below, head, first, below_head, below_row, mask, BLOCK_D)
-    y = _read(own, head, second, own_head, own_row, mask, BLOCK_D)
+    x = _read(below, head, pair, below_head, below_row, mask, BLOCK_D)
+    y = _read(own, head, pair, own_head, own_row, mask, BLOCK_D)
     at, next_sum = made + head * pairs + pair, tl.num_programs(1).to(tl.int64) * pairs
     tl.store(at, tl.sum(x * x, axis=1), mask=there)
     tl.store(at + next_sum, tl.sum(x * y, axis=1), mask=there)

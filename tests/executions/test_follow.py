@@ -137,8 +137,8 @@ def test_random_policies(part):
 def test_nothing_waits_before_the_numbers_land(name):
     """Where entries are merged layer by layer, the numbers are needed at once: for all layers."""
     names = (
-        "carry", "tally", "best", "draws", "finite", "nearest", "gram", "following", "links",
-        "target", "merge_rows", "merge_entries", "merge_mass",
+        "carry", "tally", "best", "draws", "finite", "nearest", "pairs", "means", "following",
+        "links", "target", "merge_rows", "merge_entries", "merge_mass",
     )  # fmt: skip
     shape = SHAPES[0]
     kernels = {**REFERENCE, **{each: TRITON[each] for each in names}}

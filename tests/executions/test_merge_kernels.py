@@ -23,7 +23,7 @@ from recordings import assert_same, tensors
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-MERGING = ("nearest", "gram", "following", "links", "target", "merge_rows", "merge_mass")
+MERGING = ("nearest", "pairs", "following", "links", "target", "merge_rows", "merge_mass")
 SETTINGS = {
     "d2o": {"rate": "0.4", "start": "2"},
     "d2o-code": {"rate": "0.4", "start": "1"},
@@ -61,7 +61,7 @@ def test_programs_do_the_same(name, monkeypatch):
             patched.setattr(torch_apply, "TorchProgram", partial(TorchProgram, kernels=table))
             assert_same(expected, torch_apply.apply(bound, *prompt))
     wanted = set(MERGING)
-    wanted -= {"nearest", "gram", "merge_mass"} if name in ("cam", "cam-original") else set()
+    wanted -= {"nearest", "pairs", "merge_mass"} if name in ("cam", "cam-original") else set()
     wanted -= {"merge_mass"} if name == "d2o-code" else set()
     wanted -= {"target"} if name != "cam" else set()
     assert set(calls) == wanted
@@ -148,13 +148,13 @@ def test_nothing_waits_for_the_device(name, given):
 # The kernels' results, without numbers.
 WITHOUT = {
     **REFERENCE,
-    "nearest": lambda x, dropped, *_: torch.empty_like(dropped),
+    "nearest": lambda x, places, real, *_: (torch.empty_like(places), torch.empty_like(real)),
     "links": lambda places, receivers, joins, accepted, weights, tokens: (
         torch.empty(receivers.flatten(1).shape, dtype=torch.int64),
         torch.empty(receivers.flatten(1).shape, dtype=torch.float64),
         torch.empty(len(places), tokens + 1, dtype=torch.int32),
     ),
-    "gram": lambda below, own, rows: torch.empty(3, *rows[0].shape, dtype=torch.float64),
+    "pairs": lambda x, places, *_: torch.empty(4, *places.shape, dtype=torch.float64),
     "merge_rows": lambda x, *_: torch.empty(x.shape, dtype=torch.float64),
     "merge_mass": lambda weights, offsets, own: torch.empty_like(own),
 }

@@ -137,7 +137,7 @@ def together(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None:
     tally(kept, there, empty(lists, dtype=torch.bool), ids(B * L, 3 + 2 * G), G)
     tally(kept, there, None, None, G)
     positions = ids(B * L, width)
-    for states in ([], [score], [score, score]):
+    for states in ([], [score], [score, score], [score[:, None].expand(-1, 2, -1)]):
         fresh = [0.0] * len(states)
         carry(kept, positions, ids(B * L), ids(B), states, fresh, steps=16, width=width)
     for interleaved in (False, True):
@@ -151,15 +151,15 @@ def rows() -> None:
 
 
 def merging() -> None:
-    x, there = empty(G, N, D), ids(G)
-    TRITON["nearest"](x, ids(G, 30000), there, ids(G, 4096), there)
+    x, stays = empty(G, N, D), empty(G, N, dtype=torch.bool)
+    places, real, *_ = TRITON["following"](stays, stays, 30000, 0)
+    receivers, found = TRITON["nearest"](x, places, real, stays)
+    TRITON["pairs"](x, places, real, receivers, found)
     numbers = [empty(G, size, dtype=torch.float64) for size in (30000, N, N)]
     offsets = ids(G, N + 1, dtype=torch.int32)
     TRITON["merge_rows"](x, ids(G, 30000), numbers[0], offsets, *numbers[1:])
     TRITON["merge_mass"](numbers[0], offsets, numbers[1])
-    kept, joins = empty(G, N, dtype=torch.bool), empty(G, 30000, 1, dtype=torch.bool)
-    places, real, *_ = TRITON["following"](kept, kept, 30000, 0)
-    TRITON["links"](places, ids(G, 30000, 1), joins, real, numbers[0], N)
+    TRITON["links"](places, receivers[..., None], found[..., None], real, numbers[0], N)
 
 
 def merging_together(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None:
@@ -174,6 +174,9 @@ def merging_together(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None
     TRITON["target"](heat, *found)
     weights = empty(1, dtype=torch.float64)[0].expand(lists, number)
     links = TRITON["links"](places, *found, real, weights, width)
+    receivers, joins = TRITON["nearest"](pool, places, real, there, row_ids)
+    compared = TRITON["pairs"](pool, places, real, receivers, joins, row_ids)
+    TRITON["means"](compared[3], real, G)
     one = empty(1, dtype=torch.float64)[0].expand(lists, width)
     for proceed in (empty(B, L, dtype=torch.bool), empty(B, 1, dtype=torch.bool)):
         TRITON["merge_entries"](pool, row_ids, *links, one, heat, proceed)

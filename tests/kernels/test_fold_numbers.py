@@ -112,6 +112,20 @@ def carried(layers, group, width, states, requests, steps, extra, seed=0):
 
 
 @pytest.mark.parametrize("moved", CARRIES)
+@pytest.mark.parametrize(("layers", "group", "width"), SIZES)
+def test_numbers_of_an_entry_are_carried_as_of_more_lists(moved, layers, group, width):
+    given, values, _, options, wanted = carried(layers, group, width, 3, 1, 4, 1)
+    more = {} if moved is carry.carry else {"block": 16}
+    several = torch.stack(values, 1)
+    alone = [moved(*on_device(*given), on_device(x), [0.5], **options, **more) for x in values]
+    made = moved(*on_device(*given), on_device(several), [0.5], **options, **more)
+    assert torch.equal(made[0].cpu(), wanted[0])
+    assert torch.equal(made[1].cpu(), wanted[1])
+    for i, (*_, (own,)) in enumerate(alone):
+        assert torch.equal(made[2][0][:, i].nan_to_num(7.0), own.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("moved", CARRIES)
 @pytest.mark.parametrize("states", [0, 1, 2])
 @pytest.mark.parametrize(("layers", "group", "width"), SIZES)
 def test_what_stays_is_carried_on(moved, states, layers, group, width):

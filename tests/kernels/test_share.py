@@ -36,24 +36,6 @@ def test_gram(heads, tokens, dim, dtype):
         assert torch.allclose(expected[i], by_definition, rtol=1e-12, atol=1e-12)
 
 
-def test_gram_of_listed_pairs():
-    """Only these are read: all other vectors hold NaN."""
-    below, own = (x.clone() for x in layers(2, 40, 80, torch.bfloat16, 2))
-    generator = torch.Generator().manual_seed(2)
-    rows = [torch.randint(0, 40, (2, 21), generator=generator).to(DEVICE) for _ in range(2)]
-    for x, used in zip((below, own), rows, strict=True):
-        unused = torch.ones(2, 40, dtype=torch.bool, device=DEVICE).scatter(1, used, False)
-        x[unused] = torch.nan
-    expected = share.gram(below, own, rows)
-    for head, pair in ((0, 0), (1, 20)):
-        x = below[head, rows[0][head, pair]].double()
-        y = own[head, rows[1][head, pair]].double()
-        wanted = torch.stack([x @ x, x @ y, y @ y])
-        assert torch.allclose(expected[:, head, pair], wanted, rtol=1e-12, atol=1e-12)
-    error = (share_triton.gram(below, own, rows) - expected).abs()
-    assert (error <= 2 * 80 * EPS * share.gram(below.abs(), own.abs(), rows)).all()
-
-
 @pytest.mark.parametrize(("heads", "tokens", "dim", "dtype"), CASES)
 def test_blend(heads, tokens, dim, dtype):
     below, own = layers(heads, tokens, dim, dtype)
@@ -84,9 +66,6 @@ def test_arguments_are_checked(kernels):
         kernels.gram(below[0], own[0])
     with pytest.raises(ValueError, match=r"own: expected torch.float32 \[2, 5, 4\], got .*float16"):
         kernels.gram(below, own.half())
-    rows = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
-    with pytest.raises(ValueError, match=r"second rows: expected int64 \[2, 3\], got .* \[2, 2\]"):
-        kernels.gram(below, own, (rows, rows[:, 1:]))
     weights = torch.ones(2, 5, dtype=torch.float64, device=DEVICE)
     with pytest.raises(ValueError, match=r"b: expected torch.float64 \[2, 5\], got torch.float32"):
         kernels.blend(below, own, weights, weights.float())

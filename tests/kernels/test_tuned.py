@@ -19,6 +19,7 @@ from kvpolicy.kernels.entries.place import place
 from kvpolicy.kernels.entries.place_triton import place as place_triton
 from kvpolicy.kernels.entries.rows_triton import put_rows, take_rows
 from kvpolicy.kernels.launch import tuned
+from kvpolicy.kernels.merging.following import following
 from kvpolicy.kernels.merging.merge_rows import merge_mass, merge_rows
 from kvpolicy.kernels.merging.merge_rows_triton import merge_rows as merge_rows_triton
 from kvpolicy.kernels.merging.nearest import nearest
@@ -348,11 +349,12 @@ def test_merges_as_measured(folder, launched):
     )
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 60, 64, generator=generator)
-    order = torch.stack([torch.randperm(60, generator=generator) for _ in range(2)])
-    lists = (order[:, :40], torch.tensor([40, 33]), order[:, 40:], torch.tensor([20, 20]))
-    given = [each.to(DEVICE) for each in (x, *lists)]
+    kept = torch.rand(2, 60, generator=generator) < 0.3
+    places, real, *_ = following(kept, torch.ones_like(kept), 40, 0)
+    given = [each.to(DEVICE) for each in (x, places, real, kept)]
     made = launched(finding, "BLOCK_M")
-    assert torch.equal(nearest_triton(*given), nearest(*given))
+    for one, other in zip(nearest_triton(*given), nearest(*given), strict=True):
+        assert torch.equal(one, other)
     assert (made[-1]["BLOCK_M"], made[-1]["BLOCK_N"]) == (16, 32)
     receivers, sources = torch.randint(60, (2, 30), generator=generator).sort(-1)
     offsets = torch.stack([torch.searchsorted(row, torch.arange(61)) for row in receivers]).int()

@@ -1,0 +1,47 @@
+"""Means over what the KV heads of a layer drop, the same however many others drop."""
+
+from __future__ import annotations
+
+import torch
+from kvpolicy.kernels.launch.arguments import check_tensors
+
+LANES = 256  # sums that are added up last, whatever the width
+
+
+def means(x: torch.Tensor, there: torch.Tensor, group: int) -> torch.Tensor:
+    """For each of R lists the mean of the numbers that its layer's lists hold.
+
+    Args:
+        x: float64 [R, P].
+        there: bool [R, P], which numbers there are; what the others hold means nothing.
+        group: G, of how many lists, one behind the other, a mean is.
+
+    Returns:
+        float64 [R], equal for the lists of a layer; 0 of no numbers, and where the mean is NaN. The
+        order in which numbers are added depends on their columns only, not on P.
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check(x, there, group)
+    layers, width = len(x) // group, x.shape[1]
+    numbers = torch.nn.functional.pad(torch.where(there, x, 0.0), (0, -width % LANES))
+    total = x.new_zeros(layers, LANES)
+    for tile in numbers.view(layers, group * numbers.shape[1] // LANES, LANES).unbind(1):
+        total = total + tile
+    count = there.view(layers, group * width).sum(1)
+    mean = total.sum(1) / count
+    return torch.where(mean.isnan(), 0.0, mean).repeat_interleave(group)
+
+
+def check(x: torch.Tensor, there: torch.Tensor, group: int) -> None:
+    """Refuses wrong shapes and dtypes; reads no tensor.
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    if x.dtype != torch.float64 or x.dim() != 2:
+        raise ValueError(f"x: expected float64 [R, P], got {x.dtype} {list(x.shape)}")
+    check_tensors([("there", there, torch.bool, x.shape)])
+    if group < 1 or len(x) % group:
+        raise ValueError(f"group: expected a part of {len(x)}, got {group}")

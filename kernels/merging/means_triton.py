@@ -1,0 +1,51 @@
+"""Means over what the KV heads of a layer drop: one launch, a program per layer."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.merging.means import LANES, check
+
+
+def means(x: torch.Tensor, there: torch.Tensor, group: int) -> torch.Tensor:
+    """For each of R lists the mean of the numbers that its layer's lists hold.
+
+    As `means.means`.
+
+    Returns:
+        float64 [R].
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check(x, there, group)
+    lists, width = x.shape
+    made = torch.empty(lists, dtype=torch.float64, device=x.device)
+    if lists:
+        _means[(lists // group,)](
+            x, *x.stride(), there.contiguous().view(torch.uint8), made, width,
+            GROUP=group, LANES=LANES,
+        )  # fmt: skip
+    return made
+
+
+@triton.jit(do_not_specialize=["x_list", "x_entry", "width"])
+def _means(x, x_list, x_entry, there, made, width, GROUP: tl.constexpr, LANES: tl.constexpr):
+    """One layer."""
+    first = tl.program_id(0).to(tl.int64) * GROUP
+    lane = tl.arange(0, LANES)
+    total = tl.zeros([LANES], tl.float64)
+    number = tl.zeros([LANES], tl.int32)
+    for head in range(GROUP):
+        this = first + head
+        for start in range(0, width, LANES):
+            column = start + lane
+            inside = tl.load(there + this * width + column, mask=column < width, other=0) > 0
+            total += tl.load(x + this * x_list + column * x_entry, mask=inside, other=0.0)
+            number += inside.to(tl.int32)
+    count = tl.sum(number)
+    mean = tl.sum(total) / tl.maximum(count, 1).to(tl.float64)
+    mean = tl.where(mean == mean, mean, 0.0)
+    for head in range(GROUP):
+        tl.store(made + first + head, mean)

@@ -1,0 +1,70 @@
+"""What a merge compares: inner products of leaving entries and their receivers, and cosines."""
+
+from __future__ import annotations
+
+import torch
+from kvpolicy.kernels.launch.arguments import check_tensors
+from kvpolicy.kernels.merging.nearest import check_vectors
+
+
+def pairs(
+    x: torch.Tensor,
+    places: torch.Tensor,
+    real: torch.Tensor,
+    receivers: torch.Tensor,
+    found: torch.Tensor,
+    ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Inner products of P pairs of vectors in each of G lists.
+
+    Args:
+        x: [G, n, D] any float dtype; with ids [E, D], the rows of a pool.
+        places, receivers: int64 [G, P], columns of the first and of the second of each pair.
+        real, found: bool [G, P], which of these there are; the others are zeros, and not read.
+        ids: int64 [G, n], rows of the pool.
+
+    Returns:
+        [4, G, P] float64: of the first with itself, with the second, of this with itself, and the
+        cosine of both, 0 where it is NaN.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
+    check(x, places, real, receivers, found, ids)
+    one, other = (
+        torch.where(there[..., None], _rows(x, torch.where(there, at, 0), ids), 0.0)
+        for at, there in ((places, real), (receivers, found))
+    )
+    own, both, others = ((a * b).sum(-1) for a, b in ((one, one), (one, other), (other, other)))
+    cosine = both / (own.sqrt() * others.sqrt())
+    return torch.stack([own, both, others, torch.where(cosine.isnan(), 0.0, cosine)])
+
+
+def _rows(x: torch.Tensor, at: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+    if ids is not None:
+        return x[ids.gather(1, at)].double()
+    return x.gather(1, at[..., None].expand(-1, -1, x.shape[2])).double()
+
+
+def check(
+    x: torch.Tensor,
+    places: torch.Tensor,
+    real: torch.Tensor,
+    receivers: torch.Tensor,
+    found: torch.Tensor,
+    ids: torch.Tensor | None,
+) -> None:
+    """Refuses wrong shapes and dtypes; reads no tensor.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
+    check_vectors(x, ids)
+    lists = len(x) if ids is None else len(ids)
+    given = [
+        ("places", places, torch.int64, (lists, *places.shape[1:2])),
+        ("real", real, torch.bool, places.shape),
+        ("receivers", receivers, torch.int64, places.shape),
+        ("found", found, torch.bool, places.shape),
+    ]
+    check_tensors(given)

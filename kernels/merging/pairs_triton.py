@@ -1,0 +1,87 @@
+"""Pairs of entries compared where they lie, in float64, which the memory that is read hides."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.merging.pairs import check
+
+
+def pairs(
+    x: torch.Tensor,
+    places: torch.Tensor,
+    real: torch.Tensor,
+    receivers: torch.Tensor,
+    found: torch.Tensor,
+    ids: torch.Tensor | None = None,
+    *,
+    block: int = 16,
+) -> torch.Tensor:
+    """Inner products of P pairs of vectors in each of G lists.
+
+    As `pairs.pairs`.
+
+    Args:
+        x: as there; the last axis contiguous, or it is copied.
+        block: pairs of a program, a power of two. Not measured.
+
+    Returns:
+        [4, G, P] float64.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
+    check(x, places, real, receivers, found, ids)
+    lists, most = places.shape
+    made = torch.empty((4, lists, most), dtype=torch.float64, device=x.device)
+    if made.numel():
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        columns = x.shape[1] if ids is None else ids.shape[1]
+        _pairs[(triton.cdiv(most, block), lists)](
+            x, 0 if ids is not None else x.stride(0), x.stride(-2),
+            None if ids is None else ids.contiguous(),
+            places.contiguous(), real.contiguous().view(torch.uint8),
+            receivers.contiguous(), found.contiguous().view(torch.uint8), made, columns, most,
+            D=x.shape[-1], BLOCK_N=block, BLOCK_D=triton.next_power_of_2(x.shape[-1]), num_warps=4,
+        )  # fmt: skip
+    return made
+
+
+@triton.jit
+def _read(x, ids, stride, places, marks, at, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of one list in float64, zeros where there are none."""
+    there = tl.load(marks + at, mask=inside, other=0) > 0
+    row = tl.load(places + at, mask=there, other=0)
+    if ids is not None:
+        row = tl.load(ids + row, mask=there, other=0)
+    column = tl.arange(0, BLOCK_D)
+    mask = there[:, None] & (column < D)[None, :]
+    rows = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    # The interpreter takes bfloat16 to float32 only; on a GPU this costs nothing.
+    if rows.dtype != tl.float64:
+        rows = rows.to(tl.float32)
+    return rows.to(tl.float64)
+
+
+@triton.jit(do_not_specialize=["columns", "most"])
+def _pairs(
+    x, stride_list, stride, ids, places, real, receivers, found, made, columns, most,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    this = tl.program_id(1).to(tl.int64)
+    pair = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside, at = pair < most, this * most + pair
+    x += this * stride_list
+    if ids is not None:
+        ids += this * columns
+    one = _read(x, ids, stride, places, real, at, inside, D, BLOCK_D)
+    other = _read(x, ids, stride, receivers, found, at, inside, D, BLOCK_D)
+    own, both = tl.sum(one * one, axis=1), tl.sum(one * other, axis=1)
+    others = tl.sum(other * other, axis=1)
+    cosine = both / (tl.sqrt(own) * tl.sqrt(others))
+    next_sum = tl.num_programs(1).to(tl.int64) * most
+    tl.store(made + at, own, mask=inside)
+    tl.store(made + next_sum + at, both, mask=inside)
+    tl.store(made + 2 * next_sum + at, others, mask=inside)
+    tl.store(made + 3 * next_sum + at, tl.where(cosine == cosine, cosine, 0.0), mask=inside)

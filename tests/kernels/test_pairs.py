@@ -1,0 +1,81 @@
+"""What a merge compares: the reference against its definition, Triton against the reference."""
+
+import pytest
+import torch
+from kvpolicy.kernels.merging import pairs, pairs_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+EPS = 2.0**-53
+BOTH = [pairs.pairs, pairs_triton.pairs]
+
+
+def given(lists, width, dim, dtype, most):
+    """x [R, n, D], NaN where nothing is read; zero vectors, absent receivers, absent pairs."""
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randn(lists, width, dim, generator=generator).to(dtype)
+    x[:, ::7] = 0
+    places, receivers = torch.randint(max(width, 1), (2, lists, most), generator=generator)
+    real, found = torch.rand(2, lists, most, generator=generator) < 0.7
+    found &= real
+    used = torch.zeros(lists, width + 1, dtype=torch.bool)
+    for at, there in ((places, real), (receivers, found)):
+        used.scatter_(1, at.masked_fill(~there, width), True)
+    x[~used[:, :width]] = torch.nan
+    marks = (places, real, receivers, found)
+    return [each.to(DEVICE) for each in (x, *marks)]
+
+
+def pooled(x, *marks):
+    """The same vectors as rows of a pool."""
+    ids = torch.randperm(x[..., 0].numel(), device=DEVICE).view(x.shape[:2])
+    pool = torch.empty(x[..., 0].numel(), x.shape[2], dtype=x.dtype, device=DEVICE)
+    pool[ids] = x
+    return pool, *marks, ids
+
+
+@pytest.mark.parametrize(
+    ("lists", "width", "dim", "dtype", "most"),
+    [
+        (2, 63, 80, torch.bfloat16, 21),
+        (3, 40, 64, torch.float32, 16),
+        (1, 9, 128, torch.float64, 40),
+        (5, 20, 64, torch.float16, 1),
+        (2, 20, 64, torch.float16, 0),
+        (0, 20, 64, torch.bfloat16, 3),
+    ],
+)
+def test_pairs(lists, width, dim, dtype, most):
+    own = given(lists, width, dim, dtype, most)
+    x, places, real, receivers, found = own
+    expected = pairs.pairs(*own)
+    for head, pair in [] if not lists or not most else [(0, 0), (lists - 1, most - 1)]:
+        zeros = torch.zeros(dim, dtype=torch.float64, device=DEVICE)
+        one = x[head, places[head, pair]].double() if real[head, pair] else zeros
+        other = x[head, receivers[head, pair]].double() if found[head, pair] else zeros
+        sums = torch.stack([one @ one, one @ other, other @ other])
+        cosine = (sums[1] / (sums[0].sqrt() * sums[2].sqrt())).nan_to_num(0.0)
+        wanted = torch.cat([sums, cosine[None]])
+        torch.testing.assert_close(expected[:, head, pair], wanted, rtol=1e-12, atol=1e-12)
+    # Sums of D products in two orders, of numbers below 6.
+    most_apart = 2 * dim * EPS * dim * 36
+    for each in ((pairs.pairs, *pooled(*own)), (pairs_triton.pairs, *own)):
+        assert ((each[0](*each[1:]) - expected).abs() <= most_apart).all()
+    by_triton = pairs_triton.pairs(*own)
+    assert torch.equal(pairs_triton.pairs(*pooled(*own), block=16), by_triton)
+
+
+@pytest.mark.parametrize("function", BOTH)
+def test_arguments_are_checked(function):
+    own = given(2, 10, 4, torch.float32, 3)
+    for at, wrong, words in (
+        (0, own[0][0], r"x: expected floats \[G, n, D\]"),
+        (1, own[1].int(), r"places: expected torch.int64 \[2, 3\]"),
+        (2, own[2][:, 1:], r"real: expected torch.bool \[2, 3\]"),
+        (3, own[3][:1], r"receivers: expected torch.int64 \[2, 3\]"),
+        (4, own[4].long(), r"found: expected torch.bool \[2, 3\]"),
+    ):
+        arguments = list(own)
+        arguments[at] = wrong
+        with pytest.raises(ValueError, match=words):
+            function(*arguments)
