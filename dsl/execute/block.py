@@ -173,6 +173,8 @@ class Block:
         kept: of the last follow, if entries may leave at it: bool [B * L * G, M], what stays.
         counts: of that.
         used: `lengths` on the device, where entries that have left leave gaps; None: none have.
+        since: steps since every list was cut to as many entries as its rule wants, at most; None:
+            it is not known.
         ends: by id of a node that takes entries for their place int64 [N, 3], numbers by which
             they stay, see the kernel "best", as far as they have been made.
     """
@@ -193,6 +195,7 @@ class Block:
     kept: torch.Tensor | None = None
     counts: Counts | None = None
     used: torch.Tensor | None = None
+    since: int | None = None
     ends: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -283,6 +286,7 @@ class Block:
             budgets=maybe(self.budgets),
             asked=None if self.asked is None else self.asked.some(self.requests, places, of),
             finite=maybe(self.finite), numbers=maybe(self.numbers), used=maybe(self.used),
+            since=self.since,
         )  # fmt: skip
 
 
@@ -333,6 +337,7 @@ def _joined(parts: list[Block]) -> Block:
     used = None
     if any(each.used is not None for each in parts):
         used = torch.cat([each.on_device for each in parts])
+    since = [each.since for each in parts if each.since is not None]
     return Block(
         sum(each.requests for each in parts), first.kv,
         [n for each in parts for n in each.lengths], [n for each in parts for n in each.alike],
@@ -343,6 +348,7 @@ def _joined(parts: list[Block]) -> Block:
         budgets=known([each.budgets for each in parts]),
         asked=Asked.joined(parts), finite=known(finite),
         numbers=known([each.numbers for each in parts]), used=used,
+        since=max(since) if len(since) == len(parts) else None,
     )  # fmt: skip
 
 

@@ -87,6 +87,7 @@ class Lists:
 
     Attributes:
         heads: which lists of the block; first: the first of their columns.
+        cut: whether each has been cut to as many entries as its rule wants, at most.
         checks: bool tensors, false if the model's tensors hold NaN or infinity: 0-d or per list.
     """
 
@@ -95,6 +96,7 @@ class Lists:
         self.heads, self.first = slice(0, len(shown.block.there)), 0
         if layer is not None:
             self.heads, self.first = shown.block.where(request, layer)
+        self.cut = False
         self.checks: list[torch.Tensor] = []
 
     @property
@@ -148,6 +150,7 @@ class Lists:
             score = spread(x, AXES, evaluation.frame)
             if x.mask is not None and x.mask is not block.there:
                 present = aligned(x.mask, x.mask_axes, AXES).expand(score.shape)
+        self.cut = present is None
         return self._by_place(self.shown.steps.keep, rules, evaluation, score, present)
 
     def _top(self, node: Node, evaluation: Evaluation) -> Value:

@@ -273,7 +273,13 @@ class _Following:
             states[name] = _moved(x, made[-1], number, self.steps.fresh[name])
         lengths = [n + number for n in old.lengths]
         return replace(
-            old, lengths=lengths, positions=positions, there=there, states=states, used=None
+            old,
+            lengths=lengths,
+            positions=positions,
+            there=there,
+            states=states,
+            used=None,
+            since=None if old.since is None else old.since + number,
         )
 
     def _shown(self, block: Block) -> Shown:
@@ -360,6 +366,7 @@ class _Following:
         )
         repeats = block.numbers is not None
         block.numbers, block.counts = numbers, Counts(numbers, block.requests)
+        block.since = 0 if all(each.lists.cut for each in decisions) else None
         block.finite = None  # the numbers say it; of a request whose are not nothing leaves
         proceed = good.view(block.requests, -1)
         merge = self.steps.rules.merge
@@ -403,7 +410,8 @@ class _Following:
             pairs = zip(self._ends(), self.memories, strict=True)
             rows = (each.rows(self.bound, memory.prompt) for each, memory in pairs)
             least = min(sum(row) for own in rows for row in own)
-        return block.width - least
+        # A list that has been cut loses no more than came since.
+        return block.width - least if block.since is None else min(block.since, block.width - least)
 
     def _take_up(self, block: Block, decisions: list[_Decision], made: list[Merges]) -> None:
         """The states of the merge after it, of layers that have merged."""

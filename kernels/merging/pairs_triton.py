@@ -79,7 +79,8 @@ def _pairs(
     other = _read(x, ids, stride, receivers, found, at, inside, D, BLOCK_D)
     own, both = tl.sum(one * one, axis=1), tl.sum(one * other, axis=1)
     others = tl.sum(other * other, axis=1)
-    cosine = both / (tl.sqrt(own) * tl.sqrt(others))
+    length = tl.sqrt(own) * tl.sqrt(others)
+    cosine = tl.where(length > 0, both / tl.where(length > 0, length, 1.0), 0.0)
     next_sum = tl.num_programs(1).to(tl.int64) * most
     tl.store(made + at, own, mask=inside)
     tl.store(made + next_sum + at, both, mask=inside)

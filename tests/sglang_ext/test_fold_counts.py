@@ -56,9 +56,11 @@ def of_folds(policy, batches):
 
 @pytest.mark.parametrize("policy", MOST)
 def test_a_fold_of_a_batch_takes_few_operations(policy):
-    found = of_folds(policy, BATCHES)
-    assert max(found) <= MOST[policy], found
-    assert len(found) == 1, found
+    alike, mixed = (of_folds(policy, BATCHES[part]) for part in (slice(2), slice(2, None)))
+    assert max(alike | mixed) <= MOST[policy], (alike, mixed)
+    assert len(alike) == len(mixed) == 1, (alike, mixed)
+    # What reads the length of the prompt is sent for each request.
+    assert alike == mixed or policy == "roco", (alike, mixed)
 
 
 @pytest.mark.parametrize("policy", ["h2o", "streamingllm"])
