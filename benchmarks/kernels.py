@@ -33,6 +33,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # it is chosen before a kernel is made
 
 import cases_attention
+import cases_folds
 import cases_following
 import cases_memory
 import cases_merging
@@ -52,7 +53,7 @@ from tqdm import tqdm
 # A real dependency of SGLang is called `kernels`, as this file is.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 
-TOPICS = ("scoring", "attention", "memory", "merging")
+TOPICS = ("scoring", "attention", "memory", "merging", "folds")
 # What makes a run one of a part of the cases, or of another model.
 PARTS = ("cases", "lengths", "batches", "heads", "dtype")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -145,6 +146,7 @@ def plan(options: argparse.Namespace) -> list[Planned]:
         "attention": lambda: cases_attention.planned(lengths, batches, options.kept),
         "memory": lambda: cases_memory.planned(lengths, options.entries),
         "merging": lambda: cases_merging.planned(lengths, options.entries),
+        "folds": lambda: cases_folds.planned(options.entries, batches),
         "tuning": lambda: cases_tuning.planned(options.entries, options.window, options.toy),
     }
     chosen = [case for topic in options.topics.split(",") for case in made[topic]()]

@@ -246,6 +246,7 @@ def test_kernels(tmp_path):
         "sums over all queries",
         "merge",
         "propagation",
+        "folds",
     }
     for case in facts["cases"]:
         assert case["checked"]

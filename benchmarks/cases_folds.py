@@ -1,0 +1,126 @@
+"""What requests that fold together launch, each once for all lists of all layers and requests."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from cases import Bench, Case, Model, Planned
+from cases_scoring import OURS
+from kvpolicy.dsl.execute.kernels import Kernels
+from kvpolicy.kernels.entries import carry, tally
+from kvpolicy.kernels.merging import (
+    following,
+    links,
+    means,
+    merge_entries,
+    nearest,
+    pairs,
+    target,
+)
+from kvpolicy.kernels.scoring import best, draws, finite
+from kvpolicy.kernels.table import TRITON
+
+REFERENCE = "the reference"
+REFERENCES: Kernels = {
+    module.__name__.rpartition(".")[2]: getattr(module, module.__name__.rpartition(".")[2])
+    for module in (
+        best, carry, draws, finite, following, links, means, merge_entries, nearest, pairs, tally,
+        target,
+    )
+}  # fmt: skip
+# Entries that come between two folds, and as many leave; the receivers of each.
+STEPS, REACH = 16, 16
+# References that read numbers of the device.
+WAITING = ("carry", "finite", "merge_entries", "nearest")
+
+
+def arguments(model: Model, entries: int, batch: int) -> dict[str, tuple[tuple, dict]]:
+    """What each kernel is given, in the order of a fold, where all lists hold so many entries."""
+    shape, device = model.shape, model.device
+    layers, group, width = batch * shape.layers, shape.kv_heads, entries + STEPS
+    lists = layers * group
+    pool = model.random(lists * width, shape.head_dim, seed=1)
+    ids = model.permutation(len(pool), seed=2).view(lists, width)
+    score = model.random(lists, width, seed=3).double()
+    there = torch.ones(lists, width, dtype=torch.bool, device=device)
+    numbers = torch.tensor([[4, 4, entries]], device=device)
+    kept = TRITON["best"](score, None, there, numbers)
+    positions = torch.arange(width, device=device).repeat(layers, 1)
+    newest = torch.full((batch,), 2 * width, device=device)
+    used = TRITON["tally"](kept, there, None, None, group)[0][:, 0]
+    carried = {"steps": STEPS, "width": int(used.max()) + STEPS}
+    places, real, receivers, joins = TRITON["following"](kept, there, STEPS, REACH)
+    to, found = TRITON["nearest"](pool, places, real, kept, ids)
+    cosines = TRITON["pairs"](pool, places, real, to, found, ids)[3]
+    made = TRITON["links"](places, to[..., None], found[..., None], real, cosines.exp(), width)
+    one = torch.ones(lists, width, dtype=torch.float64, device=device)
+    proceed = torch.ones(batch, 1, dtype=torch.bool, device=device)
+    return {
+        "carry": ((kept, positions, used, newest, [score], [0.0]), carried),
+        "best": ((score, None, there, numbers), {}),
+        "tally": ((kept, there, None, None, group), {}),
+        "finite": ((pool, pool, ids, there), {}),
+        "draws": ((0, positions, newest, group), {}),
+        "following": ((kept, there, STEPS, REACH), {}),
+        "target": ((score, receivers, joins), {}),
+        "nearest": ((pool, places, real, kept, ids), {}),
+        "pairs": ((pool, places, real, to, found, ids), {}),
+        "means": ((cosines, real, group), {}),
+        "links": ((places, to[..., None], found[..., None], real, cosines, width), {}),
+        "merge_entries": ((pool, ids, *made, one, one, proceed), {}),
+    }
+
+
+def flat(made: Any) -> list[torch.Tensor]:
+    """The tensors of a result."""
+    if isinstance(made, torch.Tensor):
+        return [made]
+    return [x for each in made for x in flat(each)]
+
+
+def same(name: str, given: tuple, more: dict) -> str:
+    """Compares both results; sums may be added in another order."""
+    results = []
+    for kernel in (TRITON[name], REFERENCES[name]):
+        if name == "merge_entries":  # in place
+            pool = given[0].clone()
+            kernel(pool, *given[1:], **more)
+            made = [pool]
+        else:
+            made = flat(kernel(*given, **more))
+        results.append(made[2:] if name == "links" else made)  # behind the last link is anything
+    for mine, its in zip(*results, strict=True):
+        if mine.dtype.is_floating_point:
+            # Sums of few terms in another order, rounded once.
+            close = max(4 * torch.finfo(mine.dtype).eps, 1e-12)
+            torch.testing.assert_close(mine, its, rtol=close, atol=close)
+        else:
+            assert torch.equal(mine, its), f"{name}: others"
+    return "as the reference"
+
+
+def _case(bench: Bench, name: str, entries: int, batch: int) -> Case:
+    given, more = arguments(bench.model, entries, batch)[name]
+    calls: dict[str, Callable[[], object]] = {
+        OURS: partial(TRITON[name], *given, **more),
+        REFERENCE: partial(REFERENCES[name], *given, **more),
+    }
+    waits = (REFERENCE,) if name in WAITING else ()
+    about = (inspect.getdoc(REFERENCES[name]) or "").splitlines()[0].rstrip(".")
+    return Case(
+        "folds", f"`{name}`, all layers of all requests", entries, batch, calls,
+        partial(same, name, given, more), layers=bench.model.shape.layers, waits=waits, note=about,
+    )  # fmt: skip
+
+
+def planned(entries: int, batches: Sequence[int]) -> list[Planned]:
+    """Every kernel for every batch."""
+    return [
+        Planned(f"{name} {batch}", partial(_case, name=name, entries=entries, batch=batch))
+        for batch in batches
+        for name in REFERENCES
+    ]
