@@ -77,7 +77,9 @@ class _Folding:
         )
         if staying is None:
             return
-        staying.merge(staying.kept.new_zeros(1, 1))
+        # In the pool, as for requests together and for some of them, and where lists get others.
+        for proceed in (staying.proceed, staying.proceed[:, :1]):
+            staying.merge(proceed)
         read = partial(self._read, staying.block)
         for choice in staying.choices(0, read, slots=False):
             _ = choice.k  # merged rows are made when they are asked for
