@@ -155,11 +155,10 @@ def test_a_decode_step_waits_where_entries_leave_for_how_many_stay(at_once):
         assert [forward["folds"] for forward in each["forwards"]] == [0, 0, 0, 2] * 3 + [0], name
         assert each["folds"] == [3, 3], name
         for forward in each["forwards"]:
-            folds, waits = forward["folds"], forward["waits"]
-            assert set(waits) <= {COUNT}, name
-            # Prompts of two lengths may leave lists of two sizes, in two groups.
-            own = (1, 2) if name in ("roco", "d2o") else (1,)
-            assert len(waits) in (own if folds else (0,)), name
+            wanted = [COUNT] if forward["folds"] else []
+            if name in ("roco", "d2o"):  # lists of two sizes, in two groups
+                wanted = [COUNT] * forward["folds"]
+            assert forward["waits"] == wanted, name
 
 
 @pytest.mark.server
