@@ -145,11 +145,9 @@ class Fold:
 
     def settle(self, implementation: Callable[..., torch.Tensor]) -> torch.Tensor:
         """In place, by one of the implementations."""
-        layers, width = self.kept.shape[0], self.kept.shape[2]
         return implementation(
             self.storage, self.tables, self.row, self.row * self.length, self.req_to_token,
-            self.kept.flatten(), self.there.flatten(), range(0, layers * width + 1, width),
-            self.kept.new_ones(1, 1),
+            self.kept.flatten(0, 1), self.there.flatten(0, 1), self.kept.new_ones(1, 1),
         )  # fmt: skip
 
     def through_copies(self) -> None:

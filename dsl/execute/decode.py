@@ -27,7 +27,7 @@ from kvpolicy.dsl.execute.block import (
 from kvpolicy.dsl.execute.layout import Held, Layout
 from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.execute.steps import Steps
-from kvpolicy.dsl.execute.values import Value
+from kvpolicy.dsl.execute.values import Value, as_given
 
 
 def _held(kept: torch.Tensor) -> Held:
@@ -218,8 +218,7 @@ def _remembered(run: Run, steps: Steps, held: Sequence[Held] | None) -> Block:
     block.decided = {name: all_layers(own) for name, own in run.decided().items()}
     if steps.reads_budget:
         x = all_layers(run.budgets())
-        heads = x.data if isinstance(x.data, torch.Tensor) else torch.tensor(x.data)
-        block.budgets = heads.double().to(device).expand(len(whole))
+        block.budgets = as_given(x.data, device).double().expand(len(whole))
     block.asked = _asked(run, device)
     return block
 

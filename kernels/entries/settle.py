@@ -5,8 +5,6 @@ The torch implementation is the reference: it defines the result for every other
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +18,7 @@ def settle(
     lengths: torch.Tensor,
     req_to_token: torch.Tensor,
     kept: torch.Tensor,
-    there: torch.Tensor | None,
-    starts: Sequence[int],
+    there: torch.Tensor,
     proceed: torch.Tensor,
 ) -> torch.Tensor:
     """Move the kept entries of B requests, in all layers, to the front of their lists' pages.
@@ -39,12 +36,9 @@ def settle(
         rows: int64 [B] of the requests, in SGLang's request pool, no one twice.
         lengths: int64 [B], their tokens, those dropped and the newest included.
         req_to_token: int32 [>= R, context], the ordinary slot of each token.
-        kept: bool [G * starts[B * L]]: [G, M] of each layer of the first request, one behind the
-            other, then of the next request.
-        there: the same of the candidates that are cached: the j-th entry of a list is its j-th
-            True. None: all are. What is kept is also there, or it is not looked at.
-        starts: B * L + 1 numbers on the host; layer l of request b has
-            M = starts[b * L + l + 1] - starts[b * L + l] candidates. A `range`: all as many.
+        kept, there: bool [B * L * G, M], which candidates stay of those that are cached: the j-th
+            entry of a list is its j-th candidate there. What is kept is also there, or it is not
+            looked at.
         proceed: bool [B, P]; where one of them is false, nothing of the request is written.
 
     Returns:
@@ -55,23 +49,23 @@ def settle(
         ValueError: names the argument, what was expected and what was given. Nothing is written
             then.
     """
-    check(storage, tables, rows, lengths, req_to_token, kept, there, starts, proceed)
-    layers, group = tables.counts.shape[1:]
+    check(storage, tables, rows, lengths, req_to_token, kept, there, proceed)
     made = tables.counts[rows].to(torch.int32)
+    shape = (len(rows), *tables.counts.shape[1:], kept.shape[1])
+    cached, stay = there.view(shape), (kept & there).view(shape)
     moves = []
     requests = zip(rows.tolist(), lengths.tolist(), proceed.all(1).tolist(), strict=True)
     for number, (row, length, proceeds) in enumerate(requests):
         if not proceeds:
             continue
         own = Cached.of(storage, tables, row, length, req_to_token)
-        parts = itertools.pairwise(starts[number * layers : (number + 1) * layers + 1])
-        masks = [_masks(kept, there, group, *part) for part in parts]
-        for layer, (held, _) in enumerate(masks):
+        for layer, held in enumerate(cached[number]):
             own.check_there(layer, held.sum(dim=1))
-        counts = torch.stack([stays.sum(dim=1) for _, stays in masks])
+        counts = stay[number].sum(dim=2)
         own.check_room(counts)
         made[number] = counts
-        moves += [(own, layer, *each) for layer, each in enumerate(masks)]
+        each = zip(cached[number], stay[number], strict=True)
+        moves += [(own, layer, held, stays) for layer, (held, stays) in enumerate(each)]
     for own, layer, held, stays in moves:
         _move(storage, own, layer, held, stays)
     return made
@@ -159,16 +153,6 @@ class Cached:
             )
 
 
-def _masks(
-    kept: torch.Tensor, there: torch.Tensor | None, group: int, start: int, end: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of one layer: which candidates are cached and which stay, bool [G, M]."""
-    part = slice(group * start, group * end)
-    stays = kept[part].view(group, end - start)
-    held = torch.ones_like(stays) if there is None else there[part].view_as(stays)
-    return held, stays & held
-
-
 def _move(
     storage: torch.Tensor, own: Cached, layer: int, held: torch.Tensor, stays: torch.Tensor
 ) -> None:
@@ -191,8 +175,7 @@ def check(
     lengths: torch.Tensor,
     req_to_token: torch.Tensor,
     kept: torch.Tensor,
-    there: torch.Tensor | None,
-    starts: Sequence[int],
+    there: torch.Tensor,
     proceed: torch.Tensor,
 ) -> None:
     """Refuses wrong shapes and dtypes; reads no tensor.
@@ -201,18 +184,14 @@ def check(
         ValueError: names the argument, what was expected and what was given.
     """
     check_requests(storage, tables, rows, lengths, req_to_token)
-    layers, group, number = storage.shape[0], storage.shape[3], rows.shape[0]
-    ascending = isinstance(starts, range) or list(starts) == sorted(starts)
-    if len(starts) != number * layers + 1 or starts[0] != 0 or not ascending:
-        raise ValueError(
-            f"starts: expected {number * layers + 1} ascending numbers from 0, got {starts}"
-        )
-    for name, mask in (("kept", kept), ("there", kept if there is None else there)):
-        if mask.dtype != torch.bool or list(mask.shape) != [group * starts[-1]]:
+    lists = len(rows) * storage.shape[0] * storage.shape[3]
+    for name, mask in (("kept", kept), ("there", there)):
+        if mask.dtype != torch.bool or mask.dim() != 2 or mask.shape != (lists, kept.shape[1]):
+            width = kept.shape[1] if kept.dim() == 2 else "M"
             raise ValueError(
-                f"{name}: expected bool [{group * starts[-1]}], got {mask.dtype} {list(mask.shape)}"
+                f"{name}: expected bool [{lists}, {width}], got {mask.dtype} {list(mask.shape)}"
             )
-    check_proceed(proceed, number)
+    check_proceed(proceed, len(rows))
 
 
 def check_proceed(proceed: torch.Tensor, number: int) -> None:

@@ -29,9 +29,6 @@ Choices, none of them measured on a GPU:
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -53,8 +50,7 @@ def settle(
     lengths: torch.Tensor,
     req_to_token: torch.Tensor,
     kept: torch.Tensor,
-    there: torch.Tensor | None,
-    starts: Sequence[int],
+    there: torch.Tensor,
     proceed: torch.Tensor,
     *,
     piece: int | None = None,
@@ -78,14 +74,14 @@ def settle(
         ValueError: names the argument, what was expected and what was given.
         TunedError: as `tuned.load`.
     """
-    check(storage, tables, rows, lengths, req_to_token, kept, there, starts, proceed)
+    check(storage, tables, rows, lengths, req_to_token, kept, there, proceed)
     layers, _, padded, group, _ = storage.shape
     words = _words(storage)
     size, word, lists = words.shape[4], words.element_size(), rows.shape[0] * layers
     counts = torch.empty((rows.shape[0], layers, group), dtype=torch.int32, device=storage.device)
     if not lists:
         return counts
-    where = (size * word, layers * group, starts[-1] // lists)
+    where = (size * word, layers * group, kept.shape[1])
     measured = tuned.choice("settle", storage.device, *where)
     piece = piece or measured.get("piece", _LINE)
     part = min(triton.next_power_of_2(size), max(piece // word, 1))
@@ -94,9 +90,9 @@ def settle(
     # Pieces and heads change fastest: those of one ordinary slot lie side by side.
     _settle[(pieces * group, 2, lists)](
         words, tables.counts, tables.first_page, tables.tail_start, tables.slots_start,
-        tables.slots, req_to_token, _bytes(kept), None if there is None else _bytes(there),
-        _on_device(starts, storage.device), proceed.contiguous().view(torch.uint8), counts,
-        rows, lengths, padded, req_to_token.stride(0), starts[1],
+        tables.slots, req_to_token, _bytes(kept), _bytes(there),
+        proceed.contiguous().view(torch.uint8), counts,
+        rows, lengths, padded, req_to_token.stride(0), kept.shape[1],
         LAYERS=layers, GROUP=group, SIZE=size, PIECE=part, PIECES=pieces,
         TILE=tile, FLAGS=proceed.shape[1], FLAGS_P=triton.next_power_of_2(max(proceed.shape[1], 1)),
         maxnreg=_REGISTERS if tile <= rows_of(part, word) else None,
@@ -114,26 +110,13 @@ def _bytes(mask: torch.Tensor) -> torch.Tensor:
     return mask.contiguous().view(torch.uint8)
 
 
-def _on_device(starts: Sequence[int], device: torch.device) -> torch.Tensor | None:
-    """int64 [B * L + 1]; the host does not wait for the copy. None where all are as wide."""
-    if isinstance(starts, range):
-        return None
-    if len({end - start for start, end in itertools.pairwise(starts)}) == 1:
-        return None
-    made = torch.tensor(starts, dtype=torch.int64)
-    if device.type == "cuda":
-        made = made.pin_memory()
-    return made.to(device, non_blocking=True)
-
-
 @triton.jit(
     do_not_specialize=["padded", "context", "width"],
     do_not_specialize_on_alignment=["rows", "lengths"],
 )
 def _settle(
     storage, counts, first_pages, tail_starts, slots_starts,
-    slots, req_to_token, kept, there,
-    starts, proceed, result,
+    slots, req_to_token, kept, there, proceed, result,
     rows, lengths, padded, context, width,
     LAYERS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PIECE: tl.constexpr,
     PIECES: tl.constexpr, TILE: tl.constexpr, FLAGS: tl.constexpr, FLAGS_P: tl.constexpr,
@@ -153,15 +136,9 @@ def _settle(
         cached = private + tl.maximum(length - tail_start, 0)
         own_slots = slots + tl.load(slots_starts + row)
         tail_slots = req_to_token + row * context + tail_start
-        if starts is None:
-            start = tl.program_id(2).to(tl.int64) * width
-        else:
-            start = tl.load(starts + tl.program_id(2))
-            width = (tl.load(starts + tl.program_id(2) + 1) - start).to(tl.int32)
-        first = start * GROUP + head.to(tl.int64) * width
+        first = (tl.program_id(2).to(tl.int64) * GROUP + head) * width
         kept += first
-        if there is not None:
-            there += first
+        there += first
         dims = piece * PIECE + tl.arange(0, PIECE)
         # This program's tensor and piece, in the rows of layer 0.
         base = storage + padded.to(tl.int64) * which * GROUP * SIZE + dims[None, :]
@@ -216,10 +193,7 @@ def _masks(kept, there, first, width, TILE: tl.constexpr):
     column = first + tl.arange(0, TILE)
     inside = column < width
     stays = tl.load(kept + column, mask=inside, other=0)
-    if there is None:
-        return inside.to(tl.uint8), stays
-    else:
-        return tl.load(there + column, mask=inside, other=0), stays
+    return tl.load(there + column, mask=inside, other=0), stays
 
 
 @triton.jit

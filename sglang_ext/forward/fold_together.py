@@ -182,7 +182,7 @@ class FoldTogether:
 
     def _launch(self, places: list[int], proceed: torch.Tensor | None) -> None:
         services, together, staying = self._services, self._together, self._staying
-        number, width = len(together._members), staying.kept.shape[1]
+        number = len(together._members)
         if proceed is None:
             proceed = staying.kept.new_ones(number, 1)
         given = [together._rows, together._lengths, staying.kept, staying.there, proceed]
@@ -193,11 +193,8 @@ class FoldTogether:
             ]
         staying.merge(proceed if len(places) == number else self._only(places, proceed))
         rows, lengths, kept, there, proceed = given
-        lists = len(places) * services.arena.layers
         where = (services.arena.storage, services.tables.tables, rows, lengths, together._table)
-        written = together._kernels.settle(
-            *where, kept.view(-1), there.view(-1), range(0, lists * width + 1, width), proceed
-        )
+        written = together._kernels.settle(*where, kept, there, proceed)
         if together._bound.positions == "slots":
             services.rotary.turn(together._kernels.turn, *where, kept, there, proceed)
         self._written = dict(zip(places, written.unbind(0), strict=True))

@@ -35,10 +35,10 @@ def _move_nothing(services: Services, served: Served) -> None:
     lists = torch.zeros(heads * layers, 2, dtype=torch.bool, device=device)
     kernels.entry_ids(*where, lists)
     # As many are said to proceed as there are layers where nobody waits for numbers, or one.
-    even, together = range(0, 2 * layers + 1, 2), lists[:layers, :1].reshape(1, layers)
-    alone, flat = together[:, :1], lists.view(-1)
+    together = lists[:layers, :1].reshape(1, layers)
+    alone = together[:, :1]
     for proceed in (together, alone):
-        kernels.settle(*where, flat, flat, even, proceed)
+        kernels.settle(*where, lists, lists, proceed)
     own = lists[:heads]
     ends = number.expand(heads + 1).contiguous()
     k, v = kernels.gather(arena.entries, arena.values, ends, number, own)

@@ -111,15 +111,13 @@ def folding() -> None:
     place(pool, k, v, there, ids(4096), value_offset=SLOTS)
 
 
-def settling(dtype: torch.dtype = torch.bfloat16, size: int = D, ragged: bool = True) -> None:
+def settling(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None:
     tables = Tables.empty(4097, L, G, SLOTS, "cuda")
     slots = ids(4097, 131076, dtype=torch.int32)
-    kept, there = (empty(L * G * 2064, dtype=torch.bool) for _ in range(2))
-    starts = [*range(0, L * 2064, 2064), L * 2064]
-    starts[1] += 5 * ragged
+    kept, there = (empty(L * G, 2064, dtype=torch.bool) for _ in range(2))
     settle(
-        empty(L, 2, SLOTS, G, size, dtype=dtype), tables, ids(1), ids(1), slots, kept,
-        there if ragged else None, starts, empty(1, 1, dtype=torch.bool),
+        empty(L, 2, SLOTS, G, size, dtype=dtype), tables, ids(1), ids(1), slots, kept, there,
+        empty(1, 1, dtype=torch.bool),
     )  # fmt: skip
 
 
@@ -217,7 +215,7 @@ CASES: dict[str, Callable[[], object]] = {
     "attention over lists with lengths": lists,
     "gathering, rotation, placing": folding,
     "fold in place": settling,
-    "fold in place, fp32, D 80, all heads alike": lambda: settling(torch.float32, 80, False),
+    "fold in place, fp32, D 80": lambda: settling(torch.float32, 80),
     "fold in place, fp16, D 256": lambda: settling(torch.float16, 256),
     "folds of requests together": together,
     "folds of requests together, fp32, D 256": lambda: together(torch.float32, 256),

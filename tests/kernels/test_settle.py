@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from kvpolicy.kernels.entries import place as place_reference
 from kvpolicy.kernels.entries import place_triton, settle_triton
 from kvpolicy.kernels.entries import settle as reference
@@ -17,6 +18,12 @@ WHOLE = {2: torch.int16, 4: torch.int32}
 def bits(x):
     """The stored bits: NaN equals NaN, and -0 is not 0."""
     return x.view(WHOLE[x.element_size()])
+
+
+def side_by_side(parts):
+    """Bool [L * G, M] of layers' [G, m], what is missing in front."""
+    most = max(x.shape[1] for x in parts)
+    return torch.cat([F.pad(x, (most - x.shape[1], 0)) for x in parts])
 
 
 @dataclass
@@ -37,17 +44,16 @@ class Case:
     there: list | None
     proceed: bool = True
 
+    @property
+    def held(self):
+        """`there`, of every layer."""
+        return [torch.ones_like(x) for x in self.kept] if self.there is None else self.there
+
     def run(self, settle, **options):
         """The pool and the counts afterwards; the tables and masks are as before."""
         before = [t.clone() for t in vars(self.tables).values()]
         tables = Tables(*(t.to(DEVICE) for t in vars(self.tables).values()))
-        starts = [0]
-        for own in self.kept:
-            starts.append(starts[-1] + own.shape[1])
-        masks = [
-            None if each is None else torch.cat([m.flatten() for m in each]).to(DEVICE)
-            for each in (self.kept, self.there)
-        ]
+        masks = [side_by_side(each).to(DEVICE) for each in (self.kept, self.held)]
         storage = self.storage.to(DEVICE, copy=True)
         counts = settle(
             storage,
@@ -56,7 +62,6 @@ class Case:
             torch.tensor([self.length], device=DEVICE),
             self.req_to_token.to(DEVICE),
             *masks,
-            starts,
             torch.tensor([[self.proceed]], device=DEVICE),
             **options,
         )
@@ -315,9 +320,8 @@ def test_requests_move_as_each_alone(settle, proceed):
     wanted = [replace(each, proceed=own).one_by_one() for each, own in pairs]
     for order in ((0, 1), (1, 0)):
         each = [(one, other)[i] for i in order]
-        parts = [own.shape[1] for x in each for own in x.kept]
         masks = [
-            torch.cat([own.flatten() for x in each for own in getattr(x, name)]).to(DEVICE)
+            side_by_side([own for x in each for own in getattr(x, name)]).to(DEVICE)
             for name in ("kept", "there")
         ]
         pool = storage.to(DEVICE, copy=True)
@@ -328,7 +332,6 @@ def test_requests_move_as_each_alone(settle, proceed):
             torch.tensor([x.length for x in each], device=DEVICE),
             table.to(DEVICE),
             *masks,
-            [0, *torch.tensor(parts).cumsum(0).tolist()],
             torch.tensor([[True, proceed[i], True] for i in order], device=DEVICE),
         ).cpu()
         before = one.storage.shape[2]
@@ -403,9 +406,8 @@ WRONG = {
         torch.zeros(4, 9),
         r"req_to_token: expected int32 .* got torch.float32 \[4, 9",
     ),
-    "kept": (torch.ones(12), r"kept: expected bool \[12\], got torch.float32 \[12\]"),
-    "there": (torch.ones(3, 4).bool(), r"there: expected bool \[12\], got torch.bool \[3, 4\]"),
-    "starts": ([0, 4, 3], r"starts: expected 3 ascending numbers from 0, got \[0, 4, 3\]"),
+    "kept": (torch.ones(4, 3), r"kept: expected bool \[4, 3\], got torch.float32 \[4, 3\]"),
+    "there": (torch.ones(3, 4).bool(), r"there: expected bool \[4, 3\], got torch.bool \[3, 4\]"),
     "proceed": (torch.tensor([True]), r"proceed: expected bool \[1, P\], got torch.bool \[1\]"),
     "tables": (
         Tables.empty(5, 2, 3, 9, "cpu"),
@@ -424,9 +426,8 @@ def test_wrong_arguments_are_named(settle, name):
         "rows": torch.tensor([1]),
         "lengths": torch.tensor([3]),
         "req_to_token": torch.zeros(4, 9, dtype=torch.int32),
-        "kept": torch.ones(12, dtype=torch.bool),
-        "there": None,
-        "starts": [0, 3, 6],
+        "kept": torch.ones(4, 3, dtype=torch.bool),
+        "there": torch.ones(4, 3, dtype=torch.bool),
         "proceed": torch.tensor([[True]]),
     } | {name: value}
     with pytest.raises(ValueError, match=message):
