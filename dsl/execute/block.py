@@ -119,9 +119,9 @@ class Asked:
         return Asked(queries[:, :0], positions[:, :0], [0] * len(positions))
 
     def last(self, window: int) -> Asked:
-        """The last W of them; what was before is let go."""
+        """The last W of them; nothing is copied."""
         return Asked(
-            self.queries[:, -window:].clone(), self.positions[:, -window:],
+            self.queries[:, -window:], self.positions[:, -window:],
             [min(n, window) for n in self.lengths],
         )  # fmt: skip
 
