@@ -72,7 +72,10 @@ class Goal:
             return {**made, "measured": "", "verdict": f"not measured: {found}", "met": None}
         met = found >= self.limit if self.least else found <= self.limit
         far = abs(found - self.limit)
-        by = f"{100 * far / self.limit:.3g} %" if self.limit else self._shown(far)
+        if self.unit == "%":
+            by = f"{100 * far:.3g} points"
+        else:
+            by = f"{100 * far / self.limit:.3g} %" if self.limit else self._shown(far)
         verdict = "met" if met else f"missed by {by}"
         return {**made, "measured": self._shown(found), "verdict": verdict, "met": met}
 

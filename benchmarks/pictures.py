@@ -52,7 +52,7 @@ def token_axis(axes: Axes, cases: Iterable[dict]) -> None:
     lengths = sorted({case["tokens"] for case in cases})
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
-    axes.minorticks_off()
+    axes.set_xticks([], minor=True)
     axes.set_xlabel("tokens of the prompt")
 
 

@@ -67,6 +67,79 @@ def test_every_section(tmp_path):
         assert f"## {title}\n" in page
 
 
+@pytest.fixture
+def goals(monkeypatch):
+    """What judges figures."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_goals
+
+    return gpu_goals
+
+
+def test_nothing_is_judged_that_did_not_run(goals):
+    verdicts = goals.judged({"toy": False, "sections": {}})
+    assert len(verdicts) == GOALS
+    assert {each["met"] for each in verdicts} == {None}
+    assert {each["measured"] for each in verdicts} == {""}
+    assert all(each["verdict"].startswith("not measured: ") for each in verdicts)
+
+
+def cell(server, share=1.0, tokens=4096, **figures):
+    """Of serving.py; twelve requests."""
+    made = {"server": server, "share": share, "tokens": tokens, "requests": 12, "held": [share]}
+    return {**made, "seconds": [1.0], "ttft": [1.0], "throughput": [1.0], "at_once": [2], **figures}
+
+
+def test_verdicts(goals):
+    """By hand: each figure beside its limit, of each model its own."""
+    crowd = [
+        cell("stock SGLang"),
+        cell("snapkv 50%", 0.5, throughput=[1.8], at_once=[4]),
+        cell("snapkv 25%", 0.25, throughput=[2.07], at_once=[4]),
+        cell("snapkv 10%", 0.1, throughput=[9.0], at_once=[5]),  # 20 would not come at once
+    ]
+    equal = [
+        cell("stock SGLang"),
+        cell("the package installed, no --kv-policy", seconds=[1.005]),
+        cell("with the package, no policy", seconds=[1.04]),
+        cell("stock SGLang", tokens=32768),
+        cell("fastkv 12%", 0.125, tokens=32768, ttft=[0.5]),
+    ]
+    attention = {"topic": "decode attention", "targets": [
+        {"target": "over as many entries", "value": 1.05},
+        {"target": "over as many entries", "value": None},
+    ]}  # fmt: skip
+    results = {
+        "serving a": {"serving": {"cells": equal}},
+        "pools a": {"pool-2": {"cells": crowd, "flags": {"max_total_tokens": 9}}},
+        "serving b": {},
+        "targets": {"kernels": {"cases": [attention]}},
+        "server": {"server": {"answers": 6, "compiled_after_ready": 3, "equal": {
+            "stock SGLang, once more": 6, "the package installed, no --kv-policy": 6,
+        }}},
+    }  # fmt: skip
+    sections = {key: {"results": each} for key, each in results.items()}
+    verdicts = goals.judged({"toy": False, "sections": sections})
+    found = {(v["goal"], v["model"]): (v["measured"], v["verdict"]) for v in verdicts}
+    assert found["plugin off: answers unlike stock's", None] == ("0 answers", "met")
+    assert found["plugin off: slower than stock", "a"] == ("0.5 %", "met")
+    slower = "ample pool, no policy asked for: slower than stock"
+    assert found[slower, "a"] == ("4 %", "missed by 2 points")
+    assert found[slower, "b"] == ("", "not measured: no prompt was served by both")
+    tight = "tight pool, {} % kept: throughput / stock's"
+    assert found[tight.format(50), "a"] == ("1.8 x", "met")
+    assert found[tight.format(25), "a"] == ("2.07 x", "missed by 10 %")
+    at_once = "decoded at once / stock's, times the share held"
+    assert found[at_once, "a"] == ("0.5 x", "missed by 47.4 %")
+    assert found["FastKV: stock's TTFT / its own, 32k", "a"] == ("2 x", "met")
+    equal_entries = "decode of compressed lists / FlashInfer's, equal entries"
+    assert found[equal_entries, None] == ("1.05 x", "met")
+    assert found["kernels compiled once a server was ready", None][1] == "missed by 3 kernels"
+    assert sum(v["met"] is not None for v in verdicts) == 10
+    page = goals.judged({"toy": True, "sections": sections})
+    assert {each["met"] for each in page} == {None}
+
+
 def others(folder, *words, sections, status):
     """The report's facts and page after a run of sections of one's own."""
     lines = [

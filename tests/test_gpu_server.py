@@ -28,7 +28,7 @@ POLICIES = {
     "sinks-recent": ["capacity=4096"],  # a budget for everything
 }
 FLAGS = {
-    "dtype": "float16",
+    "dtype": "bfloat16",  # and heads of 128, as FlashInfer is built for beforehand
     "skip_tokenizer_init": True,
     "max_running_requests": 8,
     "max_total_tokens": 16384,
@@ -39,22 +39,22 @@ FLAGS = {
     "enable_metrics": True,
 }
 # Of the tokens of all answers; a near tie of two tokens ends the comparison of an answer. Between
-# float16 and float32 on a CPU at least 0.74 agreed; with other entries kept 0.04.
-AGREE = 0.5
-# Median difference of log-probabilities of tokens that agree; on that CPU 0.013 at most.
-TOLERANCE = 0.03
+# bfloat16 and float32 on a CPU at least 0.21 agreed; with other entries kept 0.04.
+AGREE = 0.12
+# Median difference of log-probabilities of tokens that agree; on that CPU 0.05 at most.
+TOLERANCE = 0.1
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Folder of a Llama with random weights: 4 layers, 8 heads, 2 KV heads of 64."""
+    """Folder of a Llama with random weights: 2 layers, 8 heads, 2 KV heads of 128."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048,
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=128, max_position_embeddings=2048,
         initializer_range=0.12, eos_token_id=2,
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
