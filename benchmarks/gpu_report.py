@@ -112,7 +112,9 @@ def run(options: argparse.Namespace) -> Report:
     if caching:
         gpu_cache.restore(options.out / "cache.tar.gz")
         until -= KEPT_FOR_CACHE
-    for key, section, model in entries(setting, chosen):
+    # What failed before comes last, so that it does not keep the others from their time.
+    tried = set(page.facts["sections"])
+    for key, section, model in sorted(entries(setting, chosen), key=lambda each: each[0] in tried):
         left = until - time.monotonic()
         if options.resume and page.done(key):
             print(f"{key}: done before", file=sys.stderr)

@@ -32,6 +32,7 @@ _LONG = (
     "test_benchmarks.py",
     "test_faults.py",
     "test_folds.py",
+    "test_gpu_report.py",
     "test_kernels_served.py",
     "test_propagate.py",
     "test_scheduler.py",
