@@ -140,6 +140,27 @@ def test_verdicts(goals):
     assert {each["met"] for each in page} == {None}
 
 
+def test_compiled_kernels_are_kept_for_the_next_machine(tmp_path, monkeypatch):
+    """What is there already stays as it is."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_cache
+
+    archive, first, second = (tmp_path / name for name in ("cache.tar.gz", "first", "second"))
+    for home, names in ((first, (".triton/cache", ".cache/sglang")), (second, (".cache/sglang",))):
+        for name in names:
+            (home / name / "kernel").mkdir(parents=True)
+            (home / name / "kernel" / "code").write_text(f"{home.name} {name}")
+    monkeypatch.setenv("HOME", str(first))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    gpu_cache.keep(archive)
+    monkeypatch.setenv("HOME", str(second))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(second / "elsewhere"))
+    gpu_cache.restore(archive)
+    assert (second / "elsewhere/kernel/code").read_text() == "first .triton/cache"
+    assert (second / ".cache/sglang/kernel/code").read_text() == "second .cache/sglang"
+    assert not (second / ".triton").exists()
+
+
 def others(folder, *words, sections, status):
     """The report's facts and page after a run of sections of one's own."""
     lines = [
