@@ -98,7 +98,7 @@ def profiled(server: Server, prompts: list, policy: str | None, options, folder:
     until = time.monotonic() + 60
     while not (found := list(folder.rglob("*.trace.json.gz"))):
         if time.monotonic() > until:
-            raise SystemExit("gpu_host: the server wrote no trace within a minute")
+            raise SystemExit("gpu_host: no trace within a minute; is --new large enough?")
         time.sleep(0.1)
     _settled(found[0])
     return of_trace(found[0], options.steps)
