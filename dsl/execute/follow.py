@@ -74,9 +74,12 @@ class Shown:
         numbers = sent(torch.tensor(list(found.values()), dtype=torch.float64), device)
         pairs = zip(found, numbers.repeat_interleave(lists, 1).unbind(0), strict=True)
         return {
-            id(node): Value(x.bool() if node.type.kind == "truth" else x, ("kv",))
+            id(node): Value(
+                x.bool() if node.type.kind == "truth" else x, ("kv",),
+                finite=all(map(math.isfinite, found[node])),
+            )
             for node, x in pairs
-        }
+        }  # fmt: skip
 
 
 class Lists:
