@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,7 +14,7 @@ from kvpolicy.dsl.execute.across import known_before
 from kvpolicy.dsl.execute.evaluate import Evaluation
 from kvpolicy.dsl.execute.kernels import Entries, Kernels
 from kvpolicy.dsl.execute.steps import Steps
-from kvpolicy.dsl.execute.values import Frame, Value
+from kvpolicy.dsl.execute.values import Frame, Step, Value
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
 
@@ -34,11 +35,11 @@ def _frame(bench: Bench, entries: int) -> Frame:
     there = there < HELD * entries
     there[:, entries - STEPS :] = True
     positions = 2 * torch.arange(entries, device=model.device)
+    q = model.random(shape.heads, STEPS, shape.head_dim, seed=4)
     return Frame(
-        bound, entries, model.device, shape.kv_heads, prompt=entries, layer=0,
-        q=model.random(shape.heads, STEPS, shape.head_dim, seed=4), k=Entries(pool, ids),
-        positions=positions, there=there, query_positions=positions[-STEPS:],
-        generated=STEPS, steps=STEPS,
+        bound, entries, model.device, shape.kv_heads, entries,
+        vectors={"query": q, "key": Entries(pool, ids)}, positions=positions, there=there,
+        step=Step(STEPS, positions[-STEPS:], STEPS),
     )  # fmt: skip
 
 
@@ -61,11 +62,12 @@ def _advanced(frame: Frame, kernels: Kernels) -> Callable[[], torch.Tensor]:
 
 def _plain(frame: Frame) -> torch.Tensor:
     """The obvious way, in the dtype of the keys: float32 [G, M], what the steps add."""
-    keys = frame.k.pool[frame.k.ids]
-    heads, size = frame.q.shape[0], frame.q.shape[2]
-    q = frame.q.reshape(frame.kv, heads // frame.kv * STEPS, size)
+    queries, entries = frame.vectors["query"], frame.vectors["key"]
+    keys = entries.pool[entries.ids]
+    heads, _, size = queries.shape
+    q = queries.reshape(frame.kv, heads // frame.kv * STEPS, size)
     logits = (q @ keys.transpose(1, 2) * size**-0.5).view(frame.kv, -1, STEPS, frame.tokens)
-    seen = frame.positions <= frame.query_positions[:, None]
+    seen = frame.positions <= frame.step.places[:, None]
     seen = (seen & frame.there[:, None])[:, None]
     return logits.float().masked_fill(~seen, float("-inf")).softmax(-1).sum((1, 2))
 
@@ -82,9 +84,8 @@ def _states(bench: Bench, entries: int) -> Case:
         assert watched.asked, "no kernel was generated for these states"
         assert all(bool(each.all()) for each in frame.checks), "tensors are said not to be finite"
         exact = _advanced(frame, REFERENCE)()[frame.there] - 1
-        longest = float(
-            frame.q.double().norm(dim=-1).max() * frame.k.pool.double().norm(dim=-1).max()
-        )
+        vectors = (frame.vectors["query"], frame.vectors["key"].pool)
+        longest = math.prod(float(x.double().norm(dim=-1).max()) for x in vectors)
         single, size = torch.finfo(torch.float32).eps, shape.head_dim
         share = single * (2 * size * longest * size**-0.5 + 2 * (entries / 32 + 32) + STEPS)
         # The state itself is float64, beside which the sum is rounded.

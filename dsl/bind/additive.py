@@ -3,7 +3,7 @@
     heat: heat + sum[group, query](attn(new))
 
 While no entry leaves, what T steps add to an entry is the sum over their T queries, if an entry
-gets nothing from the queries before its own: `Frame.steps` says that values per query and token are
+gets nothing from the queries before its own: `Step` says that values per query and token are
 absent where the token comes after the query. Maxima, decay, values that differ from step to step,
 other states and what may become infinite (of both signs, so that the order of a sum would count)
 are computed step by step instead.

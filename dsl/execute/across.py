@@ -88,9 +88,9 @@ class History:
         """Notes a node's value at a layer; `layers`: how many are read later, None for all."""
         frame = evaluation.frame
         own = self.values.setdefault(id(node), {})
-        own[frame.here] = (evaluation.value(node), frame.positions)
+        own[frame.layer] = (evaluation.value(node), frame.positions)
         if layers is not None:
-            own.pop(frame.here - layers, None)
+            own.pop(frame.layer - layers, None)
 
     def read(self, node: Node, layer: int, frame: Frame) -> Value:
         """An earlier layer's value at the tokens that are still there."""
@@ -108,10 +108,10 @@ def look_back(node: Node, evaluation: Evaluation, history: History) -> Value:
     return _look(
         node,
         evaluation,
-        evaluation.frame.here + 1,
+        evaluation.frame.layer + 1,
         lambda x, layer: (
             evaluation.value(x)
-            if layer == evaluation.frame.here
+            if layer == evaluation.frame.layer
             else history.read(x, layer, evaluation.frame)
         ),
     )
@@ -130,7 +130,7 @@ def _look(
     if node.op != "at":
         x, number = (node if node.op == "past" else node.args[0]).args
         size = counts.whole(evaluation.number(number), frame.bound.shape.layers)
-        before = (max(0, frame.here - i) for i in reversed(range(size)))
+        before = (max(0, frame.layer - i) for i in reversed(range(size)))
         return _past(node, [read(x, each) for each in before], frame)
     wanted, x = node.args
     mask = evaluation.value(wanted).mask
@@ -157,7 +157,7 @@ def _past(node: Node, values: list[Value], frame: Frame) -> Value:
     there = None
     if any(x.mask is not None for x in values):
         there = [whole(True if x.mask is None else x.mask, x.mask_axes) for x in values]
-    first = max(0, len(values) - 1 - frame.here)
+    first = max(0, len(values) - 1 - frame.layer)
     made = frame.kernels[name]([whole(x.data, x.axes) for x in values], there, first)
     return Value(made, axes, finite=all(x.finite for x in values))
 
@@ -165,7 +165,7 @@ def _past(node: Node, values: list[Value], frame: Frame) -> Value:
 def _along_past(values: list[Value], frame: Frame) -> Value:
     size = len(values)
     x = over_layers(stacked(values, frame.device), size, frame.device)
-    there = torch.arange(size, device=frame.device) >= size - 1 - frame.here
+    there = torch.arange(size, device=frame.device) >= size - 1 - frame.layer
     axes = ("past", *x.axes[1:])
     if x.mask is None:
         return Value(x.data, axes, there, ("past",), finite=x.finite)
@@ -179,7 +179,7 @@ def known_before(node: Node, evaluation: Evaluation) -> Value:
     frame = evaluation.frame
     layers = range(frame.bound.shape.layers)
     each = [replace(evaluation, frame=replace(frame, layer=i), known={}) for i in layers]
-    return Layers(each, frame.prompt_tokens).part(node, each[frame.here])
+    return Layers(each, frame.prompt).part(node, each[frame.layer])
 
 
 class Layers(Evaluation):
@@ -204,7 +204,7 @@ class Layers(Evaluation):
         first = evaluations[0].frame
         alike = all(x.frame.positions is None for x in evaluations)
         frame = Frame(
-            first.bound, prompt, first.device, first.kv, kernels=first.kernels,
+            first.bound, prompt, first.device, first.kv, prompt, kernels=first.kernels,
             fixed=first.fixed, memo=first.memo,
         )  # fmt: skip
         if not alike:
@@ -229,9 +229,9 @@ class Layers(Evaluation):
         """The part of one layer in a node that looks at other layers."""
         frame, layers = evaluation.frame, len(self.evaluations)
         if not _compares(node):
-            most = frame.here + 1 if node.when <= When.LAYER else layers
+            most = frame.layer + 1 if node.when <= When.LAYER else layers
             return _look(node, evaluation, most, lambda x, layer: self._at(x, layer, frame))
-        x = of_layer(self.value(node), frame.here)
+        x = of_layer(self.value(node), frame.layer)
         return x if frame.positions is None else narrowed(x, frame.positions)
 
     def _find(self, node: Node) -> Value:

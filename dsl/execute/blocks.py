@@ -50,7 +50,7 @@ class Region:
     Attributes:
         outside: nodes without the axes `query` and `dim`, computed before.
         windows: its attention, logits and distances.
-        asks, reads: whether it reads queries, and keys or values.
+        reads: which of `query`, `key` and `value` it reads.
         by_head, by_query: along which axes blocks are independent.
         vectors: whether values with the axis `dim` are in it.
         causal: tokens after a block's last query add nothing, so that it leaves them out.
@@ -58,8 +58,7 @@ class Region:
 
     outside: tuple[Node, ...]
     windows: tuple[Node, ...]
-    asks: bool
-    reads: bool
+    reads: frozenset[str]
     by_head: bool
     by_query: bool
     vectors: bool
@@ -88,8 +87,9 @@ class Region:
             "query" in each.axes and each.op != "index" for each in nodes
         )
         windows = tuple(each for each in nodes if each.operation.is_window)
-        asks = any(each.operation.reads_queries for each in nodes)
-        reads = any(each.operation.reads_tensors for each in nodes)
+        reads = {each.op for each in nodes if each.operation.kind is Kind.VECTOR}
+        if any(each.operation.reads_queries for each in nodes):
+            reads |= {"query", "key"}
         vectors = any("dim" in each.type.axes for each in nodes)
         causal = (
             node.op == "sum" and by_query and not any(window.args for window in windows)
@@ -97,7 +97,7 @@ class Region:
         )  # fmt: skip
         by_head = not mixed and len(headless) < len(nodes)
         return cls(
-            tuple(outside.values()), windows, asks, reads, by_head, by_query, vectors, causal
+            tuple(outside.values()), windows, frozenset(reads), by_head, by_query, vectors, causal
         )
 
 
@@ -126,7 +126,7 @@ def in_blocks(
     """
     region = _region(node)
     # After the last layer what was computed of the tensors is held, not they themselves.
-    if region is None or (region.asks and frame.q is None) or (region.reads and frame.k is None):
+    if region is None or not region.reads.issubset(frame.vectors):
         return None
     heads, rows = _sizes(region, frame)
     if heads == frame.kv and rows is None:
@@ -134,7 +134,8 @@ def in_blocks(
     known = {id(each): value(each) for each in region.outside}
     joined: _Partial | None = None
     parts: list[Value] = []
-    for part in _heads(frame, heads):
+    vectors = {name: frame.read(name) for name in region.reads}
+    for part in _heads(replace(frame, vectors=vectors), heads):
         own = known if heads == frame.kv else cut_heads(known, part.kv_start, part.kv)
         for block in _rows(part, region, rows):
             near = own if block.tokens == frame.tokens else _first_tokens(own, block.tokens)
@@ -160,7 +161,7 @@ def _sizes(region: Region, frame: Frame) -> tuple[int, int | None]:
     most = block_bytes(frame.device)
     heads = max(1, min(frame.kv, most // per_head)) if region.by_head else frame.kv
     rows = max(1, min(longest, most // (per_query * heads)))
-    if region.causal and frame.generated is None:
+    if region.causal and frame.step is None:
         rows = min(rows, max(_LEAST_ROWS, -(-longest // _CAUSAL_BLOCKS)))
     return heads, rows if by_query and rows < longest else None
 
@@ -169,16 +170,17 @@ def _heads(frame: Frame, size: int) -> Iterator[Frame]:
     if size >= frame.kv:
         yield frame
         return
-    group = frame.bound.shape.group
     for start in range(0, frame.kv, size):
         end = min(start + size, frame.kv)
+        own = {}
+        for name in frame.vectors:
+            rows = frame.read(name).unflatten(0, (frame.kv, -1))[start:end].flatten(0, 1)
+            own[name] = rows.double() if name == "key" else rows
         yield replace(
             frame,
             kv=end - start,
             kv_start=frame.kv_start + start,
-            k=None if frame.k is None else frame.keys[start:end].double(),
-            v=None if frame.v is None else frame.values[start:end],
-            q=None if frame.q is None else frame.q[start * group : end * group],
+            vectors=own,
             there=None if frame.there is None else frame.there[start:end],
         )
 
@@ -187,11 +189,12 @@ def _rows(frame: Frame, region: Region, size: int | None) -> Iterator[Frame]:
     if size is None:
         yield frame
         return
-    frame = replace(frame, k=frame.keys.double())
+    if "key" in frame.vectors:
+        frame = replace(frame, vectors={**frame.vectors, "key": frame.read("key").double()})
     longest = frame.window(region.windows[0])
     for start in range(0, longest, size):
         end = min(start + size, longest)
-        if region.causal and frame.generated is None:
+        if region.causal and frame.step is None:
             yield _up_to(frame, longest - end, end - start)
         else:
             yield replace(frame, rows=slice(start, end))
@@ -199,13 +202,12 @@ def _rows(frame: Frame, region: Region, size: int | None) -> Iterator[Frame]:
 
 def _up_to(frame: Frame, later: int, rows: int) -> Frame:
     """The frame without its `later` last tokens and queries, of which `rows` are asked."""
-    tokens, queries = frame.tokens - later, frame.queries.shape[1] - later
+    tokens = frame.tokens - later
+    vectors = {name: frame.read(name) for name in frame.vectors}
     return replace(
         frame,
         tokens=tokens,
-        q=frame.queries[:, :queries],
-        k=frame.keys[:, :tokens],
-        v=None if frame.v is None else frame.values[:, :tokens],
+        vectors={name: x[:, : x.shape[1] - later] for name, x in vectors.items()},
         positions=None if frame.positions is None else frame.positions[:tokens],
         last=rows,
     )

@@ -221,9 +221,9 @@ def for_each_head(x: Value, heads: int) -> Value:
 
 def reduce(node: Node, frame: Frame, x: Value) -> Value:
     """A reduction over `node.axes` that skips absent values."""
-    if frame.heads is not None and "kv" in node.axes:
-        plain = replace(frame, heads=None)
-        return for_each_head(reduce(node, plain, of_each_layer(x, frame.heads)), frame.heads)
+    if frame.layered and "kv" in node.axes:
+        plain, heads = replace(frame, layered=False), frame.bound.shape.kv_heads
+        return for_each_head(reduce(node, plain, of_each_layer(x, heads)), heads)
     dims = [x.axes.index(axis) for axis in node.axes]
     axes = tuple(axis for axis in x.axes if axis not in node.axes)
     if node.operation.averages:

@@ -125,7 +125,8 @@ class Evaluation:
 
     def _held(self, node: Node, x: Value) -> Value:
         """Absent, or false, where there is no entry: another head's, not dropped, or later."""
-        if self.frame.steps is not None and not node.operation.is_window:
+        step = self.frame.step
+        if step is not None and step.number > 1 and not node.operation.is_window:
             x = self.frame.asked(x) if {"query", "token"} <= set(x.axes) else x
         if self.dropped is not None and {"kv", "dropped"} <= set(x.axes):
             return self._of_dropped(x, self.dropped)

@@ -26,10 +26,10 @@ from kvpolicy.dsl.execute.across import known_before
 from kvpolicy.dsl.execute.block import AXES, Asked, Block
 from kvpolicy.dsl.execute.evaluate import Evaluation, alone, spread
 from kvpolicy.dsl.execute.generated import Generated
-from kvpolicy.dsl.execute.kernels import Entries
+from kvpolicy.dsl.execute.kernels import Entries, Keys
 from kvpolicy.dsl.execute.select import counted, top
 from kvpolicy.dsl.execute.steps import Steps
-from kvpolicy.dsl.execute.values import Frame, Value, aligned, sent
+from kvpolicy.dsl.execute.values import Frame, Step, Value, aligned, sent
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
 
@@ -256,20 +256,22 @@ class Lists:
             row = self.request * block.layers + self.layer
             positions = block.positions[row, columns]
             there = None if block.alike[row] else there
-        k, v = (
-            None if x is None else Entries(x.pool, x.ids[self.heads, columns])
-            for x in (shown.k, shown.v)
-        )
+        vectors: dict[str, Keys] = {
+            name: Entries(x.pool, x.ids[self.heads, columns])
+            for name, x in (("key", shown.k), ("value", shown.v))
+            if x is not None
+        }
         prompt = shown.prompts[self.request]
         number = max(1, shown.bound.step_queries(prompt)) if steps is None else steps
         q, places = self._asking(number, later, steps=steps is not None)
+        if q is not None:
+            vectors["query"] = q
+        places = positions[-number:] if places is None else places
         return Frame(
-            shown.bound, tokens, block.there.device, self.number, prompt=prompt, layer=self.layer,
-            q=q, k=k, v=v, positions=positions, there=there,
-            generated=shown.generated[self.request] - later, steps=steps,
+            shown.bound, tokens, block.there.device, self.number, prompt, layer=self.layer or 0,
+            layered=self.layer is None, vectors=vectors, positions=positions, there=there,
+            step=Step(shown.generated[self.request] - later, places, steps or 1),
             kernels=shown.steps.kernels, checks=self.checks,
-            query_positions=positions[-number:] if places is None else places,
-            heads=block.kv if self.layer is None else None,
         )  # fmt: skip
 
     def _asking(

@@ -23,7 +23,7 @@ from kvpolicy.dsl.codegen.source import Source, generate
 from kvpolicy.dsl.execute.elementwise import reduce
 from kvpolicy.dsl.execute.entropy import operands
 from kvpolicy.dsl.execute.kernels import Entries, Kernels, Keys, Slots, dense
-from kvpolicy.dsl.execute.values import Frame, Value, aligned, as_tensor, sizes_of
+from kvpolicy.dsl.execute.values import Frame, Step, Value, aligned, as_tensor, sizes_of
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, State
 from kvpolicy.dsl.ops.operations import Operation
@@ -31,7 +31,7 @@ from kvpolicy.dsl.ops.operations import Operation
 # Compiled source: from its arguments to its results, and what says that the tensors were finite.
 Run = Callable[..., tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]]
 
-_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_TYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 
 
 @dataclass
@@ -99,14 +99,15 @@ class Generated:
 
     def serves(self, bundle: Bundle, frame: Frame) -> bool:
         """Whether a frame is a whole layer at its time, in a type that kernels read."""
-        if (frame.generated is not None) != self.regions.steps or frame.rows is not None:
+        if (frame.step is not None) != self.regions.steps or frame.rows is not None:
             return False
-        needed: list[Keys | None] = [frame.k]
+        needed = ["key"]
         if _reads_values(bundle):
-            needed.append(frame.v)
+            needed.append("value")
         if bundle.window is not None:
-            needed.append(frame.q)
-        return bool(frame.tokens) and all(x is not None and x.dtype in _TYPES for x in needed)
+            needed.append("query")
+        found = [frame.vectors[name].dtype for name in needed if name in frame.vectors]
+        return bool(frame.tokens) and len(found) == len(needed) and set(found) <= _TYPES
 
     def values(
         self, bundle: Bundle, frame: Frame, value: Callable[[Node], Value], **options: int
@@ -118,7 +119,8 @@ class Generated:
             value: gives the values that the bundle reads.
             options: of the source's `run`.
         """
-        single = torch.float32 in {x.dtype for x in (frame.q, frame.k) if x is not None}
+        vectors = frame.vectors
+        single = any(vectors[x].dtype == torch.float32 for x in ("query", "key") if x in vectors)
         source, run = self._source(bundle, single)
         inputs = [_tensor(value(node), axes, frame, there) for node, axes, there in source.tensors]
         numbers = [_number(how, node, frame) for how, node in source.numbers]
@@ -136,9 +138,8 @@ class Generated:
         bound, (heads, tokens, size) = self.bound, keys.shape
         number = 1 if self.regions.steps else tokens
         q = torch.zeros(heads * bound.shape.group, number, size, dtype=keys.dtype).to(keys.device)
-        frame = Frame(
-            bound, tokens, keys.device, heads, prompt=tokens, layer=0, q=q, k=keys, v=values
-        )  # fmt: skip
+        vectors: dict[str, Keys] = {"query": q, "key": keys, "value": values}
+        frame = Frame(bound, tokens, keys.device, heads, tokens, vectors=vectors)
         frames = [frame]
         places = torch.arange(tokens, device=keys.device)
         if self.regions.steps:
@@ -164,11 +165,11 @@ class Generated:
 
 def _of_steps(frame: Frame, keys: Slots, values: Slots, places: torch.Tensor) -> list[Frame]:
     """Decode steps in the place of a prefill; in one of them KV heads hold different entries."""
-    k, v = (
-        Entries(x.pool.view(-1, x.shape[2]), (x.slots * frame.kv)[None].expand(frame.kv, -1))
-        for x in (keys, values)
-    )
-    made = replace(frame, k=k, v=v, positions=places, query_positions=places[-1:], generated=1)
+    vectors = dict(frame.vectors)
+    for name, x in (("key", keys), ("value", values)):
+        ids = (x.slots * frame.kv)[None].expand(frame.kv, -1)
+        vectors[name] = Entries(x.pool.view(-1, x.shape[2]), ids)
+    made = replace(frame, vectors=vectors, positions=places, step=Step(1, places[-1:]))
     there = torch.ones(frame.kv, frame.tokens, dtype=torch.bool, device=frame.device)
     return [made, replace(made, there=there)]
 
@@ -194,23 +195,23 @@ def _given(bundle: Bundle, frame: Frame, ordered: bool) -> tuple[object, ...]:
     Args:
         ordered: whether the order of a KV head's own entries is needed.
     """
-    steps = frame.generated is not None
-    rows = _by_id if steps else _in_slots
+    step, vectors = frame.step, frame.vectors
+    rows = _in_slots if step is None else _by_id
     q = asked = None
     if bundle.window is not None:
         window = frame.window(bundle.window)
-        q = _last(frame.queries, 1, window)
-        asked = _last(frame.query_places, 0, window) if steps else None
-    values = rows(frame.stored_values) if _reads_values(bundle) else (None, None)
+        q = _last(frame.read("query"), 1, window)
+        asked = None if step is None else _last(step.places, 0, window)
+    values = rows(vectors["value"]) if _reads_values(bundle) else (None, None)
     holds = ranks = order = None
-    if steps and frame.there is not None:
+    if step is not None and frame.there is not None:
         holds = frame.there.contiguous().view(torch.int8)
         if ordered:
             ranks = frame.there.cumsum(-1, dtype=torch.int32)
             held = holds.sort(dim=-1, descending=True, stable=True)
             order = held.indices.int()
     marks = (frame.positions, holds, ranks, order)
-    return (q, asked), rows(frame.stored_keys), values, marks, frame.tokens
+    return (q, asked), rows(vectors["key"]), values, marks, frame.tokens
 
 
 def _reads_values(bundle: Bundle) -> bool:
@@ -316,7 +317,8 @@ def _rest(
     frame: Frame,
 ) -> Value:
     """The reduction over the axes that the kernel left, in float64."""
-    apart = frame.heads if "kv" in rest else None  # KV heads of each layer
+    # KV heads of each layer.
+    apart = frame.bound.shape.kv_heads if frame.layered and "kv" in rest else None
     over = tuple(axis for axis in rest if axis in axes)
     dims = [axes.index(axis) for axis in over]
     left = tuple(axis for axis in axes if axis not in over)

@@ -25,7 +25,7 @@ def everything(node: Node, frame: Frame) -> Value:
 
 def newest(node: Node, frame: Frame) -> Value:
     """The tokens of this step: in the prefill all, in decode the last one."""
-    if frame.generated is None:
+    if frame.step is None:
         return everything(node, frame)
     places = torch.arange(frame.tokens, device=frame.device)
     return frame.present(Value(places == frame.tokens - 1, ("token",), finite=True))
@@ -52,8 +52,8 @@ def uniform(node: Node, frame: Frame, _: Value) -> Value:
     """Counter-based random numbers per KV head, position and decode step."""
     seed = counts.seed(frame.number(node.args[0]))  # exact, also beyond what float64 holds
     kv = torch.arange(frame.kv_start, frame.kv_start + frame.kv, device=frame.device)[:, None]
-    step = frame.generated or 0
-    data = counts.hashed(seed, frame.here, kv, frame.places, step)
+    step = 0 if frame.step is None else frame.step.generated
+    data = counts.hashed(seed, frame.layer, kv, frame.places, step)
     return frame.present(Value(data.double() / 2.0**32, ("kv", "token"), finite=True))
 
 
@@ -62,12 +62,12 @@ def uniform(node: Node, frame: Frame, _: Value) -> Value:
 
 def key(node: Node, frame: Frame) -> Value:
     """Keys in float64."""
-    return _cached(frame.keys, frame)
+    return _cached(frame.read("key"), frame)
 
 
 def value(node: Node, frame: Frame) -> Value:
     """Values in float64."""
-    return _cached(frame.values, frame)
+    return _cached(frame.read("value"), frame)
 
 
 def _cached(vectors: torch.Tensor, frame: Frame) -> Value:
@@ -87,10 +87,10 @@ def _queries(window: int, frame: Frame) -> tuple[slice, torch.Tensor]:
 def _window_logits(node: Node, frame: Frame) -> tuple[torch.Tensor, torch.Tensor, tuple[str, ...]]:
     """q.k / sqrt(D), [G, H/G, W, n]; where there is a value, and the axes of that."""
     window = frame.window(node)
-    keys = frame.keys
+    keys, queries = frame.read("key"), frame.read("query")
     kv, tokens, size = keys.shape
     chosen, positions = _queries(window, frame)
-    q = frame.queries[:, chosen] if window else frame.queries[:, :0]
+    q = queries[:, chosen] if window else queries[:, :0]
     group, rows = q.shape[0] // kv, q.shape[1]
     q = q.double().reshape(kv, group * rows, size) * size**-0.5
     logits = torch.matmul(q, keys.double().transpose(1, 2)).view(kv, group, rows, tokens)
@@ -98,7 +98,7 @@ def _window_logits(node: Node, frame: Frame) -> tuple[torch.Tensor, torch.Tensor
     def make() -> torch.Tensor:
         return frame.places <= positions[:, None]
 
-    if frame.there is not None or frame.query_positions is not None:
+    if frame.there is not None or frame.step is not None:
         seen = make()
         if frame.there is not None:
             seen = seen & frame.there[:, None]
@@ -128,7 +128,7 @@ def attn(node: Node, frame: Frame) -> Value:
     data = torch.softmax(data, dim=-1)
     # A NaN or infinity anywhere makes its whole row NaN.
     first = data[..., :1].sum(-1).isfinite()
-    if frame.query_positions is not None:
+    if frame.step is not None:
         # An older query sees nothing where all entries before it have left.
         empty = ~seen.any(-1)
         empty = empty[:, None] if empty.ndim == 2 else empty

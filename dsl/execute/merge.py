@@ -168,7 +168,7 @@ class Merging:
 
     def keep_links(self) -> None:
         """Lets go of what is not needed to change rows."""
-        self.evaluation = Evaluation(replace(self.evaluation.frame, q=None, k=None, v=None))
+        self.evaluation = Evaluation(replace(self.evaluation.frame, vectors={}))
 
     # Who receives.
 
@@ -198,11 +198,7 @@ class Merging:
         Keys and values are read where they lie, in the type of the cache.
         """
         frame = self.evaluation.frame
-        x: Keys
-        if node.op in ("key", "value"):
-            x = frame.stored_keys if node.op == "key" else frame.stored_values
-        else:
-            x = self._vectors(node)
+        x = frame.vectors[node.op] if node.op in ("key", "value") else self._vectors(node)
         vectors, ids = _vectors(x)
         given = (vectors, self._index, self._present, self.kept, ids)
         index, there = frame.kernels["nearest"](*given)
@@ -218,8 +214,8 @@ class Merging:
         frame, roots = self.evaluation.frame, merge_roots(self.merge)
         if self._receivers.index.shape[2] != 1:
             return
-        for name, x in (("key", frame.stored_keys), ("value", frame.stored_values)):
-            side, inner = partial(_side, name), cache(partial(self._inner, x))
+        for name in ("key", "value"):
+            side, inner = partial(_side, name), cache(partial(self._inner, frame.vectors[name]))
             cosines = [node for node in nodes_of(roots) if _is_cosine(node, side)]
             for node in cosines:
                 self.evaluation.put(node, inner()[3])
@@ -285,9 +281,9 @@ class Merging:
     def _mean(self, node: Node, evaluation: Evaluation) -> Value:
         """The operation `mean`; of many layers' entries as if each layer were alone."""
         x, frame = evaluation.value(node.args[0]), evaluation.frame
-        if frame.heads is None or "dropped" not in node.axes:
+        if not frame.layered or "dropped" not in node.axes:
             return reduce(node, frame, x)
-        group = frame.heads if "kv" in node.axes else 1
+        group = frame.bound.shape.kv_heads if "kv" in node.axes else 1
         made = frame.kernels["means"](self._per_dropped(x), self._present, group)
         return Value(made, ("kv",), finite=x.finite)
 

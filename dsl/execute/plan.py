@@ -58,8 +58,8 @@ class Plan:
         cls, bound: Bound, nodes: list[Node], prompt: int, device: torch.device, kernels: Kernels
     ) -> Plan:
         """Computes `plannable` nodes on the host: numbers come out of sets of tokens."""
-        frame = Frame(bound, prompt, device, bound.shape.kv_heads, prompt=prompt, kernels=kernels)
-        host = Frame(bound, prompt, HOST, bound.shape.kv_heads, prompt=prompt)
+        frame = Frame(bound, prompt, device, bound.shape.kv_heads, prompt, kernels=kernels)
+        host = Frame(bound, prompt, HOST, bound.shape.kv_heads, prompt)
         numbers = range(bound.shape.layers)
         layers = Layers([Evaluation(replace(host, layer=i)) for i in numbers], prompt)
         made: list[dict[int, Value]] = [{} for _ in numbers]

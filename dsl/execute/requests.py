@@ -331,12 +331,12 @@ class _Following:
     def _merging(self, own: Lists, evaluation: Evaluation) -> Evaluation:
         """The evaluation from which a merge goes on; nothing large is held."""
         frame = evaluation.frame
-        k, v = (
-            Entries(x.pool, x.ids)
-            for x in (frame.stored_keys, frame.stored_values)
+        stored = {
+            name: Entries(x.pool, x.ids)
+            for name, x in frame.vectors.items()
             if isinstance(x, Entries)
-        )
-        there = frame.there
+        }
+        k, v, there = stored["key"], stored["value"], frame.there
         if there is None:
             there = torch.ones_like(k.ids, dtype=torch.bool)
         # A merge reads keys and values, whatever else does.
@@ -344,7 +344,8 @@ class _Following:
         known = {
             name: x for name, x in evaluation.known.items() if not {"query", "dim"} & set(x.axes)
         }
-        return replace(evaluation, frame=replace(frame, k=k, v=v), known=known)
+        frame = replace(frame, vectors={**frame.vectors, **stored})
+        return replace(evaluation, frame=frame, known=known)
 
     def _note(self, block: Block, lists: list[Lists]) -> None:
         """Adds to what is known about NaN and infinity, without waiting for the device."""
@@ -398,7 +399,7 @@ class _Following:
         before = {name: lists.part(x) for name, x in block.merge_states.items()}
         made = Merging.of(merge, evaluation, decision.kept, steps.merge_updates, before, most)
         made.keep_links()
-        kept = [frame.stored_keys if name == "key" else frame.stored_values for name in merge.apply]
+        kept = [frame.vectors[name] for name in merge.apply]
         return Merges(made, [x for x in kept if isinstance(x, Entries)], lists)
 
     def _most(self, block: Block, lists: Lists) -> int:

@@ -14,7 +14,7 @@ from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.execute.across import History, Layers, known_before, look_back
 from kvpolicy.dsl.execute.compiled import Compiled
 from kvpolicy.dsl.execute.evaluate import Evaluation, alone, spread
-from kvpolicy.dsl.execute.kernels import Slots
+from kvpolicy.dsl.execute.kernels import Keys, Slots
 from kvpolicy.dsl.execute.layout import shift_of
 from kvpolicy.dsl.execute.merge import Merging
 from kvpolicy.dsl.execute.plan import Plan
@@ -104,7 +104,7 @@ class Run:
             With `restarted`: of which tokens the second prefill consists, maybe all.
         """
         frame = self._frame(layer, k.device, k.shape[1], tokens)
-        evaluation = self._evaluation(replace(frame, q=q, k=k, v=v))
+        evaluation = self._evaluation(replace(frame, vectors=_vectors(q, k, v)))
         if layer in self._sums:
             self._sums.pop(layer).finish(evaluation)
         deeper = self._propagate(evaluation)
@@ -131,7 +131,7 @@ class Run:
             raise RuntimeError(f"`{self.program.bound.program.name}` has nothing to accumulate")
         sums = self._sums.setdefault(layer, _Sums(self._prefill.sums))
         frame = self._frame(layer, k.device, k.shape[1], None)
-        sums.add(self._evaluation(replace(frame, q=q, k=k, v=v)), q.shape[1])
+        sums.add(self._evaluation(replace(frame, vectors=_vectors(q, k, v))), q.shape[1])
 
     def again(self, prompt: int) -> Run:
         """The second prefill, over the chosen tokens, as many as `prompt`, at 0, 1, ..."""
@@ -158,7 +158,7 @@ class Run:
     def _evaluation(self, frame: Frame) -> Evaluation:
         prefill, plan = self._prefill, self._planned(frame.device)
         return Evaluation(
-            frame, prefill.updates, known=dict(plan.values[frame.here]),
+            frame, prefill.updates, known=dict(plan.values[frame.layer]),
             passing=prefill.passing, others=self._others, generated=self.program.generated,
         )  # fmt: skip
 
@@ -192,7 +192,7 @@ class Run:
         propagate = self._tested()
         if propagate is None:
             return None
-        self.tested[frame.here] = {n: evaluation.value(x) for n, x in prefill.tested.items()}
+        self.tested[frame.layer] = {n: evaluation.value(x) for n, x in prefill.tested.items()}
         chosen = None
         if evaluation.holds(propagate.moment):
             chosen = evaluation.tensor(propagate.tokens, ("token",))
@@ -207,8 +207,8 @@ class Run:
         places = (~chosen).to(torch.uint8).argsort(stable=True)
         chosen = places[:number] if number else torch.arange(frame.tokens, device=frame.device)
         if propagate.first is not None:
-            self.selected_layer = frame.here
-        self.propagated[frame.here] = frame.places[chosen]
+            self.selected_layer = frame.layer
+        self.propagated[frame.layer] = frame.places[chosen]
         # A restart happens even with all tokens: layers so far may have been left unscored.
         self.restarted = self.program.bound.restarts
         return chosen if self.restarted or len(chosen) < frame.tokens else None
@@ -230,13 +230,13 @@ class Run:
     def _hand_over(self, evaluation: Evaluation) -> None:
         """Computes what needs the layer's tensors, and lets go of these."""
         prefill, frame = self._prefill, evaluation.frame
-        known = dict(self._planned(frame.device).values[frame.here])
+        known = dict(self._planned(frame.device).values[frame.layer])
         known.update({id(node): evaluation.value(node) for node in prefill.handed})
         evaluation.advance(self.program.bound.lowered.prefill)
         for x, numbers in prefill.looks:
             self._history.record(x, evaluation, _read(numbers, evaluation))
-        frame = replace(frame, q=None, k=None, v=None)
-        self._evaluations[frame.here] = replace(
+        frame = replace(frame, vectors={})
+        self._evaluations[frame.layer] = replace(
             evaluation, frame=frame, known=known, passing=frozenset(), others=alone
         )
 
@@ -361,7 +361,8 @@ class Run:
         if not most:
             return k.double(), v.double()
         updates = self._prefill.merge_updates
-        evaluation = replace(evaluation, frame=replace(evaluation.frame, k=own_k, v=own_v))
+        vectors = {"key": own_k, "value": own_v}
+        evaluation = replace(evaluation, frame=replace(evaluation.frame, vectors=vectors))
         merging = Merging.of(rules.merge, evaluation, kept, updates, {}, most)
         self._merge_states[layer] = merging.states
         made = []
@@ -404,6 +405,13 @@ class Run:
             number = self.program.bound.step_queries(self.prompt) - 1
             if number > 0:
                 self._tails[layer] = q[:, -number:].clone()
+
+
+def _vectors(
+    q: torch.Tensor, k: torch.Tensor | Slots, v: torch.Tensor | Slots | None
+) -> dict[str, Keys]:
+    """As of a frame."""
+    return {"query": q, "key": k} if v is None else {"query": q, "key": k, "value": v}
 
 
 def _read(numbers: list[Node] | None, evaluation: Evaluation) -> int | None:

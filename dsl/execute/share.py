@@ -56,8 +56,8 @@ def shared(
         if name not in share.apply:
             continue
         frame = Frame(
-            bound, prompt, upper.device, bound.shape.kv_heads, prompt=prompt, layer=layer,
-            k=own[0], v=own[1], kernels=kernels,
+            bound, prompt, upper.device, bound.shape.kv_heads, prompt, layer=layer,
+            vectors={"key": own[0], "value": own[1]}, kernels=kernels,
         )  # fmt: skip
         vectors = {"below": under, "own": upper}
         made[name] = _one(Evaluation(frame), share.direction, share.exceptions, vectors)

@@ -37,7 +37,7 @@ def like_heads(
         nodes: all of them.
         static: of the policy.
         reads: whether a leaf may be read besides those that always may.
-        apart: whether reductions over KV heads are those of each layer, see `Frame.heads`.
+        apart: whether reductions over KV heads are those of each layer, see `Frame.layered`.
     """
     for node in nodes:
         needs = static.needs(node)

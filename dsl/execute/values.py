@@ -9,10 +9,10 @@ where the mask is false means nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import TypeVar, overload
+from typing import overload
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
@@ -27,7 +27,6 @@ ORDER = ("layer", *AXES)
 HOST = torch.device("cpu")
 
 Scalar = float | bool | int
-_Tensors = TypeVar("_Tensors", bound=Keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +61,22 @@ class Value:
         return self.data
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A decode step, or several that are evaluated at once.
+
+    Attributes:
+        generated: decode steps so far, this one included; of several, the last one.
+        places: int64 [T], positions of the last queries.
+        number: so many steps are evaluated: `new` reads their queries. Of more than one every value
+            per query and token is absent (false) where the token comes after the query.
+    """
+
+    generated: int
+    places: torch.Tensor
+    number: int = 1
+
+
 @dataclass
 class Frame:
     """Where operations find the tensors of the layer (or block of KV heads) at hand.
@@ -69,108 +84,54 @@ class Frame:
     Attributes:
         bound: the policy; `tokens`: candidates of this layer, n in the prefill (N unless some
             propagated), M in decode; `kv` KV heads in this block, the first `kv_start`.
-        prompt: N; None: `tokens`.
-        layer: this layer, or None after the last one.
-        q: [H, T, D] last queries; k, v: [G, n, D], or where a server's pool has them: torch
-            operations read `keys` and `values`; heads of this block only.
+        prompt: N.
+        layer: this layer; of several at once, the first.
+        layered: whether the KV heads are those of several layers, one after the other; what looks
+            across KV heads then looks at those of one layer at a time.
+        vectors: those at hand, of the heads of this block only: `query`, [H, T, D] last queries;
+            `key` and `value`, [G, n, D], or where a server's pool has them (torch operations `read`
+            them). Empty after the last layer.
         positions: int64 [n] original positions, ascending; None: 0 to n - 1.
         there: bool [G, n]: which KV head holds which candidate; None: all hold all.
-        query_positions: int64 [T], in decode; None: `q` are of the last T tokens.
+        step: of decode; None: in the prefill, whose queries are of the last T tokens.
         rows: part of a window's queries that is computed at a time; None: all.
         last: how many queries `all` and `new` are just now; None: one per token.
-        generated: decode steps, this one included; None: in the prefill.
-        steps: so many decode steps are evaluated at once, the last of which is `generated`: `new`
-            reads their queries, and every value per query and token is absent (false) where the
-            token comes after the query. None: one step.
         kernels: by name, see `execute/kernels.py`; those of torch, if none are given.
         held: candidates per KV head, where that is not `tokens`.
         fixed: tensors that live as long as the plan, by id; masks made of these are made once.
         memo: what was made of `fixed` tensors.
         checks: bool tensors, false if the model's tensors hold NaN or infinity: 0-d, or one per KV
             head.
-        heads: G, if the KV heads are those of several layers; what looks across KV heads then looks
-            at so many at a time. None: they are those of one layer.
     """
 
     bound: Bound
     tokens: int
     device: torch.device
     kv: int
+    prompt: int
     kv_start: int = 0
-    prompt: int | None = None
-    layer: int | None = None
-    q: torch.Tensor | None = None
-    k: Keys | None = None
-    v: Keys | None = None
+    layer: int = 0
+    layered: bool = False
+    vectors: Mapping[str, Keys] = field(default_factory=dict)
     positions: torch.Tensor | None = None
     there: torch.Tensor | None = None
-    query_positions: torch.Tensor | None = None
+    step: Step | None = None
     rows: slice | None = None
     last: int | None = None
-    generated: int | None = None
-    steps: int | None = None
     kernels: Kernels = field(default_factory=installed)
     held: Value | None = None
     fixed: dict[int, torch.Tensor] = field(default_factory=dict)
     memo: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
     checks: list[torch.Tensor] = field(default_factory=list)
-    heads: int | None = None
 
-    @property
-    def queries(self) -> torch.Tensor:
-        """[H, T, D] last queries.
-
-        Raises:
-            TypeError: none are at hand.
-        """
-        return _at_hand(self.q, "queries")
-
-    @property
-    def stored_keys(self) -> Keys:
-        """[G, n, D] keys where they lie.
-
-        Raises:
-            TypeError: none are at hand.
-        """
-        return _at_hand(self.k, "keys")
-
-    @property
-    def stored_values(self) -> Keys:
-        """[G, n, D] values, the same."""
-        return _at_hand(self.v, "values")
-
-    @property
-    def keys(self) -> torch.Tensor:
-        """[G, n, D] keys; gathered from the pool where that has not been done."""
-        return self._gathered(self.stored_keys)
-
-    @property
-    def values(self) -> torch.Tensor:
-        """[G, n, D] values, the same."""
-        return self._gathered(self.stored_values)
-
-    def _gathered(self, x: Keys) -> torch.Tensor:
-        """What a KV head does not hold is 0: rows of the pool that mean nothing may hold NaN."""
+    def read(self, name: str) -> torch.Tensor:
+        """The `vectors` of a name; gathered from the pool where that has not been done."""
+        x = self.vectors[name]
         made = dense(x)
         if x is made or self.there is None:
             return made
+        # What a KV head does not hold is 0: rows of the pool that mean nothing may hold NaN.
         return made.masked_fill(~self.there[..., None], 0)
-
-    @property
-    def here(self) -> int:
-        """The layer that is computed.
-
-        Raises:
-            TypeError: it is after the last one.
-        """
-        if self.layer is None:
-            raise TypeError("after the last layer there is no layer at hand")
-        return self.layer
-
-    @property
-    def prompt_tokens(self) -> int:
-        """N: tokens of the prompt."""
-        return self.tokens if self.prompt is None else self.prompt
 
     @property
     def places(self) -> torch.Tensor:
@@ -182,23 +143,22 @@ class Frame:
     @property
     def query_places(self) -> torch.Tensor:
         """int64: original positions of queries, of which the last ones are read."""
-        return self.places if self.query_positions is None else self.query_positions
+        return self.places if self.step is None else self.step.places
 
     def number(self, node: Node) -> Fraction | float | bool:
         """A scalar that the host knows."""
-        length = None if self.generated is not None else self.tokens
-        return self.bound.number(
-            node, self.prompt_tokens, self.layer or 0, length=length, generated=self.generated
-        )
+        if self.step is None:
+            return self.bound.number(node, self.prompt, self.layer, length=self.tokens)
+        return self.bound.number(node, self.prompt, self.layer, generated=self.step.generated)
 
     def window(self, node: Node) -> int:
         """How many last queries one `attn`, `logits` or `distance` reads."""
         return self._asking(str(node.value), node.args[0] if node.args else None)
 
     def _asking(self, kind: str, count: Node | None) -> int:
-        most = self.tokens if self.query_positions is None else len(self.query_positions)
-        if kind == "new" and self.generated is not None:
-            return self.steps or 1
+        if kind == "new" and self.step is not None:
+            return self.step.number
+        most = self.tokens if self.step is None else len(self.step.places)
         if count is None:
             return most if self.last is None else self.last
         return counts.whole(self.number(count), most)
@@ -297,12 +257,6 @@ def union(*sets: tuple[str, ...]) -> tuple[str, ...]:
         return first
     names = set().union(*sets)
     return tuple(axis for axis in ORDER if axis in names)
-
-
-def _at_hand(x: _Tensors | None, what: str) -> _Tensors:
-    if x is None:
-        raise TypeError(f"there are no {what} at hand")
-    return x
 
 
 @overload

@@ -112,7 +112,7 @@ from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.execute.kernels import Entries, Slots
 from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.dsl.execute.values import Frame
+from kvpolicy.dsl.execute.values import Frame, Step
 from kvpolicy.kernels.scoring.generated import generated
 from kvpolicy.kernels.table import REFERENCE
 
@@ -123,8 +123,9 @@ def launch(name, n=32768):
     bound = bind(load(name).require(), ModelShape(32, 32, 8, 128))
     program = TorchProgram(bound, kernels={**REFERENCE, "generated": generated})
     q = tensor(32, bound.queries(n), 128, dtype=torch.bfloat16)
-    frame = Frame(bound, n, q.device, 8, prompt=n, layer=3, q=q)
-    frame.k = frame.v = Slots(tensor(1 << 19, 8, 128, dtype=torch.bfloat16), tensor(n))
+    pool = Slots(tensor(1 << 19, 8, 128, dtype=torch.bfloat16), tensor(n))
+    vectors = {"query": q, "key": pool, "value": pool}
+    frame = Frame(bound, n, q.device, 8, n, layer=3, vectors=vectors)
     compute(program.generated, frame)
     if program.steps is not None:
         for made in (program.steps.advancing, program.steps.leaving):
@@ -138,8 +139,8 @@ def decoding(bound, heads, n, steps, ragged):
     pool = Entries(tensor(1 << 22, 128, dtype=torch.bfloat16), tensor(heads, n))
     there = tensor(heads, n, dtype=torch.bool) if ragged else None
     return Frame(
-        bound, n, q.device, heads, prompt=n, layer=3, q=q, k=pool, v=pool, positions=tensor(n),
-        there=there, query_positions=tensor(steps), generated=steps, steps=steps,
+        bound, n, q.device, heads, n, layer=3, vectors={"query": q, "key": pool, "value": pool},
+        positions=tensor(n), there=there, step=Step(steps, tensor(steps), steps),
     )
 
 def compute(made, frame):

@@ -20,7 +20,7 @@ from kvpolicy.dsl.execute.evaluate import Evaluation
 from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.kernels import Entries, Keys
 from kvpolicy.dsl.execute.steps import Steps
-from kvpolicy.dsl.execute.values import Frame, Value, aligned
+from kvpolicy.dsl.execute.values import Frame, Step, Value, aligned
 from kvpolicy.dsl.ir.nodes import ModelShape, Node
 from kvpolicy.dsl.ir.traverse import nodes_of
 from kvpolicy.dsl.syntax.source import Source
@@ -101,9 +101,9 @@ class Case:
         there = there.to(DEVICE) if self.ragged else None
         k, v = (self.rows(x, there, seed + i) for i, x in enumerate((k, v)))
         return Frame(
-            bound, self.entries, torch.device(DEVICE), self.kv, prompt=2 * self.entries, layer=1,
-            q=q, k=k, v=v, positions=positions, there=there, query_positions=asked, generated=7,
-            steps=self.queries if steps else None,
+            bound, self.entries, torch.device(DEVICE), self.kv, 2 * self.entries, layer=1,
+            vectors={"query": q, "key": k, "value": v}, positions=positions, there=there,
+            step=Step(7, asked, self.queries if steps else 1),
         )  # fmt: skip
 
     def rows(self, x: torch.Tensor, there: torch.Tensor | None, seed: int) -> Keys:
@@ -114,8 +114,9 @@ class Case:
 
     def error(self, frame: Frame, terms: int) -> float:
         """Bound on the relative error of sums of attention; see `test_generated`."""
-        keys = frame.keys.abs().double().repeat_interleave(self.heads // self.kv, 0)
-        length = torch.matmul(frame.q.abs().double(), keys.transpose(-1, -2)).max().item()
+        q, keys = (frame.read(name).abs().double() for name in ("query", "key"))
+        keys = keys.repeat_interleave(self.heads // self.kv, 0)
+        length = torch.matmul(q, keys.transpose(-1, -2)).max().item()
         largest = length * self.size**-0.5
         return HALF_ULP * (2 * (self.size + 4) * largest + self.entries + terms + 16)
 
@@ -290,7 +291,7 @@ def test_not_finite(score, wrong):
     for row, column in ((5, 3), (129, 40)):
         frame = case.frame(bound, 3)
         frame.there[1, row] = True
-        x = frame.v if "value" in score else frame.k
+        x = frame.vectors["value" if "value" in score else "key"]
         for number, finite in ((0.5, True), (wrong, False)):
             x.pool[x.ids[1, row]] = 0.5
             x.pool[x.ids[1, row], column] = number
@@ -306,7 +307,7 @@ def test_entries_are_gathered_only_for_torch():
     for given, gathers in ((made, False), (None, True)):
         frame = case.frame(bound, 2)
         evaluated(frame, node, given)
-        assert ("copied" in vars(frame.k), "copied" in vars(frame.v)) == (gathers, gathers)
+        assert all(("copied" in vars(frame.vectors[x])) == gathers for x in ("key", "value"))
 
 
 def test_what_kernels_do_not_serve():
@@ -317,5 +318,7 @@ def test_what_kernels_do_not_serve():
     made = Generated.of(bound, [node], TABLE, steps=True)
     (bundle,) = made.regions.bundles
     assert made.serves(bundle, frame)
-    for other in ({"generated": None}, {"k": None}, {"k": frame.keys.double()}):
-        assert not made.serves(bundle, replace(frame, **other))
+    query, double = frame.vectors["query"], frame.read("key").double()
+    assert not made.serves(bundle, replace(frame, step=None))
+    for vectors in ({"query": query}, {"query": query, "key": double}):
+        assert not made.serves(bundle, replace(frame, vectors=vectors))

@@ -87,7 +87,7 @@ def layer_of(into: str, dtype: torch.dtype) -> tuple[Bound, Frame, torch.Tensor]
     bound = bind(policy.require(), ModelShape(1, 2, 2, 8), {})
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 2, 30, 8, generator=generator).to(dtype)
-    frame = Frame(bound, 30, k.device, 2, prompt=30, layer=0, k=k, v=v)
+    frame = Frame(bound, 30, k.device, 2, 30, vectors={"key": k, "value": v})
     return bound, frame, torch.rand(2, 30, generator=generator) < 0.3
 
 
@@ -109,10 +109,10 @@ def test_receivers_are_the_same(into, dtype):
         merging = Merging.of(
             bound.lowered.prefill.merge, Evaluation(frame), kept, Updates({}), {}, most
         )
-        results.append((merging.rows(frame.k), merging.rows(frame.v)))
-    weights = frame.v.double().norm(dim=-1)
+        results.append(tuple(merging.rows(frame.read(name)) for name in ("key", "value")))
+    weights = frame.read("value").double().norm(dim=-1)
     assert weights.amax() / weights.amin() < 6
-    dense = frame.k.double()
+    dense = frame.read("key").double()
     assert (results[0][0] != dense).any(-1).sum() > 3
     for each in results[1:]:
         for made, expected in zip(each, results[0], strict=True):
@@ -133,12 +133,13 @@ def test_nothing_waits_for_the_device(name, given):
     def made(most):
         with FakeTensorMode():
             k, v = torch.empty(2, 2, 30, 8, dtype=torch.bfloat16)
-            frame = Frame(bound, 30, k.device, 2, prompt=30, layer=0, k=k, v=v, kernels=WITHOUT)
+            vectors = {"key": k, "value": v}
+            frame = Frame(bound, 30, k.device, 2, 30, vectors=vectors, kernels=WITHOUT)
             heat = Value(torch.empty(2, 30, dtype=torch.float64), ("kv", "token"))
             evaluation = Evaluation(frame, before={"heat": heat}, after={"heat": heat})
             kept = torch.empty(2, 30, dtype=torch.bool)
             merging = Merging.of(merge, evaluation, kept, updates, {}, most)
-            return merging.rows(frame.k), merging.rows(frame.v)
+            return merging.rows(k), merging.rows(v)
 
     assert [x.shape for x in made(17)] == [(2, 30, 8)] * 2
     with pytest.raises(DataDependentOutputException):

@@ -63,7 +63,7 @@ def test_everything_is_kept_where_numbers_are_not_finite(name, value):
 
 def test_a_number_that_is_nan_chooses_nothing():
     bound = bind(load("lava").require(), ModelShape(*SHAPE), POLICIES["lava"])
-    frame = Frame(bound, 6, torch.device("cpu"), 2)
+    frame = Frame(bound, 6, torch.device("cpu"), 2, 6)
     scores = Value(torch.arange(12, dtype=torch.float64).view(2, 6), ("kv", "token"))
     node = Node(
         "top",
