@@ -16,7 +16,7 @@ from folding_requests import Case, Crowd
 from kvpolicy.dsl.ir.nodes import ModelShape
 from tqdm import tqdm
 
-# With which each policy holds 32 entries per layer and KV head.
+# With which each policy holds 32 entries per layer and KV head, but for three layers of d2o-code.
 SETTINGS = {
     "h2o": {"heavy": "16", "window": "16"},
     "tova": {"capacity": "32"},
@@ -25,6 +25,7 @@ SETTINGS = {
     "cake": {"capacity": "32", "window": "4"},
     "cam": {"start": "4", "window": "28", "reach": "4"},
     "d2o": {"rate": "0.01", "start": "4", "least": "0.5"},
+    "d2o-code": {"rate": "0.001", "start": "32"},
     "cam-original": {"start_rate": "0.0625", "recent_rate": "0.4375", "reach": "4"},
 }
 PROMPT, HELD = 64, 32
@@ -41,13 +42,15 @@ HEADER = (
 )
 
 
-def entries(policy: str, prompt: int) -> int:
-    """How many entries a list holds after a fold."""
+def entries(policy: str, prompt: int, layers: int, steps: int) -> int:
+    """How many entries a KV head holds at all layers, after a fold that so many steps led to."""
     if policy == "cam-original":
-        return int(prompt * 0.0625) + int(prompt * 0.4375)
+        return layers * (int(prompt * 0.0625) + int(prompt * 0.4375))
     if policy == "d2o":
-        return prompt // 2
-    return 2 * (prompt // 4) if policy == "vatp" else HELD
+        return layers * (prompt // 2)
+    if policy == "d2o-code":
+        return 3 * (prompt + steps) + (layers - 3) * HELD
+    return layers * (2 * (prompt // 4) if policy == "vatp" else HELD)
 
 
 def observe(policy: str, requests: int, options: argparse.Namespace) -> dict:
@@ -72,8 +75,8 @@ def observe(policy: str, requests: int, options: argparse.Namespace) -> dict:
         if turn:
             means.append(sum(seconds) / len(seconds))
             slowest.append(max(seconds))
-    lists = shape.layers * shape.kv_heads
-    crowd.check(lists * sum(entries(policy, prompt) for prompt in prompts))
+    made = (entries(policy, each, shape.layers, rounds * options.interval) for each in prompts)
+    crowd.check(shape.kv_heads * sum(made))
     if crowd.folds != requests * rounds:
         raise SystemExit(f"fold_host: {crowd.folds} folds of {requests} requests in {rounds} turns")
     busiest, folds = max(steps, key=lambda each: each[0].operations)

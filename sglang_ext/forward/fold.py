@@ -5,7 +5,8 @@ and, the first time, a prompt that still lies in the radix cache, of which it ma
 tail's slots are freed, and the private slots become as many as are needed.
 
 Where no entry changes, or only where it lies, and each list has pages for what it keeps, what stays
-is written in place, of many requests at once (fold_together.py). There are two other ways:
+is written in place, of many requests at once, and to other pages where it outgrows its own
+(fold_together.py). For other requests there are two ways:
 
 * layer by layer: each list has pages for what it keeps, or, laid out anew, each layer's pages end
   before those of the next one began. What a layer keeps is read, changed as the policy says, and
@@ -95,9 +96,13 @@ def fits(store: Store, private: Private | None, counts: torch.Tensor) -> bool:
         return False
     if counts.tolist() == private.laid_out:
         return fits_again(store, private)
-    return bool((counts <= private.layout.room).all()) and (
-        private.slots.numel() <= _WASTEFUL * store.slots_for(counts)
-    )
+    roomy = bool((counts.numpy() <= private.layout.room).all())
+    return roomy and not wasteful(store, private, counts)
+
+
+def wasteful(store: Store, private: Private, counts: torch.Tensor) -> bool:
+    """Whether a request has many more slots than [L, G] entries need."""
+    return private.slots.numel() > _WASTEFUL * store.slots_for(counts)
 
 
 def fits_again(store: Store, private: Private) -> bool:

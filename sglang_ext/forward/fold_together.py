@@ -5,16 +5,18 @@ One launch finds the entries of all lists of all layers and requests, one settle
 
 The host waits for the device once, for how many entries stay. It does not where that is known: each
 list lost entries at the last fold, and no data decide its size (dsl/bind/lasting.py). Then the
-numbers are only read at the next fold. A request whose lists need other pages, or whose entries
-cannot change where they lie, is written by itself (fold.py).
+numbers are only read at the next fold. What stays of lists that outgrow their pages is written to
+other ones, of many requests at once. A request that has no private pages yet, whose lists became
+much shorter, or whose entries cannot change where they lie, is written by itself (fold.py).
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +24,9 @@ from kvpolicy.dsl.execute.kernels import Entries
 from kvpolicy.dsl.execute.requests import Staying, follow_together
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.forward.failures import FOLD
-from kvpolicy.sglang_ext.forward.fold import Fold, fits, fits_again
+from kvpolicy.sglang_ext.forward.fold import Fold, fits, fits_again, wasteful
 from kvpolicy.sglang_ext.forward.follow import Reader
+from kvpolicy.sglang_ext.memory.tables import tables_of
 from kvpolicy.sglang_ext.request.request import State
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
 
 LARGEST = 2**28  # bytes of one number of every entry of the requests that are followed at once
+MOVED = 2**30  # bytes of entries that are read before they are written to other pages
 
 
 @dataclass(frozen=True)
@@ -128,25 +132,29 @@ class FoldTogether:
         failures = self._services.failures
         lasting: list[int] = []
         known: list[int] = []
+        moving: list[int] = []
         others: list[int] = []
         for place, each in enumerate(members):
             with failures.contained(each.request, FOLD):
                 if self._lasts(each):
                     lasting.append(place)
                 elif self._drops(each):
-                    stays = self._staying.in_place and fits(
-                        self._services.store, each.state.private, each.landed.kept
-                    )
-                    (known if stays else others).append(place)
-        for places, proceed in ((lasting, self._staying.proceed), (known, None)):
-            if places:
-                self._settle(places, proceed)
+                    stays, moves = self._where(each)
+                    (known if stays else moving if moves else others).append(place)
+        if lasting:
+            self._contained(lasting, partial(self._launch, lasting, self._staying.proceed))
+        if known or moving:
+            proceed = self._staying.kept.new_ones(len(members), 1)
+            if known:
+                self._contained(known, partial(self._launch, known, proceed))
+            for places in self._portions(moving):
+                self._contained(places, partial(self._move, places, proceed))
         share = (time.perf_counter() - started) / max(len(members), 1)
-        for place in (*lasting, *known):
+        for place in (*lasting, *known, *moving):
             if members[place].state.failed:
                 continue
             with failures.contained(members[place].request, FOLD):
-                self._settled(place, share, known=place in known)
+                self._finish(place, share, lasts=place in lasting, moved=place in moving)
         for place in others:
             each = members[place]
             with failures.contained(each.request, FOLD):
@@ -171,57 +179,115 @@ class FoldTogether:
             private.full = False
         return False
 
-    def _settle(self, places: list[int], proceed: torch.Tensor | None) -> None:
-        """Move what stays of some requests to the front of their pages; if it fails, all fail."""
+    def _where(self, each: Member) -> tuple[bool, bool]:
+        """Whether what stays is written in place, or else to other pages with that of others."""
+        store, private, kept = self._services.store, each.state.private, each.landed.kept
+        if private is None or not private.ready or not self._staying.in_place:
+            return False, False
+        return fits(store, private, kept), not wasteful(store, private, kept)
+
+    def _contained(self, places: list[int], write: Callable[[], None]) -> None:
+        """Write what stays of some requests; if it fails, all fail."""
         try:
-            self._launch(places, proceed)
+            write()
         except Exception as error:
             for place in places:
                 member = self._together._members[place]
                 self._services.failures.note(member.request, FOLD, error)
 
-    def _launch(self, places: list[int], proceed: torch.Tensor | None) -> None:
-        services, together, staying = self._services, self._together, self._staying
+    def _merged(self, places: list[int], proceed: torch.Tensor) -> list[torch.Tensor]:
+        """What says where lists lie and what stays, of some requests whose entries are merged."""
+        together, staying = self._together, self._staying
         number = len(together._members)
-        if proceed is None:
-            proceed = staying.kept.new_ones(number, 1)
         given = [together._rows, together._lengths, staying.kept, staying.there, proceed]
         if len(places) < number:
-            index = to_device(places, torch.int64, self._staying.kept.device)
+            index = to_device(places, torch.int64, staying.kept.device)
             given = [
                 x.unflatten(0, (number, -1)).index_select(0, index).flatten(0, 1) for x in given
             ]
         staying.merge(proceed if len(places) == number else self._only(places, proceed))
-        rows, lengths, kept, there, proceed = given
+        return given
+
+    def _launch(self, places: list[int], proceed: torch.Tensor) -> None:
+        """Move what stays of some requests to the front of their pages."""
+        services, together = self._services, self._together
+        rows, lengths, kept, there, proceed = self._merged(places, proceed)
         where = (services.arena.storage, services.tables.tables, rows, lengths, together._table)
         written = together._kernels.settle(*where, kept, there, proceed)
-        if together._bound.positions == "slots":
-            services.rotary.turn(together._kernels.turn, *where, kept, there, proceed)
+        self._turn(*where, kept, there, proceed)
         self._written = dict(zip(places, written.unbind(0), strict=True))
+
+    def _move(self, places: list[int], proceed: torch.Tensor) -> None:
+        """Read what stays of some requests, lay out their pages for it, and write it."""
+        services, together = self._services, self._together
+        arena, store, kernels = services.arena, services.store, together._kernels
+        members = [together._members[place] for place in places]
+        privates = [each.state.compressed_copy for each in members]
+        counts = [each.landed.kept for each in members]
+        rows, lengths, kept, there, proceed = self._merged(places, proceed)
+        kept = kept & there
+        own = (rows, lengths, together._table)
+        ids = kernels.entry_ids(arena.storage, services.tables.tables, *own, there)
+        chosen = torch.nonzero_static(kept.flatten(), size=_number(counts))[:, 0]
+        pool = [arena.entries[: len(arena.values)], arena.values]
+        held = kernels.take_rows(pool, ids.flatten()[chosen])
+        for each, private in zip(members, privates, strict=True):
+            private.tail_start = each.length
+            services.detach(each.request, each.state)
+        needs = [store.slots_for(kept) for kept in counts]
+        if not store.grow_together(privates, needs, services.evict):
+            raise RuntimeError("the slots for folds are gone")
+        store.fill_together(privates, counts)
+        rows = torch.arange(len(places), device=kept.device)
+        where = (arena.storage, tables_of(privates), rows, lengths, together._table)
+        ids = kernels.entry_ids(*where, kept)
+        kernels.put_rows(pool, ids.flatten()[chosen], held)
+        self._turn(*where, kept, there, proceed)
+
+    def _turn(self, *given: Any) -> None:
+        """Turn the keys that stay, where a policy asks for it; given as to the kernel "turn"."""
+        together = self._together
+        if together._bound.positions == "slots":
+            self._services.rotary.turn(together._kernels.turn, *given)
+
+    def _portions(self, places: list[int]) -> Iterator[list[int]]:
+        """Some requests, as many at a time as are moved with little memory."""
+        entry = 2 * self._services.arena.entries[0].nbytes
+        some: list[int] = []
+        size = 0
+        for place in places:
+            own = entry * _number([self._together._members[place].landed.kept])
+            if some and size + own > MOVED:
+                yield some
+                some, size = [], 0
+            some, size = [*some, place], size + own
+        if some:
+            yield some
 
     def _only(self, places: list[int], proceed: torch.Tensor) -> torch.Tensor:
         """Bool [B, P], `proceed` of some requests, false of the others."""
         chosen = [i in places for i in range(len(proceed))]
         return proceed & to_device(chosen, torch.bool, proceed.device)[:, None]
 
-    def _settled(self, place: int, seconds: float, *, known: bool) -> None:
-        """A request's lists have been settled; without `known` they are as long as before."""
+    def _finish(self, place: int, seconds: float, *, lasts: bool, moved: bool) -> None:
+        """A request's lists have been written; of those that last it is known what left."""
         each, services = self._together._members[place], self._services
         private, request = each.state.compressed_copy, each.request
-        lists = len(private.laid_out) * len(private.laid_out[0])
-        dropped, same = (each.length - private.tail_start) * lists, True
-        if known:
+        if lasts:
+            lists = len(private.laid_out) * len(private.laid_out[0])
+            dropped = (each.length - private.tail_start) * lists
+        else:
             there, kept = each.landed.there.tolist(), each.landed.kept.tolist()
             pairs = zip(itertools.chain(*there), itertools.chain(*kept), strict=True)
             left = [number - stays for number, stays in pairs]
             dropped, private.full = sum(left), min(left) > 0
-            same = kept == private.laid_out
-        if same:
-            services.store.tail_moved(private)
-        else:
-            services.store.settled(private, each.landed.kept, self._written[place])
-        private.tail_start = each.length
-        services.detach(request, each.state)
+        if not moved:
+            if lasts or kept == private.laid_out:
+                services.store.tail_moved(private)
+            else:
+                services.store.settled(private, each.landed.kept, self._written[place])
+            private.tail_start = each.length
+            services.detach(request, each.state)
         services.reports.finished_fold(request, each.state, dropped, seconds)
 
     def _alone(self, place: int, each: Member) -> Fold:
@@ -231,3 +297,8 @@ class FoldTogether:
         reader = Reader.of(services.arena, together._table, each.request, each.state, each.length)
         choices = self._staying.choices(place, reader.gathered, slots=slots)
         return Fold(services, each.request, each.state, each.length, reader.gathered, choices)
+
+
+def _number(counts: Sequence[torch.Tensor]) -> int:
+    """Entries of all lists, each [L, G] on the host."""
+    return sum(sum(map(sum, own.tolist())) for own in counts)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from kvpolicy.sglang_ext.memory.shared import Shared
 
@@ -42,7 +43,7 @@ class Layout:
     counts: torch.Tensor
     first_page: torch.Tensor
     laid_out: list[list[int]]
-    room: torch.Tensor
+    room: np.ndarray
     layer_starts: list[int]
     needs: dict[int, int] = field(default_factory=dict, init=False)
     listed: dict[int, Listed] = field(default_factory=dict, init=False)

@@ -11,9 +11,11 @@ what is laid out in them belongs to the forwards' (see streams.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.face.streams import Streams
@@ -81,10 +83,11 @@ class Store:
         if row in self.by_row:
             raise RuntimeError(f"row {row} already holds private slots")
         slots = self.whole_pages(slots)
-        taken = self._take(slots, evict)
+        none = torch.empty(0, dtype=torch.int32, device=self.arena.storage.device)
+        taken = self._take([slots], evict, [none])
         if taken is None:
             return None
-        private = Private(row, policy, taken, tail_start)
+        private = Private(row, policy, taken[0], tail_start)
         self.by_row[row] = private
         self._count(policy, slots)
         return private
@@ -107,19 +110,20 @@ class Store:
         private.borrowed = 0
 
     def _take(
-        self, slots: int, evict: Callable[[int], object], earlier: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        """So many slots [S] int32, behind those that there are; None if too few are left."""
+        self, more: Sequence[int], evict: Callable[[int], object], earlier: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor] | None:
+        """So many slots [S] int32 for each, behind those that it has; None if too few are left."""
         with self._streams.scheduling():
-            evict(slots)
-            taken = self.allocator.alloc(slots)
+            evict(sum(more))
+            taken = self.allocator.alloc(sum(more))
             if taken is None:
                 return None
             # The allocator hands out a view of its whole free list; a copy does not keep that
             # alive.
-            taken = taken.to(torch.int32)
-            taken = taken if earlier is None else torch.cat([earlier, taken])
-            return self._streams.shared(taken)
+            parts = zip(earlier, taken.to(torch.int32).split(list(more)), strict=True)
+            whole = self._streams.shared(torch.cat(list(itertools.chain.from_iterable(parts))))
+            sizes = [own.numel() + n for own, n in zip(earlier, more, strict=True)]
+            return list(whole.split(sizes))
 
     def _give_back(self, private: Private, keep: int = 0) -> None:
         """Give back all slots of a request but the first ones."""
@@ -139,7 +143,8 @@ class Store:
         """Slots that the entries of a request take with so many tokens more in every list."""
         layout = private.layout
         if tail not in layout.needs:
-            layout.needs[tail] = self.slots_for(torch.tensor(layout.laid_out) + tail)
+            counts = torch.from_numpy(np.array(layout.laid_out) + tail)
+            layout.needs[tail] = self.slots_for(counts)
         return layout.needs[tail]
 
     def grow(self, private: Private, slots: int, evict: Callable[[int], object]) -> bool:
@@ -148,14 +153,22 @@ class Store:
         Args:
             evict: as for `allocate`.
         """
-        more = slots - private.slots.numel()
-        if more <= 0:
+        return self.grow_together([private], [slots], evict)
+
+    def grow_together(
+        self, requests: Sequence[Private], slots: Sequence[int], evict: Callable[[int], object]
+    ) -> bool:
+        """As `grow`, of several requests at once: of all of them, or of none."""
+        pairs = zip(requests, slots, strict=True)
+        more = [max(number - each.slots.numel(), 0) for each, number in pairs]
+        if not any(more):
             return True
-        taken = self._take(more, evict, private.slots)
+        taken = self._take(more, evict, [each.slots for each in requests])
         if taken is None:
             return False
-        private.slots = taken
-        self._count(private.policy, more)
+        for each, own, number in zip(requests, taken, more, strict=True):
+            each.slots = own
+            self._count(each.policy, number)
         return True
 
     def fill(self, private: Private, counts: torch.Tensor) -> None:
@@ -164,20 +177,29 @@ class Store:
         Args:
             counts: [L, G] entries that will be written, on the host.
         """
-        page, device = self.arena.kv_heads, self.arena.storage.device
-        first_page, pages = self.lay_out(counts)
-        private.layout = Layout(
-            counts=to_device(counts, torch.int32, device),
-            first_page=to_device(first_page, torch.int32, device),
-            laid_out=counts.tolist(),
-            room=(counts + page - 1) // page * page,
-            layer_starts=first_page[:, 0].tolist(),
-        )
-        slots = self.whole_pages(self.arena.slots_for(pages))
+        slots = self.slots_for(counts)
         if private.slots.numel() > slots:
             self._give_back(private, keep=slots)
-        if self._tables is not None:
-            self._tables.note(private)
+        self.fill_together([private], [counts])
+
+    def fill_together(self, requests: Sequence[Private], counts: Sequence[torch.Tensor]) -> None:
+        """As `fill`, of several requests at once, whose slots they all keep."""
+        device, page = self.arena.storage.device, self.arena.kv_heads
+        firsts = [self.lay_out(own)[0].numpy() for own in counts]
+        numbers = np.stack([np.stack([own.numpy() for own in counts]), np.stack(firsts)])
+        on_device = to_device(torch.from_numpy(numbers), torch.int32, device)
+        for each, own, first, of_all, firsts_of_all in zip(
+            requests, counts, firsts, *on_device.unbind(0), strict=True
+        ):
+            each.layout = Layout(
+                counts=of_all,
+                first_page=firsts_of_all,
+                laid_out=own.tolist(),
+                room=-(-own.numpy() // page) * page,
+                layer_starts=first[:, 0].tolist(),
+            )
+            if self._tables is not None:
+                self._tables.note(each)
 
     def lay_out(self, counts: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Where the lists of a request begin if they follow each other.
@@ -188,9 +210,9 @@ class Store:
         Returns:
             [L, G] first page of each list, and the pages that all take.
         """
-        page = self.arena.kv_heads
-        used = ((counts + page - 1) // page).flatten()
-        return (used.cumsum(0) - used).view(counts.shape), int(used.sum())
+        used = -(-counts.numpy() // self.arena.kv_heads)
+        ends = used.cumsum().reshape(used.shape)
+        return torch.from_numpy(ends - used), int(used.sum())
 
     def settled(self, private: Private, counts: torch.Tensor, written: torch.Tensor) -> None:
         """The lists of a request have become shorter where they lie.

@@ -47,6 +47,7 @@ POINTS = {
     "following": ("sglang_ext.forward.fold_together", "follow_together"),
     "fold": ("sglang_ext.forward.fold_together", "FoldTogether._lasts"),
     "fold in place": ("sglang_ext.forward.fold_together", "FoldTogether._launch"),
+    "fold elsewhere": ("sglang_ext.forward.fold_together", "FoldTogether._move"),
     "fold by layer": ("sglang_ext.forward.fold", "Fold.write_by_layer"),
     "fold anew": ("sglang_ext.forward.fold", "Fold.write_anew"),
     "tail": ("sglang_ext.forward.fold", "Fold.leave_tail"),

@@ -30,7 +30,7 @@ PREFILL = ["arrival", "prefix", "reservation", "allocation", "start of scoring",
 PREFILL += ["sums over chunks", "choosing", "end of choosing", "compaction", "copy", "layout"]
 PREFILL += ["memory", "report"]
 DECODE = ["growth", "when entries leave", "noted queries", "following", "fold", "fold in place"]
-DECODE += ["fold by layer", "fold anew", "tail", "report of a fold", "attention"]
+DECODE += ["fold elsewhere", "fold by layer", "fold anew", "tail", "report of a fold", "attention"]
 PROPAGATION = ["scoring", "chosen rows", "restart", "second prefill", "view"]
 RESUMED = ["resumed pass", "resumed reader", "resumed attention", "resumed following", "fold"]
 
@@ -43,14 +43,24 @@ keep: all
 decode:
   keep: sinks(2) then recent(max(6, 30 - 3 * generated))
 """
+# Of which a layer's lists outgrow their pages.
+GROWING = """policy: growing
+language: 1
+about: A test, of which one layer stays whole while it decodes.
+keep: sinks(2) then recent(12)
+decode:
+  keep: all where layer == 0 else sinks(2) then recent(12)
+"""
 
 
 @pytest.fixture(scope="module")
-def shrinking(tmp_path_factory):
-    """The file of that policy."""
-    path = tmp_path_factory.mktemp("policies") / "shrinking.yaml"
-    path.write_text(SHRINKING)
-    return {str(path): []}
+def changing(tmp_path_factory):
+    """The files of these policies."""
+    folder = tmp_path_factory.mktemp("policies")
+    paths = {folder / "shrinking.yaml": SHRINKING, folder / "growing.yaml": GROWING}
+    for path, text in paths.items():
+        path.write_text(text)
+    return {str(path): [] for path in paths}
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +82,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_fails_for_one_request_leaves_the_others_as_they_were(run, shrinking, case):
+def test_what_fails_for_one_request_leaves_the_others_as_they_were(run, changing, case):
     policies, points, flags = CASES[case]
-    policies = policies | (shrinking if case == "decode" else {})
+    policies = policies | (changing if case == "decode" else {})
     flags = {"count": 10, "chance": 0.3, **flags}
     check(run("mixed", policies=policies, points=points, **flags), points)
 

@@ -1,4 +1,4 @@
-"""What stays of one request at a fold, however it is written: in place, by layer or anew."""
+"""What stays of one request at a fold: written in place, to other pages, by layer or anew."""
 
 import itertools
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ from kvpolicy.sglang_ext.request.notes import Notes
 from kvpolicy.sglang_ext.request.request import Decoding, State
 
 LAYERS, KV_HEADS, SIZE, SLOTS, ROW, CONTEXT = 3, 2, 8, 120, 2, 60
-WAYS = {"write_in_place": (FoldTogether, "_launch")} | {
+WAYS = {"write_in_place": (FoldTogether, "_launch"), "move": (FoldTogether, "_move")} | {
     way: (Fold, way) for way in ("write_by_layer", "write_anew")
 }
 
@@ -249,6 +249,24 @@ def test_other_folds_wait_for_their_numbers(monkeypatch, first, options):
     world.fold(choices, **{"arrived": False, **options})
     world.check(wanted)
     assert len(world.waits) == 2
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_lists_that_outgrow_their_pages_are_moved_to_other_ones(monkeypatch, page_size):
+    world = World(monkeypatch, 10, page_size)
+    world.grow(20)
+    world.fold(world.choose([[7, 8], [3, 20], [1, 5]])[0])
+    for more in (3, 6, 9):
+        world.grow(2)
+        counts = [[7, 8], [3, 20 + more], [1 + more, 5]]
+        choices, wanted = world.choose(counts)
+        world.fold(choices)
+        world.check(wanted)
+        private = world.state.private
+        assert private.laid_out == counts
+        assert private.slots.numel() == world.store.slots_for(torch.tensor(counts))
+    assert world.ways == ["write_anew", "move", "move", "move"]
+    assert world.freed == (20 + 9) // page_size * page_size
 
 
 def test_changed_rows_wait_for_their_numbers(monkeypatch):

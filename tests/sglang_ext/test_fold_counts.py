@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.sglang_ext.forward import fold_together
+from kvpolicy.sglang_ext.memory.lists import Lists
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from fold_host import SETTINGS, entries
@@ -18,9 +20,10 @@ from folding_requests import Case, Crowd
 INTERVAL = 4
 MOST = {
     "h2o": 15, "tova": 15, "streamingllm": 15, "vatp": 15, "cake": 15, "cam": 40,
-    "cam-original": 40, "d2o": 40, "roco": 130,
+    "cam-original": 40, "d2o": 40, "d2o-code": 64, "roco": 130,
 }  # fmt: skip
 BATCHES = ((2, (64,)), (6, (64,)), (2, (64, 65, 66, 67)), (5, (67, 64, 64, 65, 66)))
+WHOLE = 3  # layers of d2o-code, whose lists outgrow their pages at every fold
 ROCO = {"capacity": "6", "newest": "1"}  # besides the prompt; nothing leaves at the first interval
 
 
@@ -38,8 +41,11 @@ def steps(policy, layers, prompts):
         observed, _ = crowd.step(counting=True)
         made.append((observed, crowd.folds - before))
     assert crowd.folds == 4 * len(prompts)
-    held = [prompt + 6 if late else entries(policy, prompt) for prompt in prompts]
-    crowd.check(layers * 2 * sum(held))
+    held = [
+        layers * (prompt + 6) if late else entries(policy, prompt, layers, 4 * INTERVAL)
+        for prompt in prompts
+    ]
+    crowd.check(2 * sum(held))
     return made
 
 
@@ -47,7 +53,7 @@ def of_folds(policy, batches):
     """How much the folds of some batches ask of a GPU."""
     found = set()
     for layers, prompts in batches:
-        made = steps(policy, layers, prompts)
+        made = steps(policy, layers + WHOLE * (policy == "d2o-code"), prompts)
         noting = min(observed.device for observed, folds in made if not folds)
         found |= {observed.device - noting for observed, folds in made if folds}
         assert all(observed.launches for observed, folds in made if folds)
@@ -97,3 +103,42 @@ def test_a_request_that_fails_with_others_fails_alone(monkeypatch):
         crowd.step()
     assert failed == ["2"]
     assert crowd.folds == 2
+
+
+GROWING = """policy: growing
+language: 1
+about: A test, of which one layer stays whole while it decodes.
+positions: slots
+keep: sinks(2) then recent(12)
+decode:
+  keep: all where layer == 0 else sinks(2) then recent(12)
+"""
+
+
+@pytest.mark.parametrize("policy", ["d2o-code", "growing"])
+def test_lists_that_are_moved_together_hold_what_each_holds_by_itself(
+    policy, monkeypatch, tmp_path
+):
+    """Merged, and turned to their positions; portions are of one request."""
+    name, given = policy, SETTINGS.get(policy, {})
+    if policy == "growing":
+        path = tmp_path / "growing.yaml"
+        path.write_text(GROWING)
+        name = str(path)
+    monkeypatch.setattr(fold_together, "MOVED", 1)
+    held = []
+    for together in (True, False):
+        if not together:
+            alone = lambda *_: (False, False)  # noqa: E731
+            monkeypatch.setattr(fold_together.FoldTogether, "_where", alone)
+        crowd = Crowd(Case(name, given, [64, 65, 66], ModelShape(4, 4, 2, 8), INTERVAL), 16)
+        for _ in range(4 * INTERVAL):
+            crowd.step()
+        crowd.tables.write()
+        crowd.store.check_integrity(crowd.slots.free_slots)
+        table = crowd.slots.req_to_token_pool.req_to_token
+        lengths = [each.length for each in crowd.requests]
+        lists = Lists(crowd.arena, list(crowd.store.by_row.values()), lengths, table)
+        ids = torch.cat([lists.layer(layer)[1] for layer in range(4)])
+        held.append((crowd.arena.entries[ids], crowd.arena.values[ids]))
+    assert all(torch.equal(*pair) for pair in zip(*held, strict=True))
