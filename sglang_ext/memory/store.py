@@ -137,14 +137,20 @@ class Store:
 
     def slots_for(self, counts: torch.Tensor) -> int:
         """Slots that so many entries [L, G] take."""
-        return self.whole_pages(self.arena.slots_for(self.lay_out(counts)[1]))
+        return self._slots_for(counts.numpy())
+
+    def _slots_for(self, counts: np.ndarray) -> int:
+        return self.whole_pages(self.arena.slots_for(int(self._pages(counts).sum())))
+
+    def _pages(self, counts: np.ndarray) -> np.ndarray:
+        """That so many entries take, list by list."""
+        return -(-counts // self.arena.kv_heads)
 
     def slots_with(self, private: Private, tail: int) -> int:
         """Slots that the entries of a request take with so many tokens more in every list."""
         layout = private.layout
         if tail not in layout.needs:
-            counts = torch.from_numpy(np.array(layout.laid_out) + tail)
-            layout.needs[tail] = self.slots_for(counts)
+            layout.needs[tail] = self._slots_for(np.array(layout.laid_out) + tail)
         return layout.needs[tail]
 
     def grow(self, private: Private, slots: int, evict: Callable[[int], object]) -> bool:
@@ -185,9 +191,9 @@ class Store:
     def fill_together(self, requests: Sequence[Private], counts: Sequence[torch.Tensor]) -> None:
         """As `fill`, of several requests at once, whose slots they all keep."""
         device, page = self.arena.storage.device, self.arena.kv_heads
-        firsts = [self.lay_out(own)[0].numpy() for own in counts]
+        firsts = [_before(self._pages(own.numpy())) for own in counts]
         numbers = np.stack([np.stack([own.numpy() for own in counts]), np.stack(firsts)])
-        on_device = to_device(torch.from_numpy(numbers), torch.int32, device)
+        on_device = to_device(numbers.tolist(), torch.int32, device)
         for each, own, first, of_all, firsts_of_all in zip(
             requests, counts, firsts, *on_device.unbind(0), strict=True
         ):
@@ -210,9 +216,8 @@ class Store:
         Returns:
             [L, G] first page of each list, and the pages that all take.
         """
-        used = -(-counts.numpy() // self.arena.kv_heads)
-        ends = used.cumsum().reshape(used.shape)
-        return torch.from_numpy(ends - used), int(used.sum())
+        used = self._pages(counts.numpy())
+        return torch.tensor(_before(used)), int(used.sum())
 
     def settled(self, private: Private, counts: torch.Tensor, written: torch.Tensor) -> None:
         """The lists of a request have become shorter where they lie.
@@ -309,3 +314,9 @@ class Store:
     def _count(self, policy: str, slots: int) -> None:
         self._held[policy] = self._held.get(policy, 0) + slots
         self._changed(policy, self._held[policy])
+
+
+def _before(pages: np.ndarray) -> np.ndarray:
+    """How many pages the lists before each one take."""
+    before: np.ndarray = pages.cumsum().reshape(pages.shape) - pages
+    return before
