@@ -22,7 +22,7 @@ from kvpolicy.kernels.merging import (
     target,
 )
 from kvpolicy.kernels.scoring import best, draws, finite
-from kvpolicy.kernels.table import TRITON
+from kvpolicy.kernels.table_triton import TRITON
 
 REFERENCE = "the reference"
 REFERENCES: Kernels = {

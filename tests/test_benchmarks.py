@@ -280,7 +280,7 @@ def test_kernels_of_named_sizes_have_their_targets():
         "scoring all layers 32768",
         "sums over all queries 32768",
     ]
-    assert len(lines) == len(set(lines)) == 6 * (5 + 1 + 4 + 5 + 3)
+    assert len(lines) == len(set(lines)) == 6 * (5 + 1 + 4 + 5 + 3) + 12 * 4
 
 
 def test_figures_of_a_cpu_do_not_replace_those_of_a_gpu():

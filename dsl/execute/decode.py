@@ -15,8 +15,6 @@ from dataclasses import replace
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.block import (
-    AXES,
-    HEADS,
     Asked,
     Block,
     Landed,
@@ -27,7 +25,7 @@ from kvpolicy.dsl.execute.block import (
 from kvpolicy.dsl.execute.layout import Held, Layout
 from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.execute.steps import Steps
-from kvpolicy.dsl.execute.values import Value, as_given
+from kvpolicy.dsl.execute.values import Value, as_given, union
 
 
 def _held(kept: torch.Tensor) -> Held:
@@ -200,13 +198,14 @@ def _remembered(run: Run, steps: Steps, held: Sequence[Held] | None) -> Block:
         torch.stack([padded(x, 0, width, -1) for x in positions]), whole,
         {name: _as_wide(all_layers([own[name] for own in states]), width) for name in states[0]},
     )  # fmt: skip
+    shape = bound.shape
+    sizes = {"kv": len(whole), "group": shape.group, "token": width, "dim": shape.head_dim}
     for name, first in steps.fresh.items():
         if name not in block.states and not math.isnan(first):
-            data = torch.full_like(whole, first, dtype=torch.float64)
-            block.states[name] = Value(data, AXES, finite=True)
-            if steps.updates.states[name].type.axes == HEADS:
-                data = data[:, None].repeat(1, bound.shape.group, 1)
-                block.states[name] = Value(data, HEADS, finite=True)
+            axes = union(("kv",), steps.updates.states[name].type.axes)
+            size = [sizes[axis] for axis in axes]
+            data = torch.full(size, first, dtype=torch.float64, device=device)
+            block.states[name] = Value(data, axes, finite=True)
     nothing = Value(math.nan)
     before = [run.merge_states(number) if steps.merge_goes_on else {} for number in layers]
     block.merge_states = {
