@@ -34,6 +34,14 @@ def rank(x: Array, axes: Sequence[str]) -> Array:
     return Array.of(places.axes, places.data + 1, x.present)
 
 
+@_along
+def cumsum(x: Array, axes: Sequence[str]) -> Array:
+    """Sums of the present values along one axis, up to each; absent values add nothing."""
+    with np.errstate(all="ignore"):
+        total = np.where(x.present, x.data, 0.0).cumsum(x.axes.index(axes[0]))
+    return Array.of(x.axes, np.where(np.isnan(total), 0.0, total), x.present)
+
+
 def index(e: Values, node: Node, layer: int) -> Array:
     x = e.value(node.args[0], layer)
     return Array.of(node.axes, np.arange(x.data.shape[x.axes.index(node.axes[0])]))

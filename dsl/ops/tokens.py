@@ -51,4 +51,8 @@ ROWS = (
                   "largest present neighbour along `token`; centred, stride 1, odd width; absent "
                   "stays absent", kind=Kind.POOL, reads_along=("token",), interval=ranges.first,
                   interpret="along.maxpool", torch="pool.pool", triton="pooling.maxpool"),
+    _along_tokens("cumsum", "along", _X,
+                  "sum of the present values at this token and those before it; absent stays "
+                  "absent", axes="token", kind=Kind.OTHER, interval=ranges.total,
+                  interpret="along.cumsum", torch="along.cumsum"),
 )  # fmt: skip

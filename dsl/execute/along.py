@@ -1,0 +1,17 @@
+"""Values along an axis that follow from others there, in the torch program."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from kvpolicy.dsl.execute.values import Frame, Value, filled
+from kvpolicy.dsl.ir.nodes import Node
+
+
+def cumsum(node: Node, frame: Frame, x: Value) -> Value:
+    """Sums of the present values up to each; what is absent adds nothing."""
+    data = (x.tensor if x.zero else filled(x, 0.0)).cumsum(x.axes.index(node.axes[0]))
+    if not x.finite:
+        data = torch.nan_to_num(data, nan=0.0, posinf=math.inf, neginf=-math.inf)
+    return Value(data, x.axes, x.mask, x.mask_axes, finite=x.finite)
