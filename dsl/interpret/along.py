@@ -42,6 +42,15 @@ def cumsum(x: Array, axes: Sequence[str]) -> Array:
     return Array.of(x.axes, np.where(np.isnan(total), 0.0, total), x.present)
 
 
+@_along
+def sort(x: Array, axes: Sequence[str]) -> Array:
+    """The present values, ascending along one axis, at the places that have one."""
+    along = x.axes.index(axes[0])
+    ascending = np.sort(np.where(x.present, x.data, np.inf), along)
+    nth = np.maximum(x.present.cumsum(along) - 1, 0)
+    return Array.of(x.axes, np.take_along_axis(ascending, nth, along), x.present)
+
+
 def index(e: Values, node: Node, layer: int) -> Array:
     x = e.value(node.args[0], layer)
     return Array.of(node.axes, np.arange(x.data.shape[x.axes.index(node.axes[0])]))

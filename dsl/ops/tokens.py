@@ -55,4 +55,8 @@ ROWS = (
                   "sum of the present values at this token and those before it; absent stays "
                   "absent", axes="token", kind=Kind.OTHER, interval=ranges.total,
                   interpret="along.cumsum", torch="along.cumsum"),
+    _along_tokens("sort", "along", _X,
+                  "the present values, ascending, at the tokens that have one; absent stays "
+                  "absent", "sort", axes="token", kind=Kind.OTHER, sorts=True,
+                  interval=ranges.first, interpret="along.sort", torch="along.sort"),
 )  # fmt: skip
