@@ -10,28 +10,14 @@ from typing import Any
 import torch
 from cases import Bench, Case, Model, Planned
 from cases_scoring import OURS
-from kvpolicy.dsl.execute.kernels import Kernels
-from kvpolicy.kernels.entries import carry, tally
-from kvpolicy.kernels.merging import (
-    following,
-    links,
-    means,
-    merge_entries,
-    nearest,
-    pairs,
-    target,
-)
-from kvpolicy.kernels.scoring import best, draws, finite
+from kvpolicy.kernels.table import REFERENCE as REFERENCES
 from kvpolicy.kernels.table_triton import TRITON
 
 REFERENCE = "the reference"
-REFERENCES: Kernels = {
-    module.__name__.rpartition(".")[2]: getattr(module, module.__name__.rpartition(".")[2])
-    for module in (
-        best, carry, draws, finite, following, links, means, merge_entries, nearest, pairs, tally,
-        target,
-    )
-}  # fmt: skip
+KERNELS = (
+    "best", "carry", "draws", "finite", "following", "links", "means", "merge_entries", "nearest",
+    "pairs", "tally", "target",
+)  # fmt: skip
 # Entries that come between two folds, and as many leave; the receivers of each.
 STEPS, REACH = 16, 16
 # References that read numbers of the device.
@@ -122,5 +108,5 @@ def planned(entries: int, batches: Sequence[int]) -> list[Planned]:
     return [
         Planned(f"{name} {batch}", partial(_case, name=name, entries=entries, batch=batch))
         for batch in batches
-        for name in REFERENCES
+        for name in KERNELS
     ]

@@ -27,19 +27,6 @@ from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
-from kvpolicy.kernels.entries import carry, tally
-from kvpolicy.kernels.merging import (
-    following,
-    links,
-    means,
-    merge_entries,
-    merge_rows,
-    nearest,
-    pairs,
-    share,
-    target,
-)
-from kvpolicy.kernels.scoring import best, draws, finite, order, over_layers, select, spread
 from kvpolicy.sglang_ext.face.kernels_in_use import KernelsInUse, chosen_for
 from kvpolicy.sglang_ext.forward.decode_step import DecodeStep
 from kvpolicy.sglang_ext.forward.rotary import Rotary
@@ -52,32 +39,6 @@ from kvpolicy.sglang_ext.request.request import Decoding, State
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-REFERENCES: dict[str, Callable] = {
-    "best": best.best,
-    "carry": carry.carry,
-    "tally": tally.tally,
-    "keys": order.keys,
-    "rank": order.rank,
-    "top": select.top,
-    "mean": spread.mean,
-    "var": spread.var,
-    "entropy": spread.entropy,
-    "var_of_layers": over_layers.var_of_layers,
-    "any_of_layers": over_layers.any_of_layers,
-    "nearest": nearest.nearest,
-    "pairs": pairs.pairs,
-    "means": means.means,
-    "draws": draws.draws,
-    "finite": finite.finite,
-    "following": following.following,
-    "links": links.links,
-    "target": target.target,
-    "merge_entries": merge_entries.merge_entries,
-    "merge_rows": merge_rows.merge_rows,
-    "merge_mass": merge_rows.merge_mass,
-    "gram": share.gram,
-    "blend": share.blend,
-}
 _MOVING = (
     "compact_layers", "place", "settle", "gather", "rotate", "turn", "entry_ids", "take_rows",
     "put_rows",
@@ -198,7 +159,7 @@ class Watch:
     def in_use(self) -> KernelsInUse:
         """The torch references, as launches."""
         plain = chosen_for("torch", "cpu")
-        table = {name: self.kernel(each) for name, each in REFERENCES.items()}
+        table = {name: self.kernel(each) for name, each in plain.table.items()}
         # What is compiled is replaced in `stand_in`.
         table["generated"] = lambda name, text: None
         moving = {name: self.kernel(getattr(plain, name)) for name in _MOVING}

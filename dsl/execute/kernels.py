@@ -36,7 +36,8 @@ carry(kept, positions, used, newest, states, fresh, *, steps, width) -> position
     Of S layers of G KV heads the entries that some head of bool `kept` [S * G, M] keeps, in order,
     and `steps` new ones, in the last columns of `width`: int64 [S, width] positions, -1 where
     nothing is, the new ones up to int64 `newest` [N], of S / N layers each; bool [S * G, width],
-    what each list holds; and each float64 state [S * G, width], the float `fresh` of new entries.
+    what each list holds; and each float64 state [S * G, width], or [S * G, C, width] of C numbers
+    per entry, the float `fresh` of new entries.
     int64 `used` [S] says how many positions of a layer are kept.
 
 tally(kept, there, finite, expected, group) -> int64 [S, 3 + 2 * G], bool [S]
@@ -71,7 +72,7 @@ target(x, receivers, joins) -> float64 [R, P]
     that is NaN.
 
 links(places, receivers, joins, accepted, weights, tokens) -> sources, weights, offsets
-    What `merge_rows` takes, with which it comes, of int64 places [R, P] and their receivers
+    What `merge_rows` takes, of int64 places [R, P] and their receivers
     [R, P, S], where bool `joins` [R, P, S] and `accepted` [R, P] are true, with float64 weights
     [R, P]. Links of one receiver are in the order of P, then S.
 
@@ -95,15 +96,14 @@ merge_entries(pool, ids, sources, weights, offsets, own, divide, proceed)
     nothing is written of R / B lists each of whose bool `proceed` [B, P] one is false.
 
 merge_mass(weights, offsets, own) -> float64 [G, n]
-    own and the sum of the weights of each receiver's links. It comes with `merge_rows`.
+    own and the sum of the weights of each receiver's links.
 
 gram(below, own) -> float64 [3, G, N]
     Inner products of pairs of vectors of two [G, N, D] of any one float dtype: of below with
     itself, of below with own, of own with itself.
 
 blend(below, own, a, b) -> float64 [G, N, D]
-    a * below + b * own with a, b float64 [G, N]; a product or sum that is NaN is 0. It comes with
-    `gram`.
+    a * below + b * own with a, b float64 [G, N]; a product or sum that is NaN is 0.
 
 split(total, weights, maxima, *, cascade=False) -> float64 [L]
     `split[layer]` or `cascade[layer]` (`ir/split.py`) of an int from 0 by float64 [L], which it
