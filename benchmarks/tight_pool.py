@@ -1,8 +1,9 @@
 """A pool that holds two prompts: the time of the same requests with policies and in stock SGLang.
 
-Two servers, stock and one with all policies, run in this run and take turns; the model has random
-weights and is large enough that arithmetic, not Python, takes the time. Here a copy of a prompt
-competes for slots with the prompts of the requests that wait.
+Three servers, stock, one with all policies, and stock with room for all requests at once, run in
+this run and take turns. The last says how much running all at once gains on the machine. The model
+has random weights and is large enough that arithmetic, not Python, takes the time. Here a copy of a
+prompt competes for slots with the prompts of the requests that wait.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from shipped import settings
 from tqdm import tqdm
 
 STOCK = "stock SGLang"
+AMPLE = "stock SGLang, room for all"
 
 
 def main() -> None:
@@ -50,18 +52,23 @@ def main() -> None:
         "max_total_tokens": options.pool,
         "decode_log_interval": 1,
     }
-    asked = [STOCK, *(f"{name}@{share}" for name, share in cases)]
+    room = options.requests * (options.prompt + options.new + 1)
+    asked = [STOCK, AMPLE, *(f"{name}@{share}" for name, share in cases)]
     results: dict[str, list[dict]] = {name: [] for name in asked}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(Size(layers=options.layers).config()))
-        with serve(folder, **flags) as stock, serve(folder, paths, chosen, **flags) as ours:
+        with (
+            serve(folder, **flags) as stock,
+            serve(folder, **flags | {"max_total_tokens": room}) as ample,
+            serve(folder, paths, chosen, **flags) as ours,
+        ):
             for turn in tqdm(range(options.rounds), desc="rounds"):
                 rng = np.random.default_rng(options.seed + turn)
                 prompts = rng.integers(20, 500, (options.requests, options.prompt)).tolist()
                 for name in asked[turn % len(asked) :] + asked[: turn % len(asked)]:
-                    server = stock if name == STOCK else ours
+                    server = {STOCK: stock, AMPLE: ample}.get(name, ours)
                     server.flush()
-                    policy = None if name == STOCK else name
+                    policy = name if server is ours else None
                     results[name].append(measure(server, prompts, options.new, policy))
     publish(options, results)
 
