@@ -14,6 +14,8 @@ from kvpolicy.dsl.syntax.diagnostics import did_you_mean, refused
 
 # Llama 3.1 8B, for what needs a model and is given none.
 USUAL = ModelShape(layers=32, heads=32, kv_heads=8, head_dim=128)
+_VOCABULARY = 128_256  # where a config does not say it
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of how many there are
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
@@ -25,6 +27,9 @@ class ModelConfig:
         name: of the folder or file it was read from.
         hidden, intermediate: widths of the residual stream and of the MLP (for a mixture of
             experts: of the experts that one token uses, together).
+        experts: width of all experts of a layer together, that of the MLP without a mixture.
+        embeddings: numbers of the embedding and of the matrix that gives tokens, one if they are.
+        vocabulary: tokens.
         kv_bytes: bytes of one cached number.
     """
 
@@ -32,19 +37,60 @@ class ModelConfig:
     shape: ModelShape
     hidden: int
     intermediate: int
+    experts: int
+    embeddings: int
+    vocabulary: int
     dtype: str
     kv_bytes: int
 
-    def prefill_work(self, tokens: int) -> Work:
-        """A prefill: the layers' matrices and causal attention, and the weights read once."""
-        shape = self.shape
-        heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        weights = self.hidden * (2 * heads + 2 * kv) + 3 * self.hidden * self.intermediate
-        pairs = shape.heads * tokens * (tokens + 1) / 2
+    @property
+    def _attention(self) -> int:
+        """Weights of a layer's projections."""
+        heads, kv = self.shape.heads, self.shape.kv_heads
+        return self.hidden * (2 * heads + 2 * kv) * self.shape.head_dim
+
+    def _used(self) -> int:
+        """Weights of a layer that one token is multiplied by."""
+        return self._attention + 3 * self.hidden * self.intermediate
+
+    def _read(self, tokens: int) -> float:
+        """Weights of a layer that so many tokens read, each choosing experts by chance."""
+        missed = (1 - self.intermediate / self.experts) ** tokens
+        return self._attention + 3 * self.hidden * self.experts * (1 - missed)
+
+    @property
+    def weights_size(self) -> int:
+        """Bytes of all weights."""
+        layer = self._attention + 3 * self.hidden * self.experts
+        return self.kv_bytes * (self.shape.layers * layer + self.embeddings)
+
+    def layer_work(self, tokens: int) -> Work:
+        """A layer of a prefill: its matrices and causal attention, and the weights read once."""
+        pairs = self.shape.heads * tokens * (tokens + 1) / 2
         return Work(
-            matrix=shape.layers * (2.0 * tokens * weights + 4.0 * shape.head_dim * pairs),
-            vector=shape.layers * SOFTMAX * pairs,
-            moved=float(shape.layers * weights * self.kv_bytes),
+            matrix=2.0 * tokens * self._used() + 4.0 * self.shape.head_dim * pairs,
+            vector=SOFTMAX * pairs,
+            moved=float(self._read(tokens) * self.kv_bytes),
+        )
+
+    def prefill_work(self, tokens: int) -> Work:
+        """A prefill: all layers."""
+        return sum((self.layer_work(tokens) for _ in range(self.shape.layers)), Work())
+
+    def decode_work(self, requests: int, entries: float) -> Work:
+        """A decode step: the weights are read once, and every request's entries.
+
+        Args:
+            entries: of one request, over all layers and KV heads.
+        """
+        shape, head = self.shape, self.hidden * self.vocabulary
+        asked = requests * entries * shape.group
+        return Work(
+            matrix=2.0 * requests * (shape.layers * self._used() + head)
+            + 4.0 * shape.head_dim * asked,
+            vector=SOFTMAX * asked,
+            moved=self.kv_bytes * (shape.layers * self._read(requests) + head)
+            + requests * entries * self.kv_size(1),
         )
 
     def kv_size(self, entries: int) -> int:
@@ -100,14 +146,21 @@ def config_of(name: str, values: Mapping[str, Any]) -> ModelConfig:
     if shape.heads % shape.kv_heads:
         message = f"{shape.heads} heads cannot share {shape.kv_heads} KV heads"
         raise refused(name, "file", message)
-    experts = _size(name, config, "num_experts_per_tok", 1)
+    chosen = _size(name, config, "num_experts_per_tok", 1)
     intermediate = _size(name, config, "intermediate_size", 4 * hidden)
     if config.get("moe_intermediate_size") is not None:
         intermediate = _size(name, config, "moe_intermediate_size")
+    known = [key for key in _EXPERTS if config.get(key) is not None]
+    experts = max(chosen, _size(name, config, known[0])) if known else chosen
+    vocabulary = _size(name, config, "vocab_size", _VOCABULARY)
+    # Where a config does not say it, SGLang's models have two matrices.
+    embeddings = hidden * vocabulary * (1 if config.get("tie_word_embeddings") is True else 2)
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     dtype = dtype.removeprefix("torch.")
-    kv_bytes = _BYTES.get(dtype, 2)
-    return ModelConfig(name, shape, hidden, intermediate * experts, dtype, kv_bytes)
+    return ModelConfig(
+        name, shape, hidden, intermediate * chosen, intermediate * experts, embeddings, vocabulary,
+        dtype, _BYTES.get(dtype, 2),
+    )  # fmt: skip
 
 
 def _size(name: str, config: Mapping[str, Any], key: str, default: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""How much work it is to compute a value of a policy, and how long that takes beside a prefill.
+"""How much work it is to compute a value of a policy; how long it takes, a GPU says (gpu.py).
 
 Counts are of the work that the definition asks for, as the generated kernels share it out: a
 multiplication and an addition of a matrix product are 2; any other step is 1 per value, pooling
@@ -23,11 +23,6 @@ from kvpolicy.dsl.ops.operations import Kind
 
 if TYPE_CHECKING:
     from kvpolicy.dsl.bind.bind import Bound
-
-# What a GPU does in the time of one byte, and of one operation outside matrix products: rounded,
-# of an H200 (989 and 67 TFLOP/s, 4.8 TB/s). Others differ by less than the half or the double.
-OPERATIONS_PER_BYTE = 200
-MATRIX_PER_VECTOR = 16
 
 SOFTMAX = 5  # scale, subtract, exponential, sum, divide
 
@@ -59,11 +54,6 @@ class Work:
     def operations(self) -> float:
         """Operations of both kinds."""
         return self.matrix + self.vector
-
-    @property
-    def time(self) -> float:
-        """How long it takes, in operations of matrix products that take as long."""
-        return max(self.matrix + MATRIX_PER_VECTOR * self.vector, OPERATIONS_PER_BYTE * self.moved)
 
 
 class Sizes:

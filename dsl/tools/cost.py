@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import max_entries
+from kvpolicy.dsl.bind.gpu import USUAL_GPU, Gpu
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.dsl.bind.work import Sizes, Work
@@ -32,14 +33,14 @@ class Part:
     Attributes:
         name: of the let, state or section whose value it is.
         work: operations and bytes.
-        time: how long it takes, in operations of matrix products; see `Work.time`.
+        seconds: how long it takes on the GPU.
         span: the part of it that takes longest; None: it stands nowhere.
         squared: why it grows with the square of the prompt, as a sentence; empty: it does not.
     """
 
     name: str
     work: Work
-    time: float
+    seconds: float
     span: Span | None
     squared: str
 
@@ -50,7 +51,7 @@ class Cost:
 
     Attributes:
         parts: by expression, the dearest first.
-        prefill: the model's own work for the prompt, of all layers and tokens.
+        prefill: seconds of the model's own work for the prompt, of all layers and tokens.
         bytes_read: bytes of queries, keys and values that the values of one layer need.
         peak: bytes of values that exist at once within a layer, in blocks of KV heads; without
             those of merging and sharing.
@@ -58,7 +59,7 @@ class Cost:
     """
 
     parts: tuple[Part, ...]
-    prefill: Work
+    prefill: float
     bytes_read: int
     peak: int
     held: int
@@ -75,25 +76,25 @@ class Cost:
 
     def share_of(self, part: Part) -> float:
         """How long an expression takes, as a share of the prefill's time."""
-        return part.time / self.prefill.time
+        return part.seconds / self.prefill
 
 
-def cost(bound: Bound, config: ModelConfig, prompt: int) -> Cost:
+def cost(bound: Bound, config: ModelConfig, prompt: int, gpu: Gpu = USUAL_GPU) -> Cost:
     """The cost of scoring and choosing for one prompt of N tokens, at least 1.
 
     It is reckoned for a GPU with generated kernels, from operations and bytes alone. What launching
     kernels takes is left out: for short prompts and small models that is most of the time. Where
     data decide how many tokens go deeper or how many entries stay, the most is reckoned with.
     """
-    nodes = _Nodes(bound, config, prompt)
+    nodes = _Nodes(bound, config, prompt, gpu)
     sizes, chosen = nodes.sizes(0, prompt), nodes.of("keep", "propagate")
     layer = [node for node in chosen if nodes.phases.of(node) == Phase.LAYER]
     ends = [node for node in chosen if nodes.phases.of(node) == Phase.END]
     late = {id(x) for node in ends for x in node.args}
     held = sum(sizes.of(node) * _VALUE for node in layer if id(node) in late)
     return Cost(
-        tuple(sorted(nodes.parts(), key=lambda part: -part.time)),
-        config.prefill_work(prompt),
+        tuple(sorted(nodes.parts(), key=lambda part: -part.seconds)),
+        gpu.seconds(config.prefill_work(prompt)),
         _read(layer, sizes),
         _peak(layer, sizes),
         int(held) * bound.shape.layers,
@@ -106,11 +107,11 @@ class _Sum:
 
     root: Node
     work: Work = field(default_factory=Work)
-    times: dict[int, float] = field(default_factory=dict)  # by node
+    seconds: dict[int, float] = field(default_factory=dict)  # by node
 
-    def add(self, node: Node, work: Work) -> None:
+    def add(self, node: Node, work: Work, seconds: float) -> None:
         self.work += work
-        self.times[id(node)] = self.times.get(id(node), 0.0) + work.time
+        self.seconds[id(node)] = self.seconds.get(id(node), 0.0) + seconds
 
 
 class _Nodes:
@@ -120,8 +121,9 @@ class _Nodes:
         prompt: N tokens.
     """
 
-    def __init__(self, bound: Bound, config: ModelConfig, prompt: int) -> None:
+    def __init__(self, bound: Bound, config: ModelConfig, prompt: int, gpu: Gpu) -> None:
         self.bound, self.prompt, self.element = bound, prompt, config.kv_bytes
+        self.gpu = gpu
         self.phases = Phases(bound.propagates)
         self._lengths = [high for _, high in lengths(bound, prompt)]
         lists = bound.shape.layers * bound.shape.kv_heads
@@ -182,12 +184,14 @@ class _Nodes:
                 sizes = self.sizes(layer, length)
                 for node in own:
                     name, root = self._owners[id(node)]
-                    sums.setdefault(name, _Sum(root)).add(node, sizes.work(node))
+                    work = sizes.work(node)
+                    own_sum = sums.setdefault(name, _Sum(root))
+                    own_sum.add(node, work, self.gpu.seconds(work))
         for name, each in sums.items():
-            dearest = nodes[max(each.times, key=each.times.__getitem__)]
-            time = sum(each.times.values())
+            dearest = nodes[max(each.seconds, key=each.seconds.__getitem__)]
+            seconds = sum(each.seconds.values())
             yield Part(
-                name, each.work, time, dearest.span or each.root.span, self._squared(dearest)
+                name, each.work, seconds, dearest.span or each.root.span, self._squared(dearest)
             )
 
     def _reached(self, section: str, layer: int) -> int | None:

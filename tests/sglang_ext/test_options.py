@@ -16,7 +16,7 @@ from kvpolicy.sglang_ext.face import kernels_in_use, options
 from kvpolicy.sglang_ext.face.errors import Refused
 
 SHAPE = ModelShape(layers=4, heads=4, kv_heads=2, head_dim=32)
-MODEL = ModelConfig("a model", SHAPE, 128, 512, "float32", 4)
+MODEL = ModelConfig("a model", SHAPE, 128, 512, 512, 2 * 128 * 512, 512, "float32", 4)
 POLICY = """\
 policy: {name}
 language: 1
