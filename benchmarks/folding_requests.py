@@ -10,7 +10,6 @@ Dimensions: L layers, H query heads, G KV heads, D head size, B requests.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -20,13 +19,12 @@ from unittest import mock
 import torch
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.codegen.source import Source
 from kvpolicy.dsl.execute.apply import prefilled
 from kvpolicy.dsl.execute.block import Counts
 from kvpolicy.dsl.execute.decode import Memory
-from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.tools.launches import Observed, Watch
 from kvpolicy.sglang_ext.face.kernels_in_use import KernelsInUse, chosen_for
 from kvpolicy.sglang_ext.forward.decode_step import DecodeStep
 from kvpolicy.sglang_ext.forward.rotary import Rotary
@@ -36,8 +34,6 @@ from kvpolicy.sglang_ext.memory.tables import DeviceTables
 from kvpolicy.sglang_ext.request.notes import Notes, wanted
 from kvpolicy.sglang_ext.request.queries import QueryBuffer
 from kvpolicy.sglang_ext.request.request import Decoding, State
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 _MOVING = (
     "compact_layers", "place", "settle", "gather", "rotate", "turn", "entry_ids", "take_rows",
@@ -46,144 +42,27 @@ _MOVING = (
 _OWN_STATE = "kv_policy_state"  # of a request
 
 
-class Observed(TorchDispatchMode):
-    """Counts torch operations and launches, and the seconds between launches.
-
-    Attributes:
-        operations: dispatched by torch outside kernels; `views` of them only look at memory
-            otherwise, and a GPU does nothing.
-        launches: of kernels; transfers: to the device, and of a fold's numbers from it.
-        kernels: seconds spent in what stands for kernels.
-    """
-
-    def __init__(self, *, counting: bool) -> None:
-        super().__init__()
-        self.operations = self.views = self.launches = self.transfers = 0
-        self._sending = _Transfers(self)
-        self.kernels = 0.0
-        self.counting = counting
-        self._inside = False
-
-    def __enter__(self) -> Observed:
-        if self.counting:
-            self._sending.__enter__()
-            super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self.counting:
-            super().__exit__(*error)
-            self._sending.__exit__(*error)
-
-    @property
-    def device(self) -> int:
-        """What a GPU would be asked to do."""
-        return self.operations - self.views + self.launches + self.transfers
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if not self._inside:
-            self.operations += 1
-            self.views += func.is_view
-        return func(*args, **(kwargs or {}))
-
-    @contextmanager
-    def launch(self):
-        """A block that stands for a kernel."""
-        if self._inside:
-            yield
-            return
-        self._inside, started = True, time.perf_counter()
-        self.launches += 1
-        try:
-            yield
-        finally:
-            self._inside = False
-            self.kernels += time.perf_counter() - started
+def in_use(watch: Watch) -> KernelsInUse:
+    """The torch references, as launches."""
+    plain = chosen_for("torch", "cpu")
+    moving = {name: watch.kernel(getattr(plain, name)) for name in _MOVING}
+    return replace(plain, name="launches", **moving)
 
 
-class _Transfers(TorchFunctionMode):
-    """Notes copies to the device, which on a CPU nobody makes."""
+@contextmanager
+def stand_in(watch: Watch):
+    """A block in which the numbers of a fold are on their way."""
+    begin = Counts.__init__
 
-    def __init__(self, observed: Observed) -> None:
-        super().__init__()
-        self._observed = observed
+    def counts(made: Counts, numbers: torch.Tensor, requests: int) -> None:
+        begin(made, numbers, requests)
+        watch.observed.transfers += 1
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        sends = getattr(func, "__name__", "") == "to" and (kwargs or {}).get("non_blocking")
-        self._observed.transfers += bool(sends and not self._observed._inside)
-        return func(*args, **(kwargs or {}))
-
-
-class Watch:
-    """Hands out the kernels; who observes may change."""
-
-    def __init__(self) -> None:
-        self.observed = Observed(counting=False)
-
-    def kernel(self, function: Callable) -> Callable:
-        """The function as a launch."""
-
-        def run(*args: Any, **more: Any) -> Any:
-            with self.observed.launch():
-                return function(*args, **more)
-
-        return run
-
-    def generated(self, made: Generated, source: Source) -> Callable:
-        """A generated kernel that gives zeros."""
-
-        def run(*given: Any) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-            (q, _), (_, ids) = given[:2]
-            sizes = {
-                "kv": ids.shape[0], "token": ids.shape[1], "group": made.bound.shape.group,
-                "query": 0 if q is None else q.shape[1],
-            }  # fmt: skip
-            with self.observed.launch():
-                results = tuple(
-                    torch.zeros(
-                        [1] * each.splits + [sizes[axis] for axis in each.axes],
-                        dtype=torch.int8 if each.truth else torch.float32,
-                    )
-                    for each in source.results
-                    if not each.stage
-                )
-                finite = [torch.ones(len(ids), dtype=torch.bool)]
-                return results, finite
-
-        return run
-
-    def in_use(self) -> KernelsInUse:
-        """The torch references, as launches."""
-        plain = chosen_for("torch", "cpu")
-        table = {name: self.kernel(each) for name, each in plain.table.items()}
-        # What is compiled is replaced in `stand_in`.
-        table["generated"] = lambda name, text: None
-        moving = {name: self.kernel(getattr(plain, name)) for name in _MOVING}
-        return replace(plain, name="launches", table=table, **moving)
-
-    @contextmanager
-    def stand_in(self):
-        """A block in which generated kernels are not compiled, and numbers are on their way."""
-        original, begin = Generated._source, Counts.__init__
-
-        def source(made: Generated, bundle: Any, single: bool) -> tuple[Source, Callable]:
-            text, _ = original(made, bundle, single)
-            return text, self.generated(made, text)
-
-        def counts(made: Counts, numbers: torch.Tensor, requests: int) -> None:
-            begin(made, numbers, requests)
-            self.observed.transfers += 1
-
-        with (
-            mock.patch.object(Generated, "_source", source),
-            mock.patch.object(Counts, "__init__", counts),
-            mock.patch.object(Counts, "arrived", return_value=False),
-        ):
-            yield
+    with (
+        mock.patch.object(Counts, "__init__", counts),
+        mock.patch.object(Counts, "arrived", return_value=False),
+    ):
+        yield
 
 
 class Slots:
@@ -261,7 +140,7 @@ class Crowd:
         self.folds = self.dropped = 0
         self.services = self._services()
         self.requests: list[SimpleNamespace] = []
-        with self.watch.stand_in():
+        with stand_in(self.watch):
             self._begin()
 
     def _services(self) -> SimpleNamespace:
@@ -290,9 +169,9 @@ class Crowd:
         request.freed = state.private.tail_start
 
     def _begin(self) -> None:
-        kernels, shape = self.watch.in_use(), self.case.shape
+        kernels, shape = in_use(self.watch), self.case.shape
         plain = TorchProgram(self.bound)  # prefills
-        program = TorchProgram(self.bound, kernels=kernels.table)
+        program = self.watch.program(self.bound, kernels.table)
         served = SimpleNamespace(
             name=self.case.policy, bound=self.bound, kernels=kernels, program=program
         )
@@ -343,7 +222,7 @@ class Crowd:
         """One decode step of all requests.
 
         Returns:
-            What was observed after the forward, and the seconds of the host's own work.
+            What was observed after the forward, and processor seconds of the host's own work.
         """
         for request in self.requests:
             self._grow(request, 1)
@@ -361,12 +240,12 @@ class Crowd:
             reqs=self.requests,
         )
         observed = self.watch.observed = Observed(counting=counting)
-        with self.watch.stand_in():
-            started = time.perf_counter()
+        with stand_in(self.watch):
+            started = time.thread_time()
             with observed:
                 self.tables.write()
                 DecodeStep(self.services, batch, batch.reqs).finish()
-            seconds = time.perf_counter() - started - observed.kernels
+            seconds = time.thread_time() - started - observed.kernels
         return observed, seconds
 
     def check(self, entries: int) -> None:

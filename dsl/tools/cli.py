@@ -16,6 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvpolicy.dsl.bind.gpu import GPUS
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, render_all
 
 if TYPE_CHECKING:
@@ -273,6 +274,10 @@ _CHECK = (
 _EXPLAIN = (
     *(_FILE, _MODEL, _LENGTH),
     _flag("--ir", "print the intermediate representation instead"),
+    _option("--gpu", None, "also what is expected of a server on it", choices=tuple(GPUS)),
+    _option("--batch", "B", "of --gpu: requests that decode together; default 16", type=_length),
+    _option("--max-new-tokens", "T", "of --gpu: tokens of an answer; default 512", type=_length),
+    _flag("--json", "of --gpu: print what is expected, as JSON"),
     _SET,
 )
 _SHOW = (

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.bounds import Bounds, Size, max_entries
+from kvpolicy.dsl.bind.gpu import GPUS, USUAL_GPU, Gpu
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.model_config import ModelConfig, read_config
 from kvpolicy.dsl.check.policy import Checked, load
@@ -15,7 +16,7 @@ from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.ir.text import print_nodes
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, propagate_roots, state_roots
-from kvpolicy.dsl.syntax.diagnostics import PolicyError
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
 from kvpolicy.dsl.tools import explain_sections
 from kvpolicy.dsl.tools.commands import overrides
 from kvpolicy.dsl.tools.cost import cost
@@ -28,6 +29,7 @@ _WHEN = {
     Phase.END: "after the last layer",
 }
 _BAR = 24
+_BATCH, _NEW = 16, 512  # requests that decode together, and tokens of an answer, unless given
 _NOTED = 0.001  # share of a policy's cost from which an expression has a line of its own
 
 
@@ -40,7 +42,37 @@ def main(args: argparse.Namespace) -> int:
     if args.ir:
         print(print_nodes(roots(bound)), end="")
         return 0
-    print("\n".join(explanation(checked, bound, config, args.length)))
+    if args.gpu is None:
+        _check_of_gpu(args)
+        print("\n".join(explanation(checked, bound, config, args.length, USUAL_GPU)))
+        return 0
+    return _on_gpu(args, checked, bound, config)
+
+
+def _check_of_gpu(args: argparse.Namespace) -> None:
+    """Refuses options that say nothing without --gpu."""
+    for option in ("--batch", "--max-new-tokens", "--json"):
+        if getattr(args, option[2:].replace("-", "_")):
+            raise refused(option, "arguments", "it belongs to `--gpu`", "add `--gpu`")
+
+
+def _on_gpu(args: argparse.Namespace, checked: Checked, bound: Bound, config: ModelConfig) -> int:
+    """Also says what is expected of a server on a GPU; returns the exit code."""
+    from kvpolicy.dsl.tools import explain_gpu
+    from kvpolicy.dsl.tools.forecast import FOLD_INTERVAL, Load, forecast, pool_of
+
+    gpu = GPUS[args.gpu]
+    asked = Load(args.length, args.max_new_tokens or _NEW, args.batch or _BATCH)
+    if checked.unserved:
+        raise refused(checked.source.name, "phase", "; ".join(checked.unserved))
+    served = bind(bound.program, config.shape, overrides(args.set), fold_interval=FOLD_INTERVAL)
+    found = forecast(served, config, gpu, asked, pool_of(config, gpu))
+    if args.json:
+        print(explain_gpu.document(found, served, config, gpu, asked))
+        return 0
+    print("\n".join(explanation(checked, bound, config, args.length, gpu)))
+    print(f"\nExpected on {gpu.name} (reckoned; see docs/performance/README.md)")
+    print("\n".join(explain_gpu.expected(found, asked.batch)))
     return 0
 
 
@@ -62,8 +94,14 @@ def roots(bound: Bound) -> Iterator[tuple[str, Node]]:
         yield "share.direction", bound.lowered.share.direction
 
 
-def explanation(checked: Checked, bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
-    """The lines of the explanation."""
+def explanation(
+    checked: Checked, bound: Bound, config: ModelConfig, length: int, gpu: Gpu
+) -> Iterator[str]:
+    """The lines of the explanation.
+
+    Args:
+        gpu: of which the shares of a prefill are.
+    """
     shape = config.shape
     yield f"{bound.program.name}: {bound.program.about}"
     if bound.program.source:
@@ -95,7 +133,7 @@ def explanation(checked: Checked, bound: Bound, config: ModelConfig, length: int
     yield from ("", "Memory")
     yield from _memory(bound, config, length)
     yield from ("", "Cost of deciding, for all layers (generated kernels; see docs/operators.md)")
-    yield from _cost(bound, config, length)
+    yield from _cost(bound, config, length, gpu)
 
 
 def _kernels(bound: Bound) -> Iterator[str]:
@@ -223,8 +261,8 @@ def _memory(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
     yield f"  KV cache after   {size_text(config.kv_size(kept)):>10}  {most}{kept:,} ({share:.2%})"
 
 
-def _cost(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
-    found = cost(bound, config, length)
+def _cost(bound: Bound, config: ModelConfig, length: int, gpu: Gpu) -> Iterator[str]:
+    found = cost(bound, config, length, gpu)
     noted = [part for part in found.parts if found.share_of(part) >= _NOTED * found.share]
     for part in noted:
         yield _costs(part.name, part.work.operations, found.share_of(part), part.squared)

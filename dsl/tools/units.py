@@ -23,6 +23,14 @@ def flops_text(operations: float) -> str:
     return f"{operations:,.1f} {unit}flop" if unit else f"{operations:,.0f} flop"
 
 
+def seconds_text(seconds: float) -> str:
+    """Seconds in the largest unit that leaves at least 1."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:,.2f} {unit}"
+    return f"{seconds * 1e6:,.0f} us"
+
+
 def positions_text(positions: Sequence[int]) -> str:
     """Positions as test files write them: `0 3-5 11`."""
     words: list[str] = []

@@ -10,10 +10,8 @@ from functools import lru_cache
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import max_entries
-from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.bind.steady import is_steady
 from kvpolicy.sglang_ext.memory.arena import Arena
-
-ENDLESS = 1 << 62  # a prompt of which every policy that holds a size drops something
 
 
 class Growth:
@@ -27,7 +25,7 @@ class Growth:
         self._bound, self._arena = bound, arena
         # A tail until the next fold, and a page of which only a part is used for each of both.
         self._between = bound.fold_interval + 2 * page_size + arena.kv_heads
-        self._steady = _is_steady(bound)
+        self._steady = is_steady(bound)
         self.most = lru_cache(maxsize=4096)(self._most)
 
     def _most(self, prompt: int, output: int) -> int | None:
@@ -46,22 +44,3 @@ class Growth:
             # The cache has not reached its size yet: it may become as for a prompt that long.
             entries = max_entries(self._bound, prompt + output)
         return self._arena.most_slots(entries) + self._between
-
-
-def _is_steady(bound: Bound) -> bool:
-    """Whether every fold leaves no more entries than the prefill may."""
-    decode, rules, shape = bound.folded.decode, bound.folded.prefill, bound.shape
-    if decode is None or decode.when is not None or bound.propagates:
-        return False
-    if decode.budget is not None and _size(decode.budget) != _size(rules.budget):
-        return False
-    everything = shape.layers * shape.kv_heads * ENDLESS
-    return max_entries(bound, ENDLESS) < everything and _size(decode.keep) == _size(rules.keep)
-
-
-def _size(node: Node | None) -> tuple[object, ...] | None:
-    """What decides how many entries a token set holds: all but what is compared."""
-    if node is None:
-        return None
-    arguments = node.args[1:] if node.op == "top" else node.args
-    return node.op, str(node.value), node.axes, tuple(_size(each) for each in arguments)

@@ -12,6 +12,7 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.bind.kept import keep_of
+from kvpolicy.dsl.bind.steady import ENDLESS
 from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.dsl.execute.kernels import Slots
 from kvpolicy.dsl.execute.layout import Held
@@ -22,7 +23,7 @@ from kvpolicy.sglang_ext.face.asked import POLICY, named
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
 from kvpolicy.sglang_ext.face.options import Policy
 from kvpolicy.sglang_ext.memory.arena import Arena
-from kvpolicy.sglang_ext.memory.growth import ENDLESS, Growth
+from kvpolicy.sglang_ext.memory.growth import Growth
 from kvpolicy.sglang_ext.memory.private import Private
 from kvpolicy.sglang_ext.request import propagation
 from kvpolicy.sglang_ext.request.notes import Notes, wanted

@@ -81,6 +81,52 @@ def test_cost_of_every_pair_of_tokens(model, capsys):
     assert re.search(r"^  in all +0 flop  0.000% of the prefill's time$", text, re.M)
 
 
+def test_what_is_expected_on_a_gpu(model, capsys):
+    words = ("--gpu", "h200", "--batch", "3", "--max-new-tokens", "40")
+    assert explain(model, "h2o", "--set", "heavy=60", "--set", "window=40", *words) == 0
+    lines = section(
+        capsys.readouterr().out,
+        "Expected on H200 SXM (reckoned; see docs/performance/README.md)",
+    )
+    assert lines[0].split() == ["full", "KV", "policy"]
+    names = [re.split(r"  +", line)[0] for line in lines]
+    assert names[1:10] == [
+        "KV cache of a prompt", "TTFT", "TPOT, 3 at once", "requests at once, at most",
+        "throughput then, tokens/s", "scoring and compaction", "operations and launches",
+        "host time where entries leave", "operations and launches",
+    ]  # fmt: skip
+    assert re.split(r"  +", lines[1])[1:] == ["1,000.0 KiB", "100.0 KiB", "10.00 x"]
+    text = " ".join(lines[10:])
+    assert text.count("assumed: ") == 6
+    assert "answers of 40 tokens" in text
+
+    assert explain(model, "h2o", "--set", "heavy=60", "--set", "window=40", *words, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["full"]["prompt_bytes"] == 10 * found["policy"]["prompt_bytes"] == 1_024_000
+    assert found["fold"]["times"] == 40 // 16
+    assert (found["batch"], found["max_new_tokens"], found["length"]) == (3, 40, 1000)
+    assert len(found["assumptions"]) == 6
+    assert all(each["ttft_seconds"] > 0 for each in (found["full"], found["policy"]))
+
+
+def test_a_slower_gpu_is_expected_to_take_longer(model, capsys):
+    times = []
+    for gpu in ("h200", "a100", "l40s"):
+        assert explain(model, "snapkv", "--gpu", gpu, "--json", length=100_000) == 0
+        times.append(json.loads(capsys.readouterr().out)["full"]["ttft_seconds"])
+    assert times[0] < min(times[1:])
+
+
+@pytest.mark.parametrize("words", [("--batch", "3"), ("--max-new-tokens", "3"), ("--json",)])
+def test_options_of_a_gpu_want_one(model, capsys, words):
+    assert explain(model, "snapkv", *words) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"{words[0]}: error[arguments]: it belongs to `--gpu`")
+    with pytest.raises(SystemExit) as ended:
+        explain(model, "snapkv", "--gpu", "h300")
+    assert ended.value.code == 2
+
+
 def section(text: str, title: str) -> list[str]:
     """The lines below a title."""
     lines = text.splitlines()

@@ -1,0 +1,28 @@
+"""Whether a policy holds the cache of a request that decodes at a size."""
+
+from __future__ import annotations
+
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.bounds import max_entries
+from kvpolicy.dsl.ir.nodes import Node
+
+ENDLESS = 1 << 62  # a prompt of which every policy that holds a size drops something
+
+
+def is_steady(bound: Bound) -> bool:
+    """Whether every fold leaves no more entries than the prefill may."""
+    decode, rules, shape = bound.folded.decode, bound.folded.prefill, bound.shape
+    if decode is None or decode.when is not None or bound.propagates:
+        return False
+    if decode.budget is not None and _size(decode.budget) != _size(rules.budget):
+        return False
+    everything = shape.layers * shape.kv_heads * ENDLESS
+    return max_entries(bound, ENDLESS) < everything and _size(decode.keep) == _size(rules.keep)
+
+
+def _size(node: Node | None) -> tuple[object, ...] | None:
+    """What decides how many entries a token set holds: all but what is compared."""
+    if node is None:
+        return None
+    arguments = node.args[1:] if node.op == "top" else node.args
+    return node.op, str(node.value), node.axes, tuple(_size(each) for each in arguments)

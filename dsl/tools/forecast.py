@@ -1,0 +1,291 @@
+"""What a server will do on a GPU, reckoned: with full KV, and with a policy.
+
+It is a model of the cost: bytes and operations of the model's and of the policy's work
+(`dsl/bind/work.py`, cost.py), what the host asks for (launches.py), and the GPU's rates
+(`dsl/bind/gpu.py`). `Forecast.assumptions` says what is assumed besides.
+
+Dimensions: L layers, G KV heads, N tokens of the prompt, B requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.bounds import max_entries
+from kvpolicy.dsl.bind.gpu import MATRIX_REACHED, MEMORY_REACHED, Gpu
+from kvpolicy.dsl.bind.lengths import lengths
+from kvpolicy.dsl.bind.model_config import ModelConfig
+from kvpolicy.dsl.bind.steady import is_steady
+from kvpolicy.dsl.bind.work import Work
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.tools.cost import cost, memory_of_decode
+from kvpolicy.dsl.tools.launches import Launches, launches
+
+FOLD_INTERVAL = 16  # the server's default
+MOST_AT_ONCE = 4096  # requests that SGLang runs, unless told otherwise
+# SGLang: of the GPU's memory for weights and pool; kernels of a layer, which decode steps replay
+# as one graph; seconds that the host needs for a decode step, for which the GPU does not wait.
+MEMORY_SHARE, LAYER_KERNELS, STEP_HOST = 0.87, 10, 1.5e-3
+# Seconds of the host, fitted to benchmarks/host_model.py: for one thing that a prefill and a fold
+# ask of the device, and for a request that folds, each of its layers, each of its lists.
+PREFILL_ASK, FOLD_ASK = 8e-6, 20e-6
+FOLD_REQUEST, FOLD_LAYER, FOLD_LIST = 80e-6, 4e-6, 0.5e-6
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What is expected of one way to serve; times are seconds.
+
+    Attributes:
+        prompt_bytes: of the KV cache of one request when its prompt has been prefilled.
+        ttft: from the start of a prompt's prefill to its first token, of one request alone.
+        tpot: of a decode step of B requests, in the middle of their answers.
+        at_once: requests that fit.
+        throughput: tokens generated per second, as many requests at once as fit.
+    """
+
+    prompt_bytes: int
+    ttft: float
+    tpot: float
+    at_once: int
+    throughput: float
+
+
+@dataclass(frozen=True)
+class Fold:
+    """The work of B requests where entries leave.
+
+    Attributes:
+        device: what the GPU is asked for.
+        host: seconds.
+        times: at how many steps of an answer.
+    """
+
+    device: float
+    host: float
+    times: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is expected of a policy, beside full KV.
+
+    Attributes:
+        scoring: seconds of the GPU for scoring, choosing and compaction of one prompt.
+        prefill_asks: what a prefill asks of the device for the policy.
+        fold: of as many requests as were asked for; None: nothing leaves.
+        assumptions: sentences.
+    """
+
+    full: Serving
+    policy: Serving
+    scoring: float
+    prefill_asks: float
+    fold: Fold | None
+    assumptions: Sequence[str]
+
+
+def pool_of(config: ModelConfig, gpu: Gpu) -> float:
+    """Bytes that SGLang leaves to the KV cache; below 0 where the weights do not fit."""
+    return MEMORY_SHARE * gpu.memory - config.weights_size
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a server is asked.
+
+    Attributes:
+        prompt: N tokens, at least 1; new: tokens of an answer, at least 1.
+        batch: B requests that decode together, at least 1.
+    """
+
+    prompt: int
+    new: int
+    batch: int
+
+
+def forecast(bound: Bound, config: ModelConfig, gpu: Gpu, load: Load, pool: float) -> Forecast:
+    """What is expected on a GPU.
+
+    Args:
+        bound: the policy, with the fold interval of the server.
+        pool: bytes of the KV cache; see `pool_of`.
+
+    Raises:
+        PolicyError: no server carries the policy out.
+    """
+    full = _Way(config, gpu, load, pool)
+    own = _Policy(config, gpu, load, pool, bound, launches(bound))
+    return Forecast(
+        full.serving(),
+        own.serving(),
+        own.scoring,
+        own.prefill_asks,
+        own.fold(load.batch),
+        tuple(_assumptions(own)),
+    )
+
+
+class _Way:
+    """Full KV.
+
+    Attributes:
+        entries: of one request after its prompt, over all layers and KV heads.
+    """
+
+    def __init__(self, config: ModelConfig, gpu: Gpu, load: Load, pool: float) -> None:
+        self.config, self.gpu, self.load, self.pool = config, gpu, load, pool
+        self.prompt, self.new = load.prompt, load.new
+        self.token = config.shape.layers * config.shape.kv_heads  # entries
+        self.entries = self.token * load.prompt
+
+    def serving(self) -> Serving:
+        """All figures."""
+        at_once = self.at_once
+        tpot = self.step(max(at_once, 1))
+        each = self.prefill + self.new * tpot / max(at_once, 1)
+        return Serving(
+            self.config.kv_size(int(self.entries)),
+            self.prefill,
+            self.step(self.load.batch),
+            at_once,
+            self.new / each if at_once else 0.0,
+        )
+
+    @property
+    def prefill(self) -> float:
+        """Seconds of a prompt's prefill."""
+        asks = self.config.shape.layers * LAYER_KERNELS
+        return max(self._reach([self.prompt] * self.config.shape.layers), PREFILL_ASK * asks)
+
+    def _reach(self, tokens: Sequence[int]) -> float:
+        """Seconds of layers that so many tokens reach."""
+        return self.gpu.seconds(sum(map(self.config.layer_work, tokens), Work()))
+
+    def held(self, generated: float) -> float:
+        """Entries of one request after so many tokens of its answer."""
+        return self.entries + self.token * generated
+
+    @property
+    def request_bytes(self) -> float:
+        """Of one request, at its end."""
+        return self.config.kv_size(1) * self.held(self.new)
+
+    @property
+    def at_once(self) -> int:
+        """Requests whose KV cache fits, one of which may be a whole prompt for a moment."""
+        beside = self.config.kv_size(self.token * self.prompt) - self.request_bytes
+        return min(MOST_AT_ONCE, max(0, int((self.pool - max(beside, 0)) / self.request_bytes)))
+
+    def step(self, requests: int) -> float:
+        """Seconds of a decode step, in the middle of answers."""
+        work = self.config.decode_work(requests, self.held(self.new / 2))
+        gaps = self.config.shape.layers * LAYER_KERNELS * self.gpu.gap
+        return max(self.gpu.seconds(work) + gaps, STEP_HOST)
+
+
+class _Policy(_Way):
+    """A policy."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        gpu: Gpu,
+        load: Load,
+        pool: float,
+        bound: Bound,
+        asked: Launches,
+    ) -> None:
+        super().__init__(config, gpu, load, pool)
+        self.bound, self.asked = bound, asked
+        self.entries = max_entries(bound, load.prompt)
+        self.steady = is_steady(bound)
+        found = cost(bound, config, load.prompt, gpu)
+        # What stays is read and written once.
+        moved = Work(moved=2.0 * config.kv_size(int(self.entries)))
+        self.scoring = sum(part.seconds for part in found.parts) + gpu.seconds(moved)
+
+    @property
+    def prefill_asks(self) -> float:
+        """What the device is asked for besides the model."""
+        return self.config.shape.layers * self.asked.layer.device + self.asked.end.device
+
+    @property
+    def prefill(self) -> float:
+        layers = self.config.shape.layers
+        own = layers * self.asked.layer.host + self.asked.end.host
+        host = PREFILL_ASK * (layers * LAYER_KERNELS + own)
+        return max(self._reach(self._tokens()) + self.scoring, host)
+
+    def _tokens(self) -> list[int]:
+        """Tokens that reach layers, of both passes of a restart."""
+        bound, layers = self.bound, self.config.shape.layers
+        reached = [high for _, high in lengths(bound, self.prompt)]
+        acts = bound.propagation_layer(self.prompt)
+        if not bound.restarts or acts == layers:
+            return reached
+        return [self.prompt] * (layers if acts is None else acts + 1) + reached
+
+    def held(self, generated: float) -> float:
+        if not self.steady or self.entries >= self.token * self.prompt:
+            return super().held(generated)
+        return self.entries + self.token * min(generated, self.bound.fold_interval / 2)
+
+    @property
+    def request_bytes(self) -> float:
+        return super().request_bytes + sum(
+            memory_of_decode(self.bound, self.prompt, self.config.kv_bytes)
+        )
+
+    def fold(self, requests: int) -> Fold | None:
+        """Where entries of so many requests leave at one step."""
+        asked, shape = self.asked, self.config.shape
+        if asked.fold is None:
+            return None
+        number = requests * shape.layers if asked.one_by_one else 1
+        host = fold_host(number * asked.fold.host, requests, shape)
+        leaves = (self.bound.leaves_at(step, self.prompt) for step in range(1, self.new + 1))
+        return Fold(number * asked.fold.device, host, sum(leaves))
+
+    def step(self, requests: int) -> float:
+        fold = self.fold(requests)
+        between = super().step(requests)
+        return between if fold is None else between + fold.host * fold.times / self.new
+
+
+def fold_host(asked: float, requests: int, shape: ModelShape) -> float:
+    """Seconds of the host where entries of requests leave.
+
+    Args:
+        asked: of the device, views among it; for all requests.
+    """
+    layer = FOLD_LAYER + shape.kv_heads * FOLD_LIST
+    return FOLD_ASK * asked + requests * (FOLD_REQUEST + shape.layers * layer)
+
+
+def _assumptions(own: _Policy) -> list[str]:
+    """What the figures rest on."""
+    gpu, bound = own.gpu, own.bound
+    found = [
+        f"{gpu.name}: {MATRIX_REACHED:.0%} of {gpu.matrix / 1e12:,.0f} TFLOP/s and "
+        f"{MEMORY_REACHED:.0%} of {gpu.bandwidth / 1e12:.3g} TB/s are reached; "
+        f"{1e6 * gpu.gap:.1f} us between kernels of a graph, {LAYER_KERNELS} per layer",
+        f"{MEMORY_SHARE:.0%} of {gpu.memory / 2**30:.0f} GiB for weights and KV cache; weights of "
+        f"{own.config.kv_bytes} bytes, {own.config.weights_size / 2**30:.1f} GiB",
+        "TTFT: one request on an idle server, its prompt not in the radix cache; without HTTP, "
+        "tokenizer and queue",
+        f"answers of {own.new:,} tokens; a decode step reads weights and entries once, and takes "
+        f"{1e3 * STEP_HOST:.1f} ms at least for SGLang's host",
+        "throughput: as many requests as fit, prefills and decode steps one after the other, no "
+        "prompt shared",
+    ]
+    if own.asked.fold is not None:
+        found.append(
+            f"entries leave at every {bound.fold_interval} steps, all requests at one step, which "
+            "waits for the host; " + ("the size is held" if own.steady else "answers stay whole")
+        )
+    if not own.steady and own.asked.fold is None:
+        found.append("nothing leaves while decoding: what is generated stays")
+    return found

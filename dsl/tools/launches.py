@@ -1,0 +1,365 @@
+"""How much a policy asks of a GPU: operations of torch that compute, and launches of kernels.
+
+They are counted, not reckoned: the policy's own program is carried out on the tensors of a trial,
+with stand-ins for kernels. Neither depends on the length of a prompt or on how many entries leave.
+
+Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from time import thread_time
+from typing import Any, NamedTuple
+
+import torch
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.codegen.regions import Bundle
+from kvpolicy.dsl.codegen.source import Source
+from kvpolicy.dsl.execute.decode import Memory
+from kvpolicy.dsl.execute.generated import Generated, Run
+from kvpolicy.dsl.execute.kernels import Entries, Kernels, Slots, installed
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.execute.requests import Staying, follow_together
+from kvpolicy.dsl.execute.run import Run as PrefillRun
+from kvpolicy.dsl.tools.trial_cases import Case, cases
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_FOLDS, _STEPS = 3, 129  # folds that are carried out, and within how many decode steps
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the host asks of the device.
+
+    Attributes:
+        operations: of torch, those that compute; launches: of kernels; transfers: of small tensors.
+        views: operations that only look at memory otherwise, and cost the host time.
+    """
+
+    operations: int = 0
+    launches: int = 0
+    transfers: int = 0
+    views: int = 0
+
+    def __add__(self, other: Asked) -> Asked:
+        return Asked(*(getattr(self, x) + getattr(other, x) for x in self.__dataclass_fields__))
+
+    @property
+    def device(self) -> int:
+        """What the GPU does, one thing after the other."""
+        return self.operations + self.launches + self.transfers
+
+
+class Observed(TorchDispatchMode):
+    """Counts what a block asks of a device, and the seconds in what stands for kernels.
+
+    Attributes:
+        operations: dispatched by torch outside kernels; `views` of them only look at memory
+            otherwise, and a GPU does nothing.
+        launches: of kernels; transfers: to the device, and of a fold's numbers from it.
+        kernels: seconds of the processor in what stands for kernels.
+        counting: whether operations and transfers are counted.
+    """
+
+    def __init__(self, *, counting: bool) -> None:
+        super().__init__()
+        self.operations = self.views = self.launches = self.transfers = 0
+        self.kernels = 0.0
+        self.counting = counting
+        self._sending = _Transfers(self)
+        self.inside = False
+
+    def __enter__(self) -> Observed:
+        if self.counting:
+            self._sending.__enter__()
+            super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.counting:
+            super().__exit__(*error)
+            self._sending.__exit__(*error)
+
+    @property
+    def asked(self) -> Asked:
+        """What was asked so far."""
+        computed = self.operations - self.views
+        return Asked(computed, self.launches, self.transfers, self.views)
+
+    @property
+    def device(self) -> int:
+        """What a GPU would be asked to do."""
+        return self.asked.device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not self.inside:
+            self.operations += 1
+            self.views += func.is_view
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def launch(self) -> Iterator[None]:
+        """A block that stands for a kernel; those within it are part of it."""
+        if self.inside:
+            yield
+            return
+        self.inside, started = True, thread_time()
+        self.launches += 1
+        try:
+            yield
+        finally:
+            self.inside = False
+            self.kernels += thread_time() - started
+
+
+class _Transfers(TorchFunctionMode):
+    """Notes copies to the device, which on a CPU nobody makes."""
+
+    def __init__(self, observed: Observed) -> None:
+        super().__init__()
+        self._observed = observed
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        sends = getattr(func, "__name__", "") == "to" and (kwargs or {}).get("non_blocking")
+        self._observed.transfers += bool(sends and not self._observed.inside)
+        return func(*args, **(kwargs or {}))
+
+
+class Watch:
+    """Stand-ins for kernels, whose launches one observer sees at a time."""
+
+    def __init__(self) -> None:
+        self.observed = Observed(counting=False)
+
+    def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function as a launch."""
+
+        def run(*args: Any, **more: Any) -> Any:
+            with self.observed.launch():
+                return function(*args, **more)
+
+        return run
+
+    def program(self, bound: Bound, table: Kernels) -> TorchProgram:
+        """A policy's program, each kernel of a table a launch, generated ones of zeros."""
+        watched: Mapping[str, Callable[..., Any]] = {
+            **{name: self.kernel(each) for name, each in table.items()},
+            "generated": lambda name, text: None,
+        }
+        program = TorchProgram(bound, kernels=watched)
+        program.generated = self._zeros(program.generated)
+        if program.steps is not None:
+            program.steps.advancing = self._zeros(program.steps.advancing)
+            program.steps.leaving = self._zeros(program.steps.leaving)
+        return program
+
+    def _zeros(self, made: Generated | None) -> Generated | None:
+        return None if made is None else _Zeros(made.bound, made.regions, made.compiled, watch=self)
+
+
+class _Zeros(Generated):
+    """Generated kernels that are not compiled and give zeros."""
+
+    def __init__(self, *given: Any, watch: Watch) -> None:
+        super().__init__(*given)
+        self._watch = watch
+
+    def _source(self, bundle: Bundle, single: bool) -> tuple[Source, Run]:
+        source, _ = super()._source(bundle, single)
+        steps, shape = self.regions.steps, self.bound.shape
+
+        def run(*given: Any, **options: int) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+            (q, _), (_, rows) = given[:2]
+            lists, tokens = rows.shape if steps else (shape.kv_heads, given[4])
+            sizes = {
+                "kv": lists, "group": shape.group, "token": tokens,
+                "query": 0 if q is None else q.shape[1],
+            }  # fmt: skip
+            with self._watch.observed.launch():
+                results = tuple(
+                    torch.zeros(
+                        [1] * each.splits + [sizes[axis] for axis in each.axes],
+                        dtype=torch.int8 if each.truth else torch.float32,
+                    )
+                    for each in source.results
+                    if not each.stage
+                )
+                finite = torch.ones(lists, dtype=torch.bool) if steps else torch.tensor(True)
+                return results, [finite]
+
+        return source, run
+
+
+@dataclass(frozen=True)
+class Launches:
+    """What a policy asks of a device, the plugin's own work included.
+
+    Attributes:
+        layer: at the end of a layer of a prefill, the mean of all layers.
+        end: after the last layer of a prompt, until what stays is in private pages.
+        fold: where entries leave, of all requests that fold together, or, if `one_by_one`, of one
+            layer of one request; None: nothing leaves.
+    """
+
+    layer: Mean
+    end: Mean
+    fold: Mean | None
+    one_by_one: bool
+
+
+class Mean(NamedTuple):
+    """A mean of what is asked of a device.
+
+    Attributes:
+        device: operations that compute, launches and transfers.
+        host: the same and views: what costs the host time.
+    """
+
+    device: float
+    host: float
+
+
+def launches(bound: Bound) -> Launches:
+    """Counts for a bound policy.
+
+    Raises:
+        PolicyError: no server carries the policy out.
+    """
+    *_, case = cases(bound)
+    with torch.no_grad():
+        return _Counting(case).launches()
+
+
+class _Counting:
+    """A policy on the longest prompt of its trial, and its third fold."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.bound, self.watch = case, case.bound, Watch()
+        self.program = self.watch.program(case.bound, installed())
+        self.random = torch.Generator().manual_seed(0)
+
+    def launches(self) -> Launches:
+        layers = self.bound.shape.layers
+        run, observed = self._prefill()
+        in_one, by_layer = self._compaction(run)
+        each = sum([*observed[:-1], *by_layer], Asked())
+        end = observed[-1] + in_one
+        memory = Memory.after(run)
+        fold, one_by_one = None, False
+        if memory is not None and self.bound.folded.decode is not None:
+            one_by_one = memory.steps.rule(self.case.tokens) is None
+            fold = _mean(self._fold(memory), layers if one_by_one else 1)
+        return Launches(_mean(each, layers), _mean(end, 1), fold, one_by_one)
+
+    def _made(self, heads: int, tokens: int) -> torch.Tensor:
+        shape = self.bound.shape
+        sizes = (shape.layers, heads, tokens, shape.head_dim)
+        return torch.randn(sizes, generator=self.random)
+
+    @contextmanager
+    def _counted(self, into: list[Asked]) -> Iterator[None]:
+        self.watch.observed = Observed(counting=True)
+        with self.watch.observed:
+            yield
+        into.append(self.watch.observed.asked)
+
+    def _prefill(self) -> tuple[PrefillRun, list[Asked]]:
+        """A finished prefill; what was asked at each layer, and after the last one."""
+        shape, tokens = self.bound.shape, self.case.tokens
+        q = self._made(shape.heads, tokens)
+        pools = [self._made(shape.kv_heads, tokens).transpose(1, 2) for _ in range(2)]
+        run = self.program.start(tokens)
+        observed: list[Asked] = []
+        there = torch.arange(tokens)
+        while True:
+            for layer in range(shape.layers):
+                known = None if len(there) == run.size else there
+                k, v = (Slots(pool[layer], there) for pool in pools)
+                values = v if self.bound.needs_values else None
+                with self._counted(observed):
+                    deeper = run.observe(layer, q[layer][:, there], k, values, known)
+                if deeper is not None:
+                    there = there[deeper]
+                if run.restarted:
+                    break
+            if not run.restarted:
+                break
+            run = run.again(len(there))
+        with self._counted(observed):
+            run.finish(wait=False)
+        run.settle(finite=True)
+        return run, observed
+
+    def _compaction(self, run: PrefillRun) -> tuple[Asked, list[Asked]]:
+        """Copying what stays to private pages (sglang_ext/forward/compress.py), at once or not.
+
+        What layers stored in pairs ask for is not counted.
+        """
+        bound, shape = self.bound, self.bound.shape
+        slots = bound.positions == "slots"
+        if bound.folded.prefill.merge is None and not slots:
+            return Asked(launches=1), []
+        # Of each layer gathered, turned and placed.
+        asked = [Asked(operations=1, launches=1 + slots)] * shape.layers
+        if bound.folded.prefill.merge is not None:
+            k, v = (self._made(shape.kv_heads, run.size) for _ in range(2))
+            for layer in range(shape.layers):
+                with self._counted(asked):
+                    run.merged(layer, k[layer], v[layer], len(run.there(layer)))
+        return Asked(), asked
+
+    def _fold(self, memory: Memory) -> Asked:
+        """The last of a few folds: each further one asks for as much.
+
+        Lists that outgrow their pages are moved besides, which is not counted.
+        """
+        bound, shape, prompt = self.bound, self.bound.shape, self.case.tokens
+        pool = self._made(shape.kv_heads, 1).flatten(0, 2)
+        leaving = (step for step in range(1, _STEPS) if bound.leaves_at(step, prompt))
+        observed: list[Asked] = []
+        found, done = Asked(), 0
+
+        def read(there: torch.Tensor) -> tuple[Entries, Entries]:
+            with self.watch.observed.launch():  # the kernel `entry_ids`
+                ids = torch.zeros(there.shape, dtype=torch.int64)
+            return Entries(pool, ids), Entries(pool, ids)
+
+        def queries() -> torch.Tensor:
+            observed.append(Asked(operations=1))  # those of all steps are put together
+            if not memory.steps.advancing_asks:  # and had not been noted step by step
+                observed.append(Asked(operations=1, transfers=1))
+            return asked
+
+        for step in islice(leaving, _FOLDS):
+            new = range(prompt + done, prompt + step)
+            asked = self._made(shape.heads, len(new)).flatten(0, 1)
+            newest = torch.tensor([new[-1]])
+            observed.clear()
+            with self._counted(observed):
+                staying = follow_together([memory], [new], newest, queries, read, leaves=True)
+                if staying is not None:
+                    staying.merge(staying.proceed)
+            if staying is not None:
+                found = sum([*observed, self._written(memory, staying)], Asked())
+            done = step
+        return found
+
+    def _written(self, memory: Memory, staying: Staying) -> Asked:
+        """Moving what stays within its pages: sglang_ext/forward/fold_together.py."""
+        lasts = staying.repeats and memory.lasts(memory.numbers().kept.tolist())
+        moved = Asked(launches=1 + (self.bound.positions == "slots"))
+        # To the device goes which rows there are and how long; from it comes how many stay.
+        return moved + Asked(operations=not lasts, transfers=2)
+
+
+def _mean(asked: Asked, number: int) -> Mean:
+    return Mean(asked.device / number, (asked.device + asked.views) / number)

@@ -1,0 +1,167 @@
+"""What `explain --gpu` expects of a server, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.bind.gpu import GPUS, MATRIX_REACHED, MEMORY_REACHED
+from kvpolicy.dsl.bind.model_config import ModelConfig, config_of
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.dsl.tools import forecast as model
+from kvpolicy.dsl.tools.cost import cost
+from kvpolicy.dsl.tools.forecast import FOLD_INTERVAL, Forecast, Load, forecast, pool_of
+from kvpolicy.dsl.tools.launches import launches
+
+LLAMA = config_of(
+    "llama",
+    {
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256,
+        "torch_dtype": "bfloat16",
+    },
+)  # fmt: skip
+GPU = GPUS["h200"]
+TOKEN = 32 * 8 * 2 * 128 * 2  # bytes of a token's keys and values
+LISTS = 32 * 8
+
+
+def bound(name: str, config: ModelConfig = LLAMA, **settings: str) -> Bound:
+    program = load(name).require()
+    return bind(program, config.shape, settings, fold_interval=FOLD_INTERVAL)
+
+
+def expected(
+    name: str, prompt: int = 32768, batch: int = 16, new: int = 512, **settings: str
+) -> Forecast:
+    load = Load(prompt, new, batch)
+    return forecast(bound(name, **settings), LLAMA, GPU, load, pool_of(LLAMA, GPU))
+
+
+def test_full_kv():
+    found = expected("snapkv").full
+    assert found.prompt_bytes == 32768 * TOKEN
+    weights = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336)
+    head = 4096 * 128256
+    pairs = 32 * 32 * 32768 * 32769 / 2
+    products = 2 * 32768 * weights + 4 * 128 * pairs
+    seconds = (products / GPU.matrix + 5 * pairs / GPU.vector) / MATRIX_REACHED
+    assert found.ttft == pytest.approx(seconds)
+    read = 2 * (weights + head) + 16 * (32768 + 256) * TOKEN
+    gaps = 32 * model.LAYER_KERNELS * GPU.gap
+    assert found.tpot == pytest.approx(read / GPU.bandwidth / MEMORY_REACHED + gaps)
+    pool = model.MEMORY_SHARE * GPU.memory - 2 * (weights + 2 * head)
+    assert found.at_once == int(pool / ((32768 + 512) * TOKEN))
+
+
+def test_throughput_is_that_of_prefills_and_steps_in_turn():
+    found = expected("snapkv", batch=expected("snapkv").full.at_once).full
+    seconds = found.at_once * found.ttft + 512 * found.tpot
+    assert found.throughput == pytest.approx(found.at_once * 512 / seconds)
+
+
+def test_a_window_policy_adds_its_own_work_to_a_prefill_and_takes_entries_off_steps():
+    found, policy = expected("snapkv", capacity="1024"), bound("snapkv", capacity="1024")
+    own, full = found.policy, found.full
+    assert own.prompt_bytes == 1024 * TOKEN
+    parts = sum(part.seconds for part in cost(policy, LLAMA, 32768, GPU).parts)
+    copied = 2 * 1024 * TOKEN / GPU.bandwidth / MEMORY_REACHED
+    assert found.scoring == pytest.approx(parts + copied)
+    assert own.ttft == pytest.approx(full.ttft + found.scoring)
+    entries = 16 * (32768 - 1024) * TOKEN
+    assert full.tpot - own.tpot == pytest.approx(entries / GPU.bandwidth / MEMORY_REACHED)
+    # A whole prompt lies beside what is kept of the others.
+    pool = model.MEMORY_SHARE * GPU.memory - LLAMA.weights_size
+    beside = (32768 - 1024 - 512) * TOKEN
+    assert own.at_once == int((pool - beside) / ((1024 + 512) * TOKEN))
+    assert found.fold is None
+    assert "nothing leaves while decoding" in found.assumptions[-1]
+
+
+def test_a_policy_that_holds_a_size_holds_it_and_folds():
+    found = expected("h2o", heavy="512", window="512")
+    policy, asked = found.policy, launches(bound("h2o", heavy="512", window="512"))
+    assert found.fold.times == 512 // FOLD_INTERVAL
+    assert found.fold.device == asked.fold.device == 11
+    layers = 32 * (model.FOLD_LAYER + 8 * model.FOLD_LIST)
+    host = model.FOLD_ASK * asked.fold.host + 16 * (model.FOLD_REQUEST + layers)
+    assert found.fold.host == pytest.approx(host)
+    held = 16 * (1024 + FOLD_INTERVAL / 2) * TOKEN
+    weights = LLAMA.weights_size - 2 * LLAMA.embeddings // 2
+    step = (weights + held) / GPU.bandwidth / MEMORY_REACHED
+    gaps = 32 * model.LAYER_KERNELS * GPU.gap
+    assert policy.tpot == pytest.approx(step + gaps + host / FOLD_INTERVAL)
+    # A float64 state for each entry is remembered besides.
+    pool = model.MEMORY_SHARE * GPU.memory - LLAMA.weights_size
+    each = (1024 + FOLD_INTERVAL / 2) * TOKEN + 1024 * LISTS * 8
+    assert policy.at_once == int((pool - (32768 * TOKEN - each)) / each)
+
+
+def test_layers_that_fewer_tokens_reach_take_less_of_a_prefill():
+    found = expected("fastkv", tsp_layer="15", tsp_rate="0.2")
+    own = sum(
+        GPU.seconds(LLAMA.layer_work(tokens)) for tokens in [32768] * 16 + [int(0.2 * 32768)] * 16
+    )
+    assert found.policy.ttft == pytest.approx(own + found.scoring, rel=1e-3)
+
+
+def test_a_second_prefill_counts_besides_the_first():
+    found = expected("gemfilter", filter="13", capacity="1024")
+    layers = [32768] * 14 + [1024] * 32
+    own = sum(GPU.seconds(LLAMA.layer_work(tokens)) for tokens in layers)
+    # Few tokens are bound by the weights, which all of a prefill together is not.
+    assert found.policy.ttft == pytest.approx(own + found.scoring, rel=0.15)
+
+
+def test_what_does_not_fit_serves_nothing():
+    found = expected("snapkv", prompt=4_000_000, capacity="1024")
+    assert (found.full.at_once, found.full.throughput) == (0, 0)
+    assert (found.policy.at_once, found.policy.throughput) == (0, 0)
+
+
+def test_short_prompts_of_small_models_are_bound_by_the_host():
+    tiny = config_of(
+        "tiny",
+        {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 64, "vocab_size": 100},
+    )
+    found = forecast(bound("snapkv", tiny), tiny, GPU, Load(16, 8, 1), pool_of(tiny, GPU))
+    assert found.full.ttft == pytest.approx(4 * model.LAYER_KERNELS * model.PREFILL_ASK)
+    assert found.full.tpot == model.STEP_HOST
+    assert found.policy.ttft > found.full.ttft
+    assert found.full.at_once == model.MOST_AT_ONCE
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_policies(name):
+    """Whatever a policy does, something is expected of it, and memory limits nothing twice."""
+    found = expected(name, prompt=8192)
+    for own in (found.full, found.policy):
+        assert 0 < own.tpot < own.ttft
+        assert own.at_once > 0
+        assert own.throughput > 0
+    assert found.policy.prompt_bytes <= found.full.prompt_bytes
+    assert (found.fold is None) == (bound(name).folded.decode is None)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "lava", "fastkv", "h2o", "d2o", "asl-lava-d2o"])
+def test_what_is_asked_for_does_not_depend_on_sizes(name):
+    """The trial's model is small: another of its layers' and heads' asks for as much."""
+    other = LLAMA.shape.__class__(layers=12, heads=16, kv_heads=4, head_dim=64)
+    given = {"tsp_layer": "5"} if name == "fastkv" else {}
+    one = launches(bind(load(name).require(), LLAMA.shape))
+    two = launches(bind(load(name).require(), other, given))
+    assert one.fold == two.fold
+    assert one.end == two.end
+    assert one.layer.device == pytest.approx(two.layer.device, rel=0.2)
+
+
+def test_layers_that_are_looked_at_one_by_one(monkeypatch):
+    asked = launches(bound("h2o"))
+    monkeypatch.setattr(model, "launches", lambda _: replace(asked, one_by_one=True))
+    found = expected("h2o", batch=3).fold
+    assert found.device == 3 * 32 * asked.fold.device
+    layers = 32 * (model.FOLD_LAYER + 8 * model.FOLD_LIST)
+    host = model.FOLD_ASK * 3 * 32 * asked.fold.host + 3 * (model.FOLD_REQUEST + layers)
+    assert found.host == pytest.approx(host)
