@@ -215,6 +215,18 @@ def test_experiment_overhead():
     assert [row[0] for row in rows(output)] == ["without an experiment", "with it"]
 
 
+def test_host_model():
+    """What is expected of a fold is what is asked for, else it stops; of time only that it is."""
+    words = ("--prefills", "snapkv", "--folds", "h2o,d2o", "--sizes", "3x2", "--requests", "1,3")
+    made = rows(run("benchmarks/host_model.py", *words, "--rounds", "2"))
+    assert [(row[0], row[1], row[3]) for row in made] == [
+        ("prefill", "snapkv", "1"), *(("fold", "h2o", n) for n in "13"),
+        *(("fold", "d2o", n) for n in "13"),
+    ]  # fmt: skip
+    assert [row[4] for row in made[1:]] == ["11", "11", "40", "40"]
+    assert all(float(row[5]) > 0 for row in made)
+
+
 def test_long_generation(tmp_path):
     picture = tmp_path / "slots.png"
     words = ("--new", "200", "--budget", "40", "--prompt", "20", "--plot", str(picture))

@@ -1,0 +1,144 @@
+"""Host time that `kvpolicy explain --gpu` expects, beside what is measured on this machine.
+
+Prefills and folds of real policies, by the policies' own programs and the plugin's own decode
+step; what a GPU would compute is left out of the clock. Before anything is printed, what was
+counted for a fold is compared with what the plugin asked a device for: they must be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import report
+import torch
+from fold_host import PROMPT, SETTINGS
+from folding_requests import Case, Crowd
+from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute import kernels
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.tools import forecast
+from kvpolicy.dsl.tools.launches import Observed, Watch, launches
+from shipped import settings
+from tqdm import tqdm
+
+PREFILLS = "snapkv,adakv,lava,h2o,tova,cake,pyramidkv"
+FOLDS = "h2o,tova,streamingllm,cake,cam,d2o"
+HEADER = ("what", "policy", "layers x KV heads", "requests", "asked for", "expected, ms",
+          "measured, ms", "expected / measured")  # fmt: skip
+
+
+def prefill_seconds(bound: Bound, rounds: int) -> list[float]:
+    """Processor seconds of the host's own work for a prompt, of some rounds after the first."""
+    shape, watch = bound.shape, Watch()
+    program = watch.program(bound, kernels.installed())
+    q = torch.randn(shape.layers, shape.heads, PROMPT, shape.head_dim)
+    pool = torch.randn(shape.layers, PROMPT, shape.kv_heads, shape.head_dim)
+    slots, made = torch.arange(PROMPT), []
+    for turn in range(rounds + 1):
+        watch.observed = Observed(counting=False)
+        started, run = time.thread_time(), program.start(PROMPT)
+        for layer in range(shape.layers):
+            k = kernels.Slots(pool[layer], slots)
+            run.observe(layer, q[layer], k, k if bound.needs_values else None)
+        kept = run.finish(wait=False)
+        if turn:
+            made.append(time.thread_time() - started - watch.observed.kernels)
+        if torch.stack(kept).all():
+            raise SystemExit(f"host_model: {bound.program.name} lets nothing leave")
+    return made
+
+
+def of_prefill(policy: str, layers: int, heads: int, rounds: int) -> tuple[list[object], dict]:
+    """A line of the table, and its figures."""
+    shape = ModelShape(layers, 2 * heads, heads, 8)
+    bound = bind(
+        load(policy).require(), shape, dict(x.split("=") for x in settings(0.5, PROMPT)[policy])
+    )
+    asked = launches(bound)
+    # Compaction is the plugin's: one launch that is not made here.
+    expected = forecast.PREFILL_ASK * (layers * asked.layer.host + asked.end.host - 1)
+    measured = prefill_seconds(bound, rounds)
+    device = layers * asked.layer.device + asked.end.device
+    return line("prefill", policy, (layers, heads), 1, device, expected, measured)
+
+
+def of_fold(policy: str, layers: int, heads: int, number: int, rounds: int) -> tuple[list, dict]:
+    """The same of requests that fold together."""
+    shape, interval = ModelShape(layers, 2 * heads, heads, 8), 4
+    case = Case(policy, SETTINGS[policy], [PROMPT] * number, shape, interval)
+    crowd = Crowd(case, (rounds + 4) * interval)
+    asked = launches(crowd.bound).fold
+    for _ in range(2 * interval):
+        crowd.step()
+    found, noting, measured = set(), 0, []
+    for turn in range(rounds + 1):
+        for _ in range(interval):
+            before = crowd.folds
+            observed, seconds = crowd.step(counting=turn == 0)
+            if turn == 0 and crowd.folds > before:
+                found.add(observed.device)
+            elif turn == 0:
+                noting = observed.device
+            elif crowd.folds > before:
+                measured.append(seconds)
+    if found != {asked.device + noting}:
+        raise SystemExit(f"host_model: {policy} asked for {found}, not {asked.device} + {noting}")
+    expected = forecast.fold_host(asked.host, number, shape)
+    return line("fold", policy, (layers, heads), number, asked.device, expected, measured)
+
+
+def line(
+    what: str, policy: str, size: tuple[int, int], number: int, asked: float, expected: float,
+    measured: list[float],
+) -> tuple[list[object], dict]:  # fmt: skip
+    """A line of the table, and its figures; the least time is that of no other work beside it."""
+    best = min(measured)
+    shown = [
+        what, policy, f"{size[0]} x {size[1]}", number, f"{asked:.0f}", f"{1e3 * expected:.2f}",
+        report.spread(measured, 2, 1000), f"{expected / best:.2f}",
+    ]  # fmt: skip
+    facts = {"what": what, "policy": policy, "layers": size[0], "kv_heads": size[1]}
+    facts |= {"requests": number, "asked": asked, "expected": expected, "measured": measured}
+    return shown, facts
+
+
+def parse() -> argparse.Namespace:
+    parser = report.arguments(__doc__)
+    parser.add_argument("--prefills", default=PREFILLS, help="policies")
+    parser.add_argument("--folds", default=FOLDS, help="policies")
+    parser.add_argument("--sizes", default="32x8,32x2,8x2", help="layers and KV heads")
+    parser.add_argument("--requests", default="1,8,32", help="that fold together")
+    parser.add_argument("--rounds", type=int, default=8)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(1)
+    sizes = [tuple(map(int, size.split("x"))) for size in options.sizes.split(",")]
+    numbers = [int(n) for n in options.requests.split(",")]
+    cells = [(of_prefill, (name, *size)) for name in options.prefills.split(",") for size in sizes]
+    cells += [
+        (of_fold, (name, *size, number))
+        for name in options.folds.split(",") for size in sizes for number in numbers
+    ]  # fmt: skip
+    rows, data = [], []
+    with torch.no_grad():
+        for of, given in tqdm(cells, desc="cells"):
+            row, facts = of(*given, options.rounds)
+            rows.append(row)
+            data.append(facts)
+    text = (
+        f"Prompts of {PROMPT} tokens. *Asked for*: operations of torch that compute, launches and "
+        "transfers; of folds equal to what the plugin asked for. Times: of the processor, without "
+        f"what stands for kernels; median (min-max) of {options.rounds} rounds, and the ratio to "
+        "the least.\n\n" + report.table(HEADER, rows)
+    )
+    report.publish("host_model", "Host time, expected and measured", text, {"rows": data},
+                   options.save)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
