@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 
+import gpu_expected
 import kernels_report
 import report
 import serving_report
@@ -21,6 +22,8 @@ def text(facts: Facts) -> str:
         f"Command: `{facts['command']}`  \nMachine: {machine}",
         "## Verdicts",
         _goals(facts["goals"]),
+        "## Expected and measured",
+        *gpu_expected.text(facts),
         "## Sections",
         _sections(sections),
     ]

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 PICTURES = {"throughput.png", "latency.png", "prefill.png", "decode.png", "host.png"}
 GOALS = 15
+STOCK = "stock SGLang"
 # Sections in the place of the report's own: each a Python text, and a limit in seconds.
 OTHERS = f"""
 import sys
@@ -63,7 +64,15 @@ def test_every_section(tmp_path):
     for name in PICTURES:
         assert f"]({name})" in page
         assert (tmp_path / name).stat().st_size > 5_000
-    for title in ("Verdicts", "Sections", "preflight", "targets: kernels", "host: fold_host"):
+    assert "Of a machine without a GPU nothing is expected" in page
+    for title in (
+        "Verdicts",
+        "Expected and measured",
+        "Sections",
+        "preflight",
+        "targets: kernels",
+        "host: fold_host",
+    ):
         assert f"## {title}\n" in page
 
 
@@ -82,6 +91,57 @@ def test_nothing_is_judged_that_did_not_run(goals):
     assert {each["met"] for each in verdicts} == {None}
     assert {each["measured"] for each in verdicts} == {""}
     assert all(each["verdict"].startswith("not measured: ") for each in verdicts)
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA L40S", "NVIDIA B300", None])
+def test_what_is_expected_stands_beside_what_was_measured(goals, gpu):
+    """Of cells with an equal batch, of a crowd, of the host, of scoring; of a GPU in the table."""
+    import gpu_expected
+
+    model = "llama-3.1-8b"
+    run = {"new": 128, "at_once": 2, "flags": {"max_total_tokens": 150_000}}
+    equal = [
+        cell(STOCK, tokens=32768, requests=2, ttft=[2.0, 4.0], tpot=[0.01]),
+        cell("snapkv 12%", 0.125, tokens=32768, requests=2, ttft=[3.0], tpot=[0.01]),
+    ]
+    crowd = [cell("h2o 12%", 0.125, requests=40, at_once=[9], throughput=[500.0])]
+    rows = [
+        {"policy": policy, "batch": 32, "host_us": us, "launches": number}
+        for policy, us, number in (
+            (STOCK, 1000.0, 2.0),
+            ("none", 1100.0, 2.0),
+            ("h2o", 1500.0, 4.0),
+        )
+    ]
+    scored = {"topic": "scoring", "case": "all layers with selection", "tokens": 32768,
+              "calls": {"ours": {"share_of_prefill": 0.002}}}  # fmt: skip
+    results = {
+        "preflight": {"preflight": {"gpu": gpu}},
+        f"serving {model}": {"serving": {**run, "cells": equal}},
+        f"pools {model}": {"pool-4.5": {**run, "cells": crowd}},
+        "host": {"host": {"rows": rows, "prompt": 1024, "steps": 64}},
+        "targets": {"kernels": {"cases": [scored]}},
+    }  # fmt: skip
+    sections = {key: {"results": each, "model": None} for key, each in results.items()}
+    for key in sections:
+        sections[key]["model"] = model if " " in key else None
+    parts = gpu_expected.text({"sections": sections})
+    if gpu not in ("NVIDIA H200", "NVIDIA L40S"):
+        assert "nothing is expected" in parts[0]
+        return
+    lines = [line.split(" | ") for line in parts[1].splitlines()[2:]]
+    found = {(what.removeprefix("| "), figure): numbers for what, figure, *numbers in lines}
+    served = f"{model}, {STOCK}, 2 x 32,768"
+    assert [figure for what, figure in found if what == served] == ["TTFT, ms", "TPOT, ms"]
+    wanted, measured, ratio = found[served, "TTFT, ms"]
+    assert float(measured) == 3000
+    assert float(ratio.removesuffix(" |")) == pytest.approx(3000 / float(wanted), rel=0.02)
+    crowded = f"{model}, h2o 12%, 40 x 4,096"
+    assert [figure for what, figure in found if what == crowded] == ["at once", "tokens/s"]
+    assert found["h2o, 32 requests", "host per step, us"][1] == "500"
+    assert found["h2o, 32 requests", "launches per step"][:2] == [f"{11 / 16:.3g}", "2"]
+    assert found["all layers with selection, 32,768", "of a prefill, %"][1] == "0.2"
+    assert len(found) == 9
 
 
 def cell(server, share=1.0, tokens=4096, **figures):
