@@ -73,6 +73,18 @@ def _experiment_arguments(parser: argparse.ArgumentParser) -> None:
     commands.add(parser)
 
 
+def _fleet(args: argparse.Namespace) -> int:
+    from kvpolicy.evaluation import fleet
+
+    return fleet.main(args)
+
+
+def _fleet_arguments(parser: argparse.ArgumentParser) -> None:
+    from kvpolicy.evaluation import fleet
+
+    fleet.add(parser)
+
+
 COMMANDS: dict[str, Command] = {
     "eval": Command(
         "what policies cost in quality: tasks, asked of a server", _eval, [_eval_arguments]
@@ -86,6 +98,9 @@ COMMANDS: dict[str, Command] = {
         "how far policies move next-token distributions from full KV, on any text",
         _fidelity,
         [_fidelity_arguments],
+    ),
+    "fleet": Command(
+        "whether the replicas of a fleet serve the same policies", _fleet, [_fleet_arguments]
     ),
     "inspect": Command(
         "what each layer and head kept of one prompt, with the text", _inspect, [_inspect_arguments]

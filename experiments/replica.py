@@ -1,4 +1,4 @@
-"""A server that runs an experiment, over HTTP."""
+"""A server with policies, over HTTP."""
 
 from __future__ import annotations
 
@@ -11,8 +11,21 @@ from typing import Any
 
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
 
-PATH = "/kv_policy/experiment"
+PATH, INFO = "/kv_policy/experiment", "/server_info"
 PATIENCE = 20  # seconds without an answer
+# Of a path: what lacks where the server does not know it, its remedy, and what answers there then.
+_LACKS = {
+    PATH: (
+        "the server has no experiment",
+        "start it with --kv-policy and --kv-experiment FILE",
+        "server with an experiment",
+    ),
+    INFO: (
+        "the server has no /server_info",
+        "give the address of an SGLang server",
+        "SGLang server",
+    ),
+}
 _API_KEY = "name the environment variable that holds its --api-key with --api-key-env"
 _ADMIN_KEY = (
     "the key is the value of the server's --admin-api-key; name the environment variable that "
@@ -59,6 +72,22 @@ class Replica:
         """
         return self._asked("GET", PATH, self._api_key, None)
 
+    def server_info(self) -> dict[str, Any]:
+        """What the server says of itself and of its policies.
+
+        Raises:
+            PolicyError: nobody answers, a key is wanted, or it is no SGLang server.
+        """
+        found = self._asked("GET", INFO, self._api_key, None)
+        states = found.get("internal_states")
+        known = isinstance(states, list) and all(isinstance(each, dict) for each in states)
+        if not known or not states:
+            raise self._refused(
+                "what answers there is no SGLang server (it does not say `internal_states`)",
+                "give the address that the server prints; a gateway answers for one replica",
+            )
+        return found
+
     def act(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Asks for `abort`, `pause`, `resume` or `promote`.
 
@@ -87,14 +116,14 @@ class Replica:
         found = _json(content)
         if status in (401, 403):
             raise self._unwelcome(method, status, key)
+        lacks, remedy, meant = _LACKS[INFO if path == INFO else PATH]
         if status == 404:
-            message = "the server has no experiment (status 404)"
-            raise self._refused(message, "start it with --kv-policy and --kv-experiment FILE")
+            raise self._refused(f"{lacks} (status 404)", remedy)
         if status in (400, 409, 413) and isinstance(found, dict):
             raise Declined(_message(found))
         if status != 200 or not isinstance(found, dict):
             what = "a page that is no JSON" if status == 200 else f"status {status}"
-            message = f"what answers there is no server with an experiment ({what})"
+            message = f"what answers there is no {meant} ({what})"
             raise self._refused(message, "give the address that the server prints")
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -345,6 +346,7 @@ def _after_internal_state(runtime: Runtime) -> Function:
         """After Scheduler.get_internal_state, which GET /server_info shows."""
         answer.internal_state["kv_policy"] = runtime.policies.describe()
         answer.internal_state["kv_policy_inspection"] = runtime.inspection
+        answer.internal_state["kv_policy_version"] = version("kvpolicy")
         answer.internal_state["kv_policy_dp_rank"] = compat.dp_rank()
         return answer
 

@@ -4,6 +4,7 @@ import json
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,38 @@ def test_policies_come_and_go_on_every_scheduler(server):
     assert change(server, "DELETE", "mine").json() == {"name": "mine", "withdrawn": True}
     assert kept() == [400] * 2
     assert [each["kv_policy"] for each in states(server)] == before
+
+
+def test_the_fleet_is_told_apart(server, model, monkeypatch, capsys):
+    """By what real servers say: schedulers of one, a replica of the same policies, another."""
+    from kvpolicy.evaluation.cli import main
+    from kvpolicy.evaluation.serving import serve
+
+    monkeypatch.setenv("LOOKING", "secret")
+
+    def status(*servers):
+        urls = [word for each in servers for word in ("--url", each.url)]
+        code = main(["fleet", "status", *urls, "--json", "--api-key-env", "LOOKING"])
+        return code, json.loads(capsys.readouterr().out)
+
+    code, found = status(server)
+    assert (code, found["uniform"]) == (0, True)
+    first, second = found["replicas"][0]["schedulers"]
+    assert first == second
+    assert first["SGLang"].startswith("0.5.")
+    assert first["kvpolicy"] == version("kvpolicy")
+    assert first["experiment"] == "trial"
+    assert first["policy snapkv: settings"] == "capacity=48, window=16"
+    with serve(model, [SNAPKV], ["snapkv.capacity=40", "snapkv.window=16"]) as other:
+        code, found = status(server, other)
+    assert code == 1
+    assert found["differing"]["policy snapkv: settings"] == {
+        "capacity=48, window=16": [f"{server.url} DP0", f"{server.url} DP1"],
+        "capacity=40, window=16": [other.url],
+    }
+    assert found["differing"]["experiment"]["none"] == [other.url]
+    assert "policy snapkv: digest" in found["differing"]
+    assert "SGLang" not in found["differing"]
 
 
 def document(server):

@@ -1,0 +1,204 @@
+"""`kvpolicy fleet status`: whether replicas serve the same, and what differs.
+
+Exit codes: 0 all serve the same, 1 something differs, 2 a replica cannot be asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
+from kvpolicy.experiments.replica import Replica
+
+_AT_ONCE = 32  # replicas that are asked at the same time
+_WIDTH = 100
+_OF_POLICY = ("digest", "settings", "default", "enabled")
+_OF_EXPERIMENT = ("name", "revision", "digest", "state", "rolled_back", "coverage")
+
+Facts = Mapping[str, str]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the actions to the parser of `kvpolicy fleet`."""
+    below = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    status = below.add_parser("status", help="what replicas serve, and where it differs")
+    status.add_argument(
+        "--url",
+        action="append",
+        required=True,
+        metavar="URL",
+        help="address of a server; given again for each replica",
+    )
+    status.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable with the servers' --api-key"
+    )
+    status.add_argument("--json", action="store_true", help="everything as JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `fleet status`; returns the exit code.
+
+    Raises:
+        PolicyError: an option cannot be used.
+    """
+    key = _key(args.api_key_env)
+    replicas = [Replica(url, api_key=key) for url in args.url]
+    urls = [each.url for each in replicas]
+    if len(set(urls)) < len(urls):
+        again = next(url for url in urls if urls.count(url) > 1)
+        raise refused("--url", "arguments", f"{again} is given twice", "name each replica once")
+    with ThreadPoolExecutor(min(_AT_ONCE, len(replicas))) as pool:
+        fleet = Fleet(list(pool.map(_asked, replicas)))
+    if args.json:
+        print(json.dumps(fleet.document(), indent=1))
+    else:
+        print("\n".join(fleet.lines()))
+        for each in fleet.answers:
+            if each.error is not None:
+                print(each.error, file=sys.stderr)
+    if any(each.error is not None for each in fleet.answers):
+        return 2
+    return int(bool(fleet.differing))
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        message = f"the environment variable {variable} is not set"
+        raise refused("--api-key-env", "arguments", message, f"export {variable}=KEY")
+    return key
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a replica answered.
+
+    Attributes:
+        schedulers: facts of each, by what they are of.
+        error: why there are none.
+    """
+
+    url: str
+    schedulers: Sequence[Facts]
+    error: PolicyError | None = None
+
+
+def _asked(replica: Replica) -> Answer:
+    try:
+        return Answer(replica.url, facts_of(replica.server_info()))
+    except PolicyError as error:
+        return Answer(replica.url, (), error)
+
+
+def facts_of(info: Mapping[str, Any]) -> list[Facts]:
+    """Facts of each scheduler of a server, from what `GET /server_info` answers."""
+    states = sorted(info["internal_states"], key=lambda each: each.get("kv_policy_dp_rank") or 0)
+    return [dict(_facts(info, state)) for state in states]
+
+
+def _facts(info: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "model", str(info.get("model_path", "-"))
+    yield "SGLang", str(info.get("version", "-"))
+    yield "kvpolicy", str(state.get("kv_policy_version", "-"))
+    policies = state.get("kv_policy")
+    if policies is None:
+        yield "policies", "none: it serves without --kv-policy"
+        return
+    yield "policies", ", ".join(sorted(each["name"] for each in policies)) or "none"
+    yield "policies applied", _shown(state.get("kv_policy_applied"))
+    yield "inspection", _shown(state.get("kv_policy_inspection"))
+    for each in policies:
+        for key in _OF_POLICY:
+            yield f"policy {each['name']}: {key}", _shown(each.get(key))
+    experiment = state.get("kv_experiment")
+    yield "experiment", "none" if experiment is None else str(experiment.get("name"))
+    if experiment is not None:
+        for key in _OF_EXPERIMENT[1:]:
+            yield f"experiment: {key.replace('_', ' ')}", _shown(experiment.get(key))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={each}" for name, each in sorted(value.items())) or "defaults"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return "-" if value is None else str(value)
+
+
+class Fleet:
+    """What replicas answered, together.
+
+    Attributes:
+        values: of each fact, who has which value: places by value, most first. A place is a
+            replica's address, with the rank of the scheduler where it has several.
+        differing: facts of which there are several values.
+    """
+
+    def __init__(self, answers: Sequence[Answer]) -> None:
+        self.answers = answers
+        places = [
+            (f"{each.url} DP{rank}" if len(each.schedulers) > 1 else each.url, facts)
+            for each in answers
+            for rank, facts in enumerate(each.schedulers)
+        ]
+        names = dict.fromkeys(name for _, facts in places for name in facts)
+        self.values: dict[str, dict[str, list[str]]] = {}
+        for name in names:
+            found: dict[str, list[str]] = {}
+            for place, facts in places:
+                found.setdefault(facts.get(name, "-"), []).append(place)
+            ordered = sorted(found.items(), key=lambda each: -len(each[1]))
+            self.values[name] = dict(ordered)
+        self.differing = [name for name, found in self.values.items() if len(found) > 1]
+
+    def lines(self) -> Iterator[str]:
+        """Text for a terminal: what differs is marked, and says where."""
+        yield self._headline()
+        width = max(map(len, self.values), default=0)
+        for name, found in self.values.items():
+            mark = "!" if len(found) > 1 else " "
+            for place, (value, places) in enumerate(found.items()):
+                shown = f"{mark} {name if place == 0 else '':<{width}}  {value}"
+                yield shown if len(found) == 1 else f"{shown}  at {len(places)}:"
+                if len(found) > 1:
+                    indent = " " * (width + 8)
+                    yield from textwrap.wrap(
+                        " ".join(places), _WIDTH, initial_indent=indent, subsequent_indent=indent,
+                        break_long_words=False, break_on_hyphens=False,
+                    )  # fmt: skip
+
+    def _headline(self) -> str:
+        asked = len(self.answers)
+        silent = sum(each.error is not None for each in self.answers)
+        replicas = "1 replica" if asked == 1 else f"{asked} replicas"
+        said = f"{len(self.differing)} of {len(self.values)} facts differ"
+        if not self.differing:
+            said = "all serve the same" if silent < asked else "none answers"
+        return f"{replicas}: {said}" + (
+            f"; {silent} cannot be asked" if silent < asked and silent else ""
+        )
+
+    def document(self) -> dict[str, Any]:
+        """The same for programs."""
+        return {
+            "uniform": not self.differing and all(each.error is None for each in self.answers),
+            "differing": {name: self.values[name] for name in self.differing},
+            "replicas": [
+                {"url": each.url, "schedulers": [dict(facts) for facts in each.schedulers]}
+                if each.error is None
+                else {"url": each.url, "error": each.error.diagnostics[0].message}
+                for each in self.answers
+            ],
+        }
