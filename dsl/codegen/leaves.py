@@ -114,6 +114,8 @@ class Leaves:
         text = f"tl.load({pointer} + {place}{guard})"
         if node is not None and node.type.kind == "truth":
             text = f"{text} != 0"
+        elif node is not None and id(node) in self.stored:
+            text = f"{text}.to(tl.float32)"  # as it was computed
         return Tile(self.named(wish, text), frozenset(axes) - {"kv"})
 
 

@@ -1,6 +1,6 @@
 """Generated kernels in the torch program: what a bundle needs, and its values.
 
-Kernels compute in float32; what they give goes on as float64. Those of a prefill serve whole
+Kernels compute in float32; what they give is stored as float64. Those of a prefill serve whole
 layers, those of decode steps entries of which every KV head may hold others.
 
 Dimensions: G KV heads, H query heads, n tokens or entries of a layer, W queries of a window, D head
@@ -273,7 +273,7 @@ def _completed(
 ) -> dict[int, Value]:
     parts: dict[int, dict[str, torch.Tensor]] = {}
     for result, data in zip(results, made, strict=True):
-        data = data.bool() if result.truth else data
+        data = data.view(torch.bool) if result.truth else data
         if result.splits:
             data = data if result.truth else data.double()
             data = _joined(result.node.operation, data)
@@ -284,8 +284,6 @@ def _completed(
     for node in bundle.outputs:
         own = parts[id(node)]
         each = reductions.get(id(node))
-        if each is None or not each.rest:
-            own = {name: x if x.dtype == torch.bool else x.double() for name, x in own.items()}
         if each is not None and (each.rest or "count" in own):
             x = _rest(node, each.rest, own, axes[id(node)], frame)
         else:
@@ -331,7 +329,7 @@ def _rest(
             left = ("kv", *left)
         else:
             dims = [dim + 1 for dim in dims]
-        total = total.sum(dims, dtype=torch.float64) if dims else total.double()
+        total = total.sum(dims) if dims else total
         if apart is not None:
             total = total.unsqueeze(2).expand(-1, -1, apart, *total.shape[2:])
         if node.op == "count":
@@ -342,5 +340,5 @@ def _rest(
             data = data.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
         data = data if apart is None else data.flatten(0, 1)
         return Value(data, left, finite=node.op == "count" or finite(node))
-    x = Value(parts["value"].double(), axes, finite=finite(node))
+    x = Value(parts["value"], axes, finite=finite(node))
     return reduce(replace(node, axes=over), frame, frame.present(x) if "token" in axes else x)

@@ -188,7 +188,7 @@ class _Zeros(Generated):
                 results = tuple(
                     torch.zeros(
                         [1] * each.splits + [sizes[axis] for axis in each.axes],
-                        dtype=torch.int8 if each.truth else torch.float32,
+                        dtype=torch.int8 if each.truth else torch.float64,
                     )
                     for each in source.results
                     if not each.stage

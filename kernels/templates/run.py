@@ -90,8 +90,9 @@ class Frame:
             split: tokens after which a row's sum is cut at decode steps; None: by device.
 
         Returns:
-            Tensors of the results, and bool tensors, 0-d, at decode steps [G], that are false if
-            the model's tensors held NaN or infinity.
+            Tensors of the results: int8 truth values, float64 numbers, of splits float32 ones. And
+            bool tensors, 0-d, at decode steps [G], that are false if the model's tensors held NaN
+            or infinity.
         """
         return _Run(self, window, keys, values, marks, tokens, block, split).made(
             tuple(inputs), tuple(numbers)
@@ -151,7 +152,9 @@ class _Run:
         """The results, and the checks."""
         frame = self.frame
         lse = self._row_lse() if frame.softmax else None
-        results = tuple(self._empty(*each) for each in frame.results)
+        results = tuple(
+            self._empty(*each, i in frame.returned) for i, each in enumerate(frame.results)
+        )
         given = (inputs, numbers, results)
         if frame.columns is not None:
             self._columns(frame.columns, lse, given)
@@ -164,12 +167,16 @@ class _Run:
             )
         return tuple(results[i] for i in frame.returned), self.checks
 
-    def _empty(self, axes: tuple[str, ...], truth: bool, splits: bool) -> torch.Tensor:
+    def _empty(
+        self, axes: tuple[str, ...], truth: bool, splits: bool, returned: bool
+    ) -> torch.Tensor:
         sizes = {
             "kv": self.kv, "group": self.frame.group, "token": self.tokens, "query": self.queries,
         }  # fmt: skip
         shape = [sizes[axis] for axis in axes]
-        dtype = torch.int8 if truth else torch.float32
+        # Torch goes on in float64 with what kernels leave whole.
+        whole = torch.float64 if returned and not splits else torch.float32
+        dtype = torch.int8 if truth else whole
         shape = [self.splits, *shape] if splits else shape
         return torch.empty(shape, dtype=dtype, device=self.device)
 
