@@ -57,7 +57,7 @@ def arguments(model: Model, entries: int, batch: int) -> dict[str, tuple[tuple, 
         "pairs": ((pool, places, real, to, found, ids), {}),
         "means": ((cosines, real, group), {}),
         "links": ((places, to[..., None], found[..., None], real, cosines, width), {}),
-        "merge_entries": ((pool, ids, *made, one, one, proceed), {}),
+        "merge_entries": ((pool, ids, made, None, one, proceed), {}),
     }
 
 

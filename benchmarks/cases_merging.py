@@ -15,6 +15,7 @@ from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.run import Run
 from kvpolicy.kernels.merging import merge_rows as reference_rows
 from kvpolicy.kernels.merging import nearest as reference
+from kvpolicy.kernels.merging.links import Links
 from kvpolicy.kernels.merging.merge_rows_triton import merge_rows
 from kvpolicy.kernels.merging.nearest_triton import nearest
 from kvpolicy.kernels.table import REFERENCE
@@ -147,8 +148,8 @@ def _nearest(bench: Bench, tokens: int, number: int) -> Case:
     )  # fmt: skip
 
 
-def links_of(model: Model, tokens: int, number: int) -> tuple[torch.Tensor, ...]:
-    """sources, weights [G, P], offsets [G, n + 1], own, divide [G, n]: random receivers."""
+def links_of(model: Model, tokens: int, number: int) -> tuple[Links, torch.Tensor, torch.Tensor]:
+    """Links of random receivers, own and divide [G, n]."""
     dropped, _, stays = lists_of(model, tokens, number)
     kept = stays.nonzero()[:, 1].view(len(stays), number)
     heads, device = model.shape.kv_heads, model.device
@@ -161,27 +162,27 @@ def links_of(model: Model, tokens: int, number: int) -> tuple[torch.Tensor, ...]
     weights = torch.rand(size, generator=generator, device=device, dtype=torch.float64).exp()
     own = torch.full((heads, tokens), math.e, dtype=torch.float64, device=device)
     offsets = many.cumsum(-1).int()
-    mass = reference_rows.merge_mass(weights, offsets, own)
-    return dropped.gather(1, order).contiguous(), weights, offsets, own, mass
+    links = (dropped.gather(1, order).contiguous(), weights, offsets)
+    return links, own, reference_rows.merge_mass(links, own)
 
 
 def _rows(bench: Bench, tokens: int, number: int) -> Case:
     model, shape = bench.model, bench.model.shape
     x = model.random(shape.kv_heads, tokens, shape.head_dim, seed=1)
-    links = links_of(model, tokens, number)
+    sums = links_of(model, tokens, number)
     calls = {
-        OURS: lambda: merge_rows(x, *links),
-        "torch, float64": lambda: reference_rows.merge_rows(x, *links),
+        OURS: lambda: merge_rows(x, *sums),
+        "torch, float64": lambda: reference_rows.merge_rows(x, *sums),
     }
 
     def check() -> str:
-        wanted = reference_rows.merge_rows(x, *links)
+        wanted = reference_rows.merge_rows(x, *sums)
         assert not torch.equal(wanted, x.double()), "nothing was merged"
         # Sums of so many terms in another order, of float64.
-        terms = int(links[2].diff(dim=-1).max()) + 3
-        size = reference_rows.merge_rows(x.double().abs(), *links)
+        terms = int(sums[0][2].diff(dim=-1).max()) + 3
+        size = reference_rows.merge_rows(x.double().abs(), *sums)
         bound = terms * torch.finfo(torch.float64).eps * size
-        return within(merge_rows(x, *links), wanted, bound, "merged rows")
+        return within(merge_rows(x, *sums), wanted, bound, "merged rows")
 
     counted = shape.kv_heads * tokens * (model.entry_bytes + 8 * shape.head_dim)
     return Case(

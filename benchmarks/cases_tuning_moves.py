@@ -237,15 +237,15 @@ def nearest_kept(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
 def merged(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
     model, shape = bench.model, bench.model.shape
     x = model.random(shape.kv_heads, tokens, shape.head_dim, seed=1)
-    links = links_of(model, tokens, number)
+    sums = links_of(model, tokens, number)
     receivers, many = ((2,), (16,)) if toy else ((4, 8, 16), (16, 32, 64))
-    calls, knobs = variants(partial(merge_rows, x, *links), receivers=receivers, links=many)
+    calls, knobs = variants(partial(merge_rows, x, *sums), receivers=receivers, tile=many)
 
     def check(calls: dict[str, Callable]) -> str:
         # Sums of so many terms in another order, of float64.
-        terms = int(links[2].diff(dim=-1).max()) + 3
-        wanted = reference_rows.merge_rows(x, *links)
-        size = reference_rows.merge_rows(x.double().abs(), *links)
+        terms = int(sums[0][2].diff(dim=-1).max()) + 3
+        wanted = reference_rows.merge_rows(x, *sums)
+        size = reference_rows.merge_rows(x.double().abs(), *sums)
         bound = terms * torch.finfo(torch.float64).eps * size
         return "; ".join(within(each(), wanted, bound, name) for name, each in calls.items())
 

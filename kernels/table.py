@@ -45,6 +45,7 @@ REFERENCE: dict[str, Callable] = {
     "merge_entries": merge_entries.merge_entries,
     "merge_rows": merge_rows.merge_rows,
     "merge_mass": merge_rows.merge_mass,
+    "members": merge_rows.members,
     "gram": share.gram,
     "blend": share.blend,
 }

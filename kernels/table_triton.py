@@ -53,6 +53,7 @@ TRITON: dict[str, Callable] = {
     "merge_entries": merge_entries_triton.merge_entries,
     "merge_rows": merge_rows_triton.merge_rows,
     "merge_mass": merge_rows_triton.merge_mass,
+    "members": merge_rows_triton.members,
     "gram": share_triton.gram,
     "blend": share_triton.blend,
 }

@@ -267,8 +267,11 @@ def test_merges():
     receivers, sources = torch.randint(60, (2, 30), generator=generator).sort(-1)
     offsets = torch.stack([torch.searchsorted(row, torch.arange(61)) for row in receivers]).int()
     weights = torch.rand(2, 30, generator=generator, dtype=torch.float64)
-    own = torch.ones(2, 60, dtype=torch.float64)
-    inputs = (x, sources, weights, offsets, own, merge_mass(weights, offsets, own))
-    merged = [merge_rows(*(each.to(d) for each in inputs)).cpu() for d in ("cpu", "cuda")]
+    links = (sources, weights, offsets)
+    mass = merge_mass(links, None)
+    merged = [
+        merge_rows(x.to(d), tuple(each.to(d) for each in links), None, mass.to(d)).cpu()
+        for d in ("cpu", "cuda")
+    ]
     assert not torch.equal(merged[0], x.double())
     torch.testing.assert_close(*merged, atol=1e-14, rtol=1e-14)

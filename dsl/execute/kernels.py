@@ -71,10 +71,12 @@ target(x, receivers, joins) -> float64 [R, P]
     The mean of float64 x [R, M] over int64 columns [R, P, S] where bool `joins` is true; 0 where
     that is NaN.
 
-links(places, receivers, joins, accepted, weights, tokens) -> sources, weights, offsets
-    What `merge_rows` takes, of int64 places [R, P] and their receivers
-    [R, P, S], where bool `joins` [R, P, S] and `accepted` [R, P] are true, with float64 weights
-    [R, P]. Links of one receiver are in the order of P, then S.
+links(places, receivers, joins, accepted, weights, tokens) -> links
+    Three tensors that say by receiver what is added to it: of int64 places [R, P] and their
+    receivers [R, P, S], where bool `joins` [R, P, S] and `accepted` [R, P] are true, with float64
+    weights [R, P]. Links of one receiver are in the order of P, then S. They are int64 [R, K]
+    columns of sources, float64 [R, K] weights and int32 [R, tokens + 1] offsets: those of column c
+    are from offsets[c] to offsets[c + 1].
 
 draws(seed, positions, generated, group) -> float64 [S * G, M]
     `uniform(seed)` (`ir/counts.py`) for the entries at int64 [S, M] positions of S layers of G KV
@@ -84,19 +86,21 @@ finite(keys, values, ids, there) -> bool [R]
     Whether the rows int64 ids [R, M] of two pools [E, D], where bool `there` [R, M] is true, hold
     neither NaN nor infinity.
 
-merge_rows(x, sources, weights, offsets, own, divide) -> float64 [G, n, D]
+merge_rows(x, links, own, divide) -> float64 [G, n, D]
     Receiver c of a KV head becomes (own * x[c] + the sum of weight * x[source] over its links) /
     divide; x[c] where it has no links, where the divisor is 0 or not finite and where the sum is
-    not finite. Its links are those from offsets[c] to offsets[c + 1]. x is [G, n, D] of any float
-    dtype, sources int64 [G, K], weights float64 [G, K], offsets int32 [G, n + 1], own and divide
-    float64 [G, n]. Sums are float64 and the same for the same arguments.
+    not finite. x is [G, n, D] of any float dtype, own and divide float64 [G, n]; without own it is
+    1, without divide as of `merge_mass`. Sums are float64 and the same for the same arguments.
 
-merge_entries(pool, ids, sources, weights, offsets, own, divide, proceed)
+merge_entries(pool, ids, links, own, divide, proceed)
     The same in the pool itself, for R lists of rows int64 ids [R, n] of pool [E, D], rounded once;
     nothing is written of R / B lists each of whose bool `proceed` [B, P] one is false.
 
-merge_mass(weights, offsets, own) -> float64 [G, n]
+merge_mass(links, own) -> float64 [G, n]
     own and the sum of the weights of each receiver's links.
+
+members(links) -> float64 [G, n]
+    1 and the number of each receiver's links.
 
 gram(below, own) -> float64 [3, G, N]
     Inner products of pairs of vectors of two [G, N, D] of any one float dtype: of below with

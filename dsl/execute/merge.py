@@ -25,6 +25,10 @@ from kvpolicy.dsl.ir.nodes import Merge, Node
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of
 
 _DROPPED = ("kv", "dropped")
+_TOKENS = ("kv", "token")
+
+# What is added to whom, as of the kernel "links".
+Links = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,26 +48,6 @@ class Receivers:
         return zip(self.index.unbind(2), self.there.unbind(2), strict=True)
 
 
-@dataclass(frozen=True)
-class Links:
-    """Which dropped entries are merged into which kept ones, by receiver, as kernels take it.
-
-    Attributes:
-        sources: int64 [G, K], a dropped entry's place among the candidates.
-        weights: float64 [G, K].
-        offsets: int32 [G, n + 1]: the links of receiver c are those from offsets[c] to
-            offsets[c + 1]; what follows the last one is no link.
-    """
-
-    sources: torch.Tensor
-    weights: torch.Tensor
-    offsets: torch.Tensor
-
-    def of_some(self, heads: slice, first: int) -> Links:
-        """Those of some KV heads, whose first candidates, nobody's, are left out."""
-        return Links(self.sources[heads] - first, self.weights[heads], self.offsets[heads, first:])
-
-
 @dataclass
 class Merging:
     """The merge of one layer.
@@ -79,9 +63,9 @@ class Merging:
     _index: torch.Tensor = field(init=False)
     _present: torch.Tensor = field(init=False)
     _receivers: Receivers = field(init=False)
-    _own: torch.Tensor = field(init=False)
-    _divide: torch.Tensor = field(init=False)
     _links: Links = field(init=False)
+    _own: torch.Tensor | None = field(init=False)
+    _divide: torch.Tensor | None = field(init=False)
 
     @classmethod
     def of(
@@ -141,10 +125,8 @@ class Merging:
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """Keys or values after the merge: float64 [G, n, D] from [G, n, D]."""
-        links, kernel = self._links, self.evaluation.frame.kernels["merge_rows"]
-        merged: torch.Tensor = kernel(
-            x, links.sources, links.weights, links.offsets, self._own, self._divide
-        )
+        kernel = self.evaluation.frame.kernels["merge_rows"]
+        merged: torch.Tensor = kernel(x, self._links, self._own, self._divide)
         return merged
 
     def write(self, entries: Entries, proceed: torch.Tensor) -> None:
@@ -153,17 +135,17 @@ class Merging:
         Args:
             proceed: bool [B, P], of G / B KV heads each; where one is false nothing is written.
         """
-        links, kernel = self._links, self.evaluation.frame.kernels["merge_entries"]
-        kernel(
-            entries.pool, entries.ids, links.sources, links.weights, links.offsets, self._own,
-            self._divide, proceed,
-        )  # fmt: skip
+        kernel = self.evaluation.frame.kernels["merge_entries"]
+        kernel(entries.pool, entries.ids, self._links, self._own, self._divide, proceed)
 
     def of_some(self, heads: slice, first: int) -> Merging:
         """The merge of some KV heads, whose first candidates, nobody's, are left out."""
         made = Merging(self.merge, self.evaluation, self.kept[heads, first:])
-        made._links = self._links.of_some(heads, first)
-        made._own, made._divide = (x[heads, first:] for x in (self._own, self._divide))
+        sources, weights, offsets = (x[heads] for x in self._links)
+        made._links = sources - first, weights, offsets[:, first:]
+        made._own, made._divide = (
+            None if x is None else x[heads, first:] for x in (self._own, self._divide)
+        )
         return made
 
     def keep_links(self) -> None:
@@ -261,7 +243,7 @@ class Merging:
         x, to = evaluation.value(node.args[0]), self._receivers
         frame = evaluation.frame
         whole = x.mask is None or x.mask is frame.there
-        if x.axes == ("kv", "token") and whole:
+        if x.axes == _TOKENS and whole:
             data = frame.kernels["target"](x.tensor.double(), to.index, to.there)
             return Value(data, _DROPPED, self._present, _DROPPED, finite=x.finite)
         parts = [(to.index, to.there)]
@@ -289,8 +271,12 @@ class Merging:
 
     def _sum(self, node: Node, evaluation: Evaluation) -> Value:
         """`mass` and `members` of the receivers."""
-        data = self._mass() if node.value == "mass" else self._members()
-        return Value(data, ("kv", "token"), finite=True)
+        frame = evaluation.frame
+        if node.value == "mass":
+            data = frame.kernels["merge_mass"](self._links, self._own)
+        else:
+            data = frame.kernels["members"](self._links)
+        return Value(data, _TOKENS, finite=True)
 
     # Weights.
 
@@ -299,33 +285,21 @@ class Merging:
         accepted = self._present
         if merge.accept is not None:
             accepted = self._spread(self.evaluation.value(merge.accept), _DROPPED, False)
-        if merge.weight is None:
-            weight = self._one(_DROPPED)
-        else:
-            weight = self._per_dropped(self.evaluation.value(merge.weight))
+        weight = Value(1.0) if merge.weight is None else self.evaluation.value(merge.weight)
         to = self._receivers
-        given = (self._index, to.index, to.there, accepted, weight)
-        self._links = Links(*frame.kernels["links"](*given, frame.tokens))
-        if merge.own is None:
-            self._own = self._one(("kv", "token"))
-        else:
-            self._own = self._spread(self.evaluation.value(merge.own), ("kv", "token"), 0.0)
-        if merge.divide is None:
-            self._divide = self._mass()
-        else:
-            self._divide = self._spread(self.evaluation.value(merge.divide), ("kv", "token"), 0.0)
+        given = (self._index, to.index, to.there, accepted, self._per_dropped(weight))
+        self._links = frame.kernels["links"](*given, frame.tokens)
+        self._own = self._per_entry(merge.own)
+        self._divide = self._per_entry(merge.divide)
 
-    def _members(self) -> torch.Tensor:
-        """float64 [G, n], how many entries each receiver has, itself included."""
-        return 1.0 + self._links.offsets.diff().double()
-
-    def _one(self, axes: tuple[str, ...]) -> torch.Tensor:
-        return self._spread(Value(1.0), axes, 0.0)
-
-    def _mass(self) -> torch.Tensor:
-        kernel = self.evaluation.frame.kernels["merge_mass"]
-        mass: torch.Tensor = kernel(self._links.weights, self._links.offsets, self._own)
-        return mass
+    def _per_entry(self, node: Node | None) -> torch.Tensor | None:
+        """Numbers [G, n], 0 where absent; where nothing is they mean nothing."""
+        if node is None:
+            return None
+        x = self.evaluation.value(node)
+        if x.mask is self.evaluation.frame.there:
+            x = replace(x, mask=None, mask_axes=())
+        return self._spread(x, _TOKENS, 0.0)
 
     def _per_dropped(self, x: Value) -> torch.Tensor:
         """Numbers [G, P], 0 where absent; where nothing is dropped they mean nothing."""

@@ -75,7 +75,7 @@ KERNELS = {
     "rows": Kernel((), ("row_bytes",), {"block": _POWERS}),
     "nearest": Kernel(("dtype", "head_dim"), ("dropped",), {"rows": _TILE, "columns": _TILE}),
     "merge_rows": Kernel(
-        ("dtype", "head_dim"), ("tokens",), {"receivers": range(1, 257), "links": _POWERS}
+        ("dtype", "head_dim"), ("tokens",), {"receivers": range(1, 257), "tile": _POWERS}
     ),
 }
 

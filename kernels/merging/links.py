@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from kvpolicy.kernels.launch.arguments import check_tensors
 
+# Of R lists of n columns int64 [R, K] sources, the column of what leaves, float64 [R, K] weights,
+# and int32 [R, n + 1] offsets: the links of column c are from offsets[c] to offsets[c + 1].
+Links = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 def links(
     places: torch.Tensor,
@@ -13,7 +17,7 @@ def links(
     accepted: torch.Tensor,
     weights: torch.Tensor,
     tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Links:
     """The links of R lists; those of one receiver in the order of the entries that it gets.
 
     Args:
@@ -25,8 +29,7 @@ def links(
         tokens: n, columns.
 
     Returns:
-        Of K = P * S links int64 [R, K] sources and float64 [R, K] weights, and int32 [R, n + 1]:
-        those of column c are from offsets[c] to offsets[c + 1]; what follows the last is no link.
+        K = P * S of each list; what follows the last one is no link.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from kvpolicy.kernels.merging.links import check
+from kvpolicy.kernels.merging.links import Links, check
 
 
 def links(
@@ -24,7 +24,7 @@ def links(
     *,
     block: int = 1024,
     tile: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Links:
     """The links of R lists; those of one receiver in the order of the entries that it gets.
 
     As `links.links`; what it returns behind the last link means nothing.
@@ -34,7 +34,7 @@ def links(
         tile: links that are placed at a time, a power of two. None: 64, of a prompt's many 128.
 
     Returns:
-        int64 [R, K], float64 [R, K] and int32 [R, n + 1].
+        K = P * S of each list.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.

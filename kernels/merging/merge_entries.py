@@ -8,18 +8,16 @@ from __future__ import annotations
 import torch
 from kvpolicy.kernels.entries.rounding import rounded
 from kvpolicy.kernels.entries.settle import check_proceed
-from kvpolicy.kernels.launch.arguments import check_tensors
-from kvpolicy.kernels.merging.merge_rows import check_mass, merge_rows
+from kvpolicy.kernels.merging.links import Links
+from kvpolicy.kernels.merging.merge_rows import check_sums, merge_rows
 
 
 def merge_entries(
     pool: torch.Tensor,
     ids: torch.Tensor,
-    sources: torch.Tensor,
-    weights: torch.Tensor,
-    offsets: torch.Tensor,
-    own: torch.Tensor,
-    divide: torch.Tensor,
+    links: Links,
+    own: torch.Tensor | None,
+    divide: torch.Tensor | None,
     proceed: torch.Tensor,
 ) -> None:
     """Merge keys or values of R lists: as `merge_rows`, rounded once to the type of the pool.
@@ -28,19 +26,20 @@ def merge_entries(
         pool: [E, D] any float dtype; rows of receivers are written in place.
         ids: int64 [R, n], the rows of each list. Of those with links, and of sources, none stands
             there twice; no receiver is anyone's source.
-        sources, weights, offsets, own, divide: as of `merge_rows`, with R for G.
+        links, own, divide: as of `merge_rows`, with R for G.
         proceed: bool [B, P], of R / B lists each; where one is false, nothing of these is written.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    check(pool, ids, sources, weights, offsets, own, divide, proceed)
+    check(pool, ids, links, own, divide, proceed)
     lists = len(ids) // max(len(proceed), 1)
-    writes = (offsets.diff() > 0) & proceed.all(1).repeat_interleave(lists)[:, None]
+    writes = (links[2].diff() > 0) & proceed.all(1).repeat_interleave(lists)[:, None]
     for number in writes.any(1).nonzero()[:, 0].tolist():
         each = slice(number, number + 1)
-        links = (x[each] for x in (sources, weights, offsets, own, divide))
-        made = merge_rows(pool[ids[each]], *links)[0]
+        sources, weights, offsets = (x[each] for x in links)
+        sums = (None if x is None else x[each] for x in (own, divide))
+        made = merge_rows(pool[ids[each]], (sources, weights, offsets), *sums)[0]
         some = writes[number]
         pool.index_copy_(0, ids[number, some], rounded(made[some], pool.dtype))
 
@@ -48,11 +47,9 @@ def merge_entries(
 def check(
     pool: torch.Tensor,
     ids: torch.Tensor,
-    sources: torch.Tensor,
-    weights: torch.Tensor,
-    offsets: torch.Tensor,
-    own: torch.Tensor,
-    divide: torch.Tensor,
+    links: Links,
+    own: torch.Tensor | None,
+    divide: torch.Tensor | None,
     proceed: torch.Tensor,
 ) -> None:
     """Refuses wrong shapes and dtypes; reads no tensor.
@@ -66,13 +63,7 @@ def check(
         )
     if ids.dtype != torch.int64 or ids.dim() != 2:
         raise ValueError(f"ids: expected int64 [R, n], got {ids.dtype} {list(ids.shape)}")
-    check_mass(weights, offsets, own)
-    given = (
-        ("own", own, torch.float64, ids.shape),
-        ("divide", divide, torch.float64, ids.shape),
-        ("sources", sources, torch.int64, weights.shape),
-    )
-    check_tensors(given)
+    check_sums(links, own, divide, ids.shape)
     check_proceed(proceed, len(proceed))
     if not len(proceed) or len(ids) % len(proceed):
         raise ValueError(

@@ -11,21 +11,20 @@ import triton
 import triton.language as tl
 from kvpolicy.kernels.entries.rounding_triton import rounded, widened
 from kvpolicy.kernels.entries.settle_triton import proceeds
+from kvpolicy.kernels.merging.links import Links
 from kvpolicy.kernels.merging.merge_entries import check
 
 
 def merge_entries(
     pool: torch.Tensor,
     ids: torch.Tensor,
-    sources: torch.Tensor,
-    weights: torch.Tensor,
-    offsets: torch.Tensor,
-    own: torch.Tensor,
-    divide: torch.Tensor,
+    links: Links,
+    own: torch.Tensor | None,
+    divide: torch.Tensor | None,
     proceed: torch.Tensor,
     *,
     receivers: int = 64,
-    links: int = 16,
+    tile: int = 16,
 ) -> None:
     """Merge keys or values of R lists: as `merge_rows`, rounded once to the type of the pool.
 
@@ -33,23 +32,28 @@ def merge_entries(
     are added in tiles, in an order that only their number decides.
 
     Args:
-        receivers: that a program looks at; links: of a tile, a power of two.
+        receivers: that a program looks at; tile: links that are added at a time, a power of two.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    check(pool, ids, sources, weights, offsets, own, divide, proceed)
+    check(pool, ids, links, own, divide, proceed)
     (lists, tokens), size = ids.shape, pool.shape[1]
+    sources, weights, offsets = (each.contiguous() for each in links)
     if not ids.numel() or not sources.numel():
         return
     _merge[(triton.cdiv(tokens, receivers), lists)](
-        pool, pool.stride(0), ids.contiguous(), sources.contiguous(), weights.contiguous(),
-        offsets.contiguous(), own, *own.stride(), divide, *divide.stride(),
+        pool, pool.stride(0), ids.contiguous(), sources, weights, offsets,
+        own, *_strides(own), divide, *_strides(divide),
         proceed.contiguous().view(torch.uint8), tokens, sources.shape[1], lists // len(proceed),
-        D=size, RECEIVERS=receivers, LINKS=links, BLOCK_D=triton.next_power_of_2(size),
+        D=size, RECEIVERS=receivers, LINKS=tile, BLOCK_D=triton.next_power_of_2(size),
         FLAGS=proceed.shape[1], FLAGS_P=triton.next_power_of_2(max(proceed.shape[1], 1)),
         num_warps=4,
     )  # fmt: skip
+
+
+def _strides(x: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if x is None else (x.stride(0), x.stride(1))
 
 
 @triton.jit
@@ -88,6 +92,7 @@ def _merge(
             begin, end = tl.load(offsets + row), tl.load(offsets + row + 1)
             if end > begin:
                 total = tl.zeros([BLOCK_D], tl.float64)
+                mass = tl.full([], 0.0, tl.float64)
                 for start in range(begin, end, LINKS):
                     link = start + tl.arange(0, LINKS)
                     there = link < end
@@ -98,10 +103,16 @@ def _merge(
                     at = pool + entry[:, None] * stride + column[None, :]
                     rows = _double(tl.load(at, mask=mask, other=0.0))
                     total += tl.sum(weight[:, None] * rows, axis=0)
+                    mass += tl.sum(weight)
                 at = pool + tl.load(ids + row) * stride + column
                 mine = _double(tl.load(at, mask=valid, other=0.0))
-                made = mine * tl.load(own + this * own_list + row * own_entry) + total
-                by = tl.load(divide + this * divide_list + row * divide_entry)
+                weighs = tl.full([], 1.0, tl.float64)
+                if own is not None:
+                    weighs = tl.load(own + this * own_list + row * own_entry)
+                made = mine * weighs + total
+                by = weighs + mass
+                if divide is not None:
+                    by = tl.load(divide + this * divide_list + row * divide_entry)
                 bad = tl.max((valid & ~(tl.abs(made) < float("inf"))).to(tl.int32), axis=0)
                 if (bad == 0) & (by != 0) & (tl.abs(by) < float("inf")):
                     tl.store(at, rounded(made / by, pool.dtype.element_ty), mask=valid)

@@ -1,21 +1,19 @@
 """What dropped entries add to their receivers: weighted sums per receiver, in float64.
 
-A link says that a dropped entry is merged into a receiver, with a weight. The links of a KV head
-are listed by receiver: those of receiver c stand at offsets[c] to offsets[c + 1].
+A link says that a dropped entry is merged into a receiver, with a weight; see `links`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from kvpolicy.kernels.launch.arguments import check_tensors
+from kvpolicy.kernels.merging.links import Links
 
 
 def merge_rows(
-    x: torch.Tensor,
-    sources: torch.Tensor,
-    weights: torch.Tensor,
-    offsets: torch.Tensor,
-    own: torch.Tensor,
-    divide: torch.Tensor,
+    x: torch.Tensor, links: Links, own: torch.Tensor | None, divide: torch.Tensor | None
 ) -> torch.Tensor:
     """Keys or values of a layer after a merge.
 
@@ -25,10 +23,9 @@ def merge_rows(
 
     Args:
         x: [G, n, D] any float dtype, not changed.
-        sources: [G, K] int64, the dropped entry of each link.
-        weights: [G, K] float64.
-        offsets: [G, n + 1] int32, ascending from 0; links from offsets[n] on mean nothing.
-        own, divide: [G, n] float64.
+        links: of G lists of n columns, ascending from 0; those from offsets[n] on mean nothing.
+        own: [G, n] float64; None: 1.
+        divide: [G, n] float64; None: own and the weights of the links of c.
 
     Returns:
         [G, n, D] float64.
@@ -36,7 +33,10 @@ def merge_rows(
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    check_rows(x, sources, weights, offsets, own, divide)
+    check_rows(x, links, own, divide)
+    sources, weights, offsets = links
+    if divide is None:
+        divide = merge_mass(links, own)
     result = x.double()
     result = result.clone() if result is x else result
     for head, rows in enumerate(result):
@@ -44,7 +44,7 @@ def merge_rows(
         total = torch.zeros_like(rows)
         added = rows[sources[head, :number]] * weights[head, :number, None]
         total.index_add_(0, receivers, added)
-        made = rows * own[head, :, None] + total
+        made = (rows if own is None else rows * own[head, :, None]) + total
         by = divide[head, :, None]
         changed = (offsets[head].diff() > 0)[:, None] & (by != 0) & by.isfinite()
         changed &= made.isfinite().all(-1, keepdim=True)
@@ -52,11 +52,11 @@ def merge_rows(
     return result
 
 
-def merge_mass(weights: torch.Tensor, offsets: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+def merge_mass(links: Links, own: torch.Tensor | None) -> torch.Tensor:
     """Own weight and the weights of its links, of each receiver.
 
     Args:
-        weights, offsets, own: as of `merge_rows`.
+        links, own: as of `merge_rows`.
 
     Returns:
         [G, n] float64.
@@ -64,12 +64,29 @@ def merge_mass(weights: torch.Tensor, offsets: torch.Tensor, own: torch.Tensor) 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    check_mass(weights, offsets, own)
-    total = own.clone()
+    check_links(links, own)
+    _, weights, offsets = links
+    total = weights.new_ones(len(offsets), offsets.shape[1] - 1) if own is None else own.clone()
     for head, mass in enumerate(total):
         receivers, number = _receivers(offsets[head])
         mass.index_add_(0, receivers, weights[head, :number])
     return total
+
+
+def members(links: Links) -> torch.Tensor:
+    """How many entries each receiver has, itself included.
+
+    Args:
+        links: as of `merge_rows`.
+
+    Returns:
+        [G, n] float64.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
+    check_links(links, None)
+    return 1.0 + links[2].diff().double()
 
 
 def _receivers(offsets: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -79,37 +96,53 @@ def _receivers(offsets: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def check_rows(
-    x: torch.Tensor,
-    sources: torch.Tensor,
-    weights: torch.Tensor,
-    offsets: torch.Tensor,
-    own: torch.Tensor,
-    divide: torch.Tensor,
+    x: torch.Tensor, links: Links, own: torch.Tensor | None, divide: torch.Tensor | None
 ) -> None:
-    """Raises ValueError for tensors that do not fit together."""
+    """Refuses tensors that do not fit together; reads none.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
     if x.ndim != 3 or not x.is_floating_point():
         raise ValueError(f"x: expected floats [G, n, D], got {x.dtype} {list(x.shape)}")
-    heads, tokens, _ = x.shape
-    check_mass(weights, offsets, own)
-    links = [heads, weights.shape[1]]
-    _check("sources", sources, torch.int64, links)
-    _check("own", own, torch.float64, [heads, tokens])
-    _check("divide", divide, torch.float64, [heads, tokens])
+    check_sums(links, own, divide, x.shape[:2])
 
 
-def check_mass(weights: torch.Tensor, offsets: torch.Tensor, own: torch.Tensor) -> None:
-    """Raises ValueError for tensors that do not fit together."""
-    if own.ndim != 2:
-        raise ValueError(f"own: expected [G, n], got {list(own.shape)}")
-    heads, tokens = own.shape
-    _check("own", own, torch.float64, [heads, tokens])
-    _check("offsets", offsets, torch.int32, [heads, tokens + 1])
-    if weights.ndim != 2:
-        raise ValueError(f"weights: expected [{heads}, K], got {list(weights.shape)}")
-    _check("weights", weights, torch.float64, [heads, weights.shape[1]])
+def check_sums(
+    links: Links, own: torch.Tensor | None, divide: torch.Tensor | None, lists: Sequence[int]
+) -> None:
+    """Refuses what does not belong to G lists of n columns, `lists`; reads no tensor.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
+    heads, tokens = lists
+    check_links(links, None)
+    check_tensors([
+        ("offsets", links[2], torch.int32, (heads, tokens + 1)),
+        ("own", own, torch.float64, lists),
+        ("divide", divide, torch.float64, lists),
+    ])  # fmt: skip
 
 
-def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> None:
-    if tensor.dtype != dtype or list(tensor.shape) != shape:
-        actual = f"{tensor.dtype} {list(tensor.shape)}"
-        raise ValueError(f"{name}: expected {dtype} {shape}, got {actual}")
+def check_links(links: Links, own: torch.Tensor | None) -> None:
+    """Refuses links that do not fit together, or to the own weights; reads no tensor.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
+    sources, weights, offsets = links
+    if weights.dtype != torch.float64 or weights.ndim != 2:
+        raise ValueError(
+            f"weights: expected float64 [G, K], got {weights.dtype} {list(weights.shape)}"
+        )
+    if offsets.dtype != torch.int32 or offsets.ndim != 2 or not offsets.shape[1]:
+        raise ValueError(
+            f"offsets: expected int32 [G, n + 1], got {offsets.dtype} {list(offsets.shape)}"
+        )
+    heads, tokens = len(offsets), offsets.shape[1] - 1
+    check_tensors([
+        ("sources", sources, torch.int64, weights.shape),
+        ("weights", weights, torch.float64, (heads, weights.shape[1])),
+        ("own", own, torch.float64, (heads, tokens)),
+    ])  # fmt: skip

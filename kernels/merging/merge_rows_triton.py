@@ -10,19 +10,18 @@ import torch
 import triton
 import triton.language as tl
 from kvpolicy.kernels.launch import tuned
-from kvpolicy.kernels.merging.merge_rows import check_mass, check_rows
+from kvpolicy.kernels.merging.links import Links
+from kvpolicy.kernels.merging.merge_rows import check_links, check_rows
 
 
 def merge_rows(
     x: torch.Tensor,
-    sources: torch.Tensor,
-    weights: torch.Tensor,
-    offsets: torch.Tensor,
-    own: torch.Tensor,
-    divide: torch.Tensor,
+    links: Links,
+    own: torch.Tensor | None,
+    divide: torch.Tensor | None,
     *,
     receivers: int | None = None,
-    links: int | None = None,
+    tile: int | None = None,
 ) -> torch.Tensor:
     """Keys or values of a layer after a merge.
 
@@ -31,9 +30,9 @@ def merge_rows(
 
     Args:
         x: [G, n, D] any float dtype; the last axis contiguous, or it is copied.
-        sources, weights, offsets, own, divide: as there.
+        links, own, divide: as there.
         receivers: of a program. None: as measured for the GPU (see `tuned`), else 8.
-        links: of a tile, a power of two. None: as measured, else 16.
+        tile: links that are added at a time, a power of two. None: as measured, else 16.
 
     Returns:
         [G, n, D] float64.
@@ -42,39 +41,36 @@ def merge_rows(
         ValueError: names the argument, the expected and the actual shape.
         TunedError: as `tuned.load`.
     """
-    check_rows(x, sources, weights, offsets, own, divide)
+    check_rows(x, links, own, divide)
     heads, tokens, size = x.shape
     result = x.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+    sources, weights, offsets = (each.contiguous() for each in links)
     if not result.numel() or not sources.numel():
         return result
     if x.stride(2) != 1:
         x = x.contiguous()
     measured = tuned.choice("merge_rows", x.device, x.dtype, size, tokens)
     receivers = receivers or measured.get("receivers", 8)
-    links = links or measured.get("links", 16)
+    tile = tile or measured.get("tile", 16)
+    own, divide = (None if each is None else each.contiguous() for each in (own, divide))
     _rows[(triton.cdiv(tokens, receivers), heads)](
-        x, sources.contiguous(), weights.contiguous(), offsets.contiguous(), own.contiguous(),
-        divide.contiguous(), result, x.stride(0), x.stride(1), tokens, sources.shape[1],
-        D=size, RECEIVERS=receivers, LINKS=links, BLOCK_D=triton.next_power_of_2(size), num_warps=4,
+        x, sources, weights, offsets, own, divide, result, x.stride(0), x.stride(1), tokens,
+        sources.shape[1],
+        D=size, RECEIVERS=receivers, LINKS=tile, BLOCK_D=triton.next_power_of_2(size), num_warps=4,
     )  # fmt: skip
     return result
 
 
 def merge_mass(
-    weights: torch.Tensor,
-    offsets: torch.Tensor,
-    own: torch.Tensor,
-    *,
-    receivers: int = 8,
-    links: int = 128,
+    links: Links, own: torch.Tensor | None, *, receivers: int = 8, tile: int = 128
 ) -> torch.Tensor:
     """Own weight and the weights of its links, of each receiver.
 
     As `merge_rows.merge_mass`, without reading a number on the host.
 
     Args:
-        weights, offsets, own: as there.
-        receivers, links: as of `merge_rows` here.
+        links, own: as there.
+        receivers, tile: as of `merge_rows` here.
 
     Returns:
         [G, n] float64.
@@ -82,13 +78,45 @@ def merge_mass(
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    check_mass(weights, offsets, own)
-    heads, tokens = own.shape
-    total = own.clone(memory_format=torch.contiguous_format)
-    if total.numel() and weights.numel():
+    check_links(links, own)
+    _, weights, offsets = links
+    own = None if own is None else own.contiguous()
+    return _summed(weights.contiguous(), offsets, own, receivers, tile)
+
+
+def members(links: Links, *, receivers: int = 128) -> torch.Tensor:
+    """How many entries each receiver has, itself included.
+
+    As `merge_rows.members`.
+
+    Args:
+        links: as there.
+        receivers: of a program.
+
+    Returns:
+        [G, n] float64.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual shape.
+    """
+    check_links(links, None)
+    return _summed(None, links[2], None, receivers, 1)
+
+
+def _summed(
+    weights: torch.Tensor | None,
+    offsets: torch.Tensor,
+    own: torch.Tensor | None,
+    receivers: int,
+    tile: int,
+) -> torch.Tensor:
+    heads, tokens = len(offsets), offsets.shape[1] - 1
+    total = torch.empty(heads, tokens, dtype=torch.float64, device=offsets.device)
+    if total.numel():
         _mass[(triton.cdiv(tokens, receivers), heads)](
-            weights.contiguous(), offsets.contiguous(), total, tokens, weights.shape[1],
-            RECEIVERS=receivers, LINKS=links, num_warps=1,
+            weights, offsets.contiguous(), own, total, tokens,
+            0 if weights is None else weights.shape[1],
+            RECEIVERS=receivers, LINKS=tile, num_warps=1,
         )  # fmt: skip
     return total
 
@@ -124,6 +152,7 @@ def _rows(
         begin, end = _links(offsets, head, row, tokens)
         if end > begin:
             total = tl.zeros([BLOCK_D], tl.float64)
+            mass = tl.full([], 0.0, tl.float64)
             for start in range(begin, end, LINKS):
                 link = start + tl.arange(0, LINKS)
                 there = link < end
@@ -132,9 +161,15 @@ def _rows(
                 mask = there[:, None] & valid[None, :]
                 rows = tl.load(x + source[:, None] * stride + column[None, :], mask=mask, other=0.0)
                 total += tl.sum(weight[:, None] * _double(rows), axis=0)
+                mass += tl.sum(weight)
             mine = _double(tl.load(x + row * stride + column, mask=valid, other=0.0))
-            made = mine * tl.load(own + head * tokens + row) + total
-            by = tl.load(divide + head * tokens + row)
+            weighs = tl.full([], 1.0, tl.float64)
+            if own is not None:
+                weighs = tl.load(own + head * tokens + row)
+            made = mine * weighs + total
+            by = weighs + mass
+            if divide is not None:
+                by = tl.load(divide + head * tokens + row)
             bad = tl.max((valid & ~(tl.abs(made) < float("inf"))).to(tl.int32), axis=0)
             if (bad == 0) & (by != 0) & (tl.abs(by) < float("inf")):
                 to = result + (head * tokens + row) * D + column
@@ -143,16 +178,23 @@ def _rows(
 
 @triton.jit
 def _mass(
-    weights, offsets, total, tokens, width, RECEIVERS: tl.constexpr, LINKS: tl.constexpr
+    weights, offsets, own, total, tokens, width, RECEIVERS: tl.constexpr, LINKS: tl.constexpr
 ):  # fmt: skip
+    """Sums of some receivers of one list; without weights each link counts 1."""
     head = tl.program_id(1).to(tl.int64)
     for turn in range(RECEIVERS):
         row = tl.program_id(0).to(tl.int64) * RECEIVERS + turn
         begin, end = _links(offsets, head, row, tokens)
-        if end > begin:
+        at, inside = head * tokens + row, row < tokens
+        made = tl.full([], 1.0, tl.float64)
+        if own is not None:
+            made = tl.load(own + at, mask=inside, other=0.0)
+        if weights is None:
+            made += (end - begin).to(tl.float64)
+        else:
             added = tl.zeros([LINKS], tl.float64)
             for start in range(begin, end, LINKS):
                 link = start + tl.arange(0, LINKS)
                 added += tl.load(weights + head * width + link, mask=link < end, other=0.0)
-            at = total + head * tokens + row
-            tl.store(at, tl.load(at) + tl.sum(added, axis=0))
+            made += tl.sum(added, axis=0)
+        tl.store(total + at, made, mask=inside)

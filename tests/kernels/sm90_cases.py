@@ -155,8 +155,11 @@ def merging() -> None:
     TRITON["pairs"](x, places, real, receivers, found)
     numbers = [empty(G, size, dtype=torch.float64) for size in (30000, N, N)]
     offsets = ids(G, N + 1, dtype=torch.int32)
-    TRITON["merge_rows"](x, ids(G, 30000), numbers[0], offsets, *numbers[1:])
-    TRITON["merge_mass"](numbers[0], offsets, numbers[1])
+    links = (ids(G, 30000), numbers[0], offsets)
+    for own, divide in (numbers[1:], (None, None)):
+        TRITON["merge_rows"](x, links, own, divide)
+        TRITON["merge_mass"](links, own)
+    TRITON["members"](links)
     TRITON["links"](places, receivers[..., None], found[..., None], real, numbers[0], N)
 
 
@@ -176,8 +179,10 @@ def merging_together(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None
     compared = TRITON["pairs"](pool, places, real, receivers, joins, row_ids)
     TRITON["means"](compared[3], real, G)
     one = empty(1, dtype=torch.float64)[0].expand(lists, width)
+    TRITON["members"](links)
     for proceed in (empty(B, L, dtype=torch.bool), empty(B, 1, dtype=torch.bool)):
-        TRITON["merge_entries"](pool, row_ids, *links, one, heat, proceed)
+        for sums in ((one, heat), (None, None)):
+            TRITON["merge_entries"](pool, row_ids, links, *sums, proceed)
 
 
 def sharing() -> None:

@@ -50,7 +50,7 @@ def small(function, references):
     name = function.__name__
     return {
         "following": {"block": 8, "rows": 4}, "links": {"block": 8, "tile": 4},
-        "target": {"rows": 4, "steps": 2}, "merge_entries": {"receivers": 4, "links": 2},
+        "target": {"rows": 4, "steps": 2}, "merge_entries": {"receivers": 4, "tile": 2},
         "draws": {"block": 8}, "finite": {"tile": 4},
     }[name]  # fmt: skip
 
@@ -151,19 +151,22 @@ def pooled(lists, width, dim, dtype, seed=0):
     made = links.links(places, receivers, found, accepted, weights, width)
     own, divide = torch.rand(2, lists, width, generator=generator, dtype=torch.float64) + 0.1
     divide[0, :3] = torch.tensor([0.0, torch.inf, torch.nan])
-    return [x.to(DEVICE) for x in (pool, ids, *made, own, divide)]
+    pool, ids, *made, own, divide = (x.to(DEVICE) for x in (pool, ids, *made, own, divide))
+    return pool, ids, tuple(made), own, divide
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("function", MERGES)
 def test_receivers_are_merged_where_they_lie(function, dtype):
     pool, ids, *given = pooled(6, 23, 10, dtype)
+    links, own, divide = given
     proceed = torch.tensor([[True, True], [True, False], [True, True]], device=DEVICE)
     wanted = pool.clone()
     for each in (0, 1, 4, 5):
-        part = [x[each : each + 1] for x in given]
+        one = slice(each, each + 1)
+        part = (tuple(x[one] for x in links), own[one], divide[one])
         rows = merge_rows.merge_rows(pool[ids[each]][None], *part)[0]
-        receives = part[2][0].diff() > 0
+        receives = links[2][each].diff() > 0
         wanted[ids[each, receives]] = rounded(rows[receives], dtype)
     function(pool, ids, *given, proceed, **small(function, MERGES))
     assert not torch.equal(pool, pooled(6, 23, 10, dtype)[0])
@@ -174,14 +177,24 @@ def test_receivers_are_merged_where_they_lie(function, dtype):
 
 @pytest.mark.parametrize("function", MERGES)
 def test_numbers_that_are_all_the_same_are_not_copied(function):
-    pool, ids, sources, weights, offsets, *_ = pooled(4, 23, 8, torch.float32)
+    pool, ids, links, *_ = pooled(4, 23, 8, torch.float32)
     one = torch.ones((), dtype=torch.float64, device=DEVICE).expand(4, 23)
     proceed = torch.ones(1, 1, dtype=torch.bool, device=DEVICE)
     other = pool.clone()
-    function(pool, ids, sources, weights, offsets, one, one, proceed)
-    merge_entries.merge_entries(
-        other, ids, sources, weights, offsets, one.clone(), one.clone(), proceed
-    )
+    function(pool, ids, links, one, one, proceed)
+    merge_entries.merge_entries(other, ids, links, one.clone(), one.clone(), proceed)
+    torch.testing.assert_close(pool, other, rtol=3e-7, atol=1e-12)
+
+
+@pytest.mark.parametrize("function", MERGES)
+def test_own_weights_are_1_and_the_divisor_is_the_mass_if_there_are_none(function):
+    pool, ids, links, *_ = pooled(4, 23, 8, torch.float32)
+    proceed = torch.ones(1, 1, dtype=torch.bool, device=DEVICE)
+    other = pool.clone()
+    function(pool, ids, links, None, None, proceed)
+    one = torch.ones(4, 23, dtype=torch.float64, device=DEVICE)
+    given = (links, one, merge_rows.merge_mass(links, one))
+    merge_entries.merge_entries(other, ids, *given, proceed)
     torch.testing.assert_close(pool, other, rtol=3e-7, atol=1e-12)
 
 
@@ -242,7 +255,7 @@ def test_wrong_arguments_are_named(pair):
         "merge_entries": (
             ((ids, ids, *links_of, proceed), r"pool: expected floats \[E, D\]"),
             ((pool, pool, *links_of, proceed), r"ids: expected int64 \[R, n\]"),
-            ((pool, ids[:, 1:], *links_of, proceed), "own: expected torch.float64"),
+            ((pool, ids[:, 1:], *links_of, proceed), r"offsets: expected torch.int32 \[3, 7\]"),
             ((pool, ids, *links_of, proceed[:2]), r"proceed: .* B a part of 3"),
             ((pool, ids, *links_of, ids), "proceed: expected bool"),
         ),

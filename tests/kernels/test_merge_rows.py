@@ -9,6 +9,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 EPS = 2.0**-53
 ROWS = [merge_rows.merge_rows, merge_rows_triton.merge_rows]
 MASS = [merge_rows.merge_mass, merge_rows_triton.merge_mass]
+MEMBERS = [merge_rows.members, merge_rows_triton.members]
 
 
 def linked(receivers, tokens):
@@ -35,10 +36,14 @@ def random(heads, tokens, dim, dtype, links, seed, popular=0.5):
     sources[receivers == tokens] = 2**30
     given = x.transpose(0, 1)[:, :tokens], sources, uniform(heads, links) - 0.3
     own, divide = uniform(heads, tokens), uniform(heads, tokens) + 0.1
-    return [each.to(DEVICE) for each in (*given, linked(receivers, tokens), own, divide)]
+    x, *links, own, divide = (
+        each.to(DEVICE) for each in (*given, linked(receivers, tokens), own, divide)
+    )
+    return x, tuple(links), own, divide
 
 
-def by_definition(x, sources, weights, offsets, own, divide):
+def by_definition(x, links_of_all, own, divide):
+    sources, weights, offsets = links_of_all
     result = x.double().clone()
     for head in range(x.shape[0]):
         for c in range(x.shape[1]):
@@ -52,9 +57,10 @@ def by_definition(x, sources, weights, offsets, own, divide):
     return result
 
 
-def tolerance(x, sources, weights, offsets, own, divide):
+def tolerance(x, links, own, divide):
     """Rounding of two sums of n products in any order, and of the division."""
-    sizes = x.double().abs(), sources, weights.abs(), offsets, own.abs(), divide.abs()
+    sources, weights, offsets = links
+    sizes = x.double().abs(), (sources, weights.abs(), offsets), own.abs(), divide.abs()
     number = offsets.diff().double()[..., None]
     return (2 * number + 6) * EPS * merge_rows.merge_rows(*sizes)
 
@@ -86,11 +92,27 @@ def test_triton_equals_the_reference(heads, tokens, dim, dtype, links):
     assert made.dtype == torch.float64
     assert ((made - expected).abs() <= tolerance(*given)).all()
     assert torch.equal(given[0], before)
-    weights, offsets, own = given[2:5]
-    mass = merge_rows_triton.merge_mass(weights, offsets, own)
-    total = merge_rows.merge_mass(weights.abs(), offsets, own.abs())
-    error = (mass - merge_rows.merge_mass(weights, offsets, own)).abs()
-    assert (error <= 2 * (offsets.diff() + 1) * EPS * total).all()
+    (sources, weights, offsets), own = given[1:3]
+    for weighs in (own, None):
+        mass = merge_rows_triton.merge_mass(given[1], weighs)
+        sizes = None if weighs is None else own.abs()
+        total = merge_rows.merge_mass((sources, weights.abs(), offsets), sizes)
+        error = (mass - merge_rows.merge_mass(given[1], weighs)).abs()
+        assert (error <= 2 * (offsets.diff() + 1) * EPS * total).all()
+    assert torch.equal(merge_rows_triton.members(given[1]), merge_rows.members(given[1]))
+
+
+@pytest.mark.parametrize("function", ROWS)
+def test_without_own_weights_and_divisor_receivers_become_means(function):
+    x, (sources, _, offsets), *_ = random(2, 40, 10, torch.float32, 60, 3)
+    weights = torch.rand(sources.shape, dtype=torch.float64, device=DEVICE) + 0.1
+    links = (sources, weights, offsets)
+    one = torch.ones(x.shape[:2], dtype=torch.float64, device=DEVICE)
+    for own in (None, 2 * one):
+        mass = merge_rows.merge_mass(links, own)
+        expected = by_definition(x, links, one if own is None else own, mass)
+        given = (x, links, one if own is None else own, mass)
+        assert ((function(x, links, own, None) - expected).abs() <= tolerance(*given)).all()
 
 
 def test_programs_change_no_bit():
@@ -98,8 +120,8 @@ def test_programs_change_no_bit():
     given = random(2, 63, 64, torch.bfloat16, 150, 7)
     one = merge_rows_triton.merge_rows(*given)
     assert torch.equal(merge_rows_triton.merge_rows(*given, receivers=1), one)
-    mass = merge_rows_triton.merge_mass(*given[2:5])
-    assert torch.equal(merge_rows_triton.merge_mass(*given[2:5], receivers=3), mass)
+    mass = merge_rows_triton.merge_mass(*given[1:3])
+    assert torch.equal(merge_rows_triton.merge_mass(*given[1:3], receivers=3), mass)
 
 
 @pytest.mark.parametrize("function", ROWS)
@@ -113,7 +135,7 @@ def test_what_stays_as_it_is(function):
     own = torch.ones(1, 7, dtype=torch.float64, device=DEVICE)
     divide = torch.full((1, 7), 2.0, dtype=torch.float64, device=DEVICE)
     divide[0, :3] = torch.tensor([0.0, torch.inf, torch.nan])
-    made = function(x, sources, weights, linked(receivers, 7).to(DEVICE), own, divide)
+    made = function(x, (sources, weights, linked(receivers, 7).to(DEVICE)), own, divide)
     expected = x.double().clone()
     expected[0, 4] = (x[0, 4] + x[0, 6]).double() / 2
     assert torch.equal(made, expected)
@@ -121,10 +143,10 @@ def test_what_stays_as_it_is(function):
 
 @pytest.mark.parametrize("function", ROWS)
 def test_nothing_to_merge(function):
-    x, sources, weights, _, own, divide = random(2, 20, 64, torch.bfloat16, 12, 8)
+    x, (sources, weights, _), own, divide = random(2, 20, 64, torch.bfloat16, 12, 8)
     none = torch.zeros(2, 21, dtype=torch.int32, device=DEVICE)
-    assert torch.equal(function(x, sources, weights, none, own, divide), x.double())
-    made = function(x, sources[:, :0], weights[:, :0], none, own, divide)
+    assert torch.equal(function(x, (sources, weights, none), own, divide), x.double())
+    made = function(x, (sources[:, :0], weights[:, :0], none), own, divide)
     assert torch.equal(made, x.double())
 
 
@@ -134,22 +156,34 @@ def test_mass(function):
     weights = torch.tensor([[1.0, 2.0, 4.0, 8.0, 9.0]], dtype=torch.float64, device=DEVICE)
     own = torch.tensor([[0.5, 0.25, -1.0]], dtype=torch.float64, device=DEVICE)
     expected = torch.tensor([[0.5, 7.25, 7.0]], dtype=torch.float64, device=DEVICE)
-    assert torch.equal(function(weights, offsets, own), expected)
-    assert torch.equal(function(weights[:, :0], 0 * offsets, own), own)
+    sources = torch.zeros(1, 5, dtype=torch.int64, device=DEVICE)
+    links = (sources, weights, offsets)
+    assert torch.equal(function(links, own), expected)
+    assert function(links, None).tolist() == [[1.0, 8.0, 9.0]]
+    assert torch.equal(function((sources[:, :0], weights[:, :0], 0 * offsets), own), own)
+
+
+@pytest.mark.parametrize("function", MEMBERS)
+def test_members(function):
+    links = random(2, 300, 5, torch.float32, 40, 1)[1]
+    assert torch.equal(function(links), 1 + links[2].diff().double())
+    assert function((links[0][:, :0], links[1][:, :0], 0 * links[2])).eq(1).all()
 
 
 @pytest.mark.parametrize("function", ROWS)
 def test_arguments_are_checked(function):
-    given = random(2, 20, 8, torch.float32, 12, 9)
+    x, links, own, divide = random(2, 20, 8, torch.float32, 12, 9)
+    given = [x, *links, own, divide]
     for at, wrong, words in (
-        (0, given[0][0], r"x: expected floats \[G, n, D\]"),
-        (1, given[1].int(), r"sources: expected torch.int64 \[2, 12\], got torch.int32"),
-        (2, given[2].float(), r"weights: expected torch.float64 \[2, 12\]"),
-        (3, given[3][:, 1:], r"offsets: expected torch.int32 \[2, 21\], got .* \[2, 20\]"),
-        (4, given[4][:, 1:], r"offsets: expected torch.int32 \[2, 20\]"),
-        (5, given[5][:1], r"divide: expected torch.float64 \[2, 20\], got .* \[1, 20\]"),
+        (0, x[0], r"x: expected floats \[G, n, D\]"),
+        (1, links[0].int(), r"sources: expected torch.int64 \[2, 12\], got torch.int32"),
+        (2, links[1].float(), r"weights: expected float64 \[G, K\]"),
+        (3, links[2][:, 1:], r"offsets: expected torch.int32 \[2, 21\], got .* \[2, 20\]"),
+        (4, own[:, 1:], r"own: expected torch.float64 \[2, 20\]"),
+        (5, divide[:1], r"divide: expected torch.float64 \[2, 20\], got .* \[1, 20\]"),
     ):
         arguments = list(given)
         arguments[at] = wrong
+        x, *links, own, divide = arguments
         with pytest.raises(ValueError, match=words):
-            function(*arguments)
+            function(x, tuple(links), own, divide)

@@ -345,7 +345,7 @@ def test_merges_as_measured(folder, launched):
     write(
         folder,
         ("nearest", {**shape, "dropped": 40}, {"rows": 16, "columns": 32}),
-        ("merge_rows", {**shape, "tokens": 60}, {"receivers": 3, "links": 4}),
+        ("merge_rows", {**shape, "tokens": 60}, {"receivers": 3, "tile": 4}),
     )
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 60, 64, generator=generator)
@@ -359,9 +359,8 @@ def test_merges_as_measured(folder, launched):
     receivers, sources = torch.randint(60, (2, 30), generator=generator).sort(-1)
     offsets = torch.stack([torch.searchsorted(row, torch.arange(61)) for row in receivers]).int()
     weights = torch.rand(2, 30, generator=generator, dtype=torch.float64)
-    own = torch.ones(2, 60, dtype=torch.float64)
-    inputs = (x, sources, weights, offsets, own, merge_mass(weights, offsets, own))
-    inputs = [each.to(DEVICE) for each in inputs]
+    links = tuple(each.to(DEVICE) for each in (sources, weights, offsets))
+    inputs = (x.to(DEVICE), links, None, merge_mass(links, None))
     made = launched(merging, "RECEIVERS")
     torch.testing.assert_close(merge_rows_triton(*inputs), merge_rows(*inputs))
     assert (made[-1]["RECEIVERS"], made[-1]["LINKS"]) == (3, 4)
