@@ -15,15 +15,16 @@ from kvpolicy.kernels.attention.decode_attention import check
 from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     LOG2_E,
     Tile,
+    Workspace,
     attend_tile,
     columns_of,
-    merge,
-    partial_elements,
-    partials,
+    elements_of_call,
+    merged_at_once,
     put_split,
     share_of,
-    skip_split,
+    used_splits,
     way,
+    written,
 )
 from kvpolicy.kernels.entries import pairs
 from kvpolicy.kernels.entries.tables import Tables
@@ -40,7 +41,7 @@ def decode_attention(
     layer: int,
     scale: float,
     splits: int | None = None,
-    workspace: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
     tile: Tile | None = None,
     programs: int | None = None,
 ) -> torch.Tensor:
@@ -51,14 +52,14 @@ def decode_attention(
             the request. None: as measured for the GPU (see `tuned`), else shares of one length for
             the whole batch, as many as the GPU runs at once, so that long lists do not end last;
             rounding then depends on the batch's total.
-        workspace: float32 [>= `workspace_elements`], what the splits leave for the merge. Calls
-            that may run at the same time need one each. None: allocated.
+        workspace: of at least `workspace_elements`. Calls that may run at the same time need one
+            each. None: allocated.
         tile: how a program reads; None: as measured, else `tile_of`.
         programs: how many run at once on a processor, for shares of one length; None: as measured,
             else as `cut` says.
 
     Raises:
-        ValueError: as the reference, or workspace is too small.
+        ValueError: as the reference; there are too many splits, or workspace is too small.
         TunedError: as `tuned.load`.
     """
     check(q, storage, tables, rows, lengths, req_to_token, layer)
@@ -74,9 +75,7 @@ def decode_attention(
         splits=splits, tile=tile, programs=programs,
     )  # fmt: skip
     shares = tables.paired.numel() > 0
-    found = lse = result  # not looked at if there is one split
-    if parts.splits > 1:
-        found, lse = partials(requests * heads, size, parts.splits, workspace, q.device)
+    lines = triton.next_power_of_2(group)
     # KV heads change fastest: those of one ordinary slot lie side by side. Splits change slowest:
     # those with nothing to read, the last of each list, come when the others already run.
     _decode[(groups, requests, parts.splits)](
@@ -90,7 +89,7 @@ def decode_attention(
         rows,
         lengths,
         req_to_token,
-        (result, found, lse),
+        written(result, requests * groups, parts.splits, workspace),
         layer,
         scale * LOG2_E,
         padded,
@@ -104,6 +103,8 @@ def decode_attention(
         SIZE=size,
         COLUMNS=columns_of(size),
         ROWS=block,
+        LINES=lines,
+        AT_ONCE=merged_at_once(lines, size, tile.warps),
         REQUESTS=triton.next_power_of_2(requests),
         LISTS=triton.next_power_of_2(groups),
         FLOATS=pairs.floats_of_row(size, q.dtype) if shares else 1,
@@ -114,8 +115,6 @@ def decode_attention(
         UPCAST=q.device.type == "cpu",  # the interpreter has no bf16
         num_warps=tile.warps,
     )  # fmt: skip
-    if parts.splits > 1:
-        merge(result, found, lse)
     return result
 
 
@@ -127,8 +126,8 @@ def workspace_elements(
     device: torch.device,
     splits: int | None = None,
     programs: int | None = None,
-) -> int:
-    """float32 elements that suffice as `workspace` for any batch of 1 to so many requests.
+) -> tuple[int, int]:
+    """Elements of a `Workspace` that suffice for any batch of 1 to so many requests.
 
     Args:
         splits, programs: as given to `decode_attention`.
@@ -142,8 +141,9 @@ def workspace_elements(
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             shape = (device, dtype, size, rows, n * kv_heads)
             _, parts = way("decode_attention", *shape, splits=splits, programs=programs)
-            elements.append(partial_elements(n * heads, size, parts.splits))
-    return max(elements)
+            elements.append(elements_of_call(n * heads, size, n * kv_heads, parts.splits))
+    partial, arrived = zip(*elements, strict=True)
+    return max(partial), max(arrived)
 
 
 def query_rows(group: int) -> int:
@@ -178,6 +178,8 @@ def _decode(
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
+    LINES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     REQUESTS: tl.constexpr,
     LISTS: tl.constexpr,
     FLOATS: tl.constexpr,
@@ -188,7 +190,6 @@ def _decode(
     UPCAST: tl.constexpr,
 ):
     counts, first_pages, tail_starts, slots_starts, slots, paired = tables
-    result, found, lse = written
     PAIRS: tl.constexpr = numbers is not None
     group = tl.program_id(0)
     request = tl.program_id(1)
@@ -207,13 +208,13 @@ def _decode(
     share = share_of(length, entries, shares, splits, N)
     start = split * share
     end = tl.minimum(start + share, length)
-
-    head = tl.arange(0, ROWS)
-    exists = head < HEADS
-    query_row = (request * GROUPS + group).to(tl.int64) * HEADS + head
-    if start >= end and SPLIT:
-        skip_split(lse, query_row, exists, split, splits)
-    else:
+    used = used_splits(length, share)
+    if split < used:
+        head = tl.arange(0, ROWS)
+        exists = head < HEADS
+        this_group = request * GROUPS + group
+        first_query = this_group.to(tl.int64) * HEADS
+        query_row = first_query + head
         column = tl.arange(0, COLUMNS)
         queries = tl.load(
             q + query_row[:, None] * SIZE + column[None, :],
@@ -285,9 +286,11 @@ def _decode(
                 PAIRS,
                 UPCAST,
             )
+        line = tl.arange(0, LINES)
         put_split(
-            result, found, lse, query_row, exists, split, splits,
-            top, total, out, SIZE, COLUMNS, SPLIT,
+            written, (query_row, exists), (first_query + line, line < HEADS),
+            (this_group, split, splits, used), top, total, out,
+            SIZE, COLUMNS, SPLIT, AT_ONCE,
         )  # fmt: skip
 
 

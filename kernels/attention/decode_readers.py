@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from kvpolicy.kernels.attention import paged_attention_fa3, paged_attention_flashinfer
 from kvpolicy.kernels.attention.decode_attention import check
+from kvpolicy.kernels.attention.decode_attention_triton import Workspace
 from kvpolicy.kernels.attention.decode_attention_triton import decode_attention as by_triton
 from kvpolicy.kernels.attention.entry_table_triton import entry_table
 from kvpolicy.kernels.attention.paged_attention_packages import Attend
@@ -37,7 +38,7 @@ def decode_attention(
     *,
     layer: int,
     scale: float,
-    workspace: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
     entries: int | None = None,
 ) -> torch.Tensor:
     """As the reference.

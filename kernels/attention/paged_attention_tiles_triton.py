@@ -1,8 +1,10 @@
 """What the attentions over ragged lists share: one tile of entries, and splits and their merge.
 
 A list is cut into splits that different programs read, each with an online softmax of its own in
-float32 (split-KV); a second kernel merges them by their log-sum-exp. Scores are kept in units of
-log 2, so that the hardware's exp2 is all that is needed.
+float32 (split-KV). The last of them to end merges them by their log-sum-exp, 16 at a time: of more
+splits the last of every 16 merges these, and the last of all what those have left. Splits are
+merged in their order, whoever merges. Scores are kept in units of log 2, so that the hardware's
+exp2 is all that is needed.
 
 Dimensions: R query rows of one list (tokens x heads of the group), N entries of a tile, D head
 size, padded to a power of two where it is none.
@@ -23,6 +25,8 @@ LOG2_E = 1.4426950408889634
 # Reasoned: three programs of some 72 KiB of shared memory fit a processor of Hopper (227 KiB).
 _PROGRAMS_PER_PROCESSOR = 3
 _MOST_SPLITS = 256
+_FAN = tl.constexpr(16)  # splits that a program merges; at most its square are made of a list
+_MERGED_TOGETHER = 32  # float32 per thread that are under way while it does
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,32 @@ class Tile:
     entries: int
     warps: int
     stages: int
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What programs that read the same list leave for each other.
+
+    Attributes:
+        partial: float32, what each has found; anything between calls.
+        arrived: int32, how many have ended: zeros between calls, as every call leaves them.
+    """
+
+    partial: torch.Tensor
+    arrived: torch.Tensor
+
+    @classmethod
+    def empty(cls, elements: tuple[int, int], device: torch.device | str) -> Workspace:
+        """Of so many elements, as `workspace_elements` says."""
+        partial, arrived = elements
+        return cls(
+            torch.empty(partial, dtype=torch.float32, device=device),
+            torch.zeros(arrived, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.partial.nbytes + self.arrived.nbytes
 
 
 @dataclass(frozen=True)
@@ -80,8 +110,11 @@ def way(
         splits, tile, programs: as of `decode_attention`.
 
     Raises:
+        ValueError: more splits than a program's merge goes over.
         TunedError: as `tuned.load`.
     """
+    if splits is not None and not 1 <= splits <= _MOST_SPLITS:
+        raise ValueError(f"splits: expected 1 to {_MOST_SPLITS}, got {splits}")
     measured = tuned.choice(kernel, device, dtype, size, rows, lists)
     if tile is None:
         reasoned = tile_of(size, dtype, rows)
@@ -135,9 +168,53 @@ def cut(lists: int, device: torch.device, programs: int | None = None) -> Cut:
     return Cut(splits=1, shares=0)
 
 
-def partial_elements(rows: int, size: int, splits: int) -> int:
-    """float32 elements that the splits of so many query rows leave for the merge."""
-    return rows * splits * (size + 1)
+def elements_of_call(rows: int, size: int, lists: int, splits: int) -> tuple[int, int]:
+    """Elements of `Workspace.partial` and of `Workspace.arrived` that a call needs.
+
+    Args:
+        rows: query rows of all lists together.
+        lists: as of `cut`.
+    """
+    if splits == 1:
+        return 0, 0
+    return rows * splits * (size + 1), lists * (1 + triton.cdiv(splits, _FAN.value))
+
+
+def written(
+    result: torch.Tensor, lists: int, splits: int, workspace: Workspace | None
+) -> tuple[torch.Tensor, ...]:
+    """Where `put_split` writes: result, found, lse, arrived.
+
+    Args:
+        result: [..., D], one query row after the other.
+        lists: as of `cut`.
+        workspace: None: allocated.
+
+    Raises:
+        ValueError: the workspace is too small or of another dtype.
+    """
+    if splits == 1:
+        return result, result, result, result  # only the first is looked at
+    size = result.shape[-1]
+    rows = result.numel() // size
+    needed = elements_of_call(rows, size, lists, splits)
+    if workspace is None:
+        workspace = Workspace.empty(needed, result.device)
+    given = (("partial", torch.float32), ("arrived", torch.int32))
+    for (name, dtype), least in zip(given, needed, strict=True):
+        x = getattr(workspace, name)
+        if x.dtype != dtype or x.numel() < least:
+            raise ValueError(
+                f"workspace.{name}: expected {dtype} [>= {least}], got {x.dtype} {list(x.shape)}"
+            )
+    lse = workspace.partial.view(-1)[rows * splits * size :]
+    return result, workspace.partial, lse, workspace.arrived
+
+
+def merged_at_once(lines: int, size: int, warps: int) -> int:
+    """Splits whose results a program that merges so many query rows reads together."""
+    elements = lines * columns_of(size)
+    return min(max(_MERGED_TOGETHER * 32 * warps // elements, 1), _FAN.value)
 
 
 @triton.jit
@@ -207,116 +284,141 @@ def attend_tile(
 
 
 @triton.jit
+def used_splits(length, share):
+    """How many splits of a list read something; the first one always takes part."""
+    return tl.maximum(tl.cdiv(length, tl.maximum(share, 1)), 1)
+
+
+@triton.jit
 def put_split(
-    result,
-    found,
-    lse,
-    query_row,
-    exists,
-    split,
-    splits,
+    written,
+    rows,
+    lines,
+    part,
     top,
     total,
     out,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLIT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    """Write what a program has found: for the merge, or the result itself if there is one split.
+    """Write what a program has found; the last program of a list merges what all have.
 
-    result: [query rows, SIZE]; found: float32 [query rows, splits, SIZE]; lse: float32
-    [query rows, splits]. query_row: int64 [R], of them those that `exists`.
+    written: result [query rows, SIZE], float32 found [query rows, splits, SIZE] and lse
+    [query rows, splits], and arrived: int32 [lists, groups of 16 splits + 1], zeros, and zeros
+    again afterwards. rows: int64 [R] query rows, and which of them exist. lines: the same, for the
+    merge, which wastes no row. part: list, split, splits, and how many of these are used. top,
+    total, out: as of `attend_tile`. SPLIT: whether there may be several splits. AT_ONCE: as of
+    `merged_at_once`.
     """
-    column = tl.arange(0, COLUMNS)
-    mask = exists[:, None] & (column < SIZE)[None, :]
+    result, found, lse, arrived = written
+    list_, split, splits, used = part
     total = tl.where(total == 0.0, 1.0, total)
     out = out / total[:, None]
-    if SPLIT:
-        at = query_row * splits + split
-        tl.store(found + at[:, None] * SIZE + column[None, :], out, mask=mask)
-        tl.store(lse + at, top + tl.log2(total), mask=exists)
+    if not SPLIT:
+        _put_result(result, rows, out, SIZE, COLUMNS)
     else:
-        at = query_row[:, None] * SIZE + column[None, :]
-        tl.store(result + at, out.to(result.dtype.element_ty), mask=mask)
+        _put_found(found, lse, rows, split, splits, top + tl.log2(total), out, SIZE, COLUMNS)
+        group = split // _FAN
+        first = group * _FAN
+        groups = tl.cdiv(used, _FAN)
+        counter = arrived + list_ * (tl.cdiv(splits, _FAN) + 1)
+        number = tl.minimum(used - first, _FAN)
+        if _ends_last(counter + group, number):
+            lse_of_group, of_group = _merged(
+                found, lse, lines, splits, (first, 1, number), SIZE, COLUMNS, AT_ONCE
+            )
+            if groups == 1:
+                _put_result(result, lines, of_group, SIZE, COLUMNS)
+            else:
+                tl.debug_barrier()  # every thread has read what is overwritten here
+                _put_found(found, lse, lines, first, splits, lse_of_group, of_group, SIZE, COLUMNS)
+                if _ends_last(counter + tl.cdiv(splits, _FAN), groups):
+                    _, of_all = _merged(
+                        found, lse, lines, splits, (0, _FAN, groups), SIZE, COLUMNS, AT_ONCE
+                    )
+                    _put_result(result, lines, of_all, SIZE, COLUMNS)
 
 
 @triton.jit
-def skip_split(lse, query_row, exists, split, splits):
-    """Say of a split that it has read nothing; the merge does not look into `found` then."""
-    nothing = tl.where(exists, float("-inf"), 0.0)
-    tl.store(lse + query_row * splits + split, nothing, mask=exists)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def _merge(
-    result, found, lse, splits, SIZE: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr
-):
-    query_row = tl.program_id(0).to(tl.int64)
+def _put_result(result, rows, out, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    row, exists = rows
     column = tl.arange(0, COLUMNS)
-    top = tl.full([SPLITS], float("-inf"), tl.float32)
-    for first in range(0, splits, SPLITS):
-        split = first + tl.arange(0, SPLITS)
-        at = lse + query_row * splits + split
-        top = tl.maximum(top, tl.load(at, mask=split < splits, other=float("-inf")))
-    highest = tl.max(top, axis=0)
-    highest = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.zeros([SPLITS], tl.float32)
-    out = tl.zeros([SPLITS, COLUMNS], tl.float32)
-    for first in range(0, splits, SPLITS):
-        split = first + tl.arange(0, SPLITS)
-        at = query_row * splits + split
-        weight = tl.exp2(tl.load(lse + at, mask=split < splits, other=float("-inf")) - highest)
-        # A split that has read nothing has written nothing.
-        mask = (weight != 0.0)[:, None] & (column < SIZE)[None, :]
-        rows = tl.load(found + at[:, None] * SIZE + column[None, :], mask=mask, other=0.0)
-        out += weight[:, None] * rows
-        total += weight
-    all_splits = tl.sum(total, axis=0)
-    merged = tl.sum(out, axis=0) / tl.where(all_splits == 0.0, 1.0, all_splits)
-    at = result + query_row * SIZE + column
-    tl.store(at, merged.to(result.dtype.element_ty), mask=column < SIZE)
+    mask = exists[:, None] & (column < SIZE)[None, :]
+    at = row[:, None] * SIZE + column[None, :]
+    tl.store(result + at, out.to(result.dtype.element_ty), mask=mask)
 
 
-def merge(result: torch.Tensor, found: torch.Tensor, lse: torch.Tensor) -> None:
-    """Write `result` [..., D] from what `put_split` and `skip_split` have left.
+@triton.jit
+def _put_found(
+    found, lse, rows, split, splits, lse_of_rows, out, SIZE: tl.constexpr, COLUMNS: tl.constexpr
+):
+    row, exists = rows
+    column = tl.arange(0, COLUMNS)
+    at = row * splits + split
+    mask = exists[:, None] & (column < SIZE)[None, :]
+    tl.store(found + at[:, None] * SIZE + column[None, :], out, mask=mask)
+    tl.store(lse + at, lse_of_rows, mask=exists)
 
-    Args:
-        found: float32 [query rows, splits, D].
-        lse: float32 [query rows, splits].
+
+@triton.jit
+def _ends_last(counter, number):
+    """Whether this program is the last of so many: then it can read what the others have stored.
+
+    The barrier puts the stores of all threads before the count, whose release shows them to the
+    program that acquires it; the count reaches its threads by another barrier.
     """
-    rows, splits, size = found.shape
-    _merge[(rows,)](
-        result,
-        found,
-        lse,
-        splits,
-        SIZE=size,
-        COLUMNS=columns_of(size),
-        # Many at once, because a tile's rows are read together and one tile waits for the other.
-        SPLITS=min(triton.next_power_of_2(splits), 32),
-        num_warps=4,
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == number - 1
+    if last:
+        tl.store(counter, 0)  # for the next call
+    return last
+
+
+@triton.jit
+def _merged(
+    found,
+    lse,
+    lines,
+    splits,
+    those,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Log-sum-exp [R] and result [R, COLUMNS] of at most 16 splits of a list.
+
+    those: the first of them, the step to the next, and their number.
+    """
+    line, exists = lines
+    first, step, number = those
+    column = tl.arange(0, COLUMNS)
+    every = tl.arange(0, _FAN)
+    # From L2: other processors have written it.
+    parts = tl.load(
+        lse + line[None, :] * splits + (first + every * step)[:, None],
+        mask=(every < number)[:, None] & exists[None, :],
+        other=float("-inf"),
+        cache_modifier=".cg",
     )
-
-
-def partials(
-    rows: int, size: int, splits: int, workspace: torch.Tensor | None, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`found` and `lse` for so many query rows, out of a workspace if there is one.
-
-    Args:
-        workspace: float32, at least `partial_elements` of these.
-
-    Raises:
-        ValueError: the workspace is too small or of another dtype.
-    """
-    needed = partial_elements(rows, size, splits)
-    if workspace is None:
-        workspace = torch.empty(needed, dtype=torch.float32, device=device)
-    if workspace.dtype != torch.float32 or workspace.numel() < needed:
-        raise ValueError(
-            f"workspace: expected float32 [>= {needed}], got {workspace.dtype} "
-            f"{list(workspace.shape)}"
+    top = tl.max(parts, axis=0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(parts - top[None, :]), axis=0)
+    out = tl.zeros([line.shape[0], COLUMNS], tl.float32)
+    for start in range(0, number, AT_ONCE):
+        each = start + tl.arange(0, AT_ONCE)
+        at = line[None, :] * splits + (first + each * step)[:, None]
+        there = (each < number)[:, None] & exists[None, :]
+        weight = tl.exp2(
+            tl.load(lse + at, mask=there, other=float("-inf"), cache_modifier=".cg") - top[None, :]
         )
-    flat = workspace.view(-1)
-    found = flat[: rows * splits * size].view(rows, splits, size)
-    return found, flat[rows * splits * size :][: rows * splits].view(rows, splits)
+        values = tl.load(
+            found + at[:, :, None] * SIZE + column[None, None, :],
+            mask=there[:, :, None] & (column < SIZE)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        out += tl.sum(weight[:, :, None] * values, axis=0)
+    some = tl.where(total == 0.0, 1.0, total)
+    return tl.where(total == 0.0, float("-inf"), top + tl.log2(some)), out / some[:, None]

@@ -13,14 +13,15 @@ from kvpolicy.kernels.attention.paged_attention import TOGETHER, Apart, check
 from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     LOG2_E,
     Tile,
+    Workspace,
     attend_tile,
     columns_of,
-    merge,
-    partials,
+    merged_at_once,
     put_split,
     share_of,
-    skip_split,
+    used_splits,
     way,
+    written,
 )
 
 
@@ -34,7 +35,7 @@ def paged_attention(
     scale: float,
     apart: Apart = TOGETHER,
     splits: int | None = None,
-    workspace: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
     tile: Tile | None = None,
     programs: int | None = None,
 ) -> torch.Tensor:
@@ -42,11 +43,11 @@ def paged_attention(
 
     Args:
         apart: `value_scale` in float16 at most 65,504: it is multiplied into the weights.
-        splits, workspace, tile, programs: as of `decode_attention`; a workspace holds at least B *
-            T * H * splits * (D + 1) elements.
+        splits, workspace, tile, programs: as of `decode_attention`.
 
     Raises:
-        ValueError: as the reference; keys or values are not contiguous; workspace is too small.
+        ValueError: as the reference; keys or values are not contiguous; there are too many splits,
+            or workspace is too small.
         TunedError: as `tuned.load`.
     """
     groups = check(q, keys, values, indptr, indices, apart)
@@ -64,9 +65,6 @@ def paged_attention(
         "paged_attention", q.device, q.dtype, size, rows, requests * groups * blocks,
         splits=splits, tile=tile, programs=programs,
     )  # fmt: skip
-    found = lse = result  # not looked at if there is one split
-    if parts.splits > 1:
-        found, lse = partials(q.numel() // size, size, parts.splits, workspace, q.device)
     _paged[(requests * groups, blocks, parts.splits)](
         q.contiguous(),
         keys,
@@ -74,7 +72,7 @@ def paged_attention(
         indptr,
         (indices, apart.value_indices),
         (apart.key_scale, apart.value_scale),
-        (result, found, lse),
+        written(result, requests * groups * blocks, parts.splits, workspace),
         scale * LOG2_E,
         requests * groups,
         tokens,
@@ -86,6 +84,7 @@ def paged_attention(
         SIZE=size,
         COLUMNS=columns_of(size),
         ROWS=rows,
+        AT_ONCE=merged_at_once(rows, size, tile.warps),
         BALANCE=parts.shares > 0,
         SPLIT=parts.splits > 1,
         N=tile.entries,
@@ -93,8 +92,6 @@ def paged_attention(
         UPCAST=q.device.type == "cpu",  # the interpreter has no bf16
         num_warps=tile.warps,
     )
-    if parts.splits > 1:
-        merge(result, found, lse)
     return result
 
 
@@ -127,6 +124,7 @@ def _paged(
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     BALANCE: tl.constexpr,
     SPLIT: tl.constexpr,
     N: tl.constexpr,
@@ -135,7 +133,6 @@ def _paged(
 ):
     indices, value_indices = entries
     key_scale, value_scale = scales
-    result, found, lse = written
     this_list = tl.program_id(0)
     block = tl.program_id(1)
     split = tl.program_id(2)
@@ -158,9 +155,8 @@ def _paged(
     share = share_of(reach, every, shares, splits, N)
     start = split * share
     end = tl.minimum(start + share, reach)
-    if start >= end and SPLIT:
-        skip_split(lse, query_row, exists, split, splits)
-    else:
+    used = used_splits(reach, share)
+    if split < used:
         column = tl.arange(0, COLUMNS)
         queries = tl.load(
             q + query_row[:, None] * SIZE + column[None, :],
@@ -205,7 +201,8 @@ def _paged(
                 value_scale is not None,
                 UPCAST,
             )
+        lines = (query_row, exists)
         put_split(
-            result, found, lse, query_row, exists, split, splits,
-            top, total, out, SIZE, COLUMNS, SPLIT,
+            written, lines, lines, (this_list * blocks + block, split, splits, used),
+            top, total, out, SIZE, COLUMNS, SPLIT, AT_ONCE,
         )  # fmt: skip

@@ -22,6 +22,7 @@ from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.forward.attend import attend
 
 if TYPE_CHECKING:
+    from kvpolicy.kernels.attention.decode_attention_triton import Workspace
     from kvpolicy.sglang_ext.forward.decode_step import DecodeStep
     from kvpolicy.sglang_ext.forward.services import Services
 
@@ -173,23 +174,26 @@ class TablesReader:
     Attributes:
         dtype: of queries.
         requests: B for which `workspace` suffices.
-        workspace: float32 that captured graphs write to; None before a capture.
+        workspace: that captured graphs write to; None before a capture.
     """
 
     services: Services
     heads: int
     dtype: torch.dtype
     requests: int = 0
-    workspace: torch.Tensor | None = None
+    workspace: Workspace | None = None
 
     def reserve(self, requests: int) -> None:
         """Allocate what batches of so many requests need, before they are captured."""
-        from kvpolicy.kernels.attention.decode_attention_triton import workspace_elements
+        from kvpolicy.kernels.attention.decode_attention_triton import (
+            Workspace,
+            workspace_elements,
+        )
 
         storage = self.services.arena.storage
         sizes = (self.heads, storage.shape[3], storage.shape[4])
         elements = workspace_elements(requests, *sizes, storage.device)
-        self.workspace = torch.empty(elements, dtype=torch.float32, device=storage.device)
+        self.workspace = Workspace.empty(elements, storage.device)
         self.requests = requests
         noted = (storage.shape[0], requests, self.heads, storage.shape[4])
         self.services.queries.reserve(noted, self.dtype, storage.device)

@@ -85,11 +85,15 @@ def reckon(services: Services, configurator: Any, options: Any, tokens: int) -> 
     parts = {"tables": tables.bytes, "rows of propagating prompts": scratch * row * 4}
     captured = min(compat.captured_requests(options), requests)
     if captured and compat.attention_backends(options)[1] != "torch_native":
-        from kvpolicy.kernels.attention.decode_attention_triton import workspace_elements
+        from kvpolicy.kernels.attention.decode_attention_triton import (
+            Workspace,
+            workspace_elements,
+        )
 
         sizes = (shape.heads, shape.kv_heads, shape.head_dim)
         device = torch.device(configurator.device)
-        parts["decode attention"] = 4 * workspace_elements(captured, *sizes, device)
+        elements = workspace_elements(captured, *sizes, device)
+        parts["decode attention"] = Workspace.empty(elements, torch.device("meta")).nbytes
         if services.queries.needed:
             step = math.prod((shape.layers, captured, shape.heads, shape.head_dim))
             step *= configurator.model_dtype.itemsize

@@ -103,6 +103,8 @@ class Compiled:
         registers: per thread.
         spilled: bytes per thread that went to local memory because registers were too few.
         tensor_cores: whether it multiplies matrices on tensor cores.
+        counts: atomic additions to memory.
+        ordered: of these, before which all threads have stored, and after which none has yet read.
     """
 
     name: str
@@ -110,6 +112,8 @@ class Compiled:
     registers: int
     spilled: int
     tensor_cores: bool
+    counts: int
+    ordered: int
 
 
 def compiled(call: Callable[[], Any]) -> list[Compiled]:
@@ -171,5 +175,21 @@ def _measured(kernel: Any) -> Compiled:
     said = kernel.metadata.ptxas
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
     registers = max(map(int, re.findall(r"Used (\d+) registers", said)))
-    dots = bool(re.search(r"\b(wgmma|mma)\.", kernel.asm["ptx"]))
-    return Compiled(kernel.metadata.name, kernel.metadata.shared, registers, spilled, dots)
+    text = kernel.asm["ptx"]
+    dots = bool(re.search(r"\b(wgmma|mma)\.", text))
+    shared = kernel.metadata.shared
+    return Compiled(kernel.metadata.name, shared, registers, spilled, dots, *_counts(text))
+
+
+def _counts(text: str) -> tuple[int, int]:
+    """Atomic additions of a kernel's PTX, and those that release and acquire between barriers."""
+    relevant = r"\bbar\.sync|\batom\.\S+|\b(?:ld|st|red)\.global"
+    found = re.findall(relevant, text)
+    atoms = [at for at, each in enumerate(found) if each.startswith("atom")]
+    between = [
+        found[at] == "atom.global.gpu.acq_rel.add.u32"
+        and found[at - 1] == "bar.sync"
+        and found[at + 1] == "bar.sync"
+        for at in atoms
+    ]
+    return len(atoms), sum(between)

@@ -7,8 +7,9 @@ import torch
 from decode_cases import Case, assert_exact
 from kvpolicy.kernels.attention import decode_attention_triton, paged_attention_tiles_triton
 from kvpolicy.kernels.attention.decode_attention import decode_attention
-from kvpolicy.kernels.attention.paged_attention_tiles_triton import Cut, Tile, cut
+from kvpolicy.kernels.attention.paged_attention_tiles_triton import Cut, Tile, Workspace, cut
 from kvpolicy.kernels.entries.tables import Tables
+from triton.runtime import interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 decode_triton = decode_attention_triton.decode_attention
@@ -172,18 +173,64 @@ def test_int32_rows_and_lengths():
     assert torch.equal(given.run(decode_triton), out)
 
 
-@pytest.mark.parametrize("splits", [None, 5])
-def test_a_workspace_serves_every_smaller_batch(splits):
-    """What is in it before does not matter."""
+def workspace_of(requests, *, heads=4, groups=2, size=64, splits=None):
+    """One in which everything that may be anything is NaN."""
+    given = (requests, heads, groups, size, torch.device(DEVICE), splits)
+    workspace = Workspace.empty(decode_attention_triton.workspace_elements(*given), DEVICE)
+    workspace.partial.fill_(float("nan"))
+    return workspace
+
+
+@pytest.mark.parametrize("splits", [None, 5, 33])
+def test_one_workspace_serves_every_smaller_batch(splits):
+    """Again and again: calls find and leave its counts at zero."""
     given = case(MIXED, heads=4, groups=2)
-    options = {"device": torch.device(DEVICE), "splits": splits}
-    size = decode_attention_triton.workspace_elements(len(MIXED), 4, 2, 64, **options)
-    for order in ([0, 1, 2, 3, 4, 5], [3], [4, 0]):
-        workspace = torch.full((size,), float("nan"), device=DEVICE)
-        got = given.run(decode_triton, order, splits=splits, workspace=workspace)
-        assert torch.equal(got, given.run(decode_triton, order, splits=splits))
-    with pytest.raises(ValueError, match=r"workspace: expected float32 \[>= "):
-        given.run(decode_triton, splits=5, workspace=workspace[:99])
+    workspace = workspace_of(len(MIXED), splits=splits)
+    for order in ([0, 1, 2, 3, 4, 5], [3], [4, 0], [3, 1], [5, 4, 3, 2, 1, 0]):
+        alone = given.run(decode_triton, order, splits=splits)
+        for _ in range(2):
+            got = given.run(decode_triton, order, splits=splits, workspace=workspace)
+            assert torch.equal(got, alone)
+            assert not workspace.arrived.any()
+            workspace.partial.fill_(float("nan"))
+
+
+@pytest.mark.parametrize(("part", "dtype"), [("partial", "float32"), ("arrived", "int32")])
+def test_a_workspace_too_small_is_named(part, dtype):
+    given, workspace = case(MIXED, heads=4, groups=2), workspace_of(len(MIXED), splits=5)
+    small = replace(workspace, **{part: getattr(workspace, part)[:9]})
+    with pytest.raises(ValueError, match=rf"workspace.{part}: expected torch.{dtype} \[>= "):
+        given.run(decode_triton, splits=5, workspace=small)
+
+
+def test_too_many_splits_are_refused():
+    with pytest.raises(ValueError, match="splits: expected 1 to 256, got 257"):
+        case(MIXED, heads=4, groups=2).run(decode_triton, splits=257)
+
+
+LONG = [([1200, 63], 3), None, ([530, 1], 300), ([0, 0], 0), ([1, 16], 0)]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's programs end in an order of their own")
+@pytest.mark.parametrize("splits", [3, 16, 17, 40])
+def test_whichever_program_ends_last_merges(splits, monkeypatch):
+    """Bit for bit the same, of up to 40 splits in three groups."""
+    given = case(LONG, heads=6, groups=2, size=16)
+    options = {"splits": splits, "tile": Tile(entries=16, warps=4, stages=2)}
+    in_order = given.run(decode_triton, **options)
+    assert_exact(in_order, given)
+    programs = interpreter.interpreter_builder
+    launch = programs.set_grid_idx
+    generator = torch.Generator().manual_seed(splits)
+    for _ in range(3):
+        order = torch.randperm(splits, generator=generator).tolist()
+        monkeypatch.setattr(
+            programs, "set_grid_idx", lambda x, y, z, order=order: launch(x, y, order[z])
+        )
+        workspace = workspace_of(len(LONG), heads=6, size=16, splits=splits)
+        got = given.run(decode_triton, **options, workspace=workspace)
+        assert torch.equal(got, in_order)
+        assert not workspace.arrived.any()
 
 
 def test_long_lists_get_more_shares(monkeypatch):
@@ -192,10 +239,10 @@ def test_long_lists_get_more_shares(monkeypatch):
     given = case(requests, heads=2, groups=2, size=16)
     found = Cut(splits=16, shares=12)
     monkeypatch.setattr(paged_attention_tiles_triton, "cut", lambda *_: found)
-    workspace = torch.full((6 * 16 * 17,), float("nan"), device=DEVICE)
+    workspace = workspace_of(3, heads=2, size=16)
     tile = Tile(entries=32, warps=4, stages=2)
     assert_exact(given.run(decode_triton, workspace=workspace, tile=tile), given)
-    used = workspace[6 * 16 * 16 :].view(6, 16).isfinite().sum(1).tolist()
+    used = workspace.partial[6 * 16 * 16 :].view(6, 16).isfinite().sum(1).tolist()
     # 2,002 entries: shares of 167 at most, in whole tiles 192, 128 and so on.
     assert used == [8, 1, 1, 1, 3, 0]
 
@@ -211,7 +258,7 @@ def test_the_cut_of_an_h200_holds_its_shares_and_little_memory(monkeypatch):
         if lists <= 198:
             assert found.shares + lists <= 3 * 132  # rounded up, they still run at once
     of_llama = decode_attention_triton.workspace_elements(256, 32, 8, 128, device)
-    assert of_llama * 4 < 16 * 2**20
+    assert Workspace.empty(of_llama, "meta").nbytes < 16 * 2**20
 
 
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from kvpolicy.kernels.attention import paged_attention_triton
 from kvpolicy.kernels.attention.paged_attention import TOGETHER, Apart, paged_attention
+from kvpolicy.kernels.attention.paged_attention_tiles_triton import Workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -129,7 +130,8 @@ def test_splits_agree_and_requests_do_not_depend_on_each_other(splits, tokens):
     inputs, options = (q, keys, values, indptr, indices), {"scale": 0.2, "splits": splits}
     together = paged_triton(*inputs, **options)
     assert_exact(together, *inputs, scale=0.2)
-    workspace = torch.full((9 * q.numel() * splits,), float("nan"))
+    workspace = Workspace.empty((9 * q.numel() * splits, 6 * 3), DEVICE)
+    workspace.partial.fill_(float("nan"))
     assert torch.equal(paged_triton(*inputs, **options, workspace=workspace), together)
     for b in range(3):
         own = indptr[2 * b : 2 * b + 3]

@@ -42,3 +42,10 @@ def test_fits(compiled, case):
 @pytest.mark.parametrize("case", ["decode attention", "snapkv", "h2o", "merging"])
 def test_uses_tensor_cores(compiled, case):
     assert any(kernel["tensor_cores"] for kernel in compiled[case])
+
+
+@pytest.mark.parametrize("case", ["decode attention", "decode attention, layers in pairs"])
+def test_the_last_program_sees_what_the_others_have_stored(compiled, case):
+    """Two counts, of sixteen programs and of such groups, each between barriers."""
+    [kernel] = compiled[case]
+    assert (kernel["counts"], kernel["ordered"]) == (2, 2)

@@ -207,7 +207,8 @@ def test_captured_batches_share_one_workspace(services, monkeypatch):
     assert before is None
     assert first is second
     sizes = (HEADS, KV_HEADS, SIZE, torch.device("cpu"))
-    assert first.numel() == kernel.workspace_elements(3, *sizes)
+    assert (first.partial.numel(), first.arrived.numel()) == kernel.workspace_elements(3, *sizes)
+    assert not first.arrived.any()
     assert larger is None  # more requests than were captured: a step without a graph
 
 

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
 
-from kvpolicy.kernels.attention.decode_attention_triton import workspace_elements
+from kvpolicy.kernels.attention.decode_attention_triton import Workspace, workspace_elements
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
@@ -84,7 +84,9 @@ def held(configurator, tokens, propagates=False, noted=False, shares=False):
     captured = min(configurator.server_args.captured, requests)
     if captured and configurator.server_args.decode != "torch_native":
         device = torch.device("cpu")
-        total += torch.empty(workspace_elements(captured, HEADS, KV_HEADS, SIZE, device)).nbytes
+        elements = workspace_elements(captured, HEADS, KV_HEADS, SIZE, device)
+        workspace = Workspace.empty(elements, device)
+        total += workspace.partial.nbytes + workspace.arrived.nbytes
         if noted:
             queries = torch.empty(LAYERS, captured, HEADS, SIZE, dtype=torch.bfloat16)
             total += queries.nbytes * (1 + LONGEST)
