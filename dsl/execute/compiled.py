@@ -33,6 +33,7 @@ class Compiled:
         steps: what decode steps compute; None without `decode:`.
         accumulates: whether earlier chunks of a prompt may be handed over by `Run.accumulate`.
         generated: the prefill's generated kernels.
+        reads_lse: whether a prefill that is given the log-sum-exp of its logits computes less.
 
     Raises:
         PolicyError: the policy needs data that a prefill does not offer; or as of `installed`.
@@ -51,6 +52,7 @@ class Compiled:
         self.generated = Generated.of(
             bound, self._prefill.everything, kernels, self._prefill.updates.states
         )
+        self.reads_lse = self.generated is not None and self.generated.reads_lse
         self._plans: OrderedDict[tuple[int, torch.device], Plan] = OrderedDict()
 
     def prefill(self, prompt: int) -> Prefill:

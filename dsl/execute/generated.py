@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
@@ -67,6 +67,12 @@ class Generated:
             return None
         regions = Regions(bound, roots, states, steps=steps)
         return cls(bound, regions, kernels["generated"]) if regions.bundles else None
+
+    @cached_property
+    def reads_lse(self) -> bool:
+        """Whether kernels need the log-sum-exp of queries' logits."""
+        given = [x for each in self.regions.bundles for x in each.outputs]
+        return any(node.op == "attn" for x in given for node in x.walk())
 
     def bundle(self, node: Node, frame: Frame) -> Bundle | None:
         """The bundle that gives a node at a frame, if its kernels can serve there."""
@@ -197,10 +203,12 @@ def _given(bundle: Bundle, frame: Frame, ordered: bool) -> tuple[object, ...]:
     """
     step, vectors = frame.step, frame.vectors
     rows = _in_slots if step is None else _by_id
-    q = asked = None
+    q = asked = lse = None
     if bundle.window is not None:
         window = frame.window(bundle.window)
         q = _last(frame.read("query"), 1, window)
+        if "lse" in vectors:  # a copy begins where kernels expect tensors to begin
+            lse = _last(frame.read("lse"), 1, window).clone(memory_format=torch.contiguous_format)
         asked = None if step is None else _last(step.places, 0, window)
     values = rows(vectors["value"]) if _reads_values(bundle) else (None, None)
     holds = ranks = order = None
@@ -211,7 +219,7 @@ def _given(bundle: Bundle, frame: Frame, ordered: bool) -> tuple[object, ...]:
             held = holds.sort(dim=-1, descending=True, stable=True)
             order = held.indices.int()
     marks = (frame.positions, holds, ranks, order)
-    return (q, asked), rows(vectors["key"]), values, marks, frame.tokens
+    return (q, asked, lse), rows(vectors["key"]), values, marks, frame.tokens
 
 
 def _reads_values(bundle: Bundle) -> bool:

@@ -89,6 +89,8 @@ class Run:
         k: torch.Tensor | Slots,
         v: torch.Tensor | Slots | None,
         tokens: torch.Tensor | None = None,
+        *,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Computes all that one layer decides; the tensors are not kept and not changed.
 
@@ -98,13 +100,16 @@ class Run:
             k: [G, n, D] keys of the tokens there, after RoPE, or where the pool has them.
             v: [G, n, D] values, the same, or None unless `bound.needs_values`.
             tokens: int64 [n], ascending: positions of the tokens there; None: all N.
+            lse: float32 [H, T], the natural logarithm of each query's sum of exp(q k / sqrt(D))
+                over the tokens that it sees, as attention has found it. Only kernels read it,
+                which compute it if it is None.
 
         Returns:
             int64 [m], ascending: which of the n tokens deeper layers compute; None: all of them.
             With `restarted`: of which tokens the second prefill consists, maybe all.
         """
         frame = self._frame(layer, k.device, k.shape[1], tokens)
-        evaluation = self._evaluation(replace(frame, vectors=_vectors(q, k, v)))
+        evaluation = self._evaluation(replace(frame, vectors=_vectors(q, k, v, lse)))
         if layer in self._sums:
             self._sums.pop(layer).finish(evaluation)
         deeper = self._propagate(evaluation)
@@ -119,6 +124,8 @@ class Run:
         q: torch.Tensor,
         k: torch.Tensor | Slots,
         v: torch.Tensor | Slots | None = None,
+        *,
+        lse: torch.Tensor | None = None,
     ) -> None:
         """Takes an earlier chunk's queries, where `program.accumulates`.
 
@@ -126,12 +133,13 @@ class Run:
             layer: from 0; a layer's chunks in order, before its `observe`.
             q: [H, T, D] the chunk's queries; k, v: [G, n, D] of all n tokens up to its end,
                 or where the pool has them.
+            lse: as of `observe`.
         """
         if not self.program.accumulates:
             raise RuntimeError(f"`{self.program.bound.program.name}` has nothing to accumulate")
         sums = self._sums.setdefault(layer, _Sums(self._prefill.sums))
         frame = self._frame(layer, k.device, k.shape[1], None)
-        sums.add(self._evaluation(replace(frame, vectors=_vectors(q, k, v))), q.shape[1])
+        sums.add(self._evaluation(replace(frame, vectors=_vectors(q, k, v, lse))), q.shape[1])
 
     def again(self, prompt: int) -> Run:
         """The second prefill, over the chosen tokens, as many as `prompt`, at 0, 1, ..."""
@@ -408,10 +416,14 @@ class Run:
 
 
 def _vectors(
-    q: torch.Tensor, k: torch.Tensor | Slots, v: torch.Tensor | Slots | None
+    q: torch.Tensor,
+    k: torch.Tensor | Slots,
+    v: torch.Tensor | Slots | None,
+    lse: torch.Tensor | None,
 ) -> dict[str, Keys]:
     """As of a frame."""
-    return {"query": q, "key": k} if v is None else {"query": q, "key": k, "value": v}
+    given = {"query": q, "key": k, "value": v, "lse": lse}
+    return {name: x for name, x in given.items() if x is not None}
 
 
 def _read(numbers: list[Node] | None, evaluation: Evaluation) -> int | None:

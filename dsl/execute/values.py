@@ -90,7 +90,8 @@ class Frame:
             across KV heads then looks at those of one layer at a time.
         vectors: those at hand, of the heads of this block only: `query`, [H, T, D] last queries;
             `key` and `value`, [G, n, D], or where a server's pool has them (torch operations `read`
-            them). Empty after the last layer.
+            them); in a prefill `lse`, float32 [H, T], log-sum-exp of each query's logits of the
+            tokens that it sees, where attention has given it. Empty after the last layer.
         positions: int64 [n] original positions, ascending; None: 0 to n - 1.
         there: bool [G, n]: which KV head holds which candidate; None: all hold all.
         step: of decode; None: in the prefill, whose queries are of the last T tokens.

@@ -1,5 +1,7 @@
 """The log-sum-exp of each query's row: the first of two passes over the keys.
 
+Where attention has given it, the second is the only one.
+
 Dimensions: G KV heads, H query heads, n tokens or entries of a layer, W queries of a window.
 """
 

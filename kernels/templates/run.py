@@ -17,6 +17,7 @@ from kvpolicy.kernels.templates.row_pass import row_combine, row_partials
 
 _SPLITS = 128  # of a list at a decode step, at most
 _Given = tuple[torch.Tensor | None, torch.Tensor | None]
+_Window = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _Launch = dict[str, Any]
 
 
@@ -59,7 +60,7 @@ class Frame:
 
     def run(
         self,
-        window: _Given,
+        window: _Window,
         keys: tuple[torch.Tensor, torch.Tensor | None],
         values: _Given,
         marks: tuple[torch.Tensor | None, ...],
@@ -73,8 +74,9 @@ class Frame:
         """Launches the kernels; nothing waits for the device.
 
         Args:
-            window: [H, W, D] queries, or None where no kernel reads any, and at decode steps their
-                positions, int64 [W].
+            window: [H, W, D] queries, or None where no kernel reads any; at decode steps their
+                positions, int64 [W]; in a prefill the log-sum-exp of their rows, float32 [H, W]
+                contiguous, where attention has given it, else None: it is computed.
             keys: [*, G, D] where token t is row rows[t], and rows, int [n], or None: t itself. At
                 decode steps [G, n, D], or [E, D] where entry j of KV head g is row rows[g, j].
             values: the same of values, or twice None.
@@ -104,7 +106,7 @@ class _Run:
     """One call of `Frame.run`."""
 
     frame: Frame
-    window: _Given
+    window: _Window
     keys: tuple[torch.Tensor, torch.Tensor | None]
     values: _Given
     marks: tuple[torch.Tensor | None, ...]
@@ -114,7 +116,7 @@ class _Run:
     checks: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        frame, (q, _), (k, rows) = self.frame, self.window, self.keys
+        frame, (q, _, _), (k, rows) = self.frame, self.window, self.keys
         self.gpu, self.device = k.is_cuda, k.device
         self.queries = 0 if q is None else q.shape[1]
         self.kv = (k if rows is None else rows).shape[0] if frame.steps else k.shape[1]
@@ -182,7 +184,7 @@ class _Run:
 
     def _asked(self) -> tuple:
         """The window, as kernels take it."""
-        q, at = self.window
+        q, at, _ = self.window
         if q is None:
             return None, None
         return (q, q.stride(0), q.stride(1)), at
@@ -197,6 +199,16 @@ class _Run:
         return (x, x.stride(0), x.stride(1)), rows
 
     def _row_lse(self) -> torch.Tensor:
+        """float32 [H, W]: as attention has given it, else by a pass over the keys."""
+        *_, given = self.window
+        lse = self._row_pass() if given is None else given
+        if self.frame.steps:  # a query may see nothing
+            self.checks.append((lse < float("inf")).view(self.kv, -1).all(1))
+        else:
+            self.checks.append(lse.isfinite().all())
+        return lse
+
+    def _row_pass(self) -> torch.Tensor:
         rows = self.kv * self.frame.group * self.queries
         partial = torch.empty(self.splits, rows, dtype=torch.float32, device=self.device)
         lse = partial
@@ -213,10 +225,6 @@ class _Run:
                 # The most that there are for any prompt, so that it is compiled once.
                 SPLITS_P=triton.next_power_of_2(most), BLOCK=16,
             )  # fmt: skip
-        if self.frame.steps:  # a query may see nothing
-            self.checks.append((lse < float("inf")).view(self.kv, -1).all(1))
-        else:
-            self.checks.append(lse.isfinite().all())
         return lse
 
     def _columns(

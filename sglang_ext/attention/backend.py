@@ -1,11 +1,13 @@
 """Attention backends that can read compressed entries.
 
 A stock backend instance is kept and its class replaced by a subclass, so that its name, its type
-checks and its attributes stay what SGLang expects. Prefills run in the stock backend. So do decode
-batches in which nothing is compressed, with its own kernel and its own CUDA graph; the others are
-read either row by row through lists of entries (torch_native, the reference) or all at once through
-the device tables (all others). So are the rows of a mixed batch that decode, once the stock backend
-has run: it reads slots that they have given up.
+checks and its attributes stay what SGLang expects. Prefills run in the stock backend; where it can
+(flashinfer, fa3) and policies need it, it hands over the log-sum-exp of its logits, so that their
+kernels go over the keys once instead of twice. Decode batches in which nothing is compressed run
+in the stock backend, too, with its own kernel and its own CUDA graph; the others are read either
+row by row through lists of entries (torch_native, the reference) or all at once through the device
+tables (all others). So are the rows of a mixed batch that decode, once the stock backend has run:
+it reads slots that they have given up.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 from kvpolicy.sglang_ext.attention import graphs
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.forward.attend import attend
+from kvpolicy.sglang_ext.request.request import Queries
 
 if TYPE_CHECKING:
     from kvpolicy.kernels.attention.decode_attention_triton import Workspace
@@ -41,7 +44,7 @@ def attach(backend: Any, name: str, services: Services, heads: int, dtype: torch
     Returns:
         The same instance.
     """
-    stock = type(backend)
+    stock, noting = type(backend), compat.gives_lse(name, backend)
     if name == REFERENCE:
         from kvpolicy.kernels.attention.paged_attention import paged_attention
 
@@ -59,13 +62,17 @@ def attach(backend: Any, name: str, services: Services, heads: int, dtype: torch
         self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any,
         save_kv_cache: bool = True, **options: Any,
     ) -> Any:  # fmt: skip
-        out = stock.forward_extend(self, q, k, v, layer, batch, save_kv_cache, **options)
+        step, lse = services.step, None
+        given = (self, q, k, v, layer, batch, save_kv_cache)
+        if step is not None and step.prefill is not None and noting and wanted(step, q, layer):
+            out, lse = compat.extend_with_lse(name, stock.forward_extend, *given, **options)
+        else:
+            out = stock.forward_extend(*given, **options)
         # Where SGLang replays a prefill's graph in pieces, attention runs between them: once per
         # forward, on the rows that are no padding, with this forward's step.
-        step = services.step
         if step is not None and step.prefill is not None:
             heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-            step.prefill.observe(layer, heads)
+            step.prefill.observe(layer, Queries(heads, lse))
             made = out.view(heads.shape)
             step.resume.overwrite(layer, heads, made, paged_attention)
             step.resume.observe(layer, heads)
@@ -73,6 +80,11 @@ def attach(backend: Any, name: str, services: Services, heads: int, dtype: torch
             if rows is not None:
                 decode(self, heads[rows], made[rows], layer, batch)
         return out
+
+    def wanted(step: Any, q: Any, layer: Any) -> bool:
+        """Whether policies need what softmax summed up, of the very logits that they see."""
+        alike = q.dtype == services.arena.storage.dtype and compat.scale(layer) == 1.0
+        return alike and step.prefill.reads_lse
 
     def decode(self: Any, heads: Any, out: Any, layer: Any, batch: Any) -> None:
         """The last rows of a mixed forward, [B, H, D] queries and attention, written in place."""

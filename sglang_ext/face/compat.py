@@ -7,9 +7,10 @@ command line, and most of SGLang takes seconds to import.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -378,6 +379,78 @@ def save_kv(backend: Any, layer: Any, batch: Any, k: torch.Tensor, v: torch.Tens
 
     location = KVWriteLoc(batch.out_cache_loc, None)
     backend.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+
+
+def gives_lse(name: str, backend: Any) -> bool:
+    """Whether a stock backend's prefill can hand over the log-sum-exp of its logits.
+
+    Args:
+        name: of the backend in SGLang's registry.
+    """
+    if name == "fa3":
+        return "return_lse" in inspect.signature(backend.forward_extend).parameters
+    wrapper = getattr(backend, "prefill_wrapper_ragged", None)
+    return name == "flashinfer" and hasattr(wrapper, "forward_return_lse")
+
+
+def extend_with_lse(
+    name: str, forward: Function, backend: Any, *arguments: Any, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A prefill of a backend that `gives_lse`, and float32 [rows, H] log-sum-exp of its logits.
+
+    None for it where the backend took a way that does not find it.
+
+    Args:
+        forward: the stock `forward_extend`, which is called with the backend and all that follows.
+    """
+    if name == "fa3":
+        out, lse = forward(backend, *arguments, return_lse=True, **options)
+        return out, lse
+    with _noting_lse(backend) as noted:
+        out = forward(backend, *arguments, **options)
+    return out, _natural(noted)
+
+
+class _Noting:
+    """One of FlashInfer's prefill wrappers, noting the log-sum-exp of what it is asked for."""
+
+    def __init__(self, wrapper: Any, noted: list[torch.Tensor]) -> None:
+        self._wrapper, self._noted = wrapper, noted
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapper, name)
+
+    def forward(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        return self.forward_return_lse(*arguments, **options)[0]
+
+    def forward_return_lse(
+        self, *arguments: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = self._wrapper.forward_return_lse(*arguments, **options)
+        self._noted.append(lse)
+        return out, lse
+
+
+@contextmanager
+def _noting_lse(backend: Any) -> Iterator[list[torch.Tensor]]:
+    """What FlashInfer's wrappers of a backend find in the block, base 2 [rows, H] each."""
+    noted: list[torch.Tensor] = []
+    metadata, ragged = backend.forward_metadata, backend.prefill_wrapper_ragged
+    paged = metadata.prefill_wrappers
+    backend.prefill_wrapper_ragged = _Noting(ragged, noted)
+    metadata.prefill_wrappers = [_Noting(each, noted) for each in paged]
+    try:
+        yield noted
+    finally:
+        backend.prefill_wrapper_ragged, metadata.prefill_wrappers = ragged, paged
+
+
+def _natural(noted: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The log-sum-exp of a forward's tokens, or of these and of the prefix beside them."""
+    if not 1 <= len(noted) <= 2:
+        return None
+    whole = noted[0] if len(noted) == 1 else noted[0].logaddexp2(noted[1])
+    return whole * math.log(2)
 
 
 def stock_decode_rows(

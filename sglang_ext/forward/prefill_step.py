@@ -29,7 +29,7 @@ from kvpolicy.sglang_ext.forward.compress import compress, timed
 from kvpolicy.sglang_ext.forward.failures import CHOOSING, COMPACTION, SCORING
 from kvpolicy.sglang_ext.forward.frame import Frame
 from kvpolicy.sglang_ext.report.kept import described
-from kvpolicy.sglang_ext.request.request import Seen, State, iterate_rows
+from kvpolicy.sglang_ext.request.request import Queries, Seen, State, iterate_rows
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
@@ -146,38 +146,46 @@ class PrefillStep:
                 queries = max(state.prompt - prefix, state.served.tail(state.prompt))
             self.scored.append(Scored(request, state, slots, slots, run, queries))
 
-    def observe(self, layer: Any, heads: torch.Tensor) -> None:
+    @property
+    def reads_lse(self) -> bool:
+        """Whether a policy here has less to compute if attention gives its log-sum-exp."""
+        states = [each.state for each in self._windowed]
+        states += [each.state for each in self._accumulated]
+        states += [each.state for each in self.scored]
+        return any(state.served.program.reads_lse for state in states)
+
+    def observe(self, layer: Any, queries: Queries) -> None:
         """Show one layer to the policies; its keys and values are in the pool already.
 
         Args:
-            heads: [rows, H, D] queries of the forward after RoPE.
+            queries: of all rows of the forward.
         """
         for each in self._windowed:
             rows = self._frame.rows(each.request)
             if rows is not None:
-                window = heads[rows.stop - each.count : rows.stop].clone()
+                window = queries.rows(slice(rows.stop - each.count, rows.stop)).copied()
                 each.state.seen.window.setdefault(layer.layer_id, []).append(window)
         failures = self._services.failures
         for chunk in self._accumulated:
             rows = self._frame.rows(chunk.request)
             if rows is not None and not chunk.state.failed:
                 with failures.contained(chunk.request, SCORING), timed(chunk.state):
-                    self._accumulate(chunk, layer, heads[rows])
+                    self._accumulate(chunk, layer, queries.rows(rows))
         for scored in self.scored:
             rows = self._frame.rows(scored.request)
             if rows is not None and not scored.state.failed:
                 with failures.contained(scored.request, SCORING), timed(scored.state):
-                    self._observe(scored, layer, heads[rows])
+                    self._observe(scored, layer, queries.rows(rows))
 
-    def _accumulate(self, chunk: _Accumulated, layer: Any, heads: torch.Tensor) -> None:
+    def _accumulate(self, chunk: _Accumulated, layer: Any, queries: Queries) -> None:
         state = chunk.state
         k, v = self._entries(state, layer, chunk.slots)
-        queries = compat.scaled(heads, layer).transpose(0, 1)
-        state.seen.run.accumulate(layer.layer_id, queries, k, v)
+        q, lse = _of_heads(queries, layer)
+        state.seen.run.accumulate(layer.layer_id, q, k, v, lse=lse)
         tail = state.served.tail(state.prompt)
         earlier = state.seen.window.get(layer.layer_id, [])
-        latest = torch.cat([*earlier, heads])
-        state.seen.window[layer.layer_id] = [latest[max(latest.shape[0] - tail, 0) :].clone()]
+        latest = Queries.joined([*earlier, queries]).last(tail)
+        state.seen.window[layer.layer_id] = [latest.copied()]
 
     def _entries(
         self, state: State, layer: Any, slots: torch.Tensor
@@ -189,23 +197,21 @@ class PrefillStep:
             return k, values
         return k.dense(), None if values is None else values.dense()
 
-    def _observe(self, scored: Scored, layer: Any, heads: torch.Tensor) -> None:
+    def _observe(self, scored: Scored, layer: Any, queries: Queries) -> None:
         state, there = scored.state, scored.slots.numel()
         wanted = min(scored.queries, there)
-        queries = heads[max(heads.shape[0] - wanted, 0) :]
+        queries = queries.last(wanted)
         earlier = state.seen.window.get(layer.layer_id, [])
-        if earlier and queries.shape[0] < wanted:
-            queries = torch.cat([*earlier, queries])[-wanted:]
-        if queries.shape[0] != wanted:
+        if earlier and queries.number < wanted:
+            queries = Queries.joined([*earlier, queries]).last(wanted)
+        if queries.number != wanted:
             raise RuntimeError(
-                f"request {scored.request.rid}: {queries.shape[0]} of the last {wanted} "
+                f"request {scored.request.rid}: {queries.number} of the last {wanted} "
                 f"queries of its prompt were computed"
             )
-        queries = compat.scaled(queries, layer)
+        q, lse = _of_heads(queries, layer)
         k, v = self._entries(state, layer, scored.slots)
-        scored.chosen = scored.run.observe(
-            layer.layer_id, queries.transpose(0, 1), k, v, scored.tokens
-        )
+        scored.chosen = scored.run.observe(layer.layer_id, q, k, v, scored.tokens, lse=lse)
 
     def finish(self) -> None:
         """After the forward: choose what is kept and copy it to private pages."""
@@ -260,3 +266,9 @@ class PrefillStep:
             scored.request.skip_radix_cache_insert = progress.barred = False
         finite = not scored.run.not_finite
         self._services.reports.finished_prompt(scored.request, scored.state, kept, finite=finite)
+
+
+def _of_heads(queries: Queries, layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Queries [H, T, D] as a policy's program takes them, and their log-sum-exp [H, T]."""
+    q = compat.scaled(queries.heads, layer).transpose(0, 1)
+    return q, None if queries.lse is None else queries.lse.T

@@ -116,6 +116,40 @@ class Served:
         return output >= _MANY or any(self.bound.leaves_at(step, prompt) for step in steps)
 
 
+@dataclass(frozen=True)
+class Queries:
+    """Queries of consecutive tokens at one layer, after RoPE.
+
+    Attributes:
+        heads: [T, H, D].
+        lse: float32 [T, H], log-sum-exp of each one's logits, as attention has found it; None: not.
+    """
+
+    heads: torch.Tensor
+    lse: torch.Tensor | None
+
+    @classmethod
+    def joined(cls, parts: Sequence[Queries]) -> Queries:
+        """One after the other."""
+        lse = [each.lse for each in parts if each.lse is not None]
+        whole = torch.cat(lse) if len(lse) == len(parts) else None
+        return cls(torch.cat([each.heads for each in parts]), whole)
+
+    @property
+    def number(self) -> int:
+        return self.heads.shape[0]
+
+    def rows(self, rows: slice) -> Queries:
+        return Queries(self.heads[rows], None if self.lse is None else self.lse[rows])
+
+    def last(self, number: int) -> Queries:
+        """The last so many, or all."""
+        return self.rows(slice(max(self.number - number, 0), None))
+
+    def copied(self) -> Queries:
+        return Queries(self.heads.clone(), None if self.lse is None else self.lse.clone())
+
+
 @dataclass
 class Seen:
     """What a policy has seen of a prompt in chunks that are not the last.
@@ -125,7 +159,7 @@ class Seen:
         run: of the policy's program, where it adds up what chunks say.
     """
 
-    window: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    window: dict[int, list[Queries]] = field(default_factory=dict)
     run: Any = None
 
 

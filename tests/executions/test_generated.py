@@ -28,6 +28,7 @@ from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.dsl.tools.explain_kernels import kernels, regions
 from kvpolicy.kernels.scoring.generated import generated
 from kvpolicy.kernels.table import REFERENCE
+from kvpolicy.kernels.templates import run as run_module
 from recordings import tensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,8 +98,20 @@ def inline(score: str, shape: ModelShape, rest: str = "") -> Bound:
     return bind(load(Source("a-test.yaml", text)).require(), shape)
 
 
-def prefill(program: TorchProgram, q, k, v, slots: bool = False) -> Run:
-    """A finished prefill, propagated and begun again where the policy wants that."""
+def log_sum_exp(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """float32 [H, T], as attention finds it for the last T of n tokens."""
+    keys = k.double().repeat_interleave(q.shape[0] // k.shape[0], 0)
+    logits = torch.matmul(q.double(), keys.transpose(-1, -2)) * q.shape[2] ** -0.5
+    later = torch.ones_like(logits[0]).triu(1 + k.shape[1] - q.shape[1]).bool()
+    return logits.masked_fill(later, -torch.inf).logsumexp(-1).float()
+
+
+def prefill(program: TorchProgram, q, k, v, slots: bool = False, attended: bool = False) -> Run:
+    """A finished prefill, propagated and begun again where the policy wants that.
+
+    Args:
+        attended: attention hands over its log-sum-exp.
+    """
     run = program.start(k.shape[2])
     there = torch.arange(k.shape[2], device=k.device)
     layer = 0
@@ -107,7 +120,9 @@ def prefill(program: TorchProgram, q, k, v, slots: bool = False) -> Run:
         if slots:
             keys, values = in_pool(keys), in_pool(values)
         tokens = None if len(there) == run.size else there
-        deeper = run.observe(layer, q[layer][:, there], keys, values, tokens)
+        asking = q[layer][:, there]
+        lse = log_sum_exp(asking, k[layer][:, there]) if attended else None
+        deeper = run.observe(layer, asking, keys, values, tokens, lse=lse)
         if run.restarted:
             there = there if deeper is None else there[deeper]
             q, k, v = q[:, :, there], k[:, :, there], v[:, :, there]
@@ -246,6 +261,59 @@ def test_scores_within_the_error_of_float32(name):
         assert not torch.equal(a.data[where], b.data[where]), "no kernel ran"
 
 
+# What attention has found already.
+
+
+ATTENDING = ["snapkv", "pyramidkv", "tova", "lava", "cake", "fastkv", "asl", "h2o", "d2o"]
+
+
+@pytest.mark.parametrize("name", ATTENDING)
+def test_with_attentions_own_log_sum_exp_the_same_is_kept(name):
+    """By one pass over the keys, of groups and sizes of every kind; torch does not look at it."""
+    for number in (0, 2, 3, 6):
+        case = CASES[(ATTENDING.index(name) + number) % len(CASES)]
+        bound, tensors = small(name, case.shape), case.tensors(number)
+        program = TorchProgram(bound, report=True, kernels=TABLE)
+        assert program.reads_lse
+        reference = TorchProgram(bound, report=True)
+        assert not reference.reads_lse
+        runs = [prefill(each, *tensors) for each in (reference, program)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run_module, "row_partials", None)
+            given = prefill(program, *tensors, slots=True, attended=True)
+        runs.append(prefill(reference, *tensors, attended=True))
+        for run in runs:
+            assert_same_kept(run, given)
+        root = bound.lowered.prefill.score
+        if root is not None:
+            bar = relative_error(case, *tensors[:2], case.tokens, case.tokens * 4 + 8)
+            for a, b in zip(runs[1].result(root), given.result(root), strict=True):
+                assert torch.allclose(
+                    torch.as_tensor(a.data), torch.as_tensor(b.data), rtol=2 * bar, atol=1e-30,
+                    equal_nan=True,
+                )  # fmt: skip
+
+
+def test_policies_without_attention_need_no_log_sum_exp():
+    shape = ModelShape(2, 4, 2, 8)
+    needing = {n for n in GENERATES if TorchProgram(small(n, shape), kernels=TABLE).reads_lse}
+    assert {*ATTENDING} <= needing
+    assert "gemfilter" not in needing
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_log_sum_exp_that_is_not_finite_decides_nothing(wrong):
+    case = Case(1, 4, 2, 16, 29)
+    program = TorchProgram(small("snapkv", case.shape), kernels=TABLE)
+    q, k, v = (x[0] for x in case.tensors(3))
+    lse = log_sum_exp(q, k)
+    lse[3, -2] = wrong
+    run = program.start(29)
+    run.observe(0, q, k, v, lse=lse)
+    run.finish()
+    assert run.not_finite
+
+
 # Where keys and values lie.
 
 
@@ -314,7 +382,8 @@ def test_other_types_stay_with_torch():
         assert torch.equal(a.data, b.data)
 
 
-def test_chunks_add_up():
+@pytest.mark.parametrize("attended", [False, True])
+def test_chunks_add_up(attended):
     """Sums over all queries from chunks, as a server hands them over."""
     case = Case(1, 4, 2, 16, 61)
     bound = small("h2o", case.shape)
@@ -322,9 +391,13 @@ def test_chunks_add_up():
     program = TorchProgram(bound, report=True, kernels=TABLE)
     whole, parts = program.start(61), program.start(61)
     whole.observe(0, q, k, v)
-    parts.accumulate(0, q[:, :20], in_pool(k[:, :20]))
-    parts.accumulate(0, q[:, 20:45], in_pool(k[:, :45]))
-    parts.observe(0, q[:, 45:], k, v)
+    for start, end in ((0, 20), (20, 45), (45, 61)):
+        asking, keys = q[:, start:end], k[:, :end]
+        lse = log_sum_exp(asking, keys) if attended else None
+        if end < 61:
+            parts.accumulate(0, asking, in_pool(keys), lse=lse)
+        else:
+            parts.observe(0, asking, keys, v, lse=lse)
     bar = relative_error(case, q[None], k[None], 61, 61 * 2)
     for run in (whole, parts):
         run.finish()

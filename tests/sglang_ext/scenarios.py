@@ -75,9 +75,9 @@ def _record_runs() -> list[Any]:
     runs: list[Any] = []
     observe, finish = Run.observe, Run.finish
 
-    def noting_observe(self, layer, q, k, v, tokens=None):
+    def noting_observe(self, layer, q, k, v, tokens=None, *, lse=None):
         self.__dict__.setdefault("seen", {})[layer] = (q.clone(), k.clone(), v)
-        return observe(self, layer, q, k, v, tokens)
+        return observe(self, layer, q, k, v, tokens, lse=lse)
 
     def noting_finish(self, *, wait=True):
         self.kept = finish(self, wait=wait)

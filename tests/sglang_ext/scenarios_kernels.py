@@ -149,10 +149,15 @@ def decode_waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def same(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """Answers and facts of prompts together, by kernels; and how often kernels were called."""
+    """Answers and facts of prompts together, by kernels; and how often kernels were called.
+
+    `attended`: attention hands over its log-sum-exp.
+    """
     policies, lengths = flags.pop("policies"), flags.pop("lengths")
     output = flags.pop("output")
     called = _count_calls()
+    if flags.pop("attended", False):
+        _hand_over_lse()
     driver = start(model, policies, flags)
     at_start = dict(called)
     for policy in policies:
@@ -167,6 +172,36 @@ def same(model: str, flags: dict[str, Any]) -> dict[str, Any]:
         answers[rid] = {"tokens": answer.tokens, "facts": facts}
     counts = {"called": called, "called at start": at_start}
     return {"answers": answers, **counts, **driver.left_over()}
+
+
+def _hand_over_lse() -> None:
+    """The torch-native backend's prefill gives what FlashInfer's and FlashAttention's do."""
+    import torch
+    from kvpolicy.sglang_ext.face import compat
+
+    def of_request(q: torch.Tensor, keys: torch.Tensor, before: int, scale: float) -> torch.Tensor:
+        keys = keys.repeat_interleave(q.shape[1] // keys.shape[1], 1).double()
+        logits = torch.einsum("thd,nhd->thn", q.double(), keys) * scale
+        later = torch.arange(len(keys)) > before + torch.arange(len(q))[:, None]
+        return logits.masked_fill(later[:, None], -torch.inf).logsumexp(-1).float()
+
+    def extend(name, forward, backend, q, k, v, layer, batch, *rest, **options):
+        out = forward(backend, q, k, v, layer, batch, *rest, **options)
+        keys = backend.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        table = backend.req_to_token_pool.req_to_token
+        heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        parts, end = [], 0
+        lengths = zip(
+            batch.extend_prefix_lens.tolist(), batch.extend_seq_lens.tolist(), strict=True
+        )
+        for row, (before, number) in zip(batch.req_pool_indices, lengths, strict=True):
+            start, end = end, end + number
+            own = keys[table[row, : before + number].long()]
+            parts.append(of_request(heads[start:end], own, before, layer.scaling))
+        return out, torch.cat(parts)
+
+    compat.gives_lse = lambda name, backend: True
+    compat.extend_with_lse = extend
 
 
 def _count_calls() -> dict[str, int]:

@@ -113,6 +113,39 @@ def test_a_prefill_forward_waits_once(scenario, flags):
         assert all("entries_kept" in facts for facts in each["facts"]), name
 
 
+@pytest.mark.server
+@pytest.mark.parametrize("flags", [{}, {"chunked_prefill_size": 64}], ids=["whole", "chunks"])
+def test_where_attention_gives_its_log_sum_exp_no_kernel_looks_for_it(scenario, flags):
+    """The same answers, of windows and sums in chunks, too; keys are gone over once."""
+    policies = {
+        "snapkv": ["capacity=48", "window=16"],
+        "pyramidkv": ["capacity=48"],
+        "h2o": ["heavy=20", "window=20"],
+    }
+    if not flags:  # it wants prompts in one piece
+        policies["fastkv"] = ["capacity=40"]
+
+    def run(env, **given):
+        return scenario(
+            "scenarios_kernels.py",
+            "same",
+            env,
+            policies=policies,
+            lengths=[100, 70],
+            output=3,
+            **given,
+            **flags,
+        )
+
+    attended, by_torch = run(TRITON, attended=True), run(TORCH)
+    called, at_start = attended.pop("called"), attended.pop("called at start")
+    assert called["row_pass.row_partials"] == at_start["row_pass.row_partials"]
+    assert sum(called.values()) > sum(at_start.values())
+    del by_torch["called"], by_torch["called at start"]
+    assert attended == by_torch
+    assert all("entries_kept" in each["facts"] for each in attended["answers"].values())
+
+
 FOLDING = {
     "h2o": ["heavy=20", "window=19"],
     "streamingllm": ["start=2", "window=30"],
