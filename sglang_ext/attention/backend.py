@@ -162,6 +162,16 @@ def _decode_by_tables(
         stock.init_cuda_graph_state(self, max_bs, *arguments, **options)
         tables.reserve(max_bs)
 
+    def init_forward_metadata_out_graph(
+        self: Any, batch: Any, in_capture: bool = False, **options: Any
+    ) -> None:
+        # A replay that reads the tables runs no stock attention, and has none to plan: its lengths
+        # would be those of tokens whose slots are gone. Eager steps may fall back to it.
+        replays = not in_capture and batch.forward_mode.is_decode()
+        if replays and _step(services) is not None and graphs.reads_tables(services):
+            return
+        stock.init_forward_metadata_out_graph(self, batch, in_capture, **options)
+
     def shared_read_ends(self: Any, mode: Any) -> Any:
         declared = stock.shared_read_ends(self, mode)
         # The scheduler may write to its table of slots once they are over; ours reads it in every
@@ -171,6 +181,7 @@ def _decode_by_tables(
     return {
         "forward_decode": forward_decode,
         "init_cuda_graph_state": init_cuda_graph_state,
+        "init_forward_metadata_out_graph": init_forward_metadata_out_graph,
         "shared_read_ends": shared_read_ends,
     }
 

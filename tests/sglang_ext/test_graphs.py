@@ -1,8 +1,10 @@
 """Which attention a decode step takes, in a scheduled forward, in a capture and outside of both."""
 
+import ast
 import json
 from contextlib import nullcontext
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,6 +50,12 @@ class Stock(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs, max_num_tokens):
         self.calls.append(f"init_cuda_graph_state {max_bs} {max_num_tokens}")
+
+    def init_forward_metadata(self, forward_batch):
+        self.calls.append("planned for a step without a graph")
+
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
+        self.calls.append("planned for a capture" if in_capture else "planned for a replay")
 
 
 class NotedQueries(QueryBuffer):
@@ -183,6 +191,53 @@ def test_a_capture_decides_for_its_variant_alone(services, capturing):
     capturing(graphs.PLAIN)
     assert decode(backend).eq(1).all()
     assert backend.calls == ["forward_decode"]
+
+
+def test_replays_that_read_the_tables_are_not_planned_for_the_stock_kernel(services, capturing):
+    """Those of plain batches are, prefills, captures and steps that may fall back to it."""
+    backend = backends.attach(Stock(), "flashinfer", services, HEADS, torch.float32)
+    decoding, extending = (
+        SimpleNamespace(forward_mode=mode) for mode in (ForwardMode.DECODE, ForwardMode.MIXED)
+    )
+
+    def planned(call, *arguments, **options):
+        backend.calls.clear()
+        call(*arguments, **options)
+        return backend.calls
+
+    plan = backend.init_forward_metadata_out_graph
+    assert planned(plan, decoding) == ["planned for a replay"]  # SGLang's own batch
+    going_on(services, reads=False)
+    assert planned(plan, decoding) == ["planned for a replay"]
+    for step in ({"reads": True}, {"reads": False, "notes": True}):
+        going_on(services, **step)
+        assert planned(plan, decoding) == []
+        assert planned(plan, extending) == ["planned for a replay"]
+        eager = backend.init_forward_metadata
+        assert planned(eager, decoding) == ["planned for a step without a graph"]
+    services.step = None
+    capturing(graphs.COMPRESSED)
+    assert planned(plan, decoding, in_capture=True) == ["planned for a capture"]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("triton_backend", "TritonAttnBackend"),
+        ("flashinfer_backend", "FlashInferAttnBackend"),
+        ("flashattention_backend", "FlashAttentionBackend"),
+    ],
+)
+def test_a_step_without_a_graph_is_planned_by_a_way_of_its_own(module, name):
+    """Else it could not fall back to the stock kernel where reading the tables fails."""
+    found = find_spec(f"sglang.srt.layers.attention.{module}")
+    tree = ast.parse(Path(found.origin).read_text(encoding="utf-8"))
+    [backend] = [x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == name]
+    methods = {x.name: x for x in backend.body if isinstance(x, ast.FunctionDef)}
+    plans = ast.unparse(methods["init_forward_metadata"])
+    assert "out_graph" not in plans
+    options = methods["init_forward_metadata_out_graph"].args.args
+    assert [each.arg for each in options] == ["self", "forward_batch", "in_capture"]
 
 
 def test_captured_batches_share_one_workspace(services, monkeypatch):
