@@ -177,7 +177,13 @@ def elements_of_call(rows: int, size: int, lists: int, splits: int) -> tuple[int
     """
     if splits == 1:
         return 0, 0
-    return rows * splits * (size + 1), lists * (1 + triton.cdiv(splits, _FAN.value))
+    groups = triton.cdiv(splits, _FAN.value)
+    return _aligned(rows * splits * size) + rows * splits, lists * (1 + groups)
+
+
+def _aligned(elements: int) -> int:
+    """So many float32, and as many more as let what follows begin at 16 bytes."""
+    return triton.cdiv(elements, 4) * 4
 
 
 def written(
@@ -207,7 +213,7 @@ def written(
             raise ValueError(
                 f"workspace.{name}: expected {dtype} [>= {least}], got {x.dtype} {list(x.shape)}"
             )
-    lse = workspace.partial.view(-1)[rows * splits * size :]
+    lse = workspace.partial.view(-1)[_aligned(rows * splits * size) :]
     return result, workspace.partial, lse, workspace.arrived
 
 
