@@ -28,6 +28,7 @@ from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
 )
 from kvpolicy.kernels.entries import pairs
 from kvpolicy.kernels.entries.tables import Tables
+from kvpolicy.kernels.launch.kernel import kernel
 
 
 def decode_attention(
@@ -105,7 +106,7 @@ def decode_attention(
         ROWS=block,
         LINES=lines,
         AT_ONCE=merged_at_once(lines, size, tile.warps),
-        REQUESTS=triton.next_power_of_2(requests),
+        REQUESTS=32,
         LISTS=triton.next_power_of_2(groups),
         FLOATS=pairs.floats_of_row(size, q.dtype) if shares else 1,
         BALANCE=parts.shares > 0,
@@ -155,7 +156,7 @@ def query_rows(group: int) -> int:
     return max(triton.next_power_of_2(group), 16)
 
 
-@triton.jit(do_not_specialize=["layer", "padded", "context", "requests", "shares", "splits"])
+@kernel(aligned=["q", "storage"])
 def _decode(
     q,
     storage,
@@ -337,15 +338,19 @@ def _all_entries(
 ):
     """Entries that the whole batch reads in this layer; every program adds them up for itself.
 
-    That is one small read more before the loop and spares a launch, which costs more.
+    That is one small read more before the loop and spares a launch, which costs more. REQUESTS: how
+    many are looked at at a time.
     """
-    request = tl.arange(0, REQUESTS)
     group = tl.arange(0, LISTS)
-    there = request < requests
-    row = tl.load(rows + request, mask=there, other=0).to(tl.int64)
-    tail = tl.load(lengths + request, mask=there, other=0).to(tl.int32)
-    tail = tl.maximum(tail - tl.load(tail_starts + row, mask=there, other=0), 0)
-    at = ((row * LAYERS + layer) * GROUPS)[:, None] + group[None, :]
-    mask = there[:, None] & (group < GROUPS)[None, :]
-    private = tl.load(counts + at, mask=mask, other=0)
-    return tl.sum(tl.sum(private.to(tl.int64), axis=1) + tail.to(tl.int64) * GROUPS, axis=0)
+    total = tl.full((), 0, tl.int64)
+    for first in range(0, requests, REQUESTS):
+        request = first + tl.arange(0, REQUESTS)
+        there = request < requests
+        row = tl.load(rows + request, mask=there, other=0).to(tl.int64)
+        tail = tl.load(lengths + request, mask=there, other=0).to(tl.int32)
+        tail = tl.maximum(tail - tl.load(tail_starts + row, mask=there, other=0), 0)
+        at = ((row * LAYERS + layer) * GROUPS)[:, None] + group[None, :]
+        mask = there[:, None] & (group < GROUPS)[None, :]
+        private = tl.load(counts + at, mask=mask, other=0).to(tl.int64)
+        total += tl.sum(tl.sum(private, axis=1) + tail.to(tl.int64) * GROUPS, axis=0)
+    return total

@@ -7,11 +7,11 @@ before is the place in the list.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from kvpolicy.kernels.attention.decode_attention_triton import entry_at
 from kvpolicy.kernels.attention.entry_ids import check
 from kvpolicy.kernels.entries.tables import Tables
+from kvpolicy.kernels.launch.kernel import kernel
 
 
 def entry_ids(
@@ -51,10 +51,7 @@ def entry_ids(
     return made
 
 
-@triton.jit(
-    do_not_specialize=["padded", "context", "width"],
-    do_not_specialize_on_alignment=["rows", "lengths"],
-)
+@kernel()
 def _ids(
     counts, first_pages, tail_starts, slots_starts, slots, rows, lengths, req_to_token,
     there, made, padded, context, width,

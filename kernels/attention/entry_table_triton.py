@@ -8,6 +8,7 @@ import triton.language as tl
 from kvpolicy.kernels.attention.decode_attention import check
 from kvpolicy.kernels.attention.decode_attention_triton import entry_at
 from kvpolicy.kernels.entries.tables import Tables
+from kvpolicy.kernels.launch.kernel import kernel
 
 
 def entry_table(
@@ -54,7 +55,7 @@ def entry_table(
     return made, entries
 
 
-@triton.jit(do_not_specialize=["layer", "padded", "context", "longest"])
+@kernel()
 def _table(
     counts, first_pages, tail_starts, slots_starts, slots, rows, lengths, req_to_token,
     made, entries, layer, padded, context, longest,

@@ -23,6 +23,7 @@ from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     way,
     written,
 )
+from kvpolicy.kernels.launch.kernel import kernel
 
 
 def paged_attention(
@@ -104,7 +105,7 @@ def query_rows(queries: int, dtype: torch.dtype) -> int:
     return min(max(triton.next_power_of_2(queries), 16), most)
 
 
-@triton.jit(do_not_specialize=["lists", "tokens", "blocks", "shares", "splits"])
+@kernel(aligned=["q", "keys", "values"])
 def _paged(
     q,
     keys,

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from kvpolicy.kernels.entries.carry import check
+from kvpolicy.kernels.launch.kernel import kernel
 
 
 def carry(
@@ -65,10 +66,7 @@ def carry(
     return made, there, later
 
 
-@triton.jit(
-    do_not_specialize=["used_stride", "fresh", "before", "width", "steps", "share"],
-    do_not_specialize_on_alignment=["used", "newest"],
-)
+@kernel()
 def _carry(
     kept, positions, used, used_stride, newest, made, there, state, later, fresh,
     before, width, steps, share,

@@ -14,7 +14,10 @@ import triton
 import triton.language as tl
 from kvpolicy.kernels.entries.compact_layers import check
 from kvpolicy.kernels.launch import tuned
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.launch.tiles import rows_of
+
+_PARTS = tl.constexpr(32)  # of a list, whose counts are added up at a time
 
 
 def compact_layers(
@@ -62,7 +65,7 @@ def compact_layers(
     _count[(layers * group, parts)](mask, counts, length, PART=part, num_warps=8)
     _number[(layers * group, parts)](
         mask, counts, prompt_slots, first_page.contiguous(), sources, length, padded, places,
-        GROUP=group, PART=part, PARTS=triton.next_power_of_2(parts), num_warps=8,
+        GROUP=group, PART=part, num_warps=8,
     )  # fmt: skip
     width = triton.next_power_of_2(size)
     tile = tile or measured.get("tile") or rows_of(width, storage.element_size())
@@ -73,7 +76,7 @@ def compact_layers(
     )  # fmt: skip
 
 
-@triton.jit
+@kernel()
 def _count(mask, counts, length, PART: tl.constexpr):
     """How many entries a part of a list keeps."""
     list_, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -82,16 +85,18 @@ def _count(mask, counts, length, PART: tl.constexpr):
     tl.store(counts + list_ * tl.num_programs(1) + part, tl.sum(kept.to(tl.int32)))
 
 
-@triton.jit
+@kernel()
 def _number(
     mask, counts, prompt_slots, first_page, sources, length, padded, places,
-    GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+    GROUP: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Writes a part's kept entries to the places that they go to."""
     list_, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    parts = tl.arange(0, PARTS)
-    own = counts + list_ * tl.num_programs(1) + parts
-    before = tl.sum(tl.load(own, mask=parts < part, other=0))
+    own = counts + list_ * tl.num_programs(1)
+    before = 0
+    for start in range(0, part, _PARTS):
+        earlier = start + tl.arange(0, _PARTS)
+        before += tl.sum(tl.load(own + earlier, mask=earlier < part, other=0))
     at = part * PART + tl.arange(0, PART)
     kept = tl.load(mask + list_ * length + at, mask=at < length, other=0).to(tl.int32)
     first = tl.load(first_page + list_).to(tl.int64) * GROUP + before
@@ -103,7 +108,7 @@ def _number(
     tl.store(sources + place, entry, mask=kept & (place < places))
 
 
-@triton.jit
+@kernel(aligned=["keys", "values"])
 def _copy(
     keys, values, sources, private_slots, places, padded,
     LAYERS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,

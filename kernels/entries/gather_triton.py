@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from kvpolicy.kernels.launch import tuned
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.launch.tiles import rows_of
 
 
@@ -73,7 +74,7 @@ def gather(
     return k, v
 
 
-@triton.jit
+@kernel(aligned=["entries", "values", "k", "v"])
 def _gather(
     entries, values, indptr, indices, there, order, k, v, width,
     SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,

@@ -8,6 +8,7 @@ import triton.language as tl
 from kvpolicy.kernels.entries.place import check
 from kvpolicy.kernels.entries.rounding_triton import rounded
 from kvpolicy.kernels.launch import tuned
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.launch.tiles import rows_of
 
 
@@ -71,7 +72,7 @@ def place(
     return order[:, -1].to(torch.int64)
 
 
-@triton.jit
+@kernel(aligned=["entries", "k", "v", "k_head", "k_row", "v_head", "v_row"])
 def _place(
     entries, k, v, kept, order, pages, first_pages,
     length, pages_there, value_offset, k_head, k_row, v_head, v_row,

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from kvpolicy.kernels.entries.rotate import check
 from kvpolicy.kernels.entries.rounding_triton import rounded, widened
+from kvpolicy.kernels.launch.kernel import kernel
 
 _TURN = tl.constexpr(6.283185307179586)
 _PER_TURN = tl.constexpr(0.15915494309189535)
@@ -69,7 +70,7 @@ def rotate(
     return out
 
 
-@triton.jit
+@kernel(aligned=["k", "out", "head_stride", "row_stride"])
 def _rotate(
     k, shift, inv_freq, out, rows, head_stride, row_stride,
     PAIRS: tl.constexpr, PADDED_PAIRS: tl.constexpr, REST: tl.constexpr, PADDED_REST: tl.constexpr,

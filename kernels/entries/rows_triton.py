@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from kvpolicy.kernels.entries.rows import check
 from kvpolicy.kernels.launch import tuned
+from kvpolicy.kernels.launch.kernel import kernel
 
 # Tensors of one launch; of more, several launches.
 _MOST = 4
@@ -89,24 +91,42 @@ def _launch(
     put: bool,
 ) -> None:
     pairs = [(x, y) for x, y in zip(sources, targets, strict=True) if x.numel() and y.numel()]
+    # Short rows may begin anywhere, which is no reason to read long ones a word at a time.
+    narrow = [pair for pair in pairs if _row_bytes(pair[0]) % 16]
+    wide = [pair for pair in pairs if not _row_bytes(pair[0]) % 16]
+    for function, some in ((_copy_aligned, wide), (_copy_any, narrow)):
+        _copied(function, some, rows, block, put=put)
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    return tensor.shape[1] * tensor.element_size()
+
+
+def _copied(
+    function: Any,
+    pairs: list[tuple[torch.Tensor, torch.Tensor]],
+    rows: torch.Tensor,
+    block: int | None,
+    *,
+    put: bool,
+) -> None:
     for start in range(0, len(pairs), _MOST):
         some = pairs[start : start + _MOST]
         widths = [source.shape[1] for source, _ in some]
-        row_bytes = max(source.shape[1] * source.element_size() for source, _ in some)
+        row_bytes = max(_row_bytes(source) for source, _ in some)
         measured = tuned.choice("rows", rows.device, row_bytes)
         elements = block or measured.get("block", 2048)
         blocks = [triton.cdiv(width, elements) for width in widths]
         spare = _MOST - len(some)
         widths, blocks = widths + [0] * spare, blocks + [0] * spare
         absent = [None] * spare
-        _copy[(rows.shape[0], sum(blocks))](
+        function[(rows.shape[0], sum(blocks))](
             *(source for source, _ in some), *absent,
             *(target for _, target in some), *absent, rows.contiguous(),
             *widths, *blocks[:-1], PUT=put, BLOCK=elements,
         )  # fmt: skip
 
 
-@triton.jit
 def _copy(
     source_0, source_1, source_2, source_3, target_0, target_1, target_2, target_3, rows,
     width_0, width_1, width_2, width_3, blocks_0, blocks_1, blocks_2,
@@ -128,6 +148,11 @@ def _copy(
     if source_3 is not None:
         if part >= 0:
             _copy_part(source_3, target_3, rows, width_3, part, PUT, BLOCK)
+
+
+_SIZES = ("source", "target", "width")
+_copy_aligned = kernel(aligned=[f"{name}_{i}" for name in _SIZES for i in range(_MOST)])(_copy)
+_copy_any = kernel()(_copy)
 
 
 @triton.jit

@@ -35,6 +35,7 @@ import triton.language as tl
 from kvpolicy.kernels.entries.settle import check
 from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.kernels.launch import tuned
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.launch.tiles import rows_of
 
 # Bytes of a piece: what the memory moves at once.
@@ -110,10 +111,7 @@ def _bytes(mask: torch.Tensor) -> torch.Tensor:
     return mask.contiguous().view(torch.uint8)
 
 
-@triton.jit(
-    do_not_specialize=["padded", "context", "width"],
-    do_not_specialize_on_alignment=["rows", "lengths"],
-)
+@kernel(aligned=["storage"])
 def _settle(
     storage, counts, first_pages, tail_starts, slots_starts,
     slots, req_to_token, kept, there, proceed, result,

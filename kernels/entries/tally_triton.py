@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from kvpolicy.kernels.entries.tally import BEFORE, check
+from kvpolicy.kernels.launch.kernel import kernel
 
 
 def tally(
@@ -46,7 +47,7 @@ def tally(
     return numbers, good
 
 
-@triton.jit(do_not_specialize=["width"])
+@kernel()
 def _tally(
     kept, there, finite, expected, numbers, good, width,
     GROUP: tl.constexpr, HEADS: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,

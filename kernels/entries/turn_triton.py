@@ -9,6 +9,7 @@ from kvpolicy.kernels.entries.rotate_triton import _turned
 from kvpolicy.kernels.entries.settle_triton import proceeds
 from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.kernels.entries.turn import check
+from kvpolicy.kernels.launch.kernel import kernel
 
 
 def turn(
@@ -53,7 +54,7 @@ def turn(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["padded", "width"], do_not_specialize_on_alignment=["rows"])
+@kernel(aligned=["storage"])
 def _turn(
     storage, first_pages, slots_starts, slots, rows, kept, there, proceed, inv_freq, padded, width,
     LAYERS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAIRS: tl.constexpr,

@@ -7,8 +7,8 @@ and how many stayed before each that leaves; then it looks up what follows.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.following import check
 
 
@@ -53,7 +53,7 @@ def following(
     return places, real, receivers, found
 
 
-@triton.jit(do_not_specialize=["width", "most", "steps"])
+@kernel()
 def _following(
     kept, there, noted, places, real, receivers, found, width, most, steps,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,

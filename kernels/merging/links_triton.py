@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.links import Links, check
 
 
@@ -66,9 +67,7 @@ def _receivers(receivers, joins, accepted, link, number, steps):
     return tl.load(receivers + link, mask=counts, other=-1).to(tl.int32), counts
 
 
-@triton.jit(
-    do_not_specialize=["weight_list", "weight_place", "number", "most", "steps", "tokens"],
-)  # fmt: skip
+@kernel()
 def _links(
     places, receivers, joins, accepted, weights, weight_list, weight_place,
     sources, own, offsets, upto, number, most, steps, tokens,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.means import LANES, check
 
 
@@ -30,7 +30,7 @@ def means(x: torch.Tensor, there: torch.Tensor, group: int) -> torch.Tensor:
     return made
 
 
-@triton.jit(do_not_specialize=["x_list", "x_entry", "width"])
+@kernel()
 def _means(x, x_list, x_entry, there, made, width, GROUP: tl.constexpr, LANES: tl.constexpr):
     """One layer."""
     first = tl.program_id(0).to(tl.int64) * GROUP

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from kvpolicy.kernels.entries.rounding_triton import rounded, widened
 from kvpolicy.kernels.entries.settle_triton import proceeds
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.links import Links
 from kvpolicy.kernels.merging.merge_entries import check
 
@@ -64,11 +65,7 @@ def _double(rows):
         return widened(rows).to(tl.float64)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "own_list", "own_entry", "divide_list", "divide_entry", "tokens", "width", "share",
-    ],
-)  # fmt: skip
+@kernel(aligned=["pool", "stride"])
 def _merge(
     pool, stride, ids, sources, weights, offsets,
     own, own_list, own_entry, divide, divide_list, divide_entry,

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from kvpolicy.kernels.launch import tuned
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.links import Links
 from kvpolicy.kernels.merging.merge_rows import check_links, check_rows
 
@@ -138,7 +139,7 @@ def _double(rows):
     return rows.to(tl.float64)
 
 
-@triton.jit
+@kernel(aligned=["x", "result", "stride_head", "stride"])
 def _rows(
     x, sources, weights, offsets, own, divide, result, stride_head, stride, tokens, width,
     D: tl.constexpr, RECEIVERS: tl.constexpr, LINKS: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -176,7 +177,7 @@ def _rows(
                 tl.store(to, made / by, mask=valid)
 
 
-@triton.jit
+@kernel()
 def _mass(
     weights, offsets, own, total, tokens, width, RECEIVERS: tl.constexpr, LINKS: tl.constexpr
 ):  # fmt: skip

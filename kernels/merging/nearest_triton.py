@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 from kvpolicy.kernels.launch import tuned
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.nearest import check
 
 _NOTHING = tl.constexpr(2**31 - 1)
@@ -53,7 +54,7 @@ def nearest(
         x: [G, n, D] or [E, D] any float dtype; the last axis contiguous, or it is copied.
         places, real, kept, ids: as there.
         rows: dropped entries of a program, a power of two from 16; None: as measured for the GPU
-            (see `tuned`), else by P and the size of a vector, as registers allow.
+            (see `tuned`), else 16 for so few, or what registers hold of a vector's size.
         columns: kept entries of a tile, a power of two from 16; None: as measured, else as above.
 
     Returns:
@@ -78,7 +79,7 @@ def nearest(
     size_of_row = block * x.element_size()
     most = 128 if size_of_row <= 256 and halves else 64 if size_of_row <= 512 else 16
     measured = tuned.choice("nearest", device, x.dtype, size, width)
-    rows = rows or measured.get("rows") or min(max(triton.next_power_of_2(width), 16), most)
+    rows = rows or measured.get("rows") or (16 if width <= 16 else most)
     columns = columns or measured.get("columns")
     columns = columns or min(64, max(32, most if halves else rows))
     # Columns that are kept and how many; their lengths, whether a head has such as float32 cannot
@@ -118,7 +119,7 @@ def nearest(
     return chosen, found
 
 
-@triton.jit(do_not_specialize=["others"])
+@kernel()
 def _order(kept, order, number, others, BLOCK: tl.constexpr):
     """Columns that a list keeps, in order, and how many."""
     head = tl.program_id(0).to(tl.int64)
@@ -183,7 +184,7 @@ def _cosines(
     return match
 
 
-@triton.jit
+@kernel(aligned=["x", "stride_head", "stride"])
 def _lengths(
     x, ids, order, count, lengths, flags, stride_head, stride, others, D: tl.constexpr,
     HALVES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -208,7 +209,7 @@ def _lengths(
                 tl.store(flags + head, 1)
 
 
-@triton.jit
+@kernel(aligned=["x", "stride_head", "stride"])
 def _highest(
     x, ids, order, count, lengths, flags, dropped, chosen, open_rows, near, real, found,
     stride_head, stride, others, width, bound, D: tl.constexpr, HALVES: tl.constexpr,
@@ -273,7 +274,7 @@ def _highest(
         tl.store(near + head * width + to, least, mask=undecided > 0)
 
 
-@triton.jit
+@kernel(aligned=["x", "stride_head", "stride"])
 def _exact(
     x, ids, order, count, lengths, flags, dropped, chosen, open_rows, near,
     stride_head, stride, others, width, D: tl.constexpr, HALVES: tl.constexpr,

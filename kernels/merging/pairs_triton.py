@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.pairs import check
 
 
@@ -64,7 +65,7 @@ def _read(x, ids, stride, places, marks, at, inside, D: tl.constexpr, BLOCK_D: t
     return rows.to(tl.float64)
 
 
-@triton.jit(do_not_specialize=["columns", "most"])
+@kernel(aligned=["x", "stride_list", "stride"])
 def _pairs(
     x, stride_list, stride, ids, places, real, receivers, found, made, columns, most,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,

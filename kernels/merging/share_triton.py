@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.share import check
 
 
@@ -81,7 +82,7 @@ def _read(x, head, row, stride_head, stride, mask, BLOCK_D: tl.constexpr):
     return rows.to(tl.float64)
 
 
-@triton.jit
+@kernel(aligned=["below", "below_head", "below_row", "own", "own_head", "own_row"])
 def _gram(
     below, below_head, below_row, own, own_head, own_row, made, pairs,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -98,7 +99,7 @@ def _gram(
     tl.store(at + 2 * next_sum, tl.sum(y * y, axis=1), mask=there)
 
 
-@triton.jit
+@kernel(aligned=["below", "below_head", "below_row", "own", "own_head", "own_row", "made"])
 def _blend(
     below, below_head, below_row, own, own_head, own_row, a, b, made, tokens,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.target import check
 
 
@@ -40,7 +41,7 @@ def target(
     return made
 
 
-@triton.jit(do_not_specialize=["x_list", "x_entry", "most", "number"])
+@kernel()
 def _target(
     x, x_list, x_entry, receivers, joins, made, most, number,
     ROWS: tl.constexpr, STEPS: tl.constexpr,

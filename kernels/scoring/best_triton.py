@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.scoring.best import check
 from kvpolicy.kernels.scoring.select_triton import _by_digit, _digit, _ordered
 
@@ -68,7 +69,7 @@ def _block(there, base, first, width, seen, number, ends_first, ends_last, BLOCK
     return column, held, end, (held > 0) & ~end
 
 
-@triton.jit(do_not_specialize=["width", "share"])
+@kernel()
 def _best(score, present, there, numbers, kept, width, share, BLOCK: tl.constexpr):
     """One list."""
     this = tl.program_id(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.scoring import draws as reference
 
 _BITS = tl.constexpr(reference.BITS)
@@ -53,10 +54,7 @@ def _hashed(state, part):
     return state ^ (state >> 15)
 
 
-@triton.jit(
-    do_not_specialize=["seed", "width", "group", "layers"],
-    do_not_specialize_on_alignment=["generated"],
-)
+@kernel()
 def _draws(positions, generated, made, seed, width, group, layers, BLOCK: tl.constexpr):
     """A part of one list."""
     this = tl.program_id(0).to(tl.int64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.launch.tiles import rows_of
 from kvpolicy.kernels.scoring.finite import check
 
@@ -55,7 +56,7 @@ def _wrong(x):
     return (~(tl.abs(x) < float("inf"))).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["width"])
+@kernel(aligned=["keys", "key_stride", "values", "value_stride"])
 def _finite(
     keys, key_stride, values, value_stride, ids, there, made, width,
     SIZE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.scoring.order import check_rank
 from kvpolicy.kernels.scoring.strided import check, laid_out
 from kvpolicy.kernels.scoring.strided_triton import at as place
@@ -37,7 +38,7 @@ def rank(keys: torch.Tensor) -> torch.Tensor:
     return made
 
 
-@triton.jit(do_not_specialize=["number", "s1", "s2", "x0", "x1", "x2", "m0", "m1", "m2"])
+@kernel()
 def _keys(
     x, there, out, number, s1, s2, x0, x1, x2, m0, m1, m2,
     MASKED: tl.constexpr, BLOCK: tl.constexpr,
@@ -53,7 +54,7 @@ def _keys(
     tl.store(out + i, key, mask=inside)
 
 
-@triton.jit(do_not_specialize=["size"])
+@kernel()
 def _rank(first, out, size, BLOCK: tl.constexpr):
     """Place i of a row's order says which score has rank i + 1."""
     row = tl.program_id(0).to(tl.int64) * size

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.scoring import over_layers
 from kvpolicy.kernels.scoring.over_layers import check
 
@@ -60,7 +61,7 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.dtype == torch.bool else x
 
 
-@triton.jit(do_not_specialize=["size", "first"])
+@kernel()
 def _over_layers(
     values, there, out, size, first,
     TRUTH: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,

@@ -17,12 +17,16 @@ import torch
 import triton
 import triton.language as tl
 from kvpolicy.kernels.launch import tuned
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.scoring.select import ABSENT, check
 
 _DIGITS = tl.constexpr(4)
 _BINS = tl.constexpr(256)
 # Rows up to here are one program, 16 keys per thread: twice as many spill. Not measured.
 _SHORT = 8192
+# Rows up to here are a program with fewer threads: two kernels serve all short rows.
+_FEW = 1024
+_PARTS = tl.constexpr(32)  # of a row, whose counts are added up at a time
 
 
 def top(
@@ -64,8 +68,9 @@ def top(
     keys = keys.contiguous()
     given = number if isinstance(number, int) else number.contiguous()
     chosen = torch.empty(keys.shape, dtype=torch.bool, device=keys.device)
-    if size <= min(_SHORT, block * 4):
-        held = max(triton.next_power_of_2(size), 256)
+    most = min(_SHORT, block * 4)
+    if size <= most:
+        held = _FEW if size <= _FEW else triton.next_power_of_2(most)
         _short[(rows,)](
             keys, given, chosen.view(torch.uint8), size, known,
             BLOCK=held, num_warps=min(max(held // 512, 4), 16),
@@ -84,7 +89,7 @@ def top(
         )  # fmt: skip
     _choose[(rows, parts)](
         keys, given, counts, last, chosen.view(torch.uint8), size, blocks, known,
-        BLOCK=block, PARTS=triton.next_power_of_2(parts), num_warps=8,
+        BLOCK=block, num_warps=8,
     )  # fmt: skip
     return chosen
 
@@ -126,7 +131,7 @@ def _by_digit(key, inside, found, DIGIT: tl.constexpr):
     return tl.histogram(digit.to(tl.int32), _BINS, mask=inside)
 
 
-@triton.jit
+@kernel()
 def _short(keys, number, chosen, size, KNOWN: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -156,7 +161,7 @@ def _found(counts, row, wanted, DIGITS: tl.constexpr):
     return found, wanted
 
 
-@triton.jit
+@kernel()
 def _count(
     keys, number, counts, last, size, blocks,
     KNOWN: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr,
@@ -176,18 +181,20 @@ def _count(
         tl.store(last + (row * tl.num_programs(1) + part) * _BINS + bins, own)
 
 
-@triton.jit
+@kernel()
 def _choose(
     keys, number, counts, last, chosen, size, blocks,
-    KNOWN: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    KNOWN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes a part of a row."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     number = _wanted(number, row, size, KNOWN)
     found, wanted = _found(counts, row, number, _DIGITS)
-    parts = tl.arange(0, PARTS)
-    column = last + (row * tl.num_programs(1) + parts) * _BINS + (found & 255).to(tl.int32)
-    before = tl.sum(tl.load(column, mask=parts < part, other=0))
+    column = last + row * tl.num_programs(1) * _BINS + (found & 255).to(tl.int32)
+    before = tl.full((), 0, tl.int32)
+    for start in range(0, part, _PARTS):
+        earlier = start + tl.arange(0, _PARTS)
+        before += tl.sum(tl.load(column + earlier * _BINS, mask=earlier < part, other=0))
     for block in range(blocks):
         at = (part * blocks + block) * BLOCK + tl.arange(0, BLOCK)
         inside = at < size

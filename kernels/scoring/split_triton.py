@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.scoring import split as reference
 from kvpolicy.kernels.scoring.split import MOST, check
 
@@ -51,7 +52,7 @@ def split(
     return parts.amin(dim=0).double() if layers else weights.new_empty(0)
 
 
-@triton.jit
+@kernel()
 def _split(
     weights, maxima, parts, total, layers, CASCADE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

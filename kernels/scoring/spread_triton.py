@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.scoring.spread import check
 from kvpolicy.kernels.scoring.strided import laid_out
 from kvpolicy.kernels.scoring.strided_triton import at as place
@@ -54,7 +55,8 @@ def _reduced(
     stay = [dim for dim in range(x.dim()) if dim not in over]
     x, there, where = laid_out(x, there, stay, over)
     # where[12]: stride of x along the last dimension that goes.
-    block_rows, block, blocks, parts = _cut(rows, size, where[12])
+    block_rows, block = _tile(size, where[12])
+    blocks, parts = _cut(rows, size, block_rows, block)
     groups = triton.cdiv(rows, block_rows)
     part = made if parts == 1 else made.new_empty(4, rows, parts)
     arguments = (x, x if there is None else there, part, rows, size, blocks, *where)
@@ -67,29 +69,27 @@ def _reduced(
     return made
 
 
-def _cut(rows: int, size: int, inner: int) -> tuple[int, int, int, int]:
-    """Rows and values of a tile, tiles of a part, and parts of a row.
+def _tile(size: int, inner: int) -> tuple[int, int]:
+    """Rows and values of a tile, few pairs of which serve rows of any length.
 
     Neighbours in memory are neighbours in a tile: values of a row, or else rows.
     """
-    wide = triton.next_power_of_2(size)
-    block_rows = _TILE // (min(wide, _TILE) if inner == 1 else 8)
-    if size > _LONG:
-        block_rows = min(block_rows, 8)  # each with a number of every part, in registers
-    block_rows = min(block_rows, triton.next_power_of_2(rows))
-    block, parts = min(wide, _TILE // block_rows), 1
+    if inner == 1:
+        block = next(each for each in (16, 128, _TILE) if size <= each or each == _TILE)
+    else:
+        # Of a long row every part has a number in registers.
+        block = 8 if size <= _LONG else 128
+    return _TILE // block, block
+
+
+def _cut(rows: int, size: int, block_rows: int, block: int) -> tuple[int, int]:
+    """Tiles of a part, and parts of a row."""
+    parts = 1
     if size > _LONG:
         groups = triton.cdiv(rows, block_rows)
         parts = min(triton.cdiv(size, 4 * block), triton.cdiv(_PARTS, groups))
     blocks = triton.cdiv(size, parts * block)
-    return block_rows, block, blocks, triton.cdiv(size, blocks * block)
-
-
-# Numbers of a prompt's length: none is worth a kernel of its own.
-_SIZES = [
-    "rows", "size", "blocks", "r1", "r2", "xr0", "xr1", "xr2", "mr0", "mr1", "mr2",
-    "k1", "k2", "xk0", "xk1", "xk2", "mk0", "mk1", "mk2",
-]  # fmt: skip
+    return blocks, triton.cdiv(size, blocks * block)
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def _number(x):
     return tl.where(x == x, x, 0.0)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@kernel()
 def _spread(
     x, there, out, rows, size, blocks,
     r1, r2, xr0, xr1, xr2, mr0, mr1, mr2,
@@ -173,7 +173,7 @@ def _spread(
             tl.store(out + 3 * step + plane, more, mask=inside_row)
 
 
-@triton.jit(do_not_specialize=["rows", "parts"])
+@kernel()
 def _join(part, out, rows, parts, WHAT: tl.constexpr, PARTS: tl.constexpr):
     """A row's result from its parts [4, R, P]."""
     row = tl.program_id(0).to(tl.int64)

@@ -9,8 +9,8 @@ Dimensions: G KV heads, H query heads, n tokens or entries of a layer, W queries
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.templates.tiles import (
     asked_of,
     entries_of,
@@ -22,12 +22,7 @@ from kvpolicy.kernels.templates.tiles import (
 )
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "queries", "blocks"],
-    do_not_specialize_on_alignment=[
-        "query_positions", "key_rows", "value_rows", "positions", "holds",
-    ],
-)  # fmt: skip
+@kernel()
 def columns(
     q, query_positions, k, key_rows, v, value_rows, row_lse, positions, holds, ranks, flags,
     inputs, numbers, results, tokens, queries, blocks,
@@ -104,10 +99,7 @@ def columns(
             tl.store(flags + head * tl.cdiv(tokens, BLOCK_N) + block, wrong)
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "queries", "blocks", "kv"],
-    do_not_specialize_on_alignment=["query_positions", "key_rows", "positions", "holds"],
-)
+@kernel()
 def rows(
     q, query_positions, k, key_rows, row_lse, positions, holds, ranks, inputs, numbers, results,
     tokens, queries, blocks, kv,
@@ -138,7 +130,7 @@ def rows(
     STORE(state, asked.row, part * kv + head, queries, results, BLOCK_N)
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["positions", "holds"])
+@kernel()
 def tail(
     positions, holds, ranks, order, inputs, numbers, results, tokens,
     STORE: tl.constexpr, STEPS: tl.constexpr, BLOCK_N: tl.constexpr,

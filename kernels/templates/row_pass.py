@@ -7,8 +7,8 @@ Dimensions: G KV heads, H query heads, n tokens or entries of a layer, W queries
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.templates.tiles import (
     asked_at,
     entries_of,
@@ -19,10 +19,7 @@ from kvpolicy.kernels.templates.tiles import (
 )
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "queries", "blocks", "kv"],
-    do_not_specialize_on_alignment=["query_positions", "key_rows", "positions", "holds"],
-)
+@kernel()
 def row_partials(
     q, query_positions, k, key_rows, positions, holds, partial, tokens, queries, blocks, kv,
     STEPS: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr,
@@ -64,7 +61,7 @@ def row_partials(
     tl.store(partial + (part * kv * GROUP + asking) * queries + row, lse, mask=there)
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])
+@kernel()
 def row_combine(partial, row_lse, rows, splits, SPLITS_P: tl.constexpr, BLOCK: tl.constexpr):
     """Log-sum-exp of each row, of its splits in order."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]

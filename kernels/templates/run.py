@@ -97,7 +97,9 @@ class Frame:
             or infinity.
         """
         return _Run(self, window, keys, values, marks, tokens, block, split).made(
-            tuple(inputs), tuple(numbers)
+            # Triton compiles anew for a whole number in a tuple that is 1, or a multiple of 16.
+            tuple(inputs),
+            tuple(map(float, numbers)),
         )
 
 
