@@ -9,6 +9,7 @@ entries of one (layer, KV head), not necessarily of the layer in whose rows it l
 from __future__ import annotations
 
 import torch
+from kvpolicy.kernels.entries.rounding import movable
 
 
 def compact_layers(
@@ -42,7 +43,7 @@ def compact_layers(
     if end.numel() and int(end.max()) > pages:
         raise ValueError(f"private_slots: expected [>= {int(end.max())}] pages, got {pages}")
 
-    entries, slots = storage.view(-1, size), private_slots.long()
+    entries, slots = movable(storage).view(-1, size), private_slots.long()
     # Layer by layer, so that no copy of what all layers keep is ever made.
     for layer, (own, first) in enumerate(zip(kept, first_page.long(), strict=True)):
         head, position = own.nonzero(as_tuple=True)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from kvpolicy.kernels.entries.compact_layers import check
+from kvpolicy.kernels.entries.rounding import movable
 from kvpolicy.kernels.launch import tuned
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.launch.tiles import rows_of
@@ -70,7 +71,7 @@ def compact_layers(
     width = triton.next_power_of_2(size)
     tile = tile or measured.get("tile") or rows_of(width, storage.element_size())
     _copy[(triton.cdiv(places, tile),)](
-        storage, storage[0, 1], sources, private_slots, places, padded,
+        movable(storage), movable(storage[0, 1]), sources, private_slots, places, padded,
         LAYERS=layers, GROUP=group, SIZE=size,
         PADDED_SIZE=width, TILE=tile,
     )  # fmt: skip

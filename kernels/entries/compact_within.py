@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from kvpolicy.kernels.entries.compact_layers import check
+from kvpolicy.kernels.entries.rounding import movable
 
 
 def compact_within(
@@ -35,7 +36,7 @@ def compact_within(
     page = first_page.flatten()[each].long() + place // group
     into = (page % layers) * 2 * padded + private_slots.long()[page // layers]
     target = into * group + place % group
-    entries = storage.view(-1, size)
+    entries = movable(storage).view(-1, size)
     moved = [entries.index_select(0, source + offset) for offset in (0, padded * group)]
     for offset, rows in zip((0, padded * group), moved, strict=True):
         entries.index_copy_(0, target + offset, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from kvpolicy.kernels.entries.rounding import movable
 
 
 def gather(
@@ -38,8 +39,11 @@ def gather(
             f"there: expected {lengths.tolist()} True per KV head, got {there.sum(dim=1).tolist()}"
         )
     listed = indices[indptr[0] : indptr[-1]]
-    k, v = entries.index_select(0, listed), values.index_select(0, listed)
-    return _dense(k, there, lengths), _dense(v, there, lengths)
+    made = [
+        _dense(movable(x).index_select(0, listed), there, lengths).view(x.dtype)
+        for x in (entries, values)
+    ]
+    return made[0], made[1]
 
 
 def _dense(rows: torch.Tensor, there: torch.Tensor | None, lengths: torch.Tensor) -> torch.Tensor:

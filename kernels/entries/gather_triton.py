@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.entries.rounding import movable
 from kvpolicy.kernels.launch import tuned
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.launch.tiles import rows_of
@@ -68,7 +69,8 @@ def gather(
     measured = tuned.choice("gather", entries.device, size * element, width)
     tile = tile or measured.get("tile") or rows_of(padded, element)
     _gather[(triton.cdiv(width, tile), heads)](
-        entries, values, indptr.contiguous(), indices.contiguous(), mask, order, k, v, width,
+        movable(entries), movable(values), indptr.contiguous(), indices.contiguous(), mask, order,
+        movable(k), movable(v), width,
         SIZE=size, PADDED_SIZE=padded, TILE=tile,
     )  # fmt: skip
     return k, v

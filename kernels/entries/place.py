@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from kvpolicy.kernels.entries.pages import lay_out
-from kvpolicy.kernels.entries.rounding import rounded
+from kvpolicy.kernels.entries.rounding import movable, rounded
 
 
 def place(
@@ -40,7 +40,8 @@ def place(
     check(entries, k, v, kept, pages, first_page)
     head, row, target, counts = lay_out(kept, pages, first_page)
     for offset, tensor in ((0, k), (value_offset, v)):
-        entries.index_copy_(0, target + offset, rounded(tensor[head, row], entries.dtype))
+        rows = rounded(tensor[head, row], entries.dtype)
+        movable(entries).index_copy_(0, target + offset, movable(rows))
     return counts
 
 

@@ -89,8 +89,8 @@ def _rotate(
         second = first + (1 if INTERLEAVED else PAIRS)
         both = inside[:, None] & (pair < PAIRS)[None, :]
         a, b = (
-            tl.load(from_ + first, mask=both, other=0),
-            tl.load(from_ + second, mask=both, other=0),
+            tl.load(from_ + first, mask=both, other=0.0),
+            tl.load(from_ + second, mask=both, other=0.0),
         )
         by = tl.load(shift + head * rows + row, mask=inside, other=0)[:, None]
         angle = by.to(tl.float64) * tl.load(inv_freq + pair, mask=pair < PAIRS, other=0)[None, :]

@@ -1,21 +1,30 @@
-"""Rounding to a storage dtype once."""
+"""Rounding to a storage dtype once; 8-bit floats (`--kv-cache-dtype fp8_e4m3`, `fp8_e5m2`)."""
 
 from __future__ import annotations
 
 import torch
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_NARROW = (torch.float16, torch.bfloat16, *FLOAT8)
+
+
+def movable(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes where it holds 8-bit floats, of which torch writes no rows."""
+    return x.view(torch.uint8) if x.dtype in FLOAT8 else x
+
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`x` in another float dtype, rounded once, to nearest, ties to even.
 
-    From float64 to a half precision `Tensor.to` rounds twice, to float32 first, and then
-    1 + 2**-8 + 2**-40 becomes 1 in bfloat16 instead of 1 + 2**-7.
+    From float64 to a narrower one than float32 `Tensor.to` rounds twice, to float32 first, and then
+    1 + 2**-8 + 2**-40 becomes 1 in bfloat16 instead of 1 + 2**-7. What is too large for
+    float8_e4m3fn, which has no infinity, becomes the largest that it has, 448.
 
     Args:
         x: any float dtype.
-        dtype: float64, float32, float16 or bfloat16.
+        dtype: float64, float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
     """
-    if x.dtype != torch.float64 or dtype not in (torch.float16, torch.bfloat16):
+    if x.dtype != torch.float64 or dtype not in _NARROW:
         return x.to(dtype)
     nearest = x.to(torch.float32)
     back = nearest.double()

@@ -10,15 +10,16 @@ import triton.language as tl
 def rounded(x, dtype: tl.constexpr):
     """A block in another float dtype, as `rounding.rounded`: once, to nearest, ties to even.
 
-    Triton's own conversion of float64 to a half precision goes through float32, and in its
-    interpreter those of bfloat16 cut bits off and lose subnormals; here it and a GPU do the same.
+    Triton's own conversion of float64 to a narrow type goes through float32, in its interpreter
+    those of bfloat16 and of 8-bit floats cut bits off and lose subnormals, and before sm_89 there
+    is none to an 8-bit one; here all do the same.
 
     x: any float dtype.
-    dtype: tl.float64, tl.float32, tl.float16 or tl.bfloat16.
+    dtype: tl.float64, tl.float32, tl.float16, tl.bfloat16, tl.float8e4nv or tl.float8e5.
     """
     if x.dtype == dtype:
         return x
-    elif x.dtype == tl.float64 and dtype.primitive_bitwidth == 16:
+    elif x.dtype == tl.float64 and dtype.primitive_bitwidth <= 16:
         return _from_float32(_to_odd(x), dtype)
     elif x.dtype == tl.float64:
         return x.to(dtype)
@@ -28,10 +29,19 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def widened(x):
-    """A block of float32, float16 or bfloat16 as float32, exactly."""
+    """A block of float32 or of a narrower type as float32, exactly."""
     if x.dtype == tl.bfloat16:
         bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         return bits.to(tl.float32, bitcast=True)
+    elif x.dtype == tl.float8e5:
+        bits = x.to(tl.uint8, bitcast=True).to(tl.uint16) << 8
+        return bits.to(tl.float16, bitcast=True).to(tl.float32)
+    elif x.dtype == tl.float8e4nv:
+        bits = x.to(tl.uint8, bitcast=True).to(tl.uint16)
+        # As float16, whose exponent begins 8 lower; what would be infinity is a number.
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        wide = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        return tl.where((bits & 0x7F) == 0x7F, float("nan"), wide)
     else:
         return x.to(tl.float32)
 
@@ -55,5 +65,29 @@ def _from_float32(x, dtype: tl.constexpr):
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         near = tl.where(x == x, near, 0x7FC0)
         return near.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    elif dtype == tl.float8e4nv:
+        return _eight_bits(x, 3, 7, 0x7E).to(tl.float8e4nv, bitcast=True)
+    elif dtype == tl.float8e5:
+        return _eight_bits(x, 2, 15, 0x7C).to(tl.float8e5, bitcast=True)
     else:
         return x.to(dtype)
+
+
+@triton.jit
+def _eight_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr):
+    """uint8 codes of float32: so many bits of mantissa, this bias of exponents, the highest code.
+
+    That is the largest number of float8_e4m3fn and infinity of float8_e5m2.
+    """
+    cut: tl.constexpr = 23 - MANTISSA
+    bits = x.to(tl.uint32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    near = (size + ((1 << (cut - 1)) - 1) + ((size >> cut) & 1)) >> cut
+    code = near.to(tl.int32) - ((127 - BIAS) << MANTISSA)
+    # Below the smallest normal number codes count units of the least one; where this is added,
+    # float32 has no bits for parts of it.
+    units = size.to(tl.float32, bitcast=True) * (2.0 ** (BIAS - 1 + MANTISSA)) + 8388608.0
+    units = units.to(tl.int32, bitcast=True) - 0x4B000000
+    code = tl.where(code < (1 << MANTISSA), units, code)
+    code = tl.where(size > 0x7F800000, 0x7F, tl.minimum(code, MOST))
+    return (code | ((bits >> 24) & 0x80).to(tl.int32)).to(tl.uint8)

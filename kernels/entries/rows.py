@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from kvpolicy.kernels.entries.rounding import movable
 
 
 def take_rows(tensors: Sequence[torch.Tensor], rows: torch.Tensor) -> list[torch.Tensor]:
@@ -21,7 +22,7 @@ def take_rows(tensors: Sequence[torch.Tensor], rows: torch.Tensor) -> list[torch
         ValueError: names the argument, the expected and the actual shape.
     """
     check(tensors, rows)
-    return [tensor.index_select(0, rows) for tensor in tensors]
+    return [movable(x).index_select(0, rows).view(x.dtype) for x in tensors]
 
 
 def put_rows(
@@ -39,7 +40,7 @@ def put_rows(
     """
     check(tensors, rows, sources)
     for tensor, source in zip(tensors, sources, strict=True):
-        tensor.index_copy_(0, rows, source)
+        movable(tensor).index_copy_(0, rows, movable(source))
 
 
 def check(

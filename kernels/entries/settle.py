@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from kvpolicy.kernels.entries.rounding import movable
 from kvpolicy.kernels.entries.tables import Tables
 
 
@@ -163,7 +164,7 @@ def _move(
     target = own.private(layer, head, stays.cumsum(dim=1)[head, column] - 1)
     moves = source != target
     source, target = source[moves], target[moves]
-    entries = storage.view(-1, size)
+    entries = movable(storage).view(-1, size)
     for tensor in (0, offset):
         entries.index_copy_(0, target + tensor, entries.index_select(0, source + tensor))
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.entries.rounding import movable
 from kvpolicy.kernels.entries.settle import check
 from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.kernels.launch import tuned
@@ -104,7 +105,7 @@ def settle(
 def _words(storage: torch.Tensor) -> torch.Tensor:
     """The same memory in words of four bytes if rows are whole ones: a thread holds no halves."""
     whole = storage.shape[4] * storage.element_size() % 4 == 0
-    return storage.view(torch.int32) if whole else storage
+    return storage.view(torch.int32) if whole else movable(storage)
 
 
 def _bytes(mask: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from kvpolicy.kernels.entries.rotate import rotate
+from kvpolicy.kernels.entries.rounding import movable
 from kvpolicy.kernels.entries.settle import Cached, check_proceed, check_requests
 from kvpolicy.kernels.entries.tables import Tables
 
@@ -47,7 +48,7 @@ def turn(
             place = own.private(layer, head, part.cumsum(1)[head, column] - 1)
             shift = after[number, layer, head, column]
             turned = rotate(entries[place], shift, inv_freq, interleaved=interleaved)
-            entries.index_copy_(0, place, turned)
+            movable(entries).index_copy_(0, place, movable(turned))
 
 
 def check(

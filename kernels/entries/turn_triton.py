@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from kvpolicy.kernels.entries.rotate_triton import _turned
+from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.kernels.entries.settle_triton import proceeds
 from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.kernels.entries.turn import check
@@ -32,7 +33,7 @@ def turn(
 
     Args:
         tile: entries that a program turns at a time; a power of two. None: such that it holds
-            2,048 numbers, or 512 in float64.
+            2,048 numbers, 1,024 of 8 bits, or 512 in float64.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
@@ -42,7 +43,7 @@ def turn(
     pairs = len(inv_freq)
     if not kept.numel() or not pairs:
         return
-    most = 512 if storage.dtype == torch.float64 else 2048
+    most = {torch.float64: 512, **dict.fromkeys(FLOAT8, 1024)}.get(storage.dtype, 2048)
     _turn[(len(kept),)](
         storage, tables.first_page, tables.slots_start, tables.slots, rows,
         kept.contiguous().view(torch.uint8), there.contiguous().view(torch.uint8),
@@ -93,8 +94,8 @@ def _turn(
             entry = ((page % LAYERS) * padded.to(tl.int64) * 2 + slot) * GROUP + place % GROUP
             at = storage + entry[:, None] * SIZE
             both = turns[:, None] & (pair < PAIRS)[None, :]
-            a = tl.load(at + first, mask=both, other=0)
-            b = tl.load(at + second, mask=both, other=0)
+            a = tl.load(at + first, mask=both, other=0.0)
+            b = tl.load(at + second, mask=both, other=0.0)
             angle = by.to(tl.float64)[:, None] * frequency
             new_a, new_b = _turned(a, b, angle, a.dtype)
             tl.store(at + first, new_a, mask=both)

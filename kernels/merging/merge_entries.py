@@ -6,7 +6,7 @@ No entry both receives and is added to another, so that all reads precede all wr
 from __future__ import annotations
 
 import torch
-from kvpolicy.kernels.entries.rounding import rounded
+from kvpolicy.kernels.entries.rounding import movable, rounded
 from kvpolicy.kernels.entries.settle import check_proceed
 from kvpolicy.kernels.merging.links import Links
 from kvpolicy.kernels.merging.merge_rows import check_sums, merge_rows
@@ -41,7 +41,8 @@ def merge_entries(
         sums = (None if x is None else x[each] for x in (own, divide))
         made = merge_rows(pool[ids[each]], (sources, weights, offsets), *sums)[0]
         some = writes[number]
-        pool.index_copy_(0, ids[number, some], rounded(made[some], pool.dtype))
+        rows = rounded(made[some], pool.dtype)
+        movable(pool).index_copy_(0, ids[number, some], movable(rows))
 
 
 def check(

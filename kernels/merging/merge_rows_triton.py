@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.entries.rounding_triton import widened
 from kvpolicy.kernels.launch import tuned
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.links import Links
@@ -133,9 +134,8 @@ def _links(offsets, head, row, tokens):
 
 @triton.jit
 def _double(rows):
-    # The interpreter takes bfloat16 to float32 only; on a GPU this costs nothing.
     if rows.dtype != tl.float64:
-        rows = rows.to(tl.float32)
+        rows = widened(rows)
     return rows.to(tl.float64)
 
 

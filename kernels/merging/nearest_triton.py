@@ -26,6 +26,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.entries.rounding import FLOAT8
+from kvpolicy.kernels.entries.rounding_triton import widened
 from kvpolicy.kernels.launch import tuned
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.nearest import check
@@ -73,10 +75,10 @@ def nearest(
         return chosen, found
     if x.stride(-1) != 1:
         x = x.contiguous()
-    halves = x.dtype in (torch.float16, torch.bfloat16)
+    halves = x.dtype in (torch.float16, torch.bfloat16, *FLOAT8)
     block = max(triton.next_power_of_2(size), 16)
     # What registers hold of rows of 256 bytes, 512, and more.
-    size_of_row = block * x.element_size()
+    size_of_row = block * max(x.element_size(), 2)
     most = 128 if size_of_row <= 256 and halves else 64 if size_of_row <= 512 else 16
     measured = tuned.choice("nearest", device, x.dtype, size, width)
     rows = rows or measured.get("rows") or (16 if width <= 16 else most)
@@ -141,7 +143,10 @@ def _read(x, ids, places, there, stride, D: tl.constexpr, BLOCK_D: tl.constexpr)
     if ids is not None:
         places = tl.load(ids + places, mask=there, other=0)
     mask = there[:, None] & (column < D)[None, :]
-    return tl.load(x + places[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    rows = tl.load(x + places[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    if rows.dtype.primitive_bitwidth == 8:  # exact, and multiplied as halves are
+        rows = widened(rows).to(tl.float16)
+    return rows
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from kvpolicy.kernels.entries.rounding import movable
 from kvpolicy.kernels.launch.arguments import check_tensors
 from kvpolicy.kernels.merging.nearest import check_vectors
 
@@ -43,7 +44,8 @@ def pairs(
 def _rows(x: torch.Tensor, at: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
     if ids is not None:
         return x[ids.gather(1, at)].double()
-    return x.gather(1, at[..., None].expand(-1, -1, x.shape[2])).double()
+    rows = movable(x).gather(1, at[..., None].expand(-1, -1, x.shape[2]))
+    return rows.view(x.dtype).double()
 
 
 def check(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.entries.rounding_triton import widened
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.pairs import check
 
@@ -59,9 +60,8 @@ def _read(x, ids, stride, places, marks, at, inside, D: tl.constexpr, BLOCK_D: t
     column = tl.arange(0, BLOCK_D)
     mask = there[:, None] & (column < D)[None, :]
     rows = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
-    # The interpreter takes bfloat16 to float32 only; on a GPU this costs nothing.
     if rows.dtype != tl.float64:
-        rows = rows.to(tl.float32)
+        rows = widened(rows)
     return rows.to(tl.float64)
 
 

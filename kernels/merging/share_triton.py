@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.entries.rounding_triton import widened
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.share import check
 
@@ -76,9 +77,8 @@ def _strided(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
 def _read(x, head, row, stride_head, stride, mask, BLOCK_D: tl.constexpr):
     at = head * stride_head + row[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
     rows = tl.load(x + at, mask=mask, other=0.0)
-    # The interpreter takes bfloat16 to float32 only; on a GPU this costs nothing.
     if rows.dtype != tl.float64:
-        rows = rows.to(tl.float32)
+        rows = widened(rows)
     return rows.to(tl.float64)
 
 

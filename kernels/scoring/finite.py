@@ -24,7 +24,7 @@ def finite(
     check(keys, values, ids, there)
     rows, column = there.nonzero(as_tuple=True)
     entries = ids[rows, column]
-    good = torch.stack([pool[entries].isfinite().all(1) for pool in (keys, values)]).all(0)
+    good = torch.stack([pool[entries].double().isfinite().all(1) for pool in (keys, values)]).all(0)
     made = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
     return made.index_put((rows[~good],), torch.zeros_like(made[:1]))
 

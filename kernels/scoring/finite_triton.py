@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.entries.rounding_triton import widened
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.launch.tiles import rows_of
 from kvpolicy.kernels.scoring.finite import check
@@ -52,7 +53,7 @@ def finite(
 def _wrong(x):
     """1 for NaN and infinity, else 0."""
     if x.dtype != tl.float64:
-        x = x.to(tl.float32)
+        x = widened(x)
     return (~(tl.abs(x) < float("inf"))).to(tl.int32)
 
 

@@ -7,12 +7,13 @@ from kvpolicy.kernels.entries import compact_layers_triton, compact_within
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHARES = {"none": 0.0, "few": 0.05, "half": 0.5, "all": 1.0}
 
 
 def bits(x):
     """The stored bits: NaN equals NaN, and -0 is not 0."""
-    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 class Case:
@@ -77,6 +78,8 @@ CASES = [
     (2, 1, 64, 4097, F32, "few"),
     (1, 4, 80, 4097, BF16, "few"),
     (3, 2, 64, 1000, BF16, "none"),
+    (3, 2, 80, 63, E4M3, "half"),
+    (1, 8, 7, 130, E5M2, "few"),
 ]
 
 
@@ -143,7 +146,7 @@ def test_wrong_arguments_are_named(function, place, change, message):
         function(*arguments)
 
 
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, E4M3], ids=str)
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize(("layers", "group", "length"), [(1, 1, 1), (3, 2, 63), (2, 3, 20)])
 def test_within_the_prompts_own_slots_the_same_is_found(layers, group, length, share, dtype):

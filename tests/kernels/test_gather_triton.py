@@ -7,6 +7,7 @@ from kvpolicy.kernels.entries import gather_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def made(group, size, length, dtype, share):
@@ -29,7 +30,7 @@ def assert_same(got, expected):
     for a, b in zip(got, expected, strict=True):
         assert a.dtype == b.dtype
         assert a.shape == b.shape
-        assert torch.equal(a, b)  # NaN would not be equal
+        assert torch.equal(a.double(), b.double())  # NaN would not be equal
 
 
 CASES = [
@@ -41,6 +42,8 @@ CASES = [
     (4, 96, 1000, BF16, 0.05),
     (2, 128, 1000, F32, 0.0),
     (2, 80, 4097, BF16, 0.5),
+    (3, 7, 63, E4M3, 0.5),
+    (2, 128, 130, E5M2, 0.9),
 ]
 
 

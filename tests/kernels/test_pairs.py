@@ -13,7 +13,7 @@ BOTH = [pairs.pairs, pairs_triton.pairs]
 def given(lists, width, dim, dtype, most):
     """x [R, n, D], NaN where nothing is read; zero vectors, absent receivers, absent pairs."""
     generator = torch.Generator().manual_seed(width)
-    x = torch.randn(lists, width, dim, generator=generator).to(dtype)
+    x = torch.randn(lists, width, dim, generator=generator)
     x[:, ::7] = 0
     places, receivers = torch.randint(max(width, 1), (2, lists, most), generator=generator)
     real, found = torch.rand(2, lists, most, generator=generator) < 0.7
@@ -23,15 +23,13 @@ def given(lists, width, dim, dtype, most):
         used.scatter_(1, at.masked_fill(~there, width), True)
     x[~used[:, :width]] = torch.nan
     marks = (places, real, receivers, found)
-    return [each.to(DEVICE) for each in (x, *marks)]
+    return [each.to(DEVICE) for each in (x.to(dtype), *marks)]
 
 
 def pooled(x, *marks):
     """The same vectors as rows of a pool."""
-    ids = torch.randperm(x[..., 0].numel(), device=DEVICE).view(x.shape[:2])
-    pool = torch.empty(x[..., 0].numel(), x.shape[2], dtype=x.dtype, device=DEVICE)
-    pool[ids] = x
-    return pool, *marks, ids
+    ids = torch.randperm(x[..., 0].numel(), device=DEVICE)
+    return x.reshape(-1, x.shape[2])[ids.argsort()], *marks, ids.view(x.shape[:2])
 
 
 @pytest.mark.parametrize(
@@ -43,6 +41,8 @@ def pooled(x, *marks):
         (5, 20, 64, torch.float16, 1),
         (2, 20, 64, torch.float16, 0),
         (0, 20, 64, torch.bfloat16, 3),
+        (2, 63, 7, torch.float8_e4m3fn, 21),
+        (3, 20, 64, torch.float8_e5m2, 5),
     ],
 )
 def test_pairs(lists, width, dim, dtype, most):

@@ -11,7 +11,8 @@ from kvpolicy.kernels.entries.rounding_triton import rounded as rounded_in_kerne
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(a, b):
@@ -24,10 +25,11 @@ def made(group, size, length, dtype, own, share, spare=2):
     rows = group * (length // group + 1) + spare
     value_offset = 2 * rows * group
     entries = torch.full((2 * value_offset, size), float("nan"), dtype=dtype)
-    k, v = torch.randn(2, group, length, size, generator=generator, dtype=F64).to(own)
+    k, v = torch.randn(2, group, length, size, generator=generator, dtype=F64)
     kept = torch.rand(group, length, generator=generator) < share
     kept[group // 2] = group == 1  # one head holds nothing, or the only one all
     k[~kept], v[~kept] = float("nan"), float("inf")
+    k, v = k.to(own), v.to(own)
     pages = torch.randperm(2 * rows, generator=generator)[:rows]
     tensors = [entries, k, v, kept, pages]
     return [each.to(DEVICE) for each in tensors], value_offset
@@ -59,6 +61,9 @@ CASES = [
     (8, 80, 1000, BF16, BF16, 0.5),
     (1, 64, 4097, F32, BF16, 0.3),
     (2, 96, 4097, F32, F32, 0.01),
+    (3, 80, 63, E4M3, F64, 0.5),
+    (8, 7, 130, E5M2, F32, 0.4),
+    (2, 128, 63, E4M3, E4M3, 1.0),
 ]
 
 

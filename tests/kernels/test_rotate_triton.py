@@ -7,6 +7,7 @@ from kvpolicy.kernels.entries import rotate_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def frequencies(pairs):
@@ -51,6 +52,8 @@ CASES = [
     ((1000,), 64, 32, F16, False, 131_072),
     ((4097,), 64, 16, BF16, False, 131_072),
     ((5,), 7, 0, F32, False, 9),
+    ((2, 63), 80, 40, E4M3, False, 100_000),
+    ((63,), 128, 32, E5M2, True, 3000),
     ((2, 0), 64, 32, F32, False, 9),
 ]
 
@@ -70,7 +73,7 @@ def test_within_its_bound(rows, size, pairs, dtype, interleaved, longest):
         assert got.shape == k.shape
         beyond = (got.double() - wanted).abs() > far
         assert not beyond.any(), f"{int(beyond.sum())} beyond the bound"
-        assert torch.equal(got[..., 2 * pairs :], k[..., 2 * pairs :])
+        assert torch.equal(got[..., 2 * pairs :].double(), k[..., 2 * pairs :].double())
 
 
 def test_angles_in_float32_would_be_beyond_the_bound():
@@ -83,15 +86,15 @@ def test_angles_in_float32_would_be_beyond_the_bound():
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64, E4M3, E5M2])
 def test_rows_that_stay_are_unchanged(dtype):
-    k = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).to(dtype).to(DEVICE)
+    k = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
     k[1, 2], k[1, 5], k[1, 7], k[2, 0] = float("inf"), -0.0, -float("inf"), float("nan")
-    shift = torch.tensor([4, 0, 0], device=DEVICE)
+    k, shift = k.to(dtype).to(DEVICE), torch.tensor([4, 0, 0], device=DEVICE)
     got = rotate_triton.rotate(k, shift, frequencies(4).to(DEVICE))
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[k.element_size()]
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[k.element_size()]
     assert torch.equal(got[1:].view(bits), k[1:].view(bits))
-    assert not torch.equal(got[0], k[0])
+    assert not torch.equal(got[0].double(), k[0].double())
 
 
 def test_rows_that_do_not_lie_together_and_float32_frequencies():

@@ -12,7 +12,8 @@ from kvpolicy.kernels.entries.tables import Tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-WHOLE = {2: torch.int16, 4: torch.int32}
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def bits(x):
@@ -245,6 +246,8 @@ CASES = {
     "D 128, bf16, one leaves of 1000": ([[1000, 1000]], 1, without(500), 128, BF16),
     "D 256, bf16": ([[30, 63]], 9, 0.6, 256, BF16),
     "D 256, fp32, everything leaves": ([[30, 63]], 9, 0.0, 256, F32),
+    "D 128, fp8": ([[63, 33], [0, 100]], 9, 0.7, 128, E4M3),
+    "D 7, fp8": ([[40, 0, 17]], 3, 0.6, 7, E5M2),
     "D 256, fp16, nothing leaves": ([[30, 63]], 9, 1.0, 256, F16),
 }
 

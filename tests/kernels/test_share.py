@@ -14,6 +14,8 @@ CASES = [
     (1, 1000, 64, torch.bfloat16),
     (2, 63, 128, torch.float64),
     (2, 0, 64, torch.bfloat16),
+    (2, 63, 7, torch.float8_e4m3fn),
+    (3, 20, 64, torch.float8_e5m2),
 ]
 
 
