@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from kvpolicy.kernels.attention.paged_attention import TOGETHER, Apart, paged_attention
+from kvpolicy.kernels.attention.paged_attention import (
+    TOGETHER,
+    Apart,
+    check_stored,
+    paged_attention,
+)
 from kvpolicy.kernels.entries import pairs
 from kvpolicy.kernels.entries.tables import Tables
 
@@ -35,7 +40,8 @@ def decode_attention(
 
     Args:
         q: [B, H, D] fp32, fp16 or bf16.
-        storage: [L, 2, padded slots, G, D] contiguous, dtype of q; 0 keys, 1 values. G divides H.
+        storage: [L, 2, padded slots, G, D] contiguous, dtype of q or float8_e4m3fn or float8_e5m2;
+            0 keys, 1 values. G divides H.
         tables: of R rows.
         rows: int [B], row of each request in SGLang's request pool.
         lengths: int [B] tokens of each request, those dropped and the newest included.
@@ -153,8 +159,7 @@ def check(
         raise ValueError(
             f"storage: expected [L, 2, slots, G, {size}] with G dividing {heads}, got {shape}"
         )
-    if storage.dtype != q.dtype:
-        raise ValueError(f"storage: expected {q.dtype}, got {storage.dtype}")
+    check_stored("storage", storage, q)
     if not storage.is_contiguous():
         raise ValueError("storage: expected a contiguous tensor")
     if not 0 <= layer < shape[0]:

@@ -27,6 +27,7 @@ from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     written,
 )
 from kvpolicy.kernels.entries import pairs
+from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.kernels.launch.kernel import kernel
 
@@ -72,7 +73,7 @@ def decode_attention(
     group = heads // groups
     block = query_rows(group)
     tile, parts = way(
-        "decode_attention", q.device, q.dtype, size, block, requests * groups,
+        "decode_attention", q.device, storage.dtype, size, block, requests * groups,
         splits=splits, tile=tile, programs=programs,
     )  # fmt: skip
     shares = tables.paired.numel() > 0
@@ -108,7 +109,7 @@ def decode_attention(
         AT_ONCE=merged_at_once(lines, size, tile.warps),
         REQUESTS=32,
         LISTS=triton.next_power_of_2(groups),
-        FLOATS=pairs.floats_of_row(size, q.dtype) if shares else 1,
+        FLOATS=pairs.floats_of_row(size, storage.dtype) if shares else 1,
         BALANCE=parts.shares > 0,
         SPLIT=parts.splits > 1,
         N=tile.entries,
@@ -139,7 +140,7 @@ def workspace_elements(
     rows, elements = query_rows(heads // kv_heads), []
     for n in range(1, requests + 1):
         # What was measured depends on the dtype, and this does not ask for it.
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, *FLOAT8):
             shape = (device, dtype, size, rows, n * kv_heads)
             _, parts = way("decode_attention", *shape, splits=splits, programs=programs)
             elements.append(elements_of_call(n * heads, size, n * kv_heads, parts.splits))

@@ -53,8 +53,9 @@ def decode_attention(
         TunedError: as `tuned.load`.
     """
     given = (q, storage, tables, rows, lengths, req_to_token)
-    # Only Triton's kernel multiplies what it reads, as layers in pairs need.
-    reader = TRITON if tables.paired.numel() else reader_of(q, storage, entries)
+    # Only Triton's kernel multiplies what it reads, as layers in pairs need, and widens 8 bits.
+    alone = tables.paired.numel() or storage.dtype != q.dtype
+    reader = TRITON if alone else reader_of(q, storage, entries)
     if reader == TRITON:
         return by_triton(*given, layer=layer, scale=scale, workspace=workspace)
     return by_lists(reader, *given, layer=layer, scale=scale)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from kvpolicy.kernels.entries.rounding import FLOAT8, movable
 
 
 class Apart(NamedTuple):
@@ -42,7 +43,8 @@ def paged_attention(
 
     Args:
         q: [B, T, H, D] fp32, fp16 or bf16. T is 1 for a decode step.
-        keys, values: [E, D], dtype of q; entry e is keys[e] and values[e].
+        keys, values: [E, D], dtype of q or float8_e4m3fn or float8_e5m2; entry e is keys[e] and
+            values[e].
         indptr: [B * G + 1] int64. KV head g of request b owns
             indices[indptr[b * G + g] : indptr[b * G + g + 1]]; G divides H.
         indices: [nnz] int64 entries in position order. The last T of a list are those of the
@@ -77,7 +79,7 @@ def paged_attention(
         """[B * G, M, D] float32."""
         if at is not None:
             listed, by = listed[at].flatten(), None if by is None else by[at].flatten()
-        found = of.index_select(0, listed).float()
+        found = movable(of).index_select(0, listed).view(of.dtype).float()
         found = found if by is None else found.mul_(by[:, None])
         return found.view(-1, longest, size)
 
@@ -111,8 +113,7 @@ def check(
     for name, tensor in (("keys", keys), ("values", values)):
         if tensor.dim() != 2 or tensor.shape[1] != size:
             raise ValueError(f"{name}: expected [E, {size}], got {list(tensor.shape)}")
-        if tensor.dtype != q.dtype:
-            raise ValueError(f"{name}: expected {q.dtype}, got {tensor.dtype}")
+        check_stored(name, tensor, q)
     lists = indptr.shape[0] - 1
     groups = lists // requests if requests else 1
     if requests and (groups == 0 or groups * requests != lists or heads % groups):
@@ -124,3 +125,9 @@ def check(
         if other is not None and other.shape != indices.shape:
             raise ValueError(f"{name}: expected {list(indices.shape)}, got {list(other.shape)}")
     return groups
+
+
+def check_stored(name: str, tensor: torch.Tensor, q: torch.Tensor) -> None:
+    """Refuses keys or values that are stored neither as queries are nor as 8-bit floats."""
+    if tensor.dtype not in (q.dtype, *FLOAT8):
+        raise ValueError(f"{name}: expected {q.dtype} or 8-bit floats, got {tensor.dtype}")

@@ -31,12 +31,14 @@ def check_lists(
 
     Raises:
         ValueError: as the reference; or more than one token per request, values in lists of their
-            own, or scales.
+            own, scales, or keys and values of another dtype than q.
     """
     groups = check(q, keys, values, indptr, indices, apart)
     for name, tensor in apart._asdict().items():
         if tensor is not None:
             raise ValueError(f"{name}: {package} reads keys and values as they lie, in one list")
+    if keys.dtype != q.dtype or values.dtype != q.dtype:
+        raise ValueError(f"keys: {package} reads {q.dtype} here, got {keys.dtype}")
     if q.shape[1] != 1:
         raise ValueError(f"q: {package} decodes 1 token per request, got {q.shape[1]}")
     return groups

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.entries.rounding_triton import widened
 from kvpolicy.kernels.launch import tuned
 
 LOG2_E = 1.4426950408889634
@@ -134,8 +135,9 @@ def tile_of(size: int, dtype: torch.dtype, rows: int) -> Tile:
     have some 96 KiB under way, more than the 40 KiB or so that cover the latency of HBM3e at
     4.8 TB/s. Four warps share out the columns of the few query rows: 16 of 64 entries, 32 of 128
     columns each. Eight where more rows, or float32 without tensor cores, would spill registers.
+    Tiles of 8 bits have as many entries as those of halves, as which they are multiplied.
     """
-    row_bytes = columns_of(size) * dtype.itemsize
+    row_bytes = columns_of(size) * max(dtype.itemsize, 2)
     entries = min(max(16384 // row_bytes, 16), 128)
     return Tile(entries, warps=8 if dtype == torch.float32 or rows > 16 else 4, stages=5)
 
@@ -271,8 +273,11 @@ def attend_tile(
     k = tl.load(keys + key_entry[:, None] * SIZE + column[None, :], mask=mask, other=0.0)
     v = tl.load(values + value_entry[:, None] * SIZE + column[None, :], mask=mask, other=0.0)
     if UPCAST:
-        k = k.to(tl.float32)
-        v = v.to(tl.float32)
+        k = widened(k)
+        v = widened(v)
+    elif k.dtype != q.dtype:  # of 8 bits, which fit into halves
+        k = k.to(q.dtype)
+        v = v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if KEY_SCALE:
         scores *= key_scale[None, :]

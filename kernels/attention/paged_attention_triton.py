@@ -63,7 +63,7 @@ def paged_attention(
     rows = query_rows(tokens * group, q.dtype)
     blocks = triton.cdiv(tokens * group, rows)
     tile, parts = way(
-        "paged_attention", q.device, q.dtype, size, rows, requests * groups * blocks,
+        "paged_attention", q.device, keys.dtype, size, rows, requests * groups * blocks,
         splits=splits, tile=tile, programs=programs,
     )  # fmt: skip
     _paged[(requests * groups, blocks, parts.splits)](

@@ -8,6 +8,7 @@ from decode_cases import Case, assert_exact
 from kvpolicy.kernels.attention import decode_attention_triton, paged_attention_tiles_triton
 from kvpolicy.kernels.attention.decode_attention import decode_attention
 from kvpolicy.kernels.attention.paged_attention_tiles_triton import Cut, Tile, Workspace, cut
+from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.kernels.entries.tables import Tables
 from triton.runtime import interpreter
 
@@ -16,12 +17,15 @@ decode_triton = decode_attention_triton.decode_attention
 IMPLEMENTATIONS = [decode_attention, decode_triton]
 
 
-def case(requests, *, heads, groups, size=64, dtype=torch.float32, layers=3, layer=1, seed=0):
+def case(
+    requests, *, heads, groups, size=64, dtype=torch.float32, stored=None, layers=3, layer=1, seed=0
+):  # fmt: skip
     """A pool with these requests.
 
     Args:
         requests: of each, None (the padding row, length 1) or (entries per KV head in private
             pages or None, tokens of the tail).
+        dtype: of queries; stored: of keys and values, by default the same.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -42,7 +46,8 @@ def case(requests, *, heads, groups, size=64, dtype=torch.float32, layers=3, lay
 
     total_rows = len(requests) + 3
     context = max(tails) + 40
-    storage = torch.full((layers, 2, padded, groups, size), float("nan"), dtype=dtype)
+    stored = stored or dtype
+    storage = torch.full((layers, 2, padded, groups, size), float("nan"), dtype=stored)
     tables = Tables.empty(total_rows, layers, groups, sum(needed) + 2 * len(requests) + 2, "cpu")
     # What belongs to no request of the batch reads far too much of what nobody wrote.
     for tensor in (tables.counts, tables.first_page):
@@ -69,7 +74,7 @@ def case(requests, *, heads, groups, size=64, dtype=torch.float32, layers=3, lay
         written = []
         for g in range(groups):
             n = int(count[layer, g])
-            kv = torch.randn(2, n + tail, size, generator=generator).to(dtype)
+            kv = torch.randn(2, n + tail, size, generator=generator).to(stored)
             j = torch.arange(n)
             number = first[layer, g] + j // groups
             slot = torch.tensor(own or [0])[number // layers]
@@ -111,6 +116,21 @@ SHAPES = [  # requests, heads, groups, size, dtype
 def test_equals_attention_in_float64(attention, requests, heads, groups, size, dtype):
     given = case(requests, heads=heads, groups=groups, size=size, dtype=dtype)
     assert_exact(given.run(attention), given)
+
+
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+@pytest.mark.parametrize("stored", FLOAT8)
+@pytest.mark.parametrize(
+    ("heads", "size", "dtype"),
+    [(4, 64, torch.float32), (6, 80, torch.bfloat16), (2, 7, torch.float16)],
+)
+def test_entries_of_8_bits(attention, stored, heads, size, dtype):
+    options = {"heads": heads, "groups": 2, "size": size, "dtype": dtype, "stored": stored}
+    given = case([([63, 9], 3), None, (None, 30), ([0, 0], 0), ([1, 130], 0)], **options)
+    assert_exact(given.run(attention), given)
+    # Another order of the batch changes nothing.
+    back = given.run(attention, order=[4, 3, 2, 1, 0])
+    assert_exact(back.flip(0), given)
 
 
 MIXED = [([40, 9], 3), None, (None, 30), ([0, 0], 0), ([1, 130], 0), (None, 1)]
@@ -330,7 +350,10 @@ def test_a_captured_graph_reads_the_tables_of_the_day():
     [
         ({"q": torch.zeros(2, 8)}, r"q: expected \[B, H, D\], got \[2, 8\]"),
         ({"q": torch.zeros(2, 3, 8)}, r"storage: expected .* with G dividing 3"),
-        ({"q": torch.zeros(2, 4, 8).half()}, "storage: expected torch.float16, got torch.float32"),
+        (
+            {"q": torch.zeros(2, 4, 8).half()},
+            "storage: expected torch.float16 or 8-bit floats, got torch.float32",
+        ),
         ({"storage": torch.zeros(3, 2, 5, 8, 2).mT}, "storage: expected a contiguous tensor"),
         ({"layer": 3}, "layer: expected 0 to 2, got 3"),
         ({"rows": torch.zeros(3).int()}, r"rows: expected \[2\], got \[3\]"),

@@ -9,6 +9,7 @@ from kvpolicy.kernels.attention.decode_attention import decode_attention
 from kvpolicy.kernels.attention.decode_attention_triton import decode_attention as decode_triton
 from kvpolicy.kernels.attention.paged_attention_tiles_triton import Tile
 from kvpolicy.kernels.entries import pairs
+from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.kernels.entries.tables import Tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,7 +42,8 @@ class Pool:
         for row, (kind, n, tail) in enumerate(requests, start=1):
             restored = self._private(row, kind, n, share_of)
             self._tail(row, restored, tail)
-        self.q = torch.randn(len(requests), heads, size, generator=self.generator).to(dtype)
+        asked = torch.float32 if dtype in FLOAT8 else dtype
+        self.q = torch.randn(len(requests), heads, size, generator=self.generator).to(asked)
 
     def at_layer(self, layer) -> Case:
         return Case(
@@ -161,6 +163,8 @@ MIXED = [("pairs", 40, 3), ("plain", 0, 17), ("lists", 9, 1), ("pairs", 1, 1), (
         (3, 1, 80, torch.float16),
         (6, 3, 64, torch.bfloat16),
         (8, 8, 2, torch.bfloat16),
+        (6, 3, 64, torch.float8_e4m3fn),
+        (4, 2, 20, torch.float8_e5m2),
     ],
 )
 def test_equals_attention_in_float64(attention, layer, heads, groups, size, dtype):

@@ -5,6 +5,7 @@ import torch
 from kvpolicy.kernels.attention import paged_attention_triton
 from kvpolicy.kernels.attention.paged_attention import TOGETHER, Apart, paged_attention
 from kvpolicy.kernels.attention.paged_attention_tiles_triton import Workspace
+from kvpolicy.kernels.entries.rounding import FLOAT8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -85,6 +86,20 @@ def test_equals_attention_written_out(attention, heads, groups, tokens, dtype):
     keys, values = torch.randn(2, 400, size, generator=generator).to(dtype)
     q = torch.randn(requests, tokens, heads, size, generator=generator).to(dtype)
     inputs = (q, keys, values, indptr, indices)
+    assert_exact(attention(*inputs, scale=0.25), *inputs, scale=0.25)
+
+
+@BOTH
+@pytest.mark.parametrize("stored", FLOAT8)
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, torch.float32), (5, torch.bfloat16)])
+def test_entries_of_8_bits(attention, stored, tokens, dtype):
+    generator = torch.Generator().manual_seed(tokens)
+    lengths = [tokens, 63, 9, 40]
+    indptr, indices = lists_of(lengths, 200, generator)
+    keys, values = torch.full((2, 200, 20), float("nan"))
+    keys[indices], values[indices] = torch.randn(2, len(indices), 20, generator=generator)
+    q = torch.randn(2, tokens, 6, 20, generator=generator).to(dtype)
+    inputs = (q, keys.to(stored), values.to(stored), indptr, indices)
     assert_exact(attention(*inputs, scale=0.25), *inputs, scale=0.25)
 
 
@@ -235,7 +250,10 @@ def test_a_request_without_separate_lists_reads_as_before():
     [
         ({"q": torch.zeros(2, 4, 8)}, r"q: expected \[B, T, H, D\], got \[2, 4, 8\]"),
         ({"keys": torch.zeros(9, 7)}, r"keys: expected \[E, 8\], got \[9, 7\]"),
-        ({"values": torch.zeros(9, 8).half()}, "values: expected torch.float32, got torch.float16"),
+        (
+            {"values": torch.zeros(9, 8).half()},
+            "values: expected torch.float32 or 8-bit floats, got torch.float16",
+        ),
         ({"indptr": torch.zeros(6)}, r"indptr: expected \[2 \* G \+ 1\] with G dividing 4"),
         ({"apart": Apart(torch.arange(3))}, r"value_indices: expected \[0\], got \[3\]"),
         ({"apart": Apart(key_scale=torch.ones(2))}, r"key_scale: expected \[0\], got \[2\]"),
