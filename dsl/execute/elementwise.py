@@ -134,7 +134,8 @@ def compare(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     def apply(node: Node, frame: Frame, a: Value, b: Value) -> Value:
         rounded = [Value(single(x.data), x.axes, x.mask, x.mask_axes) for x in (a, b)]
         result = plain(node, frame, *rounded)
-        return Value(filled(result, False), result.axes, finite=True)
+        data = filled(result, False)
+        return Value(data, result.axes, result.mask, result.mask_axes, zero=True, finite=True)
 
     return apply
 
@@ -145,7 +146,10 @@ def logic(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
 
     def apply(node: Node, frame: Frame, *args: Value) -> Value:
         present = [Value(x.data if x.mask is None else filled(x, False), x.axes) for x in args]
-        return plain(node, frame, *present)
+        made, first = plain(node, frame, *present), args[0]
+        if len(args) > 1 and all(x.zero and x.mask is first.mask for x in args):
+            return replace(made, mask=first.mask, mask_axes=first.mask_axes, zero=True)
+        return made
 
     return apply
 
@@ -165,7 +169,7 @@ def mask(node: Node, frame: Frame, x: Value, condition: Value) -> Value:
     if axes != x.axes:
         sizes = sizes_of(x, condition)
         data = data.expand(tuple(sizes[axis] for axis in axes))
-    if x.mask is not None:
+    if x.mask is not None and not (condition.zero and condition.mask is x.mask):
         kept, kept_axes = frame.conjunction(x.mask, x.mask_axes, kept, kept_axes)
     return Value(data, axes, kept, kept_axes, finite=x.finite)
 

@@ -38,7 +38,7 @@ class Value:
         axes: names in the order of `ORDER`.
         mask: bool tensor, false where the value is absent; None: present everywhere.
         mask_axes: axes of `mask`, among `axes`.
-        zero: `data` are 0 where absent, so that a sum needs no masking.
+        zero: `data` are 0, or false, where absent, so that no more masking is needed.
         finite: no present value is infinite, so that sums and products cannot be NaN.
     """
 
@@ -177,7 +177,9 @@ class Frame:
 
     def present(self, x: Value) -> Value:
         """A value per token, absent (a set: false) where a KV head does not hold the token."""
-        return x if self.there is None else self._within(x, self.there, ("kv", "token"))
+        if self.there is None or (x.zero and x.mask is self.there):
+            return x
+        return self._within(x, self.there, ("kv", "token"))
 
     def asked(self, x: Value) -> Value:
         """A value per query and token, absent (a set: false) where the token comes later."""
@@ -190,6 +192,8 @@ class Frame:
         data = aligned(as_tensor(x.data, self), x.axes, axes).expand([sizes[axis] for axis in axes])
         if data.dtype == torch.bool:
             data = data & aligned(there, own, axes)
+            if x.mask is None:
+                return Value(data, axes, there, own, zero=True, finite=True)
             return Value(data, axes, x.mask, x.mask_axes, finite=True)
         mask, mask_axes = there, own
         if x.mask is not None and x.mask is not there:
@@ -307,7 +311,7 @@ def filled(x: Value, filler: Scalar) -> torch.Tensor:
     Raises:
         TypeError: it is a number of the host, and present.
     """
-    if x.mask is None:
+    if x.mask is None or (x.zero and not filler):
         return x.tensor
     mask = aligned(x.mask, x.mask_axes, x.axes)
     return mask & x.tensor if filler is False else torch.where(mask, x.data, filler)
