@@ -139,7 +139,7 @@ class Staying:
 
     @property
     def kept(self) -> torch.Tensor:
-        """bool [B * L * G, M]."""
+        """bool [B * L * G, M], some of what is there."""
         return self.block.staying
 
     @property

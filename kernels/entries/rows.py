@@ -8,12 +8,15 @@ import torch
 from kvpolicy.kernels.entries.rounding import movable
 
 
-def take_rows(tensors: Sequence[torch.Tensor], rows: torch.Tensor) -> list[torch.Tensor]:
+def take_rows(
+    tensors: Sequence[torch.Tensor], rows: torch.Tensor, some: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """The same rows of each tensor.
 
     Args:
         tensors: each [T, ...], any dtype; T is the same for all.
         rows: [m] int64 in 0 .. T - 1, in any order.
+        some: [s] int64 in 0 .. m - 1, which of the rows; m is then s. None: all.
 
     Returns:
         Of each tensor [m, ...], contiguous, of its dtype.
@@ -21,12 +24,16 @@ def take_rows(tensors: Sequence[torch.Tensor], rows: torch.Tensor) -> list[torch
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    check(tensors, rows)
+    check(tensors, rows, some)
+    rows = rows if some is None else rows[some]
     return [movable(x).index_select(0, rows).view(x.dtype) for x in tensors]
 
 
 def put_rows(
-    tensors: Sequence[torch.Tensor], rows: torch.Tensor, sources: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    sources: Sequence[torch.Tensor],
+    some: torch.Tensor | None = None,
 ) -> None:
     """Write rows of each tensor, in place; the other rows keep what they hold.
 
@@ -34,11 +41,13 @@ def put_rows(
         tensors: each [T, ...], any dtype; T is the same for all.
         rows: [m] int64 in 0 .. T - 1, no one twice.
         sources: for each tensor [m, ...] of its dtype, not memory of it.
+        some: as of `take_rows`.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    check(tensors, rows, sources)
+    check(tensors, rows, some, sources)
+    rows = rows if some is None else rows[some]
     for tensor, source in zip(tensors, sources, strict=True):
         movable(tensor).index_copy_(0, rows, movable(source))
 
@@ -46,6 +55,7 @@ def put_rows(
 def check(
     tensors: Sequence[torch.Tensor],
     rows: torch.Tensor,
+    some: torch.Tensor | None,
     sources: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Refuses wrong shapes and dtypes; reads no values.
@@ -53,8 +63,9 @@ def check(
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    if rows.dim() != 1 or rows.dtype != torch.int64:
-        raise ValueError(f"rows: expected int64 [m], got {rows.dtype} {list(rows.shape)}")
+    for name, given in (("rows", rows), ("some", some)):
+        if given is not None and (given.dim() != 1 or given.dtype != torch.int64):
+            raise ValueError(f"{name}: expected int64 [m], got {given.dtype} {list(given.shape)}")
     lengths = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
     if len(set(lengths)) > 1:
         raise ValueError(f"tensors: expected one length, got {lengths}")
@@ -63,7 +74,7 @@ def check(
     if len(sources) != len(tensors):
         raise ValueError(f"sources: expected {len(tensors)} tensors, got {len(sources)}")
     for place, (tensor, source) in enumerate(zip(tensors, sources, strict=True)):
-        expected = (rows.shape[0], *tensor.shape[1:])
+        expected = (len(rows if some is None else some), *tensor.shape[1:])
         if source.shape != expected or source.dtype != tensor.dtype:
             raise ValueError(
                 f"sources[{place}]: expected {tensor.dtype} {list(expected)}, "

@@ -18,7 +18,11 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 def take_rows(
-    tensors: Sequence[torch.Tensor], rows: torch.Tensor, *, block: int | None = None
+    tensors: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    some: torch.Tensor | None = None,
+    *,
+    block: int | None = None,
 ) -> list[torch.Tensor]:
     """The same rows of each tensor.
 
@@ -27,6 +31,7 @@ def take_rows(
     Args:
         tensors: each [T, ...], any dtype; T is the same for all.
         rows: [m] int64 in 0 .. T - 1, in any order.
+        some: as there.
         block: elements that a program copies; a power of two. None: as measured for the GPU (see
             `tuned`), else 2048.
 
@@ -37,12 +42,11 @@ def take_rows(
         ValueError: names the argument, the expected and the actual shape.
         TunedError: as `tuned.load`.
     """
-    check(tensors, rows)
-    taken = [
-        torch.empty((rows.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device) for x in tensors
-    ]
+    check(tensors, rows, some)
+    number = len(rows if some is None else some)
+    taken = [torch.empty((number, *x.shape[1:]), dtype=x.dtype, device=x.device) for x in tensors]
     flat = [_flat(tensor.contiguous()) for tensor in tensors]
-    _launch(flat, [_flat(tensor) for tensor in taken], rows, block, put=False)
+    _launch(flat, [_flat(tensor) for tensor in taken], rows, some, block, put=False)
     return taken
 
 
@@ -50,6 +54,7 @@ def put_rows(
     tensors: Sequence[torch.Tensor],
     rows: torch.Tensor,
     sources: Sequence[torch.Tensor],
+    some: torch.Tensor | None = None,
     *,
     block: int | None = None,
 ) -> None:
@@ -61,6 +66,7 @@ def put_rows(
         tensors: each [T, ...], any dtype, contiguous; T is the same for all.
         rows: [m] int64 in 0 .. T - 1, no one twice.
         sources: for each tensor [m, ...] of its dtype, not memory of it.
+        some: as of `take_rows`.
         block: elements that a program copies; a power of two. None: as measured for the GPU (see
             `tuned`), else 2048.
 
@@ -68,12 +74,12 @@ def put_rows(
         ValueError: names the argument, the expected and the actual shape.
         TunedError: as `tuned.load`.
     """
-    check(tensors, rows, sources)
+    check(tensors, rows, some, sources)
     for place, tensor in enumerate(tensors):
         if not tensor.is_contiguous():
             raise ValueError(f"tensors[{place}]: expected a contiguous tensor")
     own = [_flat(source.contiguous()) for source in sources]
-    _launch(own, [_flat(tensor) for tensor in tensors], rows, block, put=True)
+    _launch(own, [_flat(tensor) for tensor in tensors], rows, some, block, put=True)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,6 +92,7 @@ def _launch(
     sources: list[torch.Tensor],
     targets: list[torch.Tensor],
     rows: torch.Tensor,
+    some: torch.Tensor | None,
     block: int | None,
     *,
     put: bool,
@@ -94,8 +101,8 @@ def _launch(
     # Short rows may begin anywhere, which is no reason to read long ones a word at a time.
     narrow = [pair for pair in pairs if _row_bytes(pair[0]) % 16]
     wide = [pair for pair in pairs if not _row_bytes(pair[0]) % 16]
-    for function, some in ((_copy_aligned, wide), (_copy_any, narrow)):
-        _copied(function, some, rows, block, put=put)
+    for function, alike in ((_copy_aligned, wide), (_copy_any, narrow)):
+        _copied(function, alike, rows, some, block, put=put)
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:
@@ -106,48 +113,50 @@ def _copied(
     function: Any,
     pairs: list[tuple[torch.Tensor, torch.Tensor]],
     rows: torch.Tensor,
+    some: torch.Tensor | None,
     block: int | None,
     *,
     put: bool,
 ) -> None:
     for start in range(0, len(pairs), _MOST):
-        some = pairs[start : start + _MOST]
-        widths = [source.shape[1] for source, _ in some]
-        row_bytes = max(_row_bytes(source) for source, _ in some)
+        together = pairs[start : start + _MOST]
+        widths = [source.shape[1] for source, _ in together]
+        row_bytes = max(_row_bytes(source) for source, _ in together)
         measured = tuned.choice("rows", rows.device, row_bytes)
         elements = block or measured.get("block", 2048)
         blocks = [triton.cdiv(width, elements) for width in widths]
-        spare = _MOST - len(some)
+        spare = _MOST - len(together)
         widths, blocks = widths + [0] * spare, blocks + [0] * spare
         absent = [None] * spare
-        function[(rows.shape[0], sum(blocks))](
-            *(source for source, _ in some), *absent,
-            *(target for _, target in some), *absent, rows.contiguous(),
+        function[(len(rows if some is None else some), sum(blocks))](
+            *(source for source, _ in together), *absent,
+            *(target for _, target in together), *absent, rows.contiguous(),
+            None if some is None else some.contiguous(),
             *widths, *blocks[:-1], PUT=put, BLOCK=elements,
         )  # fmt: skip
 
 
 def _copy(
-    source_0, source_1, source_2, source_3, target_0, target_1, target_2, target_3, rows,
+    source_0, source_1, source_2, source_3, target_0, target_1, target_2, target_3, rows, some,
     width_0, width_1, width_2, width_3, blocks_0, blocks_1, blocks_2,
     PUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of one row of one of four tensors; an absent one has no blocks."""
     part = tl.program_id(1)
     if part < blocks_0:
-        _copy_part(source_0, target_0, rows, width_0, part, PUT, BLOCK)
+        _copy_part(source_0, target_0, rows, some, width_0, part, PUT, BLOCK)
     part -= blocks_0
     if source_1 is not None:
         if (part >= 0) & (part < blocks_1):
-            _copy_part(source_1, target_1, rows, width_1, part, PUT, BLOCK)
+            _copy_part(source_1, target_1, rows, some, width_1, part, PUT, BLOCK)
     part -= blocks_1
     if source_2 is not None:
         if (part >= 0) & (part < blocks_2):
-            _copy_part(source_2, target_2, rows, width_2, part, PUT, BLOCK)
+            _copy_part(source_2, target_2, rows, some, width_2, part, PUT, BLOCK)
     part -= blocks_2
     if source_3 is not None:
         if part >= 0:
-            _copy_part(source_3, target_3, rows, width_3, part, PUT, BLOCK)
+            _copy_part(source_3, target_3, rows, some, width_3, part, PUT, BLOCK)
 
 
 _SIZES = ("source", "target", "width")
@@ -156,11 +165,14 @@ _copy_any = kernel()(_copy)
 
 
 @triton.jit
-def _copy_part(source, target, rows, width, part, PUT: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of row `rows[i]` of the one and of row i of the other, i the program's."""
+def _copy_part(source, target, rows, some, width, part, PUT: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of row i of the one and of the i-th of the rows of the other, i the program's."""
     own = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + own)
+    at = own
+    if some is not None:
+        at = tl.load(some + own)
+    row = tl.load(rows + at)
     from_, into = (own, row) if PUT else (row, own)
-    at = part * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(source + from_ * width + at, mask=at < width)
-    tl.store(target + into * width + at, x, mask=at < width)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(source + from_ * width + column, mask=column < width)
+    tl.store(target + into * width + column, x, mask=column < width)

@@ -16,7 +16,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,6 @@ from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.forward.failures import FOLD
 from kvpolicy.sglang_ext.forward.fold import Fold, fits, fits_again, wasteful
 from kvpolicy.sglang_ext.forward.follow import Reader
-from kvpolicy.sglang_ext.memory.tables import tables_of
 from kvpolicy.sglang_ext.request.request import State
 
 if TYPE_CHECKING:
@@ -95,9 +94,11 @@ class Together:
             [each.request.kv.req_pool_idx for each in members],
             [each.length for each in members],
             [each.positions[-1] for each in members],
+            list(range(len(members))),
         ]
         device = services.arena.storage.device
-        self._rows, self._lengths, self._newest = to_device(numbers, torch.int64, device).unbind(0)
+        sent = to_device(numbers, torch.int64, device)
+        self._rows, self._lengths, self._newest, self._places = sent.unbind(0)
 
     def follow(self, *, leaves: bool) -> FoldTogether | None:
         """Take the policies through the steps; what is to be written, if entries may leave.
@@ -144,7 +145,7 @@ class FoldTogether:
         if lasting:
             self._contained(lasting, partial(self._launch, lasting, self._staying.proceed))
         if known or moving:
-            proceed = self._staying.kept.new_ones(len(members), 1)
+            proceed = _all(len(members), self._staying.kept.device)
             if known:
                 self._contained(known, partial(self._launch, known, proceed))
             for places in self._portions(moving):
@@ -225,23 +226,23 @@ class FoldTogether:
         privates = [each.state.compressed_copy for each in members]
         counts = [each.landed.kept for each in members]
         rows, lengths, kept, there, proceed = self._merged(places, proceed)
-        kept = kept & there
         own = (rows, lengths, together._table)
         ids = kernels.entry_ids(arena.storage, services.tables.tables, *own, there)
         chosen = torch.nonzero_static(kept.flatten(), size=_number(counts))[:, 0]
         pool = [arena.entries[: len(arena.values)], arena.values]
-        held = kernels.take_rows(pool, ids.flatten()[chosen])
+        held = kernels.take_rows(pool, ids.flatten(), chosen)
         for each, private in zip(members, privates, strict=True):
             private.tail_start = each.length
             services.detach(each.request, each.state)
         needs = [store.slots_for(kept) for kept in counts]
-        if not store.grow_together(privates, needs, services.evict):
+        slots = store.grow_together(privates, needs, services.evict)
+        if slots is None:
             raise RuntimeError("the slots for folds are gone")
-        store.fill_together(privates, counts)
-        rows = torch.arange(len(places), device=kept.device)
-        where = (arena.storage, tables_of(privates), rows, lengths, together._table)
+        tables = store.fill_together(privates, counts, slots)
+        rows = together._places[: len(places)]
+        where = (arena.storage, tables, rows, lengths, together._table)
         ids = kernels.entry_ids(*where, kept)
-        kernels.put_rows(pool, ids.flatten()[chosen], held)
+        kernels.put_rows(pool, ids.flatten(), held, chosen)
         self._turn(*where, kept, there, proceed)
 
     def _turn(self, *given: Any) -> None:
@@ -297,6 +298,12 @@ class FoldTogether:
         reader = Reader.of(services.arena, together._table, each.request, each.state, each.length)
         choices = self._staying.choices(place, reader.gathered, slots=slots)
         return Fold(services, each.request, each.state, each.length, reader.gathered, choices)
+
+
+@lru_cache(maxsize=256)
+def _all(number: int, device: torch.device) -> torch.Tensor:
+    """Bool [B, 1], true and never written."""
+    return torch.ones(number, 1, dtype=torch.bool, device=device)
 
 
 def _number(counts: Sequence[torch.Tensor]) -> int:

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.face.streams import Streams
 from kvpolicy.sglang_ext.memory.arena import Arena
@@ -87,7 +88,7 @@ class Store:
         taken = self._take([slots], evict, [none])
         if taken is None:
             return None
-        private = Private(row, policy, taken[0], tail_start)
+        private = Private(row, policy, taken, tail_start)
         self.by_row[row] = private
         self._count(policy, slots)
         return private
@@ -111,8 +112,8 @@ class Store:
 
     def _take(
         self, more: Sequence[int], evict: Callable[[int], object], earlier: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor] | None:
-        """So many slots [S] int32 for each, behind those that it has; None if too few are left."""
+    ) -> torch.Tensor | None:
+        """So many slots for each, behind those that it has, int32; None if too few are left."""
         with self._streams.scheduling():
             evict(sum(more))
             taken = self.allocator.alloc(sum(more))
@@ -121,9 +122,7 @@ class Store:
             # The allocator hands out a view of its whole free list; a copy does not keep that
             # alive.
             parts = zip(earlier, taken.to(torch.int32).split(list(more)), strict=True)
-            whole = self._streams.shared(torch.cat(list(itertools.chain.from_iterable(parts))))
-            sizes = [own.numel() + n for own, n in zip(earlier, more, strict=True)]
-            return list(whole.split(sizes))
+            return self._streams.shared(torch.cat(list(itertools.chain.from_iterable(parts))))
 
     def _give_back(self, private: Private, keep: int = 0) -> None:
         """Give back all slots of a request but the first ones."""
@@ -159,23 +158,29 @@ class Store:
         Args:
             evict: as for `allocate`.
         """
-        return self.grow_together([private], [slots], evict)
+        return self.grow_together([private], [slots], evict) is not None
 
     def grow_together(
         self, requests: Sequence[Private], slots: Sequence[int], evict: Callable[[int], object]
-    ) -> bool:
-        """As `grow`, of several requests at once: of all of them, or of none."""
+    ) -> torch.Tensor | None:
+        """As `grow`, of several requests at once: of all of them, or of none.
+
+        Returns:
+            int32 slots of all, one request's behind those of the other; None if too few are left.
+        """
         pairs = zip(requests, slots, strict=True)
         more = [max(number - each.slots.numel(), 0) for each, number in pairs]
+        earlier = [each.slots for each in requests]
         if not any(more):
-            return True
-        taken = self._take(more, evict, [each.slots for each in requests])
-        if taken is None:
-            return False
-        for each, own, number in zip(requests, taken, more, strict=True):
+            return torch.cat(earlier)
+        whole = self._take(more, evict, earlier)
+        if whole is None:
+            return None
+        sizes = [own.numel() + number for own, number in zip(earlier, more, strict=True)]
+        for each, own, number in zip(requests, whole.split(sizes), more, strict=True):
             each.slots = own
             self._count(each.policy, number)
-        return True
+        return whole
 
     def fill(self, private: Private, counts: torch.Tensor) -> None:
         """Lay out the pages for what was kept and give back the slots that are not needed.
@@ -186,26 +191,41 @@ class Store:
         slots = self.slots_for(counts)
         if private.slots.numel() > slots:
             self._give_back(private, keep=slots)
-        self.fill_together([private], [counts])
+        self.fill_together([private], [counts], private.slots)
 
-    def fill_together(self, requests: Sequence[Private], counts: Sequence[torch.Tensor]) -> None:
-        """As `fill`, of several requests at once, whose slots they all keep."""
+    def fill_together(
+        self, requests: Sequence[Private], counts: Sequence[torch.Tensor], slots: torch.Tensor
+    ) -> Tables:
+        """As `fill`, of several requests at once, whose slots they all keep.
+
+        Args:
+            slots: as of `grow_together`.
+
+        Returns:
+            Where their lists lie, of the i-th one in row i.
+        """
         device, page = self.arena.storage.device, self.arena.kv_heads
         firsts = [_before(self._pages(own.numpy())) for own in counts]
-        numbers = np.stack([np.stack([own.numpy() for own in counts]), np.stack(firsts)])
-        on_device = to_device(numbers.tolist(), torch.int32, device)
-        for each, own, first, of_all, firsts_of_all in zip(
-            requests, counts, firsts, *on_device.unbind(0), strict=True
+        starts = itertools.accumulate((each.slots.numel() for each in requests[:-1]), initial=0)
+        lists = np.stack([np.stack([own.numpy() for own in counts]), np.stack(firsts)])
+        rows = np.array([[each.tail_start for each in requests], list(starts)])
+        sent = to_device(np.concatenate([lists, rows], None).tolist(), torch.int32, device)
+        of_lists, of_rows = sent.split([lists.size, rows.size])
+        of_all, firsts_of_all = of_lists.view(lists.shape).unbind(0)
+        tails, slots_start = of_rows.view(rows.shape).unbind(0)
+        for each, own, first, counts_of_it, firsts_of_it in zip(
+            requests, counts, firsts, of_all, firsts_of_all, strict=True
         ):
             each.layout = Layout(
-                counts=of_all,
-                first_page=firsts_of_all,
+                counts=counts_of_it,
+                first_page=firsts_of_it,
                 laid_out=own.tolist(),
                 room=-(-own.numpy() // page) * page,
                 layer_starts=first[:, 0].tolist(),
             )
             if self._tables is not None:
                 self._tables.note(each)
+        return Tables(of_all, firsts_of_all, tails, slots_start, slots, paired=of_all[:0, :, 0])
 
     def lay_out(self, counts: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Where the lists of a request begin if they follow each other.

@@ -8,7 +8,6 @@ finds the tensors where they always were.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,22 +19,6 @@ from kvpolicy.sglang_ext.memory.arena import Arena
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.memory.private import Private
-
-
-def tables_of(requests: Sequence[Private]) -> Tables:
-    """What says where the lists of B requests lie, of the i-th one in row i, none with a tail."""
-    counts = torch.stack([each.counts for each in requests])
-    slots = [each.slots for each in requests]
-    starts = list(itertools.accumulate((own.numel() for own in slots[:-1]), initial=0))
-    tails = [each.tail_start for each in requests]
-    return Tables(
-        counts=counts,
-        first_page=torch.stack([each.first_page for each in requests]),
-        tail_start=to_device(tails, torch.int32, counts.device),
-        slots_start=to_device(starts, torch.int32, counts.device),
-        slots=torch.cat(slots),
-        paired=counts.new_empty(0, counts.shape[1]),
-    )
 
 
 class DeviceTables:
