@@ -15,8 +15,8 @@ from kvpolicy.kernels.table_triton import TRITON
 
 REFERENCE = "the reference"
 KERNELS = (
-    "best", "carry", "draws", "finite", "following", "links", "means", "merge_entries", "nearest",
-    "pairs", "tally", "target",
+    "best", "carry", "draws", "finite", "following", "links", "means", "means_of_columns",
+    "merge_entries", "nearest", "pairs", "tally", "target", "updated",
 )  # fmt: skip
 # Entries that come between two folds, and as many leave; the receivers of each.
 STEPS, REACH = 16, 16
@@ -56,6 +56,8 @@ def arguments(model: Model, entries: int, batch: int) -> dict[str, tuple[tuple, 
         "nearest": ((pool, places, real, kept, ids), {}),
         "pairs": ((pool, places, real, to, found, ids), {}),
         "means": ((cosines, real, group), {}),
+        "means_of_columns": ((cosines, real, group), {}),
+        "updated": ((cosines[:, 0], cosines[:, 1], real, group), {}),
         "links": ((places, to[..., None], found[..., None], real, cosines, width), {}),
         "merge_entries": ((pool, ids, made, None, one, proceed), {}),
     }

@@ -18,6 +18,7 @@ from kvpolicy.kernels.merging import (
     pairs,
     share,
     target,
+    updated,
 )
 from kvpolicy.kernels.scoring import best, draws, finite, order, over_layers, select, split, spread
 
@@ -37,6 +38,8 @@ REFERENCE: dict[str, Callable] = {
     "nearest": nearest.nearest,
     "pairs": pairs.pairs,
     "means": means.means,
+    "means_of_columns": means.means_of_columns,
+    "updated": updated.updated,
     "draws": draws.draws,
     "finite": finite.finite,
     "following": following.following,

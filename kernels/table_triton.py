@@ -15,6 +15,7 @@ from kvpolicy.kernels.merging import (
     pairs_triton,
     share_triton,
     target_triton,
+    updated_triton,
 )
 from kvpolicy.kernels.scoring import (
     best_triton,
@@ -45,6 +46,8 @@ TRITON: dict[str, Callable] = {
     "nearest": nearest_triton.nearest,
     "pairs": pairs_triton.pairs,
     "means": means_triton.means,
+    "means_of_columns": means_triton.means_of_columns,
+    "updated": updated_triton.updated,
     "draws": draws_triton.draws,
     "finite": finite_triton.finite,
     "following": following_triton.following,

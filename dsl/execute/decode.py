@@ -206,7 +206,7 @@ def _remembered(run: Run, steps: Steps, held: Sequence[Held] | None) -> Block:
             size = [sizes[axis] for axis in axes]
             data = torch.full(size, first, dtype=torch.float64, device=device)
             block.states[name] = Value(data, axes, finite=True)
-    nothing = Value(math.nan)
+    nothing = Value(math.nan, finite=True)  # what has not begun is not read
     before = [run.merge_states(number) if steps.merge_goes_on else {} for number in layers]
     block.merge_states = {
         name: all_layers([own.get(name, nothing) for own in before])

@@ -62,6 +62,13 @@ means(x, there, group) -> float64 [R]
     For each list the mean of float64 x [R, P] where bool `there` [R, P] is true over the `group`
     lists of its layer, 0 of none; the same bits for the same numbers, whatever P is.
 
+means_of_columns(x, there, group) -> float64 [R, P]
+    The same column by column.
+
+updated(new, old, there, group) -> float64 [R]
+    For each list the float64 [R] new where bool `there` [R, P] is true of any of the `group` lists
+    of its layer, else the old.
+
 following(kept, there, most, steps) -> places, real, receivers, found
     Of bool [R, M] lists the columns of what leaves, int64 and bool [R, most], in order, and of the
     next `steps` entries that stay after each, int64 and bool [R, most, steps]; 0 where there are

@@ -116,11 +116,12 @@ class Merging:
         Args:
             before: the same before the merge; so they stay where nothing leaves a layer.
         """
-        left = self._present.unflatten(0, (-1, heads)).flatten(1).any(1).repeat_interleave(heads)
-        made = {}
+        kernel, made = self.evaluation.frame.kernels["updated"], {}
         for name, old in before.items():
-            new, own = (self._spread(x, ("kv",), math.nan) for x in (self.states[name], old))
-            made[name] = Value(torch.where(left, new, own.double()), ("kv",))
+            new = self.states[name]
+            numbers = (self._spread(x, ("kv",), math.nan).double() for x in (new, old))
+            data = kernel(*numbers, self._present, heads)
+            made[name] = Value(data, ("kv",), finite=new.finite and old.finite)
         return made
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -263,11 +264,13 @@ class Merging:
     def _mean(self, node: Node, evaluation: Evaluation) -> Value:
         """The operation `mean`; of many layers' entries as if each layer were alone."""
         x, frame = evaluation.value(node.args[0]), evaluation.frame
-        if not frame.layered or "dropped" not in node.axes:
+        columns = node.axes == ("kv",) and x.axes == _DROPPED and x.mask is self._present
+        if not frame.layered or not (columns or "dropped" in node.axes):
             return reduce(node, frame, x)
         group = frame.bound.shape.kv_heads if "kv" in node.axes else 1
-        made = frame.kernels["means"](self._per_dropped(x), self._present, group)
-        return Value(made, ("kv",), finite=x.finite)
+        kernel = frame.kernels["means_of_columns" if columns else "means"]
+        made = kernel(self._per_dropped(x), self._present, group)
+        return Value(made, _DROPPED if columns else ("kv",), finite=x.finite)
 
     def _sum(self, node: Node, evaluation: Evaluation) -> Value:
         """`mass` and `members` of the receivers."""

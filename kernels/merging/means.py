@@ -34,6 +34,28 @@ def means(x: torch.Tensor, there: torch.Tensor, group: int) -> torch.Tensor:
     return torch.where(mean.isnan(), 0.0, mean).repeat_interleave(group)
 
 
+def means_of_columns(x: torch.Tensor, there: torch.Tensor, group: int) -> torch.Tensor:
+    """For each of R lists, column by column, the mean of the numbers that its layer's lists hold.
+
+    Args:
+        x, there, group: as of `means`.
+
+    Returns:
+        float64 [R, P], equal for the lists of a layer; 0 of no numbers, and where the mean is NaN.
+        Numbers are added in the order of the lists.
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check(x, there, group)
+    apart = (len(x) // group, group, x.shape[1])
+    total = x.new_zeros(apart[0], apart[2])
+    for numbers in torch.where(there, x, 0.0).view(apart).unbind(1):
+        total = total + numbers
+    mean = total / there.view(apart).sum(1)
+    return torch.where(mean.isnan(), 0.0, mean).repeat_interleave(group, 0)
+
+
 def check(x: torch.Tensor, there: torch.Tensor, group: int) -> None:
     """Refuses wrong shapes and dtypes; reads no tensor.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.means import LANES, check
@@ -30,6 +31,33 @@ def means(x: torch.Tensor, there: torch.Tensor, group: int) -> torch.Tensor:
     return made
 
 
+def means_of_columns(
+    x: torch.Tensor, there: torch.Tensor, group: int, *, block: int = 256
+) -> torch.Tensor:
+    """For each of R lists, column by column, the mean of the numbers that its layer's lists hold.
+
+    As `means.means_of_columns`.
+
+    Args:
+        block: columns of a program, a power of two.
+
+    Returns:
+        float64 [R, P].
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check(x, there, group)
+    lists, width = x.shape
+    made = torch.empty(lists, width, dtype=torch.float64, device=x.device)
+    if made.numel():
+        _columns[(triton.cdiv(width, block), lists // group)](
+            x, *x.stride(), there.contiguous().view(torch.uint8), made, width,
+            GROUP=group, BLOCK=block,
+        )  # fmt: skip
+    return made
+
+
 @kernel()
 def _means(x, x_list, x_entry, there, made, width, GROUP: tl.constexpr, LANES: tl.constexpr):
     """One layer."""
@@ -49,3 +77,20 @@ def _means(x, x_list, x_entry, there, made, width, GROUP: tl.constexpr, LANES: t
     mean = tl.where(mean == mean, mean, 0.0)
     for head in range(GROUP):
         tl.store(made + first + head, mean)
+
+
+@kernel()
+def _columns(x, x_list, x_entry, there, made, width, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Some columns of one layer."""
+    first = tl.program_id(1).to(tl.int64) * GROUP
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total, number = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.int32)
+    for head in range(GROUP):
+        this = first + head
+        inside = tl.load(there + this * width + column, mask=column < width, other=0) > 0
+        total += tl.load(x + this * x_list + column * x_entry, mask=inside, other=0.0)
+        number += inside.to(tl.int32)
+    mean = total / tl.maximum(number, 1).to(tl.float64)
+    mean = tl.where(mean == mean, mean, 0.0)
+    for head in range(GROUP):
+        tl.store(made + (first + head) * width + column, mean, mask=column < width)

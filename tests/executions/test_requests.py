@@ -37,6 +37,7 @@ PROMPTS = (14, 1, 23, 14)
 TOGETHER = (
     "generated", "best", "carry", "tally", "draws", "finite", "following", "merge_entries",
     "merge_rows", "merge_mass", "links", "target", "nearest", "pairs", "means",
+    "means_of_columns", "updated", "members",
 )  # fmt: skip
 TABLE = {**REFERENCE, **{name: TRITON[name] for name in TOGETHER}}
 

@@ -177,7 +177,9 @@ def merging_together(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None
     links = TRITON["links"](places, *found, real, weights, width)
     receivers, joins = TRITON["nearest"](pool, places, real, there, row_ids)
     compared = TRITON["pairs"](pool, places, real, receivers, joins, row_ids)
-    TRITON["means"](compared[3], real, G)
+    mean = TRITON["means"](compared[3], real, G)
+    TRITON["means_of_columns"](compared[3], real, G)
+    TRITON["updated"](mean, mean, real, G)
     one = empty(1, dtype=torch.float64)[0].expand(lists, width)
     TRITON["members"](links)
     for proceed in (empty(B, L, dtype=torch.bool), empty(B, 1, dtype=torch.bool)):

@@ -7,6 +7,7 @@ import torch
 from kvpolicy.kernels.merging import means, means_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+COLUMNS = [means.means_of_columns, means_triton.means_of_columns]
 BOTH = [means.means, means_triton.means]
 SIZES = [(6, 3, 700), (4, 1, 20), (2, 2, 0), (8, 4, 256), (0, 2, 5)]  # R, G, P
 
@@ -35,6 +36,20 @@ def test_means_of_what_is_there(function, lists, group, width):
         assert made[first : first + group] == pytest.approx([wanted] * group, abs=1e-14)
 
 
+@pytest.mark.parametrize(("lists", "group", "width"), SIZES)
+def test_means_of_columns(lists, group, width):
+    x, there = given(lists, width)
+    there[:group] &= lists <= group
+    both = [each(x, there, group) for each in COLUMNS]
+    assert torch.equal(*both)
+    for each, row in enumerate(both[0].tolist()):
+        first = each - each % group
+        for column, made in enumerate(row):
+            held = x[first : first + group, column][there[first : first + group, column]]
+            wanted = float(sum(map(Fraction, held.tolist())) / len(held)) if len(held) else 0.0
+            assert made == pytest.approx(wanted, abs=1e-14)
+
+
 @pytest.mark.parametrize("function", BOTH)
 def test_width_changes_no_bit(function):
     """What others drop makes rows longer."""
@@ -46,7 +61,7 @@ def test_width_changes_no_bit(function):
     assert torch.equal(function(x.T.contiguous().T, there, 3), made)
 
 
-@pytest.mark.parametrize("function", BOTH)
+@pytest.mark.parametrize("function", BOTH + COLUMNS)
 def test_arguments_are_checked(function):
     x, there = given(4, 9)
     for arguments, words in (

@@ -23,7 +23,7 @@ from folding_requests import Case, Crowd
 INTERVAL = 4
 MOST = {
     "h2o": 15, "tova": 15, "streamingllm": 15, "vatp": 15, "cake": 15, "cam": 40,
-    "cam-original": 40, "d2o": 40, "d2o-code": 64, "roco": 115,
+    "cam-original": 40, "d2o": 40, "d2o-code": 40, "roco": 115,
 }  # fmt: skip
 BATCHES = ((2, (64,)), (6, (64,)), (2, (64, 65, 66, 67)), (5, (67, 64, 64, 65, 66)))
 WHOLE = 3  # layers of d2o-code, whose lists outgrow their pages at every fold

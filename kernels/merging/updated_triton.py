@@ -1,0 +1,51 @@
+"""What a merge remembers per list: one launch, a program per layer."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from kvpolicy.kernels.launch.kernel import kernel
+from kvpolicy.kernels.merging.updated import check
+
+LANES = 256  # of a list's entries, looked at together
+
+
+def updated(new: torch.Tensor, old: torch.Tensor, there: torch.Tensor, group: int) -> torch.Tensor:
+    """For each of R lists the new number where anything has left its layer, else the old one.
+
+    As `updated.updated`.
+
+    Returns:
+        float64 [R].
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    check(new, old, there, group)
+    lists, width = there.shape
+    made = torch.empty(lists, dtype=torch.float64, device=there.device)
+    if lists:
+        _updated[(lists // group,)](
+            new, new.stride(0), old, old.stride(0), there.contiguous().view(torch.uint8), made,
+            width, GROUP=group, LANES=LANES,
+        )  # fmt: skip
+    return made
+
+
+@kernel()
+def _updated(
+    new, new_list, old, old_list, there, made, width, GROUP: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """One layer."""
+    first = tl.program_id(0).to(tl.int64) * GROUP
+    left = tl.zeros([LANES], tl.int32)
+    for start in range(0, GROUP * width, LANES):  # its lists are one behind the other
+        at = start + tl.arange(0, LANES)
+        left |= tl.load(there + first * width + at, mask=at < GROUP * width, other=0).to(tl.int32)
+    taken = tl.max(left) > 0
+    for head in range(GROUP):
+        this = first + head
+        if taken:
+            tl.store(made + this, tl.load(new + this * new_list))
+        else:
+            tl.store(made + this, tl.load(old + this * old_list))
