@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from kvpolicy.kernels.table_triton import TRITON
 from timing import Times
 
 OURS = "ours"
+ATTENDED = "ours, log-sum-exp from attention"
 PROGRAM = "torch program"
 PLAIN = "torch, matmul and softmax"
 # The target is named for this length.
@@ -57,6 +59,22 @@ class Prompt:
         """The keys of one layer as a server holds them."""
         return Slots(self.keys[layer], self.slots)
 
+    @cached_property
+    def lse(self) -> list[torch.Tensor]:
+        """Of each layer float32 [H, W], log-sum-exp of the window's rows, as attention gives it."""
+        return [self._lse(layer) for layer in range(self.layers)]
+
+    def _lse(self, layer: int) -> torch.Tensor:
+        q, keys = self.q[layer], self.of(layer).dense()
+        later = torch.ones(self.window, self.window, dtype=torch.bool, device=q.device).triu(1)
+        made = []
+        for head, own in enumerate(q):
+            k = keys[head * len(keys) // len(q)].double()
+            logits = own.double() @ k.T * q.shape[2] ** -0.5
+            logits[:, -self.window :].masked_fill_(later, float("-inf"))
+            made.append(logits.logsumexp(-1).float())
+        return torch.stack(made)
+
 
 def bound(model: Model, prompt: int, window: int, *, later: bool, layers: int) -> Bound:
     """SnapKV for so many layers, keeping 2048 entries or, of short prompts, a quarter."""
@@ -81,12 +99,18 @@ class Watched(dict):
         return TRITON["generated"](name, source)
 
 
-def observed(program: TorchProgram, prompt: Prompt, layers: int) -> Run:
-    """A prefill's scoring of the first layers; without kernels the keys are gathered first."""
+def observed(program: TorchProgram, prompt: Prompt, layers: int, *, attended: bool = False) -> Run:
+    """A prefill's scoring of the first layers; without kernels the keys are gathered first.
+
+    Args:
+        attended: attention hands over its log-sum-exp.
+    """
     run = program.start(prompt.tokens)
     for layer in range(layers):
         keys = prompt.of(layer)
-        run.observe(layer, prompt.q[layer], keys if program.kernels else keys.dense(), None)
+        lse = prompt.lse[layer] if attended else None
+        keys = keys if program.kernels else keys.dense()
+        run.observe(layer, prompt.q[layer], keys, None, lse=lse)
     return run
 
 
@@ -150,12 +174,20 @@ def same_sets(got: torch.Tensor, kept: torch.Tensor, exact: torch.Tensor, share:
     return int(differ.sum()) // 2
 
 
-def _checked(prompt: Prompt, policy: Bound, layers: Sequence[int], made: Callable | None) -> str:
+def _checked(
+    prompt: Prompt,
+    policy: Bound,
+    layers: Sequence[int],
+    made: Callable | None,
+    *,
+    attended: bool = False,
+) -> str:
     """Scores beside those in float64 and, where `made` gives them, the sets that are kept."""
     runs = {}
     for kernels in (watched := Watched(), REFERENCE):
         program = TorchProgram(policy, report=True, kernels=kernels)
-        runs[kernels is REFERENCE] = observed(program, prompt, policy.shape.layers)
+        given = attended and kernels is not REFERENCE
+        runs[kernels is REFERENCE] = observed(program, prompt, policy.shape.layers, attended=given)
     assert watched.asked, "no kernel was generated for these scores"
     kept, sets = runs[True].finish(), made() if made else []
     runs[False].finish()
@@ -180,18 +212,21 @@ def _one_layer(bench: Bench, tokens: int, window: int) -> Case:
     policy = bound(model, tokens, window, later=True, layers=1)
     dense = prompt.of(0).dense().contiguous()
 
-    def with_kernels(kernels: Kernels) -> Callable[[], Run]:
+    def with_kernels(kernels: Kernels, *, attended: bool = False) -> Callable[[], Run]:
         program = TorchProgram(policy, kernels=kernels)
-        return lambda: observed(program, prompt, 1)
+        return lambda: observed(program, prompt, 1, attended=attended)
 
+    assert prompt.lse  # made before anything is timed
     calls = {
         OURS: with_kernels(TRITON),
+        ATTENDED: with_kernels(TRITON, attended=True),
         PROGRAM: with_kernels(REFERENCE),
         PLAIN: lambda: plain(prompt.q[0], dense),
     }
 
     def check() -> str:
         whole = bound(model, tokens, window, later=False, layers=1)
+        _checked(prompt, policy, [0], None, attended=True)
         said = _checked(prompt, policy, [0], None)
         run = observed(TorchProgram(whole, report=True), prompt, 1)
         run.finish()
