@@ -269,29 +269,14 @@ def _decode(
                     layer, group, rows_of_pair, LAYERS, GROUPS,
                 )  # fmt: skip
             top, total, out = attend_tile(
-                queries,
-                storage,
-                storage,
-                key_entry,
-                value_entry + value_offset,
-                inside,
-                inside[None, :],
-                of_key,
-                of_value,
-                scale,
-                top,
-                total,
-                out,
-                SIZE,
-                COLUMNS,
-                PAIRS,
-                PAIRS,
-                UPCAST,
-            )
+                queries, (storage, storage), (key_entry, value_entry + value_offset, inside),
+                inside[None, :], (scale, of_key, of_value), (top, total, out),
+                SIZE, COLUMNS, PAIRS, PAIRS, UPCAST,
+            )  # fmt: skip
         line = tl.arange(0, LINES)
         put_split(
             written, (query_row, exists), (first_query + line, line < HEADS),
-            (this_group, split, splits, used), top, total, out,
+            (this_group, split, splits, used), (top, total, out),
             SIZE, COLUMNS, SPLIT, AT_ONCE,
         )  # fmt: skip
 

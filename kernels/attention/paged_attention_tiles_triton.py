@@ -241,31 +241,29 @@ def share_of(length, entries, shares, splits, N: tl.constexpr):
 @triton.jit
 def attend_tile(
     q,
-    keys,
-    values,
-    key_entry,
-    value_entry,
-    inside,
+    pools,
+    entries,
     seen,
-    key_scale,
-    value_scale,
-    scale,
-    top,
-    total,
-    out,
+    scales,
+    so_far,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     KEY_SCALE: tl.constexpr,
     VALUE_SCALE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One tile more: (top, total, out) of the entries so far and these.
+    """One tile more: top, total and out of the entries so far and these.
 
-    q: [R, COLUMNS]. keys, values: pointers to entries of SIZE columns; key_entry, value_entry:
-    int64 [N]; inside: [N], which of them exist: others are not read. seen: [R, N] or [1, N].
-    key_scale, value_scale: float32 [N] if KEY_SCALE, VALUE_SCALE. scale: of q.k, times log2 e. top,
-    total: [R], out: [R, COLUMNS] float32, not yet divided by total. UPCAST: multiply in float32.
+    q: [R, COLUMNS]. pools: of keys and of values, pointers to entries of SIZE columns. entries: of
+    both, int64 [N] each, and [N] which of them exist: others are not read. seen: [R, N] or [1, N].
+    scales: of q.k, times log2 e, and float32 [N] of keys if KEY_SCALE, of values if VALUE_SCALE.
+    so_far: top and total [R] and out [R, COLUMNS], float32, not yet divided by total. UPCAST:
+    multiply in float32.
     """
+    keys, values = pools
+    key_entry, value_entry, inside = entries
+    scale, key_scale, value_scale = scales
+    top, total, out = so_far
     column = tl.arange(0, COLUMNS)
     mask = inside[:, None]
     if SIZE != COLUMNS:
@@ -306,9 +304,7 @@ def put_split(
     rows,
     lines,
     part,
-    top,
-    total,
-    out,
+    found_here,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -319,12 +315,13 @@ def put_split(
     written: result [query rows, SIZE], float32 found [query rows, splits, SIZE] and lse
     [query rows, splits], and arrived: int32 [lists, groups of 16 splits + 1], zeros, and zeros
     again afterwards. rows: int64 [R] query rows, and which of them exist. lines: the same, for the
-    merge, which wastes no row. part: list, split, splits, and how many of these are used. top,
-    total, out: as of `attend_tile`. SPLIT: whether there may be several splits. AT_ONCE: as of
-    `merged_at_once`.
+    merge, which wastes no row. part: list, split, splits, and how many of these are used.
+    found_here: as `attend_tile` returns it. SPLIT: whether there may be several splits. AT_ONCE:
+    as of `merged_at_once`.
     """
     result, found, lse, arrived = written
     list_, split, splits, used = part
+    top, total, out = found_here
     total = tl.where(total == 0.0, 1.0, total)
     out = out / total[:, None]
     if not SPLIT:

@@ -183,27 +183,13 @@ def _paged(
             if value_scale is not None:
                 of_value = tl.load(value_scale + begin + j, mask=inside, other=0.0)
             top, total, out = attend_tile(
-                queries,
-                keys,
-                values,
-                key_entry,
-                value_entry,
-                inside,
+                queries, (keys, values), (key_entry, value_entry, inside),
                 inside[None, :] & (j[None, :] < sees[:, None]),
-                of_key,
-                of_value,
-                scale,
-                top,
-                total,
-                out,
-                SIZE,
-                COLUMNS,
-                key_scale is not None,
-                value_scale is not None,
-                UPCAST,
-            )
+                (scale, of_key, of_value), (top, total, out),
+                SIZE, COLUMNS, key_scale is not None, value_scale is not None, UPCAST,
+            )  # fmt: skip
         lines = (query_row, exists)
         put_split(
             written, lines, lines, (this_list * blocks + block, split, splits, used),
-            top, total, out, SIZE, COLUMNS, SPLIT, AT_ONCE,
+            (top, total, out), SIZE, COLUMNS, SPLIT, AT_ONCE,
         )  # fmt: skip
