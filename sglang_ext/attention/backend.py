@@ -12,6 +12,7 @@ it reads slots that they have given up.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.decode_step import DecodeStep
     from kvpolicy.sglang_ext.forward.services import Services
 
+logger = logging.getLogger(__name__)
+
 REFERENCE = "torch_native"
 
 
@@ -45,6 +48,8 @@ def attach(backend: Any, name: str, services: Services, heads: int, dtype: torch
         The same instance.
     """
     stock, noting = type(backend), compat.gives_lse(name, backend)
+    if noting:
+        logger.info("KV-cache policies read the log-sum-exp that %s finds in prefills.", name)
     if name == REFERENCE:
         from kvpolicy.kernels.attention.paged_attention import paged_attention
 

@@ -21,6 +21,7 @@ from kvpolicy.sglang_ext.attention import backend as backends
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.memory.arena import create_arena
 from sglang.srt.layers.attention import flashinfer_backend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend, PrefillMetadata
 from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -150,6 +151,10 @@ def merge_state(v_a, s_a, v_b, s_b):
     total = s_a.logaddexp2(s_b)
     a, b = ((s - total).exp2()[..., None] for s in (s_a, s_b))
     return (v_a * a + v_b * b).to(v_a.dtype), total
+
+
+class Stock(AttentionBackend):
+    """A backend that hands nothing over."""
 
 
 def services_of(batch, reads_lse=True):
@@ -337,3 +342,13 @@ def test_wrappers_are_there_again_after_a_failure(flashinfer, monkeypatch):
 def test_other_backends_give_none():
     for name in ("triton", "torch_native"):
         assert not compat.gives_lse(name, SimpleNamespace(prefill_wrapper_ragged=Ragged(None)))
+
+
+def test_the_log_says_who_gives_it(flashinfer, fa3, caplog):
+    batch = Batch(BATCHES["new prompts"])
+    stocks = {"flashinfer": flashinfer(batch, True), "fa3": fa3[0](batch), "triton": Stock()}
+    with caplog.at_level("INFO", logger=backends.__name__):
+        for name, stock in stocks.items():
+            backends.attach(stock, name, services_of(batch)[0], HEADS, torch.float32)
+    said = "KV-cache policies read the log-sum-exp that %s finds in prefills."
+    assert caplog.messages == [said % "flashinfer", said % "fa3"]
