@@ -56,6 +56,7 @@ class Bounds:
         self._layers, self._kv = bound.shape.layers, bound.shape.kv_heads
         self._lengths = lengths(bound, prompt)
         self._numbers = Intervals(bound, prompt, self._lengths)
+        self._sums: dict[tuple[int, int], Number] = {}  # over KV heads, by node and layer
 
     def kept(self) -> int:
         """Upper bound on the entries kept, summed over layers and KV heads."""
@@ -186,6 +187,12 @@ class Bounds:
 
     def _heads_sum(self, node: Node, layer: int) -> Number:
         """Upper bound on the node's values at one layer, summed over the G KV heads."""
+        key = id(node), layer if self._numbers.varies(node) else 0
+        if key not in self._sums:
+            self._sums[key] = self._sum_of_heads(node, layer)
+        return self._sums[key]
+
+    def _sum_of_heads(self, node: Node, layer: int) -> Number:
         if node.op == "choose" and self._numbers.is_static(node.args[1]):
             chosen = node.args[0 if self._numbers.value(node.args[1], layer) else 2]
             return self._heads_sum(chosen, layer)

@@ -53,11 +53,11 @@ class Intervals:
         length = self._lengths[layer][1]
         return self._bound.number(node, self._prompt, layer, length=length)
 
-    def _varies(self, node: Node) -> bool:
+    def varies(self, node: Node) -> bool:
         """Whether bounds of a node may differ between layers."""
         if id(node) not in self._by_layer:
             own = self._bound.propagates or (node.op == "size" and node.value == "layer")
-            self._by_layer[id(node)] = own or any(self._varies(x) for x in node.args)
+            self._by_layer[id(node)] = own or any(self.varies(x) for x in node.args)
         return self._by_layer[id(node)]
 
     def of(self, node: Node, layer: int, given: frozenset[int] = frozenset()) -> Interval:
@@ -65,7 +65,7 @@ class Intervals:
 
         `given` are conditions (ids of nodes) that hold wherever the value is looked at.
         """
-        key = (id(node), layer if self._varies(node) else 0, given)
+        key = (id(node), layer if self.varies(node) else 0, given)
         if key not in self._intervals:
             if self.is_static(node, layer):
                 value = self.value(node, layer)
