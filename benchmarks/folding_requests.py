@@ -54,8 +54,8 @@ def stand_in(watch: Watch):
     """A block in which the numbers of a fold are on their way."""
     begin = Counts.__init__
 
-    def counts(made: Counts, numbers: torch.Tensor, requests: int) -> None:
-        begin(made, numbers, requests)
+    def counts(made: Counts, numbers: torch.Tensor, requests: int, kv: int) -> None:
+        begin(made, numbers, requests, kv)
         watch.observed.transfers += 1
 
     with (

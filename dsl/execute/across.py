@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from kvpolicy.dsl.execute.entropy import operands
 from kvpolicy.dsl.execute.evaluate import Evaluation, reduces_past
+from kvpolicy.dsl.execute.gathered import of_all_heads
 from kvpolicy.dsl.execute.ops import TORCH_FORMS
 from kvpolicy.dsl.execute.values import (
     HOST,
@@ -32,6 +33,7 @@ from kvpolicy.dsl.execute.values import (
     union,
 )
 from kvpolicy.dsl.ir import counts
+from kvpolicy.dsl.ir.heads import across_heads
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.split import MOST
 from kvpolicy.dsl.ops.exact import Number
@@ -205,7 +207,7 @@ class Layers(Evaluation):
         alike = all(x.frame.positions is None for x in evaluations)
         frame = Frame(
             first.bound, prompt, first.device, first.kv, prompt, kernels=first.kernels,
-            fixed=first.fixed, memo=first.memo,
+            heads=first.heads, fixed=first.fixed, memo=first.memo,
         )  # fmt: skip
         if not alike:
             held = [x.frame.tokens for x in evaluations]
@@ -254,6 +256,8 @@ class Layers(Evaluation):
             return Value(self._divided(node), ("layer",), finite=True)
         values = [self.value(x) for x in operands(node)]
         values[0] = over_layers(values[0], len(self.evaluations), self.frame.device)
+        if self.frame.heads.divided and across_heads(node):
+            return of_all_heads([node], self.frame, values)[0]
         return TORCH_FORMS[node.op](node, self.frame, *values)
 
     def _divided(self, node: Node) -> torch.Tensor:

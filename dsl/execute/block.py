@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
+from kvpolicy.dsl.execute.heads import Heads
 from kvpolicy.dsl.execute.layout import Held, Layout
 from kvpolicy.dsl.execute.values import Value, aligned, as_given, sent, sizes_of, union
 
@@ -30,15 +31,18 @@ class Landed:
     """How many entries of a request there were and how many stay, on the host.
 
     Attributes:
-        there, kept: int64 [L, G]; the same where nothing leaves.
+        there, kept: int64 [L, G], of the KV heads of other ranks as well; the same where nothing
+            leaves.
         finite: whether the model's tensors held neither NaN nor infinity; if not, nothing leaves.
-        held: per layer, what stays if all is finite.
+        held: per layer, what stays if all is finite, of the KV heads that are here.
+        widest: positions of the layer that keeps most, on any rank.
     """
 
     there: torch.Tensor
     kept: torch.Tensor
     finite: bool
     held: list[Held]
+    widest: int
 
     @property
     def dropped(self) -> list[int]:
@@ -50,12 +54,12 @@ class Counts:
     """What stays of the lists of a block, as numbers on their way to the host.
 
     Args:
-        numbers: int64 [B * L, 3 + 2 * G], of the kernel "tally".
-        requests: B.
+        numbers: int64 [B * L, 3 + 2 * G] or more, as of `of_ranks`.
+        requests: B; kv: G.
     """
 
-    def __init__(self, numbers: torch.Tensor, requests: int) -> None:
-        self.numbers, self._requests = numbers, requests
+    def __init__(self, numbers: torch.Tensor, requests: int, kv: int) -> None:
+        self.numbers, self._requests, self._kv = numbers, requests, kv
         self._host, self._event = numbers, None
         self._read: list[Landed] | None = None
         if numbers.device.type == "cuda":
@@ -75,17 +79,43 @@ class Counts:
                 self._event.synchronize()
             rows = self._host.tolist()
             size = len(rows) // self._requests
-            self._read = [_landed(rows[i * size : i * size + size]) for i in range(self._requests)]
+            each = (rows[i * size : i * size + size] for i in range(self._requests))
+            self._read = [_landed(own, self._kv) for own in each]
         return self._read
 
 
-def _landed(rows: list[list[int]]) -> Landed:
-    kv = (len(rows[0]) - _FIRST) // 2
-    numbers = torch.tensor([row[_FIRST:] for row in rows], dtype=torch.int64)
+def of_ranks(
+    heads: Heads, numbers: torch.Tensor, good: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel "tally" gives, of the KV heads of all ranks.
+
+    Args:
+        numbers: int64 [S, 3 + 2 * g] of those that are here; good: bool [S].
+
+    Returns:
+        int64 [S, 3 + 2 * G], of which the first two columns are those of the heads that are here,
+        behind them the first one of every rank, if there are several; and bool [S], what holds on
+        all ranks.
+    """
+    if not heads.divided:
+        return numbers, good
+    found = heads.everyone(torch.cat([numbers, good[:, None].long()], 1))  # [R, S, 4 + 2 * g]
+    finite, all_good = found[:, :, [_FIRST - 1, -1]].amin(0).unbind(1)
+    kv = (numbers.shape[1] - _FIRST) // 2
+    both = found[:, :, _FIRST:-1].split(kv, 2)
+    counts = [x.transpose(0, 1).flatten(1) for x in both]
+    first = torch.cat([numbers[:, : _FIRST - 1], finite[:, None]], 1)
+    return torch.cat([first, *counts, found[:, :, 0].T], 1), all_good.bool()
+
+
+def _landed(rows: list[list[int]], kv: int) -> Landed:
+    end = _FIRST + 2 * kv
+    numbers = torch.tensor([row[_FIRST:end] for row in rows], dtype=torch.int64)
     there, kept = numbers.split(kv, 1)
     finite = all(row[2] for row in rows)
     held = [Held(row[0], bool(row[1])) for row in rows]
-    return Landed(there, kept if finite else there, finite, held)
+    widest = max(max(row[:1] + row[end:]) for row in rows)
+    return Landed(there, kept if finite else there, finite, held, widest)
 
 
 @dataclass(frozen=True)
@@ -161,6 +191,7 @@ class Block:
     Attributes:
         lengths: [B * L], positions of each layer that some KV head holds.
         alike: [B * L], whether all its KV heads hold the same.
+        widest: [B], positions of the layer of each request that has most, on any rank.
         positions: int64 [B * L, M], -1 in front of a layer's first.
         there: bool [B * L * G, M].
         states: float64, per list [B * L * G] and along other axes; `token` is M columns.
@@ -183,6 +214,7 @@ class Block:
     kv: int
     lengths: list[int]
     alike: list[bool]
+    widest: list[int]
     positions: torch.Tensor
     there: torch.Tensor
     states: dict[str, Value]
@@ -213,11 +245,11 @@ class Block:
         """M."""
         return self.there.shape[1]
 
-    def widest(self, request: int) -> int:
-        """Cached positions of the layer of a request that has most."""
+    def broad(self, request: int) -> int:
+        """Cached positions of the layer of a request that has most, on any rank."""
         if self.counts is not None:
-            return max(own.positions for own in self.counts.read()[request].held)
-        return max(self.lengths[request * self.layers : (request + 1) * self.layers])
+            return self.counts.read()[request].widest
+        return self.widest[request]
 
     def where(self, request: int, layer: int) -> tuple[slice, int]:
         """The lists of one layer, and their first column."""
@@ -251,9 +283,11 @@ class Block:
         """
         if self.counts is None:
             return self
-        held = [each for landed in self.counts.read() for each in landed.held]
+        landed = self.counts.read()
+        held = [each for own in landed for each in own.held]
         return replace(
             self, lengths=[x.positions for x in held], alike=[x.alike for x in held],
+            widest=[own.widest for own in landed],
             there=self.staying, kept=None, counts=None, used=self.counts.numbers[:, 0],
         )  # fmt: skip
 
@@ -281,6 +315,7 @@ class Block:
             len(places), self.kv,
             _listed(self.lengths, self.requests, places),
             _listed(self.alike, self.requests, places),
+            [self.widest[place] for place in places],
             of(self.positions), of(self.there),
             _each(self.states, of), _each(self.merge_states, of), _each(self.decided, of),
             budgets=maybe(self.budgets),
@@ -341,6 +376,7 @@ def _joined(parts: list[Block]) -> Block:
     return Block(
         sum(each.requests for each in parts), first.kv,
         [n for each in parts for n in each.lengths], [n for each in parts for n in each.alike],
+        [n for each in parts for n in each.widest],
         torch.cat([wide(each.positions, 1, nothing=-1) for each in parts]),
         torch.cat([wide(each.there, 1, nothing=False) for each in parts]),
         joined([each.states for each in parts]),

@@ -6,14 +6,17 @@ Dimensions: N tokens of the prompt.
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.generated import Generated
+from kvpolicy.dsl.execute.heads import ALL, Heads
 from kvpolicy.dsl.execute.kernels import Kernels, Slots, installed
 from kvpolicy.dsl.execute.plan import Plan
 from kvpolicy.dsl.execute.prefill import Prefill
 from kvpolicy.dsl.execute.steps import Steps
+from kvpolicy.dsl.ir.heads import heads_last
 
 # Plans kept for prompt lengths seen last.
 _PLANS = 8
@@ -28,8 +31,11 @@ class Compiled:
         bound: the policy.
         report: also keep budgets and scores, for `Run.result`.
         kernels: what computes, see `execute/kernels.py`; None: torch, as installed.
+        heads: which of the model's KV heads are here, and how the others are reached.
 
     Attributes:
+        bound: the policy, reductions across KV heads as `ir/heads.py` writes them where others are
+            elsewhere.
         steps: what decode steps compute; None without `decode:`.
         accumulates: whether earlier chunks of a prompt may be handed over by `Run.accumulate`.
         generated: the prefill's generated kernels.
@@ -40,15 +46,22 @@ class Compiled:
     """
 
     def __init__(
-        self, bound: Bound, *, report: bool = False, kernels: Kernels | None = None
+        self,
+        bound: Bound,
+        *,
+        report: bool = False,
+        kernels: Kernels | None = None,
+        heads: Heads = ALL,
     ) -> None:
         kernels = installed() if kernels is None else kernels
-        self.bound, self.kernels, self.report = bound, kernels, report
-        self._prefill = Prefill(bound, report, defers=False)
+        if heads.divided:
+            bound = replace(bound, lowered=heads_last(bound.lowered))
+        self.bound, self.kernels, self.report, self.heads = bound, kernels, report, heads
+        self._prefill = Prefill(bound, report, heads, defers=False)
         # Where a layer chooses what deeper ones compute, nothing can wait for those.
-        self._deferring = None if bound.propagates else Prefill(bound, report, defers=True)
+        self._deferring = None if bound.propagates else Prefill(bound, report, heads, defers=True)
         self.accumulates = self._prefill.accumulates
-        self.steps = None if bound.folded.decode is None else Steps(bound, report, kernels)
+        self.steps = None if bound.folded.decode is None else Steps(bound, report, kernels, heads)
         self.generated = Generated.of(
             bound, self._prefill.everything, kernels, self._prefill.updates.states
         )
@@ -58,7 +71,7 @@ class Compiled:
     def prefill(self, prompt: int) -> Prefill:
         """What the prefill of a prompt of so many tokens computes."""
         shape = self.bound.shape
-        held = 8 * shape.layers * shape.kv_heads * prompt
+        held = 8 * shape.layers * self.heads.number(shape.kv_heads) * prompt
         if self._deferring is None or held > _DEFERRED_BYTES:
             return self._prefill
         return self._deferring
@@ -70,7 +83,8 @@ class Compiled:
             while len(self._plans) >= _PLANS:
                 self._plans.popitem(last=False)
             nodes = self.prefill(prompt).planned
-            self._plans[key] = Plan.make(self.bound, nodes, prompt, device, self.kernels)
+            given = (self.bound, nodes, prompt, device, self.kernels, self.heads)
+            self._plans[key] = Plan.make(*given)
         self._plans.move_to_end(key)
         return self._plans[key]
 

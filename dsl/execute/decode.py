@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
@@ -26,6 +26,19 @@ from kvpolicy.dsl.execute.layout import Held, Layout
 from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.execute.values import Value, as_given, union
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the host knows of what a prefill keeps.
+
+    Attributes:
+        held: per layer, of the KV heads that are here.
+        widest: positions of the layer that keeps most, on any rank.
+    """
+
+    held: Sequence[Held]
+    widest: int
 
 
 def _held(kept: torch.Tensor) -> Held:
@@ -56,16 +69,16 @@ class Memory:
         self._landed: Landed | None = None
 
     @classmethod
-    def after(cls, run: Run, held: Sequence[Held] | None = None) -> Memory | None:
+    def after(cls, run: Run, known: Known | None = None) -> Memory | None:
         """What decoding remembers of a finished prefill (and all `merged`); None: nothing leaves.
 
         Args:
-            held: of every layer, if the caller knows it; else the host waits for the device.
+            known: about what is kept; None: the host waits for the device.
         """
         bound, steps = run.program.bound, run.program.steps
         if steps is None:
             return None
-        memory = cls(bound, run.prompt, _remembered(run, steps, held), steps)
+        memory = cls(bound, run.prompt, _remembered(run, steps, known), steps)
         memory.not_finite = run.not_finite
         return memory
 
@@ -90,8 +103,8 @@ class Memory:
 
     @property
     def width(self) -> int:
-        """Cached positions of the layer that has most; `land` has been called."""
-        return self._block.widest(self._place)
+        """Cached positions of the layer that has most, on any rank; `land` has been called."""
+        return self._block.broad(self._place)
 
     def followed(
         self, block: Block, place: int, steps: int, reported: dict[str, dict[int, Value]]
@@ -168,15 +181,16 @@ class Memory:
         return own if "kv" in merge.states[name].type.axes else without_heads(own)
 
 
-def _remembered(run: Run, steps: Steps, held: Sequence[Held] | None) -> Block:
+def _remembered(run: Run, steps: Steps, told: Known | None) -> Block:
     """What is remembered of a prefill, whose dropped entries are forgotten."""
     bound, kept = run.program.bound, run.finish()
-    kv, layers = bound.shape.kv_heads, range(bound.shape.layers)
+    kv = run.program.heads.number(bound.shape.kv_heads)
+    layers = range(bound.shape.layers)
     there, positions, states, known = [], [], [], []
     for number in layers:
         places = run.there(number)
         own = kept[number][:, places]
-        known.append(_held(own) if held is None else held[number])
+        known.append(_held(own) if told is None else told.held[number])
         # In order, the positions that some KV head keeps; `nonzero` would wait for the device.
         some = (~own.any(0)).to(torch.uint8).argsort(stable=True)[: known[-1].positions]
         positions.append(places[some])
@@ -188,13 +202,17 @@ def _remembered(run: Run, steps: Steps, held: Sequence[Held] | None) -> Block:
         })  # fmt: skip
     device, lengths = there[0].device, [len(x) for x in positions]
     width = max(*lengths, 1)
+    if told is None:
+        widest = int(run.program.heads.everyone(torch.tensor(width, device=device)).max())
+    else:
+        widest = max(told.widest, 1)
 
     def all_layers(values: list[Value]) -> Value:
         return listed(values, [kv] * len(values), device)
 
     whole = torch.cat([padded(x, 1, width, False) for x in there])
     block = Block(
-        1, kv, lengths, [x.alike for x in known],
+        1, kv, lengths, [x.alike for x in known], [widest],
         torch.stack([padded(x, 0, width, -1) for x in positions]), whole,
         {name: _as_wide(all_layers([own[name] for own in states]), width) for name in states[0]},
     )  # fmt: skip

@@ -17,6 +17,7 @@ import torch
 from kvpolicy.dsl.execute.blocks import in_blocks
 from kvpolicy.dsl.execute.elementwise import mask
 from kvpolicy.dsl.execute.entropy import operands, operation
+from kvpolicy.dsl.execute.gathered import of_all_heads
 from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.values import (
     Frame,
@@ -28,6 +29,7 @@ from kvpolicy.dsl.execute.values import (
     sizes_of,
     union,
 )
+from kvpolicy.dsl.ir.heads import across_heads
 from kvpolicy.dsl.ir.nodes import Node, Rules, State, Type
 
 
@@ -191,6 +193,10 @@ class Evaluation:
             return self._rest(node)
         if node.across_layers or reduces_past(node):
             return self.others(node, self)
+        if self.frame.heads.divided:
+            if across_heads(node):
+                return of_all_heads([node], self.frame, self._operands(node))[0]
+            self._gather(operands(node))
         if self.whole and self.generated is not None:
             bundle = self.generated.bundle(node, self.frame)
             if bundle is not None:
@@ -201,6 +207,20 @@ class Evaluation:
             if done is not None:
                 return done
         return operation(node)(node, self.frame, *(self.value(x) for x in operands(node)))
+
+    def _operands(self, *nodes: Node) -> list[Value]:
+        return [self.value(x) for node in nodes for x in operands(node)]
+
+    def _gather(self, nodes: Iterable[Node]) -> None:
+        """Finds those of the nodes that look at KV heads of other ranks, in one exchange."""
+        apart = {
+            id(x): x for x in nodes
+            if across_heads(x) and not x.across_layers and id(x) not in self.known
+        }  # fmt: skip
+        if len(apart) > 1:
+            made = of_all_heads(list(apart.values()), self.frame, self._operands(*apart.values()))
+            for node, x in zip(apart.values(), made, strict=True):
+                self.put(node, x)
 
     def _by_kernels(self, node: Node) -> bool:
         """Whether a reduction leaves nothing that is as large as attention to torch."""

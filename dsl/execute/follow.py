@@ -271,7 +271,7 @@ class Lists:
             shown.bound, tokens, block.there.device, self.number, prompt, layer=self.layer or 0,
             layered=self.layer is None, vectors=vectors, positions=positions, there=there,
             step=Step(shown.generated[self.request] - later, places, steps or 1),
-            kernels=shown.steps.kernels, checks=self.checks,
+            kernels=shown.steps.kernels, checks=self.checks, heads=shown.steps.heads,
         )  # fmt: skip
 
     def _asking(
@@ -305,5 +305,6 @@ class Lists:
         """The operation `uniform`."""
         block, seed = self.shown.block, counts.seed(evaluation.frame.number(node.args[0]))
         generated = sent(torch.tensor(list(self.shown.generated)), block.there.device)
-        data = self.shown.steps.kernels["draws"](seed, block.positions, generated, block.kv)
+        steps, total = self.shown.steps, self.shown.bound.shape.kv_heads
+        data = steps.heads.part(steps.kernels["draws"](seed, block.positions, generated, total), 0)
         return Value(data, AXES, finite=True)

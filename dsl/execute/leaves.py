@@ -51,7 +51,8 @@ def distance(node: Node, frame: Frame) -> Value:
 def uniform(node: Node, frame: Frame, _: Value) -> Value:
     """Counter-based random numbers per KV head, position and decode step."""
     seed = counts.seed(frame.number(node.args[0]))  # exact, also beyond what float64 holds
-    kv = torch.arange(frame.kv_start, frame.kv_start + frame.kv, device=frame.device)[:, None]
+    first = frame.heads.first + frame.kv_start
+    kv = torch.arange(first, first + frame.kv, device=frame.device)[:, None]
     step = 0 if frame.step is None else frame.step.generated
     data = counts.hashed(seed, frame.layer, kv, frame.places, step)
     return frame.present(Value(data.double() / 2.0**32, ("kv", "token"), finite=True))

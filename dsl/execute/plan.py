@@ -13,6 +13,7 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.across import Layers
 from kvpolicy.dsl.execute.entropy import operands
 from kvpolicy.dsl.execute.evaluate import Evaluation
+from kvpolicy.dsl.execute.heads import Heads
 from kvpolicy.dsl.execute.kernels import Kernels
 from kvpolicy.dsl.execute.values import HOST, Frame, Value, sent
 from kvpolicy.dsl.ir.lower import Phase, Phases
@@ -55,11 +56,18 @@ class Plan:
 
     @classmethod
     def make(
-        cls, bound: Bound, nodes: list[Node], prompt: int, device: torch.device, kernels: Kernels
+        cls,
+        bound: Bound,
+        nodes: list[Node],
+        prompt: int,
+        device: torch.device,
+        kernels: Kernels,
+        heads: Heads,
     ) -> Plan:
         """Computes `plannable` nodes on the host: numbers come out of sets of tokens."""
-        frame = Frame(bound, prompt, device, bound.shape.kv_heads, prompt, kernels=kernels)
-        host = Frame(bound, prompt, HOST, bound.shape.kv_heads, prompt)
+        kv = heads.number(bound.shape.kv_heads)
+        frame = Frame(bound, prompt, device, kv, prompt, kernels=kernels, heads=heads)
+        host = Frame(bound, prompt, HOST, kv, prompt, heads=heads)
         numbers = range(bound.shape.layers)
         layers = Layers([Evaluation(replace(host, layer=i)) for i in numbers], prompt)
         made: list[dict[int, Value]] = [{} for _ in numbers]

@@ -9,8 +9,10 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.execute.entropy import operands
 from kvpolicy.dsl.execute.evaluate import Updates
+from kvpolicy.dsl.execute.heads import ALL, Heads
 from kvpolicy.dsl.execute.ops import is_computed
 from kvpolicy.dsl.execute.plan import plannable
+from kvpolicy.dsl.ir.heads import across_heads
 from kvpolicy.dsl.ir.nodes import Node, State, When
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, propagate_roots, state_roots
 from kvpolicy.dsl.ops.operations import Kind
@@ -21,6 +23,7 @@ class Prefill:
     """The values that a prefill has to compute, and when.
 
     Args:
+        heads: which of the model's KV heads are here.
         defers: what each layer chooses among its tokens is chosen for all layers at once, after the
             last one; until then their scores are held.
 
@@ -40,8 +43,9 @@ class Prefill:
         PolicyError: the policy needs data that a prefill does not offer.
     """
 
-    def __init__(self, bound: Bound, report: bool, *, defers: bool) -> None:
+    def __init__(self, bound: Bound, report: bool, heads: Heads = ALL, *, defers: bool) -> None:
         self.bound, self._defers, rules = bound, defers, bound.lowered.prefill
+        self._heads = heads
         self.roots = [keep_of(rules), *rules.decided.values()]
         if rules.budget is not None and (report or reads_budget(bound)):
             self.roots.append(rules.budget)
@@ -116,9 +120,16 @@ class Prefill:
                 merge
                 or node.when >= When.END
                 or (self._defers and _chooses(node))
+                or self._gathers_later(node)
                 or any(self._is_later(x) for x in operands(node))
             )
         return self._later[id(node)]
+
+    def _gathers_later(self, node: Node) -> bool:
+        """Whether a node looks at KV heads of other ranks, which those of all layers do at once."""
+        if not self._heads.divided or not across_heads(node):
+            return False
+        return self._defers or all("token" not in x.type.axes for x in operands(node))
 
     def _sums(self, states: Mapping[str, State]) -> dict[str, Node]:
         found = {}

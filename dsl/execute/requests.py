@@ -32,6 +32,7 @@ from kvpolicy.dsl.execute.block import (
     Counts,
     going_on,
     listed,
+    of_ranks,
     padded,
     without_heads,
 )
@@ -241,6 +242,8 @@ class _Following:
         if shown.asked is not None:
             block.asked = shown.asked.last(self.window)
         staying = self._staying(block, decisions, merges) if self.leaves else None
+        if self.leaves:
+            self.steps.heads.agree()
         for place, memory in enumerate(self.memories):
             reported: dict[str, dict[int, Value]] = {name: {} for name in self.steps.report}
             for each in decisions:
@@ -275,6 +278,7 @@ class _Following:
         return replace(
             old,
             lengths=lengths,
+            widest=[n + number for n in old.widest],
             positions=positions,
             there=there,
             states=states,
@@ -366,7 +370,11 @@ class _Following:
             block.kept, block.there, block.finite, block.numbers, block.kv
         )
         repeats = block.numbers is not None
-        block.numbers, block.counts = numbers, Counts(numbers, block.requests)
+        whole, good = of_ranks(self.steps.heads, numbers, good)
+        block.numbers, block.counts = (
+            numbers,
+            Counts(whole, block.requests, self.bound.shape.kv_heads),
+        )
         block.since = 0 if all(each.lists.cut for each in decisions) else None
         block.finite = None  # the numbers say it; of a request whose are not nothing leaves
         proceed = good.view(block.requests, -1)
@@ -397,7 +405,9 @@ class _Following:
             return None
         frame = evaluation.frame
         before = {name: lists.part(x) for name, x in block.merge_states.items()}
-        made = Merging.of(merge, evaluation, decision.kept, steps.merge_updates, before, most)
+        # On another rank lists may have more columns.
+        given = (decision.kept, steps.merge_updates, before, min(most, decision.kept.shape[1]))
+        made = Merging.of(merge, evaluation, *given)
         made.keep_links()
         kept = [frame.vectors[name] for name in merge.apply]
         return Merges(made, [x for x in kept if isinstance(x, Entries)], lists)
@@ -412,7 +422,8 @@ class _Following:
             rows = (each.rows(self.bound, memory.prompt) for each, memory in pairs)
             least = min(sum(row) for own in rows for row in own)
         # A list that has been cut loses no more than came since.
-        return block.width - least if block.since is None else min(block.since, block.width - least)
+        most = max(block.widest) - least
+        return most if block.since is None else min(block.since, most)
 
     def _take_up(self, block: Block, decisions: list[_Decision], made: list[Merges]) -> None:
         """The states of the merge after it, of layers that have merged."""

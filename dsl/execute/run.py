@@ -64,6 +64,7 @@ class Run:
     tested: dict[int, dict[str, Value]] = field(default_factory=dict)
     _second: bool = False
     _checks: list[torch.Tensor] = field(default_factory=list)
+    _found: tuple[int, torch.Tensor] | None = None  # of so many checks
     _plan: Plan | None = None
     _evaluations: dict[int, Evaluation] = field(default_factory=dict)
     _history: History = field(default_factory=History)
@@ -263,8 +264,15 @@ class Run:
 
     @property
     def finite(self) -> torch.Tensor | None:
-        """0-d bool: whether the model's tensors were finite; None: nothing looked at them."""
-        return torch.stack(self._checks).all() if self._checks else None
+        """0-d bool: whether the model's tensors were finite; None: nothing looked at them.
+
+        Where other ranks hold other KV heads, they are asked.
+        """
+        number = len(self._checks)
+        if number and (self._found is None or self._found[0] != number):
+            own = torch.stack(self._checks).all()
+            self._found = number, self.program.heads.everyone(own).all()
+        return None if self._found is None else self._found[1]
 
     def settle(self, *, finite: bool) -> None:
         """Takes what `finite` held, after `finish` without waiting."""
@@ -365,7 +373,7 @@ class Run:
         if places is not None:
             kept, own_k, own_v = kept[:, places], k[:, places], v[:, places]
         if most is None:
-            most = int((~kept).sum(-1).max())
+            most = int(self.program.heads.everyone((~kept).sum(-1).max()).max())
         if not most:
             return k.double(), v.double()
         updates = self._prefill.merge_updates
@@ -394,7 +402,8 @@ class Run:
         """What this layer and the one below store together; None where each has its own."""
         below, own = (below_k, below_v), (own_k, own_v)
         kernels = self.program.kernels
-        return shared(self.program.bound, self.prompt, layer, below, own, kernels)
+        heads = self.program.heads
+        return shared(self.program.bound, self.prompt, layer, below, own, kernels, heads)
 
     def states(self, layer: int) -> dict[str, Value]:
         """States of a layer's tokens after the prefill."""

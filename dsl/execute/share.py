@@ -11,6 +11,7 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.combination import Combinations
 from kvpolicy.dsl.execute.evaluate import Evaluation, spread
+from kvpolicy.dsl.execute.heads import Heads
 from kvpolicy.dsl.execute.kernels import Kernels
 from kvpolicy.dsl.execute.values import Frame, Value, aligned, as_tensor, filled
 from kvpolicy.dsl.ir.nodes import Node
@@ -36,7 +37,13 @@ class Shared:
 
 
 def shared(
-    bound: Bound, prompt: int, layer: int, below: Pair, own: Pair, kernels: Kernels
+    bound: Bound,
+    prompt: int,
+    layer: int,
+    below: Pair,
+    own: Pair,
+    kernels: Kernels,
+    heads: Heads,
 ) -> Shared | None:
     """Directions and exceptions at a layer; None where `share.when` does not hold.
 
@@ -46,6 +53,7 @@ def shared(
         layer: from 0; there is a layer below.
         below, own: keys and values [G, N, D] of the layer below and of this one.
         kernels: by name, see `execute/kernels.py`.
+        heads: which of the model's KV heads these are.
     """
     share = bound.lowered.share
     if share is None or prompt == 0 or not bound.number(share.when, prompt, layer):
@@ -56,8 +64,8 @@ def shared(
         if name not in share.apply:
             continue
         frame = Frame(
-            bound, prompt, upper.device, bound.shape.kv_heads, prompt, layer=layer,
-            vectors={"key": own[0], "value": own[1]}, kernels=kernels,
+            bound, prompt, upper.device, heads.number(bound.shape.kv_heads), prompt, layer=layer,
+            vectors={"key": own[0], "value": own[1]}, kernels=kernels, heads=heads,
         )  # fmt: skip
         vectors = {"below": under, "own": upper}
         made[name] = _one(Evaluation(frame), share.direction, share.exceptions, vectors)
@@ -82,7 +90,7 @@ def _one(
     kernels = evaluation.frame.kernels
     inner = kernels["gram"](vectors["below"], vectors["own"])
     # NaN or infinity decides nothing: both vectors stay.
-    finite = inner.isfinite().all()
+    finite = evaluation.frame.heads.everyone(inner.isfinite().all()).all()
     products = [Value(x, _AXES) for x in inner]
     combinations = Combinations(evaluation, side_of_share, lambda: products)
     combinations.prepare(nodes_of([direction, exceptions]))

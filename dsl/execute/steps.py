@@ -9,14 +9,17 @@ import torch
 from kvpolicy.dsl.bind.additive import Additive
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.ends import Ends, end_of
+from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.lasting import Lasting
 from kvpolicy.dsl.execute.block import AXES, HEADS
 from kvpolicy.dsl.execute.evaluate import Updates
 from kvpolicy.dsl.execute.generated import Generated
+from kvpolicy.dsl.execute.heads import ALL, Heads
 from kvpolicy.dsl.execute.kernels import Kernels
 from kvpolicy.dsl.execute.merge import compares
 from kvpolicy.dsl.execute.ops import is_computed
 from kvpolicy.dsl.execute.prefill import reads_budget
+from kvpolicy.dsl.ir.heads import across_heads
 from kvpolicy.dsl.ir.lower import Static
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
@@ -78,6 +81,21 @@ def _of_each_head(node: Node) -> bool:
     return mean or ("kv" in x.axes and node.op not in ("sum", "mean", "var"))
 
 
+def _check_ranks(bound: Bound, keep: Node, nodes: list[Node]) -> None:
+    """Refuse to compare entries of KV heads on other ranks where those may hold other entries."""
+    if not {"kv"} & {*keep.type.axes, *keep_of(bound.lowered.prefill).type.axes}:
+        return
+    for node in nodes:
+        if across_heads(node) and any("token" in each.type.axes for each in node.args):
+            raise refused(
+                bound.program.name,
+                "phase",
+                f"`{node.op}` compares cached entries of KV heads on different ranks at a decode "
+                f"step, and each head keeps its own",
+                "let all KV heads keep the same entries, or serve it without tensor parallelism",
+            )
+
+
 def _is_position(row: Operation) -> bool:
     return row.name == "position"
 
@@ -115,8 +133,8 @@ class Steps:
         ValueError: nothing leaves while decoding.
     """
 
-    def __init__(self, bound: Bound, report: bool, kernels: Kernels) -> None:
-        self.kernels = kernels
+    def __init__(self, bound: Bound, report: bool, kernels: Kernels, heads: Heads = ALL) -> None:
+        self.kernels, self.heads = kernels, heads
         rules = bound.lowered.decode
         if rules is None or rules.keep is None:
             raise ValueError(f"by `{bound.program.name}` nothing leaves while decoding")
@@ -132,6 +150,8 @@ class Steps:
         self.leaving_roots = [self.keep, *merge_roots(rules.merge), *self.report.values()]
         leaving = list(nodes_of(self.leaving_roots))
         self._check(bound, [*remembered, *leaving])
+        if heads.divided:
+            _check_ranks(bound, self.keep, [*remembered, *leaving])
         additive = Additive(bound.static)
         states = self.updates.states.values()
         self.fresh = self._fresh(bound)

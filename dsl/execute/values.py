@@ -16,6 +16,7 @@ from typing import overload
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.execute.heads import ALL, Heads
 from kvpolicy.dsl.execute.kernels import Kernels, Keys, dense, installed
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import AXES, Node, Type
@@ -99,6 +100,7 @@ class Frame:
         last: how many queries `all` and `new` are just now; None: one per token.
         kernels: by name, see `execute/kernels.py`; those of torch, if none are given.
         held: candidates per KV head, where that is not `tokens`.
+        heads: which of the model's KV heads are here, and how the others are reached.
         fixed: tensors that live as long as the plan, by id; masks made of these are made once.
         memo: what was made of `fixed` tensors.
         checks: bool tensors, false if the model's tensors hold NaN or infinity: 0-d, or one per KV
@@ -121,6 +123,7 @@ class Frame:
     last: int | None = None
     kernels: Kernels = field(default_factory=installed)
     held: Value | None = None
+    heads: Heads = ALL
     fixed: dict[int, torch.Tensor] = field(default_factory=dict)
     memo: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
     checks: list[torch.Tensor] = field(default_factory=list)

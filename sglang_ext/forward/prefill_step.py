@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from kvpolicy.dsl.execute.decode import Known
 from kvpolicy.dsl.execute.kernels import Slots
 from kvpolicy.dsl.execute.layout import Held
 from kvpolicy.sglang_ext.face import compat
@@ -230,7 +231,8 @@ class PrefillStep:
                     each.run.settle(finite=bool(finite))
                     self._compress(each, own.kept, counts)
                     layers = [Held(positions, bool(alike)) for positions, alike in held.tolist()]
-                    each.state.remember(each.run, layers)
+                    widest = max((own.positions for own in layers), default=0)
+                    each.state.remember(each.run, Known(layers, widest))
                 self._describe(each, own.kept)
                 self._note(each, int(counts.sum()))
 

@@ -13,9 +13,8 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.steady import ENDLESS
-from kvpolicy.dsl.execute.decode import Memory
+from kvpolicy.dsl.execute.decode import Known, Memory
 from kvpolicy.dsl.execute.kernels import Slots
-from kvpolicy.dsl.execute.layout import Held
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.experiments.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face import pairing
@@ -352,13 +351,9 @@ class State:
         steps = range(prefix - self.prompt + 1, end - self.prompt)
         return next((self.prompt + step for step in steps if self.leaves_at(step)), end)
 
-    def remember(self, run: Any, held: Sequence[Held]) -> None:
-        """After its prompt: go on from what a finished run of the policy's program has found.
-
-        Args:
-            held: what the host knows of every layer.
-        """
-        memory = Memory.after(run, held) if self.folds and not run.not_finite else None
+    def remember(self, run: Any, known: Known) -> None:
+        """After its prompt: go on from what a finished run of the policy's program has found."""
+        memory = Memory.after(run, known) if self.folds and not run.not_finite else None
         if memory is None:
             self.forget()
             return

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute.decode import Held, Memory
+from kvpolicy.dsl.execute.decode import Held, Known, Memory
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.select import top
 from kvpolicy.dsl.execute.values import Frame, Value
@@ -82,7 +82,8 @@ def test_a_memory_needs_no_wait_where_it_is_told_what_is_held(name):
     run.settle(finite=True)
     told = [Held(number, bool(alike)) for number, alike in Held.of(torch.stack(kept)).tolist()]
     assert [each.alike for each in told] == [bool((x == x[0]).all()) for x in kept]
-    memory, expected = Memory.after(run, told), Memory.after(run)
+    known = Known(told, max(each.positions for each in told))
+    memory, expected = Memory.after(run, known), Memory.after(run)
     for layer in range(SHAPE[0]):
         own, other = memory.layout(layer), expected.layout(layer)
         assert own.positions.tolist() == other.positions.tolist()

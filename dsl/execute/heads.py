@@ -1,0 +1,110 @@
+"""Which KV heads of the model an execution holds, and how it gets what the others found.
+
+Where a server divides the KV heads over ranks (tensor parallelism), each rank computes what its own
+heads need. An operation that looks across KV heads gets the values of all of them: they are
+gathered in order, every rank carries out the operation on all, and goes on with its own part. What
+enters such an operation has no axis of queries (ir/heads.py), so that no attention is ever sent.
+
+Dimensions: G KV heads of the model, g of one rank, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+# From bytes [n] to those of all ranks [R, n], in the order of their KV heads.
+Exchange = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Heads:
+    """All KV heads of the model: nothing is exchanged.
+
+    Attributes:
+        divided: whether other heads are held elsewhere.
+        first: of the model's heads that is held here.
+    """
+
+    divided, first = False, 0
+
+    def number(self, total: int) -> int:
+        """How many of a model's KV heads are held here."""
+        return total
+
+    def gathered(self, parts: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
+        """Tensors with the KV heads of all ranks, in one exchange.
+
+        Args:
+            parts: each with the dimension that runs along its KV heads, which are those of one
+                layer or of several, one after the other. All ranks give tensors of these shapes.
+        """
+        return [x for x, _ in parts]
+
+    def everyone(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, ...], what each rank has of a tensor."""
+        return x[None]
+
+    def part(self, x: torch.Tensor, at: int) -> torch.Tensor:
+        """What is held here of a tensor with all KV heads in dimension `at`, as of `gathered`."""
+        return x
+
+    def agree(self) -> None:
+        """Every rank has come as far; if one has failed, all raise."""
+
+
+ALL = Heads()
+
+
+class Divided(Heads):
+    """The KV heads of one rank of several.
+
+    Args:
+        own: g consecutive ones; total: G, a multiple of g.
+        exchange: with the other ranks. Each calls it as often, with as many bytes.
+        agree: as the method.
+    """
+
+    divided = True
+
+    def __init__(
+        self, own: range, total: int, exchange: Exchange, agree: Callable[[], None]
+    ) -> None:
+        self.first, self._own, self._total = own.start, len(own), total
+        self._exchange, self._agree = exchange, agree
+
+    def number(self, total: int) -> int:
+        return self._own
+
+    def gathered(self, parts: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
+        made: list[torch.Tensor] = []
+        if not parts:
+            return made
+        for (_, at), each in zip(parts, self._all([x for x, _ in parts]), strict=True):
+            layers = each.unflatten(at + 1, (-1, self._own))  # [R, ..., layers, g, ...]
+            made.append(layers.movedim(0, at + 1).flatten(at, at + 2))
+        return made
+
+    def everyone(self, x: torch.Tensor) -> torch.Tensor:
+        return self._all([x])[0]
+
+    def part(self, x: torch.Tensor, at: int) -> torch.Tensor:
+        layers = x.unflatten(at, (-1, self._total))
+        own: torch.Tensor = layers.narrow(at + 1, self.first, self._own).flatten(at, at + 1)
+        return own
+
+    def agree(self) -> None:
+        self._agree()
+
+    def _all(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """[R, ...] of each tensor, all of them sent at once as bytes."""
+        # Of one number `contiguous` leaves a stride of 0, which bytes cannot have.
+        flat = [
+            x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+            for x in tensors
+        ]
+        found = self._exchange(torch.cat(flat))
+        return [
+            part.contiguous().view(x.dtype).view(len(found), *x.shape)
+            for part, x in zip(found.split([x.numel() for x in flat], 1), tensors, strict=True)
+        ]

@@ -1,0 +1,87 @@
+"""Reductions across KV heads, written so that little has to be known of other heads.
+
+    sum[kv, a](x)    sum[kv](sum[a](x))
+    mean[kv, a](x)   sum[kv](sum[a](x)) / sum[kv](count[a](x)), where the first sum over dropped
+                     entries is mean[a](x) * count[a](x), as there is a kernel for it
+    var[kv, a](x)    mean[kv, a]((x - mean[kv, a](x))^2)
+
+and so on: what is reduced over the KV heads has been reduced over all else before. Where the heads
+lie on several ranks, only that is gathered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+from kvpolicy.dsl.ir.nodes import Node, Type
+from kvpolicy.dsl.ir.traverse import Sections, rewritten
+
+_HEADS = ("kv",)
+
+
+def heads_last(sections: Sections) -> Sections:
+    """The sections with reductions over KV heads and other axes as two; equal nodes are one."""
+    return rewritten(sections, _Rewriting().visit)
+
+
+def across_heads(node: Node) -> bool:
+    """Whether a node looks at several KV heads of a layer."""
+    return "kv" in node.axes
+
+
+class _Rewriting:
+    def __init__(self) -> None:
+        self._unique: dict[tuple[object, ...], Node] = {}  # nodes made, by what they are
+        self._done: dict[int, tuple[Node, Node]] = {}
+
+    def visit(self, node: Node) -> Node:
+        """The node rewritten, once."""
+        if id(node) not in self._done:
+            args = tuple(self.visit(each) for each in node.args)
+            made = node if args == node.args else replace(node, args=args)
+            apart = across_heads(made) and made.operation.is_reduction and len(made.axes) > 1
+            self._done[id(node)] = node, self._apart(made) if apart else made
+        return self._done[id(node)][1]
+
+    def _apart(self, node: Node) -> Node:
+        row, (x,) = node.operation, node.args
+        if not row.averages:
+            inner = "sum" if row.adds_up else node.op
+            return self._of_heads(inner, self._reduced(node.op, node, x), node)
+        if row.linear:
+            return self._mean(node, x)
+        mean = self._elementwise("subtract", node, x, self._mean(node, x))
+        two = self._share(
+            Node("number", value=Fraction(2), type=Type("number", exact=True), when=x.when)
+        )
+        return self._mean(node, self._elementwise("power", node, mean, two))
+
+    def _mean(self, node: Node, x: Node) -> Node:
+        number = self._reduced("count", node, x)
+        if "dropped" in node.axes:
+            mean = self._reduced("mean", node, x)
+            total = self._share(replace(mean, op="multiply", args=(mean, number), axes=()))
+        else:
+            total = self._reduced("sum", node, x)
+        both = (self._of_heads("sum", each, node) for each in (total, number))
+        return self._share(replace(node, op="divide", args=tuple(both), axes=()))
+
+    def _elementwise(self, op: str, node: Node, x: Node, y: Node) -> Node:
+        return self._share(Node(op, (x, y), type=x.type, when=node.when, span=node.span))
+
+    def _reduced(self, op: str, node: Node, x: Node) -> Node:
+        """`op` over all axes of a node but the KV heads."""
+        over = tuple(axis for axis in node.axes if axis not in _HEADS)
+        axes = tuple(axis for axis in x.type.axes if axis not in over)
+        window = x.type.window if "query" in axes else None
+        reach = x.type.reach if "past" in axes else None
+        type_ = replace(node.type, axes=axes, window=window, reach=reach)
+        return self._share(Node(op, (x,), over, type=type_, when=node.when, span=node.span))
+
+    def _of_heads(self, op: str, x: Node, node: Node) -> Node:
+        return self._share(replace(node, op=op, args=(x,), axes=_HEADS))
+
+    def _share(self, made: Node) -> Node:
+        key = (made.op, made.axes, type(made.value), made.value, *map(id, made.args))
+        return self._unique.setdefault(key, made)

@@ -1,0 +1,180 @@
+"""KV heads divided over ranks: the same entries are kept as by one process that has all of them."""
+
+import itertools
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from agreement import stretches
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute import compiled
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.execute.steps import Steps
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
+from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.kernels.table_triton import TRITON
+from ranks import Ranks, divided
+from recordings import tensors
+from stores import Store
+
+SHAPE = (4, 8, 4, 8)  # L, H, G, D
+STEPS, EVERY = 9, 3
+SMALL = {"capacity": "10", "window": "4", "kernel": "3"}
+SETTINGS = {
+    "asl-lava-d2o": {"start": "1", "lookback": "2"},
+    "asl": {"capacity": "14", "deeper": "12", "start": "1", "lookback": "2"},
+    "cam-original": {"recent_rate": "0.3", "start_rate": "0.1", "reach": "3"},
+    "cam": {"start": "2", "reach": "3"},
+    "d2o-code": {"rate": "0.4", "start": "1"},
+    "d2o": {"rate": "0.4", "start": "2", "minmax_heads": "true"},
+    "fastkv-adakv": {"tsp_layer": "2", "tsp_rate": "0.5", "kv_rate": "0.3"},
+    "fastkv": {"tsp_layer": "2", "tsp_rate": "0.5", "kv_rate": "0.3"},
+    "gemfilter": {"filter": "2"},
+    "h2o": {"heavy": "5"},
+    "pyramidinfer": {"batch": "2", "recent_rate": "0.1", "least": "4"},
+    "roco": {"newest": "2"},
+    "simlayerkv-prefill": {"queries": "8", "reach": "3", "threshold": "0.3"},
+    "simlayerkv": {"threshold": "0.2", "start": "2"},
+    "streamingllm-original": {"start": "2"},
+    "streamingllm": {"start": "2"},
+    "vatp": {"start": "2"},
+}
+
+
+def bound_to(name):
+    program = load(name).require()
+    small = {key: x for key, x in SMALL.items() if key in program.params}
+    return bind(program, ModelShape(*SHAPE), small | SETTINGS.get(name, {}), fold_interval=EVERY)
+
+
+def kept(bound, recording, steps, program):
+    """What every list holds after the prefill and after each fold."""
+    store = Store(bound, recording, steps, program=program)
+    found = [store.held()] if store.memory is not None else [_alone(bound, recording, program)]
+    if store.memory is not None:
+        for number in stretches(bound, store.memory.prompt, len(steps[0])):
+            store.follow(number)
+            found.append(store.held())
+    return found
+
+
+def _alone(bound, recording, program):
+    from kvpolicy.dsl.execute.apply import prefilled
+
+    made = prefilled(program, *recording)
+    return [[made.chosen[own].tolist() for own in layer] for layer in made.run.finish()]
+
+
+def assert_same(bound, tokens, number, seed, ties=False, shape=SHAPE):
+    """The same on so many ranks as on one; how many bytes each exchange had."""
+    *recording, steps = tensors(np.random.default_rng(seed), shape, tokens, STEPS, ties=ties)
+    whole = kept(bound, recording, steps, TorchProgram(bound))
+    ranks = Ranks(number)
+
+    def work(rank):
+        own = [divided(x, number, rank) for x in recording]
+        later = tuple(divided(x, number, rank, 2) for x in steps)
+        program = TorchProgram(bound, heads=ranks.heads(rank, shape[2]))
+        return kept(bound, own, later, program)
+
+    found = ranks.run(work)
+    for moment, expected in enumerate(whole):
+        parts = zip(*(x[moment] for x in found), strict=True)
+        joined = [list(itertools.chain.from_iterable(each)) for each in parts]
+        assert joined == expected, f"at moment {moment}"
+    assert {len(each) for each in found} == {len(whole)}
+    return ranks.sent
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_policies(name):
+    bound = bound_to(name)
+    for seed, (tokens, number) in enumerate([(41, 2), (23, 4), (1, 2)]):
+        assert_same(bound, tokens, number, seed, ties=seed == 1)
+    with patch.object(compiled, "_DEFERRED_BYTES", 0):  # as of long prompts
+        assert_same(bound, 37, 2, 5)
+    with patch.object(Steps, "by_kernels", True):  # all layers at once where that is possible
+        assert_same(bound, 29, 2, 6)
+
+
+# Exchanges of a prompt whose layers choose at once, and of one fold: one of the first says whether
+# all is finite, one of the second how many entries stay. What KV heads decide alone needs no more.
+EXCHANGES = {
+    "adakv": ([1, 41], 0), "lava": ([1, 1, 1, 41], 0), "dynamickv": ([1, 41, 1], 0),
+    "cake": ([1, 1, 1], 1), "h2o": ([1], 1), "snapkv": ([1], 0), "vatp": ([1], 1),
+    "sinks-recent": ([], 0), "streamingllm": ([], 1), "d2o": (None, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_what_is_exchanged(name):
+    """Numbers per KV head and layer, or per token of these, in few exchanges; none of attention."""
+    bound, prompt, folds = bound_to(name), *EXCHANGES[name]
+    with patch.object(Steps, "by_kernels", True):
+        sent = assert_same(bound, 41, 2, 0)
+    if bound.folded.decode is not None:
+        later = STEPS // EVERY * folds
+        sent, of_folds = sent[: len(sent) - later], sent[len(sent) - later :]
+        assert len(of_folds) == later
+        assert max(of_folds) < 4 * 2 * 41 * 8
+    if prompt is not None:
+        number = 4 * 2 * 8  # float64 per layer and KV head of a rank
+        expected = [1 if x == 1 and i == 0 else x * number for i, x in enumerate(prompt)]
+        made = sent[: len(sent) // (1 if bound.folded.decode is not None else 2)]
+        widest = [8] if bound.folded.decode is not None else []
+        assert made == expected + widest
+
+
+def test_without_kernels_entries_are_compared_layer_by_layer():
+    sent = assert_same(bound_to("tova"), 41, 2, 0)
+    assert len(sent) == 3 + (4 + 1) * (STEPS // EVERY)
+
+
+def test_kernels_read_queries_so_that_all_layers_are_compared_at_once():
+    for name in ("tova", "h2o", "cake", "vatp", "roco", "streamingllm", "d2o"):
+        steps = TorchProgram(bound_to(name), kernels=TRITON, heads=Ranks(2).heads(0, 4)).steps
+        assert steps.rule(41) is not None, name
+
+
+HEADER = "policy: a-test\nlanguage: 1\nabout: a test\n"
+REDUCTIONS = ("sum", "mean", "max", "min", "var", "count")
+
+
+@pytest.mark.parametrize("op", REDUCTIONS)
+@pytest.mark.parametrize("axes", ["kv", "kv, token", "kv, group, token", "kv, group, query, token"])
+def test_reductions_across_heads(op, axes):
+    """Of what is absent for some of them, too."""
+    x = "attn(recent(3)) where attn(recent(3)) > 0.02"
+    for axis in ("group", "query"):
+        x = x if axis in axes else f"mean[{axis}]({x})"
+    text = f"""keep: top(score, 4 + 2 * min(1, abs({op}[{axes}]({x}))))
+score: sum[group, query](attn(recent(3)))
+""" if "token" in axes else f"""keep: top(score, 5)
+score: {op}[{axes}]({x})
+"""  # fmt: skip
+    bound = bind(load(Source("a.yaml", HEADER + text)).require(), ModelShape(*SHAPE))
+    for number in (2, 4):
+        assert_same(bound, 19, number, number)
+
+
+def test_an_index_of_heads_and_random_numbers_are_those_of_the_model():
+    text = (
+        "keep: top(score, 5)\nscore: uniform(3) + index[kv](sum[query, group](attn(recent(1))))\n"
+    )
+    assert_same(bind(load(Source("a.yaml", HEADER + text)).require(), ModelShape(*SHAPE)), 19, 2, 0)
+
+
+def test_entries_of_heads_that_keep_others_are_not_compared_while_decoding():
+    text = """state:
+  heat: heat + sum[group, query](attn(new))
+keep: top(heat, 6)
+decode:
+  keep: top[kv, token](heat, 20)
+"""
+    bound = bind(load(Source("a.yaml", HEADER + text)).require(), ModelShape(*SHAPE))
+    TorchProgram(bound)
+    with pytest.raises(PolicyError, match="`top` compares cached entries of KV heads on different"):
+        TorchProgram(bound, heads=Ranks(2).heads(0, 4))
