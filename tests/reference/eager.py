@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
-from eager_llama import Llama, attend, checkpoint
+from eager_model import Model, attend, checkpoint
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.data.result import Result
@@ -59,7 +60,7 @@ def generate(
     """The greedy answer to a prompt.
 
     Args:
-        folder: of a Llama checkpoint.
+        folder: of a checkpoint, as of `save_pretrained`.
         ids: token ids of the prompt.
         policy: a path or the name of a shipped policy.
         overrides: parameter values as text.
@@ -80,7 +81,7 @@ def generate(
 class _Request:
     """One request: its recorded tensors, and what each KV head has cached."""
 
-    def __init__(self, model: Llama, bound: Bound | None, reused: int) -> None:
+    def __init__(self, model: Model, bound: Bound | None, reused: int) -> None:
         self.model, self.bound, self.reused = model, bound, reused
         self.layers = range(model.shape.layers)
         self.recorded: list[np.ndarray] = []  # q [L, H, N, D], k and v [L, G, N, D]
@@ -132,14 +133,8 @@ class _Request:
         hidden = self.model.embed(ids)
         propagating = self.bound is not None and self.bound.propagates
         for layer in self.layers:
-            parts = self.model.project(layer, hidden, there)
-            if plain is not None:
-                old = there < self.reused
-                for part, source in zip(parts[1:], plain[1:], strict=True):
-                    part[:, old] = torch.from_numpy(source[layer][:, there[old]])
-            for record, part in zip(self.recorded, parts, strict=True):
-                record[layer][:, there.numpy()] = part.numpy()
-            hidden = self.model.leave(layer, hidden, attend(*parts))
+            attended = partial(self._recorded, layer, there, plain)
+            hidden = self.model.layer(layer, hidden, there, attended)
             if not propagating:
                 continue
             chosen = self._goes_deeper(layer)
@@ -149,6 +144,19 @@ class _Request:
                 hidden, there = hidden[torch.isin(there, chosen)], chosen
                 propagating = self.bound.folded.propagate.repeats
         return hidden, None
+
+    def _recorded(
+        self, layer: int, there: Tensor, plain: list[np.ndarray] | None, *parts: Tensor
+    ) -> Tensor:
+        """[H, T, D] of the tokens that are there, whose queries, keys and values are noted."""
+        if plain is not None:
+            old = there < self.reused
+            reused = there[old].numpy()
+            for part, source in zip(parts[1:], plain[1:], strict=True):
+                part[:, old] = torch.from_numpy(source[layer][:, reused])
+        for record, part in zip(self.recorded, parts, strict=True):
+            record[layer][:, there.numpy()] = part.numpy()
+        return attend(*parts)
 
     def _heads(self) -> tuple[int, int, int]:
         shape = self.model.shape
@@ -215,17 +223,19 @@ class _Request:
         at = torch.tensor([position])
         seen: list[list[np.ndarray]] = [[], [], []]
         for layer in self.layers:
-            q, k, v = self.model.project(layer, hidden, at)
-            for each, part in zip(seen, (q, k, v), strict=True):
-                each.append(part[:, 0].numpy())
-            hidden = self.model.leave(layer, hidden, self._attended(layer, q, k, v))
+            attended = partial(self._attended, layer, seen)
+            hidden = self.model.layer(layer, hidden, at, attended)
         for steps, each in zip(self.steps, seen, strict=True):
             steps.append(np.stack(each))
         self._decide()
         return hidden
 
-    def _attended(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[H, 1, D]: each KV head over its own list, the new entry last."""
+    def _attended(
+        self, layer: int, seen: list[list[np.ndarray]], q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """[H, 1, D]: each KV head over its own list, the new entry last; notes what is new."""
+        for each, part in zip(seen, (q, k, v), strict=True):
+            each.append(part[:, 0].numpy())
         group = self.model.shape.group
         parts = []
         for head, (keys, values) in enumerate(self.caches[layer]):

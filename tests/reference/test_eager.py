@@ -1,6 +1,7 @@
 """The plain model is the model: equal to transformers, and consistent with itself."""
 
 import random
+from functools import partial
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_a_step_reads_the_kept_entries_and_nothing_else(random_model, policy):
     # Written down again: the new token's row of a whole forward, the others' columns masked.
     import torch
     from eager import generate
-    from eager_llama import attend, checkpoint
+    from eager_model import attend, checkpoint
     from methods import METHODS
 
     ids, model = prompt(50, 3), checkpoint(random_model)
@@ -77,28 +78,44 @@ def test_a_step_reads_the_kept_entries_and_nothing_else(random_model, policy):
     deeper = result.propagated or list(range(50))
     there = torch.arange(51)
     hidden = model.embed(torch.tensor([*ids, answer.tokens[0]]))
-    for layer in range(model.shape.layers):
-        q, k, v = model.project(layer, hidden, there)
-        attended = attend(q, k, v)
+
+    def attended(kept, q, k, v):
+        out = attend(q, k, v)
         for head in range(model.shape.heads):
-            kept = result.kept[layer][head // model.shape.group]
-            seen = torch.tensor([*kept[there[:-1].numpy()].tolist(), True])
-            logits = k[head // model.shape.group].double() @ q[head, -1].double()
-            logits = logits / model.shape.head_dim**0.5
+            group = head // model.shape.group
+            seen = torch.tensor([*kept[group][there[:-1].numpy()].tolist(), True])
+            logits = k[group].double() @ q[head, -1].double() / model.shape.head_dim**0.5
             weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
-            attended[head, -1] = weights @ v[head // model.shape.group].double()
-        hidden = model.leave(layer, hidden, attended)
+            out[head, -1] = weights @ v[group].double()
+        return out
+
+    for layer in range(model.shape.layers):
+        hidden = model.layer(layer, hidden, there, partial(attended, result.kept[layer]))
         if layer == result.selected_layer:
             rows = torch.tensor([*deeper, 50])
             hidden, there = hidden[rows], rows
     torch.testing.assert_close(model.logits(hidden)[-1], answer.logits[1], rtol=0, atol=1e-6)
 
 
+def first_keys(model, tokens, positions):
+    """Keys [G, T, D] of the first layer."""
+    from eager_model import attend
+
+    seen = []
+
+    def attended(q, k, v):
+        seen.append(k)
+        return attend(q, k, v)
+
+    model.layer(0, model.embed(tokens), positions, attended)
+    return seen[0]
+
+
 def test_slots_are_distances_in_the_cache(random_model):
     # Keys of the first layer depend on token and position alone.
     import torch
     from eager import generate
-    from eager_llama import checkpoint
+    from eager_model import checkpoint
 
     ids, model = prompt(40, 4), checkpoint(random_model)
     settings = {"start": "2", "window": "8"}
@@ -109,6 +126,6 @@ def test_slots_are_distances_in_the_cache(random_model):
         newest = 40 + step - 1
         assert held == [0, 1, *range(newest - 7, newest + 1)]
         slots = newest - torch.arange(len(held)).flip(0)
-        expected = model.project(0, model.embed(tokens[held]), slots)[1]
+        expected = first_keys(model, tokens[held], slots)
         cached = torch.from_numpy(after.merged[0][0][0])
         torch.testing.assert_close(cached, expected[0].double(), rtol=0, atol=1e-4)

@@ -59,24 +59,29 @@ def salient(q, k, window: int, kernel: int, number: int):
 
 def distance(model, prompt: list[int], layer: int, **selection: int) -> float:
     """Mean squared difference of the last final state, by the plain model."""
-    from eager_llama import attend
+    from eager_model import attend
 
     def forward(propagate: bool):
         there = torch.arange(len(prompt))
         hidden = model.embed(torch.tensor(prompt))
         for each in range(model.shape.layers):
-            q, k, v = model.project(each, hidden, there)
-            hidden = model.leave(each, hidden, attend(q, k, v))
+            seen = []
+
+            def attended(q, k, v, seen=seen):
+                seen += q, k
+                return attend(q, k, v)
+
+            hidden = model.layer(each, hidden, there, attended)
             if propagate and each == layer:
-                there = salient(q, k, number=len(prompt) // 5, **selection)
+                there = salient(*seen, number=len(prompt) // 5, **selection)
                 hidden = hidden[there]
-        return model.normed(hidden[-1], "model.norm")
+        return model.final(hidden)[-1]
 
     return (forward(True) - forward(False)).pow(2).mean().item()
 
 
 def test_distances_and_choice(prompts, capsys, tmp_path):
-    from eager_llama import checkpoint
+    from eager_model import checkpoint
 
     plot = tmp_path / "plot.png"
     assert (
@@ -140,7 +145,7 @@ def test_values_that_the_policy_does_not_allow_are_not_tried(prompts, capsys, tm
 
 
 def test_tokens_that_leave_at_every_layer_that_acts(prompts, capsys, tmp_path):
-    from eager_llama import attend, checkpoint
+    from eager_model import attend, checkpoint
 
     policy = tmp_path / "p.yaml"
     policy.write_text(
@@ -155,13 +160,12 @@ def test_tokens_that_leave_at_every_layer_that_acts(prompts, capsys, tmp_path):
         there = torch.arange(len(prompt))
         hidden, computed = model.embed(torch.tensor(prompt)), 0
         for layer in range(model.shape.layers):
-            q, k, v = model.project(layer, hidden, there)
-            hidden = model.leave(layer, hidden, attend(q, k, v))
+            hidden = model.layer(layer, hidden, there, attend)
             computed += len(there)
             if layer in acting:
                 left = slice(len(there) - len(there) // 3, None)
                 there, hidden = there[left], hidden[left]
-        return model.normed(hidden[-1], "model.norm"), computed / model.shape.layers / len(prompt)
+        return model.final(hidden)[-1], computed / model.shape.layers / len(prompt)
 
     for phase, acting in ((0, [0, 2]), (1, [1, 3])):
         ends = [(final(ids(n), acting), final(ids(n), [])) for n in (70, 101)]
