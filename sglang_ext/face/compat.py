@@ -513,16 +513,43 @@ def locked_alone(tree: Any, request: Any) -> int:
     return alone
 
 
-def rotary_embeddings(model: Any) -> tuple[list[Any], list[Any]]:
-    """Rotary embeddings of a model: those of one frequency per dimension, and all others."""
+def rotary_embeddings(model: Any) -> list[Any | None]:
+    """What turns the keys of each attention layer of a model; None where nothing is found.
+
+    Also None where keys change after they have been turned.
+    """
+    from sglang.srt.layers import rotary_embedding
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    found, package = [], rotary_embedding.__name__
+    for owner in model.modules():
+        if any(isinstance(child, RadixAttention) for child in owner.children()):
+            own = [m for m in owner.children() if type(m).__module__.startswith(package)]
+            off = not getattr(owner, "use_rope", True) or not getattr(owner, "attn_use_rope", True)
+            late = type(owner).__name__ == "HunYuanAttention" and owner.use_qk_norm
+            found.append(own[0] if own and not off and not late else None)
+    return found
+
+
+def frequencies(embedding: Any) -> torch.Tensor | None:
+    """[R / 2] radians by which a position turns each pair of dimensions of a rotary embedding.
+
+    None where that depends on more than the position. YaRN also makes keys longer, all alike.
+    """
     from sglang.srt.layers import rotary_embedding as rope
     from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding
     from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
+    from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
 
-    plain = (rope.RotaryEmbedding, LinearScalingRotaryEmbedding, Llama3RotaryEmbedding)
-    package = rope.__name__
-    found = [m for m in model.modules() if type(m).__module__.startswith(package)]
-    return [m for m in found if type(m) in plain], [m for m in found if type(m) not in plain]
+    kind = type(embedding)
+    if kind in (rope.RotaryEmbedding, Llama3RotaryEmbedding):
+        return embedding._compute_inv_freq(embedding.base)
+    if kind is LinearScalingRotaryEmbedding and len(embedding.scaling_factors) == 1:
+        # Positions are divided by the factor.
+        return embedding._compute_inv_freq(embedding.base) / embedding.scaling_factors[0]
+    if kind is YaRNScalingRotaryEmbedding:
+        return embedding._compute_inv_freq(embedding.scaling_factor)
+    return None
 
 
 def add_output(logits_output: Any, output: Any) -> None:

@@ -51,12 +51,10 @@ def of_model(model: Any) -> Rotary:
     Raises:
         Refused: it is not the same for all layers and positions, or there is none.
     """
-    plain, others = compat.rotary_embeddings(model)
-    if others:
-        raise _refused(f"{type(others[0]).__name__} does not turn keys by position alone")
-    if not plain:
-        raise _refused("the model has no rotary embedding")
-    found = [_of_module(module) for module in plain]
+    embeddings = compat.rotary_embeddings(model)
+    if not embeddings or None in embeddings:
+        raise _refused(f"{type(model).__name__} has layers whose keys SGLang does not turn last")
+    found = [_of_embedding(each) for each in dict.fromkeys(embeddings)]
     for each in found[1:]:
         same = torch.equal(each.inv_freq, found[0].inv_freq)
         if not same or each.interleaved != found[0].interleaved:
@@ -64,13 +62,11 @@ def of_model(model: Any) -> Rotary:
     return found[0]
 
 
-def _of_module(module: Any) -> Rotary:
-    # A linearly scaled embedding divides positions by its factor.
-    factors = getattr(module, "scaling_factors", [1.0])
-    if len(factors) != 1:
-        raise _refused("the model has several scaling factors")
-    inv_freq = module._compute_inv_freq(module.base).double().cpu() / factors[0]
-    return Rotary(inv_freq, not module.is_neox_style)
+def _of_embedding(embedding: Any) -> Rotary:
+    inv_freq = compat.frequencies(embedding)
+    if inv_freq is None:
+        raise _refused(f"{type(embedding).__name__} does not turn keys by position alone")
+    return Rotary(inv_freq.double().cpu(), not embedding.is_neox_style)
 
 
 def _refused(why: str) -> Refused:

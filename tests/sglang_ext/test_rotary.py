@@ -20,13 +20,32 @@ SCALINGS = {
     "default": None,
     "linear": {"rope_type": "linear", "factor": 4.0},
     "llama3": LLAMA3,
+    "yarn": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
 }
 
 
-class Model(torch.nn.Module):
-    def __init__(self, *embeddings):
+class Attention(torch.nn.Module):
+    """An attention of SGLang's models."""
+
+    def __init__(self, embedding, **flags):
+        from sglang.srt.layers.radix_attention import RadixAttention
+
         super().__init__()
-        self.embeddings = torch.nn.ModuleList(embeddings)
+        self.attn = RadixAttention(2, HEAD, 1.0, 2, 0)
+        self.rotary_emb = embedding
+        vars(self).update(flags)
+
+
+class HunYuanAttention(Attention):
+    """Its keys are normed after they have been turned."""
+
+
+class Model(torch.nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            layer if isinstance(layer, Attention) else Attention(layer) for layer in layers
+        )
 
 
 def embedding(scaling, neox=True, base=BASE):
@@ -56,13 +75,20 @@ def test_moved_keys_are_those_of_later_positions(scaling, neox):
 
 
 def test_other_embeddings_are_refused_in_one_sentence():
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    dynamic = {"rope_type": "dynamic", "factor": 4.0}
+    plain, last = embedding(None), "Model has layers whose keys SGLang does not turn last"
     for models, why in (
-        (Model(embedding(None), embedding(yarn)), "YaRNScalingRotaryEmbedding does not turn keys"),
-        (Model(embedding(None), embedding(None, base=500)), "layers turn their keys differently"),
-        (Model(embedding(None), embedding(None, False)), "layers turn their keys differently"),
-        (Model(), "the model has no rotary embedding"),
+        (Model(plain, embedding(dynamic)), "DynamicNTKScalingRotaryEmbedding does not turn keys"),
+        (Model(plain, embedding(None, base=500)), "layers turn their keys differently"),
+        (Model(plain, embedding(None, False)), "layers turn their keys differently"),
+        (Model(plain, None), last),
+        (Model(plain, Attention(plain, use_rope=False)), last),
+        (Model(HunYuanAttention(plain, use_qk_norm=True)), last),
+        (Model(), last),
     ):
         with pytest.raises(Refused, match=f"`positions: slots` cannot be served.*{why}") as refused:
             of_model(models)
         assert str(refused.value).count(". ") == 0
+    assert (
+        of_model(Model(HunYuanAttention(plain, use_qk_norm=False))).inv_freq.numel() == ROTARY / 2
+    )
