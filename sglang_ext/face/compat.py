@@ -83,6 +83,22 @@ SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 TOKENIZER_MODULE = "sglang.srt.managers.tokenizer_manager"
 HTTP_MODULE = "sglang.srt.entrypoints.http_server"
 
+# Classes of models whose hidden states can lose rows, by the names of such models.
+LOSE_ROWS = {
+    "apertus.ApertusForCausalLM": "Apertus",
+    "arcee.ArceeForCausalLM": "Arcee",
+    "glm4.Glm4ForCausalLM": "GLM-4",
+    "glm4_moe.Glm4MoeForCausalLM": "GLM-4-MoE",
+    "llama.LlamaForCausalLM": "Llama",
+    "mistral.MistralForCausalLM": "Mistral",
+    "mixtral.MixtralForCausalLM": "Mixtral",
+    "llama.Phi3ForCausalLM": "Phi-3",
+    "qwen2.Qwen2ForCausalLM": "Qwen2",
+    "qwen2_moe.Qwen2MoeForCausalLM": "Qwen2-MoE",
+    "qwen3.Qwen3ForCausalLM": "Qwen3",
+    "qwen3_moe.Qwen3MoeForCausalLM": "Qwen3-MoE",
+}
+
 CHANGE = "kv_policy"  # method of control messages that are the plugin's
 _SCORING = "kv_policy_scoring"  # attribute of requests that score others
 
@@ -299,10 +315,18 @@ def kv_memory_region(pool: Any) -> Any:
 
 
 def attention_layers(model: Any) -> list[Any]:
-    """The model's attention layers, in order of their ids."""
+    """The model's attention layers, in order of their ids.
+
+    Those of a model that SGLang computes with transformers' class are in a table, which has one for
+    layers without attention too.
+    """
     from sglang.srt.layers.radix_attention import RadixAttention
 
     layers = [m for m in model.modules() if isinstance(m, RadixAttention)]
+    table = getattr(model, "attention_instances", None)
+    if table:
+        named = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
+        layers += [table[m.layer_idx] for m in named if getattr(m, "layer_idx", None) in table]
     return sorted(layers, key=lambda layer: layer.layer_id)
 
 
@@ -319,13 +343,9 @@ def decoder_layers(model: Any) -> list[Any] | None:
     A layer of these classes takes (positions, hidden states, forward batch) and leaves its residual
     in the forward batch.
     """
-    from sglang.srt.models.llama import LlamaForCausalLM
-    from sglang.srt.models.mistral import MistralForCausalLM
-    from sglang.srt.models.qwen2 import Qwen2ForCausalLM
-    from sglang.srt.models.qwen3 import Qwen3ForCausalLM
-
-    served = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-    return list(model.model.layers) if type(model) in served else None
+    module = type(model).__module__.removeprefix("sglang.srt.models.")
+    known = f"{module}.{type(model).__name__}" in LOSE_ROWS
+    return list(model.model.layers) if known else None
 
 
 def embed(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ def wrap(services: Services, runner: Any, names: Sequence[str]) -> None:
     if layers is None:
         raise Refused(
             f"--kv-policy: {listed} propagates chosen tokens only, which is served for "
-            f"Llama, Mistral, Qwen2 and Qwen3; the model's class is {type(model).__name__}."
+            f"{', '.join(compat.LOSE_ROWS.values())}; the model's class is {type(model).__name__}."
         )
     if runner.lora_manager is not None:
         raise Refused(

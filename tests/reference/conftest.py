@@ -1,12 +1,18 @@
 """The plain model stands beside its tests."""
 
+import json
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import forked
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE))
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +49,22 @@ def embedded():
     pytest.importorskip("torch", reason="the plain model needs torch")
     pytest.importorskip("safetensors", reason="checkpoints are read with safetensors")
     return str(ROOT / "examples" / "model-tiny")
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Runs the scenario of served.py with a checkpoint, in a process of its own."""
+
+    def serve(model: str, environment: dict[str, str], **flags: Any) -> dict[str, Any]:
+        out = tmp_path / "out.json"
+        paths = os.pathsep.join([str(HERE), str(HERE.parent / "sglang_ext")])
+        done = forked.run(
+            [sys.executable, "-P", str(HERE / "served.py"), str(out), model, json.dumps(flags)],
+            timeout=400,
+            env={**os.environ, **environment, "PYTHONPATH": paths},
+        )
+        if not out.exists():
+            raise RuntimeError((done.stdout + done.stderr)[-5000:])
+        return json.loads(out.read_text())
+
+    return serve

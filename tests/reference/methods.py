@@ -30,10 +30,10 @@ METHODS: dict[str, dict[str, str]] = {
     "vatp": {"rate": "0.2", "start": "2"},
     "vatp-snapkv": {"capacity": "20", "window": "6"},
 }
-SETTINGS = [
-    f"{policy}.{name}={value}"
-    for policy, values in METHODS.items()
-    for name, value in values.items()
-]
 # Chosen tokens go deeper: a shared prefix brings its own deeper keys and values.
 PROPAGATING = ("asl", "asl-lava-d2o", "fastkv", "fastkv-adakv", "pyramidinfer")
+
+
+def settings(methods: list[str]) -> list[str]:
+    """The values of some methods, as `--kv-policy-set` takes them."""
+    return [f"{each}.{name}={value}" for each in methods for name, value in METHODS[each].items()]

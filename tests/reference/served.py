@@ -1,9 +1,9 @@
 """Scenario for `test_served.py`: `python served.py OUT.json MODEL '{"flag": value}'`.
 
 Requests of every method and of none in one scheduler, in batches that mix them, with shared
-prefixes, aborts and whatever the flags and the environment add. The flag `each` says how many
-requests a method gets, `pause` how many steps at most there are between two requests; the others
-are SGLang's.
+prefixes, aborts and whatever the flags and the environment add. The flag `methods` names methods,
+`each` says how many requests one gets, `pause` how many steps at most there are between two
+requests; the others are SGLang's.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import sys
 from pathlib import Path
 
 from in_process import Driver
-from methods import METHODS, SETTINGS
+from methods import settings
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 500
 OUTPUT = 10
 
 
-def requests(rnd: random.Random, each: int) -> list[tuple[str, list[int]]]:
+def requests(rnd: random.Random, methods: list[str], each: int) -> list[tuple[str, list[int]]]:
     """Policy and token ids; every other prompt begins with the same 24 tokens."""
 
     def drawn(length: int) -> list[int]:
         return [rnd.randrange(3, VOCABULARY) for _ in range(length)]
 
     base, found = drawn(24), []
-    for i, policy in enumerate([*METHODS, "none", "none", "none"]):
+    for i, policy in enumerate([*methods, "none", "none", "none"]):
         for j in range(each):
             shares = (i + j) % 2 == 0
             tail = drawn(rnd.randrange(26, 40) if shares else rnd.randrange(45, 70))
@@ -38,10 +38,10 @@ def requests(rnd: random.Random, each: int) -> list[tuple[str, list[int]]]:
     return found
 
 
-def start(model: str, flags: dict) -> Driver:
+def start(model: str, methods: list[str], flags: dict) -> Driver:
     """A scheduler that checks after every step that no slot is used twice or leaked."""
-    paths = [str(ROOT / "policies" / f"{name}.yaml") for name in METHODS]
-    driver = Driver(model, paths, SETTINGS, **flags)
+    paths = [str(ROOT / "policies" / f"{name}.yaml") for name in methods]
+    driver = Driver(model, paths, settings(methods), **flags)
     from kvpolicy.sglang_ext.face import compat
 
     allocator = driver.scheduler.token_to_kv_pool_allocator
@@ -56,7 +56,8 @@ def send_all(
     doomed: list[str] = []
     aborted = 0
     for i, (policy, ids) in enumerate(sent):
-        driver.send(f"{i}", ids, policy=policy, max_new_tokens=OUTPUT)
+        asked = {} if policy == "none" else {"kv_policy_kept": True}
+        driver.send(f"{i}", ids, policy=policy, custom=asked, max_new_tokens=OUTPUT)
         if rnd.random() < 0.25:
             doomed.append(f"{i} unwanted")
             driver.send(doomed[-1], ids, policy=policy, max_new_tokens=40, stream=True)
@@ -73,8 +74,9 @@ def send_all(
 def main(out: str, model: str, flags: dict) -> None:
     """Writes every answer, and what is left when all have ended."""
     rnd = random.Random(7)
-    sent, pause = requests(rnd, flags.pop("each")), flags.pop("pause")
-    driver = start(model, flags)
+    methods, pause = flags.pop("methods"), flags.pop("pause")
+    sent = requests(rnd, methods, flags.pop("each"))
+    driver = start(model, methods, flags)
     aborted = send_all(driver, rnd, sent, pause)
     driver.finish()
     used, private = driver.used_slots(), driver.store.held

@@ -393,7 +393,9 @@ def test_other_models_are_refused_by_class():
     from kvpolicy.sglang_ext.forward import layers
     from kvpolicy.sglang_ext.forward.services import Services
 
-    with pytest.raises(Refused, match=r"`fastkv` .*Qwen2 and Qwen3; the model's class is Other\.$"):
+    with pytest.raises(
+        Refused, match=r"`fastkv` .*Qwen3, Qwen3-MoE; the model's class is Other\.$"
+    ):
         layers.wrap(Services(()), SimpleNamespace(model=Other(), lora_manager=None), ["fastkv"])
 
 

@@ -1,0 +1,70 @@
+"""Answers of a server beside those of the plain model."""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from typing import Any
+
+import numpy as np
+from eager import Generation, generate
+from methods import METHODS, PROPAGATING
+
+# Sums in float32 may come out in another order: where the best two logits are closer than this a
+# server may take the other one, and the rest of the answer is not compared.
+TOLERANCE = 1e-3
+
+
+def compare(
+    model: str, answers: list[dict[str, Any]], fold_interval: int
+) -> tuple[list[Any], int, set[str]]:
+    """What differs, how many end in a tie, and the methods whose answers policies changed.
+
+    Args:
+        model: folder of the checkpoint.
+        answers: as `served.py` writes them.
+    """
+    different, ties, changed = [], 0, set()
+    for answer in answers:
+        policy, tokens, facts = answer["policy"], answer["tokens"], answer["facts"]
+        under = policy != "none" and facts.get("uncompressed") != "too_long"
+        if not under or policy not in changed:
+            expected = generate(model, answer["prompt"], new_tokens=len(tokens))
+            if expected.tokens != tokens:
+                changed.add(policy)
+        if under:
+            expected = generate(
+                model,
+                answer["prompt"],
+                policy,
+                METHODS[policy],
+                new_tokens=len(tokens),
+                fold_interval=fold_interval,
+                reused=answer["cached"] if policy in PROPAGATING else 0,
+            )
+            if positions(facts["kept"]) != kept(policy, answer["prompt"], expected):
+                different.append((policy, "kept", facts))
+        pairs = enumerate(zip(tokens, expected.tokens, strict=True))
+        first = next((i for i, (got, wanted) in pairs if got != wanted), None)
+        if first is not None and expected.gap(first) < TOLERANCE:
+            ties += 1
+        elif first is not None:
+            different.append((policy, first, expected.gap(first), facts))
+    return different, ties, changed
+
+
+def positions(said: dict[str, Any]) -> list[list[list[int]]]:
+    """Positions of the prompt that an answer says are kept, by layer and KV head."""
+    layers, heads, tokens = said["shape"]
+    bits = np.frombuffer(b64decode(said["bits"]), np.uint8).reshape(layers, heads, -1)
+    chosen = np.unpackbits(bits, axis=-1)[..., :tokens]
+    return [[np.flatnonzero(head).tolist() for head in layer] for layer in chosen]
+
+
+def kept(policy: str, prompt: list[int], expected: Generation) -> list[list[list[int]]]:
+    """Positions of the prompt that the plain model has kept."""
+    lists = expected.kept[0]
+    if policy == "minicache":  # what two layers share is the whole prompt
+        return [[list(range(len(prompt)))] * len(layer) for layer in lists]
+    if expected.restarted is None:
+        return lists
+    return [[[expected.restarted[i] for i in head] for head in layer] for layer in lists]
