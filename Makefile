@@ -4,8 +4,11 @@ SGLANG ?= 0.5.23
 VENV := $(if $(filter 0.5.23,$(SGLANG)),.venv,.venv-$(SGLANG))
 # -P keeps the project's folder off sys.path: `kernels/` would shadow a package of that name.
 PYTHON := $(VENV)/bin/python -P
-# Two processes, a file in one of them; PYTEST_ARGS= takes one, as for a debugger.
-PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# A file in one process; twice as many of them as two cores where some wait for servers.
+# PYTEST_ARGS= takes one, as for a debugger.
+PYTEST_ARGS ?= -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+test: PROCESSES := 4
+check: PROCESSES := 2
 CHECKED := $(addprefix tests/,dsl conformance commands run executions golden kernels)
 
 .PHONY: setup test check demo demo-experiment lint docs fuzz train gpu-report bench-kernels tune-kernels clean

@@ -7,6 +7,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+# Matrices are small: threads of several processes would wait for each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when numpy is imported, by torch
+
 import pytest
 import torch
 from hypothesis import settings
@@ -20,26 +23,46 @@ import quicker
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are made
     quicker.kernels()
-    # Matrices are small: threads of several processes would wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 settings.load_profile("untimed")
 
-# Files that take minutes: first, so that no process ends long after the others.
+# Files that take longest: first, so that no process ends long after the others. Those that wait for
+# servers stand beside those that compute, so that neither core is ever without work.
 _LONG = (
     "test_benchmarks.py",
-    "test_faults.py",
-    "test_folds.py",
+    "test_requests.py",
     "test_gpu_report.py",
-    "test_kernels_served.py",
-    "test_propagate.py",
-    "test_scheduler.py",
-    "test_server.py",
-    "test_served.py",
+    "test_faults.py",
+    "test_sm90.py",
+    "test_folds.py",
     "test_experiment.py",
+    "test_agreement.py",
+    "test_kernels_served.py",
+    "test_server.py",
+    "test_small_checkpoint.py",
+    "test_propagate.py",
+    "test_asked.py",
+    "test_train.py",
+    "test_eager_agreement.py",
+    "test_scheduler.py",
+    "test_generated.py",
+    "test_eval_server.py",
+    "test_served.py",
+    "test_generated_steps.py",
     "test_stack.py",
+    "test_parallel.py",
+    "test_steps.py",
+    "test_evaluation_document.py",
+    "test_share_served.py",
+    "test_same.py",
+    "test_fidelity_served.py",
+    "test_backends.py",
+    "test_checkpoint.py",
+    "test_eval.py",
+    "test_tuning.py",
 )
 
 
