@@ -117,6 +117,7 @@ def test_each_gets_what_it_gets_alone(name):
     assert all(each.done == 25 for each in crowd)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_number_depends_on_the_others(name):

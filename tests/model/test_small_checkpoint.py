@@ -52,13 +52,13 @@ def test_transformers_gives_the_same_logits(folder, small):
     ],
 )
 def test_accuracy(small, task, length, least):
-    samples = measure.questions(task, length, 40, seed=1)
+    samples = measure.questions(task, length, 24, seed=1)
     assert measure.right_count(small, samples) >= least * len(samples)
 
 
 @pytest.mark.parametrize(("task", "least"), [("mv", 0.8), ("cwe", 0.85), ("fwe", 0.75)])
 def test_most_items_of_a_list_are_named(small, task, least):
-    samples = measure.questions(task, 256, 40, seed=1)
+    samples = measure.questions(task, 256, 24, seed=1)
     said = measure.answers(small, samples)
     named = [more_tasks.share(s, a) for s, a in zip(samples, said, strict=True)]
     assert sum(named) >= least * len(samples)
