@@ -320,7 +320,8 @@ def test_entries_beyond_int32(attention):
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
 def test_a_captured_graph_reads_the_tables_of_the_day():
     given = case(MIXED, heads=4, groups=2, size=128, dtype=torch.bfloat16)
-    given.run(decode_triton)
+    workspace = workspace_of(len(MIXED), size=128)
+    given.run(decode_triton, workspace=workspace)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -333,15 +334,33 @@ def test_a_captured_graph_reads_the_tables_of_the_day():
             given.req_to_token,
             layer=given.layer,
             scale=128**-0.5,
+            workspace=workspace,
         )
-    graph.replay()
-    assert torch.equal(out, given.run(decode_triton))
+    for _ in range(100):
+        graph.replay()
+        assert torch.equal(out, given.run(decode_triton))
+        assert not workspace.arrived.any()
     row = given.rows[0].item()
     given.tables.counts[row] = 0
     given.tables.tail_start[row] = given.lengths[0] - 2
     given.lists[0] = [kv[:, -2:] for kv in given.lists[0]]
     graph.replay()
     assert_exact(out, given)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("splits", [16, 17, 256])
+def test_programs_that_end_at_once_are_all_merged(splits):
+    """Again and again, of many lists: whoever ends last sees what all others have left."""
+    given = case([([30000, 5000], 40)] * 8, heads=8, groups=2, size=128, dtype=torch.bfloat16)
+    workspace = workspace_of(8, heads=8, size=128, splits=splits)
+    first = given.run(decode_triton, splits=splits, workspace=workspace)
+    assert_exact(first, given)
+    for _ in range(300):
+        again = given.run(decode_triton, splits=splits, workspace=workspace)
+        assert torch.equal(again, first)
+    assert not workspace.arrived.any()
 
 
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
