@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from decode_cases import Case, assert_exact
+from kvpolicy.dsl.tools.launches import Observed
 from kvpolicy.kernels.attention import decode_attention_triton, paged_attention_tiles_triton
 from kvpolicy.kernels.attention.decode_attention import decode_attention
 from kvpolicy.kernels.attention.paged_attention_tiles_triton import Cut, Tile, Workspace, cut
@@ -213,6 +214,23 @@ def test_one_workspace_serves_every_smaller_batch(splits):
             assert torch.equal(got, alone)
             assert not workspace.arrived.any()
             workspace.partial.fill_(float("nan"))
+
+
+def test_it_is_one_launch_and_nothing_else(monkeypatch):
+    """In a captured graph, with its workspace: beside it there is but the result's memory."""
+    given, workspace = case(MIXED, heads=4, groups=2), workspace_of(len(MIXED), splits=33)
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *_, **__: grids.append(grid)
+
+    monkeypatch.setattr(decode_attention_triton, "_decode", Kernel())
+    tensors = (given.q, given.storage, given.tables, given.rows, given.lengths, given.req_to_token)
+    with Observed(counting=True) as seen:
+        decode_triton(*tensors, layer=1, scale=0.1, splits=33, workspace=workspace)
+    assert grids == [(2, len(MIXED), 33)]
+    assert seen.device == 1
 
 
 @pytest.mark.parametrize(("part", "dtype"), [("partial", "float32"), ("arrived", "int32")])
