@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.sglang_ext.attention import backend as backends
 from kvpolicy.sglang_ext.attention import graphs
 from kvpolicy.sglang_ext.face import compat, options, refusals
+from kvpolicy.sglang_ext.face.compiling import compiling, watch_late
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.options import Policy
 from kvpolicy.sglang_ext.forward import layers
 from kvpolicy.sglang_ext.forward.rotary import of_model
 from kvpolicy.sglang_ext.forward.services import Services
-from kvpolicy.sglang_ext.forward.warm import warm
+from kvpolicy.sglang_ext.forward.warm import warm, warm_attention, warm_variant
 from kvpolicy.sglang_ext.memory.arena import Arena
 from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.request.request import Served
@@ -50,9 +52,7 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
     def make(policy: Policy, bound: Bound) -> Served:
         return Served(policy, bound, services.arena, services.store.allocator.page_size)
 
-    served = [
-        _served(services, policy, make(policy, policy.bind(shape))) for policy in runtime.asked_for
-    ]
+    served = [make(policy, policy.bind(shape)) for policy in runtime.asked_for]
     names = [each.name for each in served]
     resolved = compat.resolved(scheduler.server_args)
     propagating = [each.name for each in served if each.bound.propagates]
@@ -61,46 +61,63 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
         runtime.one_piece = options.one_piece(resolved.chunked_prefill_size)
     metrics = Metrics(compat.metric_labels(scheduler), names)
     services.start(metrics, runtime.max_failures)
-    within = _within(services, make)
-    runtime.policies = ServedPolicies(served, Variants(shape, within), metrics)
+    _compile(services, scheduler, served)
+    variants = Variants(shape, _within(services, make, lambda _, each: warm_variant(each)))
+    runtime.policies = ServedPolicies(served, variants, metrics)
     captured = compat.captured_requests(resolved)
+    within = _within(services, make, warm)
     runtime.changes = Changes(services, runtime.policies, runner, shape, within, captured)
 
 
-def _served(services: Services, policy: Policy, served: Served) -> Served:
-    """A policy of the start, compiled and announced."""
-    started = time.perf_counter()
-    _warm(services, served, policy)
-    params = ", ".join(f"{k}={_shown(v)}" for k, v in served.bound.params.items())
-    logger.info(
-        "KV-cache policy %s (%s): %s. digest=%s, ready in %.1f s",
-        policy.name,
-        policy.path,
-        params or "no parameters",
-        served.bound.digest[:12],
-        time.perf_counter() - started,
-    )
-    return served
+def _compile(services: Services, scheduler: Any, served: Sequence[Served]) -> None:
+    """Every kernel that is known to be needed, before the server says that it is ready."""
+    runner = scheduler.tp_worker.model_runner
+    for each in served:
+        started = time.perf_counter()
+        with compiling(f"KV-cache policy {each.name}"):
+            _ready(each.policy, partial(warm, services, each))
+        params = ", ".join(f"{k}={_shown(v)}" for k, v in each.bound.params.items())
+        logger.info(
+            "KV-cache policy %s (%s): %s. digest=%s, ready in %.1f s",
+            each.name,
+            each.policy.path,
+            params or "no parameters",
+            each.bound.digest[:12],
+            time.perf_counter() - started,
+        )
+    if services.arena.storage.device.type == "cuda":
+        heads = refusals.model_shape(runner.model_config).heads
+        requests = compat.most_running(scheduler)
+        with compiling("KV-cache policies' attention"):
+            warm_attention(services, heads, runner.dtype, requests)
+    watch_late()
 
 
 def _within(
-    services: Services, make: Callable[[Policy, Bound], Served]
+    services: Services,
+    make: Callable[[Policy, Bound], Served],
+    warm: Callable[[Services, Served], None],
 ) -> Callable[[Policy, Bound], Served]:
-    """Makes policies that need nothing but what was prepared when the server started."""
+    """Makes policies that need nothing but what was prepared when the server started.
+
+    Args:
+        warm: compiles what they need besides.
+    """
 
     def within(policy: Policy, bound: Bound) -> Served:
         if bound.propagates and not services.layers:
             raise Refused("tokens would leave the prefill, and this server is not prepared for it")
         served = make(policy, bound)
-        _warm(services, served, policy)
+        with compiling(f"KV-cache policy {policy.name}"):
+            _ready(policy, partial(warm, services, served))
         return served
 
     return within
 
 
-def _warm(services: Services, served: Served, policy: Policy) -> None:
+def _ready(policy: Policy, warm: Callable[[], None]) -> None:
     try:
-        warm(services, served)
+        warm()
     except Exception as error:
         logger.exception("Compilation of kernels failed.")
         what = f"its kernels cannot be compiled: {type(error).__name__}: {error}"

@@ -129,6 +129,22 @@ def test_kernels_is_not_a_regular_package():
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
+def test_launched_kernels_serve_arguments_of_any_size():
+    """What is launched, as `name[grid](...)`, is declared by `launch/kernel.py`."""
+    launched, declared = set(), set()
+    for path in modules("kernels"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any(
+                ast.unparse(each).startswith("kernel(") for each in node.decorator_list
+            ):
+                declared.add(node.name)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                launched.add(ast.unparse(node.func.value).removeprefix("frames."))
+    assert len(declared) > 30
+    # Both of `function` are declared beside the function that they compile.
+    assert launched - declared == {"function"}
+
+
 def test_functions_of_kernels_take_few_arguments():
     """More than 12 are bundled; what Triton compiles is called by these functions alone."""
     found = {}

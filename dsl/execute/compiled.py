@@ -20,7 +20,6 @@ from kvpolicy.dsl.ir.heads import heads_last
 
 # Plans kept for prompt lengths seen last.
 _PLANS = 8
-# Bytes that the scores of all layers may take until the last one has been computed.
 _DEFERRED_BYTES = 64 << 20
 
 
@@ -32,6 +31,7 @@ class Compiled:
         report: also keep budgets and scores, for `Run.result`.
         kernels: what computes, see `execute/kernels.py`; None: torch, as installed.
         heads: which of the model's KV heads are here, and how the others are reached.
+        deferred_bytes: that the scores of all layers may take until the last one has been computed.
 
     Attributes:
         bound: the policy, reductions across KV heads as `ir/heads.py` writes them where others are
@@ -52,11 +52,13 @@ class Compiled:
         report: bool = False,
         kernels: Kernels | None = None,
         heads: Heads = ALL,
+        deferred_bytes: int = _DEFERRED_BYTES,
     ) -> None:
         kernels = installed() if kernels is None else kernels
         if heads.divided:
             bound = replace(bound, lowered=heads_last(bound.lowered))
         self.bound, self.kernels, self.report, self.heads = bound, kernels, report, heads
+        self._deferred_bytes = deferred_bytes
         self._prefill = Prefill(bound, report, heads, defers=False)
         # Where a layer chooses what deeper ones compute, nothing can wait for those.
         self._deferring = None if bound.propagates else Prefill(bound, report, heads, defers=True)
@@ -72,7 +74,7 @@ class Compiled:
         """What the prefill of a prompt of so many tokens computes."""
         shape = self.bound.shape
         held = 8 * shape.layers * self.heads.number(shape.kv_heads) * prompt
-        if self._deferring is None or held > _DEFERRED_BYTES:
+        if self._deferring is None or held > self._deferred_bytes:
             return self._prefill
         return self._deferring
 

@@ -1,4 +1,4 @@
-"""Folds of a request that is not there, so that their kernels are compiled before one waits.
+"""Prefills and folds of a request that is not there, so that kernels are compiled before one waits.
 
 Dimensions: L layers, H query heads, G KV heads, M cached positions of a layer, T steps, D head
 size.
@@ -6,9 +6,12 @@ size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.execute.block import Block
 from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.dsl.execute.kernels import Entries, Slots
@@ -16,56 +19,82 @@ from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.requests import follow_together
 from kvpolicy.dsl.execute.run import Run
 
+# Prompts in tokens. Kernels take other tiles, or cut lists, from some size between two of them on.
+_PROMPTS = (16, 100, 1000, 8000, 8200)
+_LONGEST = 2**20  # tokens
 _FOLDS = 2  # the second one begins from what the first left
-_PROMPT = 16  # tokens
+_ROWS = 16  # of a pool
 _LATEST = 1024  # decode step, up to which one is looked for at which entries may leave
 
 
-def fold(program: TorchProgram, dtype: torch.dtype, device: torch.device) -> None:
-    """Takes nobody's request through steps at which entries may leave; the results are lost.
+def prompts(bound: Bound) -> list[int]:
+    """Tokens of prompts that need every kernel; of the last one something leaves, if ever."""
+    lists = bound.shape.layers * bound.shape.kv_heads
+    longer = (2**n + 8 for n in range(4, _LONGEST.bit_length()))
+    leaving = next((n for n in longer if max_entries(bound, n) < lists * n), 0)
+    return [*_PROMPTS, *([leaving] if leaving > _PROMPTS[-1] else [])]
+
+
+def programs(program: TorchProgram) -> Iterator[TorchProgram]:
+    """A policy's program, and as it takes prompts whose scores cannot wait for the last layer."""
+    yield program
+    if not program.bound.propagates:
+        yield TorchProgram(program.bound, kernels=program.kernels, deferred_bytes=0)
+
+
+def prefill(program: TorchProgram, tokens: int, dtype: torch.dtype, device: torch.device) -> Run:
+    """A finished prefill of zeros.
 
     Args:
         dtype, device: of queries, keys and values.
     """
-    folding = _Folding(program, dtype, device)
-    memory = Memory.after(folding.prefill())
+    shape = program.bound.shape
+    run, layer, there = program.start(tokens), 0, torch.arange(tokens, device=device)
+    pool = torch.zeros(_ROWS, shape.kv_heads, shape.head_dim, dtype=dtype, device=device)
+    while layer < shape.layers:
+        number = len(there)
+        wanted = min(run.queries, number)
+        queries = torch.zeros(wanted, shape.heads, shape.head_dim, dtype=dtype, device=device)
+        keys = Slots(pool, there % _ROWS)
+        values = keys if program.bound.needs_values else None
+        own = None if number == run.size else there
+        deeper = run.observe(layer, queries.transpose(0, 1), keys, values, own)
+        there, layer = there if deeper is None else there[deeper], layer + 1
+        if run.restarted:
+            run, layer = run.again(len(there)), 0
+            there = torch.arange(len(there), device=device)
+    run.finish(wait=False)
+    return run
+
+
+def fold(run: Run, dtype: torch.dtype, device: torch.device) -> None:
+    """Takes a finished prefill through decode steps, and such after which entries may leave.
+
+    Args:
+        dtype, device: of queries, keys and values.
+    """
+    memory = Memory.after(run)
     if memory is not None:
+        folding = _Folding(run, dtype, device)
+        folding.go(memory, leaves=False)
         for _ in range(_FOLDS):
-            folding.go(memory)
+            folding.go(memory, leaves=True)
 
 
 class _Folding:
     """A request of zeros."""
 
-    def __init__(self, program: TorchProgram, dtype: torch.dtype, device: torch.device) -> None:
-        self.program, self.bound, self.device = program, program.bound, device
-        self.steps, self.tokens = self.bound.fold_interval, _PROMPT
-        shape = self.bound.shape
-        self.zeros = torch.zeros(shape.heads, _PROMPT, shape.head_dim, dtype=dtype, device=device)
+    def __init__(self, run: Run, dtype: torch.dtype, device: torch.device) -> None:
+        self.bound, self.device = run.program.bound, device
+        self.steps, self.tokens = self.bound.fold_interval, run.prompt
+        self.zeros = torch.zeros(_ROWS, self.bound.shape.head_dim, dtype=dtype, device=device)
 
-    def prefill(self) -> Run:
-        """Its finished prefill."""
-        run, layer, there = (
-            self.program.start(_PROMPT),
-            0,
-            torch.arange(_PROMPT, device=self.device),
-        )
-        pool = self.zeros[: self.bound.shape.kv_heads].transpose(0, 1).contiguous()
-        while layer < self.bound.shape.layers:
-            tokens = None if len(there) == run.size else there
-            keys = Slots(pool, there)
-            deeper = run.observe(layer, self.zeros[:, : len(there)], keys, keys, tokens)
-            there, layer = there if deeper is None else there[deeper], layer + 1
-            if run.restarted:
-                run, layer, there = run.again(len(there)), 0, torch.arange(len(there)).to(there)
-        return run
-
-    def go(self, memory: Memory) -> None:
-        """The next steps, as many as are followed at once; nothing if nothing may leave then."""
+    def go(self, memory: Memory, *, leaves: bool) -> None:
+        """As many steps as are followed at once; of those at which entries may leave, the next."""
         steps = self.steps
         first = memory.generated + steps
-        leaving = (g for g in range(first, _LATEST) if self.bound.leaves_at(g, memory.prompt))
-        generated = next(leaving, None)
+        at = (g for g in range(first, _LATEST) if self.bound.leaves_at(g, memory.prompt) == leaves)
+        generated = next(at, None)
         if generated is None:
             return
         memory.generated = generated - steps
@@ -73,7 +102,7 @@ class _Folding:
         self.tokens += steps
         newest = torch.tensor([self.tokens - 1], device=self.device)
         staying = follow_together(
-            [memory], [positions], newest, self._queries, self._entries, leaves=True
+            [memory], [positions], newest, self._queries, self._entries, leaves=leaves
         )
         if staying is None:
             return
@@ -86,7 +115,8 @@ class _Folding:
 
     def _queries(self) -> torch.Tensor:
         """[L * H, T, D] zeros."""
-        return self.zeros[:, :1].repeat(self.bound.shape.layers, self.steps, 1)
+        shape = self.bound.shape
+        return self.zeros.new_zeros(shape.layers * shape.heads, self.steps, shape.head_dim)
 
     def _read(
         self, block: Block, layer: int, there: torch.Tensor | None
@@ -97,4 +127,4 @@ class _Folding:
     def _entries(self, there: torch.Tensor) -> tuple[Entries, Entries]:
         """The same row of a pool, over and over: [lists, M] each."""
         ids = torch.zeros(there.shape, dtype=torch.int64, device=self.device)
-        return Entries(self.zeros[0], ids), Entries(self.zeros[0], ids)
+        return Entries(self.zeros, ids), Entries(self.zeros, ids)

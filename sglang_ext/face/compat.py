@@ -267,6 +267,11 @@ def captured_requests(options: Any) -> int:
     return 0 if off else max(decode.bs)
 
 
+def most_running(scheduler: Any) -> int:
+    """Requests that a scheduler runs at once at most."""
+    return scheduler.max_running_requests
+
+
 def captured_attention() -> str | None:
     """Which variant of a decode graph is being captured; None outside of a capture."""
     from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.kernels.entries.compact_within import compact_within
+from kvpolicy.sglang_ext.memory.private import Private
 from kvpolicy.sglang_ext.request.reasons import Reason
-from kvpolicy.sglang_ext.request.request import State
+from kvpolicy.sglang_ext.request.request import Served, State
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
@@ -63,7 +64,7 @@ def compress(
         return
     store.fill(state.private, counts)
     state.uncompressed = None
-    copy_kept(services, state, slots, kept, counts, run)
+    copy_kept(services, state.served, state.compressed_copy, slots, kept, counts, run)
 
 
 def _give_back(services: Services, state: State) -> None:
@@ -74,15 +75,15 @@ def _give_back(services: Services, state: State) -> None:
 
 def copy_kept(
     services: Services,
-    state: State,
+    served: Served,
+    private: Private,
     slots: torch.Tensor,
     kept: torch.Tensor,
     counts: torch.Tensor,
     run: Any,
 ) -> None:
     """Write all layers' kept entries, merged and rotated where the policy says so."""
-    arena, bound, private = services.arena, run.program.bound, state.compressed_copy
-    kernels, layout = state.served.kernels, private.layout
+    arena, bound, kernels, layout = services.arena, served.bound, served.kernels, private.layout
     if bound.folded.prefill.merge is None and bound.positions != "slots":
         kernels.compact_layers(arena.storage, slots, kept, private.slots, layout.first_page)
         return

@@ -42,7 +42,7 @@ def compress(services: Services, state: State, slots: torch.Tensor, run: Any) ->
     pages = arena.pages(private.slots)
     # The pairs one by one, so that only one of them is held twice.
     for layer in uppers:
-        rows = None if run.not_finite else _paired(arena, slots, layer, run)
+        rows = None if run.not_finite else paired(arena, slots, layer, run)
         if rows is not None:
             lists[layer] = rows.entries
         if rows is None or store.slots_for(lists) >= state.prompt:
@@ -80,7 +80,7 @@ class _Rows:
     codes: torch.Tensor
 
 
-def _paired(arena: Arena, slots: torch.Tensor, layer: int, run: Any) -> _Rows:
+def paired(arena: Arena, slots: torch.Tensor, layer: int, run: Any) -> _Rows:
     """The list of an upper layer and the one below it; the host waits for its length."""
     storage, tokens = arena.storage, slots.numel()
     own = storage[layer][:, slots].transpose(1, 2)  # [2, G, N, D]

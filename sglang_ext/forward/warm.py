@@ -1,51 +1,162 @@
-"""Kernels of a policy, compiled before a request waits for them.
+"""Kernels of a policy and of attention, compiled before a request waits for them.
 
-Dimensions: L layers, G KV heads.
+A request that is not there goes the way of those that come: prompts of the sizes at which kernels
+are chosen, a copy of nothing, folds. Nothing in the pool changes but its first slot, which is no
+request's.
+
+Dimensions: L layers, H query heads, G KV heads, D head size.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from kvpolicy.dsl.execute.warm import fold
+from kvpolicy.dsl.execute.warm import fold, prefill, programs, prompts
+from kvpolicy.kernels.attention.paged_attention import TOGETHER, Apart
 from kvpolicy.kernels.entries.tables import Tables
+from kvpolicy.sglang_ext.forward import share
+from kvpolicy.sglang_ext.forward.compress import copy_kept
+from kvpolicy.sglang_ext.memory.private import Layout, Private
+from kvpolicy.sglang_ext.memory.tables import tables_of
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
     from kvpolicy.sglang_ext.request.request import Served
 
+# Tokens that a resumed request computes at once: with few of them programs hold fewer queries.
+_TOKENS = (1, 4, 8, 64, 512, 4096)
+
 
 def warm(services: Services, served: Served) -> None:
-    """Compiles all that a prefill and folds launch."""
+    """Compiles all that prefills, copies and folds of a policy launch, whatever the prompt."""
     served.warm()
-    if served.bound.folded.decode is not None and served.kernels.read_the_pool:
-        fold(served.program, services.arena.storage.dtype, services.arena.storage.device)
-        _move_nothing(services, served)
+    if not served.kernels.read_the_pool:
+        return
+    storage = services.arena.storage
+    where = (storage.dtype, storage.device)
+    for program in programs(served.program):
+        for tokens in _prompts(served, storage.device):
+            run = prefill(program, tokens, *where)
+            _copy_nothing(services, served, run)
+            fold(run, *where)
+    if served.bound.folded.decode is not None:
+        _fold_nothing(services, served)
+    if served.bound.propagates:
+        _take_nothing(services, served)
 
 
-def _move_nothing(services: Services, served: Served) -> None:
-    """What writes a fold, for a request that has no entries: nothing in the pool changes."""
+def warm_variant(served: Served) -> None:
+    """Compiles what other parameters change of a policy that has been warmed."""
+    served.warm()
+
+
+def warm_attention(services: Services, heads: int, dtype: torch.dtype, requests: int) -> None:
+    """Compiles the attention of decode steps and of resumed requests.
+
+    Args:
+        heads: H of the model; dtype: of its queries.
+        requests: that decode together at most.
+    """
+    from kvpolicy.kernels.attention.decode_readers import decode_attention
+    from kvpolicy.kernels.attention.paged_attention_triton import paged_attention
+
+    arena, tables = services.arena, services.tables.tables
+    device, size = arena.storage.device, arena.storage.shape[4]
+    slots = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    for number in _batches(requests):
+        q = torch.zeros(number, heads, size, dtype=dtype, device=device)
+        rows = torch.zeros(number, dtype=torch.int64, device=device)
+        given = (arena.storage, tables, rows, rows, slots)
+        decode_attention(q, *given, layer=0, scale=1.0)
+    none = torch.zeros(1, dtype=torch.int64, device=device)
+    ones = torch.ones(1, device=device)
+    indptr = none.expand(arena.kv_heads + 1).contiguous()
+    lists = (arena.entries, arena.values, indptr, none)
+    read = [TOGETHER, Apart(none, ones, ones)] if tables.paired.numel() else [TOGETHER]
+    for tokens, apart in itertools.product(_TOKENS, read):
+        q = torch.zeros(1, tokens, heads, size, dtype=dtype, device=device)
+        paged_attention(q, *lists, scale=1.0, apart=apart)
+
+
+def _prompts(served: Served, device: torch.device) -> list[int]:
+    """Tokens of prompts; Triton's interpreter compiles nothing, and is slow."""
+    wanted = prompts(served.bound)
+    return wanted if device.type == "cuda" else wanted[:1]
+
+
+def _batches(requests: int) -> list[int]:
+    """Powers of two up to so many, and that: lists are cut by how many there are."""
+    return [*(2**n for n in range((requests - 1).bit_length())), requests]
+
+
+def _copy_nothing(services: Services, served: Served, run: Any) -> None:
+    """What follows a prompt, of which nothing is kept."""
+    arena, device = services.arena, services.arena.storage.device
+    slots = torch.zeros(run.size, dtype=torch.int64, device=device)
+    size = (arena.layers, arena.kv_heads)
+    kept = torch.zeros((*size, run.size), dtype=torch.bool, device=device)
+    private = _empty(services, served)
+    copy_kept(services, served, private, slots, kept, torch.zeros(size, dtype=torch.int64), run)
+    for layer in served.upper_layers[:1]:
+        k, v, there = share.paired(arena, slots, layer, run).dense
+        given = (k, v, torch.zeros_like(there), arena.pages(private.slots))
+        served.kernels.place(arena.entries, *given, value_offset=arena.value_offset)
+        served.kernels.compact_layers(
+            arena.storage, slots, kept, private.slots, private.layout.first_page
+        )
+
+
+def _empty(services: Services, served: Served) -> Private:
+    """A copy that holds nothing, in the first slot."""
+    arena, device = services.arena, services.arena.storage.device
+    size = (arena.layers, arena.kv_heads)
+    private = Private(0, served.name, torch.zeros(1, dtype=torch.int32, device=device), 0)
+    on_device, first = torch.zeros((2, *size), dtype=torch.int32, device=device).unbind(0)
+    counts = np.zeros(size, dtype=np.int64)
+    private.layout = Layout(on_device, first, counts.tolist(), counts, [0] * arena.layers)
+    return private
+
+
+def _fold_nothing(services: Services, served: Served) -> None:
+    """What writes a fold."""
     arena, kernels, storage = services.arena, served.kernels, services.arena.storage
     layers, heads, device = arena.layers, arena.kv_heads, storage.device
-    number, table = torch.zeros(1, dtype=torch.int64, device=device), Tables.empty
+    number = torch.zeros(1, dtype=torch.int64, device=device)
     slots = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    where = (storage, table(1, layers, heads, 1, device), number, number, slots)
-    # Not of one column: Triton compiles anew for a number that is 1.
-    lists = torch.zeros(heads * layers, 2, dtype=torch.bool, device=device)
-    kernels.entry_ids(*where, lists)
+    lists = torch.zeros(heads * layers, 1, dtype=torch.bool, device=device)
+    private = _empty(services, served)
+    given = (number, number, slots)
+    where = (storage, Tables.empty(1, layers, heads, 1, device), *given)
+    for tables in (where[1], tables_of([private])):
+        kernels.entry_ids(storage, tables, *given, lists)
     # As many are said to proceed as there are layers where nobody waits for numbers, or one.
-    together = lists[:layers, :1].reshape(1, layers)
-    alone = together[:, :1]
-    for proceed in (together, alone):
+    alone = lists[:1]
+    for proceed in (lists[:layers].reshape(1, layers), alone):
         kernels.settle(*where, lists, lists, proceed)
-    own = lists[:heads]
-    ends = number.expand(heads + 1).contiguous()
-    k, v = kernels.gather(arena.entries, arena.values, ends, number, own)
-    if served.bound.positions == "slots":
-        for proceed in (alone, together):
+        if served.bound.positions == "slots":
             services.rotary.turn(kernels.turn, *where, lists, lists, proceed)
+    pool = [arena.entries[: len(arena.values)], arena.values]
+    kernels.put_rows(pool, number, kernels.take_rows(pool, number))
+    own = lists[:heads]
+    k, v = kernels.gather(
+        arena.entries, arena.values, number.expand(heads + 1).contiguous(), number, own
+    )
+    if served.bound.positions == "slots":
         k = services.rotary.move(k, torch.zeros_like(own, dtype=torch.int64), kernels.rotate)
     first = torch.zeros(heads, dtype=torch.int32, device=device)
-    given = (k, v, own, number)
-    kernels.place(arena.entries, *given, value_offset=arena.value_offset, first_page=first)
+    placed = (k, v, own, number)
+    kernels.place(arena.entries, *placed, value_offset=arena.value_offset, first_page=first)
+
+
+def _take_nothing(services: Services, served: Served) -> None:
+    """Rows of hidden states between layers."""
+    arena, kernels, runner = services.arena, served.kernels, services.runner
+    device = arena.storage.device
+    number = torch.zeros(1, dtype=torch.int64, device=device)
+    hidden = torch.zeros(1, runner.model_config.hidden_size, dtype=runner.dtype, device=device)
+    kernels.take_rows([hidden, hidden, number, number, number], number)
+    wide = [hidden.clone(), hidden.clone()]
+    kernels.put_rows(wide, number, kernels.take_rows([hidden, hidden], number))

@@ -10,7 +10,6 @@ import pytest
 import torch
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute import compiled
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.source import Source
@@ -177,7 +176,7 @@ SMALLEST = {"capacity": "8", "window": "2"}
         ("tova", {"capacity": "8"}),
     ],
 )
-def test_layers_choose_together_after_the_last_one(name, values, monkeypatch):
+def test_layers_choose_together_after_the_last_one(name, values):
     """At once, but at each layer where their scores would take too much memory."""
     bound = bind(load(name).require(), ModelShape(*SHAPE), values)
     rows = []
@@ -187,9 +186,9 @@ def test_layers_choose_together_after_the_last_one(name, values, monkeypatch):
         return top(keys, number)
 
     tensors_, kept, choices = recorded(29), [], []
-    for most in (compiled._DEFERRED_BYTES, 0):
-        monkeypatch.setattr(compiled, "_DEFERRED_BYTES", most)
-        run = TorchProgram(bound, kernels={**REFERENCE, "top": chosen}).start(29)
+    for most in (1 << 20, 0):
+        kernels = {**REFERENCE, "top": chosen}
+        run = TorchProgram(bound, kernels=kernels, deferred_bytes=most).start(29)
         drive(run, *tensors_)
         assert bool(rows) == (most == 0)
         kept.append(run.finish())

@@ -3,26 +3,29 @@
 `compiled(call)` runs a wrapper on tensors that have a shape, a dtype and the device "cuda" but no
 data, and compiles every kernel that it launches instead of launching it. A wrapper that waits for
 the device raises, since there is no number to wait for: the check that it does not is part of it.
+`asked(call, number)` compiles nothing and says for which kernels Triton would look, whatever the
+sizes; who waits for the device is given that number.
 Triton must not be in its interpreter, so this runs in a process of its own: see test_sm90.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction, MockTensor
+from triton.runtime.jit import JITFunction, MockTensor, compute_cache_key
 
 _H200 = SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, L2_cache_size=60 << 20,
@@ -31,7 +34,10 @@ _H200 = SimpleNamespace(
 
 
 class _Driver:
-    """What Triton asks of a driver when it compiles."""
+    """What Triton asks of a driver when it compiles, for a capability such as 90."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -40,7 +46,7 @@ class _Driver:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self._target
 
 
 class _OnDevice(FakeTensorMode):
@@ -56,11 +62,26 @@ class _OnDevice(FakeTensorMode):
 
 
 class _WithoutCuda(TorchFunctionMode):
-    """What torch without CUDA lacks: `x[...]` of a tensor of that device, and pinned memory."""
+    """What torch without CUDA lacks: `x[...]` of a tensor of that device, and pinned memory.
+
+    Args:
+        number: what stands in every tensor whose numbers are read; None: it is an error.
+    """
+
+    def __init__(self, number: int | None) -> None:
+        super().__init__()
+        self._number = number
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._number is not None and func in _READS and isinstance(args[0], FakeTensor):
+            x = torch.full(args[0].shape, self._number).to(args[0].dtype)
+            return x if func in (Tensor.cpu, Tensor.numpy) else func(x)
         if func is torch.Tensor.__getitem__:
             return _item(*args)
+        if func is torch.Tensor.__setitem__ and isinstance(args[0], FakeTensor):
+            return None  # there is no data
+        if func is torch.Tensor.index_copy and isinstance(args[0], FakeTensor):
+            return torch.empty_like(args[0])
         if func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.__invert__:
@@ -69,6 +90,12 @@ class _WithoutCuda(TorchFunctionMode):
             whole = args[0].is_contiguous()
             return args[0] if whole else args[0].clone(memory_format=torch.contiguous_format)
         return func(*args, **(kwargs or {}))
+
+
+_READS = (
+    Tensor.cpu, Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__,
+    Tensor.__index__,
+)  # fmt: skip
 
 
 def _item(x: torch.Tensor, index: Any) -> torch.Tensor:
@@ -96,7 +123,7 @@ def _item(x: torch.Tensor, index: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for sm_90.
+    """One kernel.
 
     Attributes:
         shared: bytes of shared memory.
@@ -119,38 +146,87 @@ class Compiled:
 def compiled(call: Callable[[], Any]) -> list[Compiled]:
     """The kernels that a call launches; the call makes its own tensors, on the device "cuda"."""
     found: dict[str, Compiled] = {}
+    with on_device(compiling(found)):
+        call()
+    return list(found.values())
 
-    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = launch(
-            self,
-            *map(_without_data, args),
-            grid=grid,
-            warmup=True,
-            **{name: _without_data(x) for name, x in options.items()},
-        )
-        found[kernel.hash] = _measured(kernel)
+
+def compiling(found: dict[str, Compiled]) -> Callable[..., Any]:
+    """Instead of a launch: compiles, and notes by its hash each kernel that is not noted yet."""
+
+    def run(self: JITFunction, *args: Any, **options: Any) -> Any:
+        kernel = launch(self, *args, **options)
+        if kernel.hash not in found:
+            found[kernel.hash] = _measured(kernel)
         return kernel
+
+    launch = JITFunction.run
+    return run
+
+
+def asked(call: Callable[[], Any], number: int) -> set[tuple[str, str]]:
+    """Of the kernels that a call launches the name and what Triton compiles them for.
+
+    Args:
+        number: what is in every tensor that the call reads.
+    """
+    found: set[tuple[str, str]] = set()
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        _, keys, *_, bind = self.device_caches[0]
+        _, specialization, options = bind(*args, debug=False, **options)
+        found.add((self.fn.__qualname__, compute_cache_key(keys, specialization, options)))
+
+    with on_device(run, number):
+        call()
+    return found
+
+
+@contextmanager
+def on_device(
+    run: Callable[..., Any], number: int | None = None, capability: int = 90
+) -> Iterator[None]:
+    """A block that has a GPU, in which launches are given to `run`, without data.
+
+    Args:
+        number: as of `asked`; None: reading a tensor of the device raises.
+        capability: of the GPU, 90 for an H200, whose other properties it has in any case.
+    """
+
+    def launched(self: JITFunction, *args: Any, warmup: bool, **options: Any) -> Any:
+        options = {name: _without_data(x) for name, x in options.items()}
+        return run(self, *map(_without_data, args), warmup=True, **options)
 
     launch, properties = JITFunction.run, torch.cuda.get_device_properties
     current = torch.cuda.current_device
-    triton.runtime.driver.set_active(_Driver())
+    triton.runtime.driver.set_active(_Driver(capability))
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.runtime.add_stages_inspection_hook = _note_what_ptxas_says
-    JITFunction.run, torch.cuda.get_device_properties = run, lambda *_: _H200
+    JITFunction.run, torch.cuda.get_device_properties = launched, lambda *_: _H200
     torch.cuda.current_device = lambda: 0
     try:
-        with _OnDevice(allow_non_fake_inputs=True), _WithoutCuda():
-            call()
+        with _OnDevice(allow_non_fake_inputs=True), _WithoutCuda(number):
+            yield
     finally:
         JITFunction.run, torch.cuda.get_device_properties = launch, properties
         torch.cuda.current_device = current
-    return list(found.values())
+
+
+class _Address(MockTensor):
+    """A tensor without data, at its place in what was allocated, which is aligned."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.dtype, list(tensor.shape))
+        self._address = tensor.storage_offset() * tensor.element_size()
+
+    def data_ptr(self) -> int:
+        return self._address
 
 
 def _without_data(x: Any) -> Any:
     if isinstance(x, tuple):
         return tuple(map(_without_data, x))
-    return MockTensor(x.dtype, list(x.shape)) if isinstance(x, torch.Tensor) else x
+    return _Address(x) if isinstance(x, torch.Tensor) else x
 
 
 def _note_what_ptxas_says(
@@ -162,7 +238,7 @@ def _note_what_ptxas_says(
     assemble = stages["cubin"]
 
     def cubin(source: str, metadata: dict[str, Any]) -> bytes:
-        with contextlib.redirect_stdout(io.StringIO()) as said:
+        with redirect_stdout(io.StringIO()) as said:
             made = assemble(source, metadata)
         metadata["ptxas"] = said.getvalue()
         return made

@@ -1,0 +1,129 @@
+"""What policies work with in a server on a GPU, over tensors without data; see sm90.py.
+
+SGLang and its allocator are not there, and what the host reads of the device is made up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute import block
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.execute.run import Run
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.sglang_ext.face.kernels_in_use import chosen_for
+from kvpolicy.sglang_ext.face.options import Policy
+from kvpolicy.sglang_ext.forward import share
+from kvpolicy.sglang_ext.forward.rotary import Rotary
+from kvpolicy.sglang_ext.memory.arena import create_arena
+from kvpolicy.sglang_ext.memory.store import Store
+from kvpolicy.sglang_ext.memory.tables import DeviceTables
+from kvpolicy.sglang_ext.request import request as request_module
+from kvpolicy.sglang_ext.request.request import Served
+
+POLICIES = Path(__file__).parents[2] / "policies"
+SLOTS, ROWS, HIDDEN = 1 << 18, 64, 4096
+DEFERRED = 64 << 17  # bytes: of 4 layers, as 64 MiB of 32
+KEPT, STEPS = 96, 16  # entries that each list keeps, as the host is told, and decode steps
+
+
+class Allocator:
+    """SGLang's, with slots for all."""
+
+    page_size, size = 1, SLOTS
+
+    def alloc(self, need: int) -> torch.Tensor:
+        """Some slots."""
+        return torch.empty(need, dtype=torch.int64, device="cuda")
+
+    def free(self, slots: torch.Tensor) -> None:
+        """Nothing is held."""
+
+    def available_size(self) -> int:
+        """All of them."""
+        return SLOTS
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor of the device."""
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def services(shape: ModelShape, *, pairs: bool = False) -> SimpleNamespace:
+    """What works in a forward sees, over a pool without data.
+
+    Args:
+        pairs: whether layers may be stored in pairs.
+    """
+    sizes = (shape.layers, SLOTS, shape.kv_heads, shape.head_dim)
+    arena = create_arena(*sizes, torch.bfloat16, "cuda")
+    tables = DeviceTables(arena, ROWS, SLOTS, pairs=pairs)
+
+    @contextmanager
+    def contained(request: Any, stage: str) -> Iterator[None]:
+        yield
+
+    def failed(request: Any, stage: str, error: Exception) -> None:
+        raise error
+
+    half = shape.head_dim // 2
+    return SimpleNamespace(
+        arena=arena,
+        tables=tables,
+        store=Store(arena, Allocator(), tables=tables),
+        rotary=Rotary(torch.ones(half, dtype=torch.float64), interleaved=False),
+        runner=SimpleNamespace(
+            model_config=SimpleNamespace(hidden_size=HIDDEN), dtype=torch.bfloat16
+        ),
+        failures=SimpleNamespace(contained=contained, note=failed),
+        reports=SimpleNamespace(finished_fold=lambda *_: None),
+        evict=lambda slots: None,
+        detach=lambda request, state: None,
+    )
+
+
+def served(parts: SimpleNamespace, shape: ModelShape, name: str) -> Served:
+    """A shipped policy, bound to a model of that shape."""
+    policy = Policy(name, load(name).require(), str(POLICIES / f"{name}.yaml"), {})
+    return Served(policy, policy.bind(shape), parts.arena, 1)
+
+
+def paired(arena: Any, slots: torch.Tensor, layer: int, run: Run, original=share.paired) -> Any:
+    """As of `share`: lists are twice as long as the prompt."""
+    longest = torch.full((arena.kv_heads,), 2 * len(slots))
+    with mock.patch.object(share, "to_host", return_value=[longest]):
+        return original(arena, slots, layer, run)
+
+
+def names() -> list[str]:
+    """The shipped policies."""
+    return sorted(path.stem for path in POLICIES.glob("*.yaml") if "." not in path.stem)
+
+
+@contextmanager
+def made_up(shape: ModelShape) -> Iterator[None]:
+    """A block in which the host is told numbers."""
+
+    def counts(self: block.Counts, numbers: torch.Tensor, requests: int) -> None:
+        self.numbers = numbers
+        row = [KEPT, 0, 1, *[KEPT + STEPS] * shape.kv_heads, *[KEPT] * shape.kv_heads]
+        landed = block._landed([row] * (len(numbers) // requests))
+        self._event, self._read = None, [landed] * requests
+
+    program = partial(TorchProgram, deferred_bytes=DEFERRED)
+    with (
+        mock.patch.object(block.Counts, "__init__", counts),
+        mock.patch.object(Run, "_number", lambda self, chosen: max(len(chosen) // 2, 1)),
+        mock.patch.object(request_module, "TorchProgram", program),
+        mock.patch.object(request_module, "in_use", return_value=chosen_for("triton", "cuda")),
+        mock.patch.object(share, "paired", paired),
+    ):
+        yield
