@@ -183,8 +183,8 @@ def choose(node: Node, frame: Frame, x: Value, condition: Value, y: Value) -> Va
     at = aligned(chosen, condition.axes, axes)
     data = _where(at, aligned(x.data, x.axes, axes), aligned(y.data, y.axes, axes), frame)
     finite = x.finite and y.finite
-    if x.mask is None and y.mask is None:
-        return Value(data, axes, finite=finite)
+    if x.mask is y.mask:
+        return Value(data, axes, x.mask, x.mask_axes, zero=x.zero and y.zero, finite=finite)
     there = _where(
         at,
         aligned(True if x.mask is None else x.mask, x.mask_axes, axes),

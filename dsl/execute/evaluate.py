@@ -306,7 +306,7 @@ class Evaluation:
 def spread(x: Value, axes: tuple[str, ...], frame: Frame) -> torch.Tensor:
     """Data repeated along those of `kv`, `token` that they lack; a set is false where absent."""
     data = as_tensor(x.data, frame)
-    if data.dtype == torch.bool and x.mask is not None:
+    if data.dtype == torch.bool and x.mask is not None and not x.zero:
         data = data & aligned(x.mask, x.mask_axes, x.axes)
     sizes = {"kv": frame.kv, "token": frame.tokens}
     return aligned(data, x.axes, axes).expand([sizes[axis] for axis in axes])

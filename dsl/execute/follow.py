@@ -59,20 +59,24 @@ class Shown:
 
     @cached_property
     def apart(self) -> dict[int, Value]:
-        """Numbers of the host that differ from request to request, by node, sent at once."""
+        """Numbers of the host that differ between requests, or layers, by node, sent at once."""
         found = {}
         for node in self.steps.apart(self.steps.rule(self.prompts[0])):
+            layers = "layer" in (self.bound.static.needs(node) or ())
             own = [
-                self.bound.number(node, prompt, generated=generated)
+                self.bound.number(node, prompt, layer, generated=generated)
                 for prompt, generated in zip(self.prompts, self.generated, strict=True)
+                for layer in range(self.block.layers if layers else 1)
             ]
             if any(x != own[0] for x in own):
-                found[node] = [float(x) for x in own]
+                repeats = 1 if layers else self.block.layers
+                found[node] = [float(x) for x in own for _ in range(repeats)]
         if not found:
             return {}
-        device, lists = self.block.there.device, len(self.block.there) // len(self.prompts)
-        numbers = sent(torch.tensor(list(found.values()), dtype=torch.float64), device)
-        pairs = zip(found, numbers.repeat_interleave(lists, 1).unbind(0), strict=True)
+        numbers = sent(
+            torch.tensor(list(found.values()), dtype=torch.float64), self.block.there.device
+        )
+        pairs = zip(found, numbers.repeat_interleave(self.block.kv, 1).unbind(0), strict=True)
         return {
             id(node): Value(
                 x.bool() if node.type.kind == "truth" else x, ("kv",),

@@ -37,7 +37,7 @@ from kvpolicy.dsl.execute.block import (
     without_heads,
 )
 from kvpolicy.dsl.execute.decode import Memory
-from kvpolicy.dsl.execute.evaluate import Evaluation
+from kvpolicy.dsl.execute.evaluate import Evaluation, spread
 from kvpolicy.dsl.execute.follow import Lists, Shown
 from kvpolicy.dsl.execute.kernels import Entries
 from kvpolicy.dsl.execute.layout import Choice, Rows, shift_of
@@ -318,9 +318,8 @@ class _Following:
         if isinstance(self.rule, Ends):
             kept = own.best(evaluation, self._ends())
         else:
-            kept = evaluation.tensor(steps.keep, AXES)
-            there = evaluation.frame.there
-            kept = kept if there is None else kept & there
+            frame = evaluation.frame
+            kept = spread(frame.present(evaluation.value(steps.keep)), AXES, frame)
         reported = {name: evaluation.value(node) for name, node in steps.report.items()}
         reported = {name: _told(x, steps.report[name]) for name, x in reported.items()}
         if steps.rules.merge is None:

@@ -33,6 +33,7 @@ def like_heads(
     reads: Callable[[Operation], bool],
     *,
     apart: bool = False,
+    numbers: bool = False,
 ) -> bool:
     """Whether layers may stand for more KV heads in the computation of nodes.
 
@@ -41,11 +42,12 @@ def like_heads(
         static: of the policy.
         reads: whether a leaf may be read besides those that always may.
         apart: whether reductions over KV heads are those of each layer, see `Frame.layered`.
+        numbers: whether numbers of the host may be others at other layers.
     """
     for node in nodes:
         needs = static.needs(node)
         if needs is not None:
-            if "layer" in needs:
+            if "layer" in needs and not numbers:
                 return False
             continue
         if "layer" in node.axes:
@@ -224,7 +226,12 @@ class Steps:
         rule = Ends.of(bound, prompt)
         if rule is not None and self._of_heads(list(nodes_of(self._deciding(rule))), _is_position):
             return rule
-        return self.keep if self.keep_alike else None
+        keep = [self.keep]
+        if self.keep_alike or self._of_heads(list(nodes_of(keep)), _is_position, numbers=True):
+            shared, _ = self._numbers(self.keep)
+            if not any("layer" in (bound.static.needs(node) or ()) for node in shared):
+                return self.keep
+        return None
 
     def _deciding(self, rule: Ends | Node | None) -> list[Node]:
         """What data decide of a rule."""
@@ -258,15 +265,18 @@ class Steps:
             nodes, lambda row: row.kind is Kind.MERGE or row.name in ("position", "uniform")
         )
 
-    def _of_heads(self, nodes: list[Node], reads: Callable[[Operation], bool]) -> bool:
+    def _of_heads(
+        self, nodes: list[Node], reads: Callable[[Operation], bool], *, numbers: bool = False
+    ) -> bool:
         """Whether values at a step can be computed of many layers as of one.
 
         Args:
             reads: whether a leaf may be read besides tensors of the model.
+            numbers: as of `like_heads`.
         """
-        alike = like_heads(
-            nodes, self._bound.static, lambda row: row.reads_tensors or reads(row), apart=True
-        )
+        static = self._bound.static
+        reads_too = lambda row: row.reads_tensors or reads(row)  # noqa: E731
+        alike = like_heads(nodes, static, reads_too, apart=True, numbers=numbers)
         if not alike or not all(_only_orders(node) for node in nodes):
             return False
         if not any(node.operation.reads_tensors for node in nodes):

@@ -32,6 +32,7 @@ LAYER_BY_LAYER = {
     "d2o": {"rate": "0.4"}, "d2o-code": {"rate": "0.4"}, "simlayerkv": {"window": "3"},
     "pyramidinfer": {"batch": "2", "recent_rate": "0.1", "least": "4"},
 }  # fmt: skip
+ONCE = "simlayerkv"  # decides at the first new token
 SHAPES = {"d2o-code": (5, 4, 2, 16)}  # its first and last layers stay whole
 PROMPTS = (14, 1, 23, 14)
 TOGETHER = (
@@ -86,7 +87,7 @@ def test_which_policies_go_together():
         bound = bound_to(name)
         if bound.folded.decode is not None and Steps(bound, False, TABLE).rule(40) is not None:
             going.append(name)
-    assert sorted(going) == sorted(SETTINGS)
+    assert sorted(going) == sorted([*SETTINGS, ONCE])
     assert Steps(bound_to("h2o"), False, REFERENCE).rule(40) is None  # nobody compiles kernels
     # Where a share of the prompt is less than a token, nothing leaves.
     assert Steps(bound_to("vatp"), False, TABLE).rule(3) is None
@@ -118,6 +119,32 @@ def test_each_gets_what_it_gets_alone(name):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize("spare", [0, 1])
+def test_what_layers_decide_once_is_decided_of_all_at_once(spare):
+    """Attention is read, KV heads of a layer are averaged, and numbers are each layer's own."""
+    bound = bound_to(ONCE, window="3", start="1", threshold="0.2", spare=str(spare))
+    plain, crowd = requests(bound), requests(bound, kernels=TABLE)
+    poisoned = requests(bound, (17,), program=crowd[0].program)[0]
+    poisoned.steps.q[0, 1, -1, 2] = float("nan")
+    for number in (1, 3, 16):
+        for each in plain:
+            each.follow(number)
+        others = [*crowd[::-1], *([poisoned] if number == 1 else [])]
+        found = groups(others, number)
+        assert len(found) == 1
+        together(found[0], number)
+        assert [each.held() for each in crowd] == [each.held() for each in plain]
+    poisoned.memory.land()
+    assert poisoned.memory.not_finite
+    layers = [[len(own[0]) for own in each.held()] for each in crowd]
+    longest = [tokens + 20 for tokens in PROMPTS]
+    thinned = [sum(n < most for n in own) for own, most in zip(layers, longest, strict=True)]
+    assert 0 < sum(thinned) < len(crowd) * SHAPE[0]
+    if spare:
+        assert all(own[-1] == most for own, most in zip(layers, longest, strict=True))
+
+
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_number_depends_on_the_others(name):
@@ -231,7 +258,9 @@ def test_what_fails_has_changed_nothing():
         ("score: heat\nkeep: position > prompt / 2 then top(score, prompt // 3)", True),
         ("score: heat\nbudget: 9\nkeep: top(score) where layer != 1 else all", True),
         ("score: heat\nbudget: 9 where layer > 0 else 7\nkeep: recent(3) then top(score)", True),
-        ("score: heat * layer\nbudget: 9\nkeep: recent(3) then top(score)", False),
+        ("score: heat * layer\nbudget: 9\nkeep: recent(3) then top(score)", True),
+        ("score: heat\nkeep: top(score, 7 where layer > 0 else 9)", True),
+        ("score: sum[group, query](attn(new) * layer)\nbudget: 9\nkeep: top(score)", False),
         ("score: heat\nkeep: top[kv, token](score, 12)", False),
         ("score: heat\nbudget: 9\nkeep: heat > 0.1 then top(score)", True),
         ("score: heat\nkeep: recent(3) then recent(2)", True),

@@ -82,6 +82,18 @@ def test_what_explain_expects_of_a_fold_is_what_the_plugin_asks_for(policy):
     assert {expected.fold.device} == of_folds(policy, BATCHES[:1])
 
 
+@pytest.mark.parametrize("policy", ["simlayerkv"])
+def test_what_is_decided_once_does_not_look_at_one_layer_after_the_other(policy):
+    """The first fold of a request takes up what its prefill left, too."""
+    settings = {"window": "16", "threshold": "0.1"}
+    found = []
+    for layers, prompts in ((2, (64, 65, 66)), (7, (67, 64, 65, 66, 67))):
+        case = Case(policy, settings, list(prompts), ModelShape(layers, 4, 2, 8), INTERVAL)
+        found.append(Crowd(case, 1).step(counting=True)[0])
+    assert found[0].device == found[1].device <= 45
+    assert all(each.launches for each in found)
+
+
 @pytest.mark.parametrize("policy", ["h2o", "streamingllm"])
 def test_large_batches_are_followed_in_parts(policy, monkeypatch):
     """So that what is computed with does not grow with the batch; lists stay what they are."""
