@@ -127,10 +127,11 @@ def _create_buffers(services: Services, pool: Any) -> None:
     padded = -(-rows // pool.page_size) * pool.page_size
     with compat.kv_memory_region(pool):
         services.arena = create_arena(
-            pool.layer_num, padded, pool.head_num, pool.head_dim, pool.store_dtype, pool.device
+            pool.layer_num, padded, pool.head_num, pool.head_dim, pool.dtype, pool.device
         )
-    pool.k_buffer = [layer[0, :rows] for layer in services.arena.storage]
-    pool.v_buffer = [layer[1, :rows] for layer in services.arena.storage]
+    layers = services.arena.storage.view(pool.store_dtype)
+    pool.k_buffer = [layer[0, :rows] for layer in layers]
+    pool.v_buffer = [layer[1, :rows] for layer in layers]
 
 
 def _after_pool(services: Services) -> Function:

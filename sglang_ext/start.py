@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.sglang_ext.attention import backend as backends
 from kvpolicy.sglang_ext.attention import graphs
 from kvpolicy.sglang_ext.face import compat, options, refusals
@@ -45,7 +46,12 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
     services, runner = runtime.services, scheduler.tp_worker.model_runner
     services.streams.bind(scheduler)
     shape = refusals.model_shape(scheduler.model_config)
-    refusals.check_layers(compat.attention_layers(runner.model), shape)
+    attention = compat.attention_layers(runner.model)
+    refusals.check_layers(attention, shape)
+    if services.arena.scales is not None:
+        in_use = compat.attention_backends(compat.resolved(scheduler.server_args))
+        refusals.check_scales(attention, in_use)
+        services.arena.set_scales([compat.kv_scales(layer) for layer in attention])
     if any(policy.program.positions == "slots" for policy in runtime.asked_for):
         services.rotary = of_model(runner.model)
 
@@ -62,10 +68,11 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
     metrics = Metrics(compat.metric_labels(scheduler), names)
     services.start(metrics, runtime.max_failures)
     _compile(services, scheduler, served)
-    variants = Variants(shape, _within(services, make, lambda _, each: warm_variant(each)))
+    of_set = partial(warm_variant, queries=runner.dtype)
+    variants = Variants(shape, _within(services, make, lambda _, each: of_set(each)))
     runtime.policies = ServedPolicies(served, variants, metrics)
     captured = compat.captured_requests(resolved)
-    within = _within(services, make, warm)
+    within = _within(services, make, partial(warm, queries=runner.dtype))
     runtime.changes = Changes(services, runtime.policies, runner, shape, within, captured)
 
 
@@ -75,7 +82,7 @@ def _compile(services: Services, scheduler: Any, served: Sequence[Served]) -> No
     for each in served:
         started = time.perf_counter()
         with compiling(f"KV-cache policy {each.name}"):
-            _ready(each.policy, partial(warm, services, each))
+            _ready(each.policy, partial(warm, services, each, runner.dtype))
         params = ", ".join(f"{k}={_shown(v)}" for k, v in each.bound.params.items())
         logger.info(
             "KV-cache policy %s (%s): %s. digest=%s, ready in %.1f s",
@@ -157,5 +164,5 @@ def _verify_arena(arena: Arena, pool: Any) -> None:
         keys, values = arena.storage[layer]
         if k.data_ptr() != keys.data_ptr() or v.data_ptr() != values.data_ptr():
             raise Refused("--kv-policy: the KV pool is not in the memory laid out for policies.")
-    if arena.storage.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if arena.storage.dtype not in (torch.float32, torch.float16, torch.bfloat16, *FLOAT8):
         raise Refused(f"--kv-cache-dtype {arena.storage.dtype} is not served with --kv-policy.")

@@ -90,14 +90,15 @@ class Compiled:
         self._plans.move_to_end(key)
         return self._plans[key]
 
-    def warm(self, keys: Slots, values: Slots) -> None:
+    def warm(self, keys: Slots, values: Slots, queries: torch.dtype) -> None:
         """Compiles the generated kernels before a request waits for them.
 
         Args:
             keys, values: rows of a pool as a server hands them over, whatever they hold; they stay
                 as they are.
+            queries: their type.
         """
         decode = () if self.steps is None else (self.steps.advancing, self.steps.leaving)
         for generated in (self.generated, *decode):
             if generated is not None:
-                generated.warm(keys, values)
+                generated.warm(keys, values, queries)

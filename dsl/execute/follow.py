@@ -261,7 +261,11 @@ class Lists:
             positions = block.positions[row, columns]
             there = None if block.alike[row] else there
         vectors: dict[str, Keys] = {
-            name: Entries(x.pool, x.ids[self.heads, columns])
+            name: Entries(
+                x.pool,
+                x.ids[self.heads, columns],
+                None if x.scale is None else x.scale[self.heads],
+            )
             for name, x in (("key", shown.k), ("value", shown.v))
             if x is not None
         }

@@ -31,7 +31,8 @@ from kvpolicy.dsl.ops.operations import Operation
 # Compiled source: from its arguments to its results, and what says that the tensors were finite.
 Run = Callable[..., tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]]
 
-_TYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
+_EIGHT_BITS = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
+_TYPES = frozenset((torch.float32, torch.float16, torch.bfloat16)) | _EIGHT_BITS
 
 
 @dataclass
@@ -135,15 +136,16 @@ class Generated:
         frame.checks.extend(checks)
         return _completed(bundle, source.results, made, frame)
 
-    def warm(self, keys: Slots, values: Slots) -> None:
+    def warm(self, keys: Slots, values: Slots, queries: torch.dtype) -> None:
         """Compiles the kernels before a request waits for them, by a run whose results are lost.
 
         Args:
             keys, values: rows of a pool as a server hands them over, whatever they hold.
+            queries: their type.
         """
         bound, (heads, tokens, size) = self.bound, keys.shape
         number = 1 if self.regions.steps else tokens
-        q = torch.zeros(heads * bound.shape.group, number, size, dtype=keys.dtype).to(keys.device)
+        q = torch.zeros(heads * bound.shape.group, number, size, dtype=queries, device=keys.device)
         vectors: dict[str, Keys] = {"query": q, "key": keys, "value": values}
         frame = Frame(bound, tokens, keys.device, heads, tokens, vectors=vectors)
         frames = [frame]
@@ -174,7 +176,7 @@ def _of_steps(frame: Frame, keys: Slots, values: Slots, places: torch.Tensor) ->
     vectors = dict(frame.vectors)
     for name, x in (("key", keys), ("value", values)):
         ids = (x.slots * frame.kv)[None].expand(frame.kv, -1)
-        vectors[name] = Entries(x.pool.view(-1, x.shape[2]), ids)
+        vectors[name] = Entries(x.pool.view(-1, x.shape[2]), ids, x.scale)
     made = replace(frame, vectors=vectors, positions=places, step=Step(1, places[-1:]))
     there = torch.ones(frame.kv, frame.tokens, dtype=torch.bool, device=frame.device)
     return [made, replace(made, there=there)]
@@ -210,7 +212,7 @@ def _given(bundle: Bundle, frame: Frame, ordered: bool) -> tuple[object, ...]:
         if "lse" in vectors:  # a copy begins where kernels expect tensors to begin
             lse = _last(frame.read("lse"), 1, window).clone(memory_format=torch.contiguous_format)
         asked = None if step is None else _last(step.places, 0, window)
-    values = rows(vectors["value"]) if _reads_values(bundle) else (None, None)
+    values = rows(vectors["value"]) if _reads_values(bundle) else (None, None, None)
     holds = ranks = order = None
     if step is not None and frame.there is not None:
         holds = frame.there.contiguous().view(torch.int8)
@@ -230,18 +232,21 @@ def _last(x: torch.Tensor, dim: int, number: int) -> torch.Tensor:
     return _unit(x.narrow(dim, x.shape[dim] - number, number))
 
 
-def _in_slots(x: Keys) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Keys or values with tokens first, and in which row each token lies."""
+_Vectors = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def _in_slots(x: Keys) -> _Vectors:
+    """Keys or values with tokens first, in which row each token lies, and their scale."""
     if isinstance(x, Slots):
-        return _unit(x.pool), x.slots
-    return _unit(dense(x).transpose(0, 1)), None
+        return _unit(x.pool), x.slots, x.scale
+    return _unit(dense(x).transpose(0, 1)), None, None
 
 
-def _by_id(x: Keys) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Keys or values, and in which row each entry lies if they are not dense."""
+def _by_id(x: Keys) -> _Vectors:
+    """Keys or values, in which row each entry lies if they are not dense, and their scale."""
     if isinstance(x, Entries):
-        return _unit(x.pool), x.ids.contiguous()
-    return _unit(dense(x)), None
+        return _unit(x.pool), x.ids.contiguous(), x.scale
+    return _unit(dense(x)), None, None
 
 
 def _tensor(x: Value, to: tuple[str, ...], frame: Frame, there: bool) -> torch.Tensor:

@@ -172,10 +172,13 @@ class Slots:
     Attributes:
         pool: [S, G, D].
         slots: int64 [n].
+        scale: float32 [G], by which numbers of the pool are multiplied, as those of 8 bits are;
+            None: they stand as they are.
     """
 
     pool: torch.Tensor
     slots: torch.Tensor
+    scale: torch.Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -197,7 +200,7 @@ class Slots:
     @cached_property
     def copied(self) -> torch.Tensor:
         """As `dense`."""
-        return self.pool[self.slots].transpose(0, 1)
+        return _scaled(self.pool[self.slots].transpose(0, 1), self.scale)
 
 
 @dataclass(frozen=True)
@@ -208,10 +211,12 @@ class Entries:
         pool: [E, D].
         ids: int64 [G, M]; of entries that a KV head does not hold any row of the pool, which is
             not looked at.
+        scale: as of `Slots`.
     """
 
     pool: torch.Tensor
     ids: torch.Tensor
+    scale: torch.Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -233,7 +238,12 @@ class Entries:
     @cached_property
     def copied(self) -> torch.Tensor:
         """As `dense`."""
-        return self.pool[self.ids]
+        return _scaled(self.pool[self.ids], self.scale)
+
+
+def _scaled(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """[G, n, D] as it lies, or in float32."""
+    return x if scale is None else x.float() * scale[:, None, None]
 
 
 # Keys or values [G, n, D]: a tensor, or rows of a server's pool.

@@ -213,6 +213,9 @@ class Merging:
         vectors, ids = _vectors(x)
         given = (vectors, self._index, self._present, to, there, ids)
         made = self.evaluation.frame.kernels["pairs"](*given)
+        if isinstance(x, Entries) and x.scale is not None:
+            # Of numbers as they lie in the pool; a cosine is the same of both.
+            made[:3] *= (x.scale.double() ** 2)[:, None]
         return [Value(each, _DROPPED, finite=True) for each in made]
 
     def _read(

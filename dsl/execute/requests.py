@@ -335,7 +335,7 @@ class _Following:
         """The evaluation from which a merge goes on; nothing large is held."""
         frame = evaluation.frame
         stored = {
-            name: Entries(x.pool, x.ids)
+            name: Entries(x.pool, x.ids, x.scale)
             for name, x in frame.vectors.items()
             if isinstance(x, Entries)
         }

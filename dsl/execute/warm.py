@@ -42,23 +42,24 @@ def programs(program: TorchProgram) -> Iterator[TorchProgram]:
         yield TorchProgram(program.bound, kernels=program.kernels, deferred_bytes=0)
 
 
-def prefill(program: TorchProgram, tokens: int, dtype: torch.dtype, device: torch.device) -> Run:
+def prefill(program: TorchProgram, tokens: int, like: Slots, queries: torch.dtype) -> Run:
     """A finished prefill of zeros.
 
     Args:
-        dtype, device: of queries, keys and values.
+        like: rows of a pool as a server hands over keys and values; they are not looked at.
+        queries: their type.
     """
-    shape = program.bound.shape
+    shape, device = program.bound.shape, like.device
     run, layer, there = program.start(tokens), 0, torch.arange(tokens, device=device)
-    pool = torch.zeros(_ROWS, shape.kv_heads, shape.head_dim, dtype=dtype, device=device)
+    pool = torch.zeros(_ROWS, shape.kv_heads, shape.head_dim, dtype=like.dtype, device=device)
     while layer < shape.layers:
         number = len(there)
         wanted = min(run.queries, number)
-        queries = torch.zeros(wanted, shape.heads, shape.head_dim, dtype=dtype, device=device)
-        keys = Slots(pool, there % _ROWS)
+        asked = torch.zeros(wanted, shape.heads, shape.head_dim, dtype=queries, device=device)
+        keys = Slots(pool, there % _ROWS, like.scale)
         values = keys if program.bound.needs_values else None
         own = None if number == run.size else there
-        deeper = run.observe(layer, queries.transpose(0, 1), keys, values, own)
+        deeper = run.observe(layer, asked.transpose(0, 1), keys, values, own)
         there, layer = there if deeper is None else there[deeper], layer + 1
         if run.restarted:
             run, layer = run.again(len(there)), 0
@@ -67,15 +68,15 @@ def prefill(program: TorchProgram, tokens: int, dtype: torch.dtype, device: torc
     return run
 
 
-def fold(run: Run, dtype: torch.dtype, device: torch.device) -> None:
+def fold(run: Run, like: Slots, queries: torch.dtype) -> None:
     """Takes a finished prefill through decode steps, and such after which entries may leave.
 
     Args:
-        dtype, device: of queries, keys and values.
+        like, queries: as of `prefill`.
     """
     memory = Memory.after(run)
     if memory is not None:
-        folding = _Folding(run, dtype, device)
+        folding = _Folding(run, like, queries)
         folding.go(memory, leaves=False)
         for _ in range(_FOLDS):
             folding.go(memory, leaves=True)
@@ -84,10 +85,12 @@ def fold(run: Run, dtype: torch.dtype, device: torch.device) -> None:
 class _Folding:
     """A request of zeros."""
 
-    def __init__(self, run: Run, dtype: torch.dtype, device: torch.device) -> None:
-        self.bound, self.device = run.program.bound, device
+    def __init__(self, run: Run, like: Slots, queries: torch.dtype) -> None:
+        self.bound, self.device, self.scale = run.program.bound, like.device, like.scale
         self.steps, self.tokens = self.bound.fold_interval, run.prompt
-        self.zeros = torch.zeros(_ROWS, self.bound.shape.head_dim, dtype=dtype, device=device)
+        size = (_ROWS, self.bound.shape.head_dim)
+        self.pool = torch.zeros(size, dtype=like.dtype, device=like.device)
+        self.asked = torch.zeros(size, dtype=queries, device=like.device)
 
     def go(self, memory: Memory, *, leaves: bool) -> None:
         """As many steps as are followed at once; of those at which entries may leave, the next."""
@@ -116,15 +119,18 @@ class _Folding:
     def _queries(self) -> torch.Tensor:
         """[L * H, T, D] zeros."""
         shape = self.bound.shape
-        return self.zeros.new_zeros(shape.layers * shape.heads, self.steps, shape.head_dim)
+        return self.asked.new_zeros(shape.layers * shape.heads, self.steps, shape.head_dim)
 
     def _read(
         self, block: Block, layer: int, there: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         size = (self.bound.shape.kv_heads, block.lengths[layer], self.bound.shape.head_dim)
-        return self.zeros.new_zeros(size), self.zeros.new_zeros(size)
+        return self.pool.new_zeros(size), self.pool.new_zeros(size)
 
     def _entries(self, there: torch.Tensor) -> tuple[Entries, Entries]:
         """The same row of a pool, over and over: [lists, M] each."""
         ids = torch.zeros(there.shape, dtype=torch.int64, device=self.device)
-        return Entries(self.zeros, ids), Entries(self.zeros, ids)
+        scale = None
+        if self.scale is not None:
+            scale = self.scale.repeat(len(ids) // len(self.scale))
+        return Entries(self.pool, ids, scale), Entries(self.pool, ids, scale)

@@ -152,10 +152,15 @@ def _step(
 
 
 def _store(cache: Cache, layer: int, keys: np.ndarray, values: np.ndarray) -> None:
-    """Rounds once to the dtype in which entries are stored."""
     here = cache.layers[layer]
     dtype = here.keys.dtype
-    cache.layers[layer] = replace(here, keys=keys.astype(dtype), values=values.astype(dtype))
+    keys, values = as_stored(keys, dtype), as_stored(values, dtype)
+    cache.layers[layer] = replace(here, keys=keys, values=values)
+
+
+def as_stored(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Keys or values rounded once to the dtype in which entries are stored."""
+    return x.astype(dtype)
 
 
 def turned(keys: np.ndarray, shift: np.ndarray, inv_freq: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.data.arrays import Array
 from kvpolicy.dsl.data.recording import check_layer_queries
 from kvpolicy.dsl.data.result import LayerValue, Result, StepResult, Steps, reported
-from kvpolicy.dsl.interpret.decode import Cache, decode, turned
+from kvpolicy.dsl.interpret.decode import Cache, as_stored, decode, turned
 from kvpolicy.dsl.interpret.merge import merge, shared
 from kvpolicy.dsl.interpret.select import whole_budget
 from kvpolicy.dsl.interpret.values import Layer, Values
@@ -249,8 +249,8 @@ class _Pass:
             layers.append(
                 replace(
                     here,
-                    keys=keys.astype(dtype),
-                    values=values.astype(dtype),
+                    keys=as_stored(keys, dtype),
+                    values=as_stored(values, dtype),
                     queries=here.queries[:, first:],
                     query_positions=here.query_positions[first:],
                 )

@@ -18,6 +18,7 @@ from kvpolicy.kernels.templates.tiles import (
     logits_of,
     places_of,
     queries_of,
+    scaled,
     vectors,
 )
 
@@ -30,7 +31,7 @@ def columns(
     SKIPS: tl.constexpr, CHECK_LOGITS: tl.constexpr, CHECK_KEYS: tl.constexpr,
     CHECK_VALUES: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr,
     GROUP: tl.constexpr, GROUP_P: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_P: tl.constexpr,
-    BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Values per token of one KV head, over some blocks of tokens.
 
@@ -44,7 +45,7 @@ def columns(
     head = tl.program_id(1)
     if TILE is not None and WHOLE:
         asking, line_row, there = lines_of(head, 0, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
-        q_tile = queries_of(q, asking, line_row, there, HEAD_DIM, HEAD_DIM_P, UPCAST)
+        q_tile = queries_of(q, asking, line_row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
         asked = asked_of(
             0, head, tokens, queries, query_positions, row_lse, STEPS, GROUP, GROUP_P, BLOCK_W
         )
@@ -58,10 +59,10 @@ def columns(
         wrong = 0
         k_tile = None
         if k is not None:
-            k_tile = vectors(k, key_rows, entries, STEPS, HEAD_DIM, HEAD_DIM_P, UPCAST)
+            k_tile = vectors(k, key_rows, entries, STEPS, HEAD_DIM, HEAD_DIM_P, DTYPE)
         state = ()
         if TILE is not None and WHOLE:
-            logits = logits_of(q_tile, k_tile, SCALE, GROUP_P, BLOCK_W, BLOCK_N, PRECISION)
+            logits = logits_of(q_tile, k_tile, k, head, SCALE, GROUP_P, BLOCK_W, BLOCK_N, PRECISION)
             seen = entries.at[None, None, :] <= asked.at
             state = TILE((), asked, logits, seen, entries, positions, inputs, numbers, BLOCK_N)
             if CHECK_LOGITS:
@@ -75,12 +76,14 @@ def columns(
                 asking, row, there = lines_of(
                     head, start, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W
                 )
-                q_part = queries_of(q, asking, row, there, HEAD_DIM, HEAD_DIM_P, UPCAST)
+                q_part = queries_of(q, asking, row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
                 part = asked_of(
                     start, head, tokens, queries, query_positions, row_lse, STEPS, GROUP, GROUP_P,
                     BLOCK_W,
                 )  # fmt: skip
-                logits = logits_of(q_part, k_tile, SCALE, GROUP_P, BLOCK_W, BLOCK_N, PRECISION)
+                logits = logits_of(
+                    q_part, k_tile, k, head, SCALE, GROUP_P, BLOCK_W, BLOCK_N, PRECISION
+                )
                 seen = entries.at[None, None, :] <= part.at
                 state = TILE(
                     state, part, logits, seen, entries, positions, inputs, numbers, BLOCK_N
@@ -89,7 +92,10 @@ def columns(
                     wrong += tl.sum(tl.where(tl.abs(logits) < float("inf"), 0, 1))
         v_tile = None
         if v is not None:
-            v_tile = vectors(v, value_rows, entries, STEPS, HEAD_DIM, HEAD_DIM_P, UPCAST)
+            v_tile = vectors(v, value_rows, entries, STEPS, HEAD_DIM, HEAD_DIM_P, DTYPE)
+            v_tile = scaled(v_tile, v, head)
+        if k is not None:
+            k_tile = scaled(k_tile, k, head)
         STORE(state, k_tile, v_tile, entries, positions, inputs, numbers, results, BLOCK_N)
         if CHECK_KEYS:
             wrong += tl.sum(tl.where(tl.abs(tl.cast(k_tile, tl.float32)) < float("inf"), 0, 1))
@@ -105,7 +111,7 @@ def rows(
     tokens, queries, blocks, kv,
     START: tl.constexpr, TILE: tl.constexpr, STORE: tl.constexpr, STEPS: tl.constexpr,
     SCALE: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEAD_DIM_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
+    HEAD_DIM_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Values per query of one KV head, over some blocks of tokens.
@@ -115,7 +121,7 @@ def rows(
     """
     part, head, start = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_W
     asking, line_row, there = lines_of(head, start, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
-    q_tile = queries_of(q, asking, line_row, there, HEAD_DIM, HEAD_DIM_P, UPCAST)
+    q_tile = queries_of(q, asking, line_row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
     asked = asked_of(
         start, head, tokens, queries, query_positions, row_lse, STEPS, GROUP, GROUP_P, BLOCK_W
     )
@@ -123,8 +129,8 @@ def rows(
     for block in range(part * blocks, tl.minimum((part + 1) * blocks, tl.cdiv(tokens, BLOCK_N))):
         entry = places_of(block, tokens, STEPS, BLOCK_N)
         entries = entries_of(entry, head, tokens, queries, positions, holds, ranks, STEPS)
-        k_tile = vectors(k, key_rows, entries, STEPS, HEAD_DIM, HEAD_DIM_P, UPCAST)
-        logits = logits_of(q_tile, k_tile, SCALE, GROUP_P, BLOCK_W, BLOCK_N, PRECISION)
+        k_tile = vectors(k, key_rows, entries, STEPS, HEAD_DIM, HEAD_DIM_P, DTYPE)
+        logits = logits_of(q_tile, k_tile, k, head, SCALE, GROUP_P, BLOCK_W, BLOCK_N, PRECISION)
         seen = entries.at[None, None, :] <= asked.at
         state = TILE(state, asked, logits, seen, entries, positions, inputs, numbers, BLOCK_N)
     STORE(state, asked.row, part * kv + head, queries, results, BLOCK_N)

@@ -15,6 +15,7 @@ from kvpolicy.kernels.templates.tiles import (
     lines_of,
     places_of,
     queries_of,
+    scaled,
     vectors,
 )
 
@@ -24,14 +25,14 @@ def row_partials(
     q, query_positions, k, key_rows, positions, holds, partial, tokens, queries, blocks, kv,
     STEPS: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp of the rows of one KV head over some blocks of keys."""
     part, head = tl.program_id(0), tl.program_id(1)
     # Later queries see more keys: they begin first.
     start = (tl.num_programs(2) - 1 - tl.program_id(2)) * BLOCK_W
     asking, row, there = lines_of(head, start, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
-    q_tile = queries_of(q, asking, row, there, HEAD_DIM, HEAD_DIM_P, UPCAST)
+    q_tile = queries_of(q, asking, row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
     line_at = asked_at(row, there, tokens, queries, query_positions, STEPS)
     top = tl.full([GROUP_P * BLOCK_W], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_P * BLOCK_W], tl.float32)
@@ -43,8 +44,9 @@ def row_partials(
     for block in range(part * blocks, last):
         entry = places_of(block, tokens, STEPS, BLOCK_N)
         entries = entries_of(entry, head, tokens, queries, positions, holds, None, STEPS)
-        k_tile = vectors(k, key_rows, entries, STEPS, HEAD_DIM, HEAD_DIM_P, UPCAST)
+        k_tile = vectors(k, key_rows, entries, STEPS, HEAD_DIM, HEAD_DIM_P, DTYPE)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * SCALE
+        scores = scaled(scores, k, head)
         seen = entries.at[None, :] <= line_at[:, None]
         scores = tl.where(seen, scores, float("-inf"))
         highest = tl.maximum(top, tl.max(scores, 1))

@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
+from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.kernels.templates import frames
 from kvpolicy.kernels.templates.row_pass import row_combine, row_partials
 
+_HALVES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _SPLITS = 128  # of a list at a decode step, at most
 _Given = tuple[torch.Tensor | None, torch.Tensor | None]
-_Window = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+_Vectors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _Launch = dict[str, Any]
 
 
@@ -60,9 +63,9 @@ class Frame:
 
     def run(
         self,
-        window: _Window,
-        keys: tuple[torch.Tensor, torch.Tensor | None],
-        values: _Given,
+        window: _Vectors,
+        keys: _Vectors,
+        values: _Vectors,
         marks: tuple[torch.Tensor | None, ...],
         tokens: int,
         inputs: list[torch.Tensor],
@@ -78,8 +81,9 @@ class Frame:
                 positions, int64 [W]; in a prefill the log-sum-exp of their rows, float32 [H, W]
                 contiguous, where attention has given it, else None: it is computed.
             keys: [*, G, D] where token t is row rows[t], and rows, int [n], or None: t itself. At
-                decode steps [G, n, D], or [E, D] where entry j of KV head g is row rows[g, j].
-            values: the same of values, or twice None.
+                decode steps [G, n, D], or [E, D] where entry j of KV head g is row rows[g, j]. And
+                float32 [G], by which each head's numbers are multiplied, or None.
+            values: the same of values, or three times None.
             marks: `positions`, `holds`, `ranks`, `order`: int64 [n] positions, ascending (None in a
                 prefill: 0 to n - 1); int8 [G, n], which entries a KV head holds (None: all); int32
                 [G, n], how many entries up to each one the head holds; int32 [G, n], the entries
@@ -108,9 +112,9 @@ class _Run:
     """One call of `Frame.run`."""
 
     frame: Frame
-    window: _Window
-    keys: tuple[torch.Tensor, torch.Tensor | None]
-    values: _Given
+    window: _Vectors
+    keys: _Vectors
+    values: _Vectors
     marks: tuple[torch.Tensor | None, ...]
     tokens: int
     block: int | None
@@ -118,7 +122,8 @@ class _Run:
     checks: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        frame, (q, _, _), (k, rows) = self.frame, self.window, self.keys
+        frame, (q, _, _), (k, rows, _) = self.frame, self.window, self.keys
+        assert k is not None
         self.gpu, self.device = k.is_cuda, k.device
         self.queries = 0 if q is None else q.shape[1]
         self.kv = (k if rows is None else rows).shape[0] if frame.steps else k.shape[1]
@@ -130,9 +135,7 @@ class _Run:
             "STEPS": frame.steps,
             "HEAD_DIM": frame.head_dim, "HEAD_DIM_P": dim, "BLOCK_N": self.tile,
             "SCALE": frame.head_dim**-0.5,
-            # The interpreter multiplies float32 only; a GPU takes keys as they are, float32
-            # in three products of tensor cores, as exact as its own rounding.
-            "UPCAST": not self.gpu or (q is not None and q.dtype != k.dtype),
+            "DTYPE": self._multiplied(q, k),
             "PRECISION": "tf32x3" if self.gpu else "ieee",
             **frame.launch,
         }  # fmt: skip
@@ -171,6 +174,17 @@ class _Run:
             )
         return tuple(results[i] for i in frame.returned), self.checks
 
+    def _multiplied(self, q: torch.Tensor | None, k: torch.Tensor) -> Any:
+        """The type of tiles: that of keys, or of queries where keys have 8 bits.
+
+        The interpreter multiplies float32 only; a GPU does so in three products of tensor cores, as
+        exact as its own rounding.
+        """
+        own = q is not None and k.dtype in FLOAT8
+        dtype = q.dtype if q is not None and own else k.dtype
+        alike = q is None or q.dtype == dtype
+        return _HALVES.get(dtype, tl.float32) if self.gpu and alike else tl.float32
+
     def _empty(
         self, axes: tuple[str, ...], truth: bool, splits: bool, returned: bool
     ) -> torch.Tensor:
@@ -191,14 +205,14 @@ class _Run:
             return None, None
         return (q, q.stride(0), q.stride(1)), at
 
-    def _vectors(self, given: _Given) -> tuple:
+    def _vectors(self, given: _Vectors) -> tuple:
         """Keys or values, as kernels take them."""
-        x, rows = given
+        x, rows, scale = given
         if x is None:
             return None, None
         if self.frame.steps:
-            return (x, x.stride(-2), x.stride(0) if rows is None else 0), rows
-        return (x, x.stride(0), x.stride(1)), rows
+            return (x, x.stride(-2), x.stride(0) if rows is None else 0, scale), rows
+        return (x, x.stride(0), x.stride(1), scale), rows
 
     def _row_lse(self) -> torch.Tensor:
         """float32 [H, W]: as attention has given it, else by a pass over the keys."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from kvpolicy.kernels.entries.rounding_triton import widened
 
 AFTER_ALL = tl.constexpr(2**31 - 1)  # the position of what is not there: no query sees it
 
@@ -91,16 +92,17 @@ def places_of(block, tokens, STEPS: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit
 def vectors(
     x, rows, entries, STEPS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_P: tl.constexpr,
-    UPCAST: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Keys or values [BLOCK_N, HEAD_DIM_P] of some entries.
 
     Args:
-        x: their pointer, the stride from row to row, and from head to head.
+        x: their pointer, the stride from row to row, and from head to head; and the scales of
+            heads, which `scaled` multiplies with.
         rows: in which row each entry lies: [n] of all heads, at decode steps [G, n]; None: in its
             own.
     """
-    data, to_row, to_head = x
+    data, to_row, to_head, _ = x
     dim = tl.arange(0, HEAD_DIM_P)
     place = entries.entry.to(tl.int64)
     if rows is not None:
@@ -109,10 +111,26 @@ def vectors(
         place = tl.load(rows + entries.entry, mask=entries.owned, other=0).to(tl.int64)
     place = place * to_row + entries.head * to_head
     there = entries.owned[:, None] & (dim < HEAD_DIM)[None, :]
-    tile = tl.load(data + place[:, None] + dim[None, :], mask=there, other=0.0)
-    if UPCAST:
-        tile = tile.to(tl.float32)
-    return tile
+    return _as(tl.load(data + place[:, None] + dim[None, :], mask=there, other=0.0), DTYPE)
+
+
+@triton.jit
+def _as(tile, DTYPE: tl.constexpr):
+    """A tile in the type in which it is multiplied, exactly: one of 8 bits fits into halves."""
+    if DTYPE == tl.float32:
+        return widened(tile)
+    else:
+        return tile.to(DTYPE)
+
+
+@triton.jit
+def scaled(tile, x, head):
+    """What is made of keys or values `x` of a KV head, through their scale if they have one."""
+    scale = x[3]
+    if scale is None:
+        return tile
+    else:
+        return tl.cast(tile, tl.float32) * tl.load(scale + head)
 
 
 @triton.jit
@@ -125,7 +143,7 @@ def lines_of(head, start, queries, GROUP: tl.constexpr, BLOCK_W: tl.constexpr, L
 
 @triton.jit
 def queries_of(
-    q, head, row, there, HEAD_DIM: tl.constexpr, HEAD_DIM_P: tl.constexpr, UPCAST: tl.constexpr
+    q, head, row, there, HEAD_DIM: tl.constexpr, HEAD_DIM_P: tl.constexpr, DTYPE: tl.constexpr
 ):
     """Queries [LINES, HEAD_DIM_P] of some lines.
 
@@ -136,10 +154,7 @@ def queries_of(
     dim = tl.arange(0, HEAD_DIM_P)
     place = head.to(tl.int64) * to_head + row.to(tl.int64) * to_row
     mask = there[:, None] & (dim < HEAD_DIM)[None, :]
-    tile = tl.load(data + place[:, None] + dim[None, :], mask=mask, other=0.0)
-    if UPCAST:
-        tile = tile.to(tl.float32)
-    return tile
+    return _as(tl.load(data + place[:, None] + dim[None, :], mask=mask, other=0.0), DTYPE)
 
 
 @triton.jit
@@ -171,9 +186,9 @@ def asked_of(
 
 @triton.jit
 def logits_of(
-    q_tile, k_tile, SCALE: tl.constexpr, GROUP_P: tl.constexpr, BLOCK_W: tl.constexpr,
+    q_tile, k_tile, k, head, SCALE: tl.constexpr, GROUP_P: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Logits [GROUP_P, BLOCK_W, BLOCK_N] of a tile of queries and a block of keys."""
-    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-    return tl.reshape(scores * SCALE, (GROUP_P, BLOCK_W, BLOCK_N))
+    """Logits [GROUP_P, BLOCK_W, BLOCK_N] of a tile of queries and a block of a head's keys `k`."""
+    scores = scaled(tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * SCALE, k, head)
+    return tl.reshape(scores, (GROUP_P, BLOCK_W, BLOCK_N))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvpolicy.sglang_ext.attention import graphs
 from kvpolicy.sglang_ext.face import compat
-from kvpolicy.sglang_ext.forward.attend import attend
+from kvpolicy.sglang_ext.forward.attend import attend, scales_of
 from kvpolicy.sglang_ext.request.request import Queries
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _decode_by_tables(
             step = _step(services)  # None while a graph is captured
             with nullcontext() if step is None else step.reading():
                 if save_kv_cache and k is not None:
-                    compat.save_kv(self, layer, batch, k, v)
+                    compat.save_kv(self, layer, batch, k, v, layer.k_scale, layer.v_scale)
                 table = self.req_to_token_pool.req_to_token
                 made = tables.attend(heads, layer, batch.req_pool_indices, batch.seq_lens, table)
                 out = made.view(q.shape)
@@ -250,7 +250,8 @@ class TablesReader:
         entries = None
         if step is not None and decode_readers.others_may_read(heads.device):
             entries = step.entries(layer.layer_id)
-        return decode_readers.decode_attention(
+        key_scale, value_scale = scales_of(services.arena, layer)
+        made = decode_readers.decode_attention(
             heads,
             services.arena.storage,
             services.tables.tables,
@@ -258,7 +259,8 @@ class TablesReader:
             lengths,
             req_to_token,
             layer=layer.layer_id,
-            scale=layer.scaling,
+            scale=layer.scaling * key_scale,
             workspace=self.workspace if heads.shape[0] <= self.requests else None,
             entries=entries,
         )
+        return made if value_scale == 1.0 else made * value_scale

@@ -398,12 +398,41 @@ def view_of(runner: Any, batch: Any, fields: dict[str, Any]) -> Any:
     return view
 
 
-def save_kv(backend: Any, layer: Any, batch: Any, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Write a forward's new keys and values into the pool, as the stock backend does."""
+def save_kv(
+    backend: Any, layer: Any, batch: Any, k: torch.Tensor, v: torch.Tensor, *scales: Any
+) -> None:
+    """Write a forward's new keys and values into the pool, as the stock backend does.
+
+    Args:
+        scales: of keys and values, where the backend applies those of the layer; k and v may then
+            be changed.
+    """
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
     location = KVWriteLoc(batch.out_cache_loc, None)
-    backend.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+    backend.token_to_kv_pool.set_kv_buffer(layer, location, k, v, *scales)
+
+
+def kv_scales(layer: Any) -> tuple[float, float]:
+    """By what keys and values of 8 bits of an attention layer are multiplied when they are read."""
+    if layer.k_scale is None or layer.v_scale is None:
+        return 1.0, 1.0
+    return layer.k_scale_float, layer.v_scale_float
+
+
+def lacks_scale(layer: Any) -> bool:
+    """Whether an attention layer has scales that SGLang applies only when it writes."""
+    kinds = ((layer.k_scale, layer.k_scale_float), (layer.v_scale, layer.v_scale_float))
+    return any(scale is not None and number is None for scale, number in kinds)
+
+
+def compute_capability(device: str) -> tuple[int, int] | None:
+    """Of the GPU that a server runs on; None without one of NVIDIA's."""
+    import torch
+
+    if device != "cuda" or not torch.cuda.is_available() or torch.version.cuda is None:
+        return None
+    return torch.cuda.get_device_capability()
 
 
 def gives_lse(name: str, backend: Any) -> bool:
@@ -711,9 +740,14 @@ def has_step_outputs() -> bool:
     return find_spec("sglang.srt.managers.auxiliary_output") is not None
 
 
-def slot_bytes(config: Any) -> int:
-    """KV memory of one token in all layers, from SGLang's model config."""
-    entry = 2 * config.head_dim * config.dtype.itemsize  # a key and a value
+def slot_bytes(config: Any, cache_dtype: str) -> int:
+    """KV memory of one token in all layers, from SGLang's model config.
+
+    Args:
+        cache_dtype: `--kv-cache-dtype`; `auto` is taken for the model's own.
+    """
+    number = {"auto": config.dtype.itemsize, "fp8_e4m3": 1, "fp8_e5m2": 1}.get(cache_dtype, 2)
+    entry = 2 * config.head_dim * number  # a key and a value
     return config.num_hidden_layers * config.get_total_num_kv_heads() * entry
 
 

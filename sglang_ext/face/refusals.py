@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from kvpolicy.sglang_ext.face.options import kernels
 
 # Attention backends for prefills and decode steps, in any combination; see backend.py.
 SERVED_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
+
+CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 # Option, the value with which it is harmless, how it is written, why it does not work.
 OPTIONS = (
@@ -62,8 +65,12 @@ def check_options(options: Any) -> None:
         value = getattr(options, name)
         if value != harmless and not (value is None and harmless == "null"):
             raise _refusal(name, value, why)
-    if options.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
-        why = "quantized entries are not yet copied with their scales"
+    if options.kv_cache_dtype not in CACHE_DTYPES:
+        why = "its numbers have scales of their own, which do not move with entries"
+        raise _refusal("kv_cache_dtype", options.kv_cache_dtype, why)
+    compute = compat.compute_capability(options.device)
+    if options.kv_cache_dtype == "fp8_e4m3" and compute is not None and compute < (8, 9):
+        why = "GPUs before sm_89 have no such numbers; fp8_e5m2 can be used"
         raise _refusal("kv_cache_dtype", options.kv_cache_dtype, why)
     for backend in dict.fromkeys(compat.attention_backends(options)):
         if backend not in SERVED_BACKENDS:
@@ -168,3 +175,25 @@ def check_layers(layers: list[Any], shape: ModelShape) -> None:
         ):
             if wrong:
                 raise Refused(f"--kv-policy: attention layer {layer.layer_id} has {what}.")
+
+
+def check_scales(layers: list[Any], backends: Iterable[str]) -> None:
+    """Refuse scales of entries of 8 bits that SGLang does not apply whenever it reads and writes.
+
+    Args:
+        layers: the model's attention layers.
+        backends: that it uses.
+
+    Raises:
+        Refused: says what to do.
+    """
+    if any(compat.lacks_scale(layer) for layer in layers):
+        raise Refused(
+            "--quantization-param-path cannot be combined with --kv-policy: its scales are applied "
+            "when entries are written and not when they are read. Use a checkpoint that has scales."
+        )
+    if "torch_native" in backends and any(compat.kv_scales(x) != (1.0, 1.0) for x in layers):
+        raise Refused(
+            "--attention-backend torch_native cannot be combined with --kv-policy and the scales "
+            "of this checkpoint's entries: it does not apply them. Choose another backend."
+        )

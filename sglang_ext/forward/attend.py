@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.memory.arena import Arena
 from kvpolicy.sglang_ext.memory.lists import Lists
 
@@ -19,5 +20,12 @@ def attend(
         read: `paged_attention`.
     """
     indptr, indices, apart = lists.layer(layer.layer_id)
-    pool = (arena.entries, arena.values)
-    return read(queries, *pool, indptr, indices, scale=layer.scaling, apart=apart)
+    key_scale, value_scale = scales_of(arena, layer)
+    given = (queries, arena.entries, arena.values, indptr, indices)
+    made = read(*given, scale=layer.scaling * key_scale, apart=apart)
+    return made if value_scale == 1.0 else made * value_scale
+
+
+def scales_of(arena: Arena, layer: Any) -> tuple[float, float]:
+    """By what keys and values of a layer are multiplied; the host knows, inside a capture too."""
+    return (1.0, 1.0) if arena.scales is None else compat.kv_scales(layer)

@@ -89,11 +89,14 @@ def copy_kept(
         return
     pages = arena.pages(private.slots)
     for layer, start in enumerate(layout.layer_starts):
-        k, v = arena.storage[layer][:, slots].transpose(1, 2)  # each [G, N, D]
+        most = 0
         if bound.folded.prefill.merge is not None:
             most = run.there(layer).numel() - int(counts[layer].min())
-            if most:
-                k, v = run.merged(layer, k, v, most)
+        if most:
+            numbers = [x.dense() for x in arena.at_slots(layer, slots)]
+            k, v = arena.unscaled(layer, *run.merged(layer, *numbers, most))
+        else:
+            k, v = arena.storage[layer][:, slots].transpose(1, 2)  # each [G, N, D]
         shift = run.shift(layer)
         if shift is not None:
             k = services.rotary.move(k, shift, kernels.rotate)

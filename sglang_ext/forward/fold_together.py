@@ -116,7 +116,7 @@ class Together:
         arena = self._services.arena
         tables, find = self._services.tables.tables, self._kernels.entry_ids
         ids = find(arena.storage, tables, self._rows, self._lengths, self._table, there)
-        return Entries(arena.entries, ids), Entries(arena.values, ids)
+        return arena.at_ids(ids)
 
 
 class FoldTogether:

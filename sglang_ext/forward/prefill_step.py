@@ -192,7 +192,7 @@ class PrefillStep:
         self, state: State, layer: Any, slots: torch.Tensor
     ) -> tuple[torch.Tensor | Slots, torch.Tensor | Slots | None]:
         """Keys and values of one layer at the slots [n], as a policy's program takes them."""
-        k, v = (Slots(pool, slots) for pool in self._services.arena.storage[layer.layer_id])
+        k, v = self._services.arena.at_slots(layer.layer_id, slots)
         values = v if state.served.bound.needs_values else None
         if state.served.kernels.read_the_pool:
             return k, values

@@ -85,8 +85,10 @@ def paired(arena: Arena, slots: torch.Tensor, layer: int, run: Any) -> _Rows:
     storage, tokens = arena.storage, slots.numel()
     own = storage[layer][:, slots].transpose(1, 2)  # [2, G, N, D]
     below = storage[layer - 1][:, slots].transpose(1, 2)
-    found = run.shared(layer, *below, *own)
+    numbers = [x.dense() for at in (layer - 1, layer) for x in arena.at_slots(at, slots)]
+    found = run.shared(layer, *numbers)
     excepted = torch.stack([found.except_k, found.except_v])
+    # As entries stand: through a layer's scale they are read with everything else of it.
     lengths = torch.stack([below, own]).double().norm(dim=-1).float()  # [2, 2, G, N]
     floats = pairs.floats_of_row(storage.shape[4], storage.dtype)
     encoded = [pairs.encode(lengths[:, i], excepted[i]) for i in range(2)]
@@ -132,5 +134,5 @@ def _list(
     """[G, N + more, D] rows of one tensor: the tokens', then the lower layer's excepted ones."""
     rows = torch.where(excepted[:, :, None], own.to(direction.dtype), direction)
     first = (~excepted).to(torch.uint8).argsort(dim=1, stable=True)[:, :more]
-    lower = below.gather(1, first[:, :, None].expand(-1, -1, below.shape[2]))
-    return torch.cat([rows, lower.to(rows.dtype)], dim=1)
+    lower = below.to(rows.dtype).gather(1, first[:, :, None].expand(-1, -1, below.shape[2]))
+    return torch.cat([rows, lower], dim=1)

@@ -20,7 +20,6 @@ from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.sglang_ext.forward import share
 from kvpolicy.sglang_ext.forward.compress import copy_kept
 from kvpolicy.sglang_ext.memory.private import Layout, Private
-from kvpolicy.sglang_ext.memory.tables import tables_of
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
@@ -30,27 +29,31 @@ if TYPE_CHECKING:
 _TOKENS = (1, 4, 8, 64, 512, 4096)
 
 
-def warm(services: Services, served: Served) -> None:
-    """Compiles all that prefills, copies and folds of a policy launch, whatever the prompt."""
-    served.warm()
+def warm(services: Services, served: Served, queries: torch.dtype) -> None:
+    """Compiles all that prefills, copies and folds of a policy launch, whatever the prompt.
+
+    Args:
+        queries: their type.
+    """
+    served.warm(queries)
     if not served.kernels.read_the_pool:
         return
-    storage = services.arena.storage
-    where = (storage.dtype, storage.device)
+    device = services.arena.storage.device
+    like = services.arena.at_slots(0, torch.empty(0, dtype=torch.int64, device=device))[0]
     for program in programs(served.program):
-        for tokens in _prompts(served, storage.device):
-            run = prefill(program, tokens, *where)
+        for tokens in _prompts(served, device):
+            run = prefill(program, tokens, like, queries)
             _copy_nothing(services, served, run)
-            fold(run, *where)
+            fold(run, like, queries)
     if served.bound.folded.decode is not None:
         _fold_nothing(services, served)
     if served.bound.propagates:
         _take_nothing(services, served)
 
 
-def warm_variant(served: Served) -> None:
+def warm_variant(served: Served, queries: torch.dtype) -> None:
     """Compiles what other parameters change of a policy that has been warmed."""
-    served.warm()
+    served.warm(queries)
 
 
 def warm_attention(services: Services, heads: int, dtype: torch.dtype, requests: int) -> None:
@@ -127,11 +130,9 @@ def _fold_nothing(services: Services, served: Served) -> None:
     number = torch.zeros(1, dtype=torch.int64, device=device)
     slots = torch.zeros(1, 1, dtype=torch.int32, device=device)
     lists = torch.zeros(heads * layers, 1, dtype=torch.bool, device=device)
-    private = _empty(services, served)
     given = (number, number, slots)
     where = (storage, Tables.empty(1, layers, heads, 1, device), *given)
-    for tables in (where[1], tables_of([private])):
-        kernels.entry_ids(storage, tables, *given, lists)
+    kernels.entry_ids(*where, lists)
     # As many are said to proceed as there are layers where nobody waits for numbers, or one.
     alone = lists[:1]
     for proceed in (lists[:layers].reshape(1, layers), alone):
@@ -139,7 +140,8 @@ def _fold_nothing(services: Services, served: Served) -> None:
         if served.bound.positions == "slots":
             services.rotary.turn(kernels.turn, *where, lists, lists, proceed)
     pool = [arena.entries[: len(arena.values)], arena.values]
-    kernels.put_rows(pool, number, kernels.take_rows(pool, number))
+    held = kernels.take_rows(pool, number, number)
+    kernels.put_rows(pool, number, held, number)
     own = lists[:heads]
     k, v = kernels.gather(
         arena.entries, arena.values, number.expand(heads + 1).contiguous(), number, own

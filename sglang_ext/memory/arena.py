@@ -11,16 +11,26 @@ heads and cost what they hold.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from kvpolicy.dsl.execute.kernels import Entries, Slots
+from kvpolicy.kernels.entries.rounding import FLOAT8
 
 
 @dataclass(frozen=True)
 class Arena:
-    """The pool's memory seen as entries and pages."""
+    """The pool's memory seen as entries and pages.
 
-    storage: torch.Tensor  # [L, 2, padded, G, D]
+    Attributes:
+        storage: [L, 2, padded, G, D].
+        scales: float32 [L, 2, G], by which keys and values of 8 bits are multiplied, wherever
+            those of a layer lie; None where numbers stand as they are.
+    """
+
+    storage: torch.Tensor
+    scales: torch.Tensor | None
 
     @property
     def layers(self) -> int:
@@ -52,6 +62,31 @@ class Arena:
         """Bytes of one slot over all layers, keys and values."""
         return self.storage[:, :, 0].numel() * self.storage.element_size()
 
+    def set_scales(self, scales: Sequence[tuple[float, float]]) -> None:
+        """Take what the model says of each layer's keys and values of 8 bits."""
+        if self.scales is not None:
+            self.scales.copy_(torch.tensor(scales)[:, :, None])
+
+    def at_slots(self, layer: int, slots: torch.Tensor) -> tuple[Slots, Slots]:
+        """Keys and values of a layer at [n] int64 slots."""
+        k, v = self.storage[layer]
+        of_k, of_v = (None, None) if self.scales is None else self.scales[layer]
+        return Slots(k, slots, of_k), Slots(v, slots, of_v)
+
+    def at_ids(self, ids: torch.Tensor) -> tuple[Entries, Entries]:
+        """Keys and values of the lists [B * L * G, M] int64 of B requests, all layers."""
+        of_k = of_v = None
+        if self.scales is not None:
+            lists = len(ids) // (self.layers * self.kv_heads)
+            of_k, of_v = self.scales.transpose(0, 1).flatten(1).repeat(1, lists)
+        return Entries(self.entries, ids, of_k), Entries(self.values, ids, of_v)
+
+    def unscaled(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        """Keys and values [G, n, D] of a layer as its entries stand for them, but not rounded."""
+        if self.scales is None:
+            return [k, v]
+        return [x / by[:, None, None] for x, by in zip((k, v), self.scales[layer], strict=True)]
+
     def key_base(self, layer: int) -> int:
         """First key entry of a layer."""
         return layer * 2 * self.value_offset
@@ -77,5 +112,10 @@ class Arena:
 def create_arena(
     layers: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str
 ) -> Arena:
-    """Allocate the pool: zeros, as SGLang's own buffers are."""
-    return Arena(torch.zeros((layers, 2, slots, kv_heads, head_dim), dtype=dtype, device=device))
+    """Allocate the pool: zeros, as SGLang's own buffers are; scales are 1."""
+    scales = None
+    if dtype in FLOAT8:
+        # Each row begins where kernels may read 16 bytes.
+        scales = torch.ones((layers, 2, -(-kv_heads // 4) * 4), device=device)[:, :, :kv_heads]
+    storage = torch.zeros((layers, 2, slots, kv_heads, head_dim), dtype=dtype, device=device)
+    return Arena(storage, scales)

@@ -14,7 +14,6 @@ from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.steady import ENDLESS
 from kvpolicy.dsl.execute.decode import Known, Memory
-from kvpolicy.dsl.execute.kernels import Slots
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.experiments.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face import pairing
@@ -72,11 +71,15 @@ class Served:
         self.standing = Standing()
         self.set: dict[str, Any] = {}
 
-    def warm(self) -> None:
-        """Compiles the kernels generated for the policy before a request waits for them."""
+    def warm(self, queries: torch.dtype) -> None:
+        """Compiles the kernels generated for the policy before a request waits for them.
+
+        Args:
+            queries: their type.
+        """
         storage = self._arena.storage
         slots = torch.arange(min(_WARM, storage.shape[2]), device=storage.device)
-        self.program.warm(*(Slots(pool, slots) for pool in storage[0]))
+        self.program.warm(*self._arena.at_slots(0, slots), queries)
 
     def _tail(self, prompt: int) -> int:
         """Last queries of a prompt that are read by themselves, not only in sums over all."""

@@ -26,6 +26,7 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.dsl.tools.explain_kernels import kernels, regions
+from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.kernels.scoring.generated import generated
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.templates import run as run_module
@@ -332,6 +333,36 @@ def test_slots_and_dense_tensors_agree(name):
             assert torch.equal(torch.as_tensor(a.data), torch.as_tensor(b.data))
 
 
+@pytest.mark.parametrize("name", ["snapkv", "lava", "cake", "h2o", "fastkv"])
+@pytest.mark.parametrize("stored", FLOAT8)
+def test_entries_of_8_bits_are_read_through_their_scale(name, stored):
+    """What is kept is kept of the tensors that they stand for, by torch and by kernels."""
+    case = Case(2, 6, 2, 20, 45)
+    bound = small(name, case.shape)
+    q, k, v = case.tensors(4)
+    scale = torch.tensor([0.37, 2.0], device=DEVICE)
+    codes = [(x / scale[:, None, None]).to(stored) for x in (k, v)]
+    k, v = (x.float() * scale[:, None, None] for x in codes)
+    expected = prefill(TorchProgram(bound), q, k, v)
+
+    def pooled(x):
+        found = in_pool(x.view(torch.uint8).float())  # NaN becomes a code of NaN
+        pool = found.pool.nan_to_num(127.0).to(torch.uint8).view(stored)
+        return Slots(pool, found.slots, scale)
+
+    for table in TABLES:
+        program = TorchProgram(bound, report=True, kernels=table)
+        run, there = program.start(case.tokens), torch.arange(case.tokens, device=DEVICE)
+        for layer in range(case.layers):
+            own = [pooled(x[layer][:, there]) for x in codes]
+            tokens = None if len(there) == case.tokens else there
+            deeper = run.observe(layer, q[layer][:, there], *own, tokens)
+            there = there if deeper is None else there[deeper]
+        run.finish()
+        assert not run.not_finite
+        assert_same_kept(run, expected)
+
+
 def test_slots_are_gathered_only_for_torch():
     """Kernels read the pool; torch operations gather, once."""
     case = Case(1, 4, 2, 16, 29)
@@ -364,7 +395,7 @@ def test_kernels_can_be_compiled_before_a_request(name, monkeypatch):
     rows = torch.zeros(2, 40, 16, device=DEVICE)
     keys, values = in_pool(rows), in_pool(rows)
     before = keys.pool.clone(), values.pool.clone()
-    program.warm(keys, values)
+    program.warm(keys, values, torch.float32)
     for slots, pool in zip((keys, values), before, strict=True):
         assert torch.equal(slots.pool.nan_to_num(7.0), pool.nan_to_num(7.0))
     monkeypatch.setattr(program.generated, "compiled", None)

@@ -24,6 +24,7 @@ from kvpolicy.dsl.execute.values import Frame, Step, Value, aligned
 from kvpolicy.dsl.ir.nodes import ModelShape, Node
 from kvpolicy.dsl.ir.traverse import nodes_of
 from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.kernels.scoring.generated import generated
 from kvpolicy.kernels.table import REFERENCE
 from recordings import tensors
@@ -54,6 +55,14 @@ def in_pool(x: torch.Tensor, there: torch.Tensor | None, seed: int = 0) -> Entri
     ids = (3 * order + 1).view(heads, entries).to(x.device)
     pool[ids] = x if there is None else x.masked_fill(~there[..., None], NAN)
     return Entries(pool, ids)
+
+
+def eight_bits(x: Entries, stored: torch.dtype) -> Entries:
+    """Nearly the same numbers, of 8 bits and with a scale for each list."""
+    scale = 0.3 + torch.arange(len(x.ids), device=x.ids.device).float()
+    pool = x.pool.clone()
+    pool[x.ids] = pool[x.ids] / scale[:, None, None]
+    return Entries(pool.to(stored), x.ids, scale)
 
 
 @dataclass(frozen=True)
@@ -214,6 +223,21 @@ def test_expressions(number):
             assert a.axes == b.axes
             bar = 32 * case.error(frame, 7 * 4 + case.size) * shown(a).abs().max().item()
             torch.testing.assert_close(shown(a), shown(b), rtol=0.0, atol=bar)
+
+
+@pytest.mark.parametrize("stored", FLOAT8)
+@pytest.mark.parametrize("number", [0, 9, 10, 15])
+def test_entries_of_8_bits_are_read_through_their_scale(number, stored):
+    """Kernels read them where they lie, torch what they stand for."""
+    case = replace(CASES[1], queries=7)
+    bound, node = scored(EXPRESSIONS[number].replace("{q}", "recent(7)"), case.shape)
+    frame = case.frame(bound, number, steps=False)
+    vectors = {name: eight_bits(frame.vectors[name], stored) for name in ("key", "value")}
+    frame = replace(frame, vectors={**frame.vectors, **vectors})
+    a, b = both(frame, node)
+    bar = 32 * case.error(frame, 7 * 4 + case.size) * shown(a).abs().max().item()
+    torch.testing.assert_close(shown(a), shown(b), rtol=0.0, atol=bar)
+    assert shown(a).abs().max() > 0
 
 
 ADDED = [

@@ -7,9 +7,11 @@ and KV head attends to a list of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -17,7 +19,9 @@ from eager_model import Model, attend, checkpoint
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.data.result import Result
+from kvpolicy.dsl.interpret import decode, interpreter
 from kvpolicy.dsl.interpret.interpreter import Prompt, interpret
+from kvpolicy.kernels.entries.rounding import rounded
 from torch import Tensor
 
 
@@ -56,6 +60,7 @@ def generate(
     fold_interval: int = 1,
     reused: int = 0,
     forced: Sequence[int] = (),
+    stored: torch.dtype = torch.float32,
 ) -> Generation:
     """The greedy answer to a prompt.
 
@@ -69,20 +74,23 @@ def generate(
         reused: so many first tokens have keys and values of a plain prefill at every layer: a
             prefix that a server shares between requests.
         forced: the first new tokens, whatever the logits say.
+        stored: in which type keys and values are cached.
     """
     model = checkpoint(folder)
     bound = None
     if policy is not None:
         program = load(policy).require()
         bound = bind(program, model.shape, overrides, fold_interval=fold_interval)
-    return _Request(model, bound, reused).answer(list(ids), new_tokens, forced)
+    request = _Request(model, bound, reused, stored)
+    with request.rounding():
+        return request.answer(list(ids), new_tokens, forced)
 
 
 class _Request:
     """One request: its recorded tensors, and what each KV head has cached."""
 
-    def __init__(self, model: Model, bound: Bound | None, reused: int) -> None:
-        self.model, self.bound, self.reused = model, bound, reused
+    def __init__(self, model: Model, bound: Bound | None, reused: int, stored: torch.dtype) -> None:
+        self.model, self.bound, self.reused, self.stored = model, bound, reused, stored
         self.layers = range(model.shape.layers)
         self.recorded: list[np.ndarray] = []  # q [L, H, N, D], k and v [L, G, N, D]
         self.steps: list[list[np.ndarray]] = [[], [], []]  # of q, k, v: [L, heads, D]
@@ -103,6 +111,25 @@ class _Request:
                 position += 1
         return self.answered
 
+    # What is cached
+
+    @contextmanager
+    def rounding(self) -> Iterator[None]:
+        """The interpreter rounds as the cache does what merges and rotations make."""
+
+        def as_stored(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+            return self._rounded(torch.from_numpy(x)).numpy()
+
+        # Of layers in pairs the direction is stored, see `_cache`.
+        shares = self.bound is not None and self.bound.lowered.share is not None
+        with ExitStack() as stack:
+            for module in () if shares else (decode, interpreter):
+                stack.enter_context(patch.object(module, "as_stored", as_stored))
+            yield
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        return rounded(x, self.stored).float()
+
     # Prefill
 
     def _prefill(self, ids: Tensor) -> tuple[Tensor, int]:
@@ -120,7 +147,7 @@ class _Request:
 
     def _plain(self, ids: Tensor) -> list[np.ndarray]:
         """Recorded tensors of a prefill without a policy."""
-        alone = _Request(self.model, None, 0)
+        alone = _Request(self.model, None, 0, self.stored)
         alone._pass(ids, None)
         return alone.recorded
 
@@ -149,6 +176,7 @@ class _Request:
         self, layer: int, there: Tensor, plain: list[np.ndarray] | None, *parts: Tensor
     ) -> Tensor:
         """[H, T, D] of the tokens that are there, whose queries, keys and values are noted."""
+        parts = parts[0], *map(self._rounded, parts[1:])
         if plain is not None:
             old = there < self.reused
             reused = there[old].numpy()
@@ -205,15 +233,24 @@ class _Request:
 
     def _cache(self, layer: int, head: int, kept: list, vectors: list | None) -> tuple:
         """Keys and values [n, D] of one KV head."""
-        if vectors is not None:
-            k, v = vectors[layer][head]
-            return torch.from_numpy(k).float(), torch.from_numpy(v).float()
         held = kept[layer][head]
         both = []
         for record, steps in zip(self.recorded[1:], self.steps[1:], strict=True):
             rows = [record[layer, head], *(step[layer, head][None] for step in steps)]
             both.append(torch.from_numpy(np.concatenate(rows)[held]))
-        return tuple(both)
+        if vectors is None:
+            return tuple(both)
+        made = [torch.from_numpy(x) for x in vectors[layer][head]]
+        if self.bound.lowered.share is None:
+            return tuple(self._rounded(x) for x in made)
+        return tuple(self._restored(x, own) for x, own in zip(made, both, strict=True))
+
+    def _restored(self, made: Tensor, own: Tensor) -> Tensor:
+        """Vectors [n, D] whose direction is stored, but for those that are cached as they were."""
+        length = own.double().norm(dim=-1, keepdim=True).float().double()
+        direction = rounded((made.double() / length).nan_to_num(0.0), self.stored).double()
+        same = (made.float() == own).all(-1, keepdim=True)
+        return torch.where(same, own, (direction * length).float())
 
     # Decode
 
@@ -234,6 +271,7 @@ class _Request:
         self, layer: int, seen: list[list[np.ndarray]], q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """[H, 1, D]: each KV head over its own list, the new entry last; notes what is new."""
+        k, v = self._rounded(k), self._rounded(v)
         for each, part in zip(seen, (q, k, v), strict=True):
             each.append(part[:, 0].numpy())
         group = self.model.shape.group

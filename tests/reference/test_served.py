@@ -53,3 +53,36 @@ def test_chunks_and_retractions(serve, random_model):
     assert changed >= {"fastkv", "gemfilter", "h2o", "tova", "streamingllm", "d2o", "cake", "cam"}
     assert seen["left"] == [0, 0, 0]
     assert sum(each["retractions"] > 0 for each in seen["answers"]) >= 6
+
+
+RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "2"}
+IN_CHUNKS = {"max_total_tokens": 1200, "chunked_prefill_size": 48, "disable_overlap_schedule": True}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored", "interval", "environment", "flags"),
+    [
+        ("fp8_e4m3", "float8_e4m3fn", 1, {}, {"pause": 2}),
+        ("fp8_e5m2", "float8_e5m2", 4, RETRACTED, {"pause": 5, **IN_CHUNKS}),
+    ],
+    ids=["e4m3", "e5m2 in chunks, retracted"],
+)
+def test_a_cache_of_8_bits(serve, random_model, dtype, stored, interval, environment, flags):
+    """Merged and turned entries are rounded to 8 bits, too."""
+    import torch
+    from comparison import OF_8_BITS, compare
+    from methods import METHODS
+
+    environment = {**environment, "SGLANG_KV_POLICY_FOLD_INTERVAL": str(interval)}
+    flags = {**flags, "methods": sorted(METHODS), "kv_cache_dtype": dtype}
+    seen = serve(random_model, environment, each=1, **flags)
+    options = {"tolerance": OF_8_BITS, "stored": getattr(torch, stored)}
+    different, ties, changed = compare(random_model, seen["answers"], interval, **options)
+    assert different == []
+    assert ties <= 5
+    assert len(changed) >= 24
+    assert seen["left"] == [0, 0, 0]
+    assert {each["facts"].get("uncompressed") for each in seen["answers"]} <= {
+        None, "decode_only", "too_long",
+    }  # fmt: skip
+    assert bool(environment.keys() & RETRACTED) == any(x["retractions"] for x in seen["answers"])

@@ -112,10 +112,10 @@ def names() -> list[str]:
 def made_up(shape: ModelShape) -> Iterator[None]:
     """A block in which the host is told numbers."""
 
-    def counts(self: block.Counts, numbers: torch.Tensor, requests: int) -> None:
+    def counts(self: block.Counts, numbers: torch.Tensor, requests: int, kv: int) -> None:
         self.numbers = numbers
         row = [KEPT, 0, 1, *[KEPT + STEPS] * shape.kv_heads, *[KEPT] * shape.kv_heads]
-        landed = block._landed([row] * (len(numbers) // requests))
+        landed = block._landed([row] * (len(numbers) // requests), kv)
         self._event, self._read = None, [landed] * requests
 
     program = partial(TorchProgram, deferred_bytes=DEFERRED)

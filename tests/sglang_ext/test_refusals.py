@@ -50,7 +50,7 @@ REFUSED = {
     for name, harmless, _ in refusals.OPTIONS
 } | {
     "dllm_algorithm": "LowConfidence",
-    "kv_cache_dtype": "fp8_e5m2",
+    "kv_cache_dtype": "mxfp8",
     "attention_backend": "flex_attention",
     "decode_attention_backend": "trtllm_mha",
     "prefill_attention_backend": "fa4",
@@ -134,6 +134,31 @@ def test_kernels_without_a_gpu_are_interpreted_or_refused(monkeypatch, backend):
     with pytest.raises(Refused, match=f"^--attention-backend {backend} .*TRITON_INTERPRET=1.*$"):
         refusals.check_options(chosen)
     refusals.check_options(options(device="cpu"))
+
+
+def test_a_gpu_without_numbers_of_the_cache_is_refused(monkeypatch):
+    monkeypatch.setattr(compat, "compute_capability", lambda device: (8, 0))
+    refusals.check_options(options(kv_cache_dtype="fp8_e5m2"))
+    said = refusal(kv_cache_dtype="fp8_e4m3")
+    assert said.endswith("GPUs before sm_89 have no such numbers; fp8_e5m2 can be used.")
+    monkeypatch.setattr(compat, "compute_capability", lambda device: (8, 9))
+    refusals.check_options(options(kv_cache_dtype="fp8_e4m3"))
+
+
+def attention(k=None, v=None, k_number=None, v_number=None):
+    """What SGLang's attention layer has of scales."""
+    return SimpleNamespace(k_scale=k, v_scale=v, k_scale_float=k_number, v_scale_float=v_number)
+
+
+def test_scales_that_are_not_always_applied_are_refused():
+    plain, ones = attention(), attention(1.0, 1.0, 1.0, 1.0)
+    scaled, written = attention(0.5, 2.0, 0.5, 2.0), attention(0.5, 0.5)
+    refusals.check_scales([plain, ones], ["torch_native"])
+    refusals.check_scales([plain, scaled], ["triton", "fa3"])
+    with pytest.raises(Refused, match=r"^--attention-backend torch_native .* scales of this"):
+        refusals.check_scales([ones, scaled], ["triton", "torch_native"])
+    with pytest.raises(Refused, match=r"^--quantization-param-path cannot be combined"):
+        refusals.check_scales([plain, written], ["triton"])
 
 
 def test_prefills_are_captured_in_pieces():

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from kvpolicy.dsl.execute import warm as execute_warm
+from kvpolicy.dsl.execute.decode import Known
 from kvpolicy.dsl.execute.kernels import Slots
 from kvpolicy.dsl.execute.layout import Held
 from kvpolicy.dsl.execute.run import Run
@@ -99,7 +100,7 @@ def compress(parts: SimpleNamespace, policy: Served, run: Run, row: int) -> Stat
         share.compress(parts, state, slots, run)
         return state
     copy_kept(parts, policy, state.private, slots, kept, counts, run)
-    state.remember(run, [Held(KEPT, False)] * SHAPE.layers)
+    state.remember(run, Known([Held(KEPT, False)] * SHAPE.layers, KEPT))
     return state
 
 
@@ -161,7 +162,7 @@ def missing(name: str) -> tuple[int, list[str]]:
     def begin() -> None:
         parts.append(services(SHAPE))
         parts.append(served(parts[0], SHAPE, name))
-        warm(*parts)
+        warm(*parts, torch.bfloat16)
 
     with made_up(SHAPE):
         warmed = asked(begin, KEPT)
