@@ -178,7 +178,7 @@ class _Zeros(Generated):
         steps, shape = self.regions.steps, self.bound.shape
 
         def run(*given: Any, **options: int) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-            (q, _), (_, rows) = given[:2]
+            (q, *_), (_, rows, _) = given[:2]
             lists, tokens = rows.shape if steps else (shape.kv_heads, given[4])
             sizes = {
                 "kv": lists, "group": shape.group, "token": tokens,
