@@ -26,6 +26,7 @@ from kvpolicy.kernels.entries.compact_layers_triton import compact_layers
 from kvpolicy.kernels.entries.gather_triton import gather
 from kvpolicy.kernels.entries.place_triton import place
 from kvpolicy.kernels.entries.rotate_triton import rotate
+from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.kernels.entries.rows_triton import put_rows, take_rows
 from kvpolicy.kernels.entries.settle_triton import settle
 from kvpolicy.kernels.entries.tables import Tables
@@ -37,6 +38,7 @@ from kvpolicy.kernels.table_triton import TRITON
 from sm90 import compiled
 
 L, H, G, D = 32, 32, 8, 128
+E4M3, E5M2 = FLOAT8
 N, B, SLOTS = 32768, 16, 1 << 19
 
 
@@ -69,18 +71,24 @@ def ranks() -> None:
             TRITON[name](values, there, 2)
 
 
-def compaction() -> None:
+def compaction(stored: torch.dtype = torch.bfloat16) -> None:
     kept = empty(L, G, N, dtype=torch.bool)
     first = ids(L, G, dtype=torch.int32)
-    compact_layers(empty(L, 2, SLOTS, G, D), ids(N), kept, ids(2048, dtype=torch.int32), first)
+    compact_layers(
+        empty(L, 2, SLOTS, G, D, dtype=stored), ids(N), kept, ids(2048, dtype=torch.int32), first
+    )
 
 
 def decode(
-    dtype: torch.dtype = torch.bfloat16, size: int = D, group: int = 4, pairs: bool = False
+    dtype: torch.dtype = torch.bfloat16,
+    size: int = D,
+    group: int = 4,
+    pairs: bool = False,
+    stored: torch.dtype | None = None,
 ) -> None:
     tables = Tables.empty(4097, L, G, SLOTS, "cuda", pairs=pairs)
     rows, lengths = ids(B, dtype=torch.int32), ids(B, dtype=torch.int32)
-    storage = empty(L, 2, SLOTS, G, size, dtype=dtype)
+    storage = empty(L, 2, SLOTS, G, size, dtype=stored or dtype)
     q = empty(B, G * group, size, dtype=dtype)
     table = ids(4097, 131076, dtype=torch.int32)
     decode_attention(q, storage, tables, rows, lengths, table, layer=3, scale=0.1)
@@ -94,9 +102,9 @@ def written_out() -> None:
     entry_table(q, storage, tables, rows, lengths, slots, layer=3, longest=9000)
 
 
-def lists() -> None:
+def lists(stored: torch.dtype = torch.bfloat16) -> None:
     indices = ids(G * N)
-    pool = empty(SLOTS * G, D)
+    pool = empty(SLOTS * G, D, dtype=stored)
     scales = (empty(G * N, dtype=torch.float32) for _ in range(2))
     indptr = ids(G + 1)
     paged_attention(
@@ -104,8 +112,8 @@ def lists() -> None:
     )
 
 
-def folding() -> None:
-    pool, there = empty(SLOTS * G, D), empty(G, 4096, dtype=torch.bool)
+def folding(stored: torch.dtype = torch.bfloat16) -> None:
+    pool, there = empty(SLOTS * G, D, dtype=stored), empty(G, 4096, dtype=torch.bool)
     k, v = gather(pool, pool, ids(G + 1), ids(G * 4096), there)
     k = rotate(k, ids(G, 4096), empty(D // 2, dtype=torch.float32))
     place(pool, k, v, there, ids(4096), value_offset=SLOTS)
@@ -148,8 +156,8 @@ def rows() -> None:
     put_rows(whole, ids(5000), take_rows(whole, ids(5000)))
 
 
-def merging() -> None:
-    x, stays = empty(G, N, D), empty(G, N, dtype=torch.bool)
+def merging(stored: torch.dtype = torch.bfloat16) -> None:
+    x, stays = empty(G, N, D, dtype=stored), empty(G, N, dtype=torch.bool)
     places, real, *_ = TRITON["following"](stays, stays, 30000, 0)
     receivers, found = TRITON["nearest"](x, places, real, stays)
     TRITON["pairs"](x, places, real, receivers, found)
@@ -187,18 +195,22 @@ def merging_together(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None
             TRITON["merge_entries"](pool, row_ids, links, *sums, proceed)
 
 
-def sharing() -> None:
-    below, own = empty(G, N, D), empty(G, N, D)
+def sharing(stored: torch.dtype = torch.bfloat16) -> None:
+    below, own = empty(G, N, D, dtype=stored), empty(G, N, D, dtype=stored)
     TRITON["gram"](below, own)
     TRITON["blend"](below, own, *(empty(G, N, dtype=torch.float64) for _ in range(2)))
 
 
-def decided(policy: str, tokens: int = N, **settings: str) -> None:
+def decided(
+    policy: str, tokens: int = N, stored: torch.dtype = torch.bfloat16, **settings: str
+) -> None:
     """A prefill of two layers, up to what is kept; nothing may wait for the device before that."""
     bound = bind(load(policy).require(), ModelShape(2, H, G, D), settings)
     run = TorchProgram(bound, kernels=TRITON).start(tokens)
     for layer in range(2):
-        k, v = (Slots(empty(SLOTS, G, D), ids(tokens)) for _ in range(2))
+        scale = empty(G, dtype=torch.float32) if stored in FLOAT8 else None
+        pools = (empty(SLOTS, G, D, dtype=stored) for _ in range(2))
+        k, v = (Slots(pool, ids(tokens), scale) for pool in pools)
         run.observe(layer, empty(H, run.queries, D), k, v)
     run.finish(wait=False)
 
@@ -228,6 +240,24 @@ CASES: dict[str, Callable[[], object]] = {
     "folds of requests together, fp32, D 256": lambda: together(torch.float32, 256),
     "merging in the pool": merging_together,
     "merging in the pool, fp32, D 80": lambda: merging_together(torch.float32, 80),
+    "compaction, fp8": lambda: compaction(E4M3),
+    "decode attention, e4m3": lambda: decode(stored=E4M3),
+    "decode attention, e5m2, fp16, groups of 8": lambda: decode(
+        torch.float16, group=8, stored=E5M2
+    ),
+    "decode attention, e4m3, D 256": lambda: decode(size=256, group=2, stored=E4M3),
+    "decode attention, e4m3, layers in pairs": lambda: decode(pairs=True, stored=E4M3),
+    "attention over lists with lengths, e4m3": lambda: lists(E4M3),
+    "gathering, rotation, placing, e4m3": lambda: folding(E4M3),
+    "gathering, rotation, placing, e5m2": lambda: folding(E5M2),
+    "fold in place, fp8, D 80": lambda: settling(E4M3, 80),
+    "folds of requests together, e4m3": lambda: together(E4M3),
+    "merging in the pool, e4m3": lambda: merging_together(E4M3),
+    "merging, e5m2": lambda: merging(E5M2),
+    "sharing, e4m3": lambda: sharing(E4M3),
+    "snapkv, e4m3": lambda: decided("snapkv", stored=E4M3),
+    "lava, e5m2": lambda: decided("lava", stored=E5M2),
+    "h2o, e4m3": lambda: decided("h2o", stored=E4M3),
     "rows of hidden states": rows,
     "merging": merging,
     "sharing": sharing,
