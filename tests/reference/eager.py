@@ -61,6 +61,8 @@ def generate(
     reused: int = 0,
     forced: Sequence[int] = (),
     stored: torch.dtype = torch.float32,
+    scales: Sequence[tuple[float, float]] | None = None,
+    prefills_as_computed: bool = False,
 ) -> Generation:
     """The greedy answer to a prompt.
 
@@ -75,22 +77,44 @@ def generate(
             prefix that a server shares between requests.
         forced: the first new tokens, whatever the logits say.
         stored: in which type keys and values are cached.
+        scales: by which those of each layer are multiplied when they are read; of policies that
+            keep entries as they are.
+        prefills_as_computed: a prefill reads its own keys and values before they are stored.
     """
     model = checkpoint(folder)
     bound = None
     if policy is not None:
         program = load(policy).require()
         bound = bind(program, model.shape, overrides, fold_interval=fold_interval)
-    request = _Request(model, bound, reused, stored)
+    cached = _Cached(stored, scales or [(1.0, 1.0)] * model.shape.layers, prefills_as_computed)
+    request = _Request(model, bound, reused, cached)
     with request.rounding():
         return request.answer(list(ids), new_tokens, forced)
+
+
+@dataclass(frozen=True)
+class _Cached:
+    """How keys and values are cached; see `generate`."""
+
+    stored: torch.dtype
+    scales: Sequence[tuple[float, float]]
+    prefills_as_computed: bool
+
+    def rounded(self, x: Tensor) -> Tensor:
+        return rounded(x, self.stored).float()
+
+    def of_layer(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer as they are read."""
+        both = zip((k, v), self.scales[layer], strict=True)
+        made = [self.rounded(x if by == 1 else x / by) * by for x, by in both]
+        return made[0], made[1]
 
 
 class _Request:
     """One request: its recorded tensors, and what each KV head has cached."""
 
-    def __init__(self, model: Model, bound: Bound | None, reused: int, stored: torch.dtype) -> None:
-        self.model, self.bound, self.reused, self.stored = model, bound, reused, stored
+    def __init__(self, model: Model, bound: Bound | None, reused: int, cached: _Cached) -> None:
+        self.model, self.bound, self.reused, self.cached = model, bound, reused, cached
         self.layers = range(model.shape.layers)
         self.recorded: list[np.ndarray] = []  # q [L, H, N, D], k and v [L, G, N, D]
         self.steps: list[list[np.ndarray]] = [[], [], []]  # of q, k, v: [L, heads, D]
@@ -118,7 +142,7 @@ class _Request:
         """The interpreter rounds as the cache does what merges and rotations make."""
 
         def as_stored(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-            return self._rounded(torch.from_numpy(x)).numpy()
+            return self.cached.rounded(torch.from_numpy(x)).numpy()
 
         # Of layers in pairs the direction is stored, see `_cache`.
         shares = self.bound is not None and self.bound.lowered.share is not None
@@ -126,9 +150,6 @@ class _Request:
             for module in () if shares else (decode, interpreter):
                 stack.enter_context(patch.object(module, "as_stored", as_stored))
             yield
-
-    def _rounded(self, x: Tensor) -> Tensor:
-        return rounded(x, self.stored).float()
 
     # Prefill
 
@@ -147,7 +168,7 @@ class _Request:
 
     def _plain(self, ids: Tensor) -> list[np.ndarray]:
         """Recorded tensors of a prefill without a policy."""
-        alone = _Request(self.model, None, 0, self.stored)
+        alone = _Request(self.model, None, 0, self.cached)
         alone._pass(ids, None)
         return alone.recorded
 
@@ -176,7 +197,7 @@ class _Request:
         self, layer: int, there: Tensor, plain: list[np.ndarray] | None, *parts: Tensor
     ) -> Tensor:
         """[H, T, D] of the tokens that are there, whose queries, keys and values are noted."""
-        parts = parts[0], *map(self._rounded, parts[1:])
+        computed, parts = parts, (parts[0], *self.cached.of_layer(layer, *parts[1:]))
         if plain is not None:
             old = there < self.reused
             reused = there[old].numpy()
@@ -184,7 +205,7 @@ class _Request:
                 part[:, old] = torch.from_numpy(source[layer][:, reused])
         for record, part in zip(self.recorded, parts, strict=True):
             record[layer][:, there.numpy()] = part.numpy()
-        return attend(*parts)
+        return attend(*(computed if self.cached.prefills_as_computed else parts))
 
     def _heads(self) -> tuple[int, int, int]:
         shape = self.model.shape
@@ -242,13 +263,13 @@ class _Request:
             return tuple(both)
         made = [torch.from_numpy(x) for x in vectors[layer][head]]
         if self.bound.lowered.share is None:
-            return tuple(self._rounded(x) for x in made)
+            return tuple(self.cached.rounded(x) for x in made)
         return tuple(self._restored(x, own) for x, own in zip(made, both, strict=True))
 
     def _restored(self, made: Tensor, own: Tensor) -> Tensor:
         """Vectors [n, D] whose direction is stored, but for those that are cached as they were."""
         length = own.double().norm(dim=-1, keepdim=True).float().double()
-        direction = rounded((made.double() / length).nan_to_num(0.0), self.stored).double()
+        direction = self.cached.rounded((made.double() / length).nan_to_num(0.0)).double()
         same = (made.float() == own).all(-1, keepdim=True)
         return torch.where(same, own, (direction * length).float())
 
@@ -271,7 +292,7 @@ class _Request:
         self, layer: int, seen: list[list[np.ndarray]], q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """[H, 1, D]: each KV head over its own list, the new entry last; notes what is new."""
-        k, v = self._rounded(k), self._rounded(v)
+        k, v = self.cached.of_layer(layer, k, v)
         for each, part in zip(seen, (q, k, v), strict=True):
             each.append(part[:, 0].numpy())
         group = self.model.shape.group

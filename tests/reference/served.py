@@ -3,7 +3,7 @@
 Requests of every method and of none in one scheduler, in batches that mix them, with shared
 prefixes, aborts and whatever the flags and the environment add. The flag `methods` names methods,
 `each` says how many requests one gets, `pause` how many steps at most there are between two
-requests; the others are SGLang's.
+requests, `scales` what the checkpoint says of each layer's entries; the others are SGLang's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import json
 import os
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from in_process import Driver
 from methods import settings
@@ -49,6 +51,21 @@ def start(model: str, methods: list[str], flags: dict) -> Driver:
     return driver
 
 
+def set_scales(scales: Sequence[tuple[float, float]]) -> None:
+    """Every attention layer has the scales that a checkpoint would bring."""
+    import torch
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    original = RadixAttention.__init__
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        self.k_scale_float, self.v_scale_float = scales[self.layer_id]
+        self.k_scale, self.v_scale = torch.tensor(scales[self.layer_id])
+
+    RadixAttention.__init__ = init
+
+
 def send_all(
     driver: Driver, rnd: random.Random, sent: list[tuple[str, list[int]]], pause: int
 ) -> int:
@@ -76,6 +93,9 @@ def main(out: str, model: str, flags: dict) -> None:
     rnd = random.Random(7)
     methods, pause = flags.pop("methods"), flags.pop("pause")
     sent = requests(rnd, methods, flags.pop("each"))
+    scales = flags.pop("scales", None)
+    if scales is not None:
+        set_scales(scales)
     driver = start(model, methods, flags)
     aborted = send_all(driver, rnd, sent, pause)
     driver.finish()

@@ -86,3 +86,32 @@ def test_a_cache_of_8_bits(serve, random_model, dtype, stored, interval, environ
         None, "decode_only", "too_long",
     }  # fmt: skip
     assert bool(environment.keys() & RETRACTED) == any(x["retractions"] for x in seen["answers"])
+
+
+SCALES = [(0.37, 1.9), (2.0, 0.5), (1.0, 1.0), (5.3, 0.11), (0.08, 3.0)]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_entries_of_8_bits_are_read_through_the_scales_of_a_checkpoint(
+    serve, random_model, kernels
+):  # fmt: skip
+    """A policy sees what they stand for; SGLang's prefill reads its own before they are stored."""
+    import torch
+    from comparison import compare
+
+    methods = ["snapkv", "lava", "h2o", "vatp", "adakv", "tova", "fastkv"]
+    environment = {"TRITON_INTERPRET": "1", "SGLANG_KV_POLICY_KERNELS": kernels}
+    environment |= {"SGLANG_KV_POLICY_FOLD_INTERVAL": "1"}
+    flags = {"attention_backend": "triton", "triton_attention_num_kv_splits": 1}
+    seen = serve(
+        random_model, environment, each=1, pause=2, methods=methods, scales=SCALES,
+        kv_cache_dtype="fp8_e4m3", disable_radix_cache=True, **flags,
+    )  # fmt: skip
+    # SGLang's own kernel, of batches without compressed requests, rounds queries to 8 bits too.
+    answers = [each for each in seen["answers"] if each["policy"] != "none"]
+    options = {"stored": torch.float8_e4m3fn, "scales": SCALES, "prefills_as_computed": True}
+    different, ties, changed = compare(random_model, answers, 1, tolerance=0.15, **options)
+    assert different == []
+    assert ties <= 2
+    assert changed == set(methods)
+    assert seen["left"] == [0, 0, 0]
