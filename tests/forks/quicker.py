@@ -64,6 +64,7 @@ def kernels() -> None:
     interpreter._get_np_dtype = numpy_type
     _remember_types(tl.core)
     _see_what_is_equal(tl.core, interpreter.TritonSemantic)
+    _remember_operands(tl.core, interpreter.TritonSemantic)
     # Whether 32 bits overflow is computed at each sum and product, for an assertion that is off.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
@@ -97,25 +98,59 @@ def _replace_once(interpreter: Any, tl: Any) -> None:
 
 def _see_what_is_equal(core: Any, semantic: Any) -> None:
     """Looks first whether types, shapes and values are what they nearly always are."""
-    unwrap, equal, broadcast = (
-        core._unwrap_if_constexpr,
-        core.dtype.__eq__,
-        semantic.broadcast_impl_value,
-    )
+    unwrap, equal = core._unwrap_if_constexpr, core.dtype.__eq__
+    broadcast, convert = semantic.broadcast_impl_value, semantic.cast
     plain = {core.tensor, core.dtype, int, float, bool}
 
     def unwrap_if_constexpr(value: Any) -> Any:
         return value if type(value) in plain else unwrap(value)
 
     def broadcast_impl_value(self: Any, one: Any, other: Any) -> Any:
-        first, second = one.type, other.type
-        if first.is_block() and second.is_block() and first.shape.values == second.shape.values:
-            return one, other
-        return broadcast(self, one, other)
+        same = one.type.sizes == other.type.sizes
+        return (one, other) if same else broadcast(self, one, other)
+
+    def cast(self: Any, of: Any, to: Any, fp_downcast_rounding: str | None = None) -> Any:
+        return of if of.dtype is to else convert(self, of, to, fp_downcast_rounding)
 
     core._unwrap_if_constexpr = unwrap_if_constexpr
     core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
-    semantic.broadcast_impl_value = broadcast_impl_value
+    semantic.broadcast_impl_value, semantic.cast = broadcast_impl_value, cast
+
+
+def _remember_operands(core: Any, semantic: Any) -> None:
+    """Has it find once what two types have in common, and what a number is beside a tensor."""
+    of_operation, tensor = semantic.binary_op_type_checking_impl, core.tensor
+    plain, numbers, common = {int, float, bool}, {}, {}
+
+    def operands(
+        self: Any, one: Any, other: Any, one_ptr: bool = False, other_ptr: bool = False,
+        arithmetic: bool = True, division: bool = False,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        rules = one_ptr, other_ptr, arithmetic, division
+        if type(one) is tensor and type(other) is tensor:
+            first, second = one.dtype, other.dtype
+            if first is not second or first.is_ptr() or division:
+                key = (first.name, second.name, rules)
+                if key not in common:
+                    made = of_operation(self, one, other, *rules)
+                    common[key] = tuple(x.dtype for x in made)
+                    return made
+                one, other = map(self.cast, (one, other), common[key])
+            return self.broadcast_impl_value(one, other)
+        left = type(one) in plain
+        if left == (type(other) in plain):
+            return of_operation(self, one, other, *rules)
+        number, beside = (one, other) if left else (other, one)
+        key = (type(number), number, left, beside.dtype.name, beside.type.sizes, rules)
+        if key not in numbers:
+            made = of_operation(self, one, other, *rules)
+            if made[left] is not beside:  # it is of another type now
+                return made
+            made[not left].handle.data.flags.writeable = False
+            numbers[key] = made[not left]
+        return (numbers[key], beside) if left else (beside, numbers[key])
+
+    semantic.binary_op_type_checking_impl = operands
 
 
 def _remember_types(core: Any) -> None:
@@ -128,6 +163,7 @@ def _remember_types(core: Any) -> None:
         if key not in blocks:
             make_block(self, element_ty, shape)
             sizes = [core.constexpr(size) for size in self.shape]
+            self.sizes = key[1:]
             self.of_tensors = core.constexpr(prod(self.shape)), core.tuple(sizes)
             self.of_others = {}  # blocks of this shape, by what they hold
             blocks[key] = dict(vars(self))
@@ -142,6 +178,7 @@ def _remember_types(core: Any) -> None:
             self.of_others[element_ty.name] = core.block_type(element_ty, self.shape)
         return self.of_others[element_ty.name]
 
+    core.dtype.sizes = ()  # of a scalar
     core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
     core.block_type.with_element_ty = with_element_ty
     core.block_type.to_ir = lambda self, _: self  # the interpreter's types are the language's own
