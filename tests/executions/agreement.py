@@ -10,6 +10,7 @@ Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, D head 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from unittest.mock import patch
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.data.result import Result, Steps
 from kvpolicy.dsl.execute.steps import Steps as DecodeSteps
-from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.ir.nodes import ModelShape, Program
 from kvpolicy.dsl.syntax.source import Source
 from recordings import Shape, both, tensors
 from stores import Store
@@ -29,8 +30,12 @@ SHAPE: Shape = (3, 4, 2, 8)
 
 def written(text: str, shape: Shape = SHAPE, every: int = 1, **settings: str) -> Bound:
     """The policy of a file that begins with `HEADER`."""
-    program = load(Source("a-test.yaml", HEADER + text)).require()
-    return bind(program, ModelShape(*shape), settings, fold_interval=every)
+    return bind(_checked(text), ModelShape(*shape), settings, fold_interval=every)
+
+
+@cache
+def _checked(text: str) -> Program:
+    return load(Source("a-test.yaml", HEADER + text)).require()
 
 
 def assert_agreement(text: str, shape: Shape = SHAPE, tokens=(1, 13), **settings: str) -> None:
