@@ -107,10 +107,13 @@ def test_quality_speed():
 
 
 def test_capacity():
-    words = ("--requests", "40", "--prompt", "256", "--new", "16", "--at-once", "6")
-    stock, policy = rows(run("benchmarks/capacity.py", *words))
-    assert int(stock[1]) == 6
-    assert int(policy[1]) >= 3 * 6
+    words = ("--requests", "60", "--prompt", "256", "--new", "16", "--at-once", "6")
+    found = rows(run("benchmarks/capacity.py", *words))
+    assert [row[1] for row in found] == ["16", "8", "16", "8"]
+    stock, stock_of_8, policy, policy_of_8 = (int(row[2]) for row in found)
+    assert (stock, stock_of_8) == (6, 12)
+    assert policy >= 3 * 6
+    assert policy_of_8 >= 1.6 * policy
 
 
 def test_tight_pool():

@@ -9,6 +9,7 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.kernels.attention.decode_attention import decode_attention
 from kvpolicy.kernels.attention.paged_attention import paged_attention
 from kvpolicy.kernels.entries.compact_layers import compact_layers
+from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
 from kvpolicy.sglang_ext.face.options import load_policies
@@ -19,7 +20,7 @@ from kvpolicy.sglang_ext.memory.store import Store
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
 from kvpolicy.sglang_ext.request.request import State
 
-LAYERS, UPPERS, SIZE = 6, [2, 5], 8  # layers 0 and 3 are whole
+LAYERS, UPPERS, SIZE = 6, [2, 5], 16  # layers 0 and 3 are whole
 
 
 class Run:
@@ -107,22 +108,26 @@ def pages(lists, kv_heads):
     return sum(-(-n // kv_heads) for n in lists)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, *FLOAT8])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (4, 2), (6, 3)])
 @pytest.mark.parametrize("share_of", [0.0, 0.1, 0.3])
 def test_attention_is_that_over_the_restored_tensors(heads, kv_heads, dtype, share_of):
     """Requests in pairs beside one that is compressed otherwise; free memory holds NaN.
 
-    By lists, and by the device tables.
+    By lists, and by the device tables; entries of 8 bits through the scales of their layer.
     """
     generator = torch.Generator().manual_seed(heads)
     pool = Pool(kv_heads, dtype)
-    scale = SIZE**-0.5
+    scales = [(1.0, 1.0)] * LAYERS
+    if dtype in FLOAT8:
+        scales = [(0.3 + layer, 2.0 - 0.3 * layer) for layer in range(LAYERS)]
+        pool.arena.set_scales(scales)
+    by = torch.tensor(scales)[:, :, None, None, None]
     privates, lengths, wanted = [], [], []
     for row, (prompt, tail) in enumerate(((40, 1), (61, 9), (33, 20)), start=1):
         kv = torch.randn(LAYERS, 2, prompt + tail, kv_heads, SIZE, generator=generator).to(dtype)
         slots = pool.prefill(row, kv, prompt)
-        seen = kv.float()
+        seen = kv.float() * by
         if row == 2:
             private = whole(pool, row, slots)
             seen = torch.cat([seen[:, :, :30], seen[:, :, prompt:]], 2)
@@ -139,10 +144,12 @@ def test_attention_is_that_over_the_restored_tensors(heads, kv_heads, dtype, sha
     pool.tables.write()
     pool.store.check_integrity(pool.store.allocator.free_slots)
 
-    q = torch.randn(3, LAYERS, heads, SIZE, generator=generator).to(dtype)
+    q = torch.randn(3, LAYERS, heads, SIZE, generator=generator)
+    q = q if dtype in FLOAT8 else q.to(dtype)
     given = (pool.arena, privates, lengths, pool.table)
     first, lists = (Lists(*given, remember=True) for _ in range(2))
-    for layer in range(LAYERS):
+    for layer, (of_keys, of_values) in enumerate(scales):
+        scale = SIZE**-0.5 * of_keys
         first.layer(layer)
         indptr, indices, apart = lists.layer(layer)
         arena = (pool.arena.entries, pool.arena.values)
@@ -160,10 +167,11 @@ def test_attention_is_that_over_the_restored_tensors(heads, kv_heads, dtype, sha
         assert torch.equal(by_tables, got[:, 0])
         for row, seen in enumerate(wanted):
             k, v = seen[layer].repeat_interleave(heads // kv_heads, dim=2).transpose(1, 2)
-            scores = torch.einsum("hd,hnd->hn", q[row, layer].float(), k) * scale
+            scores = torch.einsum("hd,hnd->hn", q[row, layer].float(), k) * SIZE**-0.5
             dense = torch.einsum("hn,hnd->hd", scores.softmax(-1), v)
-            tolerance = {torch.float32: 1e-5}.get(dtype, 1e-2)
-            torch.testing.assert_close(got[row, 0].float(), dense, atol=tolerance, rtol=tolerance)
+            tolerance = 1e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-5
+            found = got[row, 0].float() * of_values
+            torch.testing.assert_close(found, dense, atol=tolerance, rtol=tolerance)
 
 
 def whole(pool, row, slots):
@@ -190,7 +198,7 @@ def test_a_pair_takes_one_list_and_the_excepted_tokens(kv_heads):
     assert torch.equal(pool.arena.storage[:, :, slots], kv)
     used = (LAYERS - 2 * len(UPPERS)) * pages([prompt] * kv_heads, kv_heads)
     for mask in excepted.values():
-        # A number of float32 per token and layer, in rows of 8.
+        # A number of float32 per token and layer, in rows of 16.
         used += pages((2 * -(-prompt // SIZE) + prompt + mask.sum(2).amax(0)).tolist(), kv_heads)
     assert private.slots.numel() == pool.store.held == -(-used // LAYERS)
 
