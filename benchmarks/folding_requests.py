@@ -26,6 +26,7 @@ from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.tools.launches import Observed, Watch
 from kvpolicy.sglang_ext.face.kernels_in_use import KernelsInUse, chosen_for
+from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.forward.decode_step import DecodeStep
 from kvpolicy.sglang_ext.forward.rotary import Rotary
 from kvpolicy.sglang_ext.memory.arena import Arena, create_arena
@@ -147,13 +148,15 @@ class Crowd:
         queries, half = QueryBuffer([self.bound.program]), self.case.shape.head_dim // 2
 
         @contextmanager
-        def contained(request: Any, stage: str):
+        def contained(request: Any, stage: str, **_: Any):
             yield
 
         return SimpleNamespace(
             arena=self.arena, store=self.store, tables=self.tables, tree=self.slots,
-            queries=queries, evict=lambda slots: None, detach=self._detach,
-            failures=SimpleNamespace(contained=contained),
+            ranks=Ranks(), queries=queries, evict=lambda slots: None, detach=self._detach,
+            failures=SimpleNamespace(
+                contained=contained, due=lambda: False, agree=lambda requests: None
+            ),
             reports=SimpleNamespace(finished_fold=self._finished),
             rotary=Rotary(10000.0 ** (-torch.arange(half) / half).double(), interleaved=False),
         )  # fmt: skip

@@ -41,7 +41,11 @@ def install(runtime: Runtime) -> None:
         def build(runner: Any) -> Any:
             backend = factory(runner)
             if name in refusals.SERVED_BACKENDS:
-                heads = refusals.model_shape(runner.model_config).heads
+                shape = refusals.model_shape(runner.model_config)
+                try:
+                    heads = refusals.shape_of_rank(shape, compat.tensor_group().size).heads
+                except Refused as error:
+                    raise stop(error) from None
                 return backends.attach(backend, name, runtime.services, heads, runner.dtype)
             raise stop(Refused(f"--attention-backend {name} cannot read compressed entries."))
 
@@ -71,7 +75,7 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Function]]:
         (compat.SAMPLE_LOGITS, "around", _around_sample_logits(runtime)),
         (compat.SAMPLE, "around", _around_sample(runtime)),
         (compat.LOGPROBS, "before", _before_logprobs(runtime)),
-        (compat.END_OUTPUT, "around", _around_end_output),
+        (compat.END_OUTPUT, "around", _around_end_output(runtime)),
         (compat.INTERNAL_STATE, "after", _after_internal_state(runtime)),
         (compat.CONTROL, "around", _around_control(runtime)),
         (compat.CHECKPOINT, "after", lambda _, req, tree: runtime.published(req)),
@@ -139,6 +143,7 @@ def _after_pool(services: Services) -> Function:
         """After ModelRunner.alloc_memory_pool."""
         allocator = runner.token_to_kv_pool_allocator
         rows = compat.slot_table(runner).shape[0]
+        services.join(compat.tensor_group(), refusals.model_shape(runner.model_config).kv_heads)
         try:
             aside = options.experiment_slots(allocator.size, runner.model_config.context_len)
         except Refused as error:
@@ -155,6 +160,7 @@ def _after_pool(services: Services) -> Function:
             services.tables,
             services.streams,
             SetAside(allocator, aside),
+            services.ranks.heads,
         )
         runner.req_to_token_pool.attach_aux_cache(services.store)
 
@@ -325,10 +331,15 @@ def _before_logprobs(runtime: Runtime) -> Function:
     return before
 
 
-def _around_end_output(original: Function, req: Any, *args: Any, **options: Any) -> None:
-    """Around Req.update_finish_state: prescribed tokens end nothing."""
-    if not force.goes_on(req):
-        original(req, *args, **options)
+def _around_end_output(runtime: Runtime) -> Function:
+    def around(original: Function, req: Any, *args: Any, **options: Any) -> None:
+        """Around Req.update_finish_state: prescribed tokens end nothing."""
+        if not force.goes_on(req):
+            original(req, *args, **options)
+            if runtime.ends(req):
+                compat.end_again(req)
+
+    return around
 
 
 def _around_control(runtime: Runtime) -> Function:

@@ -234,6 +234,17 @@ class Runtime:
         if state.private is not None and state.private.ready:
             self.services.detach(req, state)
 
+    def ends(self, req: Any) -> bool:
+        """Whether a request that has ended, as SGLang has it, ends with an error instead.
+
+        Its policy may have failed on some rank since the ranks agreed last.
+        """
+        state, failures = state_of(req), self.services.failures
+        if self.services.ranks.size == 1 or state is None or state.failed or not req.finished():
+            return False
+        failures.agree([req])
+        return req.to_finish is not None
+
     def released(self, req: Any) -> None:
         """SGLang is about to free a finished request.
 

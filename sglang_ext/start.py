@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.sglang_ext.attention import backend as backends
 from kvpolicy.sglang_ext.attention import graphs
@@ -47,7 +48,7 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
     services.streams.bind(scheduler)
     shape = refusals.model_shape(scheduler.model_config)
     attention = compat.attention_layers(runner.model)
-    refusals.check_layers(attention, shape)
+    refusals.check_layers(attention, refusals.shape_of_rank(shape, services.ranks.size))
     if services.arena.scales is not None:
         in_use = compat.attention_backends(compat.resolved(scheduler.server_args))
         refusals.check_scales(attention, in_use)
@@ -56,7 +57,11 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
         services.rotary = of_model(runner.model)
 
     def make(policy: Policy, bound: Bound) -> Served:
-        return Served(policy, bound, services.arena, services.store.allocator.page_size)
+        page_size, heads = services.store.allocator.page_size, services.ranks.heads
+        try:
+            return Served(policy, bound, services.arena, page_size, heads)
+        except PolicyError as error:
+            raise Refused(f"{policy.option}: {error}") from error
 
     served = [make(policy, policy.bind(shape)) for policy in runtime.asked_for]
     names = [each.name for each in served]
@@ -82,7 +87,7 @@ def _compile(services: Services, scheduler: Any, served: Sequence[Served]) -> No
     for each in served:
         started = time.perf_counter()
         with compiling(f"KV-cache policy {each.name}"):
-            _ready(each.policy, partial(warm, services, each, runner.dtype))
+            _ready(services, each.policy, partial(warm, services, each, runner.dtype))
         params = ", ".join(f"{k}={_shown(v)}" for k, v in each.bound.params.items())
         logger.info(
             "KV-cache policy %s (%s): %s. digest=%s, ready in %.1f s",
@@ -116,15 +121,16 @@ def _within(
             raise Refused("tokens would leave the prefill, and this server is not prepared for it")
         served = make(policy, bound)
         with compiling(f"KV-cache policy {policy.name}"):
-            _ready(policy, partial(warm, services, served))
+            _ready(services, policy, partial(warm, services, served))
         return served
 
     return within
 
 
-def _ready(policy: Policy, warm: Callable[[], None]) -> None:
+def _ready(services: Services, policy: Policy, warm: Callable[[], None]) -> None:
     try:
-        warm()
+        with services.ranks.alone():
+            warm()
     except Exception as error:
         logger.exception("Compilation of kernels failed.")
         what = f"its kernels cannot be compiled: {type(error).__name__}: {error}"

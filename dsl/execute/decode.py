@@ -128,8 +128,10 @@ class Memory:
         return self.steps.lasting.lasts(self.prompt, counts)
 
     def landed(self) -> bool:
-        """Whether `land` would not wait for the device."""
+        """Whether `land` would not wait for the device; of several ranks all say the same."""
         counts = self._block.counts
+        if counts is not None and self.steps.heads.divided:
+            return counts.numbers.device.type == "cpu"
         return counts is None or counts.arrived()
 
     def land(self) -> Landed | None:

@@ -32,6 +32,10 @@ class Heads:
         """How many of a model's KV heads are held here."""
         return total
 
+    def total(self, number: int) -> int:
+        """How many the model has, of which so many are held here."""
+        return number
+
     def gathered(self, parts: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
         """Tensors with the KV heads of all ranks, in one exchange.
 
@@ -75,6 +79,9 @@ class Divided(Heads):
 
     def number(self, total: int) -> int:
         return self._own
+
+    def total(self, number: int) -> int:
+        return self._total
 
     def gathered(self, parts: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
         made: list[torch.Tensor] = []

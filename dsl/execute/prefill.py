@@ -37,6 +37,7 @@ class Prefill:
         looks, early_looks: values that later layers read by `past` and `at`: node, and the numbers
             of layers of `past`, or None where any layer may be read. `early_looks` are those that
             the propagation reads, for as long as it is tested.
+        meets: whether layers look across KV heads, or tokens leave, before the last one is there.
         sums: per additive state (`name + R`), its reduction R over all queries so far.
 
     Raises:
@@ -69,6 +70,8 @@ class Prefill:
         self.early_looks = [looks[name] for name in _looks([*early, *remembered])]
         self.looks = [looks[name] for name in _looks([*self.handed, *remembered])]
         computed = list(nodes_of(self.everything))
+        at_once = nodes_of([*self.handed, *remembered, *early])
+        self.meets = bound.propagates or any(map(across_heads, at_once))
         self.planned = plannable(bound, computed, self.everything)
         self.later = frozenset(id(node) for node in computed if self._is_later(node))
         readers = Counter(id(x) for node in computed for x in operands(node) if not x.across_layers)

@@ -119,6 +119,11 @@ class Run:
             self._remember_queries(layer, q)
         return deeper
 
+    @property
+    def meets(self) -> bool:
+        """Whether ranks exchange anything, or have to decide alike, while layers are observed."""
+        return self.program.heads.divided and self._prefill.meets
+
     def accumulate(
         self,
         layer: int,

@@ -39,7 +39,9 @@ def programs(program: TorchProgram) -> Iterator[TorchProgram]:
     """A policy's program, and as it takes prompts whose scores cannot wait for the last layer."""
     yield program
     if not program.bound.propagates:
-        yield TorchProgram(program.bound, kernels=program.kernels, deferred_bytes=0)
+        yield TorchProgram(
+            program.bound, kernels=program.kernels, heads=program.heads, deferred_bytes=0
+        )
 
 
 def prefill(program: TorchProgram, tokens: int, like: Slots, queries: torch.dtype) -> Run:
@@ -51,11 +53,13 @@ def prefill(program: TorchProgram, tokens: int, like: Slots, queries: torch.dtyp
     """
     shape, device = program.bound.shape, like.device
     run, layer, there = program.start(tokens), 0, torch.arange(tokens, device=device)
-    pool = torch.zeros(_ROWS, shape.kv_heads, shape.head_dim, dtype=like.dtype, device=device)
+    kv = program.heads.number(shape.kv_heads)
+    pool = torch.zeros(_ROWS, kv, shape.head_dim, dtype=like.dtype, device=device)
     while layer < shape.layers:
         number = len(there)
         wanted = min(run.queries, number)
-        asked = torch.zeros(wanted, shape.heads, shape.head_dim, dtype=queries, device=device)
+        size = (wanted, kv * shape.group, shape.head_dim)
+        asked = torch.zeros(size, dtype=queries, device=device)
         keys = Slots(pool, there % _ROWS, like.scale)
         values = keys if program.bound.needs_values else None
         own = None if number == run.size else there
@@ -88,6 +92,7 @@ class _Folding:
     def __init__(self, run: Run, like: Slots, queries: torch.dtype) -> None:
         self.bound, self.device, self.scale = run.program.bound, like.device, like.scale
         self.steps, self.tokens = self.bound.fold_interval, run.prompt
+        self.kv = run.program.heads.number(self.bound.shape.kv_heads)
         size = (_ROWS, self.bound.shape.head_dim)
         self.pool = torch.zeros(size, dtype=like.dtype, device=like.device)
         self.asked = torch.zeros(size, dtype=queries, device=like.device)
@@ -119,12 +124,13 @@ class _Folding:
     def _queries(self) -> torch.Tensor:
         """[L * H, T, D] zeros."""
         shape = self.bound.shape
-        return self.asked.new_zeros(shape.layers * shape.heads, self.steps, shape.head_dim)
+        lists = shape.layers * self.kv * shape.group
+        return self.asked.new_zeros(lists, self.steps, shape.head_dim)
 
     def _read(
         self, block: Block, layer: int, there: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        size = (self.bound.shape.kv_heads, block.lengths[layer], self.bound.shape.head_dim)
+        size = (self.kv, block.lengths[layer], self.bound.shape.head_dim)
         return self.pool.new_zeros(size), self.pool.new_zeros(size)
 
     def _entries(self, there: torch.Tensor) -> tuple[Entries, Entries]:

@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -670,6 +671,11 @@ def end_with_error(request: Any, message: str) -> None:
     request.to_finish = FINISH_ABORT(message, status, "InternalServerError")
 
 
+def end_again(request: Any) -> None:
+    """Let a request that SGLang has ended end as `end_with_error` says."""
+    request.finished_reason, request.to_finish = request.to_finish, None
+
+
 def is_health_check(request: Any) -> bool:
     """Whether a request is one of SGLang's own health checks."""
     from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
@@ -714,6 +720,29 @@ def free_slots(allocator: Any) -> torch.Tensor:
 
     pages, size = allocator.get_all_free_pages(), allocator.page_size
     return (pages[:, None] * size + torch.arange(size, device=pages.device)).flatten()
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """The ranks among which a model's heads are divided (`--tp`), as torch knows them.
+
+    Attributes:
+        rank: of this process; size: how many there are.
+        host, device: groups of `torch.distributed`, for numbers of the host and for tensors.
+    """
+
+    rank: int
+    size: int
+    host: Any
+    device: Any
+
+
+def tensor_group() -> TensorGroup:
+    """That of this scheduler."""
+    from sglang.srt.runtime_context import get_parallel
+
+    group = get_parallel().tp_group
+    return TensorGroup(group.rank_in_group, group.world_size, group.cpu_group, group.device_group)
 
 
 def dp_rank() -> int | None:

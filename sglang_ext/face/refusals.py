@@ -23,7 +23,6 @@ CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 OPTIONS = (
     ("speculative_algorithm", None, "draft tokens are verified against slots that were freed"),
     ("disaggregation_mode", "null", "a compressed request's row cannot be transferred"),
-    ("tp_size", 1, "budgets that depend on all KV heads are not yet reduced over ranks"),
     ("pp_size", 1, "budgets that depend on all layers are not yet reduced over stages"),
     ("attn_cp_size", 1, "keys of one request would be spread over ranks"),
     ("dcp_size", 1, "keys of one request would be spread over ranks"),
@@ -133,6 +132,20 @@ def model_shape(config: Any) -> ModelShape:
         kv_heads=config.get_total_num_kv_heads(),
         head_dim=config.head_dim,
     )
+
+
+def shape_of_rank(shape: ModelShape, ranks: int) -> ModelShape:
+    """Sizes of what one of so many ranks has of a model (`--tp`).
+
+    Raises:
+        Refused: there are not enough KV heads for all of them.
+    """
+    if shape.kv_heads % ranks:
+        raise Refused(
+            f"--tp-size {ranks} cannot be combined with --kv-policy: the model has "
+            f"{shape.kv_heads} KV heads, and each rank needs as many as the others."
+        )
+    return replace(shape, heads=shape.heads // ranks, kv_heads=shape.kv_heads // ranks)
 
 
 def model_sizes(config: Any) -> ModelConfig:

@@ -32,14 +32,14 @@ def compress(
     Args:
         request: SGLang's.
         slots: [N] int64 slots of the prompt.
-        kept: [L, G, N] bool.
-        counts: [L, G] int64 on the host, how many entries of each list are kept.
+        kept: [L, g, N] bool, of the KV heads that are here.
+        counts: [L, G] int64 on the host, how many entries of each list are kept, on all ranks.
         run: of the policy's program, finished.
     """
     store, needed = services.store, services.store.slots_for(counts)
     # Where tokens have left the prefill, the prompt's own slots lack entries of deeper layers.
     left = state.progress.layer is not None
-    if int(counts.sum()) == kept.numel() and not left:
+    if int(counts.sum()) == counts.numel() * kept.shape[2] and not left:
         _give_back(services, state)
         return
     if not state.folds and not left and needed >= state.prompt:
@@ -52,12 +52,15 @@ def compress(
         state.private = private = store.borrow(row, name, own, state.prompt)
         store.fill(private, counts)
         state.uncompressed = None
-        first_page, total = private.layout.first_page, int(counts.sum())
+        own_counts = services.ranks.heads.part(counts, 1)
+        first_page, total = private.layout.first_page, int(own_counts.sum())
         compact_within(services.arena.storage, slots, kept, total, private.slots, first_page)
         return
     if state.private is None:
         state.private = store.allocate(row, name, 0, state.prompt, services.evict)
     if state.private is None or not store.grow(state.private, needed, services.evict):
+        if left:  # its own slots lack what deeper layers never computed
+            raise RuntimeError(f"request {request.rid}: no slots are left for what is kept")
         _give_back(services, state)
         state.uncompressed = Reason.NO_SLOTS
         state.forget()

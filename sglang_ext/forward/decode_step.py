@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.sglang_ext.face.host import to_device
-from kvpolicy.sglang_ext.forward.failures import DECODING, FOLD, READING
+from kvpolicy.sglang_ext.forward.failures import DECODING, FOLD, READING, met
 from kvpolicy.sglang_ext.forward.fold import Room
 from kvpolicy.sglang_ext.forward.fold_together import FoldTogether, Member, Together, parts_of
 from kvpolicy.sglang_ext.forward.follow import check_last_fold, may_leave
@@ -77,6 +77,7 @@ class DecodeStep:
             if state.private is not None:
                 self._private[i] = state.private
         self._noted = [i for i, each in self._followers.items() if each.noted]
+        self._most = services.queries.most_steps(len(self._noted))
 
     @cached_property
     def _lists(self) -> Lists:
@@ -141,19 +142,25 @@ class DecodeStep:
 
     def finish(self) -> None:
         """After the forward: note its step; take policies through theirs, and fold what stays."""
+        failures = self._services.failures
+        concerned = [each for each in self._requests if state_of(each) is not None]
         if not self._followers:
+            if concerned and failures.due():
+                failures.agree(concerned)
             return
         self._note()
-        failures, room, leaving = self._services.failures, Room(self._services), set()
+        room, leaving = Room(self._services), set()
         for row, each in self._followers.items():
             with failures.contained(each.request, FOLD):
                 if may_leave(self._services, room, each.request, each.state, each.length):
                     leaving.add(row)
-        most = self._services.queries.most_steps(len(self._noted))
+        full = [each for each in self._followers.values() if each.decoding.notes.full(self._most)]
+        if leaving or full or failures.due():
+            failures.agree(concerned)
         groups: dict[tuple[Hashable, bool], list[Member]] = {}
         for row, each in self._followers.items():
             leaves, notes, memory = row in leaving, each.decoding.notes, each.decoding.memory
-            if each.state.failed or not (leaves or notes.full(most)):
+            if each.state.failed or not (leaves or notes.full(self._most)):
                 continue
             with failures.contained(each.request, DECODING):
                 check_last_fold(each.request, each.state, memory)
@@ -172,6 +179,8 @@ class DecodeStep:
         ]
         for fold in folds:
             fold.finish()
+        if folds:
+            failures.agree(concerned)
 
     def _follow_together(self, members: list[Member], *, leaves: bool) -> list[FoldTogether]:
         """Take the policies of a group through their steps; where that fails, one by one."""
@@ -183,8 +192,10 @@ class DecodeStep:
                 each.clear()
             return [] if fold is None else [fold]
         except Exception as error:
+            ended = met(self._services.ranks, error)
             if len(members) == 1:
-                self._services.failures.note(members[0].request, DECODING, error)
+                self._services.failures.note(members[0].request, DECODING, ended or error)
+                self._services.failures.agree([members[0].request])
                 return []
         return [fold for each in members for fold in self._follow_together([each], leaves=leaves)]
 

@@ -4,15 +4,22 @@ Whatever is raised while a policy, or the plugin on its behalf, works for a requ
 request's border. Where all layers still hold all entries of its prompt, the request goes on with
 full KV; otherwise it ends with an HTTP 500 that names the policy. A policy that fails too often is
 disabled: its requests are served in full from then on.
+
+Where a model is divided over ranks (`--tp`), a failure counts on all of them, at the same moment:
+what fails on one is noted there, and taken up by all where they next agree. That is where a prompt
+ends, where entries leave, every few decode steps, and where a request ends. A block in which ranks
+exchange tensors is joint: they agree where it ends, and none waits for one that has failed.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
 from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face.ranks import FailedElsewhere, Ranks
 from kvpolicy.sglang_ext.memory.store import Store
 from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.report.reports import Reports
@@ -30,6 +37,8 @@ PROPAGATION = "propagation"
 DECODING = "decoding"
 READING = "attention to compressed entries"
 FOLD = "a fold"
+_AGREE = 16  # decode steps from one agreement of ranks to the next, at most
+_STAGES = (ADMISSION, SCORING, CHOOSING, COMPACTION, PROPAGATION, DECODING, READING, FOLD)
 
 
 class Failures:
@@ -39,28 +48,63 @@ class Failures:
         most: failing requests after which a policy is disabled; 0 for never.
     """
 
-    def __init__(self, store: Store, metrics: Metrics, reports: Reports, most: int) -> None:
+    def __init__(
+        self, store: Store, metrics: Metrics, reports: Reports, ranks: Ranks, most: int
+    ) -> None:
         self._store, self._metrics, self._reports = store, metrics, reports
-        self._most = most
+        self.ranks, self._most, self._steps = ranks, most, 0
         self._logged: set[tuple[str, str, type]] = set()
 
-    def contained(self, req: Any, stage: str, *, whole: bool | None = None) -> Contained:
+    def contained(
+        self, req: Any, stage: str, *, whole: bool | None = None, joint: bool = False
+    ) -> Contained:
         """A block of work for one request: what it raises is noted and goes no further.
 
         Args:
             stage: at what the policy works, for messages.
             whole: whether the request's prompt is whole if the block fails; None: its state says.
+            joint: whether ranks exchange tensors in it, or take slots: then all of them enter it,
+                and agree at its end.
         """
-        return Contained(self, req, stage, whole)
+        return Contained(self, req, stage, whole, joint)
 
     def note(self, req: Any, stage: str, error: Exception, *, whole: bool | None = None) -> None:
         """A policy has failed; arguments as of `contained`."""
         state = state_of(req)
-        if state is None or state.failed:
+        if state is None or state.broken or isinstance(error, FailedElsewhere):
             return
-        state.failed = True
         whole = state.is_whole if whole is None else whole
         self._log(state.served, req, stage, error)
+        if self.ranks.size == 1 or stage == ADMISSION:  # the schedulers of all ranks do the same
+            self._take_up(req, state, stage, whole=whole)
+        else:
+            state.failing = 1 + 2 * _STAGES.index(stage) + (not whole)
+
+    def agree(self, requests: Iterable[Any]) -> None:
+        """Take up what has failed on any rank; all ranks call it for the same requests."""
+        if self.ranks.size == 1:
+            return
+        known = [(req, state) for req in requests if (state := state_of(req)) is not None]
+        worst = self.ranks.worst([state.failing for _, state in known])
+        for (req, state), code in zip(known, worst, strict=True):
+            if code and not state.failed:
+                if not state.failing:
+                    logger.warning(
+                        "KV-cache policy %s failed at %s on another rank, whose log says why. "
+                        "rid=%s",
+                        state.served.name,
+                        _STAGES[(code - 1) // 2],
+                        req.rid,
+                    )
+                self._take_up(req, state, _STAGES[(code - 1) // 2], whole=code % 2 == 1)
+
+    def due(self) -> bool:
+        """Whether ranks agree at this decode step, which is said to each at each step."""
+        self._steps += 1
+        return self.ranks.size > 1 and self._steps % _AGREE == 0
+
+    def _take_up(self, req: Any, state: State, stage: str, *, whole: bool) -> None:
+        state.failed, state.failing = True, 0
         if whole:
             self._serve_in_full(req, state)
         else:
@@ -135,8 +179,11 @@ class Failures:
 class Contained:
     """A block whose exceptions are one request's."""
 
-    def __init__(self, failures: Failures, req: Any, stage: str, whole: bool | None) -> None:
+    def __init__(
+        self, failures: Failures, req: Any, stage: str, whole: bool | None, joint: bool
+    ) -> None:
         self._failures, self._req, self._stage, self._whole = failures, req, stage, whole
+        self._joint = joint
 
     def __enter__(self) -> None:
         pass
@@ -144,7 +191,31 @@ class Contained:
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if not isinstance(error, Exception):
+        if error is not None and not isinstance(error, Exception):
+            return False
+        if self._joint:
+            error = met(self._failures.ranks, error)
+        if error is None:
             return False
         self._failures.note(self._req, self._stage, error, whole=self._whole)
+        if self._joint:
+            self._failures.agree([self._req])
         return True
+
+
+def met(ranks: Ranks, error: Exception | None) -> Exception | None:
+    """How a block has ended in which ranks exchange tensors, when all have ended it.
+
+    Args:
+        error: what it has raised here.
+
+    Returns:
+        That; or that another rank has failed.
+    """
+    if isinstance(error, FailedElsewhere):
+        return error
+    try:
+        ranks.meet(failed=error is not None)
+    except FailedElsewhere as elsewhere:
+        return elsewhere
+    return error

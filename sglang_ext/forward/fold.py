@@ -60,7 +60,7 @@ class Room:
         store, tree = self._services.store, self._services.tree
         private = state.private
         if private is None:
-            everything = torch.full((store.arena.layers, store.arena.kv_heads), length)
+            everything = torch.full((store.arena.layers, store.kv_heads), length)
             need = store.slots_for(everything)
         else:
             need = store.slots_with(private, length - private.tail_start) - private.slots.numel()
@@ -157,10 +157,10 @@ class Fold:
         private = self._state.compressed_copy
         if not private.ready:
             return False
-        first, pages = self._services.store.lay_out(counts)
-        ends = [*first[1:, 0].tolist(), pages]
-        most = [*private.layout.layer_starts[1:], private.slots.numel() * len(ends)]
-        return all(end <= limit for end, limit in zip(ends, most, strict=True))
+        store = self._services.store
+        most = store.ends_of_layers(private.layout.room)
+        most[-1] = private.slots.numel() * len(most)
+        return bool((store.ends_of_layers(counts.numpy()) <= most).all())
 
     def write_by_layer(self, counts: torch.Tensor) -> None:
         """Write [L, G] entries that stay, each layer before the next one is read."""
@@ -168,11 +168,13 @@ class Fold:
         stays, device = self._fits(counts), private.slots.device
         first = private.first_page
         if not stays:
-            first = to_device(services.store.lay_out(counts)[0], torch.int32, device)
+            first = to_device(services.store.lay_out(counts), torch.int32, device)
         self._place(self._rows(), first)
+        services.ranks.meet()  # from here on slots change hands
         self.leave_tail()
         if stays:
-            services.store.settled(private, counts, to_device(counts, torch.int32, device))
+            own = services.ranks.heads.part(counts, 1)
+            services.store.settled(private, counts, to_device(own, torch.int32, device))
         else:
             services.store.fill(private, counts)
 
@@ -180,6 +182,7 @@ class Fold:
         """Read all [L, G] entries that stay, take the slots that they need, and write them."""
         store, private = self._services.store, self._state.compressed_copy
         layers = list(self._rows())
+        self._services.ranks.meet()  # from here on slots change hands
         self.leave_tail()
         if not store.grow(private, store.slots_for(counts), self._services.evict):
             raise RuntimeError(f"request {self._request.rid}: the slots for its fold are gone")

@@ -23,7 +23,7 @@ import torch
 from kvpolicy.dsl.execute.kernels import Entries
 from kvpolicy.dsl.execute.requests import Staying, follow_together
 from kvpolicy.sglang_ext.face.host import to_device
-from kvpolicy.sglang_ext.forward.failures import FOLD
+from kvpolicy.sglang_ext.forward.failures import FOLD, met
 from kvpolicy.sglang_ext.forward.fold import Fold, fits, fits_again, wasteful
 from kvpolicy.sglang_ext.forward.follow import Reader
 from kvpolicy.sglang_ext.request.request import State
@@ -142,6 +142,9 @@ class FoldTogether:
                 elif self._drops(each):
                     stays, moves = self._where(each)
                     (known if stays else moving if moves else others).append(place)
+        failures.agree(each.request for each in members)
+        for places in (lasting, known, moving, others):
+            places[:] = [place for place in places if not members[place].state.failed]
         if lasting:
             self._contained(lasting, partial(self._launch, lasting, self._staying.proceed))
         if known or moving:
@@ -152,13 +155,13 @@ class FoldTogether:
                 self._contained(places, partial(self._move, places, proceed))
         share = (time.perf_counter() - started) / max(len(members), 1)
         for place in (*lasting, *known, *moving):
-            if members[place].state.failed:
+            if members[place].state.broken:
                 continue
             with failures.contained(members[place].request, FOLD):
                 self._finish(place, share, lasts=place in lasting, moved=place in moving)
         for place in others:
             each = members[place]
-            with failures.contained(each.request, FOLD):
+            with failures.contained(each.request, FOLD, joint=True):
                 self._alone(place, each).write(each.landed)
 
     def _lasts(self, each: Member) -> bool:
@@ -188,13 +191,18 @@ class FoldTogether:
         return fits(store, private, kept), not wasteful(store, private, kept)
 
     def _contained(self, places: list[int], write: Callable[[], None]) -> None:
-        """Write what stays of some requests; if it fails, all fail."""
+        """Write what stays of some requests; if it fails, all fail, on all ranks."""
+        error, failures = None, self._services.failures
         try:
             write()
-        except Exception as error:
-            for place in places:
-                member = self._together._members[place]
-                self._services.failures.note(member.request, FOLD, error)
+        except Exception as raised:
+            error = raised
+        error = met(self._services.ranks, error)
+        if error is not None:
+            requests = [self._together._members[place].request for place in places]
+            for request in requests:
+                failures.note(request, FOLD, error)
+            failures.agree(requests)
 
     def _merged(self, places: list[int], proceed: torch.Tensor) -> list[torch.Tensor]:
         """What says where lists lie and what stays, of some requests whose entries are merged."""
@@ -228,9 +236,11 @@ class FoldTogether:
         rows, lengths, kept, there, proceed = self._merged(places, proceed)
         own = (rows, lengths, together._table)
         ids = kernels.entry_ids(arena.storage, services.tables.tables, *own, there)
-        chosen = torch.nonzero_static(kept.flatten(), size=_number(counts))[:, 0]
+        number = _number([services.ranks.heads.part(own, 1) for own in counts])
+        chosen = torch.nonzero_static(kept.flatten(), size=number)[:, 0]
         pool = [arena.entries[: len(arena.values)], arena.values]
         held = kernels.take_rows(pool, ids.flatten(), chosen)
+        services.ranks.meet()  # from here on slots change hands
         for each, private in zip(members, privates, strict=True):
             private.tail_start = each.length
             services.detach(each.request, each.state)

@@ -16,6 +16,7 @@ makes it wait:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -100,13 +101,16 @@ class _Chosen:
     """What one request keeps, on the device.
 
     Attributes:
-        kept: [L, G, N] bool.
-        numbers: what the host needs: [L, G] entries of each list, as of `Held.of` [L, 2] or, where
-            nothing is remembered, [0, 2], and whether the model's tensors were finite.
+        kept: [L, g, N] bool, of the KV heads that are here.
+        counts: [L, g] entries of each list.
+        held: as of `Held.of` [L, 2] or, where nothing is remembered, [0, 2].
+        finite: 0-d bool, whether the model's tensors were.
     """
 
     kept: torch.Tensor
-    numbers: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    counts: torch.Tensor
+    held: torch.Tensor
+    finite: torch.Tensor
 
 
 class PrefillStep:
@@ -117,12 +121,15 @@ class PrefillStep:
         self.scored: list[Scored] = []
         self._windowed: list[_Windowed] = []
         self._accumulated: list[_Accumulated] = []
+        self._concerned: list[Any] = []
         table = batch.req_to_token_pool.req_to_token
         for request, state, rows, prefix in iterate_rows(batch):
             length = prefix + rows.stop - rows.start
             slots = table[request.kv.req_pool_idx, :length].to(torch.int64)
+            self._concerned.append(request)
             with services.failures.contained(request, SCORING):
                 self._begin(request, state, slots, prefix)
+        services.failures.agree(self._concerned)
 
     def _begin(self, request: Any, state: State, slots: torch.Tensor, prefix: int) -> None:
         """Note what a request needs in this forward.
@@ -169,13 +176,17 @@ class PrefillStep:
         failures = self._services.failures
         for chunk in self._accumulated:
             rows = self._frame.rows(chunk.request)
-            if rows is not None and not chunk.state.failed:
+            if rows is not None and not chunk.state.broken:
                 with failures.contained(chunk.request, SCORING), timed(chunk.state):
                     self._accumulate(chunk, layer, queries.rows(rows))
         for scored in self.scored:
             rows = self._frame.rows(scored.request)
-            if rows is not None and not scored.state.failed:
-                with failures.contained(scored.request, SCORING), timed(scored.state):
+            if rows is not None and not scored.state.broken:
+                joint = scored.run.meets
+                with (
+                    failures.contained(scored.request, SCORING, joint=joint),
+                    timed(scored.state),
+                ):
                     self._observe(scored, layer, queries.rows(rows))
 
     def _accumulate(self, chunk: _Accumulated, layer: Any, queries: Queries) -> None:
@@ -216,34 +227,52 @@ class PrefillStep:
 
     def finish(self) -> None:
         """After the forward: choose what is kept and copy it to private pages."""
-        failures, chosen = self._services.failures, []
+        failures, found = self._services.failures, []
+        failures.agree(self._concerned)
         for each in self.scored:
             if each.state.failed:
                 continue
-            with failures.contained(each.request, CHOOSING), timed(each.state):
-                chosen.append((each, self._choose(each)))
+            with failures.contained(each.request, CHOOSING, joint=True), timed(each.state):
+                found.append((each, self._choose(each)))
+        chosen = [(each, own) for each, own in found if not each.state.failed]
         # All have been asked before the host waits for the first one's numbers.
-        numbers = iter(to_host([tensor for _, own in chosen for tensor in own.numbers]))
-        for each, own in chosen:
-            counts, held, finite = next(numbers), next(numbers), next(numbers)
-            with failures.contained(each.request, COMPACTION):
+        numbers = self._numbers([own for _, own in chosen])
+        for (each, own), (counts, widest, held, finite) in zip(chosen, numbers, strict=True):
+            with failures.contained(each.request, COMPACTION, joint=True):
                 with timed(each.state):
                     each.run.settle(finite=bool(finite))
                     self._compress(each, own.kept, counts)
                     layers = [Held(positions, bool(alike)) for positions, alike in held.tolist()]
-                    widest = max((own.positions for own in layers), default=0)
-                    each.state.remember(each.run, Known(layers, widest))
+                    known = Known(layers, max(widest.flatten().tolist(), default=0))
+                    each.state.remember(each.run, known)
                 self._describe(each, own.kept)
-                self._note(each, int(counts.sum()))
+            if not each.state.failed:  # on any rank
+                with failures.contained(each.request, COMPACTION):
+                    self._note(each, int(counts.sum()))
 
     def _choose(self, scored: Scored) -> _Chosen:
-        kept = torch.stack(scored.run.finish(wait=False))  # [L, G, N]
+        kept = torch.stack(scored.run.finish(wait=False))
         finite = scored.run.finite
         if finite is None:
             finite = kept.new_ones(())
         # Only a policy that goes on remembers what each layer holds.
         held = Held.of(kept if scored.state.folds else kept[:0])
-        return _Chosen(kept, (kept.sum(dim=2), held, finite))
+        return _Chosen(kept, kept.sum(dim=2), held, finite)
+
+    def _numbers(self, chosen: list[_Chosen]) -> Iterator[list[torch.Tensor]]:
+        """What the host needs of each request, in one transfer.
+
+        [L, G] entries of each list, at how many positions some head of its layer and rank keeps an
+        entry, where that is remembered, and what is known here.
+        """
+        parts = [
+            (x, 1) for own in chosen
+            for x in (own.counts, own.held[:, :1].expand(-1, own.counts.shape[1]))
+        ]  # fmt: skip
+        whole = iter(self._services.ranks.heads.gathered(parts))
+        tensors = [x for own in chosen for x in (next(whole), next(whole), own.held, own.finite)]
+        found = to_host(tensors)
+        return (found[i : i + 4] for i in range(0, len(found), 4))
 
     def _compress(self, scored: Scored, kept: torch.Tensor, counts: torch.Tensor) -> None:
         state, run = scored.state, scored.run
@@ -253,12 +282,12 @@ class PrefillStep:
             return
         compress(self._services, scored.request, state, scored.prompt_slots, kept, counts, run)
 
-    @staticmethod
-    def _describe(scored: Scored, kept: torch.Tensor) -> None:
-        """Which of [L, G, N] entries were copied, where the answer is to say it."""
+    def _describe(self, scored: Scored, kept: torch.Tensor) -> None:
+        """Which of [L, g, N] entries were copied, where the answer is to say it."""
         state, told = scored.state, scored.state.told
         paired = bool(state.served.upper_layers)  # they hold everything
         if told.shows_kept and not told.counted and state.private is not None and not paired:
+            (kept,) = self._services.ranks.heads.gathered([(kept, 1)])
             told.kept = described(kept, scored.origin, state.prompt)
 
     def _note(self, scored: Scored, kept: int) -> None:

@@ -23,7 +23,7 @@ from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.host import to_device, to_host
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
 from kvpolicy.sglang_ext.forward import view
-from kvpolicy.sglang_ext.forward.failures import PROPAGATION
+from kvpolicy.sglang_ext.forward.failures import PROPAGATION, Contained, met
 from kvpolicy.sglang_ext.forward.frame import Frame
 from kvpolicy.sglang_ext.forward.prefill_step import PrefillStep, Scored
 from kvpolicy.sglang_ext.request.propagation import Plan, Rows
@@ -167,16 +167,26 @@ class PropagateStep:
     def _narrow(self, layer: int, hidden: Any, batch: Any) -> Any:
         rows, update = view.rows_of(hidden, batch)
         pieces = self._pieces(layer, rows)
+        earlier = self._view, self._rows
+        there = {id(p.request): w for p in self._parts if (w := self._frame.rows(p.request))}
+        error, joined = None, hidden
         try:
-            return self._join(pieces, rows, update)
-        except Exception as error:
-            # It was one operation for the whole batch. All rows go on as they are; those of the
-            # requests for which it was done are worth nothing any more.
-            for part, _ in pieces:
-                if isinstance(part, _Leaving) and not part.keeps_rows:
-                    part.lost = True
-                    self._services.failures.note(part.request, PROPAGATION, error, whole=False)
-            return compat.put_stream(batch, rows.hidden, rows.residual, update)
+            joined = self._join(pieces, rows, update)
+        except Exception as raised:
+            error = raised
+        error = met(self._services.ranks, error)
+        if error is None:
+            return joined
+        # It was one operation for the whole batch. All rows go on as they are; those of the
+        # requests for which it was done are worth nothing any more.
+        self._view, self._rows = earlier
+        self._frame.replace(there)
+        lost = [x for x, _ in pieces if isinstance(x, _Leaving) and not x.keeps_rows]
+        for part in lost:
+            part.lost = True
+            self._services.failures.note(part.request, PROPAGATION, error, whole=False)
+        self._services.failures.agree(part.request for part in lost)
+        return compat.put_stream(batch, rows.hidden, rows.residual, update)
 
     def _pieces(self, layer: int, rows: Rows) -> list[tuple[_Part, Rows]]:
         """The rows of each request that go deeper than a layer, of those that have any.
@@ -193,12 +203,19 @@ class PropagateStep:
                 piece = again[id(part.request)]
             elif not part.lost and isinstance(part, _Leaving) and part.leaves(layer, layers):
                 piece, part.lost = None, True  # unless it succeeds
-                with self._services.failures.contained(part.request, PROPAGATION, whole=False):
+                stopped = part.state.failed
+                with self._contained(part):
                     own = rows.take(self._frame.there(part.request))
                     piece, part.lost = self._chosen(part, layer, own), False
+                part.lost |= part.state.failed and not stopped  # maybe on another rank
             if not part.lost and piece is not None and piece.ids.numel():
                 pieces.append((part, piece))
         return pieces
+
+    def _contained(self, part: _Leaving) -> Contained:
+        """A block for one request, after which its rows are the same on all ranks."""
+        failures = self._services.failures
+        return failures.contained(part.request, PROPAGATION, whole=False, joint=True)
 
     def _join(self, pieces: Sequence[tuple[_Part, Rows]], rows: Rows, update: Any) -> Any:
         """What the next layer is called with: these rows alone.
@@ -272,18 +289,26 @@ class PropagateStep:
         starts, extents, frame, end = [], [], {}, 0
         for part, scored in parts:
             part.lost = True  # unless it succeeds
-            with self._services.failures.contained(part.request, PROPAGATION, whole=False):
-                starts.append(self._start(part, scored, layer))
+            start = None
+            with self._contained(part):
+                start = self._start(part, scored, layer)
+            if start is not None and not part.state.failed:
+                starts.append(start)
                 extents.append(view.Extent(part.row, part.length, part.length, part.index))
                 frame[id(part.request)] = slice(end, end + part.length)
                 end += part.length
         if not starts:
             return {}
+        error, again = None, {}
         try:
             again = self._start_again(layer, starts, extents, frame)
-        except Exception as error:
+        except Exception as raised:
+            error = raised
+        error = met(self._services.ranks, error)
+        if error is not None:
             for part, _ in parts:
                 self._services.failures.note(part.request, PROPAGATION, error, whole=False)
+            self._services.failures.agree(part.request for part, _ in parts)
             return {}
         for part, _ in parts:
             part.lost = id(part.request) not in again

@@ -62,10 +62,12 @@ class ResumeStep:
     def __init__(self, services: Services, batch: Any, frame: Frame) -> None:
         self._services, self._frame = services, frame
         self._resumed: list[_Resumed] = []
+        self._concerned: list[Any] = []
         arena, self._table = services.arena, batch.req_to_token_pool.req_to_token
         for request, state, rows, prefix in iterate_rows(batch):
             if prefix < state.prompt:
                 continue
+            self._concerned.append(request)
             length = prefix + rows.stop - rows.start
             with services.failures.contained(request, READING):
                 reader = Reader.of(arena, self._table, request, state, length)
@@ -81,7 +83,7 @@ class ResumeStep:
         """
         for each in self._resumed:
             rows, reader = self._frame.rows(each.request), each.reader
-            if rows is None or not isinstance(reader, ListReader) or each.state.failed:
+            if rows is None or not isinstance(reader, ListReader) or each.state.broken:
                 continue
             with self._services.failures.contained(each.request, READING):
                 queries = heads[rows].unsqueeze(0)
@@ -106,16 +108,20 @@ class ResumeStep:
         Entries leave at a pass's last token only; before it come as many steps at once as are
         noted at most while decoding.
         """
-        room = Room(self._services)
+        failures, room = self._services.failures, Room(self._services)
+        if self._concerned:
+            failures.agree(self._concerned)
         for each in self._resumed:
             decoding = each.state.decoding
             if decoding is None:
                 continue
             fold = None
-            with self._services.failures.contained(each.request, DECODING):
+            with failures.contained(each.request, DECODING, joint=True):
                 fold = self._follow(each, decoding.memory, room)
-            if fold is not None:
+            if fold is not None and not each.state.failed:
                 fold.finish()
+        if self._concerned:
+            failures.agree(self._concerned)
 
     def _follow(self, resumed: _Resumed, memory: Memory, room: Room) -> FoldTogether | None:
         """Take the policy through all tokens of the pass; what is to be written, if any leave."""

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from kvpolicy.dsl.ir.nodes import Program
 from kvpolicy.sglang_ext.face import compat, options
+from kvpolicy.sglang_ext.face.compat import TensorGroup
+from kvpolicy.sglang_ext.face.ranks import Ranks, TensorRanks
 from kvpolicy.sglang_ext.face.streams import Streams
 from kvpolicy.sglang_ext.forward.failures import Failures
 from kvpolicy.sglang_ext.forward.rotary import Rotary
@@ -44,6 +46,7 @@ class Services:
         tree: SGLang's radix cache, from the first batch on.
         step: the forward that goes on.
         scratch_rows: of SGLang's table of slots, for policies by which tokens leave the prefill.
+        ranks: those among which the model's heads are divided.
         runner: SGLang's model runner, where there are such policies.
         layers: forwards of the model's decoder layers, where there are such policies.
         has_room: whether prompts have been given up since the scheduler last tried to admit.
@@ -61,6 +64,7 @@ class Services:
         self.propagates = any(program.propagate is not None for program in programs)
         self.shares = any(program.share is not None for program in programs)
         self.streams = Streams()
+        self.ranks = Ranks()
         self.queries = QueryBuffer(programs, options.fold_interval())
         self.tree: Any = None
         self.step: Forward | None = None
@@ -69,6 +73,11 @@ class Services:
         self.layers: list[Callable[..., Any]] = []
         self.has_room = False
 
+    def join(self, group: TensorGroup, kv_heads: int) -> None:
+        """Say which of the model's KV heads this rank has of so many in all."""
+        if group.size > 1:
+            self.ranks = TensorRanks(group, kv_heads)
+
     def start(self, metrics: Metrics, max_failures: int) -> None:
         """The server is about to serve.
 
@@ -76,8 +85,8 @@ class Services:
             max_failures: requests for which a policy may fail before it is disabled; 0: any number.
         """
         self.metrics = metrics
-        self.reports = Reports(self.arena, metrics)
-        self.failures = Failures(self.store, metrics, self.reports, max_failures)
+        self.reports = Reports(self.arena, metrics, self.ranks)
+        self.failures = Failures(self.store, metrics, self.reports, self.ranks, max_failures)
 
     def evict(self, slots: int) -> None:
         """Ask the radix cache to make so many slots available."""

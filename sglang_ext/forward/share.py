@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from kvpolicy.dsl.execute.heads import Heads
 from kvpolicy.kernels.entries import pairs
 from kvpolicy.sglang_ext.face.host import to_device, to_host
 from kvpolicy.sglang_ext.memory.arena import Arena
@@ -37,25 +38,27 @@ def compress(services: Services, state: State, slots: torch.Tensor, run: Any) ->
     private, store, arena = state.compressed_copy, services.store, services.arena
     kernels, uppers = state.served.kernels, state.served.upper_layers
     whole = [n for n in range(arena.layers) if n not in uppers and n + 1 not in uppers]
-    lists = torch.zeros((arena.layers, arena.kv_heads), dtype=torch.int64)
+    heads = services.ranks.heads
+    lists = torch.zeros((arena.layers, store.kv_heads), dtype=torch.int64)
     lists[whole] = state.prompt
     pages = arena.pages(private.slots)
     # The pairs one by one, so that only one of them is held twice.
     for layer in uppers:
-        rows = None if run.not_finite else paired(arena, slots, layer, run)
+        rows = None if run.not_finite else paired(arena, slots, layer, run, heads)
         if rows is not None:
             lists[layer] = rows.entries
         if rows is None or store.slots_for(lists) >= state.prompt:
             store.release(private)
             state.private = None
             return
-        first_page, _ = store.lay_out(lists)
+        first_page = store.lay_out(lists)
         own = pages[int(first_page[layer, 0]) :]
         kernels.place(arena.entries, *rows.dense, own, value_offset=arena.value_offset)
         _put_codes(arena, pages, first_page[layer], rows.codes)
     private.shared = Shared.of(uppers, state.prompt, arena)
     store.fill(private, lists)
-    kept = torch.zeros((*lists.shape, state.prompt), dtype=torch.bool, device=slots.device)
+    size = (arena.layers, arena.kv_heads, state.prompt)
+    kept = torch.zeros(size, dtype=torch.bool, device=slots.device)
     for layer in whole:
         kept[layer] = True
     layout = private.layout
@@ -70,7 +73,7 @@ class _Rows:
     """A pair's list before it is written.
 
     Attributes:
-        entries: [G] int64 on the host, M of each KV head.
+        entries: [G] int64 on the host, M of each KV head, those of other ranks as well.
         dense: k, v [G, M, D] and which rows there are [G, M]; those of codes are zeros.
         codes: float32 [2, G, 2K, F] of (key, value).
     """
@@ -80,7 +83,7 @@ class _Rows:
     codes: torch.Tensor
 
 
-def paired(arena: Arena, slots: torch.Tensor, layer: int, run: Any) -> _Rows:
+def paired(arena: Arena, slots: torch.Tensor, layer: int, run: Any, heads: Heads) -> _Rows:
     """The list of an upper layer and the one below it; the host waits for its length."""
     storage, tokens = arena.storage, slots.numel()
     own = storage[layer][:, slots].transpose(1, 2)  # [2, G, N, D]
@@ -94,8 +97,9 @@ def paired(arena: Arena, slots: torch.Tensor, layer: int, run: Any) -> _Rows:
     encoded = [pairs.encode(lengths[:, i], excepted[i]) for i in range(2)]
     codes = torch.stack([pairs.rows_of(each, floats) for each in encoded])
     entries = codes.shape[2] + tokens + excepted.sum(dim=2).amax(dim=0)
-    (on_host,) = to_host([entries])
-    there = torch.arange(int(on_host.max()), device=slots.device) < entries[:, None]
+    (on_host,) = to_host(heads.gathered([(entries, 0)]))
+    most = int(heads.part(on_host, 0).max())
+    there = torch.arange(most, device=slots.device) < entries[:, None]
     before, more = codes.shape[2], there.shape[1] - codes.shape[2] - tokens
     k, v = (
         torch.nn.functional.pad(

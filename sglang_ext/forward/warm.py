@@ -104,7 +104,7 @@ def _copy_nothing(services: Services, served: Served, run: Any) -> None:
     private = _empty(services, served)
     copy_kept(services, served, private, slots, kept, torch.zeros(size, dtype=torch.int64), run)
     for layer in served.upper_layers[:1]:
-        k, v, there = share.paired(arena, slots, layer, run).dense
+        k, v, there = share.paired(arena, slots, layer, run, services.ranks.heads).dense
         given = (k, v, torch.zeros_like(there), arena.pages(private.slots))
         served.kernels.place(arena.entries, *given, value_offset=arena.value_offset)
         served.kernels.compact_layers(
@@ -119,7 +119,8 @@ def _empty(services: Services, served: Served) -> Private:
     private = Private(0, served.name, torch.zeros(1, dtype=torch.int32, device=device), 0)
     on_device, first = torch.zeros((2, *size), dtype=torch.int32, device=device).unbind(0)
     counts = np.zeros(size, dtype=np.int64)
-    private.layout = Layout(on_device, first, counts.tolist(), counts, [0] * arena.layers)
+    lists = counts.tolist()
+    private.layout = Layout(on_device, first, lists, lists, counts, [0] * arena.layers)
     return private
 
 

@@ -43,4 +43,22 @@ class Growth:
         if entries >= shape.layers * shape.kv_heads * prompt:
             # The cache has not reached its size yet: it may become as for a prompt that long.
             entries = max_entries(self._bound, prompt + output)
-        return self._arena.most_slots(entries) + self._between
+        share = share_of_rank(entries, self._bound, self._arena, prompt + output)
+        return self._arena.most_slots(share) + self._between
+
+
+def share_of_rank(entries: int, bound: Bound, arena: Arena, tokens: int) -> int:
+    """How many of so many entries of a request one of several ranks is reckoned to hold.
+
+    An even share. Where KV heads compete, a rank may come to hold more; then it takes the slots
+    when that is known, or the request is served in full. Where tokens leave the prefill it cannot
+    be, and all that may come is reckoned with.
+
+    Args:
+        tokens: of the request.
+    """
+    total = bound.shape.kv_heads
+    share = -(-entries * arena.kv_heads // total)
+    if arena.kv_heads < total and bound.propagates:
+        return min(entries, arena.layers * arena.kv_heads * tokens)
+    return share

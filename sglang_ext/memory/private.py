@@ -31,10 +31,12 @@ class Layout:
     """Where the lists of a copy lie in its pages.
 
     Attributes:
-        counts: [L, G] int32 entries of each (layer, KV head).
-        first_page: [L, G] int32, index of the list's first page among the request's pages.
-        laid_out: per layer and KV head, entries that the pages hold.
-        room: [L, G] entries for which each list has pages, on the host.
+        counts: [L, g] int32 entries of each (layer, KV head) that is here.
+        first_page: [L, g] int32, index of the list's first page among the request's pages.
+        laid_out: per layer and KV head of the model, entries that the pages hold, those of other
+            ranks as well: they have as many slots for them.
+        held: of these, the lists that are here.
+        room: [L, G] entries for which each list has pages, on the host; as `laid_out`.
         layer_starts: per layer, `first_page` of its first list, for the host.
         needs: slots that all entries take with so many tokens more, as far as asked.
         listed: per layer, where its entries lie, as far as decode steps have listed them.
@@ -43,6 +45,7 @@ class Layout:
     counts: torch.Tensor
     first_page: torch.Tensor
     laid_out: list[list[int]]
+    held: list[list[int]]
     room: np.ndarray
     layer_starts: list[int]
     needs: dict[int, int] = field(default_factory=dict, init=False)
@@ -112,7 +115,7 @@ class Private:
 
     def entries(self, layer: int) -> list[int]:
         """How many entries each KV head reads in private pages at a layer; the host knows."""
-        held = self.layout.laid_out[layer]
+        held = self.layout.held[layer]
         # Two layers of a pair read one list, of which each takes as many as there are tokens.
         return held if self.shared is None else [self.tail_start] * len(held)
 

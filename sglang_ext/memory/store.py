@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from kvpolicy.dsl.execute.heads import ALL, Heads
 from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.face.streams import Streams
@@ -37,6 +38,7 @@ class Store:
         tables: DeviceTables | None = None,
         streams: Streams | None = None,
         set_aside: SetAside | None = None,
+        heads: Heads = ALL,
     ) -> None:
         """
         Args:
@@ -44,6 +46,8 @@ class Store:
             tables: what decode steps read on the device, if they do.
             streams: on which slots are taken and given back.
             set_aside: slots of internal requests, if there are any.
+            heads: which of the model's KV heads are here. A request has as many slots on every
+                rank: those that it needs where it needs most.
         """
         self.arena = arena
         self.allocator = allocator
@@ -51,6 +55,7 @@ class Store:
         self._tables = tables
         self._streams = streams or Streams()
         self.set_aside = set_aside or SetAside(allocator, 0)
+        self._heads = heads
         self.by_row: dict[int, Private] = {}
         self._held: dict[str, int] = {}
 
@@ -134,12 +139,31 @@ class Store:
             private.slots = self._streams.shared(private.slots[:keep].clone())
         self._count(private.policy, -surplus)
 
+    @property
+    def kv_heads(self) -> int:
+        """G of the model, those of other ranks among them."""
+        return self._heads.total(self.arena.kv_heads)
+
     def slots_for(self, counts: torch.Tensor) -> int:
-        """Slots that so many entries [L, G] take."""
+        """Slots that so many entries [L, G] take, on the rank where they take most."""
         return self._slots_for(counts.numpy())
 
     def _slots_for(self, counts: np.ndarray) -> int:
-        return self.whole_pages(self.arena.slots_for(int(self._pages(counts).sum())))
+        most = int(self._of_ranks(counts).sum(axis=(0, 2)).max())
+        return self.whole_pages(self.arena.slots_for(most))
+
+    def _of_ranks(self, counts: np.ndarray) -> np.ndarray:
+        """[L, R, g] pages that so many entries take of each rank's lists."""
+        return self._pages(counts).reshape(len(counts), -1, self.arena.kv_heads)
+
+    def ends_of_layers(self, counts: np.ndarray) -> np.ndarray:
+        """[L, R] pages of each rank up to the last list of a layer, if lists follow each other."""
+        ends: np.ndarray = self._of_ranks(counts).sum(axis=2).cumsum(axis=0)
+        return ends
+
+    def _own(self, counts: torch.Tensor) -> torch.Tensor:
+        """Of [L, G] entries those of the lists that are here."""
+        return self._heads.part(counts, 1)
 
     def _pages(self, counts: np.ndarray) -> np.ndarray:
         """That so many entries take, list by list."""
@@ -186,7 +210,7 @@ class Store:
         """Lay out the pages for what was kept and give back the slots that are not needed.
 
         Args:
-            counts: [L, G] entries that will be written, on the host.
+            counts: [L, G] entries that will be written, of all ranks, on the host.
         """
         slots = self.slots_for(counts)
         if private.slots.numel() > slots:
@@ -205,48 +229,52 @@ class Store:
             Where their lists lie, of the i-th one in row i.
         """
         device, page = self.arena.storage.device, self.arena.kv_heads
-        firsts = [_before(self._pages(own.numpy())) for own in counts]
+        held = [self._own(each) for each in counts]
+        firsts = [_before(self._pages(own.numpy())) for own in held]
         starts = itertools.accumulate((each.slots.numel() for each in requests[:-1]), initial=0)
-        lists = np.stack([np.stack([own.numpy() for own in counts]), np.stack(firsts)])
+        lists = np.stack([np.stack([own.numpy() for own in held]), np.stack(firsts)])
         rows = np.array([[each.tail_start for each in requests], list(starts)])
         sent = to_device(np.concatenate([lists, rows], None).tolist(), torch.int32, device)
         of_lists, of_rows = sent.split([lists.size, rows.size])
         of_all, firsts_of_all = of_lists.view(lists.shape).unbind(0)
         tails, slots_start = of_rows.view(rows.shape).unbind(0)
-        for each, own, first, counts_of_it, firsts_of_it in zip(
-            requests, counts, firsts, of_all, firsts_of_all, strict=True
+        for each, whole, own, first, counts_of_it, firsts_of_it in zip(
+            requests, counts, held, firsts, of_all, firsts_of_all, strict=True
         ):
             each.layout = Layout(
                 counts=counts_of_it,
                 first_page=firsts_of_it,
-                laid_out=own.tolist(),
-                room=-(-own.numpy() // page) * page,
+                laid_out=whole.tolist(),
+                held=own.tolist(),
+                room=-(-whole.numpy() // page) * page,
                 layer_starts=first[:, 0].tolist(),
             )
             if self._tables is not None:
                 self._tables.note(each)
         return Tables(of_all, firsts_of_all, tails, slots_start, slots, paired=of_all[:0, :, 0])
 
-    def lay_out(self, counts: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Where the lists of a request begin if they follow each other.
+    def lay_out(self, counts: torch.Tensor) -> torch.Tensor:
+        """Where the lists of a request that are here begin if they follow each other.
 
         Args:
-            counts: [L, G] entries, on the host.
+            counts: [L, G] entries, of all ranks, on the host.
 
         Returns:
-            [L, G] first page of each list, and the pages that all take.
+            [L, g] first page of each list.
         """
-        used = self._pages(counts.numpy())
-        return torch.tensor(_before(used)), int(used.sum())
+        return torch.tensor(_before(self._pages(self._own(counts).numpy())))
 
     def settled(self, private: Private, counts: torch.Tensor, written: torch.Tensor) -> None:
         """The lists of a request have become shorter where they lie.
 
         Args:
-            counts: [L, G] entries that they hold, on the host.
-            written: int32 [L, G], the same on the device.
+            counts: [L, G] entries that they hold, of all ranks, on the host.
+            written: int32 [L, g], those that are here, on the device.
         """
-        private.layout = replace(private.layout, laid_out=counts.tolist(), counts=written)
+        held = self._own(counts).tolist()
+        private.layout = replace(
+            private.layout, laid_out=counts.tolist(), held=held, counts=written
+        )
         if self._tables is not None:
             self._tables.note(private)
 
@@ -262,7 +290,7 @@ class Store:
             tail_start: position from which it reads ordinary slots.
         """
         private.tail_start, private.shared = tail_start, None
-        self.fill(private, torch.zeros((self.arena.layers, self.arena.kv_heads), dtype=torch.int64))
+        self.fill(private, torch.zeros((self.arena.layers, self.kv_heads), dtype=torch.int64))
 
     def release(self, private: Private) -> None:
         """Give back every slot of a request."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvpolicy.experiments.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face import asked, compat
+from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.memory.arena import Arena
 from kvpolicy.sglang_ext.memory.private import Private
 from kvpolicy.sglang_ext.report import kept
@@ -20,8 +21,11 @@ logger = logging.getLogger(__name__)
 class Reports:
     """The reports of one scheduler."""
 
-    def __init__(self, arena: Arena, metrics: Metrics) -> None:
+    def __init__(self, arena: Arena, metrics: Metrics, ranks: Ranks) -> None:
         self._arena, self._metrics = arena, metrics
+        # Of all ranks: the same is said whichever is asked.
+        self._kv_heads = ranks.heads.total(arena.kv_heads)
+        self._slot_bytes = arena.slot_bytes * ranks.size
 
     def queued(self, req: Any, *, shows_kept: bool) -> None:
         """Note at its arrival whether a request asks which positions are kept."""
@@ -70,15 +74,15 @@ class Reports:
         )
 
     def _of_compressed(self, state: State, private: Private, entries: int) -> dict[str, Any]:
-        arena, name = self._arena, state.served.name
+        name = state.served.name
         after = private.slots.numel()
         facts: dict[str, Any] = {
             "policy": name,
             "prompt_tokens": state.prompt,
-            "entries_before": arena.layers * arena.kv_heads * state.prompt,
+            "entries_before": self._arena.layers * self._kv_heads * state.prompt,
             "entries_kept": entries,
-            "kv_bytes_before": arena.slot_bytes * state.prompt,
-            "kv_bytes_after": arena.slot_bytes * after,
+            "kv_bytes_before": self._slot_bytes * state.prompt,
+            "kv_bytes_after": self._slot_bytes * after,
             "slots_freed": state.prompt - after,
             "compression_seconds": round(state.told.seconds, 6),
         }
@@ -125,8 +129,7 @@ class Reports:
         self._metrics.skipped_fold(state.served.name)
 
     def _everything(self, prompt: int) -> dict[str, Any]:
-        arena = self._arena
-        return kept.everything(arena.layers, arena.kv_heads, prompt)
+        return kept.everything(self._arena.layers, self._kv_heads, prompt)
 
     def _report(self, req: Any, state: State, facts: dict[str, Any]) -> None:
         state.told.facts = facts

@@ -14,6 +14,7 @@ from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.steady import ENDLESS
 from kvpolicy.dsl.execute.decode import Known, Memory
+from kvpolicy.dsl.execute.heads import ALL, Heads
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.experiments.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face import pairing
@@ -21,7 +22,7 @@ from kvpolicy.sglang_ext.face.asked import POLICY, named
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
 from kvpolicy.sglang_ext.face.options import Policy
 from kvpolicy.sglang_ext.memory.arena import Arena
-from kvpolicy.sglang_ext.memory.growth import Growth
+from kvpolicy.sglang_ext.memory.growth import Growth, share_of_rank
 from kvpolicy.sglang_ext.memory.private import Private
 from kvpolicy.sglang_ext.request import propagation
 from kvpolicy.sglang_ext.request.notes import Notes, wanted
@@ -54,11 +55,18 @@ class Served:
         set: values of parameters that the request has set.
     """
 
-    def __init__(self, policy: Policy, bound: Bound, arena: Arena, page_size: int) -> None:
+    def __init__(
+        self, policy: Policy, bound: Bound, arena: Arena, page_size: int, heads: Heads = ALL
+    ) -> None:
+        """
+        Args:
+            page_size: of SGLang's allocator.
+            heads: which of the model's KV heads are here.
+        """
         self.policy, self.name = policy, policy.name
         self.bound = bound
         self.kernels = in_use(arena.storage.device)
-        self.program = TorchProgram(bound, kernels=self.kernels.table)
+        self.program = TorchProgram(bound, kernels=self.kernels.table, heads=heads)
         self.upper_layers = pairing.upper_layers(bound)
         self._arena = arena
         self.growth = Growth(bound, arena, page_size)
@@ -97,7 +105,7 @@ class Served:
         entries = max_entries(self.bound, prompt)
         if entries >= self._everything(prompt):
             return None if self._bounded or self.keeps_prompt else prompt
-        slots = self._arena.most_slots(entries)
+        slots = self._arena.most_slots(share_of_rank(entries, self.bound, self._arena, prompt))
         # Where the policy goes on, what it drops is dropped, even if that saves no slots; and what
         # has left the prefill has left.
         goes_on = self.bound.folded.decode is not None or self.bound.propagates
@@ -224,6 +232,8 @@ class State:
         plan: how its tokens leave the prefill; None if all go through every layer.
         progress: how far that has come.
         failed: whether the policy has failed in its work for the request.
+        failing: of several ranks, how it has failed on this one, as long as the others do not know;
+            0: it has not.
     """
 
     served: Served
@@ -243,6 +253,12 @@ class State:
     plan: Plan | None = None
     progress: Progress = field(default_factory=Progress)
     failed: bool = False
+    failing: int = 0
+
+    @property
+    def broken(self) -> bool:
+        """Whether the policy has failed here, if not on all ranks."""
+        return self.failed or self.failing > 0
 
     @property
     def is_whole(self) -> bool:

@@ -93,9 +93,14 @@ class Changes:
         return self._state()
 
     def _state(self) -> dict[str, Any]:
-        if self._problem is not None:
-            return {"state": FAILED, "problem": self._problem}
-        return {"state": PREPARING if self._served is None else READY}
+        ranks = self._services.ranks
+        preparing, failed = self._served is None, self._problem is not None
+        # A thread of each rank prepares the policy; every rank is asked at the same moment.
+        preparing, failed = map(bool, ranks.worst([preparing, failed]))
+        if failed:
+            problem = self._problem or "another rank could not prepare it; its log says why"
+            return {"state": FAILED, "problem": problem}
+        return {"state": PREPARING if preparing else READY}
 
     def _prepare(self, body: Mapping[str, Any]) -> None:
         self._ticket = ticket = body["ticket"]
@@ -137,19 +142,21 @@ class Changes:
             what = f"{SCRATCH} rows of SGLang's table of slots, in which tokens leave the prefill"
             raise _lacking(missing, what)
         if program.share is not None and not services.shares:
-            sizes = (rows, self._shape.layers, self._shape.kv_heads, services.store.allocator.size)
+            arena = services.arena
+            sizes = (rows, arena.layers, arena.kv_heads, services.store.allocator.size)
             tables = [DeviceTables.empty(*sizes, "meta", pairs=pairs) for pairs in (True, False)]
             raise _lacking(tables[0].bytes - tables[1].bytes, "tables of layers in pairs")
         if may_read(program) and self._captured and not services.queries.needed:
             storage, shape = services.arena.storage, self._shape
-            step = shape.layers * self._captured * shape.heads * shape.head_dim
+            heads = shape.heads // services.ranks.size
+            step = shape.layers * self._captured * heads * shape.head_dim
             most = most_bytes(step * storage.element_size(), options.fold_interval())
             raise _lacking(most, "queries of decode steps")
 
     def _commit(self, ticket: str) -> dict[str, Any]:
-        served = self._served
-        if served is None:
-            return self._state()
+        state, served = self._state(), self._served
+        if served is None or state["state"] != READY:
+            return state
         self._policies.replace(served)
         self._forget()
         self._done = (ticket, served.name)

@@ -74,7 +74,7 @@ def reckon(services: Services, configurator: Any, options: Any, tokens: int) -> 
         options: SGLang's, as resolved.
     """
     config = configurator.model_config
-    shape = refusals.model_shape(config)
+    shape = refusals.shape_of_rank(refusals.model_shape(config), options.tp_size)
     requests = configurator.resolve_max_num_reqs(tokens)
     scratch = SCRATCH if services.propagates else 0
     rows = requests + 1 + scratch

@@ -32,7 +32,19 @@ class Answer:
 class Driver:
     """One scheduler and the requests sent to it."""
 
-    def __init__(self, model: str, policies: Sequence[str], settings: Sequence[str], **flags: Any):
+    def __init__(
+        self,
+        model: str,
+        policies: Sequence[str],
+        settings: Sequence[str],
+        *,
+        rank: int = 0,
+        **flags: Any,
+    ):
+        """
+        Args:
+            rank: of `tp_size`, each of which has a driver in a process of its own.
+        """
         os.environ["SGLANG_KV_POLICY"] = os.pathsep.join(policies)
         os.environ["SGLANG_KV_POLICY_SET"] = ",".join(settings)
         os.environ.setdefault("SGLANG_KV_POLICY_ALLOW_INSPECTION", "1")
@@ -57,7 +69,7 @@ class Driver:
         }
         args = ServerArgs(**options)
         args.resolve_once()
-        ranks = SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
+        ranks = SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=0)
         publish(args, role="scheduler", ranks=ranks)
         self.scheduler = module.Scheduler(args, PortArgs.init_new(args))
         self.answers: dict[str, Answer] = {}

@@ -16,11 +16,13 @@ from unittest import mock
 import torch
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute import block
+from kvpolicy.dsl.execute.heads import Heads
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.sglang_ext.face.kernels_in_use import chosen_for
 from kvpolicy.sglang_ext.face.options import Policy
+from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.forward import share
 from kvpolicy.sglang_ext.forward.rotary import Rotary
 from kvpolicy.sglang_ext.memory.arena import create_arena
@@ -68,7 +70,7 @@ def services(shape: ModelShape, *, pairs: bool = False) -> SimpleNamespace:
     tables = DeviceTables(arena, ROWS, SLOTS, pairs=pairs)
 
     @contextmanager
-    def contained(request: Any, stage: str) -> Iterator[None]:
+    def contained(request: Any, stage: str, **_: Any) -> Iterator[None]:
         yield
 
     def failed(request: Any, stage: str, error: Exception) -> None:
@@ -83,8 +85,9 @@ def services(shape: ModelShape, *, pairs: bool = False) -> SimpleNamespace:
         runner=SimpleNamespace(
             model_config=SimpleNamespace(hidden_size=HIDDEN), dtype=torch.bfloat16
         ),
-        failures=SimpleNamespace(contained=contained, note=failed),
+        failures=SimpleNamespace(contained=contained, note=failed, agree=lambda requests: None),
         reports=SimpleNamespace(finished_fold=lambda *_: None),
+        ranks=Ranks(),
         evict=lambda slots: None,
         detach=lambda request, state: None,
     )
@@ -96,11 +99,13 @@ def served(parts: SimpleNamespace, shape: ModelShape, name: str) -> Served:
     return Served(policy, policy.bind(shape), parts.arena, 1)
 
 
-def paired(arena: Any, slots: torch.Tensor, layer: int, run: Run, original=share.paired) -> Any:
+def paired(
+    arena: Any, slots: torch.Tensor, layer: int, run: Run, heads: Heads, original=share.paired
+) -> Any:
     """As of `share`: lists are twice as long as the prompt."""
     longest = torch.full((arena.kv_heads,), 2 * len(slots))
     with mock.patch.object(share, "to_host", return_value=[longest]):
-        return original(arena, slots, layer, run)
+        return original(arena, slots, layer, run, heads)
 
 
 def names() -> list[str]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from fake_allocator import Allocator, no_cache
 from kvpolicy.dsl.execute.layout import Choice
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
+from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.forward.fold import Fold
 from kvpolicy.sglang_ext.forward.fold_together import FoldTogether, Member
 from kvpolicy.sglang_ext.memory.arena import create_arena
@@ -43,9 +44,11 @@ class World:
         self.state = State(served, prompt=0, slots=0)
         self.request = SimpleNamespace(rid="r", kv=SimpleNamespace(req_pool_idx=ROW))
         self.runtime = SimpleNamespace(
-            arena=arena, store=self.store, tables=self.tables, evict=no_cache,
+            arena=arena, store=self.store, tables=self.tables, ranks=Ranks(), evict=no_cache,
             detach=self.detach, reports=SimpleNamespace(finished_fold=self.report),
-            failures=SimpleNamespace(contained=lambda request, stage: nullcontext()),
+            failures=SimpleNamespace(
+                contained=lambda request, stage, **_: nullcontext(), agree=lambda requests: None
+            ),
             tree=SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=self.table)),
         )  # fmt: skip
         for way, (owner, name) in WAYS.items():
@@ -165,7 +168,7 @@ class World:
             _services=self.runtime, _kernels=self.state.served.kernels, _table=self.table,
             _members=[Member(self.request, self.state, self.length, [])],
             _bound=SimpleNamespace(positions="original"), _rows=torch.tensor([ROW]),
-            _lengths=torch.tensor([self.length]),
+            _lengths=torch.tensor([self.length]), _places=torch.tensor([0]),
         )  # fmt: skip
         FoldTogether(together, staying).finish()
         self.waits += waits

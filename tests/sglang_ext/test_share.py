@@ -13,6 +13,7 @@ from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
 from kvpolicy.sglang_ext.face.options import load_policies
+from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.forward import share
 from kvpolicy.sglang_ext.memory.arena import create_arena
 from kvpolicy.sglang_ext.memory.lists import Lists
@@ -79,6 +80,7 @@ class Pool:
         self.tables = DeviceTables(self.arena, 5, rows - 1, pairs=True)
         self.store = Store(self.arena, Allocator(rows - 1), tables=self.tables)
         self.table = torch.zeros((5, 120), dtype=torch.int32)
+        self.ranks = Ranks()
 
     def prefill(self, row, kv, prompt):
         """Puts kv [L, 2, length, G, D] into ordinary slots; those of the prompt."""

@@ -1,0 +1,99 @@
+"""The ranks of a scheduler (`--tp`): each has some KV heads, and all have to decide alike.
+
+Every rank runs a scheduler of its own, so what is decided on one must be decided on all: which
+entries stay, how many slots a request takes, and whether its policy has failed. Tensors are
+exchanged on the device. Before each exchange the hosts meet (one number each): a rank that has
+failed says so instead of leaving the others waiting in it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed
+from kvpolicy.dsl.execute.heads import ALL, Divided, Heads
+from kvpolicy.sglang_ext.face.compat import TensorGroup
+
+
+class FailedElsewhere(RuntimeError):
+    """A policy has failed on another rank; all ranks know."""
+
+
+class Ranks:
+    """The one rank of a scheduler without others.
+
+    Attributes:
+        size: how many there are.
+        heads: which of the model's KV heads this one has.
+    """
+
+    size = 1
+    heads: Heads = ALL
+
+    def meet(self, *, failed: bool = False) -> None:
+        """Every rank has come as far, or has failed on the way.
+
+        Raises:
+            FailedElsewhere: another one has.
+        """
+
+    def worst(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of every rank's numbers, place by place; all give as many."""
+        return list(numbers)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A block in which this thread meets nobody: other ranks' numbers are its own."""
+        yield
+
+
+class TensorRanks(Ranks):
+    """One of several.
+
+    Args:
+        group: SGLang's.
+        kv_heads: G of the model, a multiple of the number of ranks.
+    """
+
+    def __init__(self, group: TensorGroup, kv_heads: int) -> None:
+        self.size, self._group = group.size, group
+        own = kv_heads // group.size
+        first = group.rank * own
+        self.heads = Divided(range(first, first + own), kv_heads, self._exchange, self.meet)
+        self._thread = threading.local()
+
+    def meet(self, *, failed: bool = False) -> None:
+        (any_failed,) = self.worst([int(failed)])
+        if any_failed and not failed:
+            raise FailedElsewhere("the policy has failed on another rank")
+
+    def worst(self, numbers: Sequence[int]) -> list[int]:
+        if self._is_alone or not numbers:
+            return list(numbers)
+        found = torch.tensor(list(numbers), dtype=torch.int64)
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=self._group.host)
+        listed: list[int] = found.tolist()
+        return listed
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        self._thread.alone = True
+        try:
+            yield
+        finally:
+            self._thread.alone = False
+
+    @property
+    def _is_alone(self) -> bool:
+        return getattr(self._thread, "alone", False)
+
+    def _exchange(self, x: torch.Tensor) -> torch.Tensor:
+        if self._is_alone:
+            return x.expand(self.size, -1)
+        self.meet()
+        found = x.new_empty(self.size * x.numel())
+        torch.distributed.all_gather_into_tensor(found, x, group=self._group.device)
+        return found.view(self.size, -1)
