@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import stores
 import torch
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.kernels import Entries
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.ir.nodes import ModelShape
@@ -15,7 +17,7 @@ from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
 from recordings import tensors
-from stores import Store, assert_alike, states_of, together
+from stores import Store, assert_alike, begun, states_of, together
 
 SHAPE = (3, 4, 2, 16)
 SETTINGS = {
@@ -284,3 +286,63 @@ def test_rules(rules, goes):
         together(own, number)
         for one, other in zip(plain, crowd, strict=True):
             assert one.held() == other.held()
+
+
+def on_a_grid(x, scales, stored):
+    """Nearly the same numbers [..., L, G, n, D], as entries of 8 bits stand for them."""
+    by = torch.tensor(scales)[:, None, None, None]
+    return (torch.tensor(x) / by).to(stored).float() * by
+
+
+@pytest.mark.parametrize("table", [REFERENCE, TABLE], ids=["torch", "triton"])
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_lists_of_8_bits_are_followed_through_the_scales_of_their_layers(name, table, monkeypatch):
+    """What stays, and what merges weigh, is as of what the entries stand for."""
+    stored, bound = torch.float8_e5m2, bound_to(name)
+    layers, heads = bound.shape.layers, bound.shape.kv_heads
+    scales = [[0.37 + layer, 2.0, 5.5, 0.1, 1.0][layer] for layer in range(layers)]
+    shape = (layers, bound.shape.heads, heads, bound.shape.head_dim)
+    follow_together = stores.follow_together
+
+    def of_8_bits(memories, steps, newest, queries, read, **options):
+        def scaled(there):
+            by = torch.tensor(scales).repeat_interleave(heads).repeat(len(memories))
+            made = []
+            for x in read(there):
+                codes = torch.full(x.pool.shape, torch.nan)
+                codes[x.ids] = x.pool[x.ids] / by[:, None, None]
+                codes[0] = torch.nan  # what no list holds
+                made.append(Entries(codes.to(stored), x.ids, by))
+            return tuple(made)
+
+        return follow_together(memories, steps, newest, queries, scaled, **options)
+
+    found = []
+    for follow in (follow_together, of_8_bits):
+        monkeypatch.setattr(stores, "follow_together", follow)
+        program, made = TorchProgram(bound, kernels=table), []
+        for seed, tokens in enumerate((14, 23)):
+            q, k, v, later = tensors(np.random.default_rng(seed), shape, tokens, 60)
+            k, v = (on_a_grid(x, scales, stored).numpy() for x in (k, v))
+            steps = [later[0]]
+            for x in later[1:]:
+                steps.append(on_a_grid(x[..., None, :], scales, stored)[..., 0, :].numpy())
+            made.append(Store(bound, (q, k, v), steps, program=program))
+        for each in made:  # the prompt's merges are rounded as well
+            each.rows = [
+                tuple(on_a_grid(x[None], scales[layer : layer + 1], stored)[0] for x in rows)
+                for layer, rows in enumerate(each.rows)
+            ]
+        found.append([begun([each], 4) for each in made])
+    for plain, eight in zip(*found, strict=True):
+        assert torch.equal(plain.kept, eight.kept)
+        assert bool(plain.proceed.all())
+        assert bool(eight.proceed.all())
+        assert len(plain.merges) == len(eight.merges)
+        for a, b in zip(plain.merges, eight.merges, strict=True):
+            one, other = a.merging._links, b.merging._links
+            assert torch.equal(one.offsets, other.offsets)
+            for row, number in enumerate(one.offsets[:, -1].tolist()):  # nothing lies behind
+                assert torch.equal(one.sources[row, :number], other.sources[row, :number])
+                torch.testing.assert_close(one.weights[row, :number], other.weights[row, :number])
+            torch.testing.assert_close(a.merging._divide, b.merging._divide)
