@@ -1,7 +1,9 @@
 """How many long requests are decoded at once: stock SGLang against a policy, in one tight pool.
 
-Both servers get the same --max-total-tokens and the same requests, one server after the other in
-this run. The number at once is what SGLang itself prints for its decode batches.
+Each of them with entries of 16 bits (bfloat16) and of 8 (`--kv-cache-dtype fp8_e4m3`). All servers
+get pools of the same bytes, twice the tokens where these have 8 bits, and the same requests, one
+server after the other in this run. The number at once is what SGLang itself prints for its decode
+batches.
 """
 
 from __future__ import annotations
@@ -52,10 +54,11 @@ def _outcome(facts: dict | None) -> str:
     return "in full" if facts is None else facts.get("uncompressed", "compressed")
 
 
-def row(label: str, result: dict) -> list[object]:
+def row(label: str, bits: int, result: dict, stock: dict) -> list[object]:
     """A line of the table."""
     mean, seconds = f"{result['mean']:.1f}", f"{result['seconds']:.1f}"
-    return [label, result["peak"], mean, seconds, result["retractions"]]
+    times = f"{result['peak'] / stock['peak']:.1f}"
+    return [label, bits, result["peak"], times, mean, seconds, result["retractions"]]
 
 
 def main() -> None:
@@ -64,38 +67,44 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="prompt tokens")
     parser.add_argument("--kept", type=float, default=0.125, help="share of the prompt kept")
     parser.add_argument("--new", type=int, default=32, help="tokens generated")
-    parser.add_argument("--at-once", type=int, default=8, help="R: what the pool holds without")
-    parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument(
+        "--at-once", type=int, default=8, help="R: what the pool holds without, of 16 bits"
+    )
+    parser.add_argument("--requests", type=int, default=160)
     options = parser.parse_args()
 
     rng = np.random.default_rng(options.seed)
     prompts = rng.integers(20, 500, (options.requests, options.prompt)).tolist()
-    flags = {
-        # Half a request of slack, so that R requests are admitted in spite of rounding.
-        "max_total_tokens": int((options.at_once + 0.5) * (options.prompt + options.new)),
-        "skip_tokenizer_init": True,
-        "decode_log_interval": 1,
-    }
-    capacity = int(options.kept * options.prompt)
-    with serve(options.model, progress=True, **flags) as server:
-        stock = measure(server, prompts, options.new)
-    setting = f"capacity={capacity}"
-    with serve(options.model, [options.policy], [setting], progress=True, **flags) as server:
-        policy = measure(server, prompts, options.new)
+    # Half a request of slack, so that R requests are admitted in spite of rounding.
+    tokens = int((options.at_once + 0.5) * (options.prompt + options.new))
+    capacity, name = int(options.kept * options.prompt), Path(options.policy).stem
+    policies = {"stock SGLang": ([], []), name: ([options.policy], [f"capacity={capacity}"])}
+    caches = {16: "auto", 8: "fp8_e4m3"}
+    found: dict[str, dict[str, Any]] = {}
+    for bits, cache in caches.items():
+        flags = {
+            "max_total_tokens": tokens * 16 // bits,
+            "dtype": "bfloat16",
+            "kv_cache_dtype": cache,
+            "skip_tokenizer_init": True,
+            "decode_log_interval": 1,
+        }
+        for label, given in policies.items():
+            with serve(options.model, *given, progress=True, **flags) as server:
+                found[f"{label}, {bits} bits"] = measure(server, prompts, options.new)
 
-    name = Path(options.policy).stem
+    stock = found["stock SGLang, 16 bits"]
+    lines = []
+    for label, shown in (("stock SGLang", "stock SGLang"), (name, f"{name}, {capacity} entries")):
+        for bits in caches:
+            lines.append(row(shown, bits, found[f"{label}, {bits} bits"], stock))
+    header = ["server", "bits", "peak at once", "times", "mean at once"]
     text = (
         f"{options.requests} requests of {options.prompt} tokens, {options.new} generated, pool of "
-        f"{flags['max_total_tokens']} tokens.\n\n"
-        + report.table(
-            ["server", "peak at once", "mean at once", "seconds for all", "retractions"],
-            [row("stock SGLang", stock), row(f"{name}, {capacity} entries", policy)],
-        )
-        + f"\n\nPeak: {policy['peak'] / stock['peak']:.1f} times as many at once."
+        f"{tokens} tokens of 16 bits or {2 * tokens} of 8.\n\n"
+        + report.table([*header, "seconds for all", "retractions"], lines)
     )
-    report.publish(
-        "capacity", "Requests decoded at once", text, {"stock": stock, name: policy}, options.save
-    )
+    report.publish("capacity", "Requests decoded at once", text, found, options.save)
 
 
 if __name__ == "__main__":
