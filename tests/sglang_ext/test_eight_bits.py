@@ -30,6 +30,49 @@ def test_kept_entries_are_the_interpreters(run, stored):
 
 
 @STORED
+def test_kernels_of_triton_answer_as_those_of_torch(scenario, stored):
+    """Of every class of policies; what is merged and turned is rounded to 8 bits by either."""
+    policies = {
+        "snapkv": ["capacity=48", "window=16"],
+        "lava": ["capacity=48"],
+        "h2o": ["heavy=20", "window=20"],
+        "d2o": ["rate=0.4"],
+        "streamingllm": ["start=2", "window=30"],  # rotates what stays
+        "cam": ["start=2", "window=30", "reach=4"],  # and merges
+        "fastkv": ["capacity=40"],
+        "minicache": ["start=0", "t=0.6", "gamma=0.05"],
+    }
+
+    def run(kernels):
+        seen = scenario(
+            "scenarios_kernels.py",
+            "same",
+            {
+                "SGLANG_KV_POLICY_KERNELS": kernels,
+                "TRITON_INTERPRET": "1",
+                "SGLANG_KV_POLICY_FOLD_INTERVAL": "4",
+            },
+            policies=policies,
+            lengths=[90, 61],
+            output=7,
+            kv_cache_dtype=stored,
+        )
+        return seen, seen.pop("called"), seen.pop("called at start")
+
+    (by_triton, called, at_start), (by_torch, none, _) = run("triton"), run("torch")
+    assert none == {}
+    # Kernels generated for a policy are compiled for entries of 8 bits before a request waits.
+    generated = {name for name in called if not name.split(".")[0].endswith("_triton")}
+    assert generated
+    assert generated <= set(at_start)
+    assert by_triton == by_torch
+    facts = {rid: answer["facts"] for rid, answer in by_torch["answers"].items()}
+    assert [rid for rid, each in facts.items() if "uncompressed" in each] == []
+    folded = {rid.split()[0] for rid, each in facts.items() if each.get("folds")}
+    assert folded == {"h2o", "d2o", "streamingllm", "cam"}
+
+
+@STORED
 def test_answers_do_not_depend_on_what_else_happens(run, stored):
     flags = {"max_total_tokens": 1200, "chunked_prefill_size": 64, "page_size": 16}
     seen = run("mixed", RETRACT, count=40, seed=8, kv_cache_dtype=stored, **flags)
