@@ -3,6 +3,7 @@
 No time is compared here.
 """
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -217,6 +218,16 @@ def test_experiment_overhead():
     output = run("benchmarks/experiment_overhead.py", *words)
     assert "us per request in the median" in output
     assert [row[0] for row in rows(output)] == ["without an experiment", "with it"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("smg") is None, reason="smg is not installed")
+def test_gateway():
+    """By cache-aware routing more of the prompts is found, beside a policy as without one."""
+    words = ("--policies", "snapkv", "--groups", "6", "--turns", "4", "--shared", "120")
+    made = {(row[0], row[1]): float(row[4]) for row in rows(run("benchmarks/gateway.py", *words))}
+    for policy in ("none", "snapkv"):
+        assert made["cache_aware", policy] > made["round_robin", policy] > 0
+    assert abs(made["cache_aware", "snapkv"] - made["cache_aware", "none"]) < 15
 
 
 def test_host_model():
