@@ -124,7 +124,7 @@ def forecast(bound: Bound, config: ModelConfig, gpu: Gpu, load: Load, pool: floa
         own.scoring,
         own.prefill_asks,
         own.fold(load.batch),
-        tuple(_assumptions(own)),
+        tuple(_assumptions(full, own)),
     )
 
 
@@ -265,7 +265,7 @@ def fold_host(asked: float, requests: int, shape: ModelShape) -> float:
     return FOLD_ASK * asked + requests * (FOLD_REQUEST + shape.layers * layer)
 
 
-def _assumptions(own: _Policy) -> list[str]:
+def _assumptions(full: _Way, own: _Policy) -> list[str]:
     """What the figures rest on."""
     gpu, bound = own.gpu, own.bound
     found = [
@@ -281,6 +281,9 @@ def _assumptions(own: _Policy) -> list[str]:
         "throughput: as many requests as fit, prefills and decode steps one after the other, no "
         "prompt shared",
     ]
+    if own.load.batch > full.at_once:
+        fit = f"{full.at_once:,} with full KV, {own.at_once:,} with the policy"
+        found.append(f"TPOT is of {own.load.batch:,} requests whether they fit or not ({fit})")
     if own.asked.fold is not None:
         found.append(
             f"entries leave at every {bound.fold_interval} steps, all requests at one step, which "

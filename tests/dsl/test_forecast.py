@@ -118,6 +118,7 @@ def test_a_second_prefill_counts_besides_the_first():
 def test_what_does_not_fit_serves_nothing():
     found = expected("snapkv", prompt=4_000_000, capacity="1024")
     assert (found.full.at_once, found.full.throughput) == (0, 0)
+    assert any("16 requests whether they fit or not" in text for text in found.assumptions)
     assert (found.policy.at_once, found.policy.throughput) == (0, 0)
 
 
