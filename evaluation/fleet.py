@@ -49,14 +49,7 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         PolicyError: an option cannot be used.
     """
-    key = _key(args.api_key_env)
-    replicas = [Replica(url, api_key=key) for url in args.url]
-    urls = [each.url for each in replicas]
-    if len(set(urls)) < len(urls):
-        again = next(url for url in urls if urls.count(url) > 1)
-        raise refused("--url", "arguments", f"{again} is given twice", "name each replica once")
-    with ThreadPoolExecutor(min(_AT_ONCE, len(replicas))) as pool:
-        fleet = Fleet(list(pool.map(_asked, replicas)))
+    fleet = look(args.url, _key(args.api_key_env))
     if args.json:
         print(json.dumps(fleet.document(), indent=1))
     else:
@@ -77,6 +70,26 @@ def _key(variable: str | None) -> str | None:
         message = f"the environment variable {variable} is not set"
         raise refused("--api-key-env", "arguments", message, f"export {variable}=KEY")
     return key
+
+
+def look(urls: Sequence[str], key: str | None) -> Fleet:
+    """Asks replicas what they serve.
+
+    Args:
+        key: for servers with --api-key.
+
+    Raises:
+        PolicyError: one is no address, or is given twice.
+    """
+    replicas = [Replica(url, api_key=key) for url in urls]
+    seen: set[str] = set()
+    for each in replicas:
+        if each.url in seen:
+            message = f"{each.url} is given twice"
+            raise refused("--url", "arguments", message, "name each replica once")
+        seen.add(each.url)
+    with ThreadPoolExecutor(min(_AT_ONCE, len(replicas))) as pool:
+        return Fleet(list(pool.map(_asked, replicas)))
 
 
 @dataclass(frozen=True)

@@ -242,6 +242,16 @@ def test_host_model():
     assert all(float(row[5]) > 0 for row in made)
 
 
+def test_scale():
+    """As many requests wait as were sent, and every part finds what it is to find."""
+    words = ("--servers", "h2o", "--queued", "1,20", "--rounds", "3", "--policies", "2")
+    parts = ("--parts", "queue,policies,fleet,experiment", "--replicas", "1,3")
+    made = rows(run("benchmarks/scale.py", *words, *parts))
+    assert [row[:2] for row in made[:2]] == [["h2o", "1"], ["h2o", "20"]]
+    firsts = [row[0] for row in made]
+    assert (firsts.count("2"), firsts.count("3")) == (1, 2)
+
+
 def test_long_generation(tmp_path):
     picture = tmp_path / "slots.png"
     words = ("--new", "200", "--budget", "40", "--prompt", "20", "--plot", str(picture))
