@@ -82,13 +82,12 @@ def test_what_explain_expects_of_a_fold_is_what_the_plugin_asks_for(policy):
     assert {expected.fold.device} == of_folds(policy, BATCHES[:1])
 
 
-@pytest.mark.parametrize("policy", ["simlayerkv"])
-def test_what_is_decided_once_does_not_look_at_one_layer_after_the_other(policy):
-    """The first fold of a request takes up what its prefill left, too."""
-    settings = {"window": "16", "threshold": "0.1"}
-    found = []
-    for layers, prompts in ((2, (64, 65, 66)), (7, (67, 64, 65, 66, 67))):
-        case = Case(policy, settings, list(prompts), ModelShape(layers, 4, 2, 8), INTERVAL)
+def test_what_is_decided_once_is_decided_of_all_layers_at_once():
+    """At the first fold of requests what their prefills left is joined, shorter lists padded."""
+    settings, found = {"window": "16", "threshold": "0.1"}, []
+    for layers in (2, 7):
+        shape = ModelShape(layers, 4, 2, 8)
+        case = Case("simlayerkv", settings, [64, 65, 66], shape, INTERVAL)
         found.append(Crowd(case, 1).step(counting=True)[0])
     assert found[0].device == found[1].device <= 45
     assert all(each.launches for each in found)
