@@ -396,7 +396,14 @@ def view_of(runner: Any, batch: Any, fields: dict[str, Any]) -> Any:
         setattr(view, name, value)
     runner.kv_index_translator.bind_own_plan(view)
     get_attn_backend().init_forward_metadata(view)
+    adapt_rows(runner, view)
     return view
+
+
+def adapt_rows(runner: Any, batch: Any) -> None:
+    """Have LoRA adapters applied to the rows of a batch from now on, or of a view."""
+    if runner.lora_manager is not None and batch.batch_size:
+        runner.lora_manager.prepare_lora_batch(batch)
 
 
 def save_kv(

@@ -29,11 +29,6 @@ def wrap(services: Services, runner: Any, names: Sequence[str]) -> None:
             f"--kv-policy: {listed} propagates chosen tokens only, which is served for "
             f"{', '.join(compat.LOSE_ROWS.values())}; the model's class is {type(model).__name__}."
         )
-    if runner.lora_manager is not None:
-        raise Refused(
-            f"--enable-lora cannot be combined with --kv-policy {listed}: adapters are "
-            f"applied to all rows of a batch, and rows of chosen tokens only go through."
-        )
     services.runner = runner
     services.layers = [layer.forward for layer in layers]
     for number, layer in enumerate(layers):

@@ -186,6 +186,7 @@ class PropagateStep:
             part.lost = True
             self._services.failures.note(part.request, PROPAGATION, error, whole=False)
         self._services.failures.agree(part.request for part in lost)
+        compat.adapt_rows(self._services.runner, batch)
         return compat.put_stream(batch, rows.hidden, rows.residual, update)
 
     def _pieces(self, layer: int, rows: Rows) -> list[tuple[_Part, Rows]]:
@@ -231,7 +232,7 @@ class PropagateStep:
             frame[id(part.request)] = slice(end, end + count)
             end += count
         joined = Rows.cat([piece for _, piece in pieces]) if pieces else rows.take(slice(0))
-        self._view = view.make(self._services.runner, self._batch, extents, joined)
+        self._view = self._make_view(extents, joined.ids, joined.positions, joined.slots)
         self._frame.replace(frame)
         self._rows = end
         return compat.put_stream(self._view, joined.hidden, joined.residual, update)
@@ -328,9 +329,8 @@ class PropagateStep:
             extents, frame: where each request's rows are.
         """
         ids, positions, slots = (torch.cat(each) for each in zip(*starts, strict=True))
+        batch = self._make_view(extents, ids, positions, slots)
         hidden = compat.embed(self._services.runner.model, ids)
-        rows = Rows(hidden, hidden, ids, positions, slots)
-        batch = view.make(self._services.runner, self._batch, extents, rows)
         compat.start_stream(batch)
         earlier = self._frame.replace(frame)
         try:
@@ -340,6 +340,9 @@ class PropagateStep:
             self._frame.replace(earlier)
         rows, _ = view.rows_of(hidden, batch)
         return {request: rows.take(where) for request, where in frame.items()}
+
+    def _make_view(self, extents: Sequence[view.Extent], *tokens: torch.Tensor) -> Any:
+        return view.make(self._services.runner, self._batch, extents, *tokens)
 
     def _start(
         self, part: _Leaving, scored: Scored, layer: int
@@ -382,4 +385,5 @@ class PropagateStep:
             )
             kernels = self._kernels
             kernels.put_rows([wide, residual], into, kernels.take_rows(stream, source))
+        compat.adapt_rows(self._services.runner, self._batch)
         return compat.put_stream(self._batch, wide, residual, update)

@@ -29,26 +29,33 @@ class Extent:
     index: int
 
 
-def make(runner: Any, batch: Any, extents: Sequence[Extent], rows: Rows) -> Any:
+def make(
+    runner: Any,
+    batch: Any,
+    extents: Sequence[Extent],
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+) -> Any:
     """A view of a batch: the given requests with the given rows.
 
     Args:
         runner: SGLang's model runner.
         batch: the forward batch that SGLang made.
         extents: the requests, in order of their rows.
-        rows: of all of them; their entries are written to `rows.slots`.
+        ids, positions, slots: [rows] of the tokens of all of them; entries are written to `slots`.
     """
     lengths = [e.length for e in extents]
     counts = [e.rows for e in extents]
     prefixes = [e.length - e.rows for e in extents]
     starts = [sum(counts[:i]) for i in range(len(counts))]
     own = [e.row for e in extents]
-    there = to_device([own, lengths, counts, prefixes, starts], torch.int64, rows.positions.device)
+    there = to_device([own, lengths, counts, prefixes, starts], torch.int64, positions.device)
     fields = {
         "batch_size": len(extents),
-        "input_ids": rows.ids,
-        "positions": rows.positions,
-        "out_cache_loc": rows.slots,
+        "input_ids": ids,
+        "positions": positions,
+        "out_cache_loc": slots,
         "req_pool_indices": there[0].to(batch.req_pool_indices.dtype),
         "req_pool_indices_cpu": torch.tensor(own, dtype=torch.int64),
         "seq_lens": there[1].to(batch.seq_lens.dtype),
@@ -64,6 +71,7 @@ def make(runner: Any, batch: Any, extents: Sequence[Extent], rows: Rows) -> Any:
         "global_num_token_non_padded_cpu": sum(counts),
         "rids": [batch.rids[e.index] for e in extents],
         "lora_ids": [batch.lora_ids[e.index] for e in extents],
+        "return_logprob": False,  # logits are taken from the whole batch
     }
     return compat.view_of(runner, batch, fields)
 

@@ -3,7 +3,8 @@
 Requests of every method and of none in one scheduler, in batches that mix them, with shared
 prefixes, aborts and whatever the flags and the environment add. The flag `methods` names methods,
 `each` says how many requests one gets, `pause` how many steps at most there are between two
-requests, `scales` what the checkpoint says of each layer's entries; the others are SGLang's.
+requests, `scales` what the checkpoint says of each layer's entries, `adapter` the folder of a LoRA
+adapter, which every third request names; the others are SGLang's.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from methods import settings
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 500
 OUTPUT = 10
+ADAPTER = "adapter"
 
 
 def requests(rnd: random.Random, methods: list[str], each: int) -> list[tuple[str, list[int]]]:
@@ -43,6 +45,9 @@ def requests(rnd: random.Random, methods: list[str], each: int) -> list[tuple[st
 def start(model: str, methods: list[str], flags: dict) -> Driver:
     """A scheduler that checks after every step that no slot is used twice or leaked."""
     paths = [str(ROOT / "policies" / f"{name}.yaml") for name in methods]
+    adapter = flags.pop("adapter", None)
+    if adapter is not None:
+        flags |= {"enable_lora": True, "lora_paths": [named(adapter)], "max_loras_per_batch": 2}
     driver = Driver(model, paths, settings(methods), **flags)
     from kvpolicy.sglang_ext.face import compat
 
@@ -66,6 +71,13 @@ def set_scales(scales: Sequence[tuple[float, float]]) -> None:
     RadixAttention.__init__ = init
 
 
+def named(folder: str) -> Any:
+    """SGLang's name for the adapter of a folder."""
+    from sglang.srt.lora.lora_registry import LoRARef
+
+    return LoRARef(lora_id=ADAPTER, lora_name="adapter", lora_path=folder, pinned=False)
+
+
 def send_all(
     driver: Driver, rnd: random.Random, sent: list[tuple[str, list[int]]], pause: int
 ) -> int:
@@ -74,10 +86,11 @@ def send_all(
     aborted = 0
     for i, (policy, ids) in enumerate(sent):
         asked = {} if policy == "none" else {"kv_policy_kept": True}
-        driver.send(f"{i}", ids, policy=policy, custom=asked, max_new_tokens=OUTPUT)
+        common = {"policy": policy, "adapter": adapter_of(driver, i)}
+        driver.send(f"{i}", ids, custom=asked, max_new_tokens=OUTPUT, **common)
         if rnd.random() < 0.25:
             doomed.append(f"{i} unwanted")
-            driver.send(doomed[-1], ids, policy=policy, max_new_tokens=40, stream=True)
+            driver.send(doomed[-1], ids, max_new_tokens=40, stream=True, **common)
         for _ in range(rnd.randrange(pause + 1)):
             driver.step()
         if doomed and rnd.random() < 0.5:
@@ -88,30 +101,41 @@ def send_all(
     return aborted + len(doomed)
 
 
+def adapter_of(driver: Driver, number: int) -> str | None:
+    """The adapter that a request names."""
+    has_one = driver.scheduler.tp_worker.model_runner.lora_manager is not None
+    return ADAPTER if has_one and number % 3 == 0 else None
+
+
+def answered(
+    driver: Driver, rnd: random.Random, sent: list[tuple[str, list[int]]], pause: int
+) -> dict[str, Any]:
+    """Every answer to the requests, and what is left when all have ended."""
+    aborted = send_all(driver, rnd, sent, pause)
+    driver.finish()
+    used, private = driver.used_slots(), driver.store.held
+    driver.flush()
+    allocator = driver.scheduler.token_to_kv_pool_allocator
+    left = [used, private, allocator.size - allocator.available_size()]
+    found = {"answers": [], "aborted": aborted, "left": left}
+    for i, (policy, ids) in enumerate(sent):
+        answer = driver.answers[f"{i}"]
+        each = {"policy": policy, "prompt": ids, "tokens": answer.tokens}
+        each["adapter"] = adapter_of(driver, i)
+        each |= {"cached": answer.cached_tokens, "retractions": answer.retractions}
+        found["answers"].append(each | {"facts": answer.facts or {}})
+    return found
+
+
 def main(out: str, model: str, flags: dict) -> None:
-    """Writes every answer, and what is left when all have ended."""
+    """Writes what was answered."""
     rnd = random.Random(7)
     methods, pause = flags.pop("methods"), flags.pop("pause")
     sent = requests(rnd, methods, flags.pop("each"))
     scales = flags.pop("scales", None)
     if scales is not None:
         set_scales(scales)
-    driver = start(model, methods, flags)
-    aborted = send_all(driver, rnd, sent, pause)
-    driver.finish()
-    used, private = driver.used_slots(), driver.store.held
-    driver.flush()
-    allocator = driver.scheduler.token_to_kv_pool_allocator
-    found = {
-        "answers": [],
-        "aborted": aborted,
-        "left": [used, private, allocator.size - allocator.available_size()],
-    }
-    for i, (policy, ids) in enumerate(sent):
-        answer = driver.answers[f"{i}"]
-        each = {"policy": policy, "prompt": ids, "tokens": answer.tokens}
-        each |= {"cached": answer.cached_tokens, "retractions": answer.retractions}
-        found["answers"].append(each | {"facts": answer.facts or {}})
+    found = answered(start(model, methods, flags), rnd, sent, pause)
     Path(out).write_text(json.dumps(found))
 
 

@@ -396,7 +396,7 @@ def test_other_models_are_refused_by_class():
     with pytest.raises(
         Refused, match=r"`fastkv` .*Qwen3, Qwen3-MoE; the model's class is Other\.$"
     ):
-        layers.wrap(Services(()), SimpleNamespace(model=Other(), lora_manager=None), ["fastkv"])
+        layers.wrap(Services(()), SimpleNamespace(model=Other()), ["fastkv"])
 
 
 @pytest.mark.parametrize(

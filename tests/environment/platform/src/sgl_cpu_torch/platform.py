@@ -7,6 +7,10 @@ import torch
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from sgl_cpu_torch import host_memory
+
+host_memory.stand_in()
+
 
 class CpuTorchPlatform(SRTPlatform):
     """Everything SGLang asks of a device, answered for plain torch on the CPU."""

@@ -1,0 +1,54 @@
+"""`--enable-lora`: requests with an adapter answer as the model does into which it is merged."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
+
+METHODS = ("adakv", "asl", "fastkv", "gemfilter", "h2o", "streamingllm")
+RANK, ALPHA = 4, 8
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def adapted(model: str, adapter: Path, merged: Path) -> None:
+    """Makes a random adapter for a model, and the model into which it is merged."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    drawn = torch.Generator().manual_seed(3)
+    weights, parts = load_file(f"{model}/model.safetensors"), {}
+    for name, weight in weights.items():
+        if name.split(".")[-2] in TARGETS:
+            a = torch.randn(RANK, weight.shape[1], generator=drawn) * 0.1
+            b = torch.randn(weight.shape[0], RANK, generator=drawn) * 0.1
+            prefix = f"base_model.model.{name.removesuffix('.weight')}"
+            parts |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+            weights[name] = weight + ALPHA / RANK * (b @ a)
+    shutil.copytree(model, merged)
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    adapter.mkdir()
+    save_file(parts, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": TARGETS}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.server
+def test_answers_are_those_of_the_merged_model(serve, random_model, tmp_path):
+    # Rows of requests with the adapter and without leave in one batch, and restart.
+    from comparison import compare
+
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    adapted(random_model, adapter, merged)
+    flags = {"adapter": str(adapter), "lora_backend": "torch_native", "methods": METHODS}
+    seen = serve(random_model, {"SGLANG_KV_POLICY_FOLD_INTERVAL": "1"}, each=2, pause=1, **flags)
+    for model, name in ((random_model, None), (str(merged), "adapter")):
+        answers = [each for each in seen["answers"] if each["adapter"] == name]
+        different, ties, changed = compare(model, answers, 1)
+        assert different == []
+        assert ties <= 1
+        assert len(answers) >= 6
+        assert len(changed - {"none"}) >= 4
+    assert seen["left"] == [0, 0, 0]
