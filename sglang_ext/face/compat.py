@@ -364,6 +364,11 @@ def slot_table(runner: Any) -> torch.Tensor:
     return runner.req_to_token_pool.req_to_token
 
 
+def await_loaded(runner: Any, layer: int) -> None:
+    """Have this forward wait for entries of a layer that come from the host, as attention does."""
+    runner.token_to_kv_pool.get_key_buffer(layer)
+
+
 def start_stream(batch: Any) -> None:
     """Begin the residual stream of a batch before its first layer."""
     from sglang.srt.layers.layer_boundary.residual.batch import start

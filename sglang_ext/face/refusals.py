@@ -27,7 +27,6 @@ OPTIONS = (
     ("attn_cp_size", 1, "keys of one request would be spread over ranks"),
     ("dcp_size", 1, "keys of one request would be spread over ranks"),
     ("enable_dp_attention", False, "decode steps may be computed as prefills"),
-    ("enable_hierarchical_cache", False, "host copies of the cache are not tested with policies"),
     ("enable_lmcache", False, "it stores whole rows, and freed slots are no longer in them"),
     ("enable_flexkv", False, "it stores whole rows, and freed slots are no longer in them"),
     ("enable_hisparse", False, "it keeps its own tables of a request's slots"),

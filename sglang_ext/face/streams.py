@@ -10,8 +10,9 @@ middle of SGLang's forward.
 queued so far: a slot that is given up there goes back to the list only after the kernels that read
 it. On exit the forward's stream waits for the scheduler's: slots just taken are known before they
 are written to. Whoever gets a freed slot next writes to it in a later forward, whose kernels stand
-behind this one's on the same stream; nothing else writes entries. On a CPU, and where the forward
-runs on the scheduler's own stream, there is nothing to order.
+behind this one's on the same stream; copies from the host, which SGLang makes on a third, wait for
+that one too. Nothing else writes entries. On a CPU, and where the forward runs on the scheduler's
+own stream, there is nothing to order.
 """
 
 from __future__ import annotations

@@ -142,6 +142,8 @@ class PropagateStep:
         if self._rows:
             positions = positions if self._view is None else self._view.positions
             hidden = run(positions, hidden, current, **kw)
+        else:
+            compat.await_loaded(self._services.runner, number)
         layers = self._services.arena.layers
         if any(part.leaves(number, layers) for part in self._leaving):
             hidden = self._narrow(number, hidden, current)

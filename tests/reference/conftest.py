@@ -53,13 +53,15 @@ def embedded():
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Runs the scenario of served.py with a checkpoint, in a process of its own."""
+    """Runs the scenario of served.py, or another, with a checkpoint, in a process of its own."""
 
-    def serve(model: str, environment: dict[str, str], **flags: Any) -> dict[str, Any]:
+    def serve(
+        model: str, environment: dict[str, str], script: str = "served.py", **flags: Any
+    ) -> dict[str, Any]:
         out = tmp_path / "out.json"
         paths = os.pathsep.join([str(HERE), str(HERE.parent / "sglang_ext")])
         done = forked.run(
-            [sys.executable, "-P", str(HERE / "served.py"), str(out), model, json.dumps(flags)],
+            [sys.executable, "-P", str(HERE / script), str(out), model, json.dumps(flags)],
             timeout=400,
             env={**os.environ, **environment, "PYTHONPATH": paths},
         )
