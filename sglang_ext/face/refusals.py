@@ -35,7 +35,11 @@ OPTIONS = (
     ("enable_pdmux", False, "prefill and decode would run at the same time"),
     ("enable_torch_compile", False, "decode steps read ragged tables"),
     ("dllm_algorithm", None, "blocks are denoised in place, not appended"),
-    ("enable_deterministic_inference", False, "its attention kernels cannot read private pages"),
+    (
+        "enable_deterministic_inference",
+        False,
+        "which kernel reads a request's entries, and so its rounding, depends on its batch",
+    ),
     ("is_embedding", False, "nothing is decoded"),
     ("encoder_only", False, "nothing is decoded"),
     ("strip_thinking_cache", False, "it moves the end of what a request owns"),
