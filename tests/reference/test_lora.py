@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
 
 METHODS = ("adakv", "asl", "fastkv", "gemfilter", "h2o", "streamingllm")
+FASTKV = Path(__file__).parents[2] / "policies" / "fastkv.yaml"
 RANK, ALPHA = 4, 8
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -52,3 +53,27 @@ def test_answers_are_those_of_the_merged_model(serve, random_model, tmp_path):
         assert len(answers) >= 6
         assert len(changed - {"none"}) >= 4
     assert seen["left"] == [0, 0, 0]
+
+
+@pytest.mark.server
+def test_a_client_names_policy_and_adapter(random_model, tmp_path):
+    from eager import generate
+    from kvpolicy.evaluation.serving import serve
+    from methods import METHODS as VALUES
+    from methods import settings
+
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    adapted(random_model, adapter, merged)
+    flags = {"enable_lora": True, "lora_paths": [f"one={adapter}"], "max_loras_per_batch": 2}
+    flags |= {"lora_backend": "torch_native", "skip_tokenizer_init": True}
+    ids = [*range(7, 400, 7)]
+    with serve(random_model, [FASTKV], settings(["fastkv"]), **flags) as server:
+        sampling = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+        request = {"input_ids": ids, "sampling_params": sampling}
+        answers = {
+            name: server.post("/generate", {**request, "lora_path": name}).json()["output_ids"]
+            for name in ("one", None)
+        }
+    for name, model in (("one", str(merged)), (None, random_model)):
+        plain = generate(model, ids, "fastkv", VALUES["fastkv"], new_tokens=6)
+        assert answers[name] == plain.tokens
