@@ -8,6 +8,7 @@ in use. SGLang's strict memory checks run at every step and kill the server when
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -167,6 +168,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--longest", type=int, default=2000, help="prompt tokens")
     parser.add_argument("--at-once", type=int, default=24)
+    parser.add_argument("--tp", type=int, default=1, help="--tp-size; on a CPU a core for each")
     parser.add_argument("--pool", type=int, default=8000, help="--max-total-tokens")
     options = parser.parse_args()
     drawn = draw(options.requests, np.random.default_rng(options.seed), options.longest)
@@ -176,9 +178,14 @@ def main() -> None:
         "chunked_prefill_size": 256,
         "skip_tokenizer_init": True,
         "enable_metrics": True,
+        "tp_size": options.tp,
     }
+    checks = dict(CHECKS)
+    if options.tp > 1:  # a core for each rank; a machine may have fewer
+        cores = [str(rank % (os.cpu_count() or 1)) for rank in range(options.tp)]
+        checks["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)
     started = time.perf_counter()
-    with serve(options.model, policies, SETTINGS, env=CHECKS, progress=True, **flags) as server:
+    with serve(options.model, policies, SETTINGS, env=checks, progress=True, **flags) as server:
         alone = [
             ask(server, r, i) if r.abort_after is None else None
             for i, r in enumerate(tqdm(drawn, desc="one at a time"))

@@ -20,6 +20,7 @@ from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
 from kvpolicy.dsl.tools import explain_sections
 from kvpolicy.dsl.tools.commands import overrides
 from kvpolicy.dsl.tools.cost import cost
+from kvpolicy.dsl.tools.explain_ranks import exchanged
 from kvpolicy.dsl.tools.explain_sections import layers_text, runs
 from kvpolicy.dsl.tools.units import flops_text, size_text
 
@@ -132,6 +133,8 @@ def explanation(
     yield from _entries(bound, length)
     yield from ("", "Memory")
     yield from _memory(bound, config, length)
+    yield from ("", "Exchanged between ranks, where the model is divided over them (--tp-size)")
+    yield from exchanged(bound, config, length)
     yield from ("", "Cost of deciding, for all layers (generated kernels; see docs/operators.md)")
     yield from _cost(bound, config, length, gpu)
 

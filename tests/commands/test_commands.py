@@ -54,6 +54,27 @@ def test_budgets_that_depend_on_data_are_bounded(model, capsys):
     assert "everything may stay" in capsys.readouterr().out
 
 
+EXCHANGED = "Exchanged between ranks, where the model is divided over them (--tp-size)"
+
+
+def test_what_ranks_exchange(model, capsys):
+    """Of 4 layers and 2 KV heads float64 per list; per token of these where heads compete."""
+    counts = 4 * 2 * 8
+    for name, settings, prefill, fold in (
+        ("snapkv", ["capacity=100"], counts, None),
+        ("adakv", ["capacity=100", "window=8"], counts + 4 * 2 * 1000 * 8, None),
+        ("h2o", ["heavy=40", "window=40"], counts, 2 * counts),
+        # Sums and how many were summed, of what stays and a step's token.
+        ("tova", ["capacity=100"], counts + 2 * 4 * 2 * 1000 * 8, 2 * counts + 2 * 4 * 2 * 101 * 8),
+    ):
+        given = [x for each in settings for x in ("--set", each)]
+        assert explain(model, name, *given) == 0
+        lines = section(capsys.readouterr().out, EXCHANGED)
+        assert size_text(prefill) in lines[0]
+        assert (len(lines) > 1) == (fold is not None)
+        assert fold is None or size_text(fold) in lines[1]
+
+
 def test_cost_by_expression(model, capsys):
     assert explain(model, "tova", "--set", "capacity=100") == 0
     lines = section(

@@ -1,0 +1,80 @@
+"""What ranks exchange where a model is divided over them (`--tp`), for `kvpolicy explain`.
+
+Every rank gets what enters operations across KV heads from all the others (execute/gathered.py).
+Bytes are those of all KV heads of a model, whatever the number of ranks, beside what the ranks
+exchange for the model itself: two sums of all hidden states per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.bounds import Bounds
+from kvpolicy.dsl.bind.kept import keep_of
+from kvpolicy.dsl.bind.lengths import lengths
+from kvpolicy.dsl.bind.model_config import ModelConfig
+from kvpolicy.dsl.bind.work import Sizes
+from kvpolicy.dsl.ir.heads import across_heads, heads_last
+from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, propagate_roots, state_roots
+from kvpolicy.dsl.tools.units import size_text
+
+_NUMBER, _TRUTH = 8, 1  # bytes
+_SUMS = 2  # of hidden states per layer of a model
+_COLUMNS = 2  # per list after a fold: how many entries there were and how many stay
+
+
+def exchanged(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
+    """Bytes of a prompt and of a fold."""
+    prompt = prefill_bytes(bound, length, config.kv_bytes)
+    model = _SUMS * config.shape.layers * length * config.hidden * config.kv_bytes
+    yield f"  {'prefill':<10} {size_text(prompt):>10}  {_share(prompt, model)} a prefill"
+    if bound.folded.decode is not None:
+        fold = fold_bytes(bound, length, config.kv_bytes)
+        model = _SUMS * config.shape.layers * config.hidden * config.kv_bytes
+        yield f"  {'fold':<10} {size_text(fold):>10}  {_share(fold, model)} a decode step"
+
+
+def _share(own: int, model: int) -> str:
+    return f"{own / model:.3%} of what the model itself exchanges in"
+
+
+def prefill_bytes(bound: Bound, length: int, element: int) -> int:
+    """What is exchanged of a prompt: what is compared, and how many entries each list keeps."""
+    sections = heads_last(bound.lowered)
+    rules = sections.prefill
+    roots = [rules.keep, rules.budget, *rules.decided.values(), *state_roots(rules.states)]
+    roots += [*merge_roots(rules.merge), *propagate_roots(sections.propagate)]
+    kept = Bounds(bound, length).size(keep_of(bound.lowered.prefill)).head
+    nodes, total = _across(roots), bound.shape.layers * bound.shape.kv_heads * _NUMBER
+    for layer, (_, tokens) in enumerate(lengths(bound, length)):
+        sizes = Sizes(bound, length, layer, tokens, kept[layer], element)
+        total += _bytes(nodes, sizes)
+    return total
+
+
+def fold_bytes(bound: Bound, length: int, element: int) -> int:
+    """What is exchanged when entries leave of one request."""
+    rules = heads_last(bound.lowered).decode
+    if rules is None:
+        return 0
+    nodes = _across([rules.keep, *merge_roots(rules.merge), *state_roots(rules.states)])
+    kept = Bounds(bound, length).size(keep_of(bound.lowered.prefill)).head
+    total = bound.shape.layers * bound.shape.kv_heads * _COLUMNS * _NUMBER
+    for layer, most in enumerate(kept):
+        held = most + bound.fold_interval
+        sizes = Sizes(bound, length, layer, held, most, element, step=True)
+        total += _bytes(nodes, sizes)
+    return total
+
+
+def _across(roots: Iterable[Node | None]) -> list[Node]:
+    return [node for node in nodes_of(roots) if across_heads(node)]
+
+
+def _bytes(nodes: list[Node], sizes: Sizes) -> int:
+    """Of all arguments with KV heads, those that several nodes read once for each."""
+    given = [each for node in nodes for each in node.args if "kv" in each.type.axes]
+    each = (sizes.of(x) * (_TRUTH if x.type.kind == "truth" else _NUMBER) for x in given)
+    return int(sum(each))
