@@ -237,3 +237,11 @@ def test_every_attention_layer_is_checked(monkeypatch):
     ):
         with pytest.raises(Refused, match=message):
             refusals.check_layers(wrong, shape)
+
+
+def test_each_rank_needs_as_many_kv_heads_as_the_others():
+    shape = ModelShape(4, 8, 4, 16)
+    assert refusals.shape_of_rank(shape, 2) == ModelShape(4, 4, 2, 16)
+    for ranks in (3, 8):
+        with pytest.raises(Refused, match=f"--tp-size {ranks} cannot be .* has 4 KV heads"):
+            refusals.shape_of_rank(shape, ranks)

@@ -1,6 +1,8 @@
 """A model divided over two ranks (`--tp 2`): the same entries stay as on one; all decide alike."""
 
+import json
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -89,6 +91,39 @@ def test_answers_and_what_is_kept_are_those_of_one_rank(server, model):
             assert own == other, own[0]
     assert all("uncompressed" not in facts for _, _, facts in expected), expected
     assert any(facts.get("folds") for _, _, facts in expected)
+
+
+def test_policies_come_and_go_on_all_ranks(server):
+    """One that compares KV heads: a rank that lacked it would be waited for."""
+    headers = {"Authorization": "Bearer secret"}
+    url = server.url + "/kv_policy/policies/mine"
+    text = (POLICIES / "adakv.yaml").read_text()
+    for size in (20, 30):
+        body = json.dumps({"policy": text, "set": {"capacity": size, "window": 4}})
+        answer = server.session.put(url, data=body, headers=headers, timeout=PATIENCE)
+        assert answer.status_code == 200, answer.text
+        facts = ask(server, prompt(1, 100), "mine").json()["meta_info"]["kv_policy"]
+        assert 0 <= 4 * 2 * size - facts["entries_kept"] < 4 * 2  # shares are whole numbers
+    assert server.session.delete(url, headers=headers, timeout=PATIENCE).ok
+    assert ask(server, prompt(1, 100), "mine").status_code == 400
+
+
+def test_nothing_is_left_behind(server):
+    sampling = {"max_new_tokens": 400, "ignore_eos": True, "custom_params": {"kv_policy": "h2o"}}
+    body = {"input_ids": prompt(3, 300), "sampling_params": sampling, "stream": True}
+    url = server.url + "/generate"
+    with server.session.post(url, json=body, stream=True, timeout=60) as answer:
+        next(answer.iter_content(64))  # its prefill is done; the client goes away
+    end = time.monotonic() + PATIENCE
+    while True:
+        headers = {"Authorization": "Bearer secret"}
+        server.session.post(server.url + "/flush_cache", headers=headers, timeout=60)
+        loads = server.session.get(server.url + "/v1/loads", headers=headers, timeout=60).json()
+        if all(each["num_used_tokens"] == 0 for each in loads["loads"]):
+            break
+        assert time.monotonic() < end, loads
+        time.sleep(0.2)
+    assert "leak" not in server.log_text().lower()
 
 
 # Two schedulers in lockstep, which compare what they hold after every step (scenarios_ranks.py).
