@@ -11,7 +11,7 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.combination import Combinations
 from kvpolicy.dsl.execute.evaluate import Evaluation, spread
-from kvpolicy.dsl.execute.heads import Heads
+from kvpolicy.dsl.execute.heads import ALL, Heads
 from kvpolicy.dsl.execute.kernels import Kernels
 from kvpolicy.dsl.execute.values import Frame, Value, aligned, as_tensor, filled
 from kvpolicy.dsl.ir.nodes import Node
@@ -43,7 +43,7 @@ def shared(
     below: Pair,
     own: Pair,
     kernels: Kernels,
-    heads: Heads,
+    heads: Heads = ALL,
 ) -> Shared | None:
     """Directions and exceptions at a layer; None where `share.when` does not hold.
 
