@@ -12,6 +12,7 @@ from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.sglang_ext.face import compat, options
 from kvpolicy.sglang_ext.face.errors import Refused
+from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.serving import catalog as catalogs
 from kvpolicy.sglang_ext.serving.catalog import Catalog
@@ -34,7 +35,9 @@ class Scheduler:
         self.policies = ServedPolicies(served, variants, Metrics(None, ()))
         runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=SimpleNamespace()))
         runner.req_to_token_pool.req_to_token.shape = (8, 64)
-        services = SimpleNamespace(layers=None, shares=False, queries=SimpleNamespace(needed=False))
+        services = SimpleNamespace(
+            layers=None, shares=False, queries=SimpleNamespace(needed=False), ranks=Ranks()
+        )
         self.changes = Changes(services, self.policies, runner, SHAPE, self.make, 0)
 
     def make(self, policy, bound):
