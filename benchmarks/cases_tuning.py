@@ -160,7 +160,7 @@ def _paged(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
     ones = torch.ones_like(indices, dtype=torch.float32)
     pairs = partial(call, apart=Apart(indices, ones, ones))
     calls, knobs, note = split_kv(call, pairs, toy)
-    rows = paged_attention_triton.query_rows(queries * shape.group, model.dtype)
+    rows = paged_attention_triton.query_rows(queries * shape.group, model.dtype, shape.head_dim)
     where = {
         "dtype": plain(model.dtype),
         "head_dim": shape.head_dim,

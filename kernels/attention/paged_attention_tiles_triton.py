@@ -134,11 +134,12 @@ def tile_of(size: int, dtype: torch.dtype, rows: int) -> Tile:
     multiplied (three stages: one buffer, every tile waited for). Three programs per processor then
     have some 96 KiB under way, more than the 40 KiB or so that cover the latency of HBM3e at
     4.8 TB/s. Four warps share out the columns of the few query rows: 16 of 64 entries, 32 of 128
-    columns each. Eight where more rows, or float32 without tensor cores, would spill registers.
-    Tiles of 8 bits have as many entries as those of halves, as which they are multiplied.
+    columns each. Eight where more rows, or float32 without tensor cores, would spill registers; and
+    with more rows at most 64 entries, since Triton 3.6 spills with 128. Tiles of 8 bits have as
+    many entries as those of halves, as which they are multiplied.
     """
     row_bytes = columns_of(size) * max(dtype.itemsize, 2)
-    entries = min(max(16384 // row_bytes, 16), 128)
+    entries = min(max(16384 // row_bytes, 16), 128 if rows <= 16 else 64)
     return Tile(entries, warps=8 if dtype == torch.float32 or rows > 16 else 4, stages=5)
 
 

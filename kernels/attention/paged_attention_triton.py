@@ -60,7 +60,7 @@ def paged_attention(
     if q.numel() == 0:
         return result
     group = heads // groups
-    rows = query_rows(tokens * group, q.dtype)
+    rows = query_rows(tokens * group, q.dtype, size)
     blocks = triton.cdiv(tokens * group, rows)
     tile, parts = way(
         "paged_attention", q.device, keys.dtype, size, rows, requests * groups * blocks,
@@ -96,12 +96,12 @@ def paged_attention(
     return result
 
 
-def query_rows(queries: int, dtype: torch.dtype) -> int:
+def query_rows(queries: int, dtype: torch.dtype, size: int) -> int:
     """Rows of a program's product for so many query rows of a list.
 
     At least the 16 of a tensor core, at most what fits the registers.
     """
-    most = 32 if dtype == torch.float32 else 64
+    most = 32 if dtype == torch.float32 or size > 128 else 64
     return min(max(triton.next_power_of_2(queries), 16), most)
 
 
