@@ -11,6 +11,7 @@ Triton must not be in its interpreter, so this runs in a process of its own: see
 from __future__ import annotations
 
 import io
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -31,6 +32,7 @@ _H200 = SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, L2_cache_size=60 << 20,
     total_memory=150 << 30, warp_size=32,
 )  # fmt: skip
+_CAPABILITY = 90
 
 
 class _Driver:
@@ -40,7 +42,7 @@ class _Driver:
         self._target = GPUTarget("cuda", capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self._target.arch  # Triton keeps what it compiled by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -126,21 +128,25 @@ class Compiled:
     """One kernel.
 
     Attributes:
+        warps: of a program.
         shared: bytes of shared memory.
         registers: per thread.
         spilled: bytes per thread that went to local memory because registers were too few.
         tensor_cores: whether it multiplies matrices on tensor cores.
         counts: atomic additions to memory.
         ordered: of these, before which all threads have stored, and after which none has yet read.
+        seconds: of processors, that compiling it took.
     """
 
     name: str
+    warps: int
     shared: int
     registers: int
     spilled: int
     tensor_cores: bool
     counts: int
     ordered: int
+    seconds: float
 
 
 def compiled(call: Callable[[], Any]) -> list[Compiled]:
@@ -155,9 +161,10 @@ def compiling(found: dict[str, Compiled]) -> Callable[..., Any]:
     """Instead of a launch: compiles, and notes by its hash each kernel that is not noted yet."""
 
     def run(self: JITFunction, *args: Any, **options: Any) -> Any:
+        before = sum(os.times()[:4])
         kernel = launch(self, *args, **options)
         if kernel.hash not in found:
-            found[kernel.hash] = _measured(kernel)
+            found[kernel.hash] = _measured(kernel, sum(os.times()[:4]) - before)
         return kernel
 
     launch = JITFunction.run
@@ -173,7 +180,7 @@ def asked(call: Callable[[], Any], number: int) -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        _, keys, *_, bind = self.device_caches[0]
+        _, keys, *_, bind = self.device_caches[_CAPABILITY]
         _, specialization, options = bind(*args, debug=False, **options)
         found.add((self.fn.__qualname__, compute_cache_key(keys, specialization, options)))
 
@@ -184,7 +191,7 @@ def asked(call: Callable[[], Any], number: int) -> set[tuple[str, str]]:
 
 @contextmanager
 def on_device(
-    run: Callable[..., Any], number: int | None = None, capability: int = 90
+    run: Callable[..., Any], number: int | None = None, capability: int = _CAPABILITY
 ) -> Iterator[None]:
     """A block that has a GPU, in which launches are given to `run`, without data.
 
@@ -247,14 +254,15 @@ def _note_what_ptxas_says(
     return None
 
 
-def _measured(kernel: Any) -> Compiled:
+def _measured(kernel: Any, seconds: float) -> Compiled:
     said = kernel.metadata.ptxas
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
     registers = max(map(int, re.findall(r"Used (\d+) registers", said)))
     text = kernel.asm["ptx"]
     dots = bool(re.search(r"\b(wgmma|mma)\.", text))
-    shared = kernel.metadata.shared
-    return Compiled(kernel.metadata.name, shared, registers, spilled, dots, *_counts(text))
+    made, counts = kernel.metadata, _counts(text)
+    given = (made.num_warps, made.shared, registers, spilled, dots)
+    return Compiled(made.name, *given, *counts, seconds)
 
 
 def _counts(text: str) -> tuple[int, int]:
