@@ -41,7 +41,7 @@ HEADER = (
 def kernels_of(name: str, shape: ModelShape, target: int) -> dict[str, Compiled]:
     """Kernels of a policy, or of the attention, by their hash."""
     found: dict[str, Compiled] = {}
-    with made_up(shape), on_device(compiling(found, target), KEPT, target):
+    with made_up(shape), on_device(compiling(found), KEPT, target):
         if name == ATTENTION:
             for pairs in (False, True):
                 parts = services(shape, pairs=pairs)

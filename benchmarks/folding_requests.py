@@ -113,7 +113,11 @@ class Case:
 
 
 class Crowd:
-    """B requests of one policy, whose prompts are over, in the plugin's own decode step."""
+    """B requests of one policy, whose prompts are over, in the plugin's own decode step.
+
+    Attributes:
+        goes_on: whether entries leave while they decode.
+    """
 
     def __init__(self, case: Case, most_steps: int) -> None:
         """
@@ -126,6 +130,7 @@ class Crowd:
         self.bound = bind(
             load(case.policy).require(), shape, case.settings, fold_interval=case.interval
         )
+        self.goes_on = self.bound.folded.decode is not None
         longest, number = max(case.prompts) + most_steps, len(case.prompts)
         slots = number * (2 * longest + case.interval)
         self.arena: Arena = create_arena(
@@ -187,12 +192,16 @@ class Crowd:
             if prompt not in memories:
                 q = tensors[:prompt].permute(1, 2, 0, 3).numpy()
                 run = prefilled(plain, q, *[q[:, : shape.kv_heads]] * 2).run
-                memory = Memory(self.bound, prompt, Memory.after(run).block[0], program.steps)
+                memory = None
+                if self.goes_on:
+                    block, _ = Memory.after(run).block
+                    memory = Memory(self.bound, prompt, block, program.steps)
                 memories[prompt] = (run.finish(), memory)
             kept, memory = memories[prompt]
             state = State(served, prompt, 0)
-            state.folds = True
-            state.decoding = Decoding(memory.clone(), Notes(wanted(self.bound, prompt)))
+            if memory is not None:
+                state.folds = True
+                state.decoding = Decoding(memory.clone(), Notes(wanted(self.bound, prompt)))
             request = SimpleNamespace(
                 rid=str(row), kv=SimpleNamespace(req_pool_idx=row), freed=0, length=0
             )
