@@ -17,8 +17,8 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 from kvpolicy.dsl.codegen.causal import nothing_after
-from kvpolicy.dsl.execute.elementwise import reduce
 from kvpolicy.dsl.execute.entropy import operands
+from kvpolicy.dsl.execute.ops import reduce
 from kvpolicy.dsl.execute.values import Frame, Value, as_tensor, filled
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ops.operations import Kind

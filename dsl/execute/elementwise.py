@@ -1,4 +1,4 @@
-"""Elementwise operations and reductions of the torch program."""
+"""Elementwise operations of the torch program."""
 
 from __future__ import annotations
 
@@ -20,12 +20,9 @@ from kvpolicy.dsl.execute.values import (
     filled,
     sizes_of,
     snapped,
-    there_of,
     union,
 )
 from kvpolicy.dsl.ir.nodes import Node
-
-# Elementwise.
 
 
 def elementwise(
@@ -203,82 +200,3 @@ def _where(
     at: torch.Tensor, a: torch.Tensor | Scalar, b: torch.Tensor | Scalar, frame: Frame
 ) -> torch.Tensor:
     return torch.where(at, as_tensor(a, frame), as_tensor(b, frame))
-
-
-# Reductions.
-
-
-def of_each_layer(x: Value, heads: int) -> Value:
-    """KV heads of several layers, `heads` of each, with an axis `layer` of their own."""
-    mask, axes = x.mask, x.mask_axes
-    if mask is not None and "kv" in axes:
-        mask, axes = mask.unflatten(0, (-1, heads)), ("layer", *axes)
-    data = torch.as_tensor(x.data).unflatten(0, (-1, heads))
-    return Value(data, ("layer", *x.axes), mask, axes, zero=x.zero, finite=x.finite)
-
-
-def for_each_head(x: Value, heads: int) -> Value:
-    """A value of several layers, the same for all `heads` KV heads of each."""
-    data = torch.as_tensor(x.data).repeat_interleave(heads, 0)
-    return Value(data, ("kv", *x.axes[1:]), finite=x.finite)
-
-
-def reduce(node: Node, frame: Frame, x: Value) -> Value:
-    """A reduction over `node.axes` that skips absent values."""
-    if frame.layered and "kv" in node.axes:
-        plain, heads = replace(frame, layered=False), frame.bound.shape.kv_heads
-        return for_each_head(reduce(node, plain, of_each_layer(x, heads)), heads)
-    dims = [x.axes.index(axis) for axis in node.axes]
-    axes = tuple(axis for axis in x.axes if axis not in node.axes)
-    if node.operation.averages:
-        data = frame.kernels[node.op](x.tensor.double(), there_of(x), dims)
-        return Value(data, axes, finite=x.finite)
-    if node.op == "count":
-        if x.tensor.dtype == torch.bool:
-            number = filled(x, False).sum(dims).double()
-        else:
-            number = _present(x, node.axes, dims, axes, frame)
-        return Value(number, axes, finite=True)
-    if node.op == "any":
-        data = filled(x, False)
-        for dim in sorted(dims, reverse=True):
-            data = data.any(dim)
-        return Value(data, axes, finite=True)
-    if node.operation.infinite_of_none:
-        return Value(_extreme(node.op, x, dims), axes, finite=x.finite and x.mask is None)
-    data = (x.tensor if x.zero else filled(x, 0.0)).sum(dims)
-    if not x.finite:
-        data = torch.nan_to_num(data, nan=0.0, posinf=math.inf, neginf=-math.inf)
-    return Value(data, axes, finite=x.finite)
-
-
-def _extreme(op: str, x: Value, dims: list[int]) -> torch.Tensor:
-    worst = -math.inf if op == "max" else math.inf
-    data = filled(x, worst)
-    if 0 in [data.shape[dim] for dim in dims]:
-        shape = [size for dim, size in enumerate(data.shape) if dim not in dims]
-        return data.new_full(shape, worst)
-    return data.amax(dims) if op == "max" else data.amin(dims)
-
-
-def _present(
-    x: Value, over: tuple[str, ...], dims: list[int], axes: tuple[str, ...], frame: Frame
-) -> torch.Tensor:
-    """How many values are present, with the axes of the result."""
-    unmasked = math.prod(
-        x.tensor.shape[dim] for dim, axis in zip(dims, over, strict=True) if axis not in x.mask_axes
-    )
-    mask = x.mask
-    if mask is None:
-        return torch.full((), float(unmasked), dtype=torch.float64, device=frame.device).expand(
-            [x.tensor.shape[i] for i, axis in enumerate(x.axes) if axis in axes]
-        )
-    inner = [i for i, axis in enumerate(x.mask_axes) if axis in over]
-    left = tuple(axis for axis in x.mask_axes if axis not in over)
-
-    def make() -> torch.Tensor:
-        return (mask.sum(inner) if inner else mask).double() * unmasked
-
-    number = frame.once(("count", id(mask), tuple(inner), unmasked), (mask,), make)
-    sizes = sizes_of(x)
-    return aligned(number, left, axes).expand([sizes[axis] for axis in axes])

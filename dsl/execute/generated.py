@@ -20,9 +20,9 @@ from kvpolicy.dsl.bind.kernel_values import finite
 from kvpolicy.dsl.codegen.parts import Result
 from kvpolicy.dsl.codegen.regions import Bundle, Regions
 from kvpolicy.dsl.codegen.source import Source, generate
-from kvpolicy.dsl.execute.elementwise import reduce
 from kvpolicy.dsl.execute.entropy import operands
 from kvpolicy.dsl.execute.kernels import Entries, Kernels, Keys, Slots, dense
+from kvpolicy.dsl.execute.ops import reduce
 from kvpolicy.dsl.execute.values import Frame, Step, Value, aligned, as_tensor, sizes_of
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, State

@@ -16,9 +16,9 @@ from functools import cache, partial
 
 import torch
 from kvpolicy.dsl.execute.combination import Combinations, is_product
-from kvpolicy.dsl.execute.elementwise import reduce
 from kvpolicy.dsl.execute.evaluate import Evaluation, Updates
 from kvpolicy.dsl.execute.kernels import Entries, Keys, dense
+from kvpolicy.dsl.execute.ops import reduce
 from kvpolicy.dsl.execute.values import Value, aligned, as_tensor, filled, sizes_of, union
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Merge, Node

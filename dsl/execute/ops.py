@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import torch
 from kvpolicy.dsl.execute.elementwise import binary, compare, elementwise, logic
-from kvpolicy.dsl.execute.values import Value
+from kvpolicy.dsl.execute.values import Frame, Value
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ops.forms import LIBRARIES, form
 from kvpolicy.dsl.ops.operations import Kind, Operation
 from kvpolicy.dsl.ops.table import OPERATIONS
+
+
+def reduce(node: Node, frame: Frame, x: Value) -> Value:
+    """A reduction over `node.axes` that skips absent values."""
+    if frame.layered and "kv" in node.axes:
+        plain, heads = replace(frame, layered=False), frame.bound.shape.kv_heads
+        return _for_each_head(reduce(node, plain, _of_each_layer(x, heads)), heads)
+    row, dims = node.operation, [x.axes.index(axis) for axis in node.axes]
+    axes = tuple(axis for axis in x.axes if axis not in node.axes)
+    made: Callable[..., torch.Tensor] = form(str(row.torch), "execute")
+    finite = row.always_finite or (x.finite and not (row.infinite_of_none and x.mask is not None))
+    return Value(made(node, frame, x, dims), axes, finite=finite)
+
+
+def _of_each_layer(x: Value, heads: int) -> Value:
+    """KV heads of several layers, `heads` of each, with an axis `layer` of their own."""
+    mask, axes = x.mask, x.mask_axes
+    if mask is not None and "kv" in axes:
+        mask, axes = mask.unflatten(0, (-1, heads)), ("layer", *axes)
+    data = torch.as_tensor(x.data).unflatten(0, (-1, heads))
+    return Value(data, ("layer", *x.axes), mask, axes, zero=x.zero, finite=x.finite)
+
+
+def _for_each_head(x: Value, heads: int) -> Value:
+    """A value of several layers, the same for all `heads` KV heads of each."""
+    data = torch.as_tensor(x.data).repeat_interleave(heads, 0)
+    return Value(data, ("kv", *x.axes[1:]), finite=x.finite)
+
 
 # What makes an operation by name of axes of a function of tensors.
 _OF_TENSORS: dict[Kind, Callable[..., Callable[..., Value]]] = {
@@ -20,6 +50,8 @@ _OF_TENSORS: dict[Kind, Callable[..., Callable[..., Value]]] = {
 
 
 def _form(row: Operation, path: str) -> Callable[..., Value]:
+    if row.kind is Kind.REDUCTION:
+        return reduce
     found, library = form(path, "execute"), path.rpartition(".")[0]
     if library not in LIBRARIES:
         return found
