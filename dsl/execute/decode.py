@@ -123,9 +123,9 @@ class Memory:
         self.land()
         return self._block.layout(self._place, layer)
 
-    def lasts(self, counts: Sequence[Sequence[int]]) -> bool:
-        """As of `Lasting`, for numbers that a step kept."""
-        return self.steps.lasting.lasts(self.prompt, counts)
+    def keeps_size(self, counts: Sequence[Sequence[int]]) -> bool:
+        """As of `FixedSize`, for numbers that a step kept."""
+        return self.steps.fixed_size.holds(self.prompt, counts)
 
     def landed(self) -> bool:
         """Whether `land` would not wait for the device; of several ranks all say the same."""

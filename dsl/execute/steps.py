@@ -9,8 +9,8 @@ import torch
 from kvpolicy.dsl.bind.additive import Additive
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.ends import Ends, end_of
+from kvpolicy.dsl.bind.fixed_size import FixedSize
 from kvpolicy.dsl.bind.kept import keep_of
-from kvpolicy.dsl.bind.lasting import Lasting
 from kvpolicy.dsl.execute.block import AXES, HEADS
 from kvpolicy.dsl.execute.evaluate import Updates
 from kvpolicy.dsl.execute.generated import Generated
@@ -127,7 +127,7 @@ class Steps:
         kernels: what computes; those generated for the policy:
             `advancing` for its states, `leaving` for what is read where entries leave.
         advancing_roots, leaving_roots: what these compute.
-        lasting: how many entries a list takes before it is filled up to its budget.
+        fixed_size: how many entries a list takes before it is filled up to its budget.
         states_alike, keep_alike: whether layers may be taken as more KV heads of one, see
             `like_heads`: where several steps advance the states, and where `keep` decides.
 
@@ -160,7 +160,7 @@ class Steps:
         self.advances = any(x.next is not None for x in states)
         self.advances |= any(map(math.isnan, self.fresh.values()))
         self.at_once = all(map(additive.state, states))
-        self.lasting = Lasting(bound, states_present=self.at_once)
+        self.fixed_size = FixedSize(bound, states_present=self.at_once)
         self.advancing_reads = any(node.operation.reads_tensors for node in remembered)
         self.leaving_merge = rules.merge is not None
         self.leaving_reads = self.leaving_merge or any(

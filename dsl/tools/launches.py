@@ -355,10 +355,10 @@ class _Counting:
 
     def _written(self, memory: Memory, staying: Staying) -> Asked:
         """Moving what stays within its pages: sglang_ext/forward/fold_together.py."""
-        lasts = staying.repeats and memory.lasts(memory.numbers().kept.tolist())
+        fixed = staying.repeats and memory.keeps_size(memory.numbers().kept.tolist())
         moved = Asked(launches=1 + (self.bound.positions == "slots"))
         # To the device goes which rows there are and how long; from it comes how many stay.
-        return moved + Asked(operations=not lasts, transfers=2)
+        return moved + Asked(operations=not fixed, transfers=2)
 
 
 def _mean(asked: Asked, number: int) -> Mean:

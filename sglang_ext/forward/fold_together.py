@@ -4,7 +4,7 @@ One launch finds the entries of all lists of all layers and requests, one settle
 `dsl/execute/requests.py` for what lies between. What a request gets does not depend on the others.
 
 The host waits for the device once, for how many entries stay. It does not where that is known: each
-list lost entries at the last fold, and no data decide its size (dsl/bind/lasting.py). Then the
+list lost entries at the last fold, and no data decide its size (dsl/bind/fixed_size.py). Then the
 numbers are only read at the next fold. What stays of lists that outgrow their pages is written to
 other ones, of many requests at once. A request that has no private pages yet, whose lists became
 much shorter, or whose entries cannot change where they lie, is written by itself (fold.py).
@@ -131,22 +131,22 @@ class FoldTogether:
         """Write what stays. The host waits once at most, and not where it knows what stays."""
         started, members = time.perf_counter(), self._together._members
         failures = self._services.failures
-        lasting: list[int] = []
+        fixed: list[int] = []
         known: list[int] = []
         moving: list[int] = []
         others: list[int] = []
         for place, each in enumerate(members):
             with failures.contained(each.request, FOLD):
-                if self._lasts(each):
-                    lasting.append(place)
+                if self._keeps_size(each):
+                    fixed.append(place)
                 elif self._drops(each):
                     stays, moves = self._where(each)
                     (known if stays else moving if moves else others).append(place)
         failures.agree(each.request for each in members)
-        for places in (lasting, known, moving, others):
+        for places in (fixed, known, moving, others):
             places[:] = [place for place in places if not members[place].state.failed]
-        if lasting:
-            self._contained(lasting, partial(self._launch, lasting, self._staying.proceed))
+        if fixed:
+            self._contained(fixed, partial(self._launch, fixed, self._staying.proceed))
         if known or moving:
             proceed = _all(len(members), self._staying.kept.device)
             if known:
@@ -154,22 +154,22 @@ class FoldTogether:
             for places in self._portions(moving):
                 self._contained(places, partial(self._move, places, proceed))
         share = (time.perf_counter() - started) / max(len(members), 1)
-        for place in (*lasting, *known, *moving):
+        for place in (*fixed, *known, *moving):
             if members[place].state.broken:
                 continue
             with failures.contained(members[place].request, FOLD):
-                self._finish(place, share, lasts=place in lasting, moved=place in moving)
+                self._finish(place, share, fixed=place in fixed, moved=place in moving)
         for place in others:
             each = members[place]
             with failures.contained(each.request, FOLD, joint=True):
                 self._alone(place, each).write(each.landed)
 
-    def _lasts(self, each: Member) -> bool:
+    def _keeps_size(self, each: Member) -> bool:
         """Whether it is known, without waiting, that what stays takes the place of what was."""
         private, memory = each.state.private, each.memory
         if private is None or not private.full or not self._staying.in_place:
             return False
-        if memory.landed() or not self._staying.repeats or not memory.lasts(private.laid_out):
+        if memory.landed() or not self._staying.repeats or not memory.keeps_size(private.laid_out):
             return False
         return fits_again(self._services.store, private)
 
@@ -280,11 +280,11 @@ class FoldTogether:
         chosen = [i in places for i in range(len(proceed))]
         return proceed & to_device(chosen, torch.bool, proceed.device)[:, None]
 
-    def _finish(self, place: int, seconds: float, *, lasts: bool, moved: bool) -> None:
+    def _finish(self, place: int, seconds: float, *, fixed: bool, moved: bool) -> None:
         """A request's lists have been written; of those that last it is known what left."""
         each, services = self._together._members[place], self._services
         private, request = each.state.compressed_copy, each.request
-        if lasts:
+        if fixed:
             lists = len(private.laid_out) * len(private.laid_out[0])
             dropped = (each.length - private.tail_start) * lists
         else:
@@ -293,7 +293,7 @@ class FoldTogether:
             left = [number - stays for number, stays in pairs]
             dropped, private.full = sum(left), min(left) > 0
         if not moved:
-            if lasts or kept == private.laid_out:
+            if fixed or kept == private.laid_out:
                 services.store.tail_moved(private)
             else:
                 services.store.settled(private, each.landed.kept, self._written[place])

@@ -45,7 +45,7 @@ POINTS = {
     "when entries leave": ("sglang_ext.request.request", "State.leaves_at"),
     "noted queries": ("sglang_ext.forward.decode_step", "queries_of"),
     "following": ("sglang_ext.forward.fold_together", "follow_together"),
-    "fold": ("sglang_ext.forward.fold_together", "FoldTogether._lasts"),
+    "fold": ("sglang_ext.forward.fold_together", "FoldTogether._keeps_size"),
     "fold in place": ("sglang_ext.forward.fold_together", "FoldTogether._launch"),
     "fold elsewhere": ("sglang_ext.forward.fold_together", "FoldTogether._move"),
     "fold by layer": ("sglang_ext.forward.fold", "Fold.write_by_layer"),

@@ -130,12 +130,12 @@ class World:
             wanted.append(own)
         return choices, wanted
 
-    def fold(self, choices, finite=True, arrived=True, lasts=True):
+    def fold(self, choices, finite=True, arrived=True, fixed=True):
         """The fold of these choices, as `follow_together` and `Memory.numbers` would give them.
 
         Args:
             arrived: whether the numbers are on the host; if not, nobody may ask for them.
-            lasts: whether no data decide them.
+            fixed: whether no data decide them.
         """
         there = torch.tensor([[entries.shape[1] for entries in heads] for heads in self.entries()])
         kept = torch.stack([choice.kept.sum(1) for choice in choices])
@@ -149,7 +149,7 @@ class World:
         memory = SimpleNamespace(
             numbers=numbers,
             landed=lambda: arrived,
-            lasts=lambda counts: lasts,
+            keeps_size=lambda counts: fixed,
         )
         self.state.decoding = Decoding(memory, Notes(1))
         private, whole = self.state.private, [torch.ones_like(each.kept) for each in choices]
@@ -240,7 +240,7 @@ def test_lists_that_were_full_are_settled_before_the_numbers_have_arrived(monkey
     ("first", "options"),
     [
         ([[7, 8], [3, 30], [1, 5]], {}),  # a list that lost nothing
-        ([[7, 8], [3, 12], [1, 5]], {"lasts": False}),
+        ([[7, 8], [3, 12], [1, 5]], {"fixed": False}),
         ([[7, 8], [3, 12], [1, 5]], {"arrived": True}),
     ],
 )

@@ -18,7 +18,7 @@ _TOKEN = ("token",)
 _MOST = 2**62
 
 
-class Lasting:
+class FixedSize:
     """What decode steps of a bound policy take before they fill up to the budget.
 
     Args:
@@ -35,7 +35,7 @@ class Lasting:
         self._bound, self._states_present = bound, states_present
         self._keep = keep_of(bound.lowered.decode)
 
-    def lasts(self, prompt: int, counts: Sequence[Sequence[int]]) -> bool:
+    def holds(self, prompt: int, counts: Sequence[Sequence[int]]) -> bool:
         """Whether every list keeps as many entries at every later step at which some may leave.
 
         Only if the model's tensors are finite.

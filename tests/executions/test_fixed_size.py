@@ -23,7 +23,7 @@ SETTINGS = {
     "start": "1",
     "newest": "2",
 }
-LASTING = {"h2o": 3, "tova": 0, "cake": 4, "vatp": 7}
+FIXED = {"h2o": 3, "tova": 0, "cake": 4, "vatp": 7}
 HEAT = "state:\n  heat: heat + sum[group, query](attn(new))\n"
 
 
@@ -44,7 +44,8 @@ def indented(lines: str) -> str:
 
 def taken(bound, prompt=16):
     found = {
-        Steps(bound, False, REFERENCE).lasting.taken(prompt, i) for i in range(bound.shape.layers)
+        Steps(bound, False, REFERENCE).fixed_size.taken(prompt, i)
+        for i in range(bound.shape.layers)
     }
     assert len(found) == 1
     return found.pop()
@@ -52,7 +53,7 @@ def taken(bound, prompt=16):
 
 @pytest.mark.parametrize("name", [n for n in shipped() if bound_to(n).folded.decode is not None])
 def test_shipped_policies(name):
-    assert taken(bound_to(name)) == LASTING.get(name)
+    assert taken(bound_to(name)) == FIXED.get(name)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +80,9 @@ def test_rules(rules, number):
 
 
 def test_a_list_without_more_than_is_always_taken_may_still_grow():
-    lasting = Steps(bound_to("h2o"), False, REFERENCE).lasting  # takes 3 before it fills up
-    assert lasting.lasts(16, [[4, 4], [5, 4], [4, 9]])
-    assert not lasting.lasts(16, [[4, 4], [3, 4], [4, 9]])
+    sizes = Steps(bound_to("h2o"), False, REFERENCE).fixed_size  # takes 3 before it fills up
+    assert sizes.holds(16, [[4, 4], [5, 4], [4, 9]])
+    assert not sizes.holds(16, [[4, 4], [3, 4], [4, 9]])
 
 
 def claims(bound, seed: int) -> int:
@@ -97,12 +98,12 @@ def claims(bound, seed: int) -> int:
             right += 1
         counts = landed.kept.tolist()
         full = bool((landed.there > landed.kept).all())
-        expected = counts if full and store.memory.lasts(counts) else None
+        expected = counts if full and store.memory.keeps_size(counts) else None
     return right
 
 
-@pytest.mark.parametrize("name", LASTING)
-def test_numbers_of_shipped_policies_last(name):
+@pytest.mark.parametrize("name", FIXED)
+def test_sizes_of_shipped_policies_are_fixed(name):
     bound = bound_to(name, rate="0.6") if name == "cake" else bound_to(name)
     assert sum(claims(bound, seed) for seed in range(3)) >= 6
 
