@@ -38,7 +38,7 @@ class Prefill:
             of layers of `past`, or None where any layer may be read. `early_looks` are those that
             the propagation reads, for as long as it is tested.
         meets: whether layers look across KV heads, or tokens leave, before the last one is there.
-        sums: per additive state (`name + R`), its reduction R over all queries so far.
+        sums: per sum state (`name + R`), its reduction R over all queries so far.
 
     Raises:
         PolicyError: the policy needs data that a prefill does not offer.

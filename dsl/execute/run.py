@@ -449,7 +449,7 @@ def _read(numbers: list[Node] | None, evaluation: Evaluation) -> int | None:
 
 
 class _Sums:
-    """Additive states of a layer over the chunks of a prompt done so far."""
+    """Sum states of a layer over the chunks of a prompt done so far."""
 
     def __init__(self, totals: dict[str, Node]) -> None:
         self.totals = totals

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
-from kvpolicy.dsl.bind.additive import Additive
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.ends import Ends, end_of
 from kvpolicy.dsl.bind.fixed_size import FixedSize
 from kvpolicy.dsl.bind.kept import keep_of
+from kvpolicy.dsl.bind.sum_states import SumStates
 from kvpolicy.dsl.execute.block import AXES, HEADS
 from kvpolicy.dsl.execute.evaluate import Updates
 from kvpolicy.dsl.execute.generated import Generated
@@ -154,12 +154,12 @@ class Steps:
         self._check(bound, [*remembered, *leaving])
         if heads.divided:
             _check_ranks(bound, self.keep, [*remembered, *leaving])
-        additive = Additive(bound.static)
+        sums = SumStates(bound.static)
         states = self.updates.states.values()
         self.fresh = self._fresh(bound)
         self.advances = any(x.next is not None for x in states)
         self.advances |= any(map(math.isnan, self.fresh.values()))
-        self.at_once = all(map(additive.state, states))
+        self.at_once = all(map(sums.state, states))
         self.fixed_size = FixedSize(bound, states_present=self.at_once)
         self.advancing_reads = any(node.operation.reads_tensors for node in remembered)
         self.leaving_merge = rules.merge is not None

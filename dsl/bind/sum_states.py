@@ -16,7 +16,7 @@ from kvpolicy.dsl.ir.nodes import Node, State
 from kvpolicy.dsl.ops.operations import Kind
 
 
-class Additive:
+class SumStates:
     """Which states decode steps only add to; in `next`, the state's own value is `before`."""
 
     def __init__(self, static: Static) -> None:
