@@ -32,7 +32,7 @@ from kvpolicy.sglang_ext.forward.rotary import Rotary
 from kvpolicy.sglang_ext.memory.arena import Arena, create_arena
 from kvpolicy.sglang_ext.memory.store import Store
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
-from kvpolicy.sglang_ext.request.notes import Notes, wanted
+from kvpolicy.sglang_ext.request.pending_steps import PendingSteps, wanted
 from kvpolicy.sglang_ext.request.queries import QueryBuffer
 from kvpolicy.sglang_ext.request.request import Decoding, State
 
@@ -200,8 +200,8 @@ class Crowd:
             kept, memory = memories[prompt]
             state = State(served, prompt, 0)
             if memory is not None:
-                state.folds = True
-                state.decoding = Decoding(memory.clone(), Notes(wanted(self.bound, prompt)))
+                pending = PendingSteps(wanted(self.bound, prompt))
+                state.folds, state.decoding = True, Decoding(memory.clone(), pending)
             request = SimpleNamespace(
                 rid=str(row), kv=SimpleNamespace(req_pool_idx=row), freed=0, length=0
             )

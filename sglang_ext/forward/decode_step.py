@@ -3,9 +3,9 @@
 A backend reads either the device tables, all requests at once, or, where there is no kernel for
 them, lists of entries that are written out for each forward.
 
-Nothing is shown to policies while the model computes. Queries are noted (notes.py), and after the
-forward a policy is taken through all noted steps at once: where entries may leave, or where so many
-have gathered.
+Nothing is shown to policies while the model computes. Queries are noted, and after the forward a
+policy is taken through all its pending steps (pending_steps.py) at once: where entries may leave,
+or where so many have gathered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvpolicy.sglang_ext.forward.fold_together import FoldTogether, Member, Toge
 from kvpolicy.sglang_ext.forward.follow import check_last_fold, may_leave
 from kvpolicy.sglang_ext.memory.lists import Lists
 from kvpolicy.sglang_ext.memory.private import Private
-from kvpolicy.sglang_ext.request.notes import Noted
+from kvpolicy.sglang_ext.request.pending_steps import Noted
 from kvpolicy.sglang_ext.request.queries import queries_of
 from kvpolicy.sglang_ext.request.request import Decoding, State, state_of
 
@@ -154,21 +154,21 @@ class DecodeStep:
             with failures.contained(each.request, FOLD):
                 if may_leave(self._services, room, each.request, each.state, each.length):
                     leaving.add(row)
-        full = [each for each in self._followers.values() if each.decoding.notes.full(self._most)]
+        full = [each for each in self._followers.values() if each.decoding.pending.full(self._most)]
         if leaving or full or failures.due():
             failures.agree(concerned)
         groups: dict[tuple[Hashable, bool], list[Member]] = {}
         for row, each in self._followers.items():
-            leaves, notes, memory = row in leaving, each.decoding.notes, each.decoding.memory
-            if each.state.failed or not (leaves or notes.full(self._most)):
+            leaves, pending, memory = row in leaving, each.decoding.pending, each.decoding.memory
+            if each.state.failed or not (leaves or pending.full(self._most)):
                 continue
             with failures.contained(each.request, DECODING):
                 check_last_fold(each.request, each.state, memory)
                 if memory.not_finite:  # nothing leaves any more
-                    notes.clear()
+                    pending.clear()
                     continue
-                group = memory.together(len(notes.positions), leaves=leaves)
-                member = Member(each.request, each.state, each.length, list(notes.positions))
+                group = memory.together(len(pending.positions), leaves=leaves)
+                member = Member(each.request, each.state, each.length, list(pending.positions))
                 groups.setdefault((group, leaves), []).append(member)
         # All policies have been asked before the host waits for the first one's numbers.
         folds = [
@@ -184,11 +184,11 @@ class DecodeStep:
 
     def _follow_together(self, members: list[Member], *, leaves: bool) -> list[FoldTogether]:
         """Take the policies of a group through their steps; where that fails, one by one."""
-        notes = [each.state.notes for each in members]
-        queries = partial(queries_of, notes, self._services.queries)
+        pending = [each.state.pending for each in members]
+        queries = partial(queries_of, pending, self._services.queries)
         try:
             fold = Together(self._services, self._table, members, queries).follow(leaves=leaves)
-            for each in notes:
+            for each in pending:
                 each.clear()
             return [] if fold is None else [fold]
         except Exception as error:
@@ -208,4 +208,4 @@ class DecodeStep:
             if each.state.failed:
                 continue
             position = each.length - 1 - each.state.progress.shift
-            each.decoding.notes.add(position, noted.get(row))
+            each.decoding.pending.add(position, noted.get(row))

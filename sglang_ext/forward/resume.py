@@ -21,7 +21,7 @@ from kvpolicy.sglang_ext.forward.fold import Room
 from kvpolicy.sglang_ext.forward.fold_together import FoldTogether, Member, Together
 from kvpolicy.sglang_ext.forward.follow import ListReader, Reader, check_last_fold, may_leave
 from kvpolicy.sglang_ext.forward.frame import Frame
-from kvpolicy.sglang_ext.request.notes import LONGEST
+from kvpolicy.sglang_ext.request.pending_steps import LONGEST
 from kvpolicy.sglang_ext.request.request import State, iterate_rows
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class ResumeStep:
         for each in self._resumed:
             rows = self._frame.rows(each.request)
             decoding = each.state.decoding
-            if rows is not None and decoding is not None and decoding.notes.wanted != 0:
+            if rows is not None and decoding is not None and decoding.pending.wanted != 0:
                 queries = compat.scaled(heads[rows], layer).transpose(0, 1)
                 each.queries[layer.layer_id] = queries.clone()
 

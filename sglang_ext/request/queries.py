@@ -2,7 +2,7 @@
 
 Every decode forward with a request that needs it copies each layer's queries, after RoPE, into one
 buffer `[L, rows, H, D]`, inside the CUDA graph where one is replayed; after the forward one copy
-keeps the rows of the requests that are followed (notes.py).
+keeps the rows of the requests that are followed (pending_steps.py).
 
 The buffer has as many rows as the largest captured batch, and lies there from before the capture
 on: graphs remember its address. A larger batch, which runs without a graph, has a buffer of its
@@ -20,7 +20,7 @@ from kvpolicy.dsl.ir.nodes import Program
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.host import to_device
-from kvpolicy.sglang_ext.request.notes import LONGEST, Notes
+from kvpolicy.sglang_ext.request.pending_steps import LONGEST, PendingSteps
 
 logger = logging.getLogger(__name__)
 
@@ -136,16 +136,17 @@ class QueryBuffer:
         return captured if captured is not None and rows <= captured.shape[1] else self.larger
 
 
-def queries_of(notes: Sequence[Notes], buffer: QueryBuffer) -> torch.Tensor:
+def queries_of(pending: Sequence[PendingSteps], buffer: QueryBuffer) -> torch.Tensor:
     """[B * L * H, T, D]: queries of B requests' last steps as policies see them.
 
     All have noted those of as many steps, T.
     """
-    first = notes[0]
-    places = [[own for _, own in each.rows] for each in notes]
+    first = pending[0]
+    places = [[own for _, own in each.rows] for each in pending]
     taken = [step for step, _ in first.rows]
     same = all(step.shape == taken[0].shape for step in taken) and all(
-        all(x is step for (x, _), step in zip(each.rows, taken, strict=True)) for each in notes[1:]
+        all(x is step for (x, _), step in zip(each.rows, taken, strict=True))
+        for each in pending[1:]
     )
     if same and all(own == [own[0]] * len(own) for own in places):
         # As usual: these requests, and maybe others, were noted at every step.
@@ -154,6 +155,6 @@ def queries_of(notes: Sequence[Notes], buffer: QueryBuffer) -> torch.Tensor:
         if index != list(range(held.shape[0])):
             held = held.index_select(0, to_device(index, torch.int64, held.device))
     else:
-        own = [torch.stack([step[:, row] for step, row in each.rows], 2) for each in notes]
+        own = [torch.stack([step[:, row] for step, row in each.rows], 2) for each in pending]
         held = torch.stack(own)  # [B, L, H, T, D]
     return buffer.scaled(held).flatten(0, 2)

@@ -25,7 +25,7 @@ from kvpolicy.sglang_ext.memory.arena import Arena
 from kvpolicy.sglang_ext.memory.growth import Growth, share_of_rank
 from kvpolicy.sglang_ext.memory.private import Private
 from kvpolicy.sglang_ext.request import propagation
-from kvpolicy.sglang_ext.request.notes import Notes, wanted
+from kvpolicy.sglang_ext.request.pending_steps import PendingSteps, wanted
 from kvpolicy.sglang_ext.request.propagation import Plan, Progress
 from kvpolicy.sglang_ext.request.reasons import Reason
 
@@ -202,11 +202,11 @@ class Decoding:
 
     Attributes:
         memory: what it remembers.
-        notes: decode steps that it has not been taken through.
+        pending: decode steps that it has not been taken through.
     """
 
     memory: Memory
-    notes: Notes
+    pending: PendingSteps
 
 
 @dataclass
@@ -322,13 +322,13 @@ class State:
         return self._goes_on.memory
 
     @property
-    def notes(self) -> Notes:
+    def pending(self) -> PendingSteps:
         """Decode steps that its policy has not been taken through.
 
         Raises:
             RuntimeError: its policy does not go on.
         """
-        return self._goes_on.notes
+        return self._goes_on.pending
 
     @property
     def _goes_on(self) -> Decoding:
@@ -356,7 +356,7 @@ class State:
         """Whether its policy will read the queries of a decode step, from 1."""
         if self.decoding is None or self.decoding.memory.not_finite:
             return False
-        later = self.decoding.notes.wanted
+        later = self.decoding.pending.wanted
         return later is None or any(self.leaves_at(step + i) for i in range(later))
 
     def next_end(self, prefix: int, end: int) -> int:
@@ -376,7 +376,7 @@ class State:
         if memory is None:
             self.forget()
             return
-        self.decoding = Decoding(memory, Notes(wanted(self.served.bound, memory.prompt)))
+        self.decoding = Decoding(memory, PendingSteps(wanted(self.served.bound, memory.prompt)))
 
     def give_up(self, reason: Reason) -> None:
         """Serve what is left of the request without its policy."""

@@ -67,7 +67,7 @@ def watch(driver: Driver) -> dict[str, dict[int, Any]]:
             state = state_of(request)
             if state is not None and state.decoding is not None:
                 memory = state.memory
-                noted = state.notes.positions  # its policy will be taken through them later
+                noted = state.pending.positions  # its policy will be taken through them later
                 step = memory.generated + len(noted)
                 seen.setdefault(request.rid, {})[step] = _cached(memory, noted)
 

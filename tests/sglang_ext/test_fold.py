@@ -17,7 +17,7 @@ from kvpolicy.sglang_ext.memory.arena import create_arena
 from kvpolicy.sglang_ext.memory.lists import Lists
 from kvpolicy.sglang_ext.memory.store import Store
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
-from kvpolicy.sglang_ext.request.notes import Notes
+from kvpolicy.sglang_ext.request.pending_steps import PendingSteps
 from kvpolicy.sglang_ext.request.request import Decoding, State
 
 LAYERS, KV_HEADS, SIZE, SLOTS, ROW, CONTEXT = 3, 2, 8, 120, 2, 60
@@ -151,7 +151,7 @@ class World:
             landed=lambda: arrived,
             keeps_size=lambda counts: fixed,
         )
-        self.state.decoding = Decoding(memory, Notes(1))
+        self.state.decoding = Decoding(memory, PendingSteps(1))
         private, whole = self.state.private, [torch.ones_like(each.kept) for each in choices]
         same = kept if private is None else private.counts
         held = [

@@ -13,7 +13,7 @@ from kvpolicy.kernels.attention.decode_attention_triton import Workspace, worksp
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
-from kvpolicy.sglang_ext.request.notes import LONGEST
+from kvpolicy.sglang_ext.request.pending_steps import LONGEST
 from kvpolicy.sglang_ext.request.queries import LARGEST, most_bytes
 from kvpolicy.sglang_ext.serving import reserved
 

@@ -26,11 +26,7 @@ LONGEST = 64  # decode steps that a policy is taken through at once, at most
 
 
 def wanted(bound: Bound, prompt: int) -> int | None:
-    """Of how many decode steps since it was followed last a policy reads the queries.
-
-    Returns:
-        Of the last so many, at most; None: of all, because states advance by each.
-    """
+    """Pending steps whose queries are needed: the last so many; None: all, as states take each."""
     states = {} if bound.folded.decode is None else bound.folded.decode.states
     if any(node.type.window for node in nodes_of(state_roots(states))):
         return None
@@ -38,8 +34,8 @@ def wanted(bound: Bound, prompt: int) -> int | None:
 
 
 @dataclass
-class Notes:
-    """What is noted of one request.
+class PendingSteps:
+    """Decode steps of one request that its policy has not been taken through.
 
     Attributes:
         wanted: as of `wanted`.
@@ -55,7 +51,7 @@ class Notes:
         self.rows = deque(maxlen=self.wanted)
 
     def full(self, most: int) -> bool:
-        """Whether the policy is to be taken through the steps before more than `most` are noted."""
+        """Whether the policy is to be taken through the steps before more than `most` gather."""
         return self.wanted is None and len(self.positions) >= most
 
     def add(self, position: int, taken: Noted | None) -> None:
