@@ -23,7 +23,7 @@ from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.dsl.execute.generated import Generated, Run
 from kvpolicy.dsl.execute.kernels import Entries, Kernels, Slots, installed
 from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.dsl.execute.requests import Staying, follow_together
+from kvpolicy.dsl.execute.requests import follow_together
 from kvpolicy.dsl.execute.run import Run as PrefillRun
 from kvpolicy.dsl.tools.trial_cases import Case, cases
 from torch.overrides import TorchFunctionMode
@@ -349,16 +349,14 @@ class _Counting:
                 if staying is not None:
                     staying.merge(staying.proceed)
             if staying is not None:
-                found = sum([*observed, self._written(memory, staying)], Asked())
+                found = sum([*observed, self._written()], Asked())
             done = step
         return found
 
-    def _written(self, memory: Memory, staying: Staying) -> Asked:
+    def _written(self) -> Asked:
         """Moving what stays within its pages: sglang_ext/forward/fold_together.py."""
-        fixed = staying.repeats and memory.keeps_size(memory.numbers().kept.tolist())
-        moved = Asked(launches=1 + (self.bound.positions == "slots"))
         # To the device goes which rows there are and how long; from it comes how many stay.
-        return moved + Asked(operations=not fixed, transfers=2)
+        return Asked(launches=1 + (self.bound.positions == "slots"), transfers=2)
 
 
 def _mean(asked: Asked, number: int) -> Mean:
