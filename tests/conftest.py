@@ -33,7 +33,10 @@ settings.load_profile("untimed")
 # servers stand beside those that compute, so that neither core is ever without work.
 _LONG = (
     "test_benchmarks.py",
+    "test_tensor_parallel.py",
     "test_requests.py",
+    "test_models.py",
+    "test_warmed.py",
     "test_gpu_report.py",
     "test_faults.py",
     "test_sm90.py",
@@ -51,7 +54,11 @@ _LONG = (
     "test_generated.py",
     "test_eval_server.py",
     "test_served.py",
+    "test_hierarchical.py",
+    "test_heads.py",
+    "test_lora.py",
     "test_generated_steps.py",
+    "test_eight_bits.py",
     "test_stack.py",
     "test_parallel.py",
     "test_steps.py",
