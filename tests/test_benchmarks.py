@@ -121,9 +121,10 @@ def test_capacity():
 def test_tight_pool():
     words = ("--policies", "snapkv,h2o", "--shares", "0.25", "--rounds", "1", "--layers", "2")
     sizes = ("--requests", "6", "--prompt", "128", "--new", "12", "--pool", "320")
-    stock, *policies = rows(run("benchmarks/tight_pool.py", *words, *sizes))
+    stock, ample, *policies = rows(run("benchmarks/tight_pool.py", *words, *sizes))
     assert (stock[0], stock[2].split()[0], stock[3]) == ("stock SGLang", "1.00", "2")
-    assert stock[6] == "6 in full"
+    assert (ample[0], ample[3]) == ("stock SGLang, room for all", "6")
+    assert stock[6] == ample[6] == "6 in full"
     assert [row[0] for row in policies] == ["snapkv@0.25", "h2o@0.25"]
     for row in policies:
         assert int(row[3]) > 2
