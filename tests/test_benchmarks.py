@@ -239,7 +239,7 @@ def test_host_model():
         ("prefill", "snapkv", "1"), *(("fold", "h2o", n) for n in "13"),
         *(("fold", "d2o", n) for n in "13"),
     ]  # fmt: skip
-    assert [row[4] for row in made[1:]] == ["11", "11", "40", "40"]
+    assert [row[4] for row in made[1:]] == ["10", "10", "32", "32"]
     assert all(float(row[5]) > 0 for row in made)
 
 
@@ -318,7 +318,7 @@ def test_kernels_of_named_sizes_have_their_targets():
         "scoring all layers 32768",
         "sums over all queries 32768",
     ]
-    assert len(lines) == len(set(lines)) == 6 * (5 + 1 + 4 + 5 + 3) + 12 * 4
+    assert len(lines) == len(set(lines)) == 6 * (5 + 1 + 4 + 5 + 3) + 14 * 4
 
 
 def test_figures_of_a_cpu_do_not_replace_those_of_a_gpu():

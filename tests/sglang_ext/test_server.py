@@ -457,9 +457,9 @@ def test_a_wrong_policy_stops_the_launch_with_the_checkers_words(model, tmp_path
 
 
 def test_an_option_that_cannot_work_stops_the_launch_in_one_sentence(model):
-    output, status = launch(model, "--kv-policy", SNAPKV, "--enable-hierarchical-cache")
+    output, status = launch(model, "--kv-policy", SNAPKV, "--enable-torch-compile")
     assert status == 1
-    assert "--enable-hierarchical-cache cannot be combined with --kv-policy" in output
+    assert "--enable-torch-compile cannot be combined with --kv-policy" in output
     assert "Traceback" not in output
 
 
