@@ -84,7 +84,7 @@ def test_a_policy_that_holds_a_size_holds_it_and_folds():
     found = expected("h2o", heavy="512", window="512")
     policy, asked = found.policy, launches(bound("h2o", heavy="512", window="512"))
     assert found.fold.times == 512 // FOLD_INTERVAL
-    assert found.fold.device == asked.fold.device == 11
+    assert found.fold.device == asked.fold.device == 10
     layers = 32 * (model.FOLD_LAYER + 8 * model.FOLD_LIST)
     host = model.FOLD_ASK * asked.fold.host + 16 * (model.FOLD_REQUEST + layers)
     assert found.fold.host == pytest.approx(host)
