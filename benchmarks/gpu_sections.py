@@ -106,7 +106,7 @@ def _host(setting: Setting, _: str | None, __: float, out: Path) -> dict[str, li
             "--steps",
             "4",
             "--new",
-            "24",
+            "160",
         ]
         folds = ["--policies", "h2o", "--requests", "1,2", "--layers", "2", "--rounds", "2"]
     fold_host = [sys.executable, str(BENCHMARKS / "fold_host.py"), *folds, "--save", str(out)]
