@@ -19,7 +19,7 @@ setup:
 test: setup lint
 	$(PYTHON) -m pytest $(PYTEST_ARGS)
 
-# Language, policies and kernels without SGLang and without what is slow, in under three minutes.
+# Language, policies and kernels without SGLang and without what is slow, in two minutes.
 check: setup lint
 	$(PYTHON) -m pytest $(PYTEST_ARGS) -m "not server and not slow" $(CHECKED)
 
