@@ -7,21 +7,25 @@ PYTHON := $(VENV)/bin/python -P
 # A file in one process; twice as many of them as two cores where some wait for servers.
 # PYTEST_ARGS= takes one, as for a debugger.
 PYTEST_ARGS ?= -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
-test: PROCESSES := 4
-check: PROCESSES := 2
 CHECKED := $(addprefix tests/,dsl conformance commands run executions golden kernels)
+# Linting takes one core for a minute: tests begin beside it.
+TOGETHER := @$(MAKE) --no-print-directory --jobs=2 pytest lint
+PROCESSES := 4
 
-.PHONY: setup test check demo demo-experiment lint docs fuzz train gpu-report bench-kernels tune-kernels clean
+.PHONY: setup test check pytest demo demo-experiment lint docs fuzz train gpu-report bench-kernels tune-kernels clean
 
 setup:
 	@SGLANG=$(SGLANG) VENV=$(VENV) bash tests/environment/setup.sh
 
-test: setup lint
-	$(PYTHON) -m pytest $(PYTEST_ARGS)
+test: setup
+	$(TOGETHER)
 
 # Language, policies and kernels without SGLang and without what is slow, in two minutes.
-check: setup lint
-	$(PYTHON) -m pytest $(PYTEST_ARGS) -m "not server and not slow" $(CHECKED)
+check: setup
+	$(TOGETHER) PROCESSES=2 SELECTED='-m "not server and not slow" $(CHECKED)'
+
+pytest: setup
+	$(PYTHON) -m pytest $(PYTEST_ARGS) $(SELECTED)
 
 demo: setup
 	@$(VENV)/bin/python examples/demo.py

@@ -80,13 +80,11 @@ class Tuning:
         kernel: its name in `kvpolicy.kernels.launch.tuned.KERNELS`.
         where: the sizes that are named there.
         knobs: of each call but the first, which takes the wrapper's own values.
-        called: whether the times as called decide, not those of the kernels alone.
     """
 
     kernel: str
     where: dict[str, int | str]
     knobs: dict[str, dict[str, int | str]]
-    called: bool = False
 
 
 @dataclass(frozen=True)

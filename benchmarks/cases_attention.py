@@ -6,17 +6,18 @@ head), the others as many entries in lists of one length, and FlashInfer once mo
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
+from functools import cache as once
 from functools import partial
-from types import ModuleType
 
 import numpy as np
 import torch
 from attention_pool import LAYERS, PAGE, TAIL, Cache
 from cases import Bench, Case, Planned, Target, within
-from kvpolicy.kernels.attention import paged_attention_fa3, paged_attention_flashinfer
 from kvpolicy.kernels.attention.decode_attention_triton import decode_attention
+from kvpolicy.kernels.attention.private_attention_flashinfer import PrivateAttention
 from timing import Times
 
 # A pool that holds the whole cache is built up to this size.
@@ -24,10 +25,9 @@ POOL_BYTES = 32 << 30
 # Tokens and requests of the target over the whole cache.
 NAMED = (65536, 16)
 OURS = "ours, ragged"
-RAGGED = {
-    "FlashInfer, ragged, a list per KV head": paged_attention_flashinfer,
-    "FlashAttention 3, ragged, a list per KV head": paged_attention_fa3,
-}
+PAGES = "FlashInfer, ragged, private pages and tails"
+ROWS = "FlashAttention 3, ragged, a list per KV head"
+RAGGED = (PAGES, ROWS)
 WHOLE = "FlashInfer, whole cache"
 PAGED = ((1, "FlashInfer, page 1"), (PAGE, f"FlashInfer, page {PAGE}"))
 
@@ -157,39 +157,80 @@ def by_flashinfer(cache: Cache, length: int, page: int) -> Callable:
     return call
 
 
-def by_ragged(cache: Cache, module: ModuleType) -> Callable:
-    """The same ragged lists by a package that knows pages: each list a sequence of its own."""
-    shape, device = cache.model.shape, cache.model.device
-    own = {}
-    attends = []
+def by_pages(cache: Cache) -> Callable:
+    """The same lists as a server reads them by FlashInfer, planned once."""
+    import flashinfer
+
+    shape, device, dtype = cache.model.shape, cache.model.device, cache.model.dtype
+    work = torch.empty(512 << 20, dtype=torch.uint8, device=device)
+    cores = shape.group >= 4  # as SGLang asks for 16-bit entries
+    private = PrivateAttention(cache.storage, shape.heads, dtype, work, tensor_cores=cores)
+    private.plan(cache.tables, cache.rows, cache.counts.transpose(1, 0, 2), captured=None)
+    tails = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        work, "NHD", use_tensor_cores=cores, backend="fa2"
+    )
+    tails.plan(
+        torch.arange(cache.batch + 1, dtype=torch.int32) * TAIL,
+        cache.req_to_token[1:, cache.tokens :].flatten().contiguous(),
+        torch.ones(cache.batch, dtype=torch.int32),
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        1,
+        sm_scale=cache.scale,
+        q_data_type=dtype,
+        kv_data_type=dtype,
+    )
+
+    def call():
+        made = []
+        for layer, q in enumerate(cache.q):
+            tail = tails.run(q, tuple(cache.storage[layer].unsqueeze(2)), return_lse=True)
+            own = private.attend(q, layer=layer, scale=cache.scale)
+            made.append(private.merged(own, tail))
+        return made
+
+    return call
+
+
+@once
+def flash_attention() -> Callable[..., torch.Tensor]:
+    """FlashAttention 3 for a paged cache: of SGLang's `fa3` backend, or its own package.
+
+    Raises:
+        ImportError: neither is installed.
+    """
+    for name in ("sgl_kernel.flash_attn", "flash_attn_interface"):
+        try:
+            return importlib.import_module(name).flash_attn_with_kvcache
+        except ImportError:
+            continue
+    raise ImportError("neither sglang-kernel nor flash-attn-3 is installed")
+
+
+def by_rows(cache: Cache) -> Callable:
+    """The same ragged lists by FlashAttention 3: each a sequence of its own, in pages of one."""
+    shape, device, decode = cache.model.shape, cache.model.device, flash_attention()
+    heads = range(shape.kv_heads)
+    tables = []
     for layer in range(LAYERS):
-        lists = [
-            cache.numbers(request, layer, head)
-            for request in range(cache.batch)
-            for head in range(shape.kv_heads)
-        ]
-        indptr = np.concatenate([[0], np.cumsum([len(each) for each in lists])])
-        if module is paged_attention_flashinfer:
-            own = {"workspace": module.new_workspace(device)}  # every layer keeps its plan
-        attends.append(
-            module.plan(
-                torch.from_numpy(indptr).to(device),
-                torch.from_numpy(np.concatenate(lists)).to(device),
-                heads=shape.group,
-                size=shape.head_dim,
-                dtype=cache.model.dtype,
-                scale=cache.scale,
-                **own,
-            )
-        )
-    keys = cache.storage.view(-1, shape.head_dim)
-    values = keys[cache.value_offset :]
+        lists = [cache.numbers(b, layer, head) for b in range(cache.batch) for head in heads]
+        table = np.zeros((len(lists), max(map(len, lists))), dtype=np.int32)
+        for row, own in zip(table, lists, strict=True):
+            row[: len(own)] = own
+        lengths = np.array([len(own) for own in lists], dtype=np.int32)
+        tables.append([torch.from_numpy(each).to(device) for each in (table, lengths)])
+    pool = cache.storage.view(-1, 1, 1, shape.head_dim)
+    pools = pool[: -cache.value_offset], pool[cache.value_offset :]
 
     def call():
         return [
-            attend(q.unsqueeze(1), keys, values)[:, 0]
-            for attend, q in zip(attends, cache.q, strict=True)
-        ]
+            decode(
+                q.reshape(-1, 1, shape.group, shape.head_dim), *pools, page_table=table,
+                cache_seqlens=lengths, softmax_scale=cache.scale, causal=True,
+            ).view(q.shape)
+            for q, (table, lengths) in zip(cache.q, tables, strict=True)
+        ]  # fmt: skip
 
     return call
 
@@ -228,7 +269,7 @@ def by_sglang(cache: Cache) -> Callable:
 
 def by_flash_attention(cache: Cache) -> Callable:
     """FlashAttention 3, SGLang's default on Hopper, where its library is there."""
-    decode = paged_attention_fa3.package()
+    decode = flash_attention()
     pages = cache.slots_of_uniform(cache.uniform).contiguous()
     lengths = torch.full((cache.batch,), cache.uniform, dtype=torch.int32, device=pages.device)
     paged = cache.storage.unflatten(2, (-1, PAGE))
@@ -253,7 +294,7 @@ def _alternatives(cache: Cache) -> tuple[dict[str, Callable], list[str]]:
     offered = {name: partial(by_flashinfer, cache, cache.uniform, page) for page, name in PAGED}
     if cache.whole:
         offered[WHOLE] = partial(by_flashinfer, cache, cache.tokens + TAIL, 1)
-    offered |= {name: partial(by_ragged, cache, module) for name, module in RAGGED.items()}
+    offered |= {PAGES: partial(by_pages, cache), ROWS: partial(by_rows, cache)}
     offered["SGLang's Triton kernel"] = partial(by_sglang, cache)
     offered["FlashAttention 3, page 16"] = partial(by_flash_attention, cache)
     missing = []

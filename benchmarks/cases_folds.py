@@ -16,7 +16,8 @@ from kvpolicy.kernels.table_triton import TRITON
 REFERENCE = "the reference"
 KERNELS = (
     "best", "carry", "draws", "finite", "following", "links", "means", "means_of_columns",
-    "merge_entries", "nearest", "pairs", "tally", "target", "updated",
+    "merge_entries", "nearest", "pairs", "tally", "target", "then",
+    "updated", "whole",
 )  # fmt: skip
 # Entries that come between two folds, and as many leave; the receivers of each.
 STEPS, REACH = 16, 16
@@ -48,6 +49,8 @@ def arguments(model: Model, entries: int, batch: int) -> dict[str, tuple[tuple, 
     return {
         "carry": ((kept, positions, used, newest, [score], [0.0]), carried),
         "best": ((score, None, there, numbers), {}),
+        "then": ((kept, score, None, there, score[:, 0].abs() * entries), {"in_all": False}),
+        "whole": ((score[:, 0].contiguous(),), {}),
         "tally": ((kept, there, None, None, group), {}),
         "finite": ((pool, pool, ids, there), {}),
         "draws": ((0, positions, newest, group), {}),

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 from cases import Bench, Case, Model, Planned, Target
+from kvpolicy.kernels.entries import compact_in_place as in_place_reference
 from kvpolicy.kernels.entries import compact_layers as reference
-from kvpolicy.kernels.entries import settle as settle_reference
+from kvpolicy.kernels.entries.compact_in_place_triton import compact_in_place
 from kvpolicy.kernels.entries.compact_layers_triton import compact_layers
 from kvpolicy.kernels.entries.gather_triton import gather
 from kvpolicy.kernels.entries.place_triton import place
 from kvpolicy.kernels.entries.rows_triton import put_rows, take_rows
-from kvpolicy.kernels.entries.settle_triton import settle
 from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.kernels.scoring.select import ABSENT
 from kvpolicy.kernels.scoring.select import top as torch_top
@@ -143,7 +143,7 @@ class Fold:
         row = torch.ones(1, dtype=torch.int64, device=device)
         return cls(storage, tables, req_to_token, tokens + TAIL, kept, there, lists, pages, row)
 
-    def settle(self, implementation: Callable[..., torch.Tensor]) -> torch.Tensor:
+    def compact_in_place(self, implementation: Callable[..., torch.Tensor]) -> torch.Tensor:
         """In place, by one of the implementations."""
         return implementation(
             self.storage, self.tables, self.row, self.row * self.length, self.req_to_token,
@@ -190,10 +190,10 @@ def _fold(bench: Bench, tokens: int, number: int) -> Case:
             fold.entries.index_copy_(0, target + offset, rows)
 
     calls = {
-        OURS: lambda: fold.settle(settle),
+        OURS: lambda: fold.compact_in_place(compact_in_place),
         "gather and place, layer by layer": fold.through_copies,
         "torch.index_select and index_copy, moves known": by_index,
-        TORCH: lambda: fold.settle(settle_reference.settle),
+        TORCH: lambda: fold.compact_in_place(in_place_reference.compact_in_place),
     }
 
     def check() -> str:

@@ -250,25 +250,39 @@ def _all_layers(bench: Bench, tokens: int, window: int) -> Case:
     prompt = Prompt(model, tokens, window, layers)
     policy = bound(model, tokens, window, later=False, layers=layers)
 
-    def with_kernels(kernels: Kernels) -> Callable[[], list[torch.Tensor]]:
+    def with_kernels(
+        kernels: Kernels, *, attended: bool = False
+    ) -> Callable[[], list[torch.Tensor]]:
         program = TorchProgram(policy, kernels=kernels)
-        return lambda: observed(program, prompt, layers).finish(wait=False)
+        return lambda: observed(program, prompt, layers, attended=attended).finish(wait=False)
 
-    calls = {OURS: with_kernels(TRITON), PROGRAM: with_kernels(REFERENCE)}
+    assert prompt.lse  # made before anything is timed
+    # As served where attention hands it over.
+    calls = {
+        ATTENDED: with_kernels(TRITON, attended=True),
+        OURS: with_kernels(TRITON),
+        PROGRAM: with_kernels(REFERENCE),
+    }
+
+    def check() -> str:
+        some = sorted({0, layers - 1})
+        _checked(prompt, policy, some, calls[ATTENDED], attended=True)
+        return _checked(prompt, policy, some, calls[OURS])
+
     case = Case(
         "scoring",
         f"{layers} layers, window {window}, with selection",
         tokens,
         1,
         calls,
-        lambda: _checked(prompt, policy, sorted({0, layers - 1}), calls[OURS]),
+        check,
         counted=layers * tokens * model.shape.kv_heads * model.entry_bytes,
         layers=layers,
         prefill=True,
     )
 
     def share(times: dict[str, Times]) -> float:
-        return bench.share_of_prefill(case, times[OURS])
+        return bench.share_of_prefill(case, times[ATTENDED])
 
     what = f"scores and selection of all layers, {tokens} tokens, as called / prefill"
     return case.aiming(Target(what, 0.005, False, "%", share))

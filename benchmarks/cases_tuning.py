@@ -16,15 +16,11 @@ from itertools import product
 import torch
 from attention_pool import LAYERS, TAIL, Cache
 from cases import Bench, Case, Planned, Tuning, within
-from cases_attention import checked, exact, ours
+from cases_attention import PAGES, by_pages, checked, exact, ours
 from cases_scoring import OURS, Prompt, bound, observed, off, scores
 from cases_tuning_moves import ALL, TOPIC, Knobs, named
 from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.kernels.attention import (
-    decode_attention_triton,
-    decode_readers,
-    paged_attention_triton,
-)
+from kvpolicy.kernels.attention import decode_attention_triton, paged_attention_triton
 from kvpolicy.kernels.attention.paged_attention import Apart
 from kvpolicy.kernels.attention.paged_attention_tiles_triton import Tile
 from kvpolicy.kernels.launch.tuned import plain
@@ -100,34 +96,23 @@ def _decode(bench: Bench, tokens: int, batch: int, toy: bool) -> Case:
     )  # fmt: skip
 
 
-def _by_lists(cache: Cache, reader: str) -> list[torch.Tensor]:
-    """As `ours`, by another reader."""
-    tables = (cache.tables, cache.rows, cache.lengths, cache.req_to_token)
-    read = partial(decode_readers.by_lists, reader)
-    return [
-        read(cache.q[at], cache.storage, *tables, layer=at, scale=cache.scale)
-        for at in range(LAYERS)
-    ]
-
-
 def reader_case(bench: Bench, tokens: int, batch: int, toy: bool) -> Case:
-    """What an eager batch costs by each reader, with the lists written out for those that need it.
+    """What a decode batch costs by each reader, between two folds.
 
     Triton's reads as the cases before have chosen. What is not installed, or cannot read such
     heads, is named in the note.
     """
     model = bench.model
     cache = Cache(model, tokens, batch, tokens // 8, whole=False)
-    calls, knobs, missing = {OURS: partial(ours, cache)}, {}, []
-    for reader in decode_readers.OTHERS:
-        call, name = partial(_by_lists, cache, reader), f"{OURS} ragged, read by {reader}"
-        try:
-            call()
-        except Exception as error:  # others' libraries: whatever they lack, the report says it
-            why = (str(error).splitlines() or [""])[0][:120]
-            missing.append(f"{reader} ({type(error).__name__}: {why})")
-        else:
-            calls[name], knobs[name] = call, {"reader": reader}
+    calls, knobs, note = {OURS: partial(ours, cache)}, {}, ""
+    try:
+        call = by_pages(cache)
+        call()
+    except Exception as error:  # others' libraries: whatever they lack, the report says it
+        why = (str(error).splitlines() or [""])[0][:120]
+        note = f"not here: flashinfer ({type(error).__name__}: {why})"
+    else:
+        calls[PAGES], knobs[PAGES] = call, {"reader": "flashinfer"}
     lists = batch * model.shape.kv_heads
     where = {
         "dtype": plain(model.dtype),
@@ -137,10 +122,9 @@ def reader_case(bench: Bench, tokens: int, batch: int, toy: bool) -> Case:
         "entries": -(-int(cache.counts.sum()) // (lists * LAYERS)) + TAIL,
     }
     return Case(
-        TOPIC, "decode attention, readers of eager batches", tokens, batch, calls,
-        partial(checked, cache), counted=cache.ragged_bytes, layers=LAYERS,
-        waits=tuple(knobs), note=f"not here: {'; '.join(missing)}" if missing else "",
-        tuning=Tuning("decode_reader", where, knobs, called=True),
+        TOPIC, "decode attention, readers", tokens, batch, calls, partial(checked, cache),
+        counted=cache.ragged_bytes, layers=LAYERS, note=note,
+        tuning=Tuning("decode_reader", where, knobs),
     )  # fmt: skip
 
 

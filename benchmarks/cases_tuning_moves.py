@@ -11,15 +11,15 @@ from cases import Bench, Case, Tuning, within
 from cases_memory import TAIL, Fold, bits, prompt_of, sort_keys
 from cases_merging import links_of, lists_of
 from cases_scoring import OURS
+from kvpolicy.kernels.entries import compact_in_place as in_place_reference
 from kvpolicy.kernels.entries import compact_layers as reference_compaction
 from kvpolicy.kernels.entries import gather as reference_gather
 from kvpolicy.kernels.entries import place as reference_place
-from kvpolicy.kernels.entries import settle as reference_settle
+from kvpolicy.kernels.entries.compact_in_place_triton import compact_in_place
 from kvpolicy.kernels.entries.compact_layers_triton import compact_layers
 from kvpolicy.kernels.entries.gather_triton import gather
 from kvpolicy.kernels.entries.place_triton import place
 from kvpolicy.kernels.entries.rows_triton import put_rows, take_rows
-from kvpolicy.kernels.entries.settle_triton import settle
 from kvpolicy.kernels.launch.tuned import plain
 from kvpolicy.kernels.merging import merge_rows as reference_rows
 from kvpolicy.kernels.merging import nearest as reference_nearest
@@ -132,14 +132,14 @@ def fold(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
     request = Fold.of(model, tokens, number)
 
     def call(**options: int) -> torch.Tensor:
-        return request.settle(partial(settle, **options))
+        return request.compact_in_place(partial(compact_in_place, **options))
 
     pieces, tiles = ((64,), (16,)) if toy else ((64, 128, 256), (16, 32, 64, 128))
     calls, knobs = variants(call, piece=pieces, tile=tiles)
 
     def check(calls: dict[str, Callable]) -> str:
         before = request.storage.clone()
-        request.settle(reference_settle.settle)
+        request.compact_in_place(in_place_reference.compact_in_place)
         wanted = request.storage.clone()
         assert not torch.equal(bits(wanted), bits(before)), "nothing was moved"
         for name, each in calls.items():
@@ -156,7 +156,7 @@ def fold(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
     return Case(
         TOPIC, f"fold of {TAIL} tokens in place, all layers", tokens, 1, calls, check,
         counted=4 * len(request.moves()[0]) * model.entry_bytes, layers=shape.layers,
-        tuning=Tuning("settle", where, knobs),
+        tuning=Tuning("compact_in_place", where, knobs),
     )  # fmt: skip
 
 

@@ -17,6 +17,20 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# What the package itself needs of Python, by the names that are imported.
+NEEDED = {"yaml": "PyYAML", "lark": "lark"}
+
+
+def _refuse_without() -> None:
+    missing = [name for module, name in NEEDED.items() if not importlib.util.find_spec(module)]
+    if missing:
+        names = " ".join(missing)
+        raise SystemExit(
+            f"{Path(sys.argv[0]).stem}: kvpolicy needs {' and '.join(missing)}, which this Python "
+            f"({sys.executable}) lacks; `pip install {names}`, or without network `pip download "
+            f"{names}` elsewhere, and here unpack the wheels into a folder that PYTHONPATH names "
+            "(docs/performance/README.md)"
+        )
 
 
 def _is_here() -> bool:
@@ -47,5 +61,6 @@ def _link() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([rest] if rest else [])])
 
 
+_refuse_without()
 if not _is_here():
     _link()

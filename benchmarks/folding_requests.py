@@ -10,6 +10,7 @@ Dimensions: L layers, H query heads, G KV heads, D head size, B requests.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -26,19 +27,20 @@ from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.tools.launches import Observed, Watch
 from kvpolicy.sglang_ext.face.kernels_in_use import KernelsInUse, chosen_for
-from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.forward.decode_step import DecodeStep
 from kvpolicy.sglang_ext.forward.rotary import Rotary
+from kvpolicy.sglang_ext.forward.services import Services
 from kvpolicy.sglang_ext.memory.arena import Arena, create_arena
 from kvpolicy.sglang_ext.memory.store import Store
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
+from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.request.pending_steps import PendingSteps, wanted
 from kvpolicy.sglang_ext.request.queries import QueryBuffer
 from kvpolicy.sglang_ext.request.request import Decoding, State
 
 _MOVING = (
-    "compact_layers", "place", "settle", "gather", "rotate", "turn", "entry_ids", "take_rows",
-    "put_rows",
+    "compact_layers", "place", "compact_in_place", "gather", "rotate", "turn", "entry_ids",
+    "take_rows", "put_rows",
 )  # fmt: skip
 _OWN_STATE = "kv_policy_state"  # of a request
 
@@ -72,7 +74,7 @@ class Slots:
     page_size = 1
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.token_to_kv_pool_allocator = size, self
         self.free_slots = torch.arange(1, size + 1)
 
     def alloc(self, need: int) -> torch.Tensor | None:
@@ -85,6 +87,18 @@ class Slots:
     def free(self, slots: torch.Tensor) -> None:
         """Take slots back."""
         self.free_slots = torch.cat([self.free_slots, slots])
+
+    def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
+        """Take back those of a request's tokens from a position on."""
+        self.free(free_index)
+
+    def unlock(self, lock: Any) -> None:
+        """Nothing is cached, and nothing locked."""
+
+    def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
+        """Take back those of a request's tokens."""
+        for start, end in ranges:
+            self.free(self.req_to_token_pool.req_to_token[kv.req_pool_idx, start:end])
 
     def available_size(self) -> int:
         """How many are free."""
@@ -143,38 +157,33 @@ class Crowd:
             req_to_token=torch.zeros(number + 1, longest, dtype=torch.int32)
         )
         self.store = Store(self.arena, self.slots, tables=self.tables)
-        self.folds = self.dropped = 0
         self.services = self._services()
         self.requests: list[SimpleNamespace] = []
         with stand_in(self.watch):
             self._begin()
 
-    def _services(self) -> SimpleNamespace:
-        queries, half = QueryBuffer([self.bound.program]), self.case.shape.head_dim // 2
+    def _services(self) -> Services:
+        services, half = Services([self.bound.program]), self.case.shape.head_dim // 2
+        services.arena, services.store, services.tables = self.arena, self.store, self.tables
+        services.queries, services.tree = QueryBuffer([self.bound.program]), self.slots
+        services.rotary = Rotary(
+            10000.0 ** (-torch.arange(half) / half).double(), interleaved=False
+        )
+        services.start(Metrics(None, []), 0)
+        services.detach, services.evict = self._detach, lambda slots: None
+        return services
 
-        @contextmanager
-        def contained(request: Any, stage: str, **_: Any):
-            yield
+    def _detach(self, requests: Sequence[tuple[Any, State]]) -> None:
+        """Slots go back to SGLang's allocator, which is not counted."""
+        observed = self.watch.observed
+        inside, observed.inside = observed.inside, True
+        Services.detach(self.services, requests)
+        observed.inside = inside
 
-        return SimpleNamespace(
-            arena=self.arena, store=self.store, tables=self.tables, tree=self.slots,
-            ranks=Ranks(), queries=queries, evict=lambda slots: None, detach=self._detach,
-            failures=SimpleNamespace(
-                contained=contained, due=lambda: False, agree=lambda requests: None
-            ),
-            reports=SimpleNamespace(finished_fold=self._finished),
-            rotary=Rotary(10000.0 ** (-torch.arange(half) / half).double(), interleaved=False),
-        )  # fmt: skip
-
-    def _finished(self, request: Any, state: State, dropped: int, seconds: float) -> None:
-        self.folds, self.dropped = self.folds + 1, self.dropped + dropped
-
-    def _detach(self, request: Any, state: State) -> None:
-        row, table = request.kv.req_pool_idx, self.slots.req_to_token_pool.req_to_token
-        with self.watch.observed.launch():  # SGLang's own work
-            self.slots.free(table[row, request.freed : state.private.tail_start].long())
-        self.watch.observed.launches -= 1
-        request.freed = state.private.tail_start
+    @property
+    def folds(self) -> int:
+        """Of all requests so far."""
+        return sum(getattr(each, _OWN_STATE).told.folded for each in self.requests)
 
     def _begin(self) -> None:
         kernels, shape = in_use(self.watch), self.case.shape
@@ -202,9 +211,12 @@ class Crowd:
             if memory is not None:
                 pending = PendingSteps(wanted(self.bound, prompt))
                 state.folds, state.decoding = True, Decoding(memory.clone(), pending)
+            kv = SimpleNamespace(req_pool_idx=row, cache_protected_len=0)
+            state.published = True
             request = SimpleNamespace(
-                rid=str(row), kv=SimpleNamespace(req_pool_idx=row), freed=0, length=0
-            )
+                rid=str(row), kv=kv, length=0, lock=None, output_ids=[], send_token_offset=0,
+                customized_info={"kv_policy": [state.told.facts]},
+            )  # fmt: skip
             setattr(request, _OWN_STATE, state)
             self._grow(request, prompt)
             self._compress(request, state, torch.stack(kept))
@@ -228,7 +240,7 @@ class Crowd:
         compact = state.served.kernels.compact_layers
         compact(self.arena.storage, slots, kept, private.slots, private.first_page)
         state.private = private
-        self._detach(request, state)
+        self._detach([(request, state)])
 
     def step(self, *, counting: bool = False) -> tuple[Observed, float]:
         """One decode step of all requests.

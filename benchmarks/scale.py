@@ -1,4 +1,4 @@
-"""How the host's work grows: with requests that wait, the prompt's length, policies and replicas.
+"""How work grows: with requests that wait, the prompt's length, policies, ranks and replicas.
 
     python benchmarks/scale.py                      everything
     python benchmarks/scale.py --parts queue --queued 1,1000
@@ -6,9 +6,10 @@
 `queue` runs SGLang's own scheduler on a small model, stock and with policies, with a pool that is
 full and requests that wait, and times what the scheduler does for one decode step; `lengths` what
 is reckoned for a request when it arrives; `policies` their checks at the start; `fleet` is
-`kvpolicy fleet status` over HTTP, `experiment` what many replicas say of one, pooled. Each part
-checks what it timed: that as many requests waited as were sent, that answers came, that bounds
-hold, that the replica that differs is found, that every request is pooled.
+`kvpolicy fleet status` over HTTP, `experiment` what many replicas say of one, pooled; `ranks` what
+the ranks of one replica exchange (scale_ranks.py). Each part checks what it timed: that as many
+requests waited as were sent, that answers came, that bounds hold, that the replica that differs is
+found, that every request is pooled, that ranks keep what one process keeps.
 """
 
 from __future__ import annotations
@@ -285,6 +286,20 @@ def of_experiment(options: argparse.Namespace) -> Rows:
     return head, rows, data
 
 
+def of_ranks(options: argparse.Namespace) -> Rows:
+    """Per number of ranks and policy: what is exchanged for a prompt, beside a model's own."""
+    import scale_ranks
+
+    head = ("policy", "ranks", "exchanges", "a rank sends, KiB", "time, ms",
+            "the model's own sums, ms", "%")  # fmt: skip
+    rows, data = [], {}
+    for number in tqdm(numbers(options.ranks), desc="ranks"):
+        found = scale_ranks.measured(number, options.tokens, min(options.rounds, 9))
+        data[str(number)] = found
+        rows += scale_ranks.rows(number, found)
+    return head, rows, data
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
@@ -324,6 +339,7 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], Rows]]] = {
     "policies": ("Policies, at the start of a server", of_policies),
     "fleet": ("Replicas, `kvpolicy fleet status`", of_fleet),
     "experiment": ("Replicas, `kvpolicy experiment status`, 1,000 requests each", of_experiment),
+    "ranks": ("Ranks, one prompt and two layers of Llama 3.1 8B, over gloo", of_ranks),
 }
 
 
@@ -338,6 +354,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--queued", default="1,100,1000,10000", help="requests that wait")
     parser.add_argument("--policies", default="1,10,28,100")
     parser.add_argument("--replicas", default="1,10,100,1000")
+    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--tokens", type=int, default=4096, help="of the ranks' prompt")
     parser.add_argument("--name", default="scale", help="of the results")
     parser.add_argument("--rounds", type=int, default=40, help="steps that are timed")
     parser.add_argument("--one", choices=SERVERS, help=argparse.SUPPRESS)
@@ -346,8 +364,9 @@ def parse() -> argparse.Namespace:
 
 def sections(made: dict[str, Rows]) -> Iterator[str]:
     yield (
-        "Times are of the processor, median (min-max), but for those of replicas. A decode step is "
-        f"what SGLang's scheduler does for {RUNNING} requests that run besides the forward: "
+        "Times are of the processor, median (min-max), but for those of replicas and ranks. A "
+        "decode step is what "
+        f"SGLang's scheduler does for {RUNNING} requests that run besides the forward: "
         "receiving, choosing the batch, taking its results; *none* is a server with policies whose "
         "requests name none."
     )

@@ -24,10 +24,7 @@ def chosen(case: dict) -> dict:
         case: facts of a case that has `tuning`.
     """
     tuning = case["tuning"]
-    times = {
-        name: call["called"] if tuning["called"] else call.get("graph", call["called"])
-        for name, call in case["calls"].items()
-    }
+    times = {name: call.get("graph", call["called"]) for name, call in case["calls"].items()}
     default, *variants = times
     faster = [name for name in variants if times[name]["p90"] < times[default]["median"]]
     name = min(faster, key=lambda name: times[name]["median"], default=default)

@@ -16,7 +16,7 @@ import yaml
 from kvpolicy.dsl.syntax.comments import Comment, find_comments
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError
 from kvpolicy.dsl.syntax.source import Source
-from kvpolicy.dsl.syntax.yaml_nodes import Mapping, Node, Scalar
+from kvpolicy.dsl.syntax.yaml_nodes import Mapping, Scalar, YamlNode
 from kvpolicy.dsl.syntax.yaml_nodes import Sequence as NodeList
 from kvpolicy.experiments.form import FILE, Field
 from kvpolicy.experiments.parse import nodes
@@ -130,7 +130,7 @@ class _Writer:
         return lines
 
     def entry(
-        self, name: str, start: int, value: Node, each: Field, indent: int, stop: int
+        self, name: str, start: int, value: YamlNode, each: Field, indent: int, stop: int
     ) -> _Entry:
         """A key, or an item without one, with its value and its comments."""
         pad = " " * indent
@@ -181,7 +181,7 @@ class _Writer:
             before.pop()
         return bool(before) and not before[-1].strip()
 
-    def flow(self, value: Node, each: Field) -> str:
+    def flow(self, value: YamlNode, each: Field) -> str:
         """A value on one line."""
         if isinstance(value, NodeList):
             return f"[{', '.join(self.flow(item, _child(each, '')) for item in value.items)}]"

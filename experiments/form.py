@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpolicy.dsl.syntax.blocks import Known
-from kvpolicy.dsl.syntax.yaml_nodes import Kind
+from kvpolicy.dsl.syntax.yaml_nodes import FileKind
 from kvpolicy.experiments.metrics import METRICS
 
-EXPERIMENT = Kind("an experiment file", "experiments", "experiment: my-name")
+EXPERIMENT = FileKind("an experiment file", "experiments", "experiment: my-name")
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9@._-]*"  # as the server takes names of policies
 PARAMETER = r"[a-z][a-z0-9_]*"

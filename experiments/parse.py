@@ -13,7 +13,7 @@ from typing import Any
 from kvpolicy.dsl.syntax.blocks import TRUTHS, Block, Item, read_block, whole
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic, did_you_mean, listed
 from kvpolicy.dsl.syntax.source import Source, Span
-from kvpolicy.dsl.syntax.yaml_nodes import Mapping, Node, Scalar, read_yaml
+from kvpolicy.dsl.syntax.yaml_nodes import Mapping, Scalar, YamlNode, read_yaml
 from kvpolicy.dsl.syntax.yaml_nodes import Sequence as NodeList
 from kvpolicy.experiments.experiment import Key
 from kvpolicy.experiments.form import (
@@ -49,7 +49,7 @@ def parse(source: Source, report: Callable[[Diagnostic], None]) -> Block | None:
     return _Reader(report).block(mapping, FILE, "", Span(root.span.start, root.span.start))
 
 
-def nodes(source: Source, report: Callable[[Diagnostic], None]) -> Node | None:
+def nodes(source: Source, report: Callable[[Diagnostic], None]) -> YamlNode | None:
     """The file's YAML, which may be JSON."""
     if source.text.lstrip().startswith("{"):
         # JSON may be indented by tabs, YAML not. No text holds one: JSON writes it as \t.
@@ -68,11 +68,11 @@ class _Reader:
         """A mapping with the given keys; `place` is where a missing key is reported."""
         return read_block(node, fields, path, place, self.under, self.emit)
 
-    def under(self, node: Node, each: Field, path: str, _: Span) -> Any:
+    def under(self, node: YamlNode, each: Field, path: str, _: Span) -> Any:
         """What stands under a key; problems are shown where the value begins."""
         return self.value(node, each, path)
 
-    def value(self, node: Node, each: Field, path: str) -> Any:
+    def value(self, node: YamlNode, each: Field, path: str) -> Any:
         """What stands under a key, read as its form says."""
         if each.form == "keys":
             return self.keys(node, each, path)
@@ -88,14 +88,14 @@ class _Reader:
             return None
         return getattr(self, each.form)(node, each, path)
 
-    def keys(self, node: Node, each: Field, path: str) -> Block | None:
+    def keys(self, node: YamlNode, each: Field, path: str) -> Block | None:
         if isinstance(node, Mapping):
             return self.block(node, each.fields, path, _first(node))
         keys = listed([f.name for f in each.fields], "and")
         self.error("key", f"`{path}` takes a mapping", _first(node), f"its keys are {keys}")
         return None
 
-    def design(self, node: Node, each: Field, path: str) -> Block | str | None:
+    def design(self, node: YamlNode, each: Field, path: str) -> Block | str | None:
         if isinstance(node, Mapping):
             return self.block(node, each.fields, path, _first(node))
         if isinstance(node, Scalar) and node.text == "request":
@@ -105,7 +105,7 @@ class _Reader:
         self.error("key", f"`{path}` takes `request` or a mapping, {shown}", _first(node), help)
         return None
 
-    def named(self, node: Node, each: Field, path: str) -> Block | None:
+    def named(self, node: YamlNode, each: Field, path: str) -> Block | None:
         """Names of the author's own, each with a value."""
         arms = each.form == "arms"
         if not isinstance(node, Mapping):
@@ -128,7 +128,7 @@ class _Reader:
         self.number_of(len(node.entries), MAX_ARMS if arms else MAX_ITEMS, path, node)
         return block
 
-    def list(self, node: Node, each: Field, path: str) -> Any:
+    def list(self, node: YamlNode, each: Field, path: str) -> Any:
         """A list of mappings, or of targeting keys."""
         if not isinstance(node, NodeList):
             help = {
@@ -150,7 +150,7 @@ class _Reader:
         self.number_of(len(node.items), MAX_ITEMS, path, node)
         return read
 
-    def number_of(self, found: int, most: int, path: str, node: Node) -> None:
+    def number_of(self, found: int, most: int, path: str, node: YamlNode) -> None:
         if found > most:
             message = f"`{path}` has {found} entries; {most} are allowed"
             self.error("range", message, _first(node))
@@ -249,7 +249,7 @@ class _Reader:
         self.error("key", f"`{path}` takes a time, not {_shown(node)}", _visible(node), help)
         return None
 
-    def setting(self, node: Node, path: str) -> float | bool | None:
+    def setting(self, node: YamlNode, path: str) -> float | bool | None:
         """A parameter's value."""
         if isinstance(node, Scalar):
             value = _number(node)
@@ -304,7 +304,7 @@ def _number(node: Scalar) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _kind(node: Node) -> str:
+def _kind(node: YamlNode) -> str:
     return "mapping" if isinstance(node, Mapping) else "list"
 
 
@@ -321,7 +321,7 @@ def _visible(node: Scalar) -> Span:
     return span if span.end > span.start else Span(max(0, span.start - 1), max(1, span.start))
 
 
-def _first(node: Node) -> Span:
+def _first(node: YamlNode) -> Span:
     """Where a node begins: its text, or its first character if it is a mapping or a list."""
     if isinstance(node, Scalar):
         return _visible(node)

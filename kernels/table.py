@@ -20,11 +20,24 @@ from kvpolicy.kernels.merging import (
     target,
     updated,
 )
-from kvpolicy.kernels.scoring import best, draws, finite, order, over_layers, select, split, spread
+from kvpolicy.kernels.scoring import (
+    best,
+    draws,
+    finite,
+    order,
+    over_layers,
+    select,
+    split,
+    spread,
+    then,
+    whole,
+)
 
 REFERENCE: dict[str, Callable] = {
     "keys": order.keys,
     "best": best.best,
+    "then": then.then,
+    "whole": whole.whole,
     "carry": carry.carry,
     "tally": tally.tally,
     "top": select.top,

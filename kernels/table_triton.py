@@ -27,12 +27,16 @@ from kvpolicy.kernels.scoring import (
     select_triton,
     split_triton,
     spread_triton,
+    then_triton,
+    whole_triton,
 )
 
 TRITON: dict[str, Callable] = {
     "generated": generated.generated,
     "keys": order_triton.keys,
     "best": best_triton.best,
+    "then": then_triton.then,
+    "whole": whole_triton.whole,
     "carry": carry_triton.carry,
     "tally": tally_triton.tally,
     "top": select_triton.top,

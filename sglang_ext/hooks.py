@@ -44,9 +44,11 @@ def install(runtime: Runtime) -> None:
                 shape = refusals.model_shape(runner.model_config)
                 try:
                     heads = refusals.shape_of_rank(shape, compat.tensor_group().size).heads
+                    in_use = compat.attention_backends(compat.resolved(runner.server_args))
+                    given = (backend, name, runtime.services, heads, runner.dtype)
+                    return backends.attach(*given, decodes=name == in_use[1])
                 except Refused as error:
                     raise stop(error) from None
-                return backends.attach(backend, name, runtime.services, heads, runner.dtype)
             raise stop(Refused(f"--attention-backend {name} cannot read compressed entries."))
 
         return build
@@ -81,7 +83,7 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Function]]:
         (compat.CHECKPOINT, "after", lambda _, req, tree: runtime.published(req)),
         (compat.RELEASE, "before", lambda req, *_, **options: runtime.released(req)),
         (compat.OWNED, "after", lambda length, req: runtime.owned(req, length)),
-        (compat.POSITIONS, "after", _after_positions),
+        (compat.POSITIONS, "after", _after_positions(runtime.services)),
         (compat.CAN_RUN_GRAPH, "around", _around_can_run_graph(runtime.services)),
         (compat.GRAPH_VARIANTS, "after", _after_graph_variants(runtime.services)),
         (compat.CREATE_ROWS, "after", _after_rows(runtime.services)),
@@ -179,14 +181,17 @@ def _after_rows(services: Services) -> Function:
     return after
 
 
-def _after_positions(forward_batch: Any, cls: type, batch: Any, *args: Any, **options: Any) -> Any:
-    """After ForwardBatch.init_new: positions of what follows a prompt that was restarted."""
-    shifts = propagate.shifts(batch)
-    if shifts is not None:
-        positions = forward_batch.positions
-        moved = host.to_device(shifts.tolist(), positions.dtype, positions.device)
-        forward_batch.positions = positions - moved
-    return forward_batch
+def _after_positions(services: Services) -> Function:
+    def after(forward_batch: Any, cls: type, batch: Any, *args: Any, **options: Any) -> Any:
+        """After ForwardBatch.init_new: positions of what follows a prompt that was restarted."""
+        shifts = propagate.shifts(batch) if services.propagates else None
+        if shifts is not None:
+            positions = forward_batch.positions
+            moved = host.to_device(shifts.tolist(), positions.dtype, positions.device)
+            forward_batch.positions = positions - moved
+        return forward_batch
+
+    return after
 
 
 def _around_can_run_graph(services: Services) -> Function:

@@ -209,6 +209,8 @@ class Runtime:
         self.services.tables.write()
         self.forcing.prepare(batch)
         self.raw.prepare(batch)
+        if batch.forward_mode.is_extend():  # prompts end, and compressed ones come to decode
+            self.services.forget_rows()
         self.services.step = step = Step(self.services, batch)
         try:
             result = run()
@@ -232,7 +234,7 @@ class Runtime:
             return
         state.published = True
         if state.private is not None and state.private.ready:
-            self.services.detach(req, state)
+            self.services.detach([(req, state)])
 
     def ends(self, req: Any) -> bool:
         """Whether a request that has ended, as SGLang has it, ends with an error instead.
@@ -252,6 +254,7 @@ class Runtime:
         chosen entries must not be left to the radix cache.
         """
         self.services.store.set_aside.ended(req.rid)
+        self.services.forget_rows()
         state = state_of(req)
         if state is None or state.private is None or not state.private.ready:
             return
@@ -270,6 +273,7 @@ class Runtime:
     def retracted(self, req: Any) -> None:
         """Forget what is computed again; SGLang has freed the compressed copy with the row."""
         state = state_of(req)
+        self.services.forget_rows()
         if state is None:
             return
         state.seen = Seen()

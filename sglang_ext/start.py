@@ -47,6 +47,7 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
     services, runner = runtime.services, scheduler.tp_worker.model_runner
     services.streams.bind(scheduler)
     shape = refusals.model_shape(scheduler.model_config)
+    refusals.check_added_heads(runner.model_config, shape, services.ranks.size)
     attention = compat.attention_layers(runner.model)
     refusals.check_layers(attention, refusals.shape_of_rank(shape, services.ranks.size))
     if services.arena.scales is not None:
@@ -98,7 +99,7 @@ def _compile(services: Services, scheduler: Any, served: Sequence[Served]) -> No
             time.perf_counter() - started,
         )
     if services.arena.storage.device.type == "cuda":
-        heads = refusals.model_shape(runner.model_config).heads
+        heads = refusals.model_shape(runner.model_config).heads // services.ranks.size
         requests = compat.most_running(scheduler)
         with compiling("KV-cache policies' attention"):
             warm_attention(services, heads, runner.dtype, requests)

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import cases_attention
 import cases_tuning
+import flashinfer_stand_in
 from attention_pool import TAIL, Cache
 from cases import Bench, Model
 from kvpolicy.dsl.ir.nodes import ModelShape
@@ -31,29 +32,6 @@ def attend(q, pools, pages, length, scale):
     return torch.einsum("hn,nhd->hd", weights, values)
 
 
-class Wrapper:
-    """FlashInfer's BatchDecodeWithPagedKVCacheWrapper."""
-
-    def __init__(self, workspace, layout, *, use_tensor_cores, backend="auto"):
-        assert (workspace.dtype, layout) == (torch.uint8, "NHD")
-        assert backend in ("auto", "fa2")
-
-    def plan(self, indptr, indices, last, heads, kv, size, page, **options):
-        assert {indptr.dtype, indices.dtype, last.dtype} == {torch.int32}
-        assert options.keys() == {"sm_scale", "q_data_type", "kv_data_type"}
-        self.shape, self.scale = (page, kv, size), options["sm_scale"]
-        lists = zip(indptr[:-1], indptr[1:], last, strict=True)
-        self.lists = [(indices[a:b], (int(b - a) - 1) * page + int(n)) for a, b, n in lists]
-
-    def run(self, q, pools):
-        assert pools[0].shape[1:] == pools[1].shape[1:] == self.shape
-        made = [
-            attend(row, pools, pages, length, self.scale)
-            for row, (pages, length) in zip(q, self.lists, strict=True)
-        ]
-        return torch.stack(made)
-
-
 def flash_attn_with_kvcache(q, k, v, *, page_table, cache_seqlens, softmax_scale, causal):
     """FlashAttention 3's, for one token per request."""
     rows = zip(q[:, 0], page_table, cache_seqlens, strict=True)
@@ -62,7 +40,7 @@ def flash_attn_with_kvcache(q, k, v, *, page_table, cache_seqlens, softmax_scale
 
 
 def main() -> None:
-    sys.modules["flashinfer"] = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper)
+    sys.modules |= flashinfer_stand_in.modules()
     fa3 = SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache)
     sys.modules |= {"sgl_kernel": SimpleNamespace(), "sgl_kernel.flash_attn": fa3}
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=4)
@@ -73,16 +51,16 @@ def main() -> None:
         for page, label in cases_attention.PAGED
     }
     calls[cases_attention.WHOLE] = cases_attention.by_flashinfer(cache, cache.tokens + TAIL, 1)
-    for label, module in cases_attention.RAGGED.items():
-        calls[label] = cases_attention.by_ragged(cache, module)
+    calls[cases_attention.PAGES] = cases_attention.by_pages(cache)
+    calls[cases_attention.ROWS] = cases_attention.by_rows(cache)
     calls["SGLang"] = cases_attention.by_sglang(cache)
     calls["FlashAttention"] = cases_attention.by_flash_attention(cache)
     print(cases_attention.checked(cache, calls))
-    # Both are readers that tuning may choose for a server's eager batches.
+    # A reader that tuning may choose for a server.
     bench = Bench(model, Clock(model.device, 0), {})
     readers = cases_tuning.reader_case(bench, 90, 2, toy=True)
     assert not readers.note
-    assert [each["reader"] for each in readers.tuning.knobs.values()] == ["flashinfer", "fa3"]
+    assert [each["reader"] for each in readers.tuning.knobs.values()] == ["flashinfer"]
     print(readers.check(readers.calls))
 
 

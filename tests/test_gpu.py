@@ -4,7 +4,6 @@ Kernels beside their references: tests/kernels and tests/executions, which a GPU
 server on a GPU: test_gpu_server.py.
 """
 
-import json
 from dataclasses import fields
 from functools import partial
 
@@ -18,15 +17,14 @@ from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.requests import follow_together
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
-from kvpolicy.kernels.attention import decode_readers
 from kvpolicy.kernels.attention.decode_attention import decode_attention
 from kvpolicy.kernels.attention.paged_attention import Apart, paged_attention
+from kvpolicy.kernels.attention.private_attention_flashinfer import PrivateAttention
 from kvpolicy.kernels.entries.compact_layers import compact_layers
 from kvpolicy.kernels.entries.gather import gather
 from kvpolicy.kernels.entries.place import place
 from kvpolicy.kernels.entries.rotate import rotate
 from kvpolicy.kernels.entries.tables import Tables
-from kvpolicy.kernels.launch import tuned
 from kvpolicy.kernels.merging.following import following
 from kvpolicy.kernels.merging.merge_rows import merge_mass, merge_rows
 from kvpolicy.kernels.merging.nearest import nearest
@@ -221,39 +219,50 @@ def test_decode_attention():
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("reader", ["flashinfer", "fa3"])
+@pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_measured_reader_serves_eager_batches_and_triton_graphs(
-    reader, dtype, tmp_path, monkeypatch
-):
-    where = {"dtype": tuned.plain(dtype), "head_dim": 64, "group": 4, "lists": 4, "entries": 20}
-    choice = {"kernel": "decode_reader", "where": where, "choice": {"reader": reader}}
-    name = tuned.device_name(torch.device("cuda"))
-    facts = {"device": name, "runs": [{"choices": [choice]}]}
-    tuned.path_of(name, tmp_path).write_text(json.dumps(facts))
-    monkeypatch.setenv(tuned.FOLDER_VARIABLE, str(tmp_path))
-    tuned.load.cache_clear()
-    try:
-        given, options = _decode_batch("cuda", dtype), {"layer": 1, "scale": 0.125}
-        wanted = decode_attention(*given, **options)
-        try:
-            got = decode_readers.by_lists(reader, *given, **options)
-        except (ImportError, NotImplementedError) as error:
-            pytest.skip(str(error))
-        # As of the packages' own tests: both round weights and result to the dtype.
-        atol = 4 * torch.finfo(dtype).eps * float(given[1].abs().max())
-        torch.testing.assert_close(got, wanted, atol=atol, rtol=0)
-        assert decode_readers.reader_of(given[0], given[1], 70) == reader
-        assert torch.equal(decode_readers.decode_attention(*given, entries=70, **options), got)
-        by_triton = decode_readers.decode_attention(*given, **options)
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            captured = decode_readers.decode_attention(*given, entries=70, **options)
-        graph.replay()
-        assert torch.equal(captured, by_triton)
-    finally:
-        tuned.load.cache_clear()
+def test_flashinfer_reads_private_pages_in_a_graph_and_without(dtype, group):
+    """A captured batch is planned again: other lists, none, another order; and tails are merged."""
+    flashinfer = pytest.importorskip("flashinfer")
+    q, storage, tables, rows, lengths, table = _decode_batch("cuda", dtype)
+    q = q[:, : 2 * group]
+    work = torch.zeros(128 << 20, dtype=torch.uint8, device="cuda")
+    tensor_cores, scale = group >= 4, 0.125
+    private = PrivateAttention(storage, 2 * group, dtype, work, tensor_cores=tensor_cores)
+    private.reserve(4)
+    counts = tables.counts.transpose(0, 1).long().cpu().numpy()
+    private.plan(tables, rows[:0], counts[:, :0], captured=4)
+    static = torch.zeros(4, 2 * group, 64, dtype=dtype, device="cuda")
+    private.attend(static, layer=1, scale=scale)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = private.attend(static, layer=1, scale=scale)
+    tails = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        work, "NHD", use_tensor_cores=tensor_cores, backend="fa2"
+    )
+    for order in ([0, 1], [1], [1, 0]):
+        own, ends = rows[order], lengths[order]
+        wanted = decode_attention(q[order], storage, tables, own, ends, table, layer=1, scale=scale)
+        starts = tables.tail_start[own]
+        slots = [table[r, s:e] for r, s, e in zip(own, starts, ends, strict=True)]
+        number = torch.tensor([0, *(len(each) for each in slots)]).cumsum(0).int()
+        ones = torch.ones(len(order), dtype=torch.int32)
+        kinds = {"q_data_type": dtype, "kv_data_type": dtype, "sm_scale": scale}
+        tails.plan(number, torch.cat(slots), ones, 2 * group, 2, 64, 1, **kinds)
+        tail = tails.run(q[order], tuple(storage[1].unsqueeze(2)), return_lse=True)
+        atol = 4 * torch.finfo(dtype).eps * float(storage.abs().max())
+        for captured in (4, None):
+            private.plan(tables, own, counts[:, own.cpu()], captured=captured)
+            if captured is None:
+                found = private.attend(q[order], layer=1, scale=scale)
+            else:
+                static[: len(order)] = q[order]
+                graph.replay()
+                assert not out[len(order) :].any()
+                assert lse[len(order) :].isneginf().all()
+                found = out[: len(order)], lse[: len(order)]
+            torch.testing.assert_close(private.merged(found, tail), wanted, atol=atol, rtol=0)
 
 
 def test_merges():

@@ -117,10 +117,16 @@ def defined(checkpoint):
         return {policy: answers(server, policy) for policy in (*POLICIES, "none")}
 
 
-@pytest.fixture(scope="module", params=["triton", "flashinfer"])
+@pytest.fixture(
+    scope="module",
+    params=[("triton", "auto"), ("flashinfer", "auto"), ("flashinfer", "flashinfer")],
+    ids="-".join,
+)
 def server(request, checkpoint):
-    """A server with one backend; graphs, overlap and radix cache as they are by default."""
-    with start(checkpoint, attention_backend=request.param, disable_cuda_graph=None) as server:
+    """A server with one backend and reader; graphs, overlap and radix cache as by default."""
+    backend, reader = request.param
+    chosen = {"attention_backend": backend, "kv_policy_attention": reader}
+    with start(checkpoint, **chosen, disable_cuda_graph=None) as server:
         yield server
 
 

@@ -44,7 +44,7 @@ def test_knobs_of_kernels(tmp_path):
         "rows",
         "nearest",
         "merged rows",
-        "decode attention, readers of eager batches",
+        "decode attention, readers",
     ]
     path = tuned.path_of(NAME, tmp_path)
     assert f"written to {path}" in output
@@ -106,12 +106,11 @@ def test_the_fastest_is_written_if_it_is_faster_for_sure(tmp_path, times, choice
     assert tuned.read(path, "a gpu") == {"rows": [({"row_bytes": 64}, choice)]}
 
 
-def test_replays_decide_where_there_are_any_but_not_for_eager_readers():
+def test_replays_decide_where_there_are_any():
     case = facts_of_tuning(ours=10, b1=9)["cases"][0]
+    assert tuned_file.chosen(case)["choice"] == {"block": 16}
     case["calls"]["b1"]["graph"] = {"median": 20, "p90": 21}
     assert tuned_file.chosen(case)["choice"] == {}
-    case["tuning"]["called"] = True
-    assert tuned_file.chosen(case)["choice"] == {"block": 16}
 
 
 def test_choices_of_other_sizes_stay(tmp_path):

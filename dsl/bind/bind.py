@@ -51,7 +51,6 @@ class Bound:
 
     Attributes:
         program: the checked policy.
-        shape: sizes of the model.
         params: value of every parameter, defaults included.
         folded: everything folded that parameters and sizes decide, `states` only as far as
             something reads them, and the `lets` that are reported. Without `decode` nothing leaves
@@ -140,9 +139,19 @@ class Bound:
 
     def step_queries(self, prompt: int) -> int:
         """How many of a layer's last queries a decode step reads, its own included."""
+        return self._step_queries(prompt)
+
+    @cached_property
+    def _step_queries(self) -> Callable[[int], int]:
         windows = _windows(self.decode_nodes())
-        most = max((self._recent(x.count, prompt) for x in windows if x.count), default=0)
-        return max(most, int(any(x.count is None for x in windows)))
+        least = int(any(x.count is None for x in windows))
+
+        @lru_cache(maxsize=4096)
+        def most(prompt: int) -> int:
+            counts = (self._recent(x.count, prompt) for x in windows if x.count)
+            return max(least, max(counts, default=0))
+
+        return most
 
     def _recent(self, count: Node, prompt: int) -> int:
         layers = range(self.shape.layers)
@@ -174,6 +183,15 @@ class Bound:
             return rules is not None and generated % self.fold_interval == 0
         return bool(self.number(rules.when, prompt, generated=generated))
 
+    def next_leaving(self, generated: int, prompt: int, most: int) -> int | None:
+        """The first of so many decode steps, from `generated` on, at which entries may leave."""
+        rules, interval = self.folded.decode, self.fold_interval
+        if rules is not None and rules.when is None:
+            step = -(-generated // interval) * interval
+            return step if step < generated + most else None
+        steps = range(generated, generated + most)
+        return next((step for step in steps if self.leaves_at(step, prompt)), None)
+
     @property
     def propagates(self) -> bool:
         """Whether deeper layers may see fewer tokens than the prompt has."""
@@ -190,8 +208,8 @@ class Bound:
         """Reported lets by which a layer decides whether it propagates."""
         if self.folded.propagate is None:
             return ()
-        read = {id(node) for node in self.folded.propagate.moment.walk()}
-        return tuple(name for name, node in self.folded.prefill.lets.items() if id(node) in read)
+        read = {*self.folded.propagate.moment.walk()}
+        return tuple(name for name, node in self.folded.prefill.lets.items() if node in read)
 
     def propagation_layer(self, prompt: int) -> int | None:
         """The layer after which fewer tokens are computed, where `first` needs no data.
@@ -245,7 +263,6 @@ def bind(
 
     Args:
         program: from `check.load`.
-        shape: sizes of the model.
         overrides: parameter name to value as text: `12`, `0.25`, `1e-3`, `true`, `false`.
         fold_interval: at least 1; while decoding, entries leave at every so many steps, unless the
             policy says `decode.when`.
@@ -324,9 +341,9 @@ def _read(
     wanted = state_roots({name: rules.states[name] for name in also})
     names = {*also} | states_needed([*roots, *wanted], rules.states)
     states = {name: state for name, state in rules.states.items() if name in names}
-    read = {id(node) for node in nodes_of([*roots, *state_roots(states)])}
+    read = {*nodes_of([*roots, *state_roots(states)])}
     lets = {name: rules.lets[name] for name in report if name in rules.lets}
-    lets = {n: x for n, x in lets.items() if id(x) in read or x.when <= When.PROMPT}
+    lets = {n: x for n, x in lets.items() if x in read or x.when <= When.PROMPT}
     return replace(rules, states=states, lets=lets)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import add
 
 from kvpolicy.dsl.bind.bind import Bound
@@ -23,7 +24,8 @@ from kvpolicy.dsl.bind.kept import chooses_after, keep_of
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
-from kvpolicy.dsl.ops.exact import Number
+from kvpolicy.dsl.ir.once import once
+from kvpolicy.dsl.ops.host import Number
 from kvpolicy.dsl.ops.ranges import product
 
 
@@ -56,11 +58,11 @@ class Bounds:
         self._layers, self._kv = bound.shape.layers, bound.shape.kv_heads
         self._lengths = lengths(bound, prompt)
         self._numbers = Intervals(bound, prompt, self._lengths)
-        self._sums: dict[tuple[int, int], Number] = {}  # over KV heads, by node and layer
 
-    def kept(self) -> int:
-        """Upper bound on the entries kept, summed over layers and KV heads."""
-        return self.size(keep_of(self._bound.lowered.prefill)).total
+    @cached_property
+    def kept(self) -> Size:
+        """Bounds on the entries that the prefill keeps."""
+        return self.size(keep_of(self._bound.lowered.prefill))
 
     def granted(self, fill: Node) -> int:
         """Upper bound on the budgets of a `fill`, summed over layers and KV heads.
@@ -187,11 +189,9 @@ class Bounds:
 
     def _heads_sum(self, node: Node, layer: int) -> Number:
         """Upper bound on the node's values at one layer, summed over the G KV heads."""
-        key = id(node), layer if self._numbers.varies(node) else 0
-        if key not in self._sums:
-            self._sums[key] = self._sum_of_heads(node, layer)
-        return self._sums[key]
+        return self._sum_of_heads(node, layer if self._numbers.varies(node) else 0)
 
+    @once
     def _sum_of_heads(self, node: Node, layer: int) -> Number:
         if node.op == "choose" and self._numbers.is_static(node.args[1]):
             chosen = node.args[0 if self._numbers.value(node.args[1], layer) else 2]
@@ -299,4 +299,4 @@ def max_entries(bound: Bound, prompt: int) -> int:
     Exact where budgets are known before the prefill; a proven bound where they depend on data
     (normalised shares, `split`, competition between heads); else everything.
     """
-    return Bounds(bound, prompt).kept()
+    return Bounds(bound, prompt).kept.total

@@ -16,6 +16,7 @@ from kvpolicy.dsl.ir.nodes import Node
 
 _TOKEN = ("token",)
 _MOST = 2**62
+_PROMPTS = 4096  # lengths of prompts that are remembered
 
 
 class FixedSize:
@@ -34,6 +35,7 @@ class FixedSize:
             raise ValueError(f"by `{bound.program.name}` nothing leaves while decoding")
         self._bound, self._states_present = bound, states_present
         self._keep = keep_of(bound.lowered.decode)
+        self._taken: dict[int, list[int | None]] = {}  # by prompt, of every layer
 
     def holds(self, prompt: int, counts: Sequence[Sequence[int]]) -> bool:
         """Whether every list keeps as many entries at every later step at which some may leave.
@@ -43,8 +45,11 @@ class FixedSize:
         Args:
             counts: of every layer and KV head, entries that a step kept at which all lost some.
         """
-        taken = [self.taken(prompt, layer) for layer in range(len(counts))]
-        pairs = zip(taken, counts, strict=True)
+        if prompt not in self._taken:
+            while len(self._taken) >= _PROMPTS:
+                self._taken.pop(next(iter(self._taken)))
+            self._taken[prompt] = [self.taken(prompt, layer) for layer in range(len(counts))]
+        pairs = zip(self._taken[prompt], counts, strict=True)
         return all(number is not None and number < min(own) for number, own in pairs)
 
     def taken(self, prompt: int, layer: int) -> int | None:

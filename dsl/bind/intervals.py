@@ -11,7 +11,8 @@ import math
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node, When
-from kvpolicy.dsl.ops.exact import Number
+from kvpolicy.dsl.ir.once import once
+from kvpolicy.dsl.ops.host import Number
 from kvpolicy.dsl.ops.operations import Kind
 from kvpolicy.dsl.ops.ranges import ANY, Interval, product
 
@@ -20,7 +21,6 @@ class Intervals:
     """Intervals for one bound policy and prompt length N; L layers, G KV heads.
 
     Args:
-        bound: the policy.
         prompt: N tokens.
         lengths: per layer the least and largest number of tokens there. Where they are still being
             found, only layers that are done may be asked about.
@@ -29,8 +29,6 @@ class Intervals:
     def __init__(self, bound: Bound, prompt: int, lengths: list[tuple[int, int]]) -> None:
         self._bound, self._prompt, self._lengths = bound, prompt, lengths
         self._layers, self._kv = bound.shape.layers, bound.shape.kv_heads
-        self._intervals: dict[tuple[int, int, frozenset[int]], Interval] = {}
-        self._by_layer: dict[int, bool] = {}
 
     def is_static(self, node: Node, layer: int | None = None) -> bool:
         """Whether a node is a number known before the prefill, at a layer or at all of them."""
@@ -53,29 +51,24 @@ class Intervals:
         length = self._lengths[layer][1]
         return self._bound.number(node, self._prompt, layer, length=length)
 
+    @once
     def varies(self, node: Node) -> bool:
         """Whether bounds of a node may differ between layers."""
-        if id(node) not in self._by_layer:
-            own = self._bound.propagates or (node.op == "size" and node.value == "layer")
-            self._by_layer[id(node)] = own or any(self.varies(x) for x in node.args)
-        return self._by_layer[id(node)]
+        own = self._bound.propagates or (node.op == "size" and node.value == "layer")
+        return own or any(self.varies(x) for x in node.args)
 
-    def of(self, node: Node, layer: int, given: frozenset[int] = frozenset()) -> Interval:
+    def of(self, node: Node, layer: int, given: frozenset[Node] = frozenset()) -> Interval:
         """Least and largest value that a number may have at a layer, where present.
 
-        `given` are conditions (ids of nodes) that hold wherever the value is looked at.
+        `given` are conditions that hold wherever the value is looked at.
         """
-        key = (id(node), layer if self.varies(node) else 0, given)
-        if key not in self._intervals:
-            if self.is_static(node, layer):
-                value = self.value(node, layer)
-                found = (value, value)
-            else:
-                found = self._interval(node, layer, given)
-            self._intervals[key] = found
-        return self._intervals[key]
+        return self._interval(node, layer if self.varies(node) else 0, given)
 
-    def _interval(self, node: Node, layer: int, given: frozenset[int]) -> Interval:
+    @once
+    def _interval(self, node: Node, layer: int, given: frozenset[Node]) -> Interval:
+        if self.is_static(node, layer):
+            value = self.value(node, layer)
+            return (value, value)
         row = node.operation
         if isinstance(row.interval, tuple):
             return row.interval
@@ -94,7 +87,7 @@ class Intervals:
             chosen = node.args[0 if self.value(node.args[1], layer) else 2]
             return self.of(chosen, layer, given)
         if node.op == "mask":
-            return self.of(node.args[0], layer, given | {id(node.args[1])})
+            return self.of(node.args[0], layer, given | {node.args[1]})
         if node.op == "broadcast":
             return self.of(node.args[0], layer, given)
         if "token" in node.axes or row.kind is Kind.LOOK:
@@ -110,7 +103,7 @@ class Intervals:
         return row.interval(*(self._argument(node, x, layer, given) for x in numbers))
 
     def _argument(
-        self, node: Node, x: Node, layer: int, given: frozenset[int] = frozenset()
+        self, node: Node, x: Node, layer: int, given: frozenset[Node] = frozenset()
     ) -> Interval:
         """Between what an argument lies, at all the layers where its operation looks at it."""
         if node.operation.kind is Kind.LOOK and node.when <= When.LAYER:
@@ -148,7 +141,7 @@ class Intervals:
         return math.prod(self._size(axis, layer) for axis in apart)
 
     def _may_be_empty(
-        self, node: Node, axes: tuple[str, ...], layer: int, given: frozenset[int]
+        self, node: Node, axes: tuple[str, ...], layer: int, given: frozenset[Node]
     ) -> bool:
         """Whether a reduction over `axes` may find no value at all, where `given` holds."""
         if not node.type.absent:
@@ -157,7 +150,7 @@ class Intervals:
             return not {"query", "token"} & set(axes)
         if node.op == "mask":
             condition = node.args[1]
-            holds = id(condition) in given or self._leaves_some(condition, axes, layer)
+            holds = condition in given or self._leaves_some(condition, axes, layer)
             return not holds or self._may_be_empty(node.args[0], axes, layer, given)
         absent = [x for x in node.args if x.type.absent]
         passes = node.operation.interval is not None and len(absent) == 1

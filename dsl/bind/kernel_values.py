@@ -24,7 +24,7 @@ def window_key(node: Node, bound: Bound, steps: bool) -> tuple[object, ...]:
     count = node.args[0]
     if bound.static.follows(count):
         return ("recent", bound.number(count, 1))
-    return ("recent", id(count))
+    return ("recent", count)
 
 
 def inlined(node: Node, bound: Bound) -> bool:

@@ -27,6 +27,15 @@ def lengths(bound: Bound, prompt: int) -> list[Range]:
     return found.ranges
 
 
+def computed(bound: Bound, prompt: int) -> list[int]:
+    """The most tokens that layers compute, of both passes where the prefill begins again."""
+    reached = [high for _, high in lengths(bound, prompt)]
+    layer = bound.propagation_layer(prompt)
+    if not bound.restarts or layer == len(reached):  # the second pass never begins
+        return reached
+    return [prompt] * (len(reached) if layer is None else layer + 1) + reached
+
+
 class _Lengths:
     """Ranges of the layers done so far; deeper ones have those of the last one done."""
 

@@ -2,10 +2,10 @@
 
 Counts are of the work that the definition asks for, as the generated kernels share it out: a
 multiplication and an addition of a matrix product are 2; any other step is 1 per value, pooling
-its width; a selection of the best of M values is log2(M) per value. Attention takes two passes
-over the keys, one for the sums of its softmax, `logits` one, and no pair of a query and a later
-token counts. What has an axis `query`, `dim` or `channel` never leaves a kernel; other values are
-read and written as float64.
+its width; a selection of the best of M values is log2(M) per value. `logits` take one pass over the
+keys; attention takes two, one for the sums of its softmax, unless the prefill's own attention hands
+these over. No pair of a query and a later token counts. What has an axis `query`, `dim` or
+`channel` never leaves a kernel; other values are read and written as float64.
 
 Dimensions: L layers, H query heads, G KV heads, N tokens of a layer, D head size, W queries.
 """
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.once import once
 from kvpolicy.dsl.ops.operations import Kind
 
 if TYPE_CHECKING:
@@ -60,13 +61,13 @@ class Sizes:
     """How many numbers the values of one layer have.
 
     Args:
-        bound: the policy.
         prompt: N tokens of the prompt.
         layer: from 0.
         length: tokens that reach the layer.
         kept: entries that stay per KV head; the others are dropped.
         element: bytes of one number of queries, keys and values.
         step: of a decode step, at which every query is asked about all entries.
+        attended: attention hands over the log-sum-exp of its logits.
     """
 
     def __init__(
@@ -79,10 +80,11 @@ class Sizes:
         element: int,
         *,
         step: bool = False,
+        attended: bool = False,
     ) -> None:
         shape = bound.shape
         self.bound, self.prompt, self.layer, self.element = bound, prompt, layer, element
-        self.step = step
+        self.step, self.attended = step, attended
         self.tokens, self.kept = length, min(kept, length)
         self.axes: Mapping[str, int] = {
             "kv": shape.kv_heads,
@@ -92,17 +94,13 @@ class Sizes:
             "past": shape.layers,
             "dropped": max(0, length - kept),
         }
-        self._queries: dict[int, int] = {}
 
+    @once
     def queries(self, node: Node) -> int:
         """The axis `query` of a value: that of the widest window in it."""
-        if id(node) not in self._queries:
-            if node.operation.is_window:
-                found = self.window(node)
-            else:
-                found = max(map(self.queries, node.args), default=0)
-            self._queries[id(node)] = found
-        return self._queries[id(node)]
+        if node.operation.is_window:
+            return self.window(node)
+        return max(map(self.queries, node.args), default=0)
 
     def window(self, node: Node) -> int:
         """Queries of one window."""
@@ -131,7 +129,7 @@ class Sizes:
         keys = self.axes["kv"] * self.tokens * self.axes["dim"] * self.element
         row = node.operation
         if row.reads_queries:
-            passes = 2 if node.op == "attn" else 1
+            passes = 2 if node.op == "attn" and not self.attended else 1
             softmax = SOFTMAX * own if node.op == "attn" else 0.0
             asked = self.axes["kv"] * self.axes["group"] * self.queries(node) * self.axes["dim"]
             moved = passes * keys + asked * self.element

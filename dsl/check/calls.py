@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from kvpolicy.dsl.check.arguments import (
@@ -11,17 +11,17 @@ from kvpolicy.dsl.check.arguments import (
     Nodes,
     argument_nodes,
     bind_arguments,
-    has_axes,
-    has_queries_in_common,
-    is_alike,
-    is_in_a_layer,
-    is_static,
-    is_token_count,
-    reduced_at_once,
+    check_alike,
+    check_has_axes,
+    check_in_a_layer,
+    check_queries_in_common,
+    check_static,
+    check_token_count,
+    inside_brackets,
     written_axes,
 )  # fmt: skip
-from kvpolicy.dsl.check.expressions import Typer, typed, unit_words
-from kvpolicy.dsl.check.names import Expansion
+from kvpolicy.dsl.check.expressions import UNIT_WORDS, Typer
+from kvpolicy.dsl.check.names import Expansion, Wrong, all_sound, sound
 from kvpolicy.dsl.ir.graph import in_order
 from kvpolicy.dsl.ir.nodes import Extent, Node
 from kvpolicy.dsl.ops.forms import form
@@ -49,6 +49,11 @@ class Site(NamedTuple):
         """What the call makes."""
         return OPERATIONS[self.function.name]
 
+    @property
+    def unit(self) -> str | None:
+        """That of `x`, where the result has it too."""
+        return self.nodes["x"].type.unit if self.function.unit == "first" else None
+
     def make(self, *args: Node, **given: Any) -> Node:
         """The call's node; what is given is as of `Graph.make`."""
         return self.typer.graph.make(
@@ -57,101 +62,106 @@ class Site(NamedTuple):
 
     def refused(
         self, code: str, message: str, name: str | None = None, help: str | None = None
-    ) -> None:
+    ) -> Wrong:
         """Reports a defect of the call, or of the argument of that name."""
         span = self.call.span if name is None else self.exprs[name].span
-        self.typer.error(code, message, span, help)
+        return self.typer.error(code, message, span, help)
 
     def shown(self, name: str) -> str:
         """An argument as it is written."""
         return self.typer.shown(self.exprs[name])
 
-    def has_axes(self, verb: str, axes: tuple[str, ...] | None = None) -> bool:
-        """Whether `x` has the axes that are looked along, the call's own; otherwise reports."""
+    def check_axes(self, verb: str, axes: tuple[str, ...] | None = None) -> None:
+        """`x` has the axes that are looked along, the call's own unless others are given."""
         axes, x = self.axes if axes is None else axes, self.nodes["x"]
-        return has_axes(self.typer, axes, x, self.exprs["x"], self.call, verb)
+        check_has_axes(self.typer, axes, x, self.exprs["x"], self.call, verb)
 
-    def competes_fairly(self) -> bool:
-        """Whether `x` has the same queries in all layers if these are looked at together."""
-        across = "layer" in self.axes
-        return not across or has_queries_in_common(self.typer, self.nodes["x"], self.call)
+    def check_competition(self) -> None:
+        """`x` has the same queries in all layers if these are looked at together."""
+        if "layer" in self.axes:
+            check_queries_in_common(self.typer, self.nodes["x"], self.call)
 
-    def is_static(self, name: str, what: str) -> bool:
-        """As `is_static`, of an argument."""
-        return is_static(self.typer, self.nodes[name], self.exprs[name], what)
+    def check_static(self, name: str, what: str) -> None:
+        """As `check_static`, of an argument."""
+        check_static(self.typer, self.nodes[name], self.exprs[name], what)
 
-    def is_alike(self, name: str, what: str) -> bool:
-        """As `is_alike`, of an argument."""
-        return is_alike(self.typer, self.nodes[name], self.exprs[name], what)
+    def check_alike(self, name: str, what: str) -> None:
+        """As `check_alike`, of an argument."""
+        check_alike(self.typer, self.nodes[name], self.exprs[name], what)
+
+    def check_layers(self, name: str, takes: str) -> None:
+        """An argument may count layers; a parameter in it then gets that unit."""
+        unit = self.nodes[name].type.unit
+        if unit in ("tokens", "ratio"):
+            raise self.refused("unit", f"{takes}; `{self.shown(name)}` is {UNIT_WORDS[unit]}", name)
+        self.typer.scope.suggest_unit(self.exprs[name], "layers")
 
 
-def type_call(typer: Typer, call: Call, fills: bool = False) -> Node | None:
+def type_call(typer: Typer, call: Call, fills: bool = False) -> Node:
     """The node of a call; `fills` where a `top` without a count may stand."""
     function = FUNCTIONS.get(call.name)
     if function is None:
-        _unknown_function(typer, call)
-        return None
+        raise _unknown_function(typer, call)
     row = OPERATIONS.get(call.name)
     if row is not None and row.of_two and call.axes is None and len(call.arguments) == 2:
         return _pair(typer, call, row.of_two)
-    axes = written_axes(typer, call, function)
+    axes = sound(partial(written_axes, typer, call, function))
     exprs = bind_arguments(typer, call, function)
-    if exprs is None:
-        return None
-    nodes = argument_nodes(typer, call, function, exprs)
-    if nodes is None or axes is None:
-        return None
+    nodes = argument_nodes(typer, function, exprs)
+    if axes is None:
+        raise Wrong
     if function.rule == "top" and "n" not in nodes and not fills:
         message = f"`{typer.shown(call)}` has no count"
         help = (
             "without a count, `top` fills the budget, which it can only in `keep` and "
             "`propagate.tokens`, in last place"
         )
-        typer.error("arguments", message, call.span, help)
-        return None
-    if function.rule in _NOT_READ_AT_ONCE and not reduced_at_once(typer, nodes, exprs):
-        return None
-    rule: Callable[[Site], Node | None] = form(f"calls.{function.rule}", "check")
+        raise typer.error("arguments", message, call.span, help)
+    if function.rule in _NOT_READ_AT_ONCE:
+        for name, node in nodes.items():
+            typer.check_reduced(node, exprs[name])
+    rule: Callable[[Site], Node] = form(f"calls.{function.rule}", "check")
     return rule(Site(typer, call, function, axes, exprs, nodes))
 
 
-def _unknown_function(typer: Typer, call: Call) -> None:
+def _unknown_function(typer: Typer, call: Call) -> Wrong:
     for argument in call.arguments:
-        typer.expr(argument.value)
+        sound(partial(typer.expr, argument.value))
     if typer.scope.knows(call.name, typer.context):
         message = f"`{call.name}` is a value, not a function"
         help = "write it without brackets and parentheses"
     else:
         message = f"unknown function `{call.name}`"
         help = did_you_mean(call.name, FUNCTIONS) or "`kvpolicy docs` lists the functions"
-    typer.error("name", message, call.name_span, help)
+    return typer.error("name", message, call.name_span, help)
 
 
-def _pair(typer: Typer, call: Call, op: str) -> Node | None:
+def _pair(typer: Typer, call: Call, op: str) -> Node:
     """`max(a, b)` and `min(a, b)`."""
     written = tuple(argument.value for argument in call.arguments)
-    named = [argument for argument in call.arguments if argument.name]
-    nodes = typed(typer.number(expr, f"`{call.name}`") for expr in written)
-    if named:
-        message = f"`{call.name}` has no argument named `{named[0].name}`"
-        typer.error("arguments", message, named[0].name_span or call.span)
-        return None
-    return typer.combine(op, call, written, nodes) if nodes else None
+    numbers = (partial(typer.number, expr, f"`{call.name}`") for expr in written)
+    nodes = sound(partial(all_sound, numbers))
+    named = next((argument for argument in call.arguments if argument.name), None)
+    if named is not None:
+        message = f"`{call.name}` has no argument named `{named.name}`"
+        raise typer.error("arguments", message, named.name_span or call.span)
+    if nodes is None:
+        raise Wrong
+    return typer.combine(op, call, written, nodes)
 
 
 # Rules, by the name that rows give them.
 
 
-def reduction(site: Site) -> Node | None:
+def reduction(site: Site) -> Node:
     name, axes, x = site.function.name, site.axes, site.nodes["x"]
     if "layer" in axes and len(axes) > 1:
         rest = ", ".join(axis for axis in axes if axis != "layer")
         help = f"for example `{name}[layer]({name}[{rest}](...))`"
-        site.refused("arguments", "`layer` is reduced on its own", help=help)
-        return None
-    if not site.has_axes(f"{site.function.verb} over") or not site.competes_fairly():
-        return None
-    unit = x.type.unit if site.function.unit == "first" else None
+        raise site.refused("arguments", "`layer` is reduced on its own", help=help)
+    site.check_axes(f"{site.function.verb} over")
+    site.check_competition()
+    unit = site.unit
     if site.function.unit == "count":
         counted = {"layer": "layers", "token": "tokens", "query": "tokens", "dropped": "tokens"}
         units = {counted.get(axis) for axis in axes} - {None}
@@ -166,51 +176,45 @@ def in_writing(axes: tuple[str, ...]) -> tuple[str, ...]:
     return axes if "layer" in axes else in_order(axes)
 
 
-def top(site: Site) -> Node | None:
+def top(site: Site) -> Node:
     axes, x, n = site.axes, site.nodes["x"], site.nodes.get("n")
     for axis in axes:
         if axis != "layer" and axis not in x.type.axes:
             what = {"kv": "heads", "group": "heads", "token": "tokens"}.get(axis, f"`{axis}`")
             message = f"`{site.shown('x')}` has no axis `{axis}`, so {what} cannot compete with it"
-            site.refused("competition", message)
-            return None
+            raise site.refused("competition", message)
     shared = [axis for axis in n.type.axes if axis in (*axes, "token")] if n else []
     if shared:
         message = f"the count varies over `{shared[0]}`, along which the values compete"
-        site.refused("axis", message, "n")
-        return None
+        raise site.refused("axis", message, "n")
     args = (x, n) if n else (x,)
-    if not site.typer.one_extent(args, site.call) or not site.competes_fairly():
-        return None
+    site.typer.check_extents(args, site.call)
+    site.check_competition()
     return site.make(*args, kind="truth", over=axes, absent=False)
 
 
-def along(site: Site) -> Node | None:
+def along(site: Site) -> Node:
     """What reads along axes and keeps them."""
-    x = site.nodes["x"]
-    if not site.has_axes("look along") or not site.competes_fairly():
-        return None
-    return site.make(x, over=site.axes, unit=x.type.unit if site.function.unit == "first" else None)
+    site.check_axes("look along")
+    site.check_competition()
+    return site.make(site.nodes["x"], over=site.axes, unit=site.unit)
 
 
-def index(site: Site) -> Node | None:
+def index(site: Site) -> Node:
     if len(site.axes) != 1 or site.axes == ("layer",):
-        site.refused("arguments", "`index` counts along one axis")
-        return None
-    if not site.has_axes("count along"):
-        return None
+        raise site.refused("arguments", "`index` counts along one axis")
+    site.check_axes("count along")
     return site.make(site.nodes["x"], axes=site.axes, over=site.axes, absent=False)
 
 
-def pool(site: Site) -> Node | None:
+def pool(site: Site) -> Node:
     x, width = site.nodes["x"], site.nodes["width"]
-    if not site.has_axes("pool along", ("token",)):
-        return None
+    site.check_axes("pool along", ("token",))
     site.typer.scope.widths.append((width, site.typer.span(site.exprs["width"])))
     return site.make(x, width, axes=x.type.axes, unit=x.type.unit)
 
 
-def attention(site: Site) -> Node | None:
+def attention(site: Site) -> Node:
     typer, call = site.typer, site.call
     written = site.exprs["queries"]
     args: tuple[Node, ...] = ()
@@ -218,35 +222,28 @@ def attention(site: Site) -> Node | None:
         value = written.text
     elif isinstance(written, Call) and written.name == "recent":
         value = "recent"
-        bound = bind_arguments(typer, written, FUNCTIONS["recent"])
-        if bound is None:
-            return None
-        count = typer.number(bound["n"], "`recent`")
-        if count is None or not is_token_count(typer, count, bound["n"], "`recent` takes"):
-            return None
-        if not is_static(typer, count, bound["n"], "the number of queries", "query-set"):
-            return None
-        typer.scope.suggest_range(bound["n"], whole=True, minimum=1)
+        number = bind_arguments(typer, written, FUNCTIONS["recent"])["n"]
+        count = typer.number(number, "`recent`")
+        check_token_count(typer, count, number, "`recent` takes")
+        check_static(typer, count, number, "the number of queries", "query-set")
+        typer.scope.suggest_range(number, whole=True, minimum=1)
         message = f"`{typer.shown(written)}` has no queries; at least one is needed"
         typer.scope.at_least_one(count, typer.span(written), message)
         args = (count,)
     else:
         message = f"`{call.name}` takes `recent(n)`, `all` or `new`, not `{typer.shown(written)}`"
-        typer.error("query-set", message, written.span)
-        return None
+        raise typer.error("query-set", message, written.span)
     return _attention_node(site, value, args, written)
 
 
-def _attention_node(site: Site, value: str, args: tuple[Node, ...], written: Expr) -> Node | None:
+def _attention_node(site: Site, value: str, args: tuple[Node, ...], written: Expr) -> Node:
     typer, call = site.typer, site.call
     phase = typer.context.phase
     if phase == "static":
-        typer.error("phase", f"`{call.name}` is not known before the prefill", call.span)
-        return None
+        raise typer.error("phase", f"`{call.name}` is not known before the prefill", call.span)
     if phase == "decode" and value == "all":
         message = f"`{call.name}(all)` in decode: only recent queries exist"
-        typer.error("phase", message, call.span, "use `new` or a state")
-        return None
+        raise typer.error("phase", message, call.span, "use `new` or a state")
     # In the prefill all tokens are new.
     kind = "all" if value == "new" and phase == "prefill" else value
     meaning = typer.graph.meaning(args[0]) if args else None
@@ -256,34 +253,20 @@ def _attention_node(site: Site, value: str, args: tuple[Node, ...], written: Exp
         absent=True, value=value, when=typer.context.base, extent=window,
     )  # fmt: skip
     if phase == "prefill" and value != "recent":
-        typer.scope.whole_maps.add(id(node))
+        typer.scope.whole_maps.add(node)
     return typer.at_dropped(node)
 
 
-def _in_layers(site: Site, name: str, takes: str) -> bool:
-    """Whether an argument may count layers; a parameter in it then gets that unit."""
-    unit = site.nodes[name].type.unit
-    if unit in ("tokens", "ratio"):
-        site.refused("unit", f"{takes}; `{site.shown(name)}` is {unit_words(unit)}", name)
-        return False
-    site.typer.scope.suggest_unit(site.exprs[name], "layers")
-    return True
-
-
-def past(site: Site) -> Node | None:
+def past(site: Site) -> Node:
     typer, x, n, written = site.typer, site.nodes["x"], site.nodes["n"], site.exprs["n"]
-    if not is_in_a_layer(typer, site.call):
-        return None
+    check_in_a_layer(typer, site.call)
     if "past" in x.type.axes:
-        site.refused("axis", f"`{site.shown('x')}` has the axis `past` already")
-        return None
+        raise site.refused("axis", f"`{site.shown('x')}` has the axis `past` already")
     what = "the number of layers"
-    if not site.is_static("n", what):
-        return None
-    if not _in_layers(site, "n", "`past` takes a number of layers"):
-        return None
-    if not site.is_alike("n", what) or not has_queries_in_common(typer, x, site.call):
-        return None
+    site.check_static("n", what)
+    site.check_layers("n", "`past` takes a number of layers")
+    site.check_alike("n", what)
+    check_queries_in_common(typer, x, site.call)
     typer.scope.suggest_range(written, whole=True, minimum=1)
     message = f"`past` over `{typer.shown(written)}` layers has none; at least one is needed"
     typer.scope.at_least_one(n, typer.span(written), message)
@@ -294,95 +277,78 @@ def past(site: Site) -> Node | None:
     )  # fmt: skip
 
 
-def at(site: Site) -> Node | None:
+def at(site: Site) -> Node:
     layer, x = site.nodes["layer"], site.nodes["x"]
-    if not is_in_a_layer(site.typer, site.call):
-        return None
+    check_in_a_layer(site.typer, site.call)
     if layer.type.axes:
         message = f"`{site.shown('layer')}` is not one number for the layer"
-        site.refused("axis", message, "layer")
-        return None
-    if not _in_layers(site, "layer", "`at` takes a layer"):
-        return None
-    if not has_queries_in_common(site.typer, x, site.call):
-        return None
+        raise site.refused("axis", message, "layer")
+    site.check_layers("layer", "`at` takes a layer")
+    check_queries_in_common(site.typer, x, site.call)
     return site.make(layer, x, kind=x.type.kind, axes=x.type.axes, unit=x.type.unit, absent=True)
 
 
-def across(site: Site) -> Node | None:
+def across(site: Site) -> Node:
     """`split` and `cluster`: one number per layer."""
     function, nodes = site.function, site.nodes
-    if not is_in_a_layer(site.typer, site.call):
-        return None
+    check_in_a_layer(site.typer, site.call)
     for name, node in nodes.items():
         if node.type.axes:
-            shape = str(node.type).partition("[")[2].partition("]")[0]
+            shape = inside_brackets(node)
             message = f"`{function.name}` takes one number per layer; `{site.shown(name)}` is"
             help = f"reduce it, as in `sum[{shape}](...)`"
-            site.refused("axis", f"{message} [{shape}]", name, help)
-            return None
+            raise site.refused("axis", f"{message} [{shape}]", name, help)
         if node.type.absent:
-            site.typer.absent(node, site.exprs[name], f"`{name}` of `{function.name}`")
-            return None
+            raise site.typer.absent(node, site.exprs[name], f"`{name}` of `{function.name}`")
     one = "k" if "k" in nodes else "total"
-    if one == "k" and not site.is_static("k", "`k`"):
-        return None
-    if not site.is_alike(one, f"`{one}`"):
-        return None
+    if one == "k":
+        site.check_static("k", "`k`")
+    site.check_alike(one, f"`{one}`")
     order = [nodes[p.name] for p in function.parameters if p.name in nodes]
     return site.make(*order, over=("layer",), unit="tokens" if one == "total" else None)
 
 
-def uniform(site: Site) -> Node | None:
+def uniform(site: Site) -> Node:
     context = site.typer.context
     if context.phase == "static":
-        site.refused("phase", "`uniform` is not known before the prefill")
-        return None
-    if not site.is_static("seed", "the seed"):
-        return None
+        raise site.refused("phase", "`uniform` is not known before the prefill")
+    site.check_static("seed", "the seed")
     node = site.make(site.nodes["seed"], axes=("kv", "token"), when=context.base)
     return site.typer.at_dropped(node)
 
 
-def receivers(site: Site) -> Node | None:
+def receivers(site: Site) -> Node:
     name, vectors = site.function.name, site.row.reads_along
     if not site.typer.receivers:
-        site.refused("merge", f"`{name}` stands only in `merge.into`")
-        return None
+        raise site.refused("merge", f"`{name}` stands only in `merge.into`")
     ((argument, node),) = site.nodes.items()
-    if not vectors and not site.is_static(argument, "the number of receivers"):
-        return None
+    if not vectors:
+        site.check_static(argument, "the number of receivers")
     if vectors and node.type.axes != vectors:
         message = f"`{name}` compares vectors per KV head and token, such as `key`"
-        site.refused("axis", message, argument)
-        return None
+        raise site.refused("axis", message, argument)
     return site.make(node, kind="truth", axes=("kv", "token", "dropped"), absent=False)
 
 
-def target(site: Site) -> Node | None:
+def target(site: Site) -> Node:
     x = site.nodes["x"]
     if not site.typer.context.in_merge:
-        site.refused("merge", "`target` means something only inside `merge`")
-        return None
-    if not site.has_axes("read at the receivers", ("token",)):
-        return None
+        raise site.refused("merge", "`target` means something only inside `merge`")
+    site.check_axes("read at the receivers", ("token",))
     axes = in_order(("kv", "dropped", *(axis for axis in x.type.axes if axis != "token")))
     return site.make(x, axes=axes, unit=x.type.unit, absent=False)
 
 
-def elementwise(site: Site) -> Node | None:
-    x = site.nodes["x"]
-    return site.make(x, unit=x.type.unit if site.function.unit == "first" else None)
+def elementwise(site: Site) -> Node:
+    return site.make(site.nodes["x"], unit=site.unit)
 
 
-def derived(site: Site) -> Node | None:
+def derived(site: Site) -> Node:
     typer, call, function, axes, exprs, nodes = site
     if function.axes == "required":
-        for name in nodes.keys() & {"x", "y"}:
-            if not has_axes(
-                typer, axes, nodes[name], exprs[name], call, f"take `{call.name}` over"
-            ):
-                return None
+        verb = f"take `{call.name}` over"
+        for name in [name for name in ("x", "y") if name in nodes]:
+            check_has_axes(typer, axes, nodes[name], exprs[name], call, verb)
     inner = Typer(typer.scope, typer.context)
     outer = typer.expansion
     inner.expansion = Expansion(
@@ -392,8 +358,6 @@ def derived(site: Site) -> Node | None:
         tuple(Axis(call.span, axis) for axis in axes),
     )
     node = inner.expr(_body(function))
-    if node is None:
-        return None
     return typer.graph.relabel(node, origin=function.name, span=typer.span(call))
 
 

@@ -1,25 +1,27 @@
 """Types expressions and translates them to IR nodes: names, operators, `where`, `then`.
 
-A method returns None where something is wrong; the defect has then been reported, and whatever
-uses the value stays silent.
+A method raises `Wrong` where something is wrong; the defect has then been reported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
+from functools import partial
 
-from kvpolicy.dsl.check.names import Context, Expansion, Names
+from kvpolicy.dsl.check.names import Context, Expansion, Names, Wrong, all_sound, sound
 from kvpolicy.dsl.ir.graph import TooLarge, extents, in_order, union
 from kvpolicy.dsl.ir.nodes import Extent, Node, When
-from kvpolicy.dsl.ops.exact import applied
+from kvpolicy.dsl.ops.host import applied
 from kvpolicy.dsl.ops.operations import Builtin, Kind
 from kvpolicy.dsl.ops.table import BUILTINS, OPERATIONS
 from kvpolicy.dsl.syntax.source import Span
-from kvpolicy.dsl.syntax.tree import Call, Chain, Expr, Name, Number, Operation, Then, Where
+from kvpolicy.dsl.syntax.tree import Call, Chain, Expr, Name, Number, Operator, Then, Where
 
 # How deep expressions may be nested through names, so that typing them needs little stack.
 MAX_LEVEL = 120
+
+Reading = Callable[[], Node]  # of an expression
 
 _WHERE_NOT = {
     "prompt": "is known only when a request arrives",
@@ -30,13 +32,8 @@ _WHERE_NOT = {
     "tensors": "is not known before the prefill",
     "layer": "has no value here: this holds for the whole model",
 }
-
-
-def typed(nodes: Iterable[Node | None]) -> list[Node] | None:
-    """Nodes of which each has been looked at; None if one of them is wrong."""
-    made = list(nodes)
-    found = [node for node in made if node is not None]
-    return found if len(found) == len(made) else None
+UNIT_WORDS = {"tokens": "a number of tokens", "layers": "a number of layers", "ratio": "a ratio"}
+_KINDS = {"number": "a number", "truth": "a truth value"}
 
 
 class Typer:
@@ -51,11 +48,11 @@ class Typer:
 
     # Reporting
 
-    def error(self, code: str, message: str, span: Span, help: str | None = None) -> None:
+    def error(self, code: str, message: str, span: Span, help: str | None = None) -> Wrong:
         """Reports a defect; inside a derived function at the call."""
         if self.expansion:
             span = self.expansion.span
-        self.scope.error(code, message, span, help)
+        return self.scope.error(code, message, span, help)
 
     def shown(self, expr: Expr) -> str:
         """The expression as written, shortened, for messages."""
@@ -67,113 +64,112 @@ class Typer:
         """Where a node made from this expression stands in the file."""
         return self.expansion.span if self.expansion else expr.span
 
-    def absent(self, node: Node, expr: Expr, what: str) -> None:
+    def absent(self, node: Node, expr: Expr, what: str) -> Wrong:
         """Reports that a deciding value may be absent."""
         message = f"{what} may be absent: `{self.shown(expr)}` has no value for some"
         help = "add `else`, or reduce it"
         if node.op == "mask":
             message = f"{what} may be absent: it has no value where the condition is false"
             help = "add `else`"
-        self.error("absent", message, expr.span, help)
+        return self.error("absent", message, expr.span, help)
 
-    def reduced(self, node: Node, expr: Expr) -> bool:
-        """Whether a value may be held: all queries by all tokens may not; otherwise reports."""
-        if not is_whole_map(node, self.scope.whole_maps):
-            return True
-        message = f"`{self.shown(expr)}` would hold N x N values"
-        self.error("whole-map", message, expr.span, "reduce it at once with `sum[query](...)`")
-        return False
+    def check_reduced(self, node: Node, expr: Expr) -> None:
+        """A value may be held, but not of all queries by all tokens."""
+        if is_whole_map(node, self.scope.whole_maps):
+            message = f"`{self.shown(expr)}` would hold N x N values"
+            help = "reduce it at once with `sum[query](...)`"
+            raise self.error("whole-map", message, expr.span, help)
 
     # Expressions
 
-    def expr(self, expr: Expr) -> Node | None:
-        """The node of an expression, or None after a report."""
+    def expr(self, expr: Expr) -> Node:
+        """The node of an expression."""
         self.scope.level += 1
         if self.scope.level > MAX_LEVEL:
             raise TooLarge
-        node = self._expr(expr)
-        self.scope.level -= 1
-        if node is None or not self._held_briefly(node, expr) or not self._merged_here(node, expr):
-            return None
+        try:
+            node = self._expr(expr)
+        finally:
+            self.scope.level -= 1
+        self._check_held_briefly(node, expr)
+        self._check_merged_here(node, expr)
         return node
 
-    def _held_briefly(self, node: Node, expr: Expr) -> bool:
-        """Whether attention of all queries need not be held for other layers; otherwise reports."""
+    def _check_held_briefly(self, node: Node, expr: Expr) -> None:
+        """Attention of all queries is not held for other layers."""
         if node.when < When.END or self.context.phase != "prefill":
-            return True
-        if not is_whole_map(node, self.scope.whole_maps):
-            return True
-        message = f"`{self.shown(expr)}` would hold N x N values until the last layer is done"
-        self.error("whole-map", message, expr.span, "reduce `query` or `token` before `[layer]`")
-        return False
+            return
+        if is_whole_map(node, self.scope.whole_maps):
+            message = f"`{self.shown(expr)}` would hold N x N values until the last layer is done"
+            help = "reduce `query` or `token` before `[layer]`"
+            raise self.error("whole-map", message, expr.span, help)
 
-    def _merged_here(self, node: Node, expr: Expr) -> bool:
-        """Whether other layers are not asked for what they merge; otherwise reports."""
+    def _check_merged_here(self, node: Node, expr: Expr) -> None:
+        """Other layers are not asked for what they merge."""
         if not self.context.in_merge or not node.across_layers:
-            return True
+            return
         names = [*self.scope.definitions["merge"], *self.scope.definitions["decode.merge"]]
         states = [each for each in node.walk() if each.op == "state" and each.value in names]
-        if not states and not any(each.operation.kind is Kind.MERGE for each in node.walk()):
-            return True
-        message = f"`{self.shown(expr)}` looks at what other layers merge"
-        help = "layers merge one by one: look at others outside `merge`, in a `let` of all tokens"
-        self.error("merge", message, expr.span, help)
-        return False
+        if states or any(each.operation.kind is Kind.MERGE for each in node.walk()):
+            message = f"`{self.shown(expr)}` looks at what other layers merge"
+            help = (
+                "layers merge one by one: look at others outside `merge`, in a `let` of all tokens"
+            )
+            raise self.error("merge", message, expr.span, help)
 
-    def _expr(self, expr: Expr) -> Node | None:
+    def _expr(self, expr: Expr) -> Node:
         if isinstance(expr, Number):
             return self.graph.make("number", value=expr.value, span=self.span(expr))
         if isinstance(expr, Name):
             return self.name(expr)
-        if isinstance(expr, Operation):
+        if isinstance(expr, Operator):
             return self.operation(expr)
         if isinstance(expr, Chain):
             return self.chain(expr)
         if isinstance(expr, Where):
             return self.where(expr)
         if isinstance(expr, Then):
-            return self.then(expr, [self.expr(term) for term in expr.terms])
+            return self.then(expr, [sound(partial(self.expr, term)) for term in expr.terms])
         assert isinstance(expr, Call)
         return self.scope.type_call(self, expr)
 
-    def number(self, expr: Expr, what: str) -> Node | None:
+    def number(self, expr: Expr, what: str) -> Node:
         """The node of an expression that must be a number."""
         node = self.expr(expr)
-        return node if node is None or self.is_kind(node, "number", expr, what) else None
+        self.check_kind(node, "number", expr, what)
+        return node
 
-    def truth(self, expr: Expr, what: str) -> Node | None:
+    def truth(self, expr: Expr, what: str) -> Node:
         """The node of an expression that must be a truth value."""
         node = self.expr(expr)
-        return node if node is None or self.is_kind(node, "truth", expr, what) else None
+        self.check_kind(node, "truth", expr, what)
+        return node
 
-    def is_kind(self, node: Node, kind: str, expr: Expr, what: str) -> bool:
-        """Whether the node is a number or a truth value as needed; otherwise reports."""
+    def check_kind(self, node: Node, kind: str, expr: Expr, what: str) -> None:
+        """The node is a number or a truth value as needed."""
         if node.type.kind == kind:
-            return True
-        words = {"number": "a number", "truth": "a truth value"}
-        message = f"{what} needs {words[kind]}; `{self.shown(expr)}` is {words[node.type.kind]}"
+            return
+        message = f"{what} needs {_KINDS[kind]}; `{self.shown(expr)}` is {_KINDS[node.type.kind]}"
         help = None
         if kind == "truth":
             help = "a comparison such as `x > 0` makes one"
         elif "token" in node.type.axes:
             help = "`count[token](...)` counts a set; `x where set` restricts numbers to it"
-        self.error("type", message, expr.span, help)
-        return False
+        raise self.error("type", message, expr.span, help)
 
-    def name(self, expr: Name) -> Node | None:
+    def name(self, expr: Name) -> Node:
         if self.expansion and expr.text in self.expansion.values:
             return self.expansion.values[expr.text]
         if not self.expansion:
-            known, node = self.scope.resolve(expr, self.context)
-            if known:
+            node = self.scope.resolve(expr, self.context)
+            if node is not None:
                 return node
         builtin = BUILTINS.get(expr.text)
-        if builtin is not None:
-            return self.builtin(builtin, expr)
-        self.scope.unknown(expr, self.context)
-        return None
+        if builtin is None:
+            raise self.scope.unknown(expr, self.context)
+        return self.builtin(builtin, expr)
 
-    def builtin(self, builtin: Builtin, expr: Expr) -> Node | None:
+    def builtin(self, builtin: Builtin, expr: Expr) -> Node:
         """A name of the language, if it exists in this context."""
         context, where = self.context, builtin.where
         exists = {
@@ -193,8 +189,7 @@ class Typer:
                 "`cached` counts a head's entries in decode" if builtin.name == "length" else None
             )
             code = "merge" if where == "merge" else "phase"
-            self.error(code, f"`{builtin.name}` {reason}", expr.span, help)
-            return None
+            raise self.error(code, f"`{builtin.name}` {reason}", expr.span, help)
         if builtin.unserved:
             self.scope.unserved(f"`{builtin.name}`")
         return self.at_dropped(self.leaf(builtin, self.span(expr)))
@@ -214,38 +209,30 @@ class Typer:
 
     def at_dropped(self, node: Node) -> Node:
         """Inside `merge`, a value per token is read at the dropped entries."""
-        if not self.context.in_merge or "token" not in node.type.axes:
-            return node
-        if node.op == "special":
+        if not self.context.in_merge or "token" not in node.type.axes or node.op == "special":
             return node
         # KV heads drop different entries, so that each reads a value [token] at its own.
         axes = {"kv", *("dropped" if axis == "token" else axis for axis in node.type.axes)}
+        type_ = node.type
         return self.graph.make(
-            "dropped",
-            (node,),
-            kind=node.type.kind,
-            axes=in_order(axes),
-            unit=node.type.unit,
+            "dropped", (node,), kind=type_.kind, axes=in_order(axes), unit=type_.unit,
             span=node.span,
-        )
+        )  # fmt: skip
 
     # Operators
 
-    def operation(self, expr: Operation) -> Node | None:
+    def operation(self, expr: Operator) -> Node:
         row = OPERATIONS[expr.op]
         read = self.truth if row.takes == "truth" else self.number
-        operands = typed(read(operand, f"`{row.sign}`") for operand in expr.operands)
-        return self.combine(expr.op, expr, expr.operands, operands) if operands else None
+        operands = all_sound(partial(read, each, f"`{row.sign}`") for each in expr.operands)
+        return self.combine(expr.op, expr, expr.operands, operands)
 
-    def combine(
-        self, op: str, expr: Expr, written: tuple[Expr, ...], nodes: list[Node]
-    ) -> Node | None:
+    def combine(self, op: str, expr: Expr, written: tuple[Expr, ...], nodes: list[Node]) -> Node:
         """An elementwise operation on nodes of the right kind."""
-        if not self.one_extent(nodes, expr):
-            return None
+        self.check_extents(nodes, expr)
         row = OPERATIONS[op]
-        if row.unit == "alike" and not self.same_units(written, nodes, row.combines):
-            return None
+        if row.unit == "alike":
+            self.check_units(written, nodes, row.combines)
         if row.result == "truth":
             return self.graph.make(
                 op, tuple(nodes), kind="truth", absent=False, span=self.span(expr)
@@ -261,130 +248,104 @@ class Typer:
         unit = _result_unit(row.unit, [node.type.unit for node in nodes])
         return self.graph.make(op, tuple(nodes), unit=unit, exact=exact, span=self.span(expr))
 
-    def one_extent(self, nodes: Iterable[Node], expr: Expr) -> bool:
-        """Whether queries, and past layers, are the same ones in all nodes; otherwise reports."""
+    def check_extents(self, nodes: Iterable[Node], expr: Expr) -> None:
+        """Queries, and past layers, are the same ones in all nodes."""
         for axis in ("query", "past"):
             found = extents(nodes, axis)
             if len(found) < 2:
                 continue
             first, second = found[:2]
             if axis == "query":
-                message = (
-                    f"the queries of `{first.text}` and those of `{second.text}` are two axes; "
-                    "they cannot be combined"
-                )
+                which = f"the queries of `{first.text}` and those of `{second.text}`"
                 help = "reduce `query` of each first, as in `mean[query](...)`, or take one window"
             else:
-                message = (
-                    f"`past` over {_layers_of(first)} and over {_layers_of(second)} are two axes; "
-                    "they cannot be combined"
-                )
+                which = f"`past` over {_layers_of(first)} and over {_layers_of(second)}"
                 help = "reduce `past` of each first, or look back equally far"
-            self.error("axis", message, expr.span, help)
-            return False
-        return True
+            message = f"{which} are two axes; they cannot be combined"
+            raise self.error("axis", message, expr.span, help)
 
-    def same_units(self, written: tuple[Expr, ...], nodes: list[Node], phrase: str) -> bool:
-        """Whether two values have one unit, or one of them none; otherwise reports."""
+    def check_units(self, written: tuple[Expr, ...], nodes: list[Node], phrase: str) -> None:
+        """Two values have one unit, or one of them none."""
         left, right = nodes[0].type.unit, nodes[1].type.unit
         if left and right and left != right:
             message = (
-                f"`{self.shown(written[0])}` is {unit_words(left)} and "
-                f"`{self.shown(written[1])}` is {unit_words(right)}; they cannot be {phrase}"
+                f"`{self.shown(written[0])}` is {UNIT_WORDS[left]} and "
+                f"`{self.shown(written[1])}` is {UNIT_WORDS[right]}; they cannot be {phrase}"
             )
             help = None
             if {left, right} == {"tokens", "ratio"}:
                 help = (
                     "a ratio times a number of tokens is a number of tokens, as in `rate * prompt`"
                 )
-            self.error("unit", message, Span(written[0].span.start, written[1].span.end), help)
-            return False
+            span = Span(written[0].span.start, written[1].span.end)
+            raise self.error("unit", message, span, help)
         for expr, other in ((written[0], right), (written[1], left)):
             if other:
                 self.scope.suggest_unit(expr, other)
-        return True
 
-    def chain(self, expr: Chain) -> Node | None:
-        nodes = typed(self.number(operand, "a comparison") for operand in expr.operands)
-        if nodes is None:
-            return None
-        low = self.combine(expr.first, expr, expr.operands[:2], nodes[:2])
-        high = self.combine(expr.second, expr, expr.operands[1:], nodes[1:])
-        if low is None or high is None:
-            return None
-        return self.combine("and", expr, (), [low, high])
+    def chain(self, expr: Chain) -> Node:
+        nodes = all_sound(partial(self.number, each, "a comparison") for each in expr.operands)
+        comparisons = all_sound(
+            partial(self.combine, op, expr, expr.operands[at : at + 2], nodes[at : at + 2])
+            for at, op in enumerate((expr.first, expr.second))
+        )
+        return self.combine("and", expr, (), comparisons)
 
-    def where(self, expr: Where) -> Node | None:
-        value = self.expr(expr.value)
-        condition = self.truth(expr.condition, "`where`")
-        if expr.other is None:
-            if value is None or condition is None:
-                return None
-            if not self.one_extent((value, condition), expr):
-                return None
-            return self.masked(value, condition, expr)
-        return self.chosen(expr, value, condition, self.expr(expr.other))
-
-    def masked(self, value: Node, condition: Node, expr: Expr) -> Node:
+    def where(self, expr: Where) -> Node:
+        read = partial(self.expr, expr.value)
+        if expr.other is not None:
+            return self.chosen(expr, read, partial(self.expr, expr.other))
+        value, condition = all_sound((read, self._condition(expr)))
+        self.check_extents((value, condition), expr)
         return self.graph.make(
             "mask", (value, condition), kind=value.type.kind, unit=value.type.unit, absent=True,
             span=self.span(expr),
         )  # fmt: skip
 
-    def chosen(
-        self, expr: Where, value: Node | None, condition: Node | None, other: Node | None
-    ) -> Node | None:
-        """`value where condition else other`."""
-        if value is None or condition is None or other is None:
-            return None
+    def _condition(self, expr: Where) -> Reading:
+        return partial(self.truth, expr.condition, "`where`")
+
+    def chosen(self, expr: Where, value: Reading, other: Reading) -> Node:
+        """`value where condition else other`, of what reads its branches."""
+        x, condition, y = all_sound((value, self._condition(expr), other))
         assert expr.other is not None
-        if value.type.kind != other.type.kind:
-            words = {"number": "a number", "truth": "a truth value"}
+        if x.type.kind != y.type.kind:
             message = (
-                f"`{self.shown(expr.value)}` is {words[value.type.kind]}, but "
-                f"`{self.shown(expr.other)}` is {words[other.type.kind]}"
+                f"`{self.shown(expr.value)}` is {_KINDS[x.type.kind]}, but "
+                f"`{self.shown(expr.other)}` is {_KINDS[y.type.kind]}"
             )
-            self.error("type", message, expr.span, "both branches of `where` are of one kind")
-            return None
-        if not self.one_extent((value, condition, other), expr):
-            return None
-        branches = (expr.value, expr.other)
-        if not self.same_units(branches, [value, other], OPERATIONS["choose"].combines):
-            return None
+            help = "both branches of `where` are of one kind"
+            raise self.error("type", message, expr.span, help)
+        self.check_extents((x, condition, y), expr)
+        self.check_units((expr.value, expr.other), [x, y], OPERATIONS["choose"].combines)
         return self.graph.make(
-            "choose", (value, condition, other), kind=value.type.kind,
-            unit=value.type.unit or other.type.unit,
-            absent=value.type.absent or other.type.absent, span=self.span(expr),
+            "choose", (x, condition, y), kind=x.type.kind, unit=x.type.unit or y.type.unit,
+            absent=x.type.absent or y.type.absent, span=self.span(expr),
         )  # fmt: skip
 
-    def then(self, expr: Then, terms: list[Node | None]) -> Node | None:
-        """Token sets that fill in order."""
-        good = [self.is_set(t, e, "`then`") for t, e in zip(terms, expr.terms, strict=True)]
-        if not all(good):
-            return None
-        nodes = tuple(term for term in terms if term is not None)
-        if not self.one_extent(nodes, expr):
-            return None
+    def then(self, expr: Then, terms: Iterable[Node | None]) -> Node:
+        """Token sets that fill in order; None is one that is wrong."""
+        pairs = zip(terms, expr.terms, strict=True)
+        nodes = tuple(all_sound(partial(self.check_set, *pair, "`then`") for pair in pairs))
+        self.check_extents(nodes, expr)
         return self.graph.make(
             "then", nodes, kind="truth", axes=union(nodes), absent=False, span=self.span(expr)
         )
 
-    def is_set(self, node: Node | None, expr: Expr, what: str) -> bool:
-        """Whether a node is a token set; otherwise reports."""
+    def check_set(self, node: Node | None, expr: Expr, what: str) -> Node:
+        """The node, which is a token set."""
         if node is None:
-            return False
+            raise Wrong
         if node.type.kind == "number":
             message = f"{what} needs a token set; `{self.shown(expr)}` is a number"
-            self.error("not-a-set", message, expr.span, "`top(x, n)` makes a set of a number")
-            return False
+            help = "`top(x, n)` makes a set of a number"
+            raise self.error("not-a-set", message, expr.span, help)
         if not {"token", "dropped"} & set(node.type.axes):
-            rest = node.type.axes
-            kind = "one truth value per KV head" if rest else "one truth value for the layer"
-            message = f"{what} needs a token set; `{self.shown(expr)}` is {kind}"
+            of = "per KV head" if node.type.axes else "for the layer"
+            message = f"{what} needs a token set; `{self.shown(expr)}` is one truth value {of}"
             help = f"write `all where {self.shown(expr)} else ...`"
-            self.error("not-a-set", message, expr.span, help)
-            return False
-        return True
+            raise self.error("not-a-set", message, expr.span, help)
+        return node
 
 
 def _layers_of(extent: Extent) -> str:
@@ -403,14 +364,7 @@ def _result_unit(rule: str | None, units: list[str | None]) -> str | None:
     return units[0] if rule == "first" else None
 
 
-def unit_words(unit: str) -> str:
-    """A unit as a noun phrase."""
-    return {"tokens": "a number of tokens", "layers": "a number of layers", "ratio": "a ratio"}[
-        unit
-    ]
-
-
-def is_whole_map(node: Node, maps: set[int]) -> bool:
+def is_whole_map(node: Node, maps: set[Node]) -> bool:
     """Whether a node holds a value for every query and every token of the prompt.
 
     `maps` are the nodes known to be attention of all queries; it grows with what is found.
@@ -418,6 +372,6 @@ def is_whole_map(node: Node, maps: set[int]) -> bool:
     axes = node.type.axes
     if "query" not in axes or not {"token", "dropped"} & set(axes):
         return False
-    if id(node) not in maps and any(is_whole_map(arg, maps) for arg in node.args):
-        maps.add(id(node))
-    return id(node) in maps
+    if node not in maps and any(is_whole_map(arg, maps) for arg in node.args):
+        maps.add(node)
+    return node in maps

@@ -6,17 +6,45 @@ Definitions, defects, and what uses say about parameters.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from kvpolicy.dsl.ir.graph import Graph
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.syntax.blocks import Item
-from kvpolicy.dsl.syntax.diagnostics import Diagnostic
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic, on_one_line
 from kvpolicy.dsl.syntax.source import Source, Span
 from kvpolicy.dsl.syntax.tree import Axis, Call, Expr, Name
+
+T = TypeVar("T")
+
+
+class Wrong(Exception):
+    """Something is wrong and has been reported; whatever uses it stays silent."""
+
+
+def sound(read: Callable[[], T]) -> T | None:
+    """What is read; None where it is wrong."""
+    try:
+        return read()
+    except Wrong:
+        return None
+
+
+def all_sound(reads: Iterable[Callable[[], T]]) -> list[T]:
+    """What each of several gives; where one is wrong, the others are looked at all the same."""
+    found, wrong = [], False
+    for read in reads:
+        try:  # as `sound`, with one call less on the stack of nested expressions
+            found.append(read())
+        except Wrong:
+            wrong = True
+    if wrong:
+        raise Wrong
+    return found
+
 
 # Where names are defined. Those of a section are seen only inside it.
 SECTIONS = ("", "decode", "merge", "decode.merge", "share")
@@ -38,6 +66,10 @@ class Context:
     def base(self) -> When:
         """The moment at which tensors are there."""
         return When.STEP if self.phase == "decode" else When.LAYER
+
+
+# "let" or "section", the section, the name, and where it is typed.
+Key = tuple[str, str, str, Context]
 
 
 @dataclass(frozen=True)
@@ -88,38 +120,35 @@ class Names(ABC):
         self.diagnostics: list[Diagnostic] = []
         self.graph = Graph()
         self.not_served: dict[str, None] = {}
-        self.whole_maps: set[int] = set()
+        self.whole_maps: set[Node] = set()
         self.widths: list[tuple[Node, Span]] = []
         self.counts: list[Counted] = []
         self.definitions: dict[str, dict[str, Definition]] = {s: {} for s in SECTIONS}
+        self.open: list[Key] = []  # lets and sections that are being typed, the innermost last
         self.level = 0  # how deep the expression now typed is nested, through names too
 
     @abstractmethod
-    def resolve(self, expr: Name, context: Context) -> tuple[bool, Node | None]:
-        """Whether a name is known there, and its node, None after a report."""
+    def resolve(self, expr: Name, context: Context) -> Node | None:
+        """The node of a name there; None: the policy does not define it."""
 
     @abstractmethod
     def knows(self, name: str, context: Context) -> bool:
         """Whether a name means something there."""
 
     @abstractmethod
-    def unknown(self, expr: Name, context: Context) -> None:
+    def unknown(self, expr: Name, context: Context) -> Wrong:
         """Reports a name that means nothing there."""
 
     @abstractmethod
-    def type_call(self, typer: Any, call: Call) -> Node | None:
-        """The node of a call whose arguments `typer` types, or None after a report."""
-
-    @property
-    @abstractmethod
-    def lets_open(self) -> int:
-        """How many lets and sections are being typed just now."""
+    def type_call(self, typer: Any, call: Call) -> Node:
+        """The node of a call whose arguments `typer` types."""
 
     # Reporting
 
-    def error(self, code: str, message: str, span: Span, help: str | None = None) -> None:
-        """Reports a defect."""
+    def error(self, code: str, message: str, span: Span, help: str | None = None) -> Wrong:
+        """Reports a defect; what it returns is raised where nothing can be made of it."""
         self.diagnostics.append(Diagnostic(code, message, span, help))
+        return Wrong()
 
     def warn(self, code: str, message: str, span: Span, help: str | None = None) -> None:
         """Reports something that is probably not meant."""
@@ -127,8 +156,7 @@ class Names(ABC):
 
     def shown(self, span: Span) -> str:
         """The text at a place, on one line and not longer than 40 characters."""
-        text = " ".join(self.source.text[span.start : span.end].split())
-        return text if len(text) <= 40 else text[:37].rstrip() + "..."
+        return on_one_line(self.source.text[span.start : span.end], 40)
 
     def unserved(self, what: str) -> None:
         """Notes that the policy uses something that the runtime does not serve yet."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import partial
 
 from kvpolicy.dsl.check.expressions import Typer
-from kvpolicy.dsl.check.names import Context, Definition, Uses
+from kvpolicy.dsl.check.names import Context, Definition, Uses, Wrong, sound
 from kvpolicy.dsl.check.scope import Scope
 from kvpolicy.dsl.ir.nodes import Data, Node, Param
 from kvpolicy.dsl.ir.ranges import range_problem
@@ -20,21 +21,19 @@ def declared_params(scope: Scope) -> dict[str, Param]:
     params = {}
     for definition in scope.definitions[""].values():
         if definition.kind == "parameter":
-            param = _param(scope, definition)
+            param = sound(partial(_param, scope, definition))
             if param is not None:
                 params[param.name] = param
     _report_cycles(scope, params)
     return params
 
 
-def _param(scope: Scope, definition: Definition) -> Param | None:
+def _param(scope: Scope, definition: Definition) -> Param:
     value, item = definition.item.value, definition.item
     block = value if isinstance(value, Block) else Block(item.span)
     default = block.get("default") if isinstance(value, Block) else value
     span = block.items["default"].span if "default" in block else item.span
     node = _default(scope, default, span)
-    if node is None:
-        return None
     uses = scope.uses.get(definition.name, Uses())
     unit = scope.parameter(definition).type.unit
     minimum = _largest(block.get("min"), uses.minimum)
@@ -63,7 +62,7 @@ def _share(param: Param, value: object) -> str | None:
     return f"a share of the prompt is written `{param.name} * prompt` where it is used"
 
 
-def _default(scope: Scope, default: object, span: Span) -> Node | None:
+def _default(scope: Scope, default: object, span: Span) -> Node:
     """The node of a default: a literal or an expression over model sizes and parameters."""
     graph = scope.graph
     if isinstance(default, bool):
@@ -72,7 +71,7 @@ def _default(scope: Scope, default: object, span: Span) -> Node | None:
         return graph.make("number", value=default, span=span)
     if isinstance(default, Expr):
         return Typer(scope, Context("static", "default")).expr(default)
-    return None
+    raise Wrong
 
 
 def _largest(*bounds: Fraction | None) -> Fraction | None:

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 from kvpolicy.dsl.check import rules as check_rules
 from kvpolicy.dsl.check.arguments import is_of_model
-from kvpolicy.dsl.check.expressions import Typer
 from kvpolicy.dsl.check.fit import does_not_fit
-from kvpolicy.dsl.check.names import Context, Uses
+from kvpolicy.dsl.check.names import Context, Uses, sound
 from kvpolicy.dsl.check.params import declared_data, declared_params
 from kvpolicy.dsl.check.report import report
 from kvpolicy.dsl.check.scope import Scope
@@ -132,11 +132,8 @@ class _FileChecker:
         nodes = []
         for item in self.file.get("require") or ():
             if isinstance(item.value, Expr):
-                typer = Typer(self.scope, Context("static"))
-                node = typer.truth(item.value, "`require`")
-                if node is not None and check_rules.check_axes(typer, node, item, ()):
-                    nodes.append(node)
-        return tuple(nodes)
+                nodes.append(sound(partial(check_rules.require, self.scope, item)))
+        return tuple(node for node in nodes if node is not None)
 
     def decode(self) -> Rules | None:
         if self.file.get("decode") is None:
@@ -156,7 +153,8 @@ class _FileChecker:
                 inside = definition.section if definition.section not in ("", "decode") else None
                 item = None if inside else reported.get(definition.name)
                 context = Context(phase, inside)
-                node = self.scope.node(definition, context, definition.item.span)
+                span = definition.item.span
+                node = sound(partial(self.scope.node, definition, context, span))
             if item is not None:
                 self._never_computed(definition.name, node, item)
             elif definition.kind != "state":

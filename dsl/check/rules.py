@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
-from kvpolicy.dsl.check.arguments import is_no_share, is_token_count
-from kvpolicy.dsl.check.expressions import Typer
-from kvpolicy.dsl.check.names import Context
+from kvpolicy.dsl.check.arguments import check_no_share, check_token_count
+from kvpolicy.dsl.check.expressions import UNIT_WORDS, Typer
+from kvpolicy.dsl.check.names import Context, Wrong, sound
 from kvpolicy.dsl.check.scope import Scope
 from kvpolicy.dsl.check.selection import type_selection
 from kvpolicy.dsl.ir.nodes import Merge, Node, Propagate, Rules, Share, State, When, brackets
@@ -36,54 +37,54 @@ class RulesChecker:
     def rules(self) -> Rules:
         """The rules of this phase; what is wrong is None."""
         return Rules(
-            score=self.score(),
-            budget=self.budget(),
-            keep=self.keep(),
-            merge=self.merge(),
+            score=sound(self.score),
+            budget=sound(self.budget),
+            keep=sound(self.keep),
+            merge=sound(self.merge),
             states=self.states(),
-            lets={},
-            when=self.when(),
+            when=sound(self.when),
         )
 
     def score(self) -> Node | None:
-        item = self.item("score")
-        node = self.scope.section("score", self.phase)
+        return self._section("score", self._check_score)
+
+    def _section(self, name: str, check: Callable[[Node, Item], None]) -> Node | None:
+        """The value of a section; what uses one that is wrong stays silent."""
+        item, _ = self.scope.section_item(name, self.phase)
+        node = self.scope.section(name, self.phase)
         if node is None or item is None:
             return None
-        if not self._is_score(node, item):
-            self.scope.refuse_section("score", self.phase)
-            return None
+        try:
+            check(node, item)
+        except Wrong:
+            self.scope.refuse_section(name, self.phase)
+            raise
         return node
 
-    def _is_score(self, node: Node, item: Item) -> bool:
+    def _check_score(self, node: Node, item: Item) -> None:
         typer = Typer(self.scope, self.context)
-        if not typer.is_kind(node, "number", item.value, "`score`"):
-            return False
-        extra = [axis for axis in node.type.axes if axis not in ("kv", "token")]
-        if "token" not in node.type.axes:
-            message = f"score is {brackets(node.type.axes)}; it needs one number per token"
-            if not node.type.axes:
-                message = "score is one number for the layer; it needs one per token"
-            typer.error("score-axes", message, item.value.span)
-            return False
-        if extra:
-            message = f"score is {brackets(node.type.axes)}; only `kv` and `token` may be left"
+        typer.check_kind(node, "number", item.value, "`score`")
+        shape, axes, help = brackets(node.type.axes), node.type.axes, None
+        extra = [axis for axis in axes if axis not in ("kv", "token")]
+        if not axes:
+            message = "score is one number for the layer; it needs one per token"
+        elif "token" not in axes:
+            message = f"score is {shape}; it needs one number per token"
+        elif extra:
+            message = f"score is {shape}; only `kv` and `token` may be left"
             help = f"reduce `{extra[0]}`, for example with `sum[{extra[0]}](...)`"
-            typer.error("score-axes", message, item.value.span, help)
-            return False
-        return True
+        else:
+            return
+        raise typer.error("score-axes", message, item.value.span, help)
 
     def budget(self) -> Node | None:
-        item, home = self.scope.section_item("budget", self.phase)
         if self.phase == "decode" and "budget" not in self.own:
             return None  # the prefill's numbers stay in force
-        node = self.scope.section("budget", self.phase)
-        if node is None or item is None:
-            return None
-        checked = check_count(Typer(self.scope, home), node, item, "budget", ("kv",))
-        if checked is None:
-            self.scope.refuse_section("budget", self.phase)
-        return checked
+        _, home = self.scope.section_item("budget", self.phase)
+        typer = Typer(self.scope, home)
+        return self._section(
+            "budget", lambda node, item: check_count(typer, node, item, "budget", ("kv",))
+        )
 
     def keep(self) -> Node | None:
         item = self.item("keep")
@@ -103,7 +104,7 @@ class RulesChecker:
             for definition in self.scope.definitions[section].values():
                 if definition.kind != "state":
                     continue
-                state = self.scope.states.state(definition, self.phase)
+                state = sound(partial(self.scope.states.state, definition, self.phase))
                 if state is not None:
                     yield definition.name, state
 
@@ -113,17 +114,14 @@ class RulesChecker:
             return None
         typer = Typer(self.scope, self.context)
         node = typer.truth(item.value, "`when`")
-        if node is None:
-            return None
         culprit = next((n for n in node.walk() if not _known_to_host(n)), None)
         if culprit is not None:
             shown = culprit.name or culprit.value or culprit.op
             message = f"`decode.when` may use `generated`, `prompt` and parameters, not `{shown}`"
-            typer.error(
-                "host", message, item.value.span, "the host decides at which steps entries leave"
-            )
-            return None
-        return check_present(typer, node, item, "`decode.when`")
+            help = "the host decides at which steps entries leave"
+            raise typer.error("host", message, item.value.span, help)
+        check_present(typer, node, item, "`decode.when`")
+        return node
 
     def merge(self) -> Merge | None:
         item = self.item("merge")
@@ -132,11 +130,10 @@ class RulesChecker:
         keep = self.item("keep")
         if keep is None or (isinstance(keep.value, Name) and keep.value.text == "all"):
             what = "without `keep`" if keep is None else "with `keep: all`"
-            self.scope.error("merge", f"`merge` {what}: nothing is dropped", item.key)
-            return None
+            raise self.scope.error("merge", f"`merge` {what}: nothing is dropped", item.key)
         section = item.path
         block: Block = item.value
-        into = self._into(block)
+        into = sound(partial(self._into, block))
         context = Context(self.phase, section)
         parts = {
             name: check_part(Typer(self.scope, context), block, name, kind, axes)
@@ -165,8 +162,7 @@ class RulesChecker:
             return None
         if not isinstance(item.value, Call) or item.value.name not in ("nearest", "next"):
             message = "`merge.into` is `nearest(x)` or `next(n)`"
-            self.scope.error("merge", message, item.value.span)
-            return None
+            raise self.scope.error("merge", message, item.value.span)
         typer = Typer(self.scope, self.context)
         typer.receivers = True
         return typer.expr(item.value)
@@ -202,85 +198,78 @@ def _known_to_host(node: Node) -> bool:
 # What every deciding value must satisfy
 
 
-def check_axes(typer: Typer, node: Node, item: Item, allowed: tuple[str, ...]) -> bool:
-    """Whether a value has no axes but those allowed; otherwise reports."""
+def require(scope: Scope, item: Item) -> Node:
+    """A condition of the section `require`."""
+    typer = Typer(scope, Context("static"))
+    node = typer.truth(item.value, "`require`")
+    check_axes(typer, node, item, ())
+    return node
+
+
+def check_axes(typer: Typer, node: Node, item: Item, allowed: tuple[str, ...]) -> None:
+    """A value has no axes but those allowed."""
     extra = [axis for axis in node.type.axes if axis not in allowed]
     if not extra:
-        return True
-    only = " and ".join(f"`{axis}`" for axis in allowed) or "none"
-    message = f"`{item.path}` is {brackets(node.type.axes)}; it may have the axes {only}"
-    if not allowed:
-        message = f"`{item.path}` is {brackets(node.type.axes)}; one value for the layer is needed"
+        return
+    only = " and ".join(f"`{axis}`" for axis in allowed)
+    needed = f"it may have the axes {only}" if allowed else "one value for the layer is needed"
+    message = f"`{item.path}` is {brackets(node.type.axes)}; {needed}"
     verb = "any" if node.type.kind == "truth" else "sum"
     help = f"reduce `{extra[0]}`, for example with `{verb}[{extra[0]}](...)`"
-    typer.error("axis", message, item.value.span, help)
-    return False
+    raise typer.error("axis", message, item.value.span, help)
 
 
 def check_part(
     typer: Typer, block: Block, name: str, kind: str, allowed: tuple[str, ...]
 ) -> Node | None:
-    """A part of a section: a number or truth value with the allowed axes, never absent."""
+    """A part of a section: a number or truth value with the allowed axes, never absent.
+
+    None: there is none, or it is wrong.
+    """
     item = block.items.get(name)
     if item is None or not isinstance(item.value, Expr):
         return None
+    return sound(partial(_part, typer, item, kind, allowed))
+
+
+def _part(typer: Typer, item: Item, kind: str, allowed: tuple[str, ...]) -> Node:
     what = f"`{item.path}`"
     node = (typer.truth if kind == "truth" else typer.number)(item.value, what)
-    if node is None or not check_axes(typer, node, item, allowed):
-        return None
-    return check_present(typer, node, item, what)
-
-
-def check_present(typer: Typer, node: Node, item: Item, what: str) -> Node | None:
-    """The node if its value can never be absent; otherwise reports."""
-    if node.type.absent:
-        typer.absent(node, item.value, what)
-        return None
+    check_axes(typer, node, item, allowed)
+    check_present(typer, node, item, what)
     return node
 
 
-def check_count(
-    typer: Typer, node: Node, item: Item, name: str, allowed: tuple[str, ...]
-) -> Node | None:
+def check_present(typer: Typer, node: Node, item: Item, what: str) -> None:
+    """A value can never be absent."""
+    if node.type.absent:
+        raise typer.absent(node, item.value, what)
+
+
+def check_count(typer: Typer, node: Node, item: Item, name: str, allowed: tuple[str, ...]) -> None:
     """A number of tokens, for each of the allowed axes."""
-    if not typer.is_kind(node, "number", item.value, f"`{item.path}`"):
-        return None
-    if node.type.unit not in (None, "tokens"):
-        shown = typer.shown(item.value)
-        words = {"ratio": "a ratio", "layers": "a number of layers"}[node.type.unit]
-        message = f"{name} is {words}; a number of tokens is needed"
-        help = f"for example `{shown} * prompt`" if node.type.unit == "ratio" else None
-        typer.error("unit", message, item.value.span, help)
-        return None
-    is_token_count(typer, node, item.value, name)
-    if not _is_some(typer, node, item):
-        return None
-    if not check_axes(typer, node, item, allowed):
-        return None
-    return check_present(typer, node, item, f"`{item.path}`")
-
-
-def _is_some(typer: Typer, node: Node, item: Item) -> bool:
-    """Whether a budget is not a share below one entry; warns where it is none at all."""
+    typer.check_kind(node, "number", item.value, f"`{item.path}`")
+    unit = node.type.unit
+    if unit not in (None, "tokens"):
+        message = f"{name} is {UNIT_WORDS[unit]}; a number of tokens is needed"
+        help = f"for example `{typer.shown(item.value)} * prompt`" if unit == "ratio" else None
+        raise typer.error("unit", message, item.value.span, help)
+    check_token_count(typer, node, item.value, name)
     value = typer.graph.literal(node)
-    if value is None:
-        return True
-    if value <= 0:
+    if value is not None and value <= 0:
         message = f"`{item.path}` is {shown(value)}: `top` without a count takes nothing"
         typer.scope.warn("zero", message, item.value.span)
-        return True
-    return is_no_share(typer, value, item.value, f"`{item.path}`")
+    check_no_share(typer, value, item.value, f"`{item.path}`")
+    check_axes(typer, node, item, allowed)
+    check_present(typer, node, item, f"`{item.path}`")
 
 
-def check_set(
-    typer: Typer, node: Node | None, item: Item, name: str, allowed: tuple[str, ...]
-) -> Node | None:
+def check_set(typer: Typer, node: Node, item: Item, name: str, allowed: tuple[str, ...]) -> Node:
     """A token set that decides."""
-    if node is None or not typer.is_set(node, item.value, f"`{name}`"):
-        return None
-    if not check_axes(typer, node, item, allowed):
-        return None
-    return check_present(typer, node, item, f"`{item.path}`")
+    typer.check_set(node, item.value, f"`{name}`")
+    check_axes(typer, node, item, allowed)
+    check_present(typer, node, item, f"`{item.path}`")
+    return node
 
 
 # Propagation, sharing, reading
@@ -301,7 +290,7 @@ def propagate(scope: Scope) -> Propagate | None:
             "once", "`restart` goes with `first`, not with `every`", block.items["restart"].key
         )
     parts = {
-        name: _propagate_part(scope, block, name)
+        name: sound(partial(_propagate_part, scope, block, name))
         for name in ("tokens", "first", "every", "budget", "restart")
     }
     tokens, moment = parts["tokens"], parts["first"] or parts["every"]
@@ -318,25 +307,19 @@ def _propagate_part(scope: Scope, block: Block, name: str) -> Node | None:
     typer = Typer(scope, context)
     if name == "tokens":
         node = type_selection(typer, item.value, item.path, "budget" in block)
-        node = check_set(typer, node, item, "propagate.tokens", ("token",))
+        check_set(typer, node, item, "propagate.tokens", ("token",))
     elif name == "budget":
         node = typer.number(item.value, "`propagate.budget`")
-        node = check_count(typer, node, item, "propagate.budget", ()) if node else None
+        check_count(typer, node, item, "propagate.budget", ())
     else:
-        node = check_part(typer, block, name, "truth", ())
-    if node is not None and node.when >= When.END:
-        _report_later_layer(scope, node, item)
-        return None
+        node = _part(typer, item, "truth", ())
+    if node.when >= When.END:
+        across = next(n for n in node.walk() if "layer" in n.axes and n.when >= When.END)
+        shown = scope.shown(across.span) if across.span else across.op
+        message = f"`{item.path}` needs every layer through `{shown}`, but acts at its own"
+        help = "`past` and `at` look at the layers before"
+        raise scope.error("later-layer", message, item.value.span, help)
     return node
-
-
-def _report_later_layer(scope: Scope, node: Node, item: Item) -> None:
-    across = next(n for n in node.walk() if "layer" in n.axes and n.when >= When.END)
-    shown = scope.shown(across.span) if across.span else across.op
-    message = f"`{item.path}` needs every layer through `{shown}`, but acts at its own"
-    scope.error(
-        "later-layer", message, item.value.span, "`past` and `at` look at the layers before"
-    )
 
 
 def _may_share(scope: Scope) -> bool:
@@ -378,8 +361,7 @@ def read(scope: Scope) -> Node | None:
         return None
     scope.unserved("`read`")
     typer = Typer(scope, Context("decode"))
-    node = typer.expr(item.value)
-    return check_set(typer, node, item, "read", ("kv", "token"))
+    return sound(lambda: check_set(typer, typer.expr(item.value), item, "read", ("kv", "token")))
 
 
 def note_unserved(scope: Scope, decode: Rules) -> None:

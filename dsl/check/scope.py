@@ -7,10 +7,11 @@ read at the dropped entries. Every such reading is made once.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from kvpolicy.dsl.check.calls import type_call
-from kvpolicy.dsl.check.expressions import Typer, is_whole_map
-from kvpolicy.dsl.check.names import SECTIONS, Context, Definition, Names, Uses
+from kvpolicy.dsl.check.expressions import Typer
+from kvpolicy.dsl.check.names import SECTIONS, Context, Definition, Key, Names, Uses, Wrong, sound
 from kvpolicy.dsl.check.states import States
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ops.table import BUILTINS, FUNCTIONS, OPERATIONS, RESERVED
@@ -18,13 +19,9 @@ from kvpolicy.dsl.syntax.blocks import Block, Item
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean
 from kvpolicy.dsl.syntax.parse import MAX_NAMES
 from kvpolicy.dsl.syntax.source import Source, Span
-from kvpolicy.dsl.syntax.tree import Call, Chain, Expr, Name, Operation, Where
+from kvpolicy.dsl.syntax.tree import Call, Chain, Expr, Name, Operator, Where
 
 _KINDS = {"params": "parameter", "data": "tensor", "state": "state", "let": "let"}
-
-
-# "let" or "section", the section, the name, and where it is typed.
-_Key = tuple[str, str, str, Context]
 
 
 class Scope(Names):
@@ -35,8 +32,7 @@ class Scope(Names):
         self.file = file
         self.states = States(self)
         self.used: set[tuple[str, str]] = set()
-        self._nodes: dict[_Key, Node | None] = {}
-        self._open: list[_Key] = []
+        self._nodes: dict[Key, Node | None] = {}
         # Of lets that decode has named: the prefill's node, None where decode computes it.
         self.decided: dict[str, Node | None] = {}
         self._refused: set[str] = set()  # names whose definition was refused; uses stay silent
@@ -95,7 +91,7 @@ class Scope(Names):
         """Whether a name without parentheses means something here."""
         return self.find(name, context) is not None or (name in RESERVED and name not in FUNCTIONS)
 
-    def unknown(self, expr: Name, context: Context) -> None:
+    def unknown(self, expr: Name, context: Context) -> Wrong:
         """Reports a name that means nothing here."""
         name = expr.text
         message, help = f"unknown name `{name}`", None
@@ -111,24 +107,23 @@ class Scope(Names):
             message, help = "the file has no `score`", "add one"
         else:
             if context.inside == "default":
-                self._unknown_default(expr)
-                return
+                return self._unknown_default(expr)
             places = [s for s, names in self.definitions.items() if name in names]
             if places:
                 message = f"`{name}` is defined under `{places[0]}` and exists only there"
             else:
                 candidates = [*RESERVED, *(n for names in self.definitions.values() for n in names)]
                 help = did_you_mean(name, candidates)
-        self.error("name", message, expr.span, help)
+        return self.error("name", message, expr.span, help)
 
-    def _unknown_default(self, expr: Name) -> None:
+    def _unknown_default(self, expr: Name) -> Wrong:
         sizes = [name for name, builtin in BUILTINS.items() if builtin.where == "always"]
         params = [n for n, x in self.definitions[""].items() if x.kind == "parameter"]
         help = did_you_mean(expr.text, [*sizes, *params])
         help = (
             help or "a default is a number, `true`, `false`, or follows from parameters and sizes"
         )
-        self.error("name", f"unknown name `{expr.text}`", expr.span, help)
+        return self.error("name", f"unknown name `{expr.text}`", expr.span, help)
 
     # Nodes
 
@@ -140,28 +135,25 @@ class Scope(Names):
             if key[0] == "let" and key[3] == Context(phase) and node is not None
         }
 
-    def resolve(self, expr: Name, context: Context) -> tuple[bool, Node | None]:
-        """Whether the policy gives the name a meaning, and its node if that is sound."""
+    def resolve(self, expr: Name, context: Context) -> Node | None:
+        """The node of a name; None: the policy gives it no meaning."""
         if expr.text in ("score", "budget"):
             return self._section(expr, context)
         if expr.text in self._refused:
-            return True, None
+            raise Wrong
         definition = self.find(expr.text, context)
         if definition is None:
-            return False, None
+            return None
         self.used.add((definition.section, definition.name))
         if context.phase == "static" and definition.kind not in ("parameter", "tensor"):
             message = f"`{expr.text}` is a {definition.kind}; only parameters and model sizes "
-            self.error("phase", message + "are known here", expr.span)
-            return True, None
+            raise self.error("phase", message + "are known here", expr.span)
         local = definition.section == context.inside
         home = context if local else Context(context.phase)
         node = self.node(definition, home, expr.span)
-        if node is not None and not local:
-            node = Typer(self, context).at_dropped(node)
-        return True, node
+        return node if local else Typer(self, context).at_dropped(node)
 
-    def node(self, definition: Definition, context: Context, span: Span) -> Node | None:
+    def node(self, definition: Definition, context: Context, span: Span) -> Node:
         """The value of a name in a context; `span` is the use, for the report of a cycle."""
         if definition.kind == "parameter":
             return self.parameter(definition)
@@ -185,7 +177,7 @@ class Scope(Names):
         if name not in self.decided:
             self.decided[name] = None
             if self._looks_across(definition.item.value, {name}):
-                self.decided[name] = self._of_prefill(definition, span)
+                self.decided[name] = sound(partial(self._of_prefill, definition, span))
         node = self.decided[name]
         if node is None:
             return None
@@ -202,7 +194,7 @@ class Scope(Names):
         kept = self.diagnostics, self._nodes, self.states
         self.diagnostics, self._nodes, self.states = [], dict(self._nodes), States(self)
         try:
-            node = self.node(definition, Context("prefill"), span)
+            node = sound(partial(self.node, definition, Context("prefill"), span))
             failed = any(d.severity == "error" for d in self.diagnostics)
         finally:
             self.diagnostics, self._nodes, self.states = kept
@@ -231,45 +223,45 @@ class Scope(Names):
         children = value.children if isinstance(value, Expr) else ()
         return any(self._looks_across(child, seen) for child in children)
 
-    def _once(self, key: _Key, definition: Definition, span: Span) -> Node | None:
+    def _once(self, key: Key, definition: Definition, span: Span) -> Node:
         """A let's node, made at its first use; reports a let that uses itself."""
-        if key in self._nodes:
-            return self._nodes[key]
-        if key in self._open:
-            names = [k[2] for k in self._open[self._open.index(key) :]]
-            self._cycle(definition.name, names, span)
-            return None
-        expr = definition.item.value
-        self._open.append(key)
-        typer = Typer(self, key[3])
-        node = typer.expr(expr) if isinstance(expr, Expr) else None
-        self._open.pop()
-        if node is not None and not typer.reduced(node, expr):
-            node = None
-        if node is not None:
-            node = self.graph.relabel(node, name=definition.name)
-            self._carry_whole(node)
-        self._nodes[key] = node
+        if key not in self._nodes:
+            if key in self.open:
+                names = [k[2] for k in self.open[self.open.index(key) :]]
+                raise self._cycle(definition.name, names, span)
+            try:
+                self._nodes[key] = self._typed(key, definition)
+            except Wrong:
+                self._nodes[key] = None
+        node = self._nodes[key]
+        if node is None:
+            raise Wrong
         return node
 
-    @property
-    def lets_open(self) -> int:
-        """How many lets and sections are being typed just now."""
-        return len(self._open)
+    def _typed(self, key: Key, definition: Definition) -> Node:
+        expr = definition.item.value
+        if not isinstance(expr, Expr):
+            raise Wrong
+        typer = Typer(self, key[3])
+        self.open.append(key)
+        try:
+            node = typer.expr(expr)
+        finally:
+            self.open.pop()
+        typer.check_reduced(node, expr)
+        return self.graph.relabel(node, name=definition.name)
 
-    def _cycle(self, name: str, names: list[str], span: Span) -> None:
+    def _cycle(self, name: str, names: list[str], span: Span) -> Wrong:
         if len(names) == 1:
-            self.error("name", f"`{name}` is defined by itself", span, "a `state` may be")
-            return
+            return self.error("name", f"`{name}` is defined by itself", span, "a `state` may be")
         path = " -> ".join(f"`{n}`" for n in [*names, name])
-        self.error("name", f"`{name}` is defined by itself: {path}", span)
+        return self.error("name", f"`{name}` is defined by itself: {path}", span)
 
-    def _section(self, expr: Name, context: Context) -> tuple[bool, Node | None]:
+    def _section(self, expr: Name, context: Context) -> Node | None:
         """The values of the sections `score` and `budget` by their names."""
         name = expr.text
         if context.phase == "static":
-            self.error("phase", f"`{name}` is not known before the prefill", expr.span)
-            return True, None
+            raise self.error("phase", f"`{name}` is not known before the prefill", expr.span)
         if context.inside == "propagate" and name == "budget":
             block = self.file.get("propagate")
             item = block.items.get("budget") if isinstance(block, Block) else None
@@ -277,24 +269,20 @@ class Scope(Names):
         else:
             item, home = self.section_item(name, context.phase)
         if item is None:
-            return False, None
+            return None
+        node = self._of_section(name, item, home, expr.span)
+        if name == "score":
+            return Typer(self, context).at_dropped(node)
+        decoding = context.phase == "decode"
+        return self.graph.make(
+            "budget", value="propagate" if home.inside == "propagate" else None,
+            axes=node.type.axes, unit="tokens", when=When.STEP if decoding else node.when,
+            exact=node.type.exact and not decoding, span=expr.span,
+        )  # fmt: skip
+
+    def _of_section(self, name: str, item: Item, home: Context, span: Span) -> Node:
         definition = Definition(name, "section", item.path, item)
-        node = self._once(("section", item.path, name, home), definition, expr.span)
-        if node is None or name == "score":
-            return True, node if node is None else Typer(self, context).at_dropped(node)
-        when = When.STEP if context.phase == "decode" else node.when
-        exact = node.type.exact and context.phase != "decode"
-        inside = "propagate" if home.inside == "propagate" else None
-        budget = self.graph.make(
-            "budget",
-            value=inside,
-            axes=node.type.axes,
-            unit="tokens",
-            when=when,
-            exact=exact,
-            span=expr.span,
-        )
-        return True, budget
+        return self._once(("section", item.path, name, home), definition, span)
 
     def section_item(self, name: str, phase: str) -> tuple[Item | None, Context]:
         """A section's item in a phase, decode's own or inherited, and where it is typed."""
@@ -307,12 +295,11 @@ class Scope(Names):
         return self.file.items.get(name), Context(phase)
 
     def section(self, name: str, phase: str) -> Node | None:
-        """The node of `score` or `budget`."""
+        """The node of `score` or `budget`; None: the file has none."""
         item, home = self.section_item(name, phase)
         if item is None or not isinstance(item.value, Expr):
             return None
-        definition = Definition(name, "section", item.path, item)
-        return self._once(("section", item.path, name, home), definition, item.span)
+        return self._of_section(name, item, home, item.span)
 
     def refuse_section(self, name: str, phase: str) -> None:
         """Makes what uses a section silent, because the section itself was refused."""
@@ -342,7 +329,7 @@ class Scope(Names):
         """Whether a default is a truth value, seen from how it is written."""
         if isinstance(default, bool):
             return True
-        if isinstance(default, Operation):
+        if isinstance(default, Operator):
             return OPERATIONS[default.op].result == "truth"
         if isinstance(default, Where):
             return self._is_condition(default.value, level)
@@ -353,24 +340,17 @@ class Scope(Names):
             return self._is_condition(self._default(other), level + 1)
         return isinstance(default, Chain | Name)
 
-    def _tensor(self, definition: Definition) -> Node | None:
+    def _tensor(self, definition: Definition) -> Node:
         block = definition.item.value
         axes = block.get("axes") if isinstance(block, Block) else None
         names = [item.value for item in axes or []]
         if not isinstance(block, Block) or None in names:
-            return None
+            raise Wrong
         shape = tuple(axis for axis in ("kv", "group") if axis in names)
         return self.graph.make(
             "data", axes=shape, value=definition.name, exact=False, span=definition.item.key
         )
 
-    # Attention of all queries
-
-    def _carry_whole(self, node: Node) -> None:
-        """A renamed copy of an attention map is still one."""
-        if is_whole_map(node, self.whole_maps):
-            self.whole_maps.add(id(node))
-
-    def type_call(self, typer: Typer, call: Call) -> Node | None:
-        """The node of a call, or None after a report."""
+    def type_call(self, typer: Typer, call: Call) -> Node:
+        """The node of a call."""
         return type_call(typer, call)

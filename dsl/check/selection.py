@@ -2,57 +2,58 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from kvpolicy.dsl.check.calls import type_call
 from kvpolicy.dsl.check.expressions import Typer
+from kvpolicy.dsl.check.names import sound
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.syntax.tree import Call, Expr, Name, Then, Where
 
 
-def type_selection(typer: Typer, expr: Expr, section: str, has_budget: bool) -> Node | None:
+def type_selection(typer: Typer, expr: Expr, section: str, has_budget: bool) -> Node:
     """The node of a selection; branches of `where` are selections of their own."""
     if isinstance(expr, Where) and expr.other is not None:
-        value = type_selection(typer, expr.value, section, has_budget)
-        condition = typer.truth(expr.condition, "`where`")
-        other = type_selection(typer, expr.other, section, has_budget)
-        return typer.chosen(expr, value, condition, other)
+        value, other = (
+            partial(type_selection, typer, branch, section, has_budget)
+            for branch in (expr.value, expr.other)
+        )
+        return typer.chosen(expr, value, other)
     if isinstance(expr, Then):
         _report_unreachable(typer, expr)
-        terms = [_term(typer, term, section, has_budget) for term in expr.terms]
-        return typer.then(expr, terms)
+        terms = [partial(_term, typer, term, section, has_budget) for term in expr.terms]
+        return typer.then(expr, list(map(sound, terms)))
     return _term(typer, expr, section, has_budget)
 
 
-def _term(typer: Typer, expr: Expr, section: str, has_budget: bool) -> Node | None:
+def _term(typer: Typer, expr: Expr, section: str, has_budget: bool) -> Node:
     if not _fills(expr):
         node = typer.expr(expr)
-        return node if node is None or _is_of_entries(typer, node, expr) else None
+        _check_of_entries(typer, node, expr)
+        return node
     assert isinstance(expr, Call)
     if not has_budget:
         budget = section.replace("tokens", "budget") if "." in section else "budget"
         shown = typer.shown(expr)
         message = f"`{shown}` fills the budget, but the file has no `{budget}`"
         help = f"add `{budget}`, or write a count, as in `{shown.removesuffix(')')}, n)`"
-        typer.error("no-budget", message, expr.span, help)
-        return None
+        raise typer.error("no-budget", message, expr.span, help)
     node = type_call(typer, expr, fills=True)
-    if node is None or not _is_of_entries(typer, node, expr):
-        return None
+    _check_of_entries(typer, node, expr)
     if "token" not in node.axes:
         message = f"`{typer.shown(expr)}` fills the budget, so tokens must compete"
-        typer.error("competition", message, expr.span, "add the axis `token`, or write a count")
-        return None
+        help = "add the axis `token`, or write a count"
+        raise typer.error("competition", message, expr.span, help)
     return node
 
 
-def _is_of_entries(typer: Typer, node: Node, expr: Expr) -> bool:
-    """Whether entries, heads or layers compete in a `top` that selects; otherwise reports."""
+def _check_of_entries(typer: Typer, node: Node, expr: Expr) -> None:
+    """Entries, heads or layers compete in a `top` that selects."""
     other = [axis for axis in node.axes if axis not in ("layer", "kv", "token")]
-    if not isinstance(expr, Call) or expr.name != "top" or not other:
-        return True
-    message = f"`{typer.shown(expr)}` chooses along `{other[0]}`, not among entries"
-    help = f"reduce `{other[0]}` first; `top(x, n)` then chooses tokens of a head"
-    typer.error("competition", message, expr.span, help)
-    return False
+    if isinstance(expr, Call) and expr.name == "top" and other:
+        message = f"`{typer.shown(expr)}` chooses along `{other[0]}`, not among entries"
+        help = f"reduce `{other[0]}` first; `top(x, n)` then chooses tokens of a head"
+        raise typer.error("competition", message, expr.span, help)
 
 
 def _fills(expr: Expr) -> bool:

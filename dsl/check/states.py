@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from kvpolicy.dsl.check.expressions import Typer
-from kvpolicy.dsl.check.names import Context, Definition, Names
+from kvpolicy.dsl.check.names import Context, Definition, Names, Wrong
 from kvpolicy.dsl.ir.nodes import Node, State, Type
 from kvpolicy.dsl.ir.traverse import nodes_of
 from kvpolicy.dsl.syntax.blocks import Block
@@ -20,78 +23,68 @@ class States:
         # States whose `next` is being typed: name, assumed type, how many lets were open.
         self._open: list[tuple[tuple[str, str], Type, int]] = []
 
-    def value(self, definition: Definition, context: Context, span: Span) -> Node | None:
+    def value(self, definition: Definition, context: Context, span: Span) -> Node:
         """A state's value: inside its own `next` before the step's update, elsewhere after it."""
         mark = (definition.section, definition.name)
-        if self._open and self._open[-1][::2] == (mark, self.scope.lets_open):
+        if self._open and self._open[-1][::2] == (mark, len(self.scope.open)):
             type_ = self._open[-1][1]
         elif any(mark == other for other, _, _ in self._open):
             message = f"`{definition.name}` is needed for its own next value"
             help = "only `next` itself may name the state, not a let or a state that it uses"
-            self.scope.error("name", message, span, help)
-            return None
+            raise self.scope.error("name", message, span, help)
         else:
-            state = self.state(definition, context.phase)
-            if state is None:
-                return None
-            type_ = state.type
+            type_ = self.state(definition, context.phase).type
         return self.scope.graph.make(
             "state", kind=type_.kind, axes=type_.axes, unit=type_.unit, value=definition.name,
             absent=False, when=context.base, span=definition.item.key,
         )  # fmt: skip
 
-    def state(self, definition: Definition, phase: str) -> State | None:
-        """A state of one phase, or None after a report."""
+    def state(self, definition: Definition, phase: str) -> State:
+        """A state of one phase."""
         key = (f"{definition.section}.{definition.name}", phase)
         if key not in self._known:
             self._known[key] = None
             self._known[key] = self._typed_state(definition, phase)
-        return self._known[key]
+        state = self._known[key]
+        if state is None:
+            raise Wrong
+        return state
 
-    def _typed_state(self, definition: Definition, phase: str) -> State | None:
+    def _typed_state(self, definition: Definition, phase: str) -> State:
         value = definition.item.value
         start = value.get("start") if isinstance(value, Block) else None
         next_ = value.get("next") if isinstance(value, Block) else value
         if start is None and next_ is None:
             if isinstance(value, Block) and not value.items:
-                self.scope.error(
-                    "key", f"`{definition.item.path}` needs `next`", definition.item.key
-                )
-            return None
+                message = f"`{definition.item.path}` needs `next`"
+                self.scope.error("key", message, definition.item.key)
+            raise Wrong
         context = Context(phase, definition.section if "merge" in definition.section else None)
         typer = Typer(self.scope, context)
         first, update = None, None
         typed: list[tuple[Node, Expr]] = []
         mark = (definition.section, definition.name)
         if start is not None:
-            self._open.append((mark, Type("number"), -1))
-            first = typer.number(start, "a state")
-            self._open.pop()
-            if first is None:
-                return None
+            with self._opened(mark, Type("number"), -1):
+                first = typer.number(start, "a state")
             typed.append((first, start))
         type_ = first.type if first is not None else Type("number")
         if next_ is not None:
             update = self._update(typer, mark, next_, type_)
-            if update is None:
-                return None
             if set(type_.axes) - set(update.type.axes):
                 message = f"the state `{definition.name}` changes its axes from step to step"
-                self.scope.error("axis", message, definition.item.key)
-                return None
+                raise self.scope.error("axis", message, definition.item.key)
             type_ = update.type
             typed.append((update, next_))
         for axis, what in (("query", "queries"), ("dropped", "dropped entries")):
             if axis in type_.axes:
                 message = f"the state `{definition.name}` has the axis `{axis}`"
                 help = f"the next step has other {what}: reduce `{axis}`"
-                self.scope.error("axis", message, definition.item.key, help)
-                return None
+                raise self.scope.error("axis", message, definition.item.key, help)
         self._note_unserved([node for node, _ in typed])
         for node, expr in typed:
             if node.type.absent:
-                typer.absent(node, expr, f"the state `{definition.name}`")
-                return None
+                raise typer.absent(node, expr, f"the state `{definition.name}`")
         type_ = Type("number", type_.axes, type_.unit)
         inherited = phase == "decode" and definition.section in ("", "merge")
         return State(definition.name, first, update, type_, inherited)
@@ -103,18 +96,22 @@ class States:
                 what = "[layer]" if "layer" in node.axes else node.op
                 self.scope.unserved(f"`{what}` in a state")
 
-    def _update(
-        self, typer: Typer, mark: tuple[str, str], expr: Expr, assumed: Type
-    ) -> Node | None:
+    @contextmanager
+    def _opened(self, mark: tuple[str, str], type_: Type, lets: int) -> Iterator[None]:
+        """A state of that type is being typed, inside so many lets."""
+        self._open.append((mark, type_, lets))
+        try:
+            yield
+        finally:
+            self._open.pop()
+
+    def _update(self, typer: Typer, mark: tuple[str, str], expr: Expr, assumed: Type) -> Node:
         """A state's next value. It is typed twice: the first time says what the state is."""
-        update = None
         for _ in range(2):
             type_ = Type("number", assumed.axes, assumed.unit)
-            self._open.append((mark, type_, self.scope.lets_open))
-            update = typer.number(expr, "a state")
-            self._open.pop()
-            if update is None or not typer.reduced(update, expr):
-                return None
+            with self._opened(mark, type_, len(self.scope.open)):
+                update = typer.number(expr, "a state")
+            typer.check_reduced(update, expr)
             if set(assumed.axes) - set(update.type.axes):
                 break
             assumed = update.type

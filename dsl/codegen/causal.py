@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from kvpolicy.dsl.bind.kernel_values import finite
-from kvpolicy.dsl.codegen.regions import Reduction
+from kvpolicy.dsl.codegen.fusion import Reduction
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ops.operations import Kind
 

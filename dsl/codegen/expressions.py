@@ -18,29 +18,32 @@ from kvpolicy.dsl.ops.forms import form
 from kvpolicy.dsl.ops.operations import Operation
 from kvpolicy.dsl.ops.table import OPERATIONS
 
+# What a kernel has at hand: the tile of a node, or None.
+Leaf = Callable[["Writer", Node], Tile | None]
+
 
 @dataclass
 class Writer(Leaves):
     """Writes the lines of one kernel's body.
 
     Attributes:
-        leaf: what a kernel has at hand: the tile of a node, or None.
+        leaf: what the kernel has at hand.
     """
 
-    leaf: Callable[[Writer, Node], Tile | None] = lambda writer, node: None
+    leaf: Leaf = lambda writer, node: None
 
     def value(self, node: Node) -> Tile:
         """The tile of a node."""
-        if id(node) not in self.given:
-            self.given[id(node)] = self._make(node)
-        return self.given[id(node)]
+        if node not in self.given:
+            self.given[node] = self._make(node)
+        return self.given[node]
 
     def _make(self, node: Node) -> Tile:
         static = self.bound.static.needs(node)
         if static is not None:
             return self._number(node, exact=not static)
-        if id(node) in self.stored:
-            name, axes = self.stored[id(node)]
+        if node in self.stored:
+            name, axes = self.stored[node]
             return self._load(node.name or node.op, name, axes, node)
         made = self.leaf(self, node)
         if made is not None:
@@ -48,7 +51,7 @@ class Writer(Leaves):
         row = node.operation
         if row.is_reduction and node.axes == ("group",):
             return self._over_group(node)
-        assert row.triton is not None  # `Regions` looked
+        assert row.triton is not None  # `Fusion` looked
         if "{" in row.triton:
             return self.arithmetic(node, row.triton)
         written: Tile = form(row.triton, "codegen")(self, node)

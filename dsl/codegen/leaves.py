@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.codegen.tiles import Arguments, Condition, Tile
 from kvpolicy.dsl.ir.nodes import Node
-from kvpolicy.dsl.ir.written import written
+from kvpolicy.dsl.ir.written import described
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Leaves:
             steps, that the KV head holds it.
         sizes: texts of the sizes of the tile, by axis; 1 where the kernel has none of them.
         steps: of decode steps, else of a prefill.
-        given: values at hand, by id of node.
+        given: values at hand, by node.
         stored: names of pointers to values of reductions made by an earlier kernel.
         made: names that its lines gave to values.
         causal: every value per query and token is absent where the token comes after the query.
@@ -38,8 +38,8 @@ class Leaves:
     held: str = "held"
     indent: str = "    "
     lines: list[str] = field(default_factory=list)
-    given: dict[int, Tile] = field(default_factory=dict)
-    stored: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    given: dict[Node, Tile] = field(default_factory=dict)
+    stored: dict[Node, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     made: set[str] = field(default_factory=set)
     causal: bool = False
 
@@ -49,8 +49,7 @@ class Leaves:
 
     def comment(self, node: Node) -> None:
         """The expression of a node, for the reader."""
-        name = f"{node.name}: " if node.name else ""
-        self.line(f"# {name}{written(node)}")
+        self.line(f"# {described(node)}")
 
     def named(self, wish: str, text: str) -> str:
         """A new name for a text."""
@@ -114,7 +113,7 @@ class Leaves:
         text = f"tl.load({pointer} + {place}{guard})"
         if node is not None and node.type.kind == "truth":
             text = f"{text} != 0"
-        elif node is not None and id(node) in self.stored:
+        elif node is not None and node in self.stored:
             text = f"{text}.to(tl.float32)"  # as it was computed
         return Tile(self.named(wish, text), frozenset(axes) - {"kv"})
 

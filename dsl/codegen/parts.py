@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.codegen.regions import Bundle
+from kvpolicy.dsl.codegen.fusion import Bundle
 from kvpolicy.dsl.codegen.shapes import TileShape
 from kvpolicy.dsl.codegen.tiles import Arguments
 from kvpolicy.dsl.ir import counts
@@ -14,7 +14,7 @@ from kvpolicy.dsl.ops.operations import Kind
 
 
 @dataclass(frozen=True)
-class Result:
+class Output:
     """A tensor that a file's kernels make.
 
     Attributes:
@@ -42,9 +42,9 @@ class Parts:
     def __init__(self, bundle: Bundle, bound: Bound, single: bool, steps: bool) -> None:
         self.bundle, self.bound, self.steps = bundle, bound, steps
         self.arguments = Arguments(steps)
-        self.results: list[Result] = []
-        self.inputs = {id(node) for node in bundle.inputs}
-        self.outputs = {id(node) for node in bundle.outputs}
+        self.results: list[Output] = []
+        self.inputs = {*bundle.inputs}
+        self.outputs = {*bundle.outputs}
         self.columns = [each for each in bundle.reductions if each.role == "columns"]
         self.vectors = [each for each in bundle.reductions if each.role == "vectors"]
         self.rows = [each for each in bundle.reductions if each.role == "rows"]

@@ -64,7 +64,7 @@ def _neighbour(writer: Writer, inner: Writer, near: str) -> None:
 
 def _presence(writer: Writer, node: Node) -> tuple[Condition, ...]:
     """Where a value is present."""
-    if not node.type.absent or id(node) in writer.stored:
+    if not node.type.absent or node in writer.stored:
         return ()
     if node.op != "mask":
         return writer.value(node).present

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvpolicy.dsl.bind.kernel_values import finite
-from kvpolicy.dsl.codegen.expressions import Writer, joined, nothing, of_each, of_numbers
+from kvpolicy.dsl.codegen.expressions import Leaf, Writer, joined, nothing, of_each, of_numbers
+from kvpolicy.dsl.codegen.fusion import Reduction
 from kvpolicy.dsl.codegen.parts import Parts
-from kvpolicy.dsl.codegen.regions import Reduction
 from kvpolicy.dsl.codegen.tiles import Condition, Tile, conjunction
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ops.operations import Kind
@@ -158,71 +157,71 @@ class Statistic:
         self.parts["value"] = Tile(self.name, self.axes)
 
 
-@dataclass
-class VectorWriter:
-    """Reductions over `dim` of one block of keys or values."""
+def vector_writer(made: Parts, given: Leaf, outer: Writer) -> Writer:
+    """A writer of one block of keys or values, below the lines of another one.
 
-    writer: Writer
-    made: Parts
-    input: Callable[[Writer, Node], Tile | None]
+    Args:
+        given: the tiles of the bundle's inputs.
+    """
 
-    @classmethod
-    def of(
-        cls, made: Parts, input: Callable[[Writer, Node], Tile | None], outer: Writer
-    ) -> VectorWriter:
-        inner = Writer(
-            made.bound, made.arguments, {}, made.steps,
-            token="entry_column", held="entry_held", lines=outer.lines,
-        )  # fmt: skip
-        vectors = cls(inner, made, input)
-        inner.leaf = vectors._leaf
-        return vectors
+    def leaf(writer: Writer, node: Node) -> Tile | None:
+        if node.operation.kind is not Kind.VECTOR:
+            return given(writer, node)
+        tile = "k_tile" if node.op == "key" else "v_tile"
+        name = writer.named(f"{node.op}s", f"{tile}.to(tl.float32)")
+        return Tile(name, frozenset(("token", "dim")))
 
-    def _leaf(self, writer: Writer, node: Node) -> Tile | None:
-        axes = frozenset(("token", "dim"))
-        if node.operation.kind is Kind.VECTOR:
-            tile = "k_tile" if node.op == "key" else "v_tile"
-            return Tile(writer.named(f"{node.op}s", f"{tile}.to(tl.float32)"), axes)
-        return self.input(writer, node)
+    return Writer(
+        made.bound, made.arguments, {}, made.steps, token="entry_column", held="entry_held",
+        lines=outer.lines, leaf=leaf,
+    )  # fmt: skip
 
-    def parts(self, each: Reduction) -> dict[str, Tile]:
-        """Tiles by part of the result; a token that is absent counts for nothing."""
-        node, writer, row = each.node, self.writer, each.node.operation
-        writer.comment(node)
-        x = writer.value(node.args[0])
-        name = writer.arguments.fresh(node.name or f"{node.op}_of_dim")
-        axes = frozenset(("token",))
-        if row.averages:
-            number = writer.arguments.fresh(f"{name}_number")
-            writer.line(f"{number} = {self._folded('count', replace(x, text='1.0'))}")
-            total = writer.arguments.fresh(f"{name}_sum")
-            writer.line(f"{total} = {self._folded('sum', x)}")
-            if each.rest:
-                return {"sum": Tile(_wide(total), axes), "count": Tile(_wide(number), axes)}
-            writer.line(f"{name} = {total} / tl.maximum({number}, 1.0)")
-            if node.op == "var":
-                away = f"({x.text} - {name}[:, None])"
-                spread = self._folded("sum", replace(x, text=f"{away} * {away}"))
-                writer.line(f"{name} = {spread} / tl.maximum({number}, 1.0)")
-        else:
-            one = of_each(row, x.text, node.args[0].type.kind == "truth")
-            writer.line(f"{name} = {self._folded(node.op, replace(x, text=one))}")
-        if not finite(node.args[0]) and not row.always_finite:
-            writer.line(f"{name} = tl.where({name} == {name}, {name}, 0.0)")
-        text = f"({_wide(name)} > 0)" if row.result == "truth" else _wide(name)
-        return {"value": Tile(text, axes)}
 
-    def _folded(self, op: str, x: Tile) -> str:
-        size = self.made.bound.shape.head_dim
-        conditions = list(x.present)
-        if self.made.tiles.dim != size:  # the rest of a tile is no dimension
-            conditions.append(Condition("(dim < HEAD_DIM)[None, :]", frozenset(("dim",))))
-        if "dim" not in x.axes or x.text == "1.0":
-            x = replace(x, text=f"({x.text} + tl.zeros([BLOCK_N, HEAD_DIM_P], tl.float32))")
-        text, row = x.text, OPERATIONS[op]
-        if conditions:
-            text = f"tl.where({conjunction(tuple(conditions))}, {text}, {nothing(row)})"
-        return f"{row.triton}({text}, 1)"
+def vector_parts(writer: Writer, made: Parts, each: Reduction) -> dict[str, Tile]:
+    """Of a reduction over `dim`, tiles by part of the result.
+
+    A token that is absent counts for nothing.
+    """
+    node, row = each.node, each.node.operation
+    writer.comment(node)
+    x = writer.value(node.args[0])
+    name = writer.arguments.fresh(node.name or f"{node.op}_of_dim")
+    axes = frozenset(("token",))
+
+    def folded(op: str, text: str) -> str:
+        return _over_dim(made, op, replace(x, text=text))
+
+    if row.averages:
+        number = writer.arguments.fresh(f"{name}_number")
+        writer.line(f"{number} = {folded('count', '1.0')}")
+        total = writer.arguments.fresh(f"{name}_sum")
+        writer.line(f"{total} = {folded('sum', x.text)}")
+        if each.rest:
+            return {"sum": Tile(_wide(total), axes), "count": Tile(_wide(number), axes)}
+        writer.line(f"{name} = {total} / tl.maximum({number}, 1.0)")
+        if node.op == "var":
+            away = f"({x.text} - {name}[:, None])"
+            spread = folded("sum", f"{away} * {away}")
+            writer.line(f"{name} = {spread} / tl.maximum({number}, 1.0)")
+    else:
+        one = of_each(row, x.text, node.args[0].type.kind == "truth")
+        writer.line(f"{name} = {folded(node.op, one)}")
+    if not finite(node.args[0]) and not row.always_finite:
+        writer.line(f"{name} = tl.where({name} == {name}, {name}, 0.0)")
+    text = f"({_wide(name)} > 0)" if row.result == "truth" else _wide(name)
+    return {"value": Tile(text, axes)}
+
+
+def _over_dim(made: Parts, op: str, x: Tile) -> str:
+    conditions = list(x.present)
+    if made.tiles.dim != made.bound.shape.head_dim:  # the rest of a tile is no dimension
+        conditions.append(Condition("(dim < HEAD_DIM)[None, :]", frozenset(("dim",))))
+    text, row = x.text, OPERATIONS[op]
+    if "dim" not in x.axes or text == "1.0":
+        text = f"({text} + tl.zeros([BLOCK_N, HEAD_DIM_P], tl.float32))"
+    if conditions:
+        text = f"tl.where({conjunction(tuple(conditions))}, {text}, {nothing(row)})"
+    return f"{row.triton}({text}, 1)"
 
 
 def _wide(name: str) -> str:

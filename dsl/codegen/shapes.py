@@ -1,6 +1,8 @@
 """Sizes of the tiles of generated kernels, chosen when a source is written.
 
-They fit into the 227 KiB of shared memory that a block may use on a Hopper GPU.
+They fit into the 227 KiB of shared memory that a program may use on a Hopper GPU. Of programs that
+go over many queries two fit on a processor, on one of Ampere with its 164 KiB too: while one waits
+for a product of tensor cores, the other takes exponentials.
 """
 
 from __future__ import annotations
@@ -9,9 +11,10 @@ from dataclasses import dataclass
 
 from kvpolicy.dsl.ir.nodes import ModelShape
 
-# Bytes of a tile of queries, and of it with the tiles of keys on their way.
-_QUERIES, _ALL = 64 << 10, 200 << 10
-_MOST_ROWS, _LONG_ROWS, _FEW_ROWS, _STAGES = 256, 128, 64, 3
+# Bytes of a tile of queries, of it with the tiles of keys on their way, and of a block of keys with
+# the tiles of queries that a program goes over.
+_QUERIES, _ALL, _HALF = 64 << 10, 200 << 10, 80 << 10
+_MOST_ROWS, _LONG_ROWS, _LOOP_ROWS, _STAGES = 256, 128, 64, 3
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class TileShape:
         whole: one tile holds the window.
         block: tokens of a tile, on a GPU.
         warps, stages: of a launch.
+        row_pass: queries, warps and stages of the kernel that goes over keys for its queries' rows:
+            the more of them it holds, the less often it reads the keys.
     """
 
     group: int
@@ -33,6 +38,7 @@ class TileShape:
     block: int
     warps: int
     stages: int
+    row_pass: tuple[int, int, int]
 
     @classmethod
     def of(
@@ -41,7 +47,6 @@ class TileShape:
         """The tiles for a window.
 
         Args:
-            shape: sizes of the model.
             window: how many queries; None: a prompt or a layer decides it.
             single: keys are float32, of which tensor cores need two parts; else of two bytes.
             simple: so little is computed of a tile that registers hold a large one.
@@ -52,12 +57,19 @@ class TileShape:
         most, least = _QUERIES // size, max(1, 16 // group)  # a product of tiles has 16 rows
         fit = max(least, _power(window or 1))
         whole = window is not None and group * fit <= min(most, _MOST_ROWS)
-        width = fit if whole else max(least, min(most, _FEW_ROWS if few else _LONG_ROWS) // group)
+        rows = min(most, _LOOP_ROWS if few else _LONG_ROWS)
+        width = fit if whole else max(least, rows // group)
         rows = group * width
-        small = whole or few or not simple
-        block = 32 if single or rows > _LONG_ROWS else (64 if small else 128)
+        large = not (whole or few) and simple and dim <= 128
+        block = 32 if single or rows > _LONG_ROWS else (128 if large else 64)
+        warps = 8 if rows * block >= 8192 else 4
         stages = max(1, min(_STAGES, (_ALL - rows * size) // (block * size)))
-        return cls(group, dim, width, whole, block, 8 if rows * block >= 8192 else 4, stages)
+        row_pass = (width, warps, stages)
+        if not whole:
+            width = max(least, min(most, _LOOP_ROWS) // group)
+            tile = group * width * size
+            warps, stages = 4, max(2, min(_STAGES, (_HALF - block * size) // tile))
+        return cls(group, dim, width, whole, block, warps, stages, row_pass)
 
 
 def _power(number: int) -> int:

@@ -16,18 +16,18 @@ from dataclasses import dataclass, replace
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.codegen.causal import skips
 from kvpolicy.dsl.codegen.expressions import Writer
-from kvpolicy.dsl.codegen.parts import Parts, Result
-from kvpolicy.dsl.codegen.reductions import Statistic, VectorWriter, fold, shape
-from kvpolicy.dsl.codegen.regions import Bundle, Reduction
+from kvpolicy.dsl.codegen.fusion import Bundle, Reduction
+from kvpolicy.dsl.codegen.parts import Output, Parts
+from kvpolicy.dsl.codegen.reductions import Statistic, fold, shape, vector_parts, vector_writer
 from kvpolicy.dsl.codegen.stores import store, store_row
-from kvpolicy.dsl.codegen.text import HEADER, TILES, Names
+from kvpolicy.dsl.codegen.text import HEADER, TILES, Definitions
 from kvpolicy.dsl.codegen.tiles import SEEN, TILE, Tile, conjunction
 from kvpolicy.dsl.ir.nodes import Node
-from kvpolicy.dsl.ir.written import written
+from kvpolicy.dsl.ir.written import described
 
 
 @dataclass(frozen=True)
-class Source:
+class GeneratedFile:
     """A generated file and how its kernels are called.
 
     Attributes:
@@ -40,13 +40,15 @@ class Source:
     """
 
     text: str
-    results: tuple[Result, ...]
+    results: tuple[Output, ...]
     tensors: tuple[tuple[Node, tuple[str, ...], bool], ...]
     numbers: tuple[tuple[str, Node], ...]
     order: bool
 
 
-def generate(bundle: Bundle, bound: Bound, *, single: bool = False, steps: bool = False) -> Source:
+def generate(
+    bundle: Bundle, bound: Bound, *, single: bool = False, steps: bool = False
+) -> GeneratedFile:
     """The source of a bundle.
 
     Args:
@@ -71,7 +73,7 @@ class _Function:
 class Generator(Parts):
     """Writes one source."""
 
-    def source(self) -> Source:
+    def source(self) -> GeneratedFile:
         """All of the file."""
         functions: dict[str, dict[str, _Function]] = {}
         if self.columns or self.vectors:
@@ -89,11 +91,11 @@ class Generator(Parts):
         given = self.arguments
         tensors = tuple((node, given.axes(node), there) for node, there in given.tensors.values())
         numbers = tuple(given.numbers.values())
-        return Source(f"{text}\n", results, tensors, numbers, "entries.rank" in text)
+        return GeneratedFile(f"{text}\n", results, tensors, numbers, "entries.rank" in text)
 
     def _header(self) -> str:
         outputs = "\n".join(
-            f"    {each}" for each in dict.fromkeys(map(_described, self.bundle.outputs))
+            f"    {each}" for each in dict.fromkeys(map(described, self.bundle.outputs))
         )
         sizes = self.bound.shape
         heads = f"{sizes.group} query heads per KV head of size {sizes.head_dim}"
@@ -103,7 +105,7 @@ class Generator(Parts):
             sizes=f"decode steps, {heads}" if self.steps else heads,
         ).strip("\n")
 
-    def _names(self) -> Names:
+    def _names(self) -> Definitions:
         """What functions may use: sizes, and what they are given by number."""
         shape, tiles = self.bound.shape, self.tiles
         sizes = {
@@ -115,7 +117,7 @@ class Generator(Parts):
             kind = "tl.float32" if how in ("value", "width") else "tl.int32"
             own[name] = f"tl.cast(numbers[{i}], {kind})"
         own |= {each.name: f"results[{i}]" for i, each in enumerate(self.results)}
-        return Names(sizes, own)
+        return Definitions(sizes, own)
 
     def _frame(self, functions: dict[str, dict[str, _Function]]) -> str:
         """What the launches of the kernels need to know."""
@@ -136,6 +138,7 @@ class Generator(Parts):
             "whole": self.whole,
             "block": tiles.block,
             "launch": {"num_warps": tiles.warps, "num_stages": tiles.stages},
+            "row_pass": tiles.row_pass,
             "softmax": self.softmax,
             "checks": checks,
             "reads_keys": bool(self.columns) or "keys" in checks,
@@ -176,7 +179,7 @@ class Generator(Parts):
     # Leaves.
 
     def input(self, writer: Writer, node: Node) -> Tile | None:
-        return writer.load(node) if id(node) in self.inputs else None
+        return writer.load(node) if node in self.inputs else None
 
     def _leaf(self, writer: Writer, node: Node) -> Tile | None:
         """What a kernel over queries has at hand."""
@@ -220,9 +223,9 @@ class Generator(Parts):
         for each, statistic in made:
             statistic.end(after)
             self._hand_out(after, each, statistic.parts)
-        inner = VectorWriter.of(self, self.input, after)
+        inner = vector_writer(self, self.input, after)
         for each in self.vectors:
-            self._hand_out(after, each, inner.parts(each))
+            self._hand_out(after, each, vector_parts(inner, self, each))
         if not self.pools:
             self._finish(after)
         state = [name for _, statistic in made for name in statistic.state]
@@ -246,30 +249,30 @@ class Generator(Parts):
         """Stores what a reduction gives, or leaves it to the tail of the same kernel."""
         node, base = each.node, each.node.name or each.node.op
         if "value" in parts:
-            writer.given[id(node)] = parts["value"]
-        read_by_tail = any(id(node) in map(id, other.args) for other in self.bundle.tail)
-        if id(node) not in self.outputs and not (self.pools and read_by_tail):
+            writer.given[node] = parts["value"]
+        read_by_tail = any(node in other.args for other in self.bundle.tail)
+        if node not in self.outputs and not (self.pools and read_by_tail):
             return
         for part, tile in parts.items():
             name = self.arguments.fresh(f"{base}_out" if part == "value" else f"{base}_{part}")
-            stage = id(node) not in self.outputs
-            self.results.append(Result(name, node, part, each.axes, stage=stage))
+            stage = node not in self.outputs
+            self.results.append(Output(name, node, part, each.axes, stage=stage))
             store(writer, name, each.axes, tile, truth=self.results[-1].truth)
 
     def _finish(self, writer: Writer) -> None:
         """The tail's values that are read outside."""
         for node in self.bundle.tail:
-            if id(node) not in self.outputs:
+            if node not in self.outputs:
                 continue
             tile = writer.value(node)
             axes = tuple(axis for axis in ("kv", "group", "token") if axis in node.type.axes)
             base = node.name or node.op
             name = self.arguments.fresh(f"{base}_out")
-            self.results.append(Result(name, node, "value", axes))
+            self.results.append(Output(name, node, "value", axes))
             store(writer, name, axes, tile, truth=node.type.kind == "truth")
             if tile.present and node.type.kind != "truth":
                 there = self.arguments.fresh(f"{base}_there_out")
-                self.results.append(Result(there, node, "there", axes))
+                self.results.append(Output(there, node, "there", axes))
                 every = frozenset().union(*(each.axes for each in tile.present))
                 store(writer, there, axes, Tile(conjunction(tile.present), every), truth=True)
 
@@ -293,7 +296,7 @@ class Generator(Parts):
                 fold(kind, name, made.text, before, writer, shape(each, "row"))
                 state.append(name)
                 out = self.arguments.fresh(f"{name}_out")
-                self.results.append(Result(out, each.node, part, each.axes, splits=True))
+                self.results.append(Output(out, each.node, part, each.axes, splits=True))
                 store_row(after, out, each.axes, name, kind)
         store = _Function(("state", "row", "head", "queries", "results"), after.lines, (state, []))
         return self._loop(state, before.lines, writer.lines, store)
@@ -303,7 +306,7 @@ class Generator(Parts):
     def _tail(self) -> dict[str, _Function]:
         stages = [each for each in self.results if not each.splits and each.part == "value"]
         writer = self.writer(False)
-        writer.stored = {id(each.node): (each.name, each.axes) for each in stages}
+        writer.stored = {each.node: (each.name, each.axes) for each in stages}
         self._finish(writer)
         given = ("entries", "positions", "order", "inputs", "numbers", "results")
         return {"store": _Function(given, writer.lines, ([], []))}
@@ -313,7 +316,3 @@ def _unmasked(node: Node) -> Node:
     while node.op == "mask":
         node = node.args[0]
     return node
-
-
-def _described(node: Node) -> str:
-    return f"{node.name}: {written(node)}" if node.name else written(node)

@@ -49,7 +49,7 @@ _PLACES = {
 
 
 @dataclass(frozen=True)
-class Names:
+class Definitions:
     """What the functions of a file may use without making it.
 
     Attributes:

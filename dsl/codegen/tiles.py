@@ -67,7 +67,7 @@ class Arguments:
     steps: bool = False
     numbers: dict[str, tuple[str, Node]] = field(default_factory=dict)
     tensors: dict[str, tuple[Node, bool]] = field(default_factory=dict)
-    _names: dict[tuple[int, bool | str], str] = field(default_factory=dict)
+    _names: dict[tuple[Node, bool | str], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.taken = set(_RESERVED)
@@ -84,7 +84,7 @@ class Arguments:
 
     def number(self, node: Node, how: str) -> str:
         """The argument that holds a number of the host."""
-        key = (id(node), how)
+        key = (node, how)
         if key not in self._names:
             wish = node.name or ("count" if how == "count" else "number")
             name = self.fresh(f"{wish}_{how}" if how in ("before", "after") else wish)
@@ -99,7 +99,7 @@ class Arguments:
 
     def tensor(self, node: Node, present: bool) -> str:
         """The pointer to an input, or to where it is present."""
-        key = (id(node), present)
+        key = (node, present)
         if key not in self._names:
             name = self.fresh((node.name or node.op) + ("_there" if present else "_input"))
             self._names[key] = name

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from kvpolicy.dsl.ir.nodes import AXES
-from kvpolicy.dsl.ops.exact import SNAP
+from kvpolicy.dsl.ops.host import SNAP
 
 ORDER = ("layer", *AXES)
 
@@ -98,7 +98,7 @@ def choose(x: Array, condition: Array, y: Array) -> Array:
 
 
 def snapped(x: np.ndarray) -> np.ndarray:
-    """`snap` of `ops/exact.py` for arrays."""
+    """`snap` of `ops/host.py` for arrays."""
     with np.errstate(all="ignore"):
         nearest = np.round(2 * x) / 2
         close = np.abs(x - nearest) <= SNAP * np.maximum(1.0, np.abs(x))

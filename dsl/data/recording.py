@@ -59,7 +59,6 @@ def check_layer_queries(bound: Bound, prompt: int, layer: int, known: int, there
     """Refuses a recording without the last queries of the tokens that reached a layer.
 
     Args:
-        bound: the policy.
         prompt: N tokens.
         layer: from 0.
         known: how many of the layer's last queries were recorded.

@@ -36,7 +36,7 @@ from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.heads import across_heads
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.split import MOST
-from kvpolicy.dsl.ops.exact import Number
+from kvpolicy.dsl.ops.host import Number
 from kvpolicy.dsl.ops.operations import Kind
 
 # Kernels that reduce the layers' values where they lie.

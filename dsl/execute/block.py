@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from kvpolicy.dsl.execute.heads import Heads
-from kvpolicy.dsl.execute.layout import Held, Layout
+from kvpolicy.dsl.execute.layout import Layout
 from kvpolicy.dsl.execute.values import Value, aligned, as_given, sent, sizes_of, union
 
 AXES = ("kv", "token")
@@ -34,20 +35,22 @@ class Landed:
         there, kept: int64 [L, G], of the KV heads of other ranks as well; the same where nothing
             leaves.
         finite: whether the model's tensors held neither NaN nor infinity; if not, nothing leaves.
-        held: per layer, what stays if all is finite, of the KV heads that are here.
+        left: entries that leave, of all lists together; fewest: of the list that loses fewest.
+        dropped: per layer, how many entries the KV head drops that drops most.
+        positions, alike: per layer, what stays if all is finite, of the KV heads that are here:
+            positions that some head keeps, and whether all keep the same.
         widest: positions of the layer that keeps most, on any rank.
     """
 
     there: torch.Tensor
     kept: torch.Tensor
     finite: bool
-    held: list[Held]
+    left: int
+    fewest: int
+    dropped: list[int]
+    positions: list[int]
+    alike: list[bool]
     widest: int
-
-    @property
-    def dropped(self) -> list[int]:
-        """Per layer, how many entries the KV head drops that drops most."""
-        return (self.there - self.kept).amax(-1).tolist()
 
 
 class Counts:
@@ -77,10 +80,7 @@ class Counts:
         if self._read is None:
             if self._event is not None:
                 self._event.synchronize()
-            rows = self._host.tolist()
-            size = len(rows) // self._requests
-            each = (rows[i * size : i * size + size] for i in range(self._requests))
-            self._read = [_landed(own, self._kv) for own in each]
+            self._read = _landed(self._host.numpy(), self._requests, self._kv)
         return self._read
 
 
@@ -100,7 +100,7 @@ def of_ranks(
     if not heads.divided:
         return numbers, good
     found = heads.everyone(torch.cat([numbers, good[:, None].long()], 1))  # [R, S, 4 + 2 * g]
-    finite, all_good = found[:, :, [_FIRST - 1, -1]].amin(0).unbind(1)
+    finite, all_good = (found[:, :, at].amin(0) for at in (_FIRST - 1, -1))
     kv = (numbers.shape[1] - _FIRST) // 2
     both = found[:, :, _FIRST:-1].split(kv, 2)
     counts = [x.transpose(0, 1).flatten(1) for x in both]
@@ -108,14 +108,21 @@ def of_ranks(
     return torch.cat([first, *counts, found[:, :, 0].T], 1), all_good.bool()
 
 
-def _landed(rows: list[list[int]], kv: int) -> Landed:
-    end = _FIRST + 2 * kv
-    numbers = torch.tensor([row[_FIRST:end] for row in rows], dtype=torch.int64)
-    there, kept = numbers.split(kv, 1)
-    finite = all(row[2] for row in rows)
-    held = [Held(row[0], bool(row[1])) for row in rows]
-    widest = max(max(row[:1] + row[end:]) for row in rows)
-    return Landed(there, kept if finite else there, finite, held, widest)
+def _landed(numbers: np.ndarray, requests: int, kv: int) -> list[Landed]:
+    """Those of every request, of numbers as of `of_ranks`; nothing is computed one by one."""
+    each, end = numbers.reshape(requests, -1, numbers.shape[1]), _FIRST + 2 * kv
+    there, stay = each[:, :, _FIRST : _FIRST + kv], each[:, :, _FIRST + kv : end]
+    finite = each[:, :, _FIRST - 1].min(1) > 0
+    kept = np.where(finite[:, None, None], stay, there)
+    left = there - kept
+    widest = np.maximum(each[:, :, 0], each[:, :, end:].max(2, initial=0)).max(1)
+    of_requests = zip(
+        *(torch.as_tensor(np.ascontiguousarray(x)).unbind(0) for x in (there, kept)),
+        finite.tolist(), left.sum((1, 2)).tolist(), left.min((1, 2)).tolist(),
+        left.max(2).tolist(), each[:, :, 0].tolist(), each[:, :, 1].astype(bool).tolist(),
+        widest.tolist(), strict=True,
+    )  # fmt: skip
+    return [Landed(*own) for own in of_requests]
 
 
 @dataclass(frozen=True)
@@ -132,14 +139,12 @@ class Asked:
     positions: torch.Tensor
     lengths: list[int]
 
-    def and_then(self, queries: torch.Tensor, newest: torch.Tensor) -> Asked:
-        """With those of T more steps: [B * L * H, T, D], the last at int64 [B] `newest`."""
+    def and_then(self, queries: torch.Tensor, positions: torch.Tensor) -> Asked:
+        """With those of T more steps: [B * L * H, T, D], of the last int64 [B * L, M] positions."""
         number = queries.shape[1]
-        new = newest[:, None] + torch.arange(1 - number, 1, device=newest.device)
-        new = new.repeat_interleave(len(self.lengths) // len(newest), 0)
         return Asked(
             torch.cat([self.queries, queries.to(self.queries.dtype)], 1),
-            torch.cat([self.positions, new], 1),
+            torch.cat([self.positions, positions[:, -number:]], 1),
             [n + number for n in self.lengths],
         )
 
@@ -201,13 +206,12 @@ class Block:
         asked: last queries; None where no step reads those of others.
         finite: bool [B * L * G], whether what was read so far was; None: nothing was read.
         numbers: int64 [B * L, 3 + 2 * G] of the last fold, see `Counts`; None before the first.
-        kept: of the last follow, if entries may leave at it: bool [B * L * G, M], what stays.
-        counts: of that.
         used: `lengths` on the device, where entries that have left leave gaps; None: none have.
         since: steps since every list was cut to as many entries as its rule wants, at most; None:
             it is not known.
         ends: by id of a node that takes entries for their place int64 [N, 3], numbers by which
-            they stay, see the kernel "best", as far as they have been made.
+            they stay, see the kernel "best", and by id of a number that lasts float64 [N], as far
+            as they have been made.
     """
 
     requests: int
@@ -224,8 +228,6 @@ class Block:
     asked: Asked | None = None
     finite: torch.Tensor | None = None
     numbers: torch.Tensor | None = None
-    kept: torch.Tensor | None = None
-    counts: Counts | None = None
     used: torch.Tensor | None = None
     since: int | None = None
     ends: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -236,19 +238,12 @@ class Block:
         return len(self.lengths) // self.requests
 
     @property
-    def staying(self) -> torch.Tensor:
-        """bool [B * L * G, M], what stays of the last follow, or all where nothing might leave."""
-        return self.there if self.kept is None else self.kept
-
-    @property
     def width(self) -> int:
         """M."""
         return self.there.shape[1]
 
     def broad(self, request: int) -> int:
         """Cached positions of the layer of a request that has most, on any rank."""
-        if self.counts is not None:
-            return self.counts.read()[request].widest
         return self.widest[request]
 
     def where(self, request: int, layer: int) -> tuple[slice, int]:
@@ -263,33 +258,18 @@ class Block:
         return x[heads, first:]
 
     def layout(self, request: int, layer: int) -> Layout:
-        """The entries that a layer holds after the last follow."""
-        stays, number = self.part(self.staying, request, layer), request * self.layers + layer
-        positions = self.positions[number, self.width - self.lengths[number] :]
-        if self.kept is None:
-            return Layout(positions, None if self.alike[number] else stays)
-        some = stays.any(0)
-        there = stays[:, some]
-        return Layout(positions[some], None if bool(there.all()) else there)
+        """The entries that a layer holds."""
+        there, number = self.part(self.there, request, layer), request * self.layers + layer
+        return Layout(self.places(request, layer), None if self.alike[number] else there)
 
-    def unchanged(self, request: int) -> Block:
-        """One request, of which nothing has left at the last follow."""
-        return replace(self, kept=None, counts=None).some([request])
+    def places(self, request: int, layer: int) -> torch.Tensor:
+        """int64 [M of the layer], positions of one layer's lists."""
+        number = request * self.layers + layer
+        return self.positions[number, self.width - self.lengths[number] :]
 
     def left(self) -> Block:
-        """What goes on after the last follow; the host waits for its numbers.
-
-        Entries stand where they stood before.
-        """
-        if self.counts is None:
-            return self
-        landed = self.counts.read()
-        held = [each for own in landed for each in own.held]
-        return replace(
-            self, lengths=[x.positions for x in held], alike=[x.alike for x in held],
-            widest=[own.widest for own in landed],
-            there=self.staying, kept=None, counts=None, used=self.counts.numbers[:, 0],
-        )  # fmt: skip
+        """What goes on."""
+        return self
 
     @property
     def on_device(self) -> torch.Tensor:
@@ -299,7 +279,7 @@ class Block:
         return sent(torch.tensor(self.lengths), self.there.device)
 
     def some(self, places: Sequence[int]) -> Block:
-        """Some of the requests, in this order; nothing might leave at the last follow."""
+        """Some of the requests, in this order."""
         if list(places) == list(range(self.requests)):
             return self
         index = sent(torch.tensor(places), self.there.device)
@@ -325,6 +305,47 @@ class Block:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Folded:
+    """A block after steps at which entries might leave.
+
+    Attributes:
+        block: with the entries of the steps, as if none had left.
+        staying: bool [B * L * G, M], what stays of it.
+        counts: of that.
+    """
+
+    block: Block
+    staying: torch.Tensor
+    counts: Counts
+
+    def broad(self, request: int) -> int:
+        """As of `Block`; the host waits for the numbers."""
+        return self.counts.read()[request].widest
+
+    def layout(self, request: int, layer: int) -> Layout:
+        """The entries that a layer holds."""
+        stays = self.block.part(self.staying, request, layer)
+        some = stays.any(0)
+        there = stays[:, some]
+        positions = self.block.places(request, layer)[some]
+        return Layout(positions, None if bool(there.all()) else there)
+
+    def left(self) -> Block:
+        """What goes on; the host waits for the numbers. Entries stand where they stood before."""
+        landed = self.counts.read()
+        return replace(
+            self.block,
+            lengths=[n for own in landed for n in own.positions],
+            alike=[same for own in landed for same in own.alike],
+            widest=[own.widest for own in landed],
+            there=self.staying, used=self.counts.numbers[:, 0],
+        )  # fmt: skip
+
+
+Remembered = Block | Folded
+
+
 def _listed(own: list[_Number], requests: int, places: Sequence[int]) -> list[_Number]:
     """What the host knows of some of the requests' layers."""
     size = len(own) // requests
@@ -340,8 +361,8 @@ def _each(values: dict[str, Value], of: Callable[[torch.Tensor], torch.Tensor]) 
     }  # fmt: skip
 
 
-def going_on(parts: Sequence[tuple[Block, int]]) -> Block:
-    """What goes on of requests, each a place in a block, in this order; see `Block.left`."""
+def going_on(parts: Sequence[tuple[Remembered, int]]) -> Block:
+    """What goes on of requests, each a place in a block, in this order; see `Folded.left`."""
     taken = []
     for _, same in itertools.groupby(parts, lambda part: id(part[0])):
         own = list(same)

@@ -17,7 +17,9 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.block import (
     Asked,
     Block,
+    Folded,
     Landed,
+    Remembered,
     listed,
     padded,
     without_heads,
@@ -64,7 +66,8 @@ class Memory:
         self.bound, self.prompt, self.steps = bound, prompt, steps
         self.generated = 0
         self.not_finite = False
-        self._block, self._place = block, 0
+        self._block: Remembered = block
+        self._place = 0
         self._reported: dict[str, dict[int, Value]] = {name: {} for name in steps.report}
         self._landed: Landed | None = None
 
@@ -83,7 +86,7 @@ class Memory:
         return memory
 
     @property
-    def block(self) -> tuple[Block, int]:
+    def block(self) -> tuple[Remembered, int]:
         """What is remembered, as a place in a block of requests."""
         return self._block, self._place
 
@@ -107,7 +110,7 @@ class Memory:
         return self._block.broad(self._place)
 
     def followed(
-        self, block: Block, place: int, steps: int, reported: dict[str, dict[int, Value]]
+        self, block: Remembered, place: int, steps: int, reported: dict[str, dict[int, Value]]
     ) -> None:
         """Has been taken through so many steps: its place in a block now, and reported lets."""
         self.generated += steps
@@ -129,10 +132,12 @@ class Memory:
 
     def landed(self) -> bool:
         """Whether `land` would not wait for the device; of several ranks all say the same."""
+        if not isinstance(self._block, Folded):
+            return True
         counts = self._block.counts
-        if counts is not None and self.steps.heads.divided:
+        if self.steps.heads.divided:
             return counts.numbers.device.type == "cpu"
-        return counts is None or counts.arrived()
+        return counts.arrived()
 
     def land(self) -> Landed | None:
         """Takes up what has left; the host waits for the numbers.
@@ -140,12 +145,11 @@ class Memory:
         Returns:
             The numbers of the last steps; None where nothing could leave at them.
         """
-        counts = self._block.counts
-        if self._landed is None and counts is not None:
-            self._landed = counts.read()[self._place]
+        if self._landed is None and isinstance(self._block, Folded):
+            self._landed = self._block.counts.read()[self._place]
             if not self._landed.finite:
                 self.not_finite = True
-                self._block, self._place = self._block.unchanged(self._place), 0
+                self._block, self._place = self._block.block.some([self._place]), 0
         return self._landed
 
     def numbers(self) -> Landed:
@@ -173,7 +177,8 @@ class Memory:
         }
 
     def _threshold(self, name: str, layer: int) -> Value | None:
-        block, merge = self._block, self.steps.rules.merge
+        block = self._block.block if isinstance(self._block, Folded) else self._block
+        merge = self.steps.rules.merge
         x, (heads, _) = block.merge_states[name], block.where(self._place, layer)
         if merge is None or not isinstance(x.data, torch.Tensor):
             return None  # no layer has merged

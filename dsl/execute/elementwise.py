@@ -26,14 +26,14 @@ from kvpolicy.dsl.ir.nodes import Node
 
 
 def elementwise(
-    function: Callable[..., torch.Tensor], *, safe: bool = False, chooses: bool = False
+    function: Callable[..., torch.Tensor], *, safe: bool = False, clean: bool = False
 ) -> Callable[..., Value]:
     """An operation by name of axes; absent in, absent out.
 
     Args:
         function: on tensors that broadcast.
         safe: finite numbers give finite ones, whatever the operation may do.
-        chooses: the result is one of the numbers, none of which is NaN.
+        clean: it gives no NaN, of numbers none of which is.
     """
 
     def apply(node: Node, frame: Frame, *args: Value) -> Value:
@@ -44,7 +44,7 @@ def elementwise(
         data = function(*parts)
         finite = all(x.finite for x in args)
         may_be_nan = node.operation.may_be_nan and not safe
-        if data.dtype != torch.bool and not chooses and (may_be_nan or not finite):
+        if data.dtype != torch.bool and not clean and (may_be_nan or not finite):
             data = data.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
         mask: torch.Tensor | None = None
         mask_axes: tuple[str, ...] = ()
@@ -108,14 +108,24 @@ def _power(a: Any, b: Any) -> torch.Tensor:
     return torch.where((a < 0) & (b != b.floor()), math.nan, made)
 
 
+_POWER = elementwise(_power)
+_POWER_EVEN = elementwise(torch.pow, clean=True)
+
+
+def power(node: Node, frame: Frame, a: Value, b: Value) -> Value:
+    """A power; of an even number from 0 that the host knows the base's sign means nothing."""
+    known = not isinstance(b.data, torch.Tensor) and isinstance(a.data, torch.Tensor)
+    even = known and b.data >= 0 and b.data % 2 == 0
+    return (_POWER_EVEN if even else _POWER)(node, frame, a, b)
+
+
 floor_divide = elementwise(binary(_floor_divide))
 modulo = elementwise(binary(lambda a, b: a - b * _floor_divide(a, b)))
-power = elementwise(_power)
 floor = elementwise(lambda x: snapped(x).floor())
 ceil = elementwise(lambda x: snapped(x).ceil())
 nearest = elementwise(lambda x: snapped(x).round())
-minimum = elementwise(_at_most, chooses=True)
-maximum = elementwise(_at_least, chooses=True)
+minimum = elementwise(_at_most, clean=True)
+maximum = elementwise(_at_least, clean=True)
 
 
 def compare(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:

@@ -89,7 +89,8 @@ class Evaluation:
         known: values by id of node.
         passing: ids of nodes whose values are not held: one other value reads them.
         others: gives the value of a node that looks at other layers, or past ones.
-        extra: operations that mean something only here, as in a merge.
+        extra: operations that mean something only here, as in a merge, or are found otherwise; None
+            of one that is not.
         budget: the prefill's whole numbers, in decode.
         decided: what the prefill decided of lets, in decode.
         whole: False inside a block of `torch_blocks`.
@@ -105,7 +106,7 @@ class Evaluation:
     known: dict[int, Value] = field(default_factory=dict)
     passing: Set[int] = frozenset()
     others: Callable[[Node, Evaluation], Value] = alone
-    extra: Mapping[str, Callable[[Node, Evaluation], Value]] = field(default_factory=dict)
+    extra: Mapping[str, Callable[[Node, Evaluation], Value | None]] = field(default_factory=dict)
     budget: Value | None = None
     decided: Mapping[str, Value] = field(default_factory=dict)
     whole: bool = True
@@ -173,8 +174,9 @@ class Evaluation:
         bound = self.frame.bound
         if bound.static.needs(node) is not None:
             return scalar(self.frame.number(node))
-        if node.op in self.extra:
-            return self.extra[node.op](node, self)
+        made = self.extra[node.op](node, self) if node.op in self.extra else None
+        if made is not None:
+            return made
         if node.op == "state":
             return self.state(node.symbol)
         if node.op == "before":

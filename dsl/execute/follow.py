@@ -27,9 +27,9 @@ from kvpolicy.dsl.execute.block import AXES, Asked, Block
 from kvpolicy.dsl.execute.evaluate import Evaluation, alone, spread
 from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.kernels import Entries, Keys
-from kvpolicy.dsl.execute.select import counted, top
+from kvpolicy.dsl.execute.stages import Stage
 from kvpolicy.dsl.execute.steps import Steps
-from kvpolicy.dsl.execute.values import Frame, Step, Value, aligned, sent
+from kvpolicy.dsl.execute.values import Frame, Step, Value, aligned, as_tensor, sent
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
 
@@ -151,22 +151,68 @@ class Lists:
             evaluation: of the last step, of all lists.
             rules: of each request, all with the same score.
         """
-        score, present, block = None, None, self.shown.block
+        score, present = None, None
         if rules[0].score is not None:
-            x = evaluation.value(rules[0].score)
-            score = spread(x, AXES, evaluation.frame)
-            if x.mask is not None and x.mask is not block.there:
-                present = aligned(x.mask, x.mask_axes, AXES).expand(score.shape)
+            score, present = self._competing(rules[0].score, evaluation)
         self.cut = present is None
         return self._by_place(self.shown.steps.keep, rules, evaluation, score, present)
 
-    def _top(self, node: Node, evaluation: Evaluation) -> Value:
-        """The operation `top`, of which most take the first entries or the last."""
+    def _top(self, node: Node, evaluation: Evaluation) -> Value | None:
+        """The operation `top`, where it takes the first entries or the last."""
         ends = end_of(self.shown.bound, node)
         if ends is None:
-            return top(node, evaluation.frame, *(evaluation.value(x) for x in node.args))
-        data = self._by_place(node, [ends] * len(self.shown.prompts), evaluation)
-        return Value(data, AXES, finite=True)
+            return None
+        return self._chosen(self._by_place(node, [ends] * len(self.shown.prompts), evaluation))
+
+    def _then(self, node: Node, evaluation: Evaluation) -> Value | None:
+        """The operations `or` and `fill`, where they take further entries."""
+        stage, there = Stage.of(node), self.shown.block.there
+        if stage is None:
+            return None
+        taken = evaluation.tensor(stage.taken, AXES)
+        score, present = self._competing(stage.score, self._narrowed(stage, evaluation))
+        number = self._number(stage, evaluation)
+        kernel = self.shown.steps.kernels["then"]
+        return self._chosen(kernel(taken, score, present, there, number, in_all=stage.in_all))
+
+    def _narrowed(self, stage: Stage, evaluation: Evaluation) -> Evaluation:
+        """The evaluation of a score, of which ranks exchange no more than what competes."""
+        frame, among = evaluation.frame, None
+        if frame.heads.divided:
+            among = stage.competing(self.shown.bound, self.shown.prompts)
+        if among is None:
+            return evaluation
+        start, stop = (max(frame.tokens - number, 0) for number in among)
+        # Others may want more of the same values.
+        frame = replace(frame, wanted=slice(min(start, stop), stop))
+        return replace(evaluation, frame=frame, known=dict(evaluation.known))
+
+    def _competing(
+        self, node: Node, evaluation: Evaluation
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A score per list and column, and where it is present of what is there; None: all."""
+        x = evaluation.value(node)
+        score = spread(x, AXES, evaluation.frame)
+        if x.mask is None or x.mask is self.shown.block.there:
+            return score, None
+        return score, aligned(x.mask, x.mask_axes, AXES).expand(score.shape)
+
+    def _number(self, stage: Stage, evaluation: Evaluation) -> torch.Tensor:
+        """float64 [N], the number of a stage; made once for a block where it lasts."""
+        node, ends, static = stage.number, self.shown.block.ends, self.shown.bound.static
+        if node.op == "floor" and not stage.in_all and static.needs(node) is None:
+            (node,) = node.args  # the kernel counts
+        lasts = static.follows(node, "prompt")
+        if lasts and id(node) in ends:
+            return ends[id(node)]
+        data = as_tensor(evaluation.value(node).data, evaluation.frame).double().reshape(-1)
+        if lasts:
+            ends[id(node)] = data
+        return data
+
+    def _chosen(self, kept: torch.Tensor) -> Value:
+        """A set of entries that are there."""
+        return Value(kept, AXES, self.shown.block.there, AXES, zero=True, finite=True)
 
     def _by_place(
         self,
@@ -202,7 +248,7 @@ class Lists:
         if data:
             numbers = numbers.repeat_interleave(len(block.there) // len(rows), 0)
         for place, node in data.items():
-            given = counted(evaluation.value(node).tensor).long()
+            given = shown.steps.kernels["whole"](evaluation.value(node).tensor.double())
             # Where the rule does not hold all entries are wanted.
             numbers[:, place] = torch.maximum(numbers[:, place], given)
         return numbers
@@ -238,7 +284,13 @@ class Lists:
         budget = None
         if block.budgets is not None:
             budget = Value(block.budgets[self.heads], ("kv",))
-        extra = {"position": self._position, "uniform": self._drawn, "top": self._top}
+        extra = {
+            "position": self._position,
+            "uniform": self._drawn,
+            "top": self._top,
+            "or": self._then,
+            "fill": self._then,
+        }
         return Evaluation(
             frame, shown.steps.updates, budget=budget, generated=generated,
             known=dict(shown.apart) if whole else {},
@@ -294,15 +346,25 @@ class Lists:
         if q is None:
             return None, None
         first, end = 0, q.shape[1] - later
-        if asked is not None and self.layer is not None and not steps:
-            row = self.request * self.shown.block.layers + self.layer
+        if asked is not None and not steps:
             q = asked.queries
-            first, end = q.shape[1] - asked.lengths[row], q.shape[1] - later
-            places = asked.positions[row, max(first, end - number) : end]
+            first, end = 0, q.shape[1] - later
+            if self.layer is None:
+                places = self._columns(asked.positions[:, max(first, end - number) : end])
+            else:
+                row = self.request * self.shown.block.layers + self.layer
+                first = q.shape[1] - asked.lengths[row]
+                places = asked.positions[row, max(first, end - number) : end]
         if self.layer is not None:
             group = self.shown.bound.shape.group
             q = q[heads.start * group : heads.stop * group]
         return q[:, max(first, end - number) : end], places
+
+    def _columns(self, positions: torch.Tensor) -> torch.Tensor:
+        """int64 [B * L, W], the last column of each layer that queries at such positions see."""
+        return (
+            torch.searchsorted(self.shown.block.positions, positions.contiguous(), right=True) - 1
+        )
 
     def _position(self, node: Node, evaluation: Evaluation) -> Value:
         """The operation `position`; in front of a layer's first entry it is -1."""

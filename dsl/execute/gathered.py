@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import torch
+import torch.nn.functional as functional
 from kvpolicy.dsl.execute.entropy import operands, operation
 from kvpolicy.dsl.execute.heads import ALL
 from kvpolicy.dsl.execute.values import Frame, Value, aligned
@@ -19,11 +21,15 @@ def of_all_heads(nodes: Sequence[Node], frame: Frame, values: Sequence[Value]) -
 
     Args:
         values: of all their operands in order, of the heads that are here; they are gathered in
-            one exchange.
+            one exchange. Those of tokens that the frame does not want are not, and are 0 then.
     """
+    selects = any(x.operation.kind is Kind.SELECTION for x in nodes)
+    wanted = None if selects or any("token" in x.axes for x in nodes) else frame.wanted
     masked = [_with_mask(x, frame) for x in values]
+    if wanted is not None:
+        masked = [_of_tokens(x, partial(_some, wanted)) for x in masked]
     there = None
-    if frame.step is not None and any(x.operation.kind is Kind.SELECTION for x in nodes):
+    if frame.step is not None and selects:
         there = frame.there
         if there is None:
             there = torch.ones(frame.kv, frame.tokens, dtype=torch.bool, device=frame.device)
@@ -36,10 +42,34 @@ def of_all_heads(nodes: Sequence[Node], frame: Frame, values: Sequence[Value]) -
         frame, kv=kv, kv_start=0, vectors={}, there=None if there is None else next(found),
         heads=ALL, fixed={}, memo={},
     )  # fmt: skip
-    return [
+    if wanted is not None:
+        of_all = replace(of_all, tokens=wanted.stop - wanted.start)
+    made = [
         _own(operation(node)(node, of_all, *islice(whole, len(operands(node)))), frame)
         for node in nodes
     ]
+    if wanted is None:
+        return made
+    return [_of_tokens(x, partial(_among_all, wanted, frame.tokens)) for x in made]
+
+
+def _of_tokens(x: Value, change: Callable[[torch.Tensor, int], torch.Tensor]) -> Value:
+    """The value with its tensors changed along tokens."""
+    if "token" in x.axes:
+        x = replace(x, data=change(x.tensor, x.axes.index("token")))
+    if x.mask is not None and "token" in x.mask_axes:
+        x = replace(x, mask=change(x.mask, x.mask_axes.index("token")))
+    return x
+
+
+def _some(wanted: slice, x: torch.Tensor, at: int) -> torch.Tensor:
+    return x.narrow(at, wanted.start, wanted.stop - wanted.start)
+
+
+def _among_all(wanted: slice, tokens: int, x: torch.Tensor, at: int) -> torch.Tensor:
+    """The tensor with the other tokens, 0 or false."""
+    ends = (*[0] * 2 * (x.dim() - 1 - at), wanted.start, tokens - wanted.stop)
+    return functional.pad(x, ends)
 
 
 def _with_mask(x: Value, frame: Frame) -> Value:

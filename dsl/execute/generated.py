@@ -17,16 +17,16 @@ from functools import cached_property, partial
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kernel_values import finite
-from kvpolicy.dsl.codegen.parts import Result
-from kvpolicy.dsl.codegen.regions import Bundle, Regions
-from kvpolicy.dsl.codegen.source import Source, generate
+from kvpolicy.dsl.codegen.fusion import Bundle, Fusion
+from kvpolicy.dsl.codegen.parts import Output
+from kvpolicy.dsl.codegen.source import GeneratedFile, generate
 from kvpolicy.dsl.execute.entropy import operands
 from kvpolicy.dsl.execute.kernels import Entries, Kernels, Keys, Slots, dense
 from kvpolicy.dsl.execute.ops import reduce
 from kvpolicy.dsl.execute.values import Frame, Step, Value, aligned, as_tensor, sizes_of
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, State
-from kvpolicy.dsl.ops.operations import Operation
+from kvpolicy.dsl.ops.operations import Kind, Operation
 
 # Compiled source: from its arguments to its results, and what says that the tensors were finite.
 Run = Callable[..., tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]]
@@ -40,13 +40,13 @@ class Generated:
     """The generated kernels of one bound policy.
 
     Attributes:
-        regions: what they compute.
+        fusion: what they compute.
     """
 
     bound: Bound
-    regions: Regions
+    fusion: Fusion
     compiled: Callable[[str, str], Run]
-    _sources: dict[tuple[int, bool], tuple[Source, Run]] = field(default_factory=dict)
+    _sources: dict[tuple[int, bool], tuple[GeneratedFile, Run]] = field(default_factory=dict)
     _covering: dict[int, list[Bundle]] = field(default_factory=dict)  # by id of node, see `covers`
 
     @classmethod
@@ -62,22 +62,22 @@ class Generated:
         """Those of a policy; None if it has none, or the table of kernels cannot compile.
 
         Args:
-            bound, roots, states, steps: as of `Regions`.
+            bound, roots, states, steps: as of `Fusion`.
         """
         if "generated" not in kernels:
             return None
-        regions = Regions(bound, roots, states, steps=steps)
-        return cls(bound, regions, kernels["generated"]) if regions.bundles else None
+        fusion = Fusion(bound, roots, states, steps=steps)
+        return cls(bound, fusion, kernels["generated"]) if fusion.bundles else None
 
     @cached_property
     def reads_lse(self) -> bool:
         """Whether kernels need the log-sum-exp of queries' logits."""
-        given = [x for each in self.regions.bundles for x in each.outputs]
+        given = [x for each in self.fusion.bundles for x in each.outputs]
         return any(node.op == "attn" for x in given for node in x.walk())
 
     def bundle(self, node: Node, frame: Frame) -> Bundle | None:
         """The bundle that gives a node at a frame, if its kernels can serve there."""
-        found = self.regions.of.get(id(node))
+        found = self.fusion.of.get(node)
         return found if found is not None and self.serves(found, frame) else None
 
     def covers(self, node: Node, frame: Frame) -> bool:
@@ -96,8 +96,8 @@ class Generated:
             if id(each) in seen:
                 continue
             seen.add(id(each))
-            if id(each) in self.regions.of:
-                found.append(self.regions.of[id(each)])
+            if each in self.fusion.of:
+                found.append(self.fusion.of[each])
             elif each.operation.reads_tensors:
                 return []
             else:
@@ -106,7 +106,7 @@ class Generated:
 
     def serves(self, bundle: Bundle, frame: Frame) -> bool:
         """Whether a frame is a whole layer at its time, in a type that kernels read."""
-        if (frame.step is not None) != self.regions.steps or frame.rows is not None:
+        if (frame.step is not None) != self.fusion.steps or frame.rows is not None:
             return False
         needed = ["key"]
         if _reads_values(bundle):
@@ -144,28 +144,28 @@ class Generated:
             queries: their type.
         """
         bound, (heads, tokens, size) = self.bound, keys.shape
-        number = 1 if self.regions.steps else tokens
+        number = 1 if self.fusion.steps else tokens
         q = torch.zeros(heads * bound.shape.group, number, size, dtype=queries, device=keys.device)
         vectors: dict[str, Keys] = {"query": q, "key": keys, "value": values}
         frame = Frame(bound, tokens, keys.device, heads, tokens, vectors=vectors)
         frames = [frame]
         places = torch.arange(tokens, device=keys.device)
-        if self.regions.steps:
+        if self.fusion.steps:
             frames = _of_steps(frame, keys, values, places)
         elif bound.propagates:
             frames.append(replace(frame, positions=places))
         for frame in frames:
-            for bundle in self.regions.bundles:
+            for bundle in self.fusion.bundles:
                 if not self.serves(bundle, frame):
                     continue
                 # What puts the pieces of long lists together is compiled, too.
-                for options in ({}, {"split": 1}) if self.regions.steps else ({},):
+                for options in ({}, {"split": 1}) if self.fusion.steps else ({},):
                     self.values(bundle, frame, partial(_nothing, bundle, frame), **options)
 
-    def _source(self, bundle: Bundle, single: bool) -> tuple[Source, Run]:
+    def _source(self, bundle: Bundle, single: bool) -> tuple[GeneratedFile, Run]:
         key = (id(bundle), single)
         if key not in self._sources:
-            source = generate(bundle, self.bound, single=single, steps=self.regions.steps)
+            source = generate(bundle, self.bound, single=single, steps=self.fusion.steps)
             run = self.compiled(self.bound.program.name, source.text)
             self._sources[key] = (source, run)
         return self._sources[key]
@@ -211,15 +211,16 @@ def _given(bundle: Bundle, frame: Frame, ordered: bool) -> tuple[object, ...]:
         q = _last(frame.read("query"), 1, window)
         if "lse" in vectors:  # a copy begins where kernels expect tensors to begin
             lse = _last(frame.read("lse"), 1, window).clone(memory_format=torch.contiguous_format)
-        asked = None if step is None else _last(step.places, 0, window)
+        asked = None if step is None else _last(step.places, -1, window).contiguous()
     values = rows(vectors["value"]) if _reads_values(bundle) else (None, None, None)
     holds = ranks = order = None
     if step is not None and frame.there is not None:
         holds = frame.there.contiguous().view(torch.int8)
         if ordered:
             ranks = frame.there.cumsum(-1, dtype=torch.int32)
-            held = holds.sort(dim=-1, descending=True, stable=True)
-            order = held.indices.int()
+            if any(node.operation.kind is Kind.POOL for node in bundle.tail):
+                held = holds.sort(dim=-1, descending=True, stable=True)
+                order = held.indices.int()
     marks = (frame.positions, holds, ranks, order)
     return (q, asked, lse), rows(vectors["key"]), values, marks, frame.tokens
 
@@ -282,7 +283,7 @@ def _number(how: str, node: Node, frame: Frame) -> float | int:
 
 
 def _completed(
-    bundle: Bundle, results: tuple[Result, ...], made: tuple[torch.Tensor, ...], frame: Frame
+    bundle: Bundle, results: tuple[Output, ...], made: tuple[torch.Tensor, ...], frame: Frame
 ) -> dict[int, Value]:
     parts: dict[int, dict[str, torch.Tensor]] = {}
     for result, data in zip(results, made, strict=True):

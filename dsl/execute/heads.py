@@ -5,7 +5,11 @@ heads need. An operation that looks across KV heads gets the values of all of th
 gathered in order, every rank carries out the operation on all, and goes on with its own part. What
 enters such an operation has no axis of queries (ir/heads.py), so that no attention is ever sent.
 
-Dimensions: G KV heads of the model, g of one rank, R ranks.
+Of more ranks than KV heads several hold the same one, each with some of the query heads that read
+it. What a KV head decides is decided from all of these: their queries are gathered before a policy
+sees them, so that such ranks compute the same.
+
+Dimensions: G KV heads of the model, g of one rank, H query heads, h of one rank, R ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# From bytes [n] to those of all ranks [R, n], in the order of their KV heads.
+# From bytes [n] to those of all ranks [R, n], in the order of their heads.
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -23,10 +27,11 @@ class Heads:
 
     Attributes:
         divided: whether other heads are held elsewhere.
+        shared: whether those that are here are held elsewhere too, with other query heads.
         first: of the model's heads that is held here.
     """
 
-    divided, first = False, 0
+    divided, shared, first = False, False, 0
 
     def number(self, total: int) -> int:
         """How many of a model's KV heads are held here."""
@@ -45,8 +50,16 @@ class Heads:
         """
         return [x for x, _ in parts]
 
+    def queries(self, parts: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
+        """Tensors with all query heads that read the KV heads held here, in one exchange.
+
+        Args:
+            parts: as of `gathered`, with a dimension of the h query heads that are here.
+        """
+        return [x for x, _ in parts]
+
     def everyone(self, x: torch.Tensor) -> torch.Tensor:
-        """[R, ...], what each rank has of a tensor."""
+        """[R, ...], what each rank has of a tensor; of ranks that hold the same, one."""
         return x[None]
 
     def part(self, x: torch.Tensor, at: int) -> torch.Tensor:
@@ -64,7 +77,8 @@ class Divided(Heads):
     """The KV heads of one rank of several.
 
     Args:
-        own: g consecutive ones; total: G, a multiple of g.
+        rank: of R.
+        total: G; a multiple of R, or R is one of G.
         exchange: with the other ranks. Each calls it as often, with as many bytes.
         agree: as the method.
     """
@@ -72,9 +86,11 @@ class Divided(Heads):
     divided = True
 
     def __init__(
-        self, own: range, total: int, exchange: Exchange, agree: Callable[[], None]
+        self, rank: int, ranks: int, total: int, exchange: Exchange, agree: Callable[[], None]
     ) -> None:
-        self.first, self._own, self._total = own.start, len(own), total
+        self.first, self._own, self._total = rank * total // ranks, max(total // ranks, 1), total
+        self._holders = max(ranks // total, 1)  # of each KV head, one after the other
+        self.shared = self._holders > 1
         self._exchange, self._agree = exchange, agree
 
     def number(self, total: int) -> int:
@@ -88,12 +104,24 @@ class Divided(Heads):
         if not parts:
             return made
         for (_, at), each in zip(parts, self._all([x for x, _ in parts]), strict=True):
-            layers = each.unflatten(at + 1, (-1, self._own))  # [R, ..., layers, g, ...]
+            own = each[:: self._holders]
+            layers = own.unflatten(at + 1, (-1, self._own))  # [R, ..., layers, g, ...]
             made.append(layers.movedim(0, at + 1).flatten(at, at + 2))
         return made
 
+    def queries(self, parts: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
+        if not self.shared:
+            return super().queries(parts)
+        if not any(x.numel() for x, _ in parts):  # a policy that reads none
+            return [torch.cat([x] * self._holders, at) for x, at in parts]
+        first = self.first * self._holders  # rank that holds the same
+        return [
+            each[first : first + self._holders].movedim(0, at).flatten(at, at + 1)
+            for (_, at), each in zip(parts, self._all([x for x, _ in parts]), strict=True)
+        ]
+
     def everyone(self, x: torch.Tensor) -> torch.Tensor:
-        return self._all([x])[0]
+        return self._all([x])[0][:: self._holders]
 
     def part(self, x: torch.Tensor, at: int) -> torch.Tensor:
         layers = x.unflatten(at, (-1, self._total))

@@ -32,6 +32,15 @@ best(score, present, there, numbers) -> bool [R, M]
     in all. Scores are absent where bool `present` is false (None: nowhere); without scores only the
     ends stay.
 
+then(taken, score, present, there, number, *, in_all) -> bool [R, M]
+    What bool `taken` [R, M] holds of `there`, and of the rest the highest scores, as above: as many
+    as float64 `number` [N] says, for R / N rows each, counted as by "whole". With in_all so many
+    together with those taken, and all, if the rest are no more.
+
+whole(x) -> int64
+    float64 numbers of entries, floored, at least 0 and at most 2**31; NaN is 0, and what misses a
+    multiple of 1/2 by rounding errors alone is that multiple. The shape of x.
+
 carry(kept, positions, used, newest, states, fresh, *, steps, width) -> positions, there, states
     Of S layers of G KV heads the entries that some head of bool `kept` [S * G, M] keeps, in order,
     and `steps` new ones, in the last columns of `width`: int64 [S, width] positions, -1 where

@@ -202,7 +202,7 @@ class Merging:
             cosines = [node for node in nodes_of(roots) if _is_cosine(node, side)]
             for node in cosines:
                 self.evaluation.put(node, inner()[3])
-            seen = set(map(id, cosines))
+            seen = set(cosines)
             Combinations(self.evaluation, side, inner).prepare(
                 node for root in roots for node in root.walk(seen)
             )

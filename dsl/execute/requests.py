@@ -7,10 +7,10 @@ the others, since no number of one list enters another's.
 
 So are policies taken that do not compare layers, and for whose sums there are kernels
 (`Steps.rule`). One kernel decides for those whose `keep` takes the ends of a list and the best of
-the rest (bind/ends.py); of others `keep` is evaluated as it is, if it reads no tensors of the
-model. Numbers that follow from the prompt's length are each request's own, but for those that say
-how large something is, or that a generated kernel takes (`Steps.same`). All other policies look at
-one layer of the block after the other (follow.py).
+the rest (bind/ends.py); of others `keep` is evaluated as it is, with a kernel for each further set
+of entries that it takes (stages.py). Numbers that follow from the prompt's length are each
+request's own, but for those that say how large something is, or that a generated kernel takes
+(`Steps.same`). All other policies look at one layer of the block after the other (follow.py).
 
 Dimensions: B requests, L layers, G KV heads, H query heads, M columns of a block, T steps, D head
 size.
@@ -30,6 +30,7 @@ from kvpolicy.dsl.execute.block import (
     Asked,
     Block,
     Counts,
+    Folded,
     going_on,
     listed,
     of_ranks,
@@ -125,6 +126,7 @@ class Staying:
     """What stays of the lists of B requests, in order.
 
     Attributes:
+        folded: of all of them.
         proceed: bool [B, L], whether a request's numbers are finite: all of its are true.
         repeats: whether `proceed` says as well that as many entries of each list stay as at the
             last fold.
@@ -132,7 +134,7 @@ class Staying:
         merges: what leaving entries add to those that stay.
     """
 
-    block: Block
+    folded: Folded
     proceed: torch.Tensor
     repeats: bool
     in_place: bool
@@ -141,7 +143,12 @@ class Staying:
     @property
     def kept(self) -> torch.Tensor:
         """bool [B * L * G, M], some of what is there."""
-        return self.block.staying
+        return self.folded.staying
+
+    @property
+    def block(self) -> Block:
+        """As it was before."""
+        return self.folded.block
 
     @property
     def there(self) -> torch.Tensor:
@@ -225,32 +232,30 @@ class _Following:
     def go(self) -> Staying | None:
         block = self._extended(going_on([each.block for each in self.memories]))
         shown = self._shown(block)
+        if shown.asked is not None and min(shown.asked.lengths) < self.window:
+            self.rule = None  # the windows of some layers are shorter
         if self.advances:
             lists = self._lists(shown, alike=self.steps.states_alike)
             states = [own.advanced() for own in lists]
             block.states = {name: _together(lists, [x[name] for x in states]) for name in states[0]}
             self._note(block, lists)
+        if shown.asked is not None:
+            block.asked = shown.asked.last(self.window)
         decisions: list[_Decision] = []
-        merges: list[Merges] = []
+        staying = None
         if self.leaves:
             lists = self._lists(shown, alike=self.rule is not None)
             decisions = [self._decided(own) for own in lists]
-            # What a merge of all lists reads is checked with the rest; of a layer's lists it is
-            # known from the numbers how many entries leave.
-            merges = [] if self.rule is None else self._merges(block, decisions)
-            self._note(block, lists)
-        if shown.asked is not None:
-            block.asked = shown.asked.last(self.window)
-        staying = self._staying(block, decisions, merges) if self.leaves else None
-        if self.leaves:
+            staying = self._staying(block, decisions)
             self.steps.heads.agree()
+        remembered = block if staying is None else staying.folded
         for place, memory in enumerate(self.memories):
             reported: dict[str, dict[int, Value]] = {name: {} for name in self.steps.report}
             for each in decisions:
                 if each.lists.layer is not None and each.lists.request == place:
                     for name, x in each.reported.items():
                         reported[name][each.lists.layer] = x
-            memory.followed(block, place, self.number, reported)
+            memory.followed(remembered, place, self.number, reported)
         return staying
 
     def _extended(self, old: Block) -> Block:
@@ -298,7 +303,7 @@ class _Following:
             q = self.queries()
         if q is not None and self.window > 1:
             before = block.asked or Asked.none(q, block.positions)
-            asked = before.and_then(q, self.newest)
+            asked = before.and_then(q, block.positions)
         return Shown(
             self.bound, steps, block, [each.prompt for each in self.memories],
             [each.generated + self.number for each in self.memories], self.number, k, v, q, asked,
@@ -362,44 +367,52 @@ class _Following:
         finite = each[0] if len(each) == 1 else torch.cat(each)
         block.finite = finite if block.finite is None else finite & block.finite
 
-    def _staying(self, block: Block, decisions: list[_Decision], merges: list[Merges]) -> Staying:
-        kept = [padded(each.kept, 1, block.width, False) for each in decisions]
-        block.kept = kept[0] if len(kept) == 1 else torch.cat(kept)
-        numbers, good = self.steps.kernels["tally"](
-            block.kept, block.there, block.finite, block.numbers, block.kv
-        )
-        repeats = block.numbers is not None
-        whole, good = of_ranks(self.steps.heads, numbers, good)
-        block.numbers, block.counts = (
-            numbers,
-            Counts(whole, block.requests, self.bound.shape.kv_heads),
-        )
-        block.since = 0 if all(each.lists.cut for each in decisions) else None
-        block.finite = None  # the numbers say it; of a request whose are not nothing leaves
-        proceed = good.view(block.requests, -1)
+    def _staying(self, block: Block, decisions: list[_Decision]) -> Staying:
+        """What stays and what is added to it."""
+        lists = [each.lists for each in decisions]
+        at_once, repeats = self.rule is not None, block.numbers is not None
+        # What a merge of all lists reads is checked with the rest; of a layer's lists it is known
+        # from the numbers how many entries leave.
+        merges = self._merges(block, decisions, None) if at_once else []
+        self._note(block, lists)
+        folded, good = self._folded(block, decisions)
+        merges = merges if at_once else self._merges(block, decisions, folded.counts)
         merge = self.steps.rules.merge
         # Merged keys would be rounded before they turn, and after.
         turns = merge is not None and "key" in merge.apply and self.bound.positions == "slots"
-        if self.rule is None:
-            merges = self._merges(block, decisions)
-        return Staying(block, proceed, repeats, not turns, merges)
+        return Staying(folded, good.view(block.requests, -1), repeats, not turns, merges)
 
-    def _merges(self, block: Block, decisions: list[_Decision]) -> list[Merges]:
-        """What leaving entries add to others."""
+    def _folded(self, block: Block, decisions: list[_Decision]) -> tuple[Folded, torch.Tensor]:
+        """What stays, and bool [B * L], see the kernel "tally"."""
+        each = [padded(own.kept, 1, block.width, False) for own in decisions]
+        kept = each[0] if len(each) == 1 else torch.cat(each)
+        given = (kept, block.there, block.finite, block.numbers, block.kv)
+        block.numbers, good = self.steps.kernels["tally"](*given)
+        whole, good = of_ranks(self.steps.heads, block.numbers, good)
+        block.since = 0 if all(own.lists.cut for own in decisions) else None
+        block.finite = None  # the numbers say it; of a request whose are not nothing leaves
+        return Folded(block, kept, Counts(whole, block.requests, self.bound.shape.kv_heads)), good
+
+    def _merges(
+        self, block: Block, decisions: list[_Decision], counts: Counts | None
+    ) -> list[Merges]:
+        """What leaving entries add to others.
+
+        Args:
+            counts: of what stays, where that is known.
+        """
         if self.steps.rules.merge is None:
             return []
-        made = []
-        for each in decisions:
-            own = self._merged(block, each)
-            made += [] if own is None else [own]
+        found = [self._merged(block, each, counts) for each in decisions]
+        made = [own for own in found if own is not None]
         self._take_up(block, decisions, made)
         return made
 
-    def _merged(self, block: Block, decision: _Decision) -> Merges | None:
+    def _merged(self, block: Block, decision: _Decision, counts: Counts | None) -> Merges | None:
         """Those of some lists; None where none leave, or they add nothing."""
         steps, lists, evaluation = self.steps, decision.lists, decision.evaluation
         merge = steps.rules.merge
-        most = self._most(block, lists)
+        most = self._most(block, lists, counts)
         if merge is None or evaluation is None or most <= 0:
             return None
         frame = evaluation.frame
@@ -411,10 +424,10 @@ class _Following:
         kept = [frame.vectors[name] for name in merge.apply]
         return Merges(made, [x for x in kept if isinstance(x, Entries)], lists)
 
-    def _most(self, block: Block, lists: Lists) -> int:
+    def _most(self, block: Block, lists: Lists, counts: Counts | None) -> int:
         """How many entries of a list leave at most; of a layer's lists the host waits for it."""
-        if lists.layer is not None and block.counts is not None:
-            return block.counts.read()[lists.request].dropped[lists.layer]
+        if lists.layer is not None and counts is not None:
+            return counts.read()[lists.request].dropped[lists.layer]
         rule, least = self.rule, 0
         if isinstance(rule, Ends) and rule.score is None:
             pairs = zip(self._ends(), self.memories, strict=True)

@@ -23,7 +23,7 @@ from kvpolicy.dsl.execute.share import Shared, shared
 from kvpolicy.dsl.execute.values import Frame, Value, snapped
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, Propagate, When
-from kvpolicy.dsl.ops.exact import Number
+from kvpolicy.dsl.ops.host import Number
 
 
 def _floored(x: Value) -> Value:

@@ -13,7 +13,6 @@ from kvpolicy.dsl.execute.values import (
     as_tensor,
     of_layer,
     sizes_of,
-    snapped,
     there_of,
     union,
 )
@@ -63,18 +62,13 @@ def _ends(node: Node, frame: Frame, number: int) -> Value:
     return Value(data, ("token",))
 
 
-def counted(number: torch.Tensor) -> torch.Tensor:
-    """`counts.whole` for tensors: float64, at most 2**31."""
-    return snapped(number.double()).floor().nan_to_num(0.0).clamp(0, 2.0**31)
-
-
 def _top(frame: Frame, x: Value, count: Value, axes: tuple[str, ...]) -> Value:
     if "layer" in axes and "layer" in count.axes:
         return _top_of_each_layer(frame, x, count, axes)
     rest = tuple(axis for axis in x.axes if axis not in axes)
     number = count.data
     if isinstance(number, torch.Tensor):
-        number = counted(number)
+        number = frame.kernels["whole"](number.double())
         missing = [axis for axis in count.axes if axis not in x.axes]
         if missing:
             wide = union(x.axes, count.axes)
@@ -88,7 +82,7 @@ def _top(frame: Frame, x: Value, count: Value, axes: tuple[str, ...]) -> Value:
         number = counts.whole(number, 2**31)
     keys, turn, shape = _competing(x, axes, frame)
     if isinstance(number, torch.Tensor):
-        number = number.long().expand(*shape[: len(rest)], 1).reshape(len(keys), 1)
+        number = number.expand(*shape[: len(rest)], 1).reshape(len(keys), 1)
     return Value(_back(frame.kernels["top"](keys, number), turn, shape), x.axes)
 
 

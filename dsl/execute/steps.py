@@ -56,7 +56,8 @@ def like_heads(
             return False
         if node.op == "decided" and (node.type.absent or set(node.type.axes) - {"kv"}):
             return False
-        counted = node.op == "size"  # `cached`, of each KV head
+        # `cached`, of each KV head, or the order of the queries.
+        counted = node.op == "size" or (node.op == "index" and node.axes == ("query",))
         if not counted and not node.operation.per_head and not reads(node.operation):
             return False
     return True
@@ -190,7 +191,7 @@ class Steps:
     @property
     def by_kernels(self) -> bool:
         """Whether generated kernels read all that is read to advance the states."""
-        return self.advancing is not None and not self.advancing.regions.reasons
+        return self.advancing is not None and not self.advancing.fusion.reasons
 
     def _fresh(self, bound: Bound) -> dict[str, float]:
         """The first values of states, if they are numbers of each entry that no data decide."""
@@ -220,8 +221,6 @@ class Steps:
             return None
         entries = all(state.type.axes in (AXES, HEADS) for state in states)
         if self.report or not entries or not self._merges_alike():
-            return None
-        if bound.step_queries(prompt) > 1:
             return None
         rule = Ends.of(bound, prompt)
         if rule is not None and self._of_heads(list(nodes_of(self._deciding(rule))), _is_position):
@@ -257,7 +256,7 @@ class Steps:
         roots = [node for node in merge_roots(merge) if node is not merge.into]
         # A kernel finds inner products of entries and their receivers, see `Merging`.
         products = [node for node in nodes_of(roots) if nearest and compares(node)]
-        seen = set(map(id, products))
+        seen = set(products)
         nodes = [node for root in roots for node in root.walk(seen)]
         if any(node.op in ("key", "value") or not _of_each_head(node) for node in nodes):
             return False
@@ -282,7 +281,7 @@ class Steps:
         if not any(node.operation.reads_tensors for node in nodes):
             return True
         made = self.leaving
-        return made is not None and not any(id(node) in made.regions.reasons for node in nodes)
+        return made is not None and not any(node in made.fusion.reasons for node in nodes)
 
     def places(self, width: int, device: torch.device) -> torch.Tensor:
         """0 .. width - 1, made once for all that are not longer."""
@@ -320,7 +319,7 @@ class Steps:
         compiled = {
             id(node)
             for each in (self.advancing, self.leaving)
-            for node in (() if each is None else each.regions.inside())
+            for node in (() if each is None else each.fusion.inside())
         }
         shared: dict[int, Node] = {}
         apart = {id(node): node for node in roots if static.needs(node)}
@@ -337,7 +336,7 @@ class Steps:
         states = self.updates.states.values()
         each_head = all(state.type.axes[:1] == ("kv",) for state in states)
         alike = like_heads(list(nodes_of(roots)), bound.static, reads)
-        return each_head and alike and not bound.propagates
+        return each_head and alike and not (states and bound.propagates)
 
     @staticmethod
     def _check(bound: Bound, nodes: list[Node]) -> None:

@@ -20,7 +20,7 @@ from kvpolicy.dsl.execute.heads import ALL, Heads
 from kvpolicy.dsl.execute.kernels import Kernels, Keys, dense, installed
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import AXES, Node, Type
-from kvpolicy.dsl.ops.exact import SNAP
+from kvpolicy.dsl.ops.host import SNAP
 
 ORDER = ("layer", *AXES)
 
@@ -68,7 +68,8 @@ class Step:
 
     Attributes:
         generated: decode steps so far, this one included; of several, the last one.
-        places: int64 [T], positions of the last queries.
+        places: int64 [T], positions of the last queries; of S layers at once [S, T], where they
+            are not the same.
         number: so many steps are evaluated: `new` reads their queries. Of more than one every value
             per query and token is absent (false) where the token comes after the query.
     """
@@ -100,6 +101,7 @@ class Frame:
         last: how many queries `all` and `new` are just now; None: one per token.
         kernels: by name, see `execute/kernels.py`; those of torch, if none are given.
         held: candidates per KV head, where that is not `tokens`.
+        wanted: which tokens of values that are gathered from other ranks are read; None: all.
         heads: which of the model's KV heads are here, and how the others are reached.
         fixed: tensors that live as long as the plan, by id; masks made of these are made once.
         memo: what was made of `fixed` tensors.
@@ -123,6 +125,7 @@ class Frame:
     last: int | None = None
     kernels: Kernels = field(default_factory=installed)
     held: Value | None = None
+    wanted: slice | None = None
     heads: Heads = ALL
     fixed: dict[int, torch.Tensor] = field(default_factory=dict)
     memo: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
@@ -162,7 +165,7 @@ class Frame:
     def _asking(self, kind: str, count: Node | None) -> int:
         if kind == "new" and self.step is not None:
             return self.step.number
-        most = self.tokens if self.step is None else len(self.step.places)
+        most = self.tokens if self.step is None else self.step.places.shape[-1]
         if count is None:
             return most if self.last is None else self.last
         return counts.whole(self.number(count), most)
@@ -384,7 +387,7 @@ def of_layer(x: Value, layer: int) -> Value:
 
 
 def snapped(x: torch.Tensor) -> torch.Tensor:
-    """`snap` of `ops/exact.py` for tensors."""
+    """`snap` of `ops/host.py` for tensors."""
     nearest = torch.round(2 * x) / 2
     return torch.where((x - nearest).abs() <= SNAP * x.abs().clamp(min=1), nearest, x)
 

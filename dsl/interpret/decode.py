@@ -21,7 +21,6 @@ class Cache:
     """The entries of one request between decode steps.
 
     Attributes:
-        bound: the policy.
         layers: their entries; keys and values of the dtype in which they are stored.
         prompt: N tokens.
         states: by name and layer; their axis `token` is the layer's entries.

@@ -19,6 +19,7 @@ from kvpolicy.dsl.data import arrays
 from kvpolicy.dsl.data.arrays import Array
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, Rules, State, Type
+from kvpolicy.dsl.ir.once import once
 from kvpolicy.dsl.ops.forms import form
 from kvpolicy.dsl.ops.operations import Kind
 from kvpolicy.dsl.syntax.diagnostics import refused
@@ -60,7 +61,6 @@ class Values:
     """Values of nodes, each computed once per layer.
 
     Args:
-        bound: the policy.
         rules: the program's rules whose budget and states the names mean.
         layers: by number; deeper ones may be added while lower ones are computed.
         prompt: N tokens.
@@ -93,11 +93,10 @@ class Values:
         self.every_layer = range(bound.shape.layers)
         self.known: dict[tuple[object, ...], Array] = {} if known is None else known
         self.updating: str | None = None  # the state whose `next` is being computed
-        self._readers: dict[tuple[int, str], bool] = {}
 
     def value(self, node: Node, layer: int) -> Array:
         """The value of a node at a layer; absent where a KV head does not hold an entry."""
-        key = (id(node), layer, self.updating if self._reads_old(node) else None)
+        key = (node, layer, self.updating if self._reads_old(node) else None)
         if key not in self.known:
             self.known[key] = self._held(self._compute(node, layer), layer)
         return self.known[key]
@@ -167,13 +166,12 @@ class Values:
 
     def _reads_old(self, node: Node) -> bool:
         """Whether a node reads the state that is being updated, as it was before."""
-        if self.updating is None:
-            return False
-        key = (id(node), self.updating)
-        if key not in self._readers:
-            own = node.op == "state" and node.value == self.updating
-            self._readers[key] = own or any(self._reads_old(each) for each in node.args)
-        return self._readers[key]
+        return self.updating is not None and self._reads(node, self.updating)
+
+    @once
+    def _reads(self, node: Node, state: str) -> bool:
+        own = node.op == "state" and node.value == state
+        return own or any(self._reads(each, state) for each in node.args)
 
     def state(self, name: str, layer: int) -> Array:
         """A state after this step."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpolicy.dsl.ir.split import cascade_layers, split_layers
-from kvpolicy.dsl.ops.exact import Number, snap
+from kvpolicy.dsl.ops.host import Number, snap
 
 # More entries than any cache holds.
 _LARGE = 2**62

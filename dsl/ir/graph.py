@@ -8,6 +8,7 @@ from fractions import Fraction
 
 from kvpolicy.dsl.ir.host import NotStatic, Value, evaluator
 from kvpolicy.dsl.ir.nodes import AXES, Extent, Node, Type, When
+from kvpolicy.dsl.ir.once import once
 from kvpolicy.dsl.ops.operations import Kind, Operation
 from kvpolicy.dsl.ops.table import OPERATIONS
 from kvpolicy.dsl.syntax.source import Span
@@ -54,9 +55,8 @@ class Graph:
 
     def __init__(self) -> None:
         self.nodes: dict[tuple[object, ...], Node] = {}
-        self.depths: dict[int, int] = {}
+        self.depths: dict[Node, int] = {}
         self._literals = evaluator({})
-        self._meanings: dict[int, tuple[Node, int]] = {}
         self._numbered: dict[tuple[object, ...], int] = {}
 
     def make(
@@ -93,7 +93,7 @@ class Graph:
             when = self._across_layers(row, when)
         window, reach = (_extent(axis, result, extent, args) for axis in _WITH_EXTENT)
         type_ = Type(kind, result, unit, absent, exact, window, reach)
-        key: tuple[object, ...] = (op, tuple(map(id, args)), over, type(value), value, type_, when)
+        key: tuple[object, ...] = (op, args, over, type(value), value, type_, when)
         if op == "top":  # kept apart, so that messages find each where it was written
             key += (span,)
         if key not in self.nodes:
@@ -109,22 +109,21 @@ class Graph:
         except NotStatic:
             return None
 
+    @once
     def meaning(self, node: Node) -> int:
         """A number that is the same for expressions which mean the same by their definition.
 
         Literals are computed, names of lets do not matter, nor the order of a sum or product.
         Parameters stay what they are: two of them may be set apart.
         """
-        if id(node) not in self._meanings:
-            parts = [self.meaning(each) for each in node.args]
-            if node.operation.commutative:
-                parts.sort()
-            key: tuple[object, ...] = (node.op, type(node.value), node.value, node.axes, *parts)
-            value = self.literal(node)
-            if value is not None:
-                key = (type(value), value)
-            self._meanings[id(node)] = (node, self._numbered.setdefault(key, len(self._numbered)))
-        return self._meanings[id(node)][1]
+        parts = [self.meaning(each) for each in node.args]
+        if node.operation.commutative:
+            parts.sort()
+        key: tuple[object, ...] = (node.op, type(node.value), node.value, node.axes, *parts)
+        value = self.literal(node)
+        if value is not None:
+            key = (type(value), value)
+        return self._numbered.setdefault(key, len(self._numbered))
 
     @staticmethod
     def _across_layers(row: Operation, when: When) -> When:
@@ -142,7 +141,7 @@ class Graph:
         span: Span | None = None,
     ) -> Node:
         """A copy of a node that differs in what is given."""
-        key = ("relabel", id(node), name, origin, span)
+        key = ("relabel", node, name, origin, span)
         if key not in self.nodes:
             copy = replace(
                 node,
@@ -155,7 +154,7 @@ class Graph:
         return self.nodes[key]
 
     def _register(self, node: Node) -> None:
-        depth = 1 + max((self.depths[id(arg)] for arg in node.args), default=0)
-        self.depths[id(node)] = depth
+        depth = 1 + max((self.depths[arg] for arg in node.args), default=0)
+        self.depths[node] = depth
         if depth > MAX_DEPTH or len(self.depths) > MAX_NODES:
             raise TooLarge

@@ -15,6 +15,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from kvpolicy.dsl.ir.nodes import Node, Type
+from kvpolicy.dsl.ir.once import once
 from kvpolicy.dsl.ir.traverse import Sections, rewritten
 
 _HEADS = ("kv",)
@@ -33,16 +34,14 @@ def across_heads(node: Node) -> bool:
 class _Rewriting:
     def __init__(self) -> None:
         self._unique: dict[tuple[object, ...], Node] = {}  # nodes made, by what they are
-        self._done: dict[int, tuple[Node, Node]] = {}
 
+    @once
     def visit(self, node: Node) -> Node:
-        """The node rewritten, once."""
-        if id(node) not in self._done:
-            args = tuple(self.visit(each) for each in node.args)
-            made = node if args == node.args else replace(node, args=args)
-            apart = across_heads(made) and made.operation.is_reduction and len(made.axes) > 1
-            self._done[id(node)] = node, self._apart(made) if apart else made
-        return self._done[id(node)][1]
+        """The node rewritten."""
+        args = tuple(self.visit(each) for each in node.args)
+        made = node if args == node.args else replace(node, args=args)
+        apart = across_heads(made) and made.operation.is_reduction and len(made.axes) > 1
+        return self._apart(made) if apart else made
 
     def _apart(self, node: Node) -> Node:
         row, (x,) = node.operation, node.args

@@ -9,7 +9,8 @@ from functools import partial
 
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
-from kvpolicy.dsl.ops.exact import applied, as_float
+from kvpolicy.dsl.ir.once import once
+from kvpolicy.dsl.ops.host import applied, as_float
 from kvpolicy.dsl.ops.operations import Kind
 
 Value = Fraction | bool | float
@@ -38,10 +39,7 @@ def evaluate(node: Node, env: Mapping[str, Value]) -> Value:
 
 
 def evaluator(env: Mapping[str, Value]) -> Callable[[Node], Value]:
-    """`evaluate` in one environment for many nodes: what they share is computed once.
-
-    The nodes must outlive the result.
-    """
+    """`evaluate` in one environment for many nodes: what they share is computed once."""
     evaluation = _Evaluation(env)
 
     def value(node: Node) -> Value:
@@ -58,15 +56,10 @@ class _Evaluation:
 
     def __init__(self, env: Mapping[str, Value]) -> None:
         self.env = env
-        self.known: dict[int, Value | None] = {}
         self.layers: list[_Evaluation] | None = None
 
+    @once
     def value(self, node: Node) -> Value | None:
-        if id(node) not in self.known:
-            self.known[id(node)] = self._compute(node)
-        return self.known[id(node)]
-
-    def _compute(self, node: Node) -> Value | None:
         if node.type.axes:
             raise NotStatic(node.op)
         row = node.operation

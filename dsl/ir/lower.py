@@ -24,10 +24,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from enum import IntEnum
 from fractions import Fraction
+from functools import cache
 
 from kvpolicy.dsl.ir.graph import in_order
 from kvpolicy.dsl.ir.host import Value, evaluator
 from kvpolicy.dsl.ir.nodes import Node, Type, When
+from kvpolicy.dsl.ir.once import once
 from kvpolicy.dsl.ir.traverse import Sections, rewritten
 from kvpolicy.dsl.ops.operations import Kind
 
@@ -52,15 +54,10 @@ class Phases:
 
     def __init__(self, propagates: bool = False) -> None:
         self._propagates = propagates
-        self._known: dict[int, tuple[Node, Phase]] = {}
 
+    @once
     def of(self, node: Node) -> Phase:
         """The earliest phase at which a node can be computed."""
-        if id(node) not in self._known:
-            self._known[id(node)] = (node, self._find(node))
-        return self._known[id(node)][1]
-
-    def _find(self, node: Node) -> Phase:
         # The argument of a window is static, so that `distance` needs no data and `attn` does.
         row = node.operation
         if self._propagates and (
@@ -92,24 +89,14 @@ class Static:
     def __init__(self, propagates: bool = False) -> None:
         self._names = {"layer": "layer", "prompt": "prompt", "generated": "generated"}
         self._names["length"] = "length" if propagates else "prompt"
-        self._known: dict[int, tuple[Node, frozenset[str] | None]] = {}
 
+    @once
     def needs(self, node: Node) -> frozenset[str] | None:
         """Names that a static scalar depends on; None: not static.
 
         The names are `layer`, `prompt`, `length` (only where tokens are propagated) and `generated`
         (only in decode).
         """
-        if id(node) not in self._known:
-            self._known[id(node)] = (node, self._find(node))
-        return self._known[id(node)][1]
-
-    def follows(self, node: Node, *names: str) -> bool:
-        """Whether a node is a static scalar that depends on nothing but these names."""
-        needs = self.needs(node)
-        return needs is not None and needs <= {*names}
-
-    def _find(self, node: Node) -> frozenset[str] | None:
         if node.op == "size":
             if node.value == "cached":
                 return None
@@ -122,6 +109,11 @@ class Static:
         known = [names for names in parts if names is not None]
         return frozenset().union(*known) if len(known) == len(parts) else None
 
+    def follows(self, node: Node, *names: str) -> bool:
+        """Whether a node is a static scalar that depends on nothing but these names."""
+        needs = self.needs(node)
+        return needs is not None and needs <= {*names}
+
 
 def fold(sections: Sections, env: Env) -> Sections:
     """The sections with every scalar that `env` decides replaced by its value.
@@ -131,14 +123,9 @@ def fold(sections: Sections, env: Env) -> Sections:
         env: values of parameters and model sizes, keyed as for `host.evaluate`.
     """
     static, evaluate = Static(), evaluator(env)
-    done: dict[int, Node] = {}
 
+    @cache
     def visit(node: Node) -> Node:
-        if id(node) not in done:
-            done[id(node)] = rewrite(node)
-        return done[id(node)]
-
-    def rewrite(node: Node) -> Node:
         if node.operation.kind is Kind.LITERAL:
             return node
         if static.follows(node):
@@ -222,13 +209,11 @@ class _Lowering:
         self.own: dict[str | None, Node] = {} if budget is None else {None: budget}
         self.filled: str | None = None  # the one that an unsized `top` fills
         self._unique: dict[tuple[object, ...], Node] = {}  # nodes made, by what they are
-        self._done: dict[int, Node] = {}
 
+    @once
     def visit(self, node: Node) -> Node:
-        """The node rewritten, once."""
-        if id(node) not in self._done:
-            self._done[id(node)] = self._share(self._rewrite(node))
-        return self._done[id(node)]
+        """The node rewritten."""
+        return self._share(self._rewrite(node))
 
     def _share(self, made: Node) -> Node:
         own = made.type if made.op == "broadcast" else None

@@ -18,6 +18,7 @@ from functools import cached_property
 
 from kvpolicy.dsl.ops.operations import Operation
 from kvpolicy.dsl.ops.table import OPERATIONS
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError
 from kvpolicy.dsl.syntax.source import Source, Span
 
 # Canonical order of axes in types, printed forms and tensors. `layer` is never part of a type: it
@@ -131,12 +132,12 @@ class Node:
         """Whether it looks at other layers."""
         return "layer" in self.axes or self.operation.across_layers
 
-    def walk(self, seen: set[int] | None = None) -> Iterator[Node]:
+    def walk(self, seen: set[Node] | None = None) -> Iterator[Node]:
         """Every node below and including this one, once, arguments before users."""
         seen = set() if seen is None else seen
-        if id(self) in seen:
+        if self in seen:
             return
-        seen.add(id(self))
+        seen.add(self)
         for argument in self.args:
             yield from argument.walk(seen)
         yield self
@@ -280,6 +281,11 @@ class Program:
     positions: str = "original"  # or "slots"
     report: tuple[str, ...] = ()  # names of lets
     file: Source | None = field(default=None, repr=False)  # what it was checked from
+
+    def refused(self, code: str, message: str, span: Span | None, help: str) -> PolicyError:
+        """The error to raise for it; `span` is where in its file, if it was checked from one."""
+        found = Diagnostic(code, message, span if self.file else None, help)
+        return PolicyError([found], self.file or Source(self.name, ""))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from kvpolicy.dsl.ops.exact import Number
+from kvpolicy.dsl.ops.host import Number
 
 MOST = 2**62  # stands for infinity: more entries than any cache holds
 

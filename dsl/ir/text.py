@@ -39,25 +39,25 @@ class _Printer:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self._known: dict[int, str] = {}
+        self._known: dict[Node, str] = {}
         self._by_text: dict[str, str] = {}
 
     def reference(self, node: Node) -> str:
         """The number of a node, printing it and what it needs first; equal nodes share one."""
         for each in node.walk():
-            if id(each) in self._known:
+            if each in self._known:
                 continue
             text = self._text(each)
             if text not in self._by_text:
                 self._by_text[text] = f"%{len(self.lines)}"
                 self.lines.append(f"%{len(self.lines)} = {text}")
-            self._known[id(each)] = self._by_text[text]
-        return self._known[id(node)]
+            self._known[each] = self._by_text[text]
+        return self._known[node]
 
     def _text(self, node: Node) -> str:
         value = "" if node.value is None else f'["{node.value}"]'
         axes = f"[{', '.join(node.axes)}]" if node.axes else ""
-        names = [self._known[id(argument)] for argument in node.args]
+        names = [self._known[argument] for argument in node.args]
         if node.op == "then":
             # A name on the right of `then` is computed on all candidates, an expression is not.
             named = [argument.name is not None for argument in node.args]

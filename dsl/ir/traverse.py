@@ -62,7 +62,7 @@ def propagate_roots(propagate: Propagate | None) -> list[Node]:
 
 def nodes_of(roots: Iterable[Node | None]) -> Iterator[Node]:
     """Every node below the roots, once, arguments before users."""
-    seen: set[int] = set()
+    seen: set[Node] = set()
     for root in roots:
         if root is not None:
             yield from root.walk(seen)

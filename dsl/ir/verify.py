@@ -26,7 +26,7 @@ def verify(program: Program) -> None:
     Raises:
         MalformedProgram: with the operation and what is wrong with it.
     """
-    seen: set[int] = set()
+    seen: set[Node] = set()
     for root in _roots(program):
         for node in root.walk(seen):
             try:

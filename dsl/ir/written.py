@@ -44,6 +44,11 @@ def written(node: Node, *, named: bool = False) -> str:
     return f"{_PAIRS.get(node.op, node.op)}{brackets(node.axes)}({inner})"
 
 
+def described(node: Node) -> str:
+    """The expression of a node after its name, if it has one."""
+    return f"{node.name}: {written(node)}" if node.name else written(node)
+
+
 def bare(text: str) -> str:
     """An expression without parentheses around all of it."""
     if not text.startswith("("):

@@ -6,7 +6,7 @@ import math
 import operator
 from typing import Any
 
-from kvpolicy.dsl.ops import exact, ranges
+from kvpolicy.dsl.ops import host, ranges
 from kvpolicy.dsl.ops.operations import Function, Kind, Operation, Parameter
 
 
@@ -72,21 +72,21 @@ ROWS = (
     _numeric("divide", 2, operator.truediv, ranges.divide, "elementwise.divide",
              "elementwise.divide", "elementwise.divide", scales=True, sign="/", exact=True,
              unit="quotient", keeps_zero=True, may_be_nan=True, divides=True),
-    _numeric("floor_divide", 2, exact.floor_divide, ranges.floor_divide, "elementwise.floor_divide",
+    _numeric("floor_divide", 2, host.floor_divide, ranges.floor_divide, "elementwise.floor_divide",
              "elementwise.floor_divide", sign="//", exact=True, unit="quotient", may_be_nan=True,
              divides=True),
-    _numeric("modulo", 2, exact.modulo, None, "elementwise.modulo", "elementwise.modulo", sign="%",
+    _numeric("modulo", 2, host.modulo, None, "elementwise.modulo", "elementwise.modulo", sign="%",
              exact=True, unit="first", may_be_nan=True, divides=True),
-    _numeric("power", 2, exact.power, ranges.power, "elementwise.power", "elementwise.power",
+    _numeric("power", 2, host.power, ranges.power, "elementwise.power", "elementwise.power",
              "elementwise.power", sign="^", exact=True, keeps_zero=True, may_be_nan=True),
     _numeric("negate", 1, operator.neg, ranges.negate, "numpy.negative", "torch.neg", "-{0}",
              linear=True, sign="-", exact=True, unit="first", keeps_finite=True, keeps_zero=True,
              keeps_present=True),
     _call("abs", "absolute value", abs, ranges.absolute, "numpy.abs", "torch.abs", "tl.abs({0})",
           exact=True, keeps_finite=True, keeps_zero=True, keeps_present=True, unit="first"),
-    _call("exp", "e to the power x", exact.exp, ranges.POSITIVE, "numpy.exp", "torch.exp",
+    _call("exp", "e to the power x", host.exp, ranges.POSITIVE, "numpy.exp", "torch.exp",
           "tl.exp({0})"),
-    _call("log", "natural logarithm", exact.log, ranges.logarithm, "numpy.log", "torch.log",
+    _call("log", "natural logarithm", host.log, ranges.logarithm, "numpy.log", "torch.log",
           "tl.log({0})", may_be_nan=True),
     _call("sqrt", "square root; of a negative number 0", math.sqrt, ranges.POSITIVE, "numpy.sqrt",
           "torch.sqrt", "tl.sqrt({0})", keeps_finite=True, keeps_zero=True, may_be_nan=True),
@@ -94,11 +94,11 @@ ROWS = (
     _call("sin", "sine", math.sin, ranges.TURN, "numpy.sin", "torch.sin", keeps_finite=True),
     _call("acos", "arc cosine", math.acos, None, "numpy.arccos", "torch.acos", keeps_finite=True,
           may_be_nan=True),
-    _call("floor", "largest whole number not above x", exact.floor, ranges.floor,
+    _call("floor", "largest whole number not above x", host.floor, ranges.floor,
           "elementwise.floor", "elementwise.floor", exact=True, keeps_finite=True, unit="first"),
-    _call("ceil", "smallest whole number not below x", exact.ceil, ranges.ceil, "elementwise.ceil",
+    _call("ceil", "smallest whole number not below x", host.ceil, ranges.ceil, "elementwise.ceil",
           "elementwise.ceil", exact=True, keeps_finite=True, unit="first"),
-    _call("round", "nearest whole number, halves to even", exact.nearest, ranges.nearest,
+    _call("round", "nearest whole number, halves to even", host.nearest, ranges.nearest,
           "elementwise.nearest", "elementwise.nearest", exact=True, keeps_finite=True,
           unit="first"),
     _numeric("minimum", 2, min, ranges.minimum, "numpy.minimum", "elementwise.minimum",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from kvpolicy.dsl.ops.exact import Number, snap
+from kvpolicy.dsl.ops.host import Number, snap
 
 Interval = tuple[Number, Number]  # least and largest value
 Rule = Interval | Callable[..., Interval]  # always the same, or of the intervals of the arguments

@@ -6,7 +6,7 @@ import math
 from functools import partial
 from typing import Any
 
-from kvpolicy.dsl.ops import exact, ranges
+from kvpolicy.dsl.ops import host, ranges
 from kvpolicy.dsl.ops.operations import Kind, Operation, Parameter, called
 
 
@@ -25,10 +25,10 @@ def _row(
 
 ROWS = (
     _row("sum", "sum", "sum of the present values; 0 of none", linear=True, keeps_finite=True,
-         host=exact.total, interval=ranges.total, interpret="total", torch="total",
+         host=host.total, interval=ranges.total, interpret="total", torch="total",
          triton="tl.sum"),
     _row("mean", "average", "mean of the present values; 0 of none", linear=True, keeps_finite=True,
-         averages=True, host=exact.mean, interval=ranges.with_zero, interpret="mean",
+         averages=True, host=host.mean, interval=ranges.with_zero, interpret="mean",
          torch="averaged"),
     _row("max", "take the maximum", "largest present value; -inf of none. `max(a, b)`, without "
          "axes, is elementwise", of_none=-math.inf, of_two="maximum",
@@ -39,13 +39,13 @@ ROWS = (
          host=partial(min, default=math.inf), interpret="smallest", torch="extreme",
          triton="tl.min"),
     _row("var", "take the variance", "variance, divided by the number of present values; 0 of "
-         "none", "none", keeps_finite=True, averages=True, host=exact.variance,
+         "none", "none", keeps_finite=True, averages=True, host=host.variance,
          interval=ranges.POSITIVE, interpret="variance", torch="averaged"),
     _row("any", "look", "whether it is true anywhere", "none", of="truth", takes="truth",
          result="truth", always_finite=True, keeps_finite=True, host=any, interpret="anywhere",
          torch="anywhere",
          triton="tl.max"),
     _row("count", "count", "how many are true or, of numbers, present", "count", of="any",
-         always_finite=True, keeps_finite=True, whole=True, host=exact.count, interpret="count",
+         always_finite=True, keeps_finite=True, whole=True, host=host.count, interpret="count",
          torch="count", triton="tl.sum"),
 )  # fmt: skip

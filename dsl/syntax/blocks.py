@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic, did_you_mean, listed
 from kvpolicy.dsl.syntax.source import Span
-from kvpolicy.dsl.syntax.yaml_nodes import Kind, Mapping, Node
+from kvpolicy.dsl.syntax.yaml_nodes import FileKind, Mapping, YamlNode
 
 # What other languages, and YAML, write for truth values.
 TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -58,7 +58,7 @@ class Block:
         return name in self.items
 
 
-def whole(root: Node, kind: Kind, report: Report) -> Mapping | None:
+def whole(root: YamlNode, kind: FileKind, report: Report) -> Mapping | None:
     """A file's mapping; None, and a report, if it is none."""
     if isinstance(root, Mapping):
         return root
@@ -72,7 +72,7 @@ def read_block(
     keys: Sequence[K],
     path: str,
     place: Span,
-    value: Callable[[Node, K, str, Span], Any],
+    value: Callable[[YamlNode, K, str, Span], Any],
     report: Report,
 ) -> Block:
     """A mapping with the given keys.

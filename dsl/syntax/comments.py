@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvpolicy.dsl.syntax.source import Source
-from kvpolicy.dsl.syntax.yaml_nodes import Mapping, Node, Scalar, Sequence
+from kvpolicy.dsl.syntax.yaml_nodes import Mapping, Scalar, Sequence, YamlNode
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Comment:
     alone: bool  # on a line of its own
 
 
-def find_comments(source: Source, root: Node) -> list[Comment]:
+def find_comments(source: Source, root: YamlNode) -> list[Comment]:
     """Every comment of the file: a `#` outside scalars, at a line's start or after a space."""
     covered = sorted(interval for scalar in _scalars(root) for interval in _text_of(scalar))
     comments, at, text = [], 0, source.text
@@ -33,7 +33,7 @@ def find_comments(source: Source, root: Node) -> list[Comment]:
     return comments
 
 
-def _scalars(node: Node) -> Iterator[Scalar]:
+def _scalars(node: YamlNode) -> Iterator[Scalar]:
     if isinstance(node, Scalar):
         yield node
     elif isinstance(node, Sequence):

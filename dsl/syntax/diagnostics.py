@@ -54,6 +54,12 @@ def _shortened(line: str, at: int) -> tuple[str, int]:
     return line, at
 
 
+def on_one_line(text: str, most: int) -> str:
+    """A text without its line breaks, cut where it has more than so many characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[: most - 3].rstrip()}..."
+
+
 class PolicyError(Exception):
     """A policy that cannot be used; carries every diagnostic."""
 

@@ -17,7 +17,7 @@ from kvpolicy.dsl.syntax.tree import (
     Expr,
     Name,
     Number,
-    Operation,
+    Operator,
     Then,
     Where,
 )
@@ -199,7 +199,7 @@ class _Builder(Transformer_NonRecursive):
         return self._nested(meta, Then(self._span(meta), terms))
 
     def compare(self, meta: Meta, left: Expr, sign: Token, right: Expr) -> Expr:
-        return self._nested(meta, Operation(self._span(meta), _COMPARISONS[sign], (left, right)))
+        return self._nested(meta, Operator(self._span(meta), _COMPARISONS[sign], (left, right)))
 
     def chain(
         self, meta: Meta, low: Expr, first: Token, middle: Expr, second: Token, high: Expr
@@ -216,7 +216,7 @@ class _Builder(Transformer_NonRecursive):
         return self._nested(meta, chain)
 
     def __default__(self, data: str, children: list[Expr], meta: Meta) -> Expr:
-        operation = Operation(self._span(meta), str(data).rstrip("_"), tuple(children))
+        operation = Operator(self._span(meta), str(data).rstrip("_"), tuple(children))
         return self._nested(meta, operation)
 
     def _nested(self, meta: Meta, tree: Expr) -> Expr:

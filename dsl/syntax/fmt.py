@@ -20,7 +20,7 @@ from kvpolicy.dsl.syntax.library import find, read_source
 from kvpolicy.dsl.syntax.parse import parse
 from kvpolicy.dsl.syntax.sections import FILE, Key
 from kvpolicy.dsl.syntax.source import Source
-from kvpolicy.dsl.syntax.yaml_nodes import Mapping, Node, Scalar, Sequence, read_yaml
+from kvpolicy.dsl.syntax.yaml_nodes import Mapping, Scalar, Sequence, YamlNode, read_yaml
 
 WIDTH = 120
 
@@ -118,7 +118,7 @@ class _Writer:
         return lines
 
     def entry(
-        self, name: Scalar, value: Node, keys: tuple[Key, ...] | Key, indent: int, stop: int
+        self, name: Scalar, value: YamlNode, keys: tuple[Key, ...] | Key, indent: int, stop: int
     ) -> _Lines:
         """A key with its value and its comments."""
         key = keys if isinstance(keys, Key) else next(k for k in keys if k.name == name.text)
@@ -169,7 +169,7 @@ class _Writer:
             before.pop()
         return bool(before) and not before[-1].strip()
 
-    def _expands(self, value: Node, key: Key, head: int) -> tuple[Key, ...] | Key | None:
+    def _expands(self, value: YamlNode, key: Key, head: int) -> tuple[Key, ...] | Key | None:
         """The keys of a value that is written as a block below its key; else None."""
         if not isinstance(value, Mapping) or not value.entries:
             return None
@@ -182,7 +182,7 @@ class _Writer:
                 return None
         return key.keys
 
-    def inline(self, head: str, value: Node, key: Key, indent: int) -> list[str]:
+    def inline(self, head: str, value: YamlNode, key: Key, indent: int) -> list[str]:
         """A value on the line of its key, or broken over several."""
         if isinstance(value, Scalar) and key.form in _EXPRESSIONS:
             return _expression_lines(head, value, indent)
@@ -194,7 +194,7 @@ class _Writer:
         items = [self.flow(item, key) for item in value.items]
         return [head.rstrip(), *(f"{' ' * (indent + 2)}- {item}" for item in items)]
 
-    def flow(self, value: Node, key: Key) -> str:
+    def flow(self, value: YamlNode, key: Key) -> str:
         """A value on one line."""
         if isinstance(value, Sequence):
             return f"[{', '.join(self.flow(item, key) for item in value.items)}]"
@@ -307,13 +307,13 @@ def _open_brackets(text: str) -> int:
 # Sameness
 
 
-def _same(old: Node, new: Node, source: Source, comments: list[Comment]) -> bool:
+def _same(old: YamlNode, new: YamlNode, source: Source, comments: list[Comment]) -> bool:
     texts = sorted(comment.text for comment in comments)
     kept = sorted(comment.text for comment in find_comments(source, new))
     return texts == kept and _said(old) == _said(new)
 
 
-def _said(node: Node) -> object:
+def _said(node: YamlNode) -> object:
     """What a node says, whatever the order of its keys and the spacing of expressions."""
     if isinstance(node, Mapping):
         return {name.text: _said(value) for name, value in node.entries}

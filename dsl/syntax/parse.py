@@ -16,7 +16,7 @@ from kvpolicy.dsl.syntax.expression import MAX_EXPONENT, ExpressionError, parse_
 from kvpolicy.dsl.syntax.sections import FILE, Key
 from kvpolicy.dsl.syntax.source import Source, Span
 from kvpolicy.dsl.syntax.tree import Expr
-from kvpolicy.dsl.syntax.yaml_nodes import POLICY, Mapping, Node, Scalar, Sequence, read_yaml
+from kvpolicy.dsl.syntax.yaml_nodes import POLICY, Mapping, Scalar, Sequence, YamlNode, read_yaml
 
 MAX_NAMES = 64
 
@@ -30,19 +30,18 @@ def parse(source: Source, report: Callable[[Diagnostic], None]) -> Block | None:
     root = read_yaml(source, report)
     if root is None:
         return None
-    return _Reader(source, report).file(root)
+    return _Reader(report).file(root)
 
 
 class _Reader:
-    def __init__(self, source: Source, report: Callable[[Diagnostic], None]) -> None:
-        self.source = source
+    def __init__(self, report: Callable[[Diagnostic], None]) -> None:
         self.emit = report
         self.names = 0
 
     def error(self, code: str, message: str, span: Span, help: str | None = None) -> None:
         self.emit(Diagnostic(code, message, span, help))
 
-    def file(self, root: Node) -> Block | None:
+    def file(self, root: YamlNode) -> Block | None:
         mapping = whole(root, POLICY, self.emit)
         if mapping is None:
             return None
@@ -52,7 +51,7 @@ class _Reader:
         """A mapping with the given keys; `place` is where a missing key is reported."""
         return read_block(node, keys, path, place, self.value, self.emit)
 
-    def value(self, node: Node, key: Key, path: str, name: Span) -> Any:
+    def value(self, node: YamlNode, key: Key, path: str, name: Span) -> Any:
         """What stands under a key, read as its form says."""
         if key.form == "either":
             form = "keys" if isinstance(node, Mapping) else "expression"
@@ -73,7 +72,7 @@ class _Reader:
             return None
         return getattr(self, form)(node, key, path)
 
-    def keys(self, node: Node, key: Key, path: str, name: Span) -> Block | None:
+    def keys(self, node: YamlNode, key: Key, path: str, name: Span) -> Block | None:
         if isinstance(node, Mapping):
             return self.block(node, key.keys, path, name)
         words = "`same` or a mapping" if key.form == "same" else "a mapping"
@@ -81,7 +80,7 @@ class _Reader:
         self.error("key", f"`{path}` takes {words}", node.span, f"its keys are {keys}")
         return None
 
-    def named(self, node: Node, key: Key, path: str) -> Block | None:
+    def named(self, node: YamlNode, key: Key, path: str) -> Block | None:
         """Names of the author's own, each with a value."""
         if not isinstance(node, Mapping):
             help = "one name per line, as in `window: 32`"
@@ -107,7 +106,7 @@ class _Reader:
             block.items[name.text] = Item(below, name.span, value.span, read)
         return block
 
-    def list(self, node: Node, key: Key, path: str, name: Span) -> list[Item] | None:
+    def list(self, node: YamlNode, key: Key, path: str, name: Span) -> list[Item] | None:
         if not isinstance(node, Sequence):
             if key.form in ("expressions", "names") and isinstance(node, Scalar):
                 help = f"write `{path}: [{node.text.strip()}]`"
@@ -218,7 +217,7 @@ _TAKES = {
 }
 
 
-def _kind(node: Node) -> str:
+def _kind(node: YamlNode) -> str:
     return "mapping" if isinstance(node, Mapping) else "list"
 
 

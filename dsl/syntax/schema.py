@@ -13,7 +13,7 @@ from kvpolicy.dsl.syntax.blocks import K
 from kvpolicy.dsl.syntax.parse import NAME, POLICY_NAME
 from kvpolicy.dsl.syntax.sections import FILE, Key
 
-Value = Callable[[Any], dict[str, Any]]
+ValueSchema = Callable[[Any], dict[str, Any]]
 
 _NAME = f"^{NAME.pattern}$"
 _VALUE = {"type": ["string", "number", "boolean"]}
@@ -46,7 +46,7 @@ def as_text(schema: dict[str, Any]) -> str:
     return json.dumps(schema, indent=2) + "\n"
 
 
-def document(title: str, keys: Sequence[K], value: Value) -> dict[str, Any]:
+def document(title: str, keys: Sequence[K], value: ValueSchema) -> dict[str, Any]:
     """The schema of files that are mappings of known keys; arguments as of `mapping`."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -55,7 +55,7 @@ def document(title: str, keys: Sequence[K], value: Value) -> dict[str, Any]:
     }
 
 
-def mapping(keys: Sequence[K], value: Value) -> dict[str, Any]:
+def mapping(keys: Sequence[K], value: ValueSchema) -> dict[str, Any]:
     """The schema of a mapping.
 
     Args:
@@ -69,7 +69,7 @@ def mapping(keys: Sequence[K], value: Value) -> dict[str, Any]:
     }
 
 
-def _described(key: K, value: Value) -> dict[str, Any]:
+def _described(key: K, value: ValueSchema) -> dict[str, Any]:
     return {"description": key.meaning, **value(key)} if key.meaning else value(key)
 
 

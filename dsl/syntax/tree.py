@@ -17,8 +17,10 @@ class Expr:
 
     @property
     def children(self) -> tuple[Expr, ...]:
-        """The expressions directly inside this one."""
-        return ()
+        """The expressions directly inside this one, which its fields hold, in order of writing."""
+        held = (each if isinstance(each, tuple) else (each,) for each in vars(self).values())
+        values = (x.value if isinstance(x, Argument) else x for each in held for x in each)
+        return tuple(value for value in values if isinstance(value, Expr))
 
     def walk(self) -> Iterator[Expr]:
         """This expression and everything inside it, in the order of writing."""
@@ -43,15 +45,11 @@ class Name(Expr):
 
 
 @dataclass(frozen=True, eq=False)
-class Operation(Expr):
+class Operator(Expr):
     """An operator and its operands; `op` is the operation's name in the IR."""
 
     op: str
     operands: tuple[Expr, ...]
-
-    @property
-    def children(self) -> tuple[Expr, ...]:
-        return self.operands
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +60,6 @@ class Chain(Expr):
     second: str
     operands: tuple[Expr, ...]
 
-    @property
-    def children(self) -> tuple[Expr, ...]:
-        return self.operands
-
 
 @dataclass(frozen=True, eq=False)
 class Where(Expr):
@@ -75,20 +69,12 @@ class Where(Expr):
     condition: Expr
     other: Expr | None
 
-    @property
-    def children(self) -> tuple[Expr, ...]:
-        return (self.value, self.condition, *((self.other,) if self.other else ()))
-
 
 @dataclass(frozen=True, eq=False)
 class Then(Expr):
     """Token sets that fill in order."""
 
     terms: tuple[Expr, ...]
-
-    @property
-    def children(self) -> tuple[Expr, ...]:
-        return self.terms
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +102,3 @@ class Call(Expr):
     name_span: Span
     axes: tuple[Axis, ...] | None
     arguments: tuple[Argument, ...]
-
-    @property
-    def children(self) -> tuple[Expr, ...]:
-        return tuple(argument.value for argument in self.arguments)

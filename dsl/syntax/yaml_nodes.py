@@ -20,7 +20,7 @@ MAX_DEPTH = 12
 
 
 @dataclass(frozen=True)
-class Kind:
+class FileKind:
     """What messages call a file: one of them, several, and how one begins."""
 
     one: str
@@ -28,18 +28,18 @@ class Kind:
     begins: str
 
 
-POLICY = Kind("a policy file", "policies", "policy: my-name")
+POLICY = FileKind("a policy file", "policies", "policy: my-name")
 
 
 @dataclass(frozen=True, eq=False)
-class Node:
+class YamlNode:
     """A YAML value and its place in the file."""
 
     span: Span
 
 
 @dataclass(frozen=True, eq=False)
-class Scalar(Node):
+class Scalar(YamlNode):
     """Text. `style` is None for plain, else the quote or `|`; `flow` when inside `{}` or `[]`."""
 
     text: str
@@ -79,22 +79,22 @@ class Scalar(Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Mapping(Node):
+class Mapping(YamlNode):
     """Keys and values in the order of writing; every key is a scalar and occurs once."""
 
-    entries: tuple[tuple[Scalar, Node], ...]
+    entries: tuple[tuple[Scalar, YamlNode], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Sequence(Node):
+class Sequence(YamlNode):
     """A list."""
 
-    items: tuple[Node, ...]
+    items: tuple[YamlNode, ...]
 
 
 def read_yaml(
-    source: Source, report: Callable[[Diagnostic], None], kind: Kind = POLICY
-) -> Node | None:
+    source: Source, report: Callable[[Diagnostic], None], kind: FileKind = POLICY
+) -> YamlNode | None:
     """The file's one document; defects are reported, None means that nothing can be read."""
     size = len(source.text.encode("utf-8", "surrogatepass"))
     if size > MAX_BYTES:
@@ -116,13 +116,15 @@ def read_yaml(
 
 
 # A mapping or sequence that has begun, and its nodes so far.
-_Open = tuple[yaml.CollectionStartEvent, list["Node | None"]]
+_Open = tuple[yaml.CollectionStartEvent, list["YamlNode | None"]]
 
 
 class _Composer:
     """Builds nodes from events, without recursion."""
 
-    def __init__(self, source: Source, report: Callable[[Diagnostic], None], kind: Kind) -> None:
+    def __init__(
+        self, source: Source, report: Callable[[Diagnostic], None], kind: FileKind
+    ) -> None:
         self.source = source
         self.report = report
         self.kind = kind
@@ -132,9 +134,9 @@ class _Composer:
         span = at if isinstance(at, Span) else _span(at, at)
         self.report(Diagnostic("yaml", message, span, help))
 
-    def document(self, events: Iterator[yaml.Event]) -> Node | None:
+    def document(self, events: Iterator[yaml.Event]) -> YamlNode | None:
         """The root node of the first document."""
-        root: Node | None = None
+        root: YamlNode | None = None
         documents = 0
         stack: list[_Open] = []
         for event in events:
@@ -163,7 +165,7 @@ class _Composer:
             return None
         return root
 
-    def finished(self, event: yaml.Event, stack: list[_Open]) -> Node | None:
+    def finished(self, event: yaml.Event, stack: list[_Open]) -> YamlNode | None:
         """The node that an event completes; None for what was refused."""
         if isinstance(event, yaml.AliasEvent):
             self.refuse(
@@ -179,7 +181,7 @@ class _Composer:
             return Sequence(span, tuple(c for c in children if c is not None))
         return Mapping(span, tuple(self.entries(children)))
 
-    def entries(self, children: list[Node | None]) -> Iterator[tuple[Scalar, Node]]:
+    def entries(self, children: list[YamlNode | None]) -> Iterator[tuple[Scalar, YamlNode]]:
         seen: dict[str, Scalar] = {}
         for key, value in zip(children[::2], children[1::2], strict=True):
             if not isinstance(key, Scalar):

@@ -60,7 +60,6 @@ def main(arguments: Sequence[str] | None = None, more: Mapping[str, Command] | N
 
 
 def _check(args: argparse.Namespace) -> int:
-    from kvpolicy.dsl.check.policy import load
     from kvpolicy.dsl.syntax.library import TEST_SUFFIX
 
     if args.model is not None and not args.trial:
@@ -68,26 +67,30 @@ def _check(args: argparse.Namespace) -> int:
     shape = _tried_shape(args.model) if args.trial else None
     code = 0
     for file in args.files:
-        if file.endswith(TEST_SUFFIX):
-            code = max(code, _check_tests(file))
-            continue
         try:
-            checked = load(file)
-        except PolicyError as error:
+            tests = file.endswith(TEST_SUFFIX)
+            code = max(code, _check_tests(file) if tests else _check_policy(file, shape))
+        except PolicyError as error:  # it cannot be read
             print(error)
             code = 2
-            continue
-        if checked.diagnostics:
-            print(render_all(checked.diagnostics, checked.source))
-        if checked.errors:
-            code = max(code, 1)
-        elif shape and not checked.unserved:
-            code = max(code, _tried(checked, shape))
-        else:
-            print(f"{checked.source.name}: ok")
-            for sentence in checked.unserved:
-                print(f"{checked.source.name}: note: {sentence}")
     return code
+
+
+def _check_policy(file: str, shape: ModelShape | None) -> int:
+    """Reports the defects of a policy, and tries one that has none if a model is given."""
+    from kvpolicy.dsl.check.policy import load
+
+    checked = load(file)
+    if checked.diagnostics:
+        print(render_all(checked.diagnostics, checked.source))
+    if checked.errors:
+        return 1
+    if shape and not checked.unserved:
+        return _tried(checked, shape)
+    print(f"{checked.source.name}: ok")
+    for sentence in checked.unserved:
+        print(f"{checked.source.name}: note: {sentence}")
+    return 0
 
 
 def _tried_shape(model: str | None) -> ModelShape:
@@ -120,11 +123,7 @@ def _check_tests(file: str) -> int:
     from kvpolicy.dsl.syntax.library import read_source
     from kvpolicy.dsl.tools.test_format import read_cases
 
-    try:
-        source = read_source(file)
-    except PolicyError as error:
-        print(error)
-        return 2
+    source = read_source(file)
     try:
         read_cases(source)
     except PolicyError as error:
@@ -311,12 +310,7 @@ _TUNE = (
     _option("--values", "VALUE", _VALUES, nargs="+"),
     _option("--model", "DIR", "folder of a checkpoint", required=True),
     _option("--prompts", "FILE", _PROMPTS, required=True, nargs="+"),
-    _option(
-        "--most",
-        "VALUE",
-        "largest value to choose; default: of layers the middle one",
-        type=_number,
-    ),
+    _option("--most", "VALUE", _MOST, type=_number),
     _option("--rows", "SHARE", "most token rows that may be computed, 0 to 1", type=float),
     _option("--device", None, "where the model runs; default: a GPU if there is one"),
     _option("--out", "PLOT.png", "draw the distances"),

@@ -79,19 +79,30 @@ class Cost:
         return part.seconds / self.prefill
 
 
-def cost(bound: Bound, config: ModelConfig, prompt: int, gpu: Gpu = USUAL_GPU) -> Cost:
+def cost(
+    bound: Bound,
+    config: ModelConfig,
+    prompt: int,
+    gpu: Gpu = USUAL_GPU,
+    *,
+    attended: bool = True,
+) -> Cost:
     """The cost of scoring and choosing for one prompt of N tokens, at least 1.
 
     It is reckoned for a GPU with generated kernels, from operations and bytes alone. What launching
     kernels takes is left out: for short prompts and small models that is most of the time. Where
     data decide how many tokens go deeper or how many entries stay, the most is reckoned with.
+
+    Args:
+        attended: the prefill's attention hands over the log-sum-exp of its logits, as FlashInfer
+            and FlashAttention 3 do; else the keys are gone over once more.
     """
-    nodes = _Nodes(bound, config, prompt, gpu)
+    nodes = _Nodes(bound, config, prompt, gpu, attended)
     sizes, chosen = nodes.sizes(0, prompt), nodes.of("keep", "propagate")
     layer = [node for node in chosen if nodes.phases.of(node) == Phase.LAYER]
     ends = [node for node in chosen if nodes.phases.of(node) == Phase.END]
-    late = {id(x) for node in ends for x in node.args}
-    held = sum(sizes.of(node) * _VALUE for node in layer if id(node) in late)
+    late = {x for node in ends for x in node.args}
+    held = sum(sizes.of(node) * _VALUE for node in layer if node in late)
     return Cost(
         tuple(sorted(nodes.parts(), key=lambda part: -part.seconds)),
         gpu.seconds(config.prefill_work(prompt)),
@@ -107,11 +118,11 @@ class _Sum:
 
     root: Node
     work: Work = field(default_factory=Work)
-    seconds: dict[int, float] = field(default_factory=dict)  # by node
+    seconds: dict[Node, float] = field(default_factory=dict)
 
     def add(self, node: Node, work: Work, seconds: float) -> None:
         self.work += work
-        self.seconds[id(node)] = self.seconds.get(id(node), 0.0) + seconds
+        self.seconds[node] = self.seconds.get(node, 0.0) + seconds
 
 
 class _Nodes:
@@ -119,11 +130,14 @@ class _Nodes:
 
     Args:
         prompt: N tokens.
+        attended: as of `cost`.
     """
 
-    def __init__(self, bound: Bound, config: ModelConfig, prompt: int, gpu: Gpu) -> None:
+    def __init__(
+        self, bound: Bound, config: ModelConfig, prompt: int, gpu: Gpu, attended: bool
+    ) -> None:
         self.bound, self.prompt, self.element = bound, prompt, config.kv_bytes
-        self.gpu = gpu
+        self.gpu, self.attended = gpu, attended
         self.phases = Phases(bound.propagates)
         self._lengths = [high for _, high in lengths(bound, prompt)]
         lists = bound.shape.layers * bound.shape.kv_heads
@@ -132,7 +146,7 @@ class _Nodes:
         self._kept = mean if mean < prompt else prompt // 2
         self._acts = bound.propagation_layer(prompt)
         self._known: dict[tuple[object, ...], Sizes] = {}
-        self._owners: dict[int, tuple[str, Node]] = {}
+        self._owners: dict[Node, tuple[str, Node]] = {}
         # Of nodes that several sections read the first one counts.
         self._sections: dict[str, list[Node]] = {
             section: list(self._section(roots)) for section, roots in _sections(bound).items()
@@ -144,11 +158,11 @@ class _Nodes:
 
     def _own(self, node: Node, name: str, root: Node) -> Iterator[Node]:
         """The nodes below one that belong to nothing yet, each owned by the name next above it."""
-        if id(node) in self._owners:
+        if node in self._owners:
             return
         if node.name is not None:
             name, root = node.name, node
-        self._owners[id(node)] = name, root
+        self._owners[node] = name, root
         for argument in node.args:
             yield from self._own(argument, name, root)
         if self.bound.static.needs(node) is None and self.phases.of(node) != Phase.PLAN:
@@ -168,14 +182,13 @@ class _Nodes:
         counts = (self.bound.window(node, self.prompt, layer, length) for node in windows)
         key = (length, *counts)
         if key not in self._known:
-            bound, prompt = self.bound, self.prompt
-            self._known[key] = Sizes(bound, prompt, layer, length, self._kept, self.element)
+            given = (self.bound, self.prompt, layer, length, self._kept, self.element)
+            self._known[key] = Sizes(*given, attended=self.attended)
         return self._known[key]
 
     def parts(self) -> Iterator[Part]:
         """What every expression costs in all layers."""
         sums: dict[str, _Sum] = {}
-        nodes = {id(node): node for node in self.all()}
         for section, own in self._sections.items():
             for layer in range(self.bound.shape.layers):
                 length = self._reached(section, layer)
@@ -183,12 +196,12 @@ class _Nodes:
                     continue
                 sizes = self.sizes(layer, length)
                 for node in own:
-                    name, root = self._owners[id(node)]
+                    name, root = self._owners[node]
                     work = sizes.work(node)
                     own_sum = sums.setdefault(name, _Sum(root))
                     own_sum.add(node, work, self.gpu.seconds(work))
         for name, each in sums.items():
-            dearest = nodes[max(each.seconds, key=each.seconds.__getitem__)]
+            dearest = max(each.seconds, key=each.seconds.__getitem__)
             seconds = sum(each.seconds.values())
             yield Part(
                 name, each.work, seconds, dearest.span or each.root.span, self._squared(dearest)
@@ -258,22 +271,22 @@ def _read(nodes: list[Node], sizes: Sizes) -> int:
 
 def _peak(nodes: list[Node], sizes: Sizes) -> int:
     """The most bytes alive at once, computing nodes in order and freeing at the last use."""
-    last = {id(x): place for place, node in enumerate(nodes) for x in node.args}
+    last = {x: place for place, node in enumerate(nodes) for x in node.args}
     maps = [sizes.of(node) * _VALUE for node in nodes if "query" in node.type.axes]
     blocks = max(1, min(sizes.axes["kv"], math.ceil(max(maps, default=0) / _BLOCK)))
     keys = sizes.axes["kv"] * sizes.tokens * sizes.axes["dim"] * _VALUE
-    alive: dict[int, float] = {}
+    alive: dict[Node, float] = {}
     peak = 0.0
     for place, node in enumerate(nodes):
         large = {"query", "dim"} & set(node.type.axes)
         size = sizes.of(node) * (1 if node.type.kind == "truth" else _VALUE)
         # A map that is too large for one KV head is made for some queries at a time.
-        alive[id(node)] = min(size // blocks, _BLOCK) if large else size
+        alive[node] = min(size // blocks, _BLOCK) if large else size
         # While a map is made, the float64 copy of the keys or the map before its softmax exists.
-        scratch = max(alive[id(node)], keys // blocks) if node.operation.reads_queries else 0
+        scratch = max(alive[node], keys // blocks) if node.operation.reads_queries else 0
         peak = max(peak, sum(alive.values()) + scratch)
-        for name in [name for name in alive if last.get(name, math.inf) <= place]:
-            del alive[name]
+        for done in [each for each in alive if last.get(each, math.inf) <= place]:
+            del alive[done]
     return int(peak)
 
 
@@ -281,7 +294,6 @@ def memory_of_decode(bound: Bound, prompt: int, element: int) -> tuple[int, int]
     """Bytes that one request remembers for its decode steps: of states, and of queries.
 
     Args:
-        bound: the policy.
         prompt: N tokens.
         element: bytes of one number of a query.
     """
@@ -304,11 +316,11 @@ def decode_cost(bound: Bound, prompt: int) -> dict[str, float]:
     rules = bound.lowered.decode
     if rules is None:
         return {}
-    always = {id(node): node for node in nodes_of(state_roots(rules.states))}
+    always = dict.fromkeys(nodes_of(state_roots(rules.states)))
     leaving = nodes_of([rules.keep, *merge_roots(rules.merge)])
-    every = sum(sizes.work(node).operations for node in always.values())
+    every = sum(sizes.work(node).operations for node in always)
     costs = {"at every step": every} if every else {}
     costs["where entries leave"] = sum(
-        sizes.work(node).operations for node in leaving if id(node) not in always
+        sizes.work(node).operations for node in leaving if node not in always
     )
     return costs

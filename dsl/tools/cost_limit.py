@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.model_config import ModelConfig
-from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError
-from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.dsl.tools.cost import cost
 
 
 def check_cost(bound: Bound, config: ModelConfig, length: int, most: float, option: str) -> None:
     """Refuses a policy that takes more than a share of a prefill's time; see `cost`.
 
+    It is reckoned for an attention backend that hands nothing over: which one a server gets is not
+    known yet, and it may be another tomorrow.
+
     Args:
-        bound: the policy.
-        config: the model.
         length: tokens of the longest prompt, at least 1.
         most: the share, 0.5 for half of the prefill's time.
         option: by which the caller is told another limit, in percent.
@@ -22,7 +21,7 @@ def check_cost(bound: Bound, config: ModelConfig, length: int, most: float, opti
     Raises:
         PolicyError: it takes more: one message that names the dearest expression and its place.
     """
-    found = cost(bound, config, length)
+    found = cost(bound, config, length, attended=False)
     if found.share <= most:
         return
     program, dearest = bound.program, found.parts[0]
@@ -35,9 +34,7 @@ def check_cost(bound: Bound, config: ModelConfig, length: int, most: float, opti
     advice = f"allow it with `{option} {int(100 * found.share) + 1}`, or compute less here"
     if dearest.squared:
         advice += ", for example the attention of `recent(64)` alone"
-    span = dearest.span if program.file is not None else None
-    diagnostic = Diagnostic("cost", message, span, advice)
-    raise PolicyError([diagnostic], program.file or Source(program.name, ""))
+    raise program.refused("cost", message, dearest.span, advice)
 
 
 def _percent(share: float) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.bounds import Bounds, max_entries
-from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.bind.model_config import ModelConfig, read_config
 from kvpolicy.dsl.ir.nodes import ModelShape, Program
@@ -75,9 +74,7 @@ def _parameters(first: Bound, second: Bound) -> Iterator[str]:
 
 
 def _entries(first: Bound, second: Bound, length: int) -> Iterator[str]:
-    sizes = [
-        Bounds(bound, length).size(keep_of(bound.lowered.prefill)) for bound in (first, second)
-    ]
+    sizes = [Bounds(bound, length).kept for bound in (first, second)]
     kv_heads = first.shape.kv_heads
     pairs = list(zip(*([n / kv_heads for n in size.layer] for size in sizes), strict=True))
     for layers in runs(pairs):

@@ -16,7 +16,7 @@ from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.ir.text import print_nodes
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, propagate_roots, state_roots
-from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, on_one_line, refused
 from kvpolicy.dsl.tools import explain_sections
 from kvpolicy.dsl.tools.commands import overrides
 from kvpolicy.dsl.tools.cost import cost
@@ -219,17 +219,13 @@ def _written(checked: Checked, node: Node) -> str:
     """A node's expression as the author wrote it, on one line."""
     if node.span is None:
         return node.op
-    text = " ".join(checked.source.text[node.span.start : node.span.end].split())
-    return text if len(text) <= 72 else text[:69].rstrip() + "..."
+    return on_one_line(checked.source.text[node.span.start : node.span.end], 72)
 
 
 def _entries(bound: Bound, length: int) -> Iterator[str]:
-    bounds, keep = Bounds(bound, length), keep_of(bound.lowered.prefill)
-    size = bounds.size(keep)
-    layers = bound.shape.layers
+    size, layers = Bounds(bound, length).kept, bound.shape.layers
     mean = size.total / (layers * bound.shape.kv_heads)
-    exact = bounds.is_exact(keep)
-    if exact:
+    if _is_exact(bound, length):
         top = max(1, *size.head)
         for first, last in runs(size.head):
             name = layers_text(first, last)
@@ -245,6 +241,11 @@ def _entries(bound: Bound, length: int) -> Iterator[str]:
     yield from _limits(size, bound.shape.kv_heads, length)
 
 
+def _is_exact(bound: Bound, length: int) -> bool:
+    """Whether no data decide how many entries stay."""
+    return Bounds(bound, length).is_exact(keep_of(bound.lowered.prefill))
+
+
 def _limits(size: Size, kv_heads: int, length: int) -> Iterator[str]:
     """Bounds on one head and one layer, where they say more than the prompt's length."""
     shares = [n / kv_heads for n in size.layer]
@@ -258,7 +259,7 @@ def _limits(size: Size, kv_heads: int, length: int) -> Iterator[str]:
 def _memory(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
     full = bound.shape.layers * bound.shape.kv_heads * length
     kept = max_entries(bound, length)
-    most = "" if Bounds(bound, length).is_exact(keep_of(bound.lowered.prefill)) else "at most "
+    most = "" if _is_exact(bound, length) else "at most "
     yield f"  KV cache before  {size_text(config.kv_size(full)):>10}  {full:,} entries"
     share = kept / full if full else 1
     yield f"  KV cache after   {size_text(config.kv_size(kept)):>10}  {most}{kept:,} ({share:.2%})"

@@ -11,22 +11,25 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.gpu import Gpu
 from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.dsl.tools.forecast import Forecast, Load, Serving
-from kvpolicy.dsl.tools.units import seconds_text, size_text
+from kvpolicy.dsl.tools.units import flops_text, seconds_text, size_text
 
 _WIDTH = 96
 
 
 def expected(found: Forecast, batch: int) -> Iterator[str]:
     """The lines of the section."""
-    yield f"  {'':<30} {'full KV':>12} {'policy':>12}"
-    for name, text in (
-        ("KV cache of a prompt", lambda own: size_text(own.prompt_bytes)),
-        ("TTFT", lambda own: seconds_text(own.ttft)),
-        (f"TPOT, {batch:,} at once", lambda own: seconds_text(own.tpot)),
-        ("requests at once, at most", lambda own: f"{own.at_once:,}"),
-        ("throughput then, tokens/s", lambda own: f"{own.throughput:,.0f}"),
+    yield _row("", "full KV", "policy", "")
+    for name, figure, text, more_is_better in (
+        ("KV cache of a prompt", "prompt_bytes", size_text, False),
+        ("TTFT", "ttft", seconds_text, False),
+        (f"TPOT, {batch:,} at once", "tpot", seconds_text, False),
+        ("requests at once, at most", "at_once", "{:,}".format, True),
+        ("throughput then, tokens/s", "throughput", "{:,.0f}".format, True),
     ):
-        yield _row(name, text(found.full), text(found.policy), _ratio(name, found))
+        full, own = getattr(found.full, figure), getattr(found.policy, figure)
+        over, under = (own, full) if more_is_better else (full, own)
+        # Nothing where full KV does not fit.
+        yield _row(name, text(full), text(own), f"{over / under:.2f} x" if under else "")
     yield from _work(found, batch)
     for sentence in found.assumptions:
         yield from textwrap.wrap(
@@ -38,21 +41,11 @@ def _row(name: str, full: str, policy: str, ratio: str) -> str:
     return f"  {name:<30} {full:>12} {policy:>12}  {ratio}".rstrip()
 
 
-def _ratio(name: str, found: Forecast) -> str:
-    """How many times as much or as fast the policy is; nothing where full KV does not fit."""
-    full, own = found.full, found.policy
-    pair = {
-        "TTFT": (full.ttft, own.ttft),
-        "requests at once, at most": (own.at_once, full.at_once),
-        "throughput then, tokens/s": (own.throughput, full.throughput),
-        "KV cache of a prompt": (full.prompt_bytes, own.prompt_bytes),
-    }.get(name, (full.tpot, own.tpot))
-    return f"{pair[0] / pair[1]:.2f} x" if pair[1] else ""
-
-
 def _work(found: Forecast, batch: int) -> Iterator[str]:
     """What the policy itself takes."""
-    yield _row("scoring and compaction", "", seconds_text(found.scoring), "per prompt")
+    share = f"per prompt, {found.share:.2%} of its prefill"
+    yield _row("scoring and compaction", "", seconds_text(found.scoring), share)
+    yield _row("arithmetic of scoring", "", flops_text(found.operations), "per prompt")
     yield _row("operations and launches", "", f"{found.prefill_asks:,.0f}", "per prompt")
     if found.fold is None:
         return
@@ -75,6 +68,8 @@ def document(found: Forecast, bound: Bound, config: ModelConfig, gpu: Gpu, asked
             "max_new_tokens": asked.new,
             **{name: _facts(own) for name, own in ways.items()},
             "scoring_seconds": found.scoring,
+            "scoring_share": found.share,
+            "scoring_operations": found.operations,
             "prefill_asks": found.prefill_asks,
             "fold": None if found.fold is None else asdict(found.fold),
             "assumptions": list(found.assumptions),

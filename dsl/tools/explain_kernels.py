@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kernel_values import written_window
-from kvpolicy.dsl.codegen.regions import Bundle, Regions
+from kvpolicy.dsl.codegen.fusion import Bundle, Fusion
 from kvpolicy.dsl.execute.combination import is_combination
 from kvpolicy.dsl.execute.entropy import distribution
 from kvpolicy.dsl.execute.evaluate import reduces_past
@@ -15,9 +15,9 @@ from kvpolicy.dsl.execute.prefill import Prefill
 from kvpolicy.dsl.execute.share import side_of_share
 from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.ir.nodes import Node, When
-from kvpolicy.dsl.ir.traverse import nodes_of
-from kvpolicy.dsl.ir.written import written
+from kvpolicy.dsl.ir.written import described
 from kvpolicy.dsl.ops.operations import Kind
+from kvpolicy.dsl.syntax.diagnostics import on_one_line
 
 # What `execute/kernels.py` names; merges and shares besides.
 _BY_HAND = frozenset("top fill rank split cascade mean var entropy any[past] var[past]".split())
@@ -25,26 +25,26 @@ _LARGE = frozenset(("query", "dim"))  # axes of what is not small
 _LONGEST = 88
 
 
-def regions(bound: Bound) -> Regions:
+def prefill_fusion(bound: Bound) -> Fusion:
     """What is generated for the prefill of a policy."""
     prefill = Prefill(bound, False, defers=False)
-    return Regions(bound, prefill.everything, prefill.updates.states)
+    return Fusion(bound, prefill.everything, prefill.updates.states)
 
 
-def step_regions(bound: Bound) -> list[Regions]:
+def step_fusions(bound: Bound) -> list[Fusion]:
     """What is generated for decode steps: for states, and for what is read where entries leave."""
     if bound.folded.decode is None:
         return []
     steps = Steps(bound, False, installed())
     return [
-        Regions(bound, steps.advancing_roots, steps.updates.states, steps=True),
-        Regions(bound, steps.leaving_roots, steps=True),
+        Fusion(bound, steps.advancing_roots, steps.updates.states, steps=True),
+        Fusion(bound, steps.leaving_roots, steps=True),
     ]
 
 
 def kernels(bound: Bound) -> Iterator[str]:
     """The lines of the explanation."""
-    found = regions(bound)
+    found = prefill_fusion(bound)
     yield from (f"  {line}" for line in (*_passes(found), *reasons([found])))
     if bound.folded.prefill.merge is not None:
         yield f"  {_MERGE}"
@@ -52,7 +52,7 @@ def kernels(bound: Bound) -> Iterator[str]:
         yield f"  {_share(bound.lowered.share.direction)}"
     if bound.folded.decode is None:
         return
-    of_steps = step_regions(bound)
+    of_steps = step_fusions(bound)
     yield f"  {_while_decoding(bound)}"
     for each in of_steps:
         yield from (f"    {line}" for line in _passes(each))
@@ -72,29 +72,28 @@ def _while_decoding(bound: Bound) -> str:
     return f"while decoding, states {how}"
 
 
-def _passes(found: Regions) -> Iterator[str]:
+def _passes(found: Fusion) -> Iterator[str]:
     for bundle in found.bundles:
-        yield _pass(bundle)
+        yield _pass(bundle, found.steps)
         for node in _named(bundle):
             yield f"  kernel  {_short(node)}"
 
 
-def reasons(found: Sequence[Regions]) -> Iterator[str]:
+def reasons(found: Sequence[Fusion]) -> Iterator[str]:
     """What stays with torch, and why."""
     for each in found:
-        known = {id(node): node for node in nodes_of(each.roots)}
-        for name, reason in each.reasons.items():
-            yield f"torch   {_short(known[name])}: {reason}"
+        for node, reason in each.reasons.items():
+            yield f"torch   {_short(node)}: {reason}"
     names = {name for each in found for name in _small(each)}
     for by, chosen in (("kernel  hand-written,", names & _BY_HAND), ("torch  ", names - _BY_HAND)):
         if chosen:
             yield f"{by} on small tensors: {', '.join(sorted(chosen))}"
 
 
-def _small(found: Regions) -> set[str]:
+def _small(found: Fusion) -> set[str]:
     """Operations beside the generated kernels; what a kernel knows as one is one."""
     left = [node for node in found.left() if node.when >= When.LAYER]
-    read = {id(x) for node in left if not reduces_past(node) for x in node.args}
+    read = {x for node in left if not reduces_past(node) for x in node.args}
     names = set()
     for node in left:
         row = node.operation
@@ -108,7 +107,7 @@ def _small(found: Regions) -> set[str]:
             node.op not in _BY_HAND or _LARGE & set(node.args[0].type.axes)  # its reason is given
         ):
             continue
-        elif node.op != "past" or id(node) in read:
+        elif node.op != "past" or node in read:
             names.add(node.op)
     return names
 
@@ -119,25 +118,30 @@ def _share(direction: Node) -> str:
     return f"torch   share: {_short(direction)}: it is no sum of two layers' vectors"
 
 
-def _pass(bundle: Bundle) -> str:
-    """How often a bundle reads the layer's tensors."""
+_COUNTS = ("", "one pass", "two passes", "three passes")
+
+
+def _pass(bundle: Bundle, steps: bool) -> str:
+    """How often a bundle reads the layer's tensors, in a prefill or at decode steps."""
     roles = {each.role for each in bundle.reductions}
     ops = {node.op for each in bundle.reductions for node in each.node.walk()}
     if bundle.window is None:
         names = " and ".join(f"{name}s" for name in ("key", "value") if name in ops)
         return f"one pass over the {names}"
-    passes = ("attn" in ops) + len(roles - {"vectors"})
-    count = {1: "one pass", 2: "two passes", 3: "three passes"}[passes]
+    passes, softmax = len(roles - {"vectors"}), "attn" in ops
+    count = _COUNTS[passes + (softmax and steps)]
     also = ", values read once," if "value" in ops else ""
-    return f"{count} over the keys{also} for {written_window(bundle.window)}"
+    text = f"{count} over the keys{also} for {written_window(bundle.window)}"
+    if not softmax or steps:
+        return text
+    return f"{text} ({_COUNTS[passes + 1]} where attention gives no log-sum-exp)"
 
 
 def _named(bundle: Bundle) -> list[Node]:
     """Reductions and outputs, once each."""
     nodes = [*(each.node for each in bundle.reductions), *bundle.outputs]
-    return list({id(node): node for node in nodes}.values())
+    return list(dict.fromkeys(nodes))
 
 
 def _short(node: Node) -> str:
-    text = f"{node.name}: {written(node)}" if node.name else written(node)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3].rstrip()}..."
+    return on_one_line(described(node), _LONGEST)

@@ -2,7 +2,8 @@
 
 Every rank gets what enters operations across KV heads from all the others (execute/gathered.py).
 Bytes are those of all KV heads of a model, whatever the number of ranks, beside what the ranks
-exchange for the model itself: two sums of all hidden states per layer.
+exchange for the model itself: two sums of all hidden states per layer. Where several ranks hold the
+same KV head, each gets the queries of the others besides.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections.abc import Iterable, Iterator
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import Bounds
-from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.dsl.bind.work import Sizes
+from kvpolicy.dsl.execute.stages import Stage
 from kvpolicy.dsl.ir.heads import across_heads, heads_last
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, propagate_roots, state_roots
@@ -34,6 +35,11 @@ def exchanged(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
         fold = fold_bytes(bound, length, config.kv_bytes)
         model = _SUMS * config.shape.layers * config.hidden * config.kv_bytes
         yield f"  {'fold':<10} {size_text(fold):>10}  {_share(fold, model)} a decode step"
+    prompt, step = query_bytes(bound, length, config.kv_bytes)
+    if prompt or step:
+        more = f", and {size_text(step)} of a decode step that it reads" if step else ""
+        why = f"of a prefill besides, where there are more ranks than KV heads{more}"
+        yield f"  {'queries':<10} {size_text(prompt):>10}  {why}"
 
 
 def _share(own: int, model: int) -> str:
@@ -46,7 +52,7 @@ def prefill_bytes(bound: Bound, length: int, element: int) -> int:
     rules = sections.prefill
     roots = [rules.keep, rules.budget, *rules.decided.values(), *state_roots(rules.states)]
     roots += [*merge_roots(rules.merge), *propagate_roots(sections.propagate)]
-    kept = Bounds(bound, length).size(keep_of(bound.lowered.prefill)).head
+    kept = Bounds(bound, length).kept.head
     nodes, total = _across(roots), bound.shape.layers * bound.shape.kv_heads * _NUMBER
     for layer, (_, tokens) in enumerate(lengths(bound, length)):
         sizes = Sizes(bound, length, layer, tokens, kept[layer], element)
@@ -55,18 +61,43 @@ def prefill_bytes(bound: Bound, length: int, element: int) -> int:
 
 
 def fold_bytes(bound: Bound, length: int, element: int) -> int:
-    """What is exchanged when entries leave of one request."""
+    """What is exchanged when entries leave of one request, all layers at once where it can be."""
     rules = heads_last(bound.lowered).decode
     if rules is None:
         return 0
     nodes = _across([rules.keep, *merge_roots(rules.merge), *state_roots(rules.states)])
-    kept = Bounds(bound, length).size(keep_of(bound.lowered.prefill)).head
+    among = _competing(bound, rules.keep, length)
+    kept = Bounds(bound, length).kept.head
     total = bound.shape.layers * bound.shape.kv_heads * _COLUMNS * _NUMBER
     for layer, most in enumerate(kept):
         held = most + bound.fold_interval
-        sizes = Sizes(bound, length, layer, held, most, element, step=True)
-        total += _bytes(nodes, sizes)
+        for node in nodes:
+            tokens = min(among.get(id(node), held), held)
+            sizes = Sizes(bound, length, layer, tokens, most, element, step=True)
+            total += _bytes([node], sizes)
     return total
+
+
+def _competing(bound: Bound, keep: Node | None, length: int) -> dict[int, int]:
+    """Of nodes that look across KV heads for few entries alone: for how many."""
+    found: dict[int, int] = {}
+    for node in nodes_of([keep]):
+        stage = Stage.of(node)
+        among = None if stage is None else stage.competing(bound, [length])
+        if stage is not None and among is not None:
+            across = (x for x in _across([stage.score]) if "token" not in x.axes)
+            found |= {id(x): max(among[0] - among[1], 0) for x in across}
+    return found
+
+
+def query_bytes(bound: Bound, length: int, element: int) -> tuple[int, int]:
+    """Queries of all heads that a policy reads of a prompt, and those of a decode step."""
+    shape = bound.shape
+    query = shape.heads * shape.head_dim * element
+    reach = [tokens for _, tokens in lengths(bound, length)]
+    prompt = sum(min(bound.queries(length), tokens) for tokens in reach)
+    reads = bound.folded.decode is not None and bound.step_queries(length) > 0
+    return query * prompt, query * shape.layers * reads
 
 
 def _across(roots: Iterable[Node | None]) -> list[Node]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.bind.lengths import lengths
+from kvpolicy.dsl.bind.lengths import computed, lengths
 from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.dsl.ir.nodes import Merge, Node, Propagate, Rules, Share
 from kvpolicy.dsl.tools.cost import decode_cost, memory_of_decode
@@ -41,20 +41,8 @@ def propagation(bound: Bound, propagate: Propagate, length: int, written: Writte
         low, high = ranges[first]
         number = f"{high:,}" if low == high else f"{low:,} to {high:,}"
         yield f"  {layers_text(first, last):<14} {number:>9}"
-    rows, full = _rows(bound, length), bound.shape.layers * length
+    rows, full = sum(computed(bound, length)), bound.shape.layers * length
     yield f"  {'computed':<14} {rows:>9,}  rows at most, {rows / full:.1%} of the prefill's"
-
-
-def _rows(bound: Bound, length: int) -> int:
-    """The most tokens that are computed, summed over layers and over both passes of a restart."""
-    ranges, layers = lengths(bound, length), bound.shape.layers
-    reached = sum(high for _, high in ranges)
-    if not bound.restarts:
-        return reached
-    layer = bound.propagation_layer(length)
-    if layer == layers:  # the second pass never begins
-        return reached
-    return (layers if layer is None else layer + 1) * length + reached
 
 
 def _acting(bound: Bound, length: int) -> str:

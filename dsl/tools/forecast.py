@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.bind.gpu import MATRIX_REACHED, MEMORY_REACHED, Gpu
-from kvpolicy.dsl.bind.lengths import lengths
+from kvpolicy.dsl.bind.lengths import computed
 from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.dsl.bind.steady import is_steady
 from kvpolicy.dsl.bind.work import Work
@@ -73,7 +73,9 @@ class Forecast:
     """What is expected of a policy, beside full KV.
 
     Attributes:
-        scoring: seconds of the GPU for scoring, choosing and compaction of one prompt.
+        scoring: seconds of the GPU for scoring, choosing and compaction of one prompt; share: of
+            the prefill's.
+        operations: multiplications, additions and others of scoring and choosing for it.
         prefill_asks: what a prefill asks of the device for the policy.
         fold: of as many requests as were asked for; None: nothing leaves.
         assumptions: sentences.
@@ -82,6 +84,8 @@ class Forecast:
     full: Serving
     policy: Serving
     scoring: float
+    share: float
+    operations: float
     prefill_asks: float
     fold: Fold | None
     assumptions: Sequence[str]
@@ -122,6 +126,8 @@ def forecast(bound: Bound, config: ModelConfig, gpu: Gpu, load: Load, pool: floa
         full.serving(),
         own.serving(),
         own.scoring,
+        own.scoring / full.prefill,
+        own.operations,
         own.prefill_asks,
         own.fold(load.batch),
         tuple(_assumptions(full, own)),
@@ -205,6 +211,7 @@ class _Policy(_Way):
         found = cost(bound, config, load.prompt, gpu)
         # What stays is read and written once.
         moved = Work(moved=2.0 * config.kv_size(int(self.entries)))
+        self.operations = found.operations
         self.scoring = sum(part.seconds for part in found.parts) + gpu.seconds(moved)
 
     @property
@@ -217,16 +224,7 @@ class _Policy(_Way):
         layers = self.config.shape.layers
         own = layers * self.asked.layer.host + self.asked.end.host
         host = PREFILL_ASK * (layers * LAYER_KERNELS + own)
-        return max(self._reach(self._tokens()) + self.scoring, host)
-
-    def _tokens(self) -> list[int]:
-        """Tokens that reach layers, of both passes of a restart."""
-        bound, layers = self.bound, self.config.shape.layers
-        reached = [high for _, high in lengths(bound, self.prompt)]
-        acts = bound.propagation_layer(self.prompt)
-        if not bound.restarts or acts == layers:
-            return reached
-        return [self.prompt] * (layers if acts is None else acts + 1) + reached
+        return max(self._reach(computed(self.bound, self.prompt)) + self.scoring, host)
 
     def held(self, generated: float) -> float:
         if not self.steady or self.entries >= self.token * self.prompt:
@@ -278,6 +276,8 @@ def _assumptions(full: _Way, own: _Policy) -> list[str]:
         "tokenizer and queue",
         f"answers of {own.new:,} tokens; a decode step reads weights and entries once, and takes "
         f"{1e3 * STEP_HOST:.1f} ms at least for SGLang's host",
+        "the prefill's attention hands over its log-sum-exp (FlashInfer, FlashAttention 3); with "
+        "another one scoring goes over the keys once more",
         "throughput: as many requests as fit, prefills and decode steps one after the other, no "
         "prompt shared",
     ]

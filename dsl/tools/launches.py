@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.codegen.regions import Bundle
-from kvpolicy.dsl.codegen.source import Source
+from kvpolicy.dsl.codegen.fusion import Bundle
+from kvpolicy.dsl.codegen.source import GeneratedFile
 from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.dsl.execute.generated import Generated, Run
 from kvpolicy.dsl.execute.kernels import Entries, Kernels, Slots, installed
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.requests import follow_together
 from kvpolicy.dsl.execute.run import Run as PrefillRun
-from kvpolicy.dsl.tools.trial_cases import Case, cases
+from kvpolicy.dsl.tools.trial_cases import TrialCase, cases
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -163,7 +163,7 @@ class Watch:
         return program
 
     def _zeros(self, made: Generated | None) -> Generated | None:
-        return None if made is None else _Zeros(made.bound, made.regions, made.compiled, watch=self)
+        return None if made is None else _Zeros(made.bound, made.fusion, made.compiled, watch=self)
 
 
 class _Zeros(Generated):
@@ -173,9 +173,9 @@ class _Zeros(Generated):
         super().__init__(*given)
         self._watch = watch
 
-    def _source(self, bundle: Bundle, single: bool) -> tuple[Source, Run]:
+    def _source(self, bundle: Bundle, single: bool) -> tuple[GeneratedFile, Run]:
         source, _ = super()._source(bundle, single)
-        steps, shape = self.regions.steps, self.bound.shape
+        steps, shape = self.fusion.steps, self.bound.shape
 
         def run(*given: Any, **options: int) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
             (q, *_), (_, rows, _) = given[:2]
@@ -242,7 +242,7 @@ def launches(bound: Bound) -> Launches:
 class _Counting:
     """A policy on the longest prompt of its trial, and its third fold."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: TrialCase) -> None:
         self.case, self.bound, self.watch = case, case.bound, Watch()
         self.program = self.watch.program(case.bound, installed())
         self.random = torch.Generator().manual_seed(0)
@@ -336,7 +336,7 @@ class _Counting:
         def queries() -> torch.Tensor:
             observed.append(Asked(operations=1))  # those of all steps are put together
             if not memory.steps.advancing_asks:  # and had not been noted step by step
-                observed.append(Asked(operations=1, transfers=1))
+                observed.append(Asked(operations=1))
             return asked
 
         for step in islice(leaving, _FOLDS):
@@ -354,7 +354,7 @@ class _Counting:
         return found
 
     def _written(self) -> Asked:
-        """Moving what stays within its pages: sglang_ext/forward/fold_together.py."""
+        """Moving what stays within its pages: sglang_ext/forward/group_fold.py."""
         # To the device goes which rows there are and how long; from it comes how many stay.
         return Asked(launches=1 + (self.bound.positions == "slots"), transfers=2)
 

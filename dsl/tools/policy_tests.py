@@ -18,7 +18,7 @@ from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
 from kvpolicy.dsl.syntax.library import TEST_SUFFIX, find, read_source, shipped
 from kvpolicy.dsl.tools.commands import EXECUTIONS, executable, execute, overrides
 from kvpolicy.dsl.tools.run import add_merged, propagation, report
-from kvpolicy.dsl.tools.test_format import Case, Numbers, Seed, read_cases
+from kvpolicy.dsl.tools.test_format import Numbers, PolicyTest, Seed, read_cases
 from kvpolicy.dsl.tools.units import positions_text
 
 
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _trial(program: Program, cases: Sequence[Case]) -> PolicyError | None:
+def _trial(program: Program, cases: Sequence[PolicyTest]) -> PolicyError | None:
     """What the trial says of a policy: with its defaults, or as the first test has it.
 
     A policy may be made for models that are unlike the usual one; its tests know which.
@@ -96,7 +96,7 @@ def _tested(test: Path, name: str) -> Program:
     return executable(test.with_name(f"{stem}.yaml"))
 
 
-def check_case(program: Program, case: Case, execution: str) -> list[str]:
+def check_case(program: Program, case: PolicyTest, execution: str) -> list[str]:
     """What differs from what a test expects; empty if nothing does."""
     try:
         bound = bind(
@@ -174,7 +174,7 @@ def _difference(kept: list[int], expected: list[int]) -> str:
     return "; ".join(parts)
 
 
-def recording(case: Case) -> Recording:
+def recording(case: PolicyTest) -> Recording:
     """The tensors of a test, float32.
 
     Raises:
@@ -193,7 +193,7 @@ def recording(case: Case) -> Recording:
     return Recording(case.name, made["q"], made["k"], made["v"], steps, inv_freq)
 
 
-def _tensor(name: str, case: Case, size: tuple[int, ...]) -> np.ndarray:
+def _tensor(name: str, case: PolicyTest, size: tuple[int, ...]) -> np.ndarray:
     given = case.tensors[name]
     if not isinstance(given, Seed):
         return _written(name, given, size)

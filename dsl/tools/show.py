@@ -11,7 +11,7 @@ from kvpolicy.dsl.codegen.source import generate
 from kvpolicy.dsl.ir.text import print_nodes
 from kvpolicy.dsl.tools.commands import bound_policy
 from kvpolicy.dsl.tools.explain import roots
-from kvpolicy.dsl.tools.explain_kernels import reasons, regions, step_regions
+from kvpolicy.dsl.tools.explain_kernels import prefill_fusion, reasons, step_fusions
 
 
 def main(args: argparse.Namespace) -> int:
@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> int:
 
 def sources(bound: Bound) -> Iterator[str]:
     """The generated files of a policy, those of a prefill first; a comment why there is none."""
-    found = [regions(bound), *step_regions(bound)]
+    found = [prefill_fusion(bound), *step_fusions(bound)]
     for each in found:
         for bundle in each.bundles:
             yield generate(bundle, bound, steps=each.steps).text

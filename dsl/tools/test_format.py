@@ -45,6 +45,7 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax import yaml_nodes
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, did_you_mean, listed
 from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.syntax.yaml_nodes import YamlNode
 
 MAX_VALUES = 1 << 22  # numbers in one tensor
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
@@ -63,7 +64,8 @@ _SEED_KEYS = ("seed", "stride", "scale", "step")
 
 Numbers = float | list["Numbers"]
 _T = TypeVar("_T")
-Reads = Callable[[yaml_nodes.Node], _T]
+_D = TypeVar("_D")
+Reads = Callable[[YamlNode], _T]
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Seed:
 
 
 @dataclass(frozen=True)
-class Case:
+class PolicyTest:
     """One test.
 
     Attributes:
@@ -108,7 +110,7 @@ class Case:
     refused: str | None
 
 
-def read_cases(source: Source) -> tuple[str, list[Case]]:
+def read_cases(source: Source) -> tuple[str, list[PolicyTest]]:
     """The policy's name and the tests of a file.
 
     Raises:
@@ -124,7 +126,7 @@ class _Reader:
         self.source = source
         self.diagnostics: list[Diagnostic] = []
 
-    def file(self) -> tuple[str, list[Case]]:
+    def file(self) -> tuple[str, list[PolicyTest]]:
         root = yaml_nodes.read_yaml(self.source, self.diagnostics.append)
         policy, cases = "", []
         if root is not None and not self.diagnostics:
@@ -133,37 +135,34 @@ class _Reader:
                 policy = self.text(keys["policy"])
                 for node in self.sequence(keys["tests"], "tests").items:
                     cases.extend(self.case(node))
-            except _Defect as defect:
-                self.diagnostics.append(defect.diagnostic)
+            except PolicyError as error:
+                self.diagnostics += error.diagnostics
         if self.diagnostics:
             raise PolicyError(self.diagnostics, self.source)
         return policy, cases
 
-    def case(self, node: yaml_nodes.Node) -> list[Case]:
+    def case(self, node: YamlNode) -> list[PolicyTest]:
         try:
             return [self._case(node)]
-        except _Defect as defect:
-            self.diagnostics.append(defect.diagnostic)
+        except PolicyError as error:
+            self.diagnostics += error.diagnostics
             return []
 
-    def _case(self, node: yaml_nodes.Node) -> Case:
+    def _case(self, node: YamlNode) -> PolicyTest:
         keys = self.mapping(node, _CASE_KEYS, required=("name", "model"))
         sizes = self.mapping(keys["model"], _MODEL_KEYS, required=_MODEL_KEYS)
         model = {name: self.whole(value) for name, value in sizes.items()}
         shape = ModelShape(*(model[name] for name in _MODEL_KEYS))
-        tokens, steps, fold_interval = (
-            self.whole(keys[name]) if name in keys else default
-            for name, default in (("tokens", 0), ("steps", 0), ("fold_interval", 1))
-        )
+        tokens = self.given(keys, "tokens", self.whole, 0)
+        steps = self.given(keys, "steps", self.whole, 0)
+        fold_interval = self.given(keys, "fold_interval", self.whole, 1)
         if shape.layers * shape.heads * (tokens + steps) * shape.head_dim > MAX_VALUES:
             raise self.defect(f"the tensors have more than {MAX_VALUES:,} numbers", keys["model"])
         settings = self.mapping(keys["set"]) if "set" in keys else {}
         if bool(keys.keys() & set(_EXPECTED_KEYS)) == ("refused" in keys):
             raise self.defect("a test says either what is `kept` or how it is `refused`", node)
-        inv_freq = None
-        if "inv_freq" in keys:
-            inv_freq = [*map(self.number, self.sequence(keys["inv_freq"], "inv_freq").items)]
-        return Case(
+        inv_freq = self.given(keys, "inv_freq", self.inv_freq, None)
+        return PolicyTest(
             name=self.text(keys["name"]),
             line=self.source.place(node.span.start)[0],
             settings=tuple(f"{name}={self.text(value)}" for name, value in settings.items()),
@@ -175,10 +174,19 @@ class _Reader:
             fold_interval=fold_interval,
             expected=self.expected(keys, shape),
             after=self.after(keys["after"], shape, steps) if "after" in keys else {},
-            refused=self.text(keys["refused"]) if "refused" in keys else None,
+            refused=self.given(keys, "refused", self.text, None),
         )
 
-    def expected(self, keys: dict[str, yaml_nodes.Node], shape: ModelShape) -> dict[str, object]:
+    def given(
+        self, keys: Mapping[str, YamlNode], name: str, read: Reads[_T], default: _D
+    ) -> _T | _D:
+        """What stands under a key; the default where there is none."""
+        return read(keys[name]) if name in keys else default
+
+    def inv_freq(self, node: YamlNode) -> list[float]:
+        return [self.number(item) for item in self.sequence(node, "inv_freq").items]
+
+    def expected(self, keys: dict[str, YamlNode], shape: ModelShape) -> dict[str, object]:
         """What is expected of the prefill or of a step, by key."""
         per_layer = partial(self.layers, shape=shape, read=self.value)
         reads: dict[str, Reads[object]] = {
@@ -192,9 +200,7 @@ class _Reader:
         }
         return {name: read(keys[name]) for name, read in reads.items() if name in keys}
 
-    def after(
-        self, node: yaml_nodes.Node, shape: ModelShape, steps: int
-    ) -> dict[int, dict[str, object]]:
+    def after(self, node: YamlNode, shape: ModelShape, steps: int) -> dict[int, dict[str, object]]:
         """What is expected after decode steps, by step."""
         if not isinstance(node, yaml_nodes.Mapping):
             raise self.defect("`after` says by step what is cached", node)
@@ -209,13 +215,13 @@ class _Reader:
             found[int(key.text)] = self.expected(entry, shape)
         return found
 
-    def propagated(self, node: yaml_nodes.Node) -> object:
+    def propagated(self, node: YamlNode) -> object:
         """Positions, or by layer for `propagate.every`; None for `none`."""
         if isinstance(node, yaml_nodes.Mapping):
             return {self.whole(key): self.positions(value) for key, value in node.entries}
         return None if self.is_none(node) else self.positions(node)
 
-    def layers(self, node: yaml_nodes.Node, shape: ModelShape, read: Reads[_T]) -> list[_T]:
+    def layers(self, node: YamlNode, shape: ModelShape, read: Reads[_T]) -> list[_T]:
         """A value per layer; one stands for all."""
         if not isinstance(node, yaml_nodes.Sequence):
             return [read(node)] * shape.layers
@@ -228,35 +234,35 @@ class _Reader:
             raise self.defect(message, node)
         return [read(item) for item in node.items]
 
-    def value(self, node: yaml_nodes.Node) -> LayerValue:
+    def value(self, node: YamlNode) -> LayerValue:
         """A number, `none`, or a list of them for each KV head or what else a value has."""
         if isinstance(node, yaml_nodes.Sequence):
             return [self.value(item) for item in node.items]
         return None if self.is_none(node) else self.number(node)
 
-    def difference(self, node: yaml_nodes.Node) -> dict[str, float]:
+    def difference(self, node: YamlNode) -> dict[str, float]:
         """`{key: 0.25, value: 1.5}`; what is left out is 0."""
         keys = self.mapping(node, ("key", "value"))
-        return {n: self.number(keys[n]) if n in keys else 0.0 for n in ("key", "value")}
+        return {name: self.given(keys, name, self.number, 0.0) for name in ("key", "value")}
 
-    def tensor(self, node: yaml_nodes.Node | None) -> Numbers | Seed | None:
+    def tensor(self, node: YamlNode | None) -> Numbers | Seed | None:
         if not isinstance(node, yaml_nodes.Mapping):
             return None if node is None else self.numbers(node)
         keys = self.mapping(node, _SEED_KEYS, required=("seed",))
-        scale = self.number(keys["scale"]) if "scale" in keys else 1.0
-        step = self.number(keys["step"]) if "step" in keys else 0.0
-        stride = self.whole(keys["stride"]) if "stride" in keys else 1
+        scale = self.given(keys, "scale", self.number, 1.0)
+        step = self.given(keys, "step", self.number, 0.0)
+        stride = self.given(keys, "stride", self.whole, 1)
         return Seed(self.whole(keys["seed"]), stride, scale, step)
 
-    def numbers(self, node: yaml_nodes.Node) -> Numbers:
+    def numbers(self, node: YamlNode) -> Numbers:
         if isinstance(node, yaml_nodes.Sequence):
             return [self.numbers(item) for item in node.items]
         return self.number(node)
 
-    def heads(self, node: yaml_nodes.Node, shape: ModelShape, read: Reads[_T]) -> list[list[_T]]:
+    def heads(self, node: YamlNode, shape: ModelShape, read: Reads[_T]) -> list[list[_T]]:
         """A value per layer and KV head; one value stands for all."""
 
-        def layer(node: yaml_nodes.Node) -> list[_T]:
+        def layer(node: YamlNode) -> list[_T]:
             if isinstance(node, yaml_nodes.Scalar):
                 return [read(node)] * shape.kv_heads
             items = self.sequence(node, "a list with an entry per KV head")
@@ -267,7 +273,7 @@ class _Reader:
         layers = self.sequence(node, "a list with an entry per layer")
         return self.listed(layers, "layers", shape.layers, layer)
 
-    def positions(self, node: yaml_nodes.Node) -> list[int]:
+    def positions(self, node: YamlNode) -> list[int]:
         """Positions such as `0 3-5 11`."""
         found: list[int] = []
         for word in self.text(node).split():
@@ -284,8 +290,8 @@ class _Reader:
     # YAML values.
 
     def mapping(
-        self, node: yaml_nodes.Node, known: Sequence[str] = (), required: Sequence[str] = ()
-    ) -> dict[str, yaml_nodes.Node]:
+        self, node: YamlNode, known: Sequence[str] = (), required: Sequence[str] = ()
+    ) -> dict[str, YamlNode]:
         if not isinstance(node, yaml_nodes.Mapping):
             raise self.defect("a mapping of keys to values is needed here", node)
         for key, _ in node.entries:
@@ -298,37 +304,30 @@ class _Reader:
                 raise self.defect(f"the key `{name}` is missing", node)
         return keys
 
-    def sequence(self, node: yaml_nodes.Node, what: str) -> yaml_nodes.Sequence:
+    def sequence(self, node: YamlNode, what: str) -> yaml_nodes.Sequence:
         if not isinstance(node, yaml_nodes.Sequence):
             raise self.defect(f"{what} is needed" if " " in what else f"`{what}` is a list", node)
         return node
 
-    def is_none(self, node: yaml_nodes.Node) -> bool:
+    def is_none(self, node: YamlNode) -> bool:
         return self.text(node) == "none"
 
-    def text(self, node: yaml_nodes.Node) -> str:
+    def text(self, node: YamlNode) -> str:
         if not isinstance(node, yaml_nodes.Scalar):
             raise self.defect("a text is needed here", node)
         return node.text
 
-    def number(self, node: yaml_nodes.Node) -> float:
+    def number(self, node: YamlNode) -> float:
         text = self.text(node)
         if not _NUMBER.fullmatch(text):
             raise self.defect(f"`{text}` is no number", node)
         return float(text)
 
-    def whole(self, node: yaml_nodes.Node) -> int:
+    def whole(self, node: YamlNode) -> int:
         text = self.text(node)
         if not text.isascii() or not text.isdigit() or len(text) > 9:
             raise self.defect(f"`{text}` is no whole number", node)
         return int(text)
 
-    def defect(self, message: str, node: yaml_nodes.Node, help_: str | None = None) -> _Defect:
-        return _Defect(Diagnostic("test", message, node.span, help_))
-
-
-class _Defect(Exception):
-    """What is wrong with a case; reported by the reader."""
-
-    def __init__(self, diagnostic: Diagnostic) -> None:
-        self.diagnostic = diagnostic
+    def defect(self, message: str, node: YamlNode, help: str | None = None) -> PolicyError:
+        return PolicyError([Diagnostic("test", message, node.span, help)], self.source)

@@ -21,10 +21,9 @@ from kvpolicy.dsl.data.result import Result
 from kvpolicy.dsl.execute.apply import apply
 from kvpolicy.dsl.interpret.interpreter import interpret
 from kvpolicy.dsl.ir.nodes import Node
-from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError
-from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.dsl.tools.agreement import Difference, difference
-from kvpolicy.dsl.tools.trial_cases import Case, cases
+from kvpolicy.dsl.tools.trial_cases import TrialCase, cases
 
 T = TypeVar("T")
 
@@ -65,7 +64,7 @@ class _Attempt:
         number: of the case, its seed.
     """
 
-    def __init__(self, bound: Bound, case: Case, number: int) -> None:
+    def __init__(self, bound: Bound, case: TrialCase, number: int) -> None:
         self.bound, self.case = bound, case
         self.tensors, self.steps = _tensors(case, number)
         size = case.bound.shape.head_dim
@@ -117,11 +116,7 @@ class _Attempt:
     def _deciding(self, found: Difference) -> Node | None:
         """The value that decides what differs."""
         bound = self.case.bound
-        rules = (
-            bound.folded.decode
-            if found.step and bound.folded.decode is not None
-            else bound.folded.prefill
-        )
+        rules = (bound.folded.decode if found.step else None) or bound.folded.prefill
         if found.section == "propagate":
             return None if bound.folded.propagate is None else bound.folded.propagate.tokens
         if found.section == "merge" and rules.merge is not None:
@@ -148,16 +143,14 @@ def _carried_out(bound: Bound, who: str, prompt: str, make: Callable[[], T]) -> 
 
 
 def _refused(bound: Bound, message: str, node: Node | None) -> PolicyError:
-    program = bound.program
-    span = None if node is None or program.file is None else node.span
-    found = Diagnostic("trial", f"`{program.name}` {message}", span, _HELP)
-    return PolicyError([found], program.file or Source(program.name, ""))
+    span = None if node is None else node.span
+    return bound.program.refused("trial", f"`{bound.program.name}` {message}", span, _HELP)
 
 
 Tensors = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def _tensors(case: Case, seed: int) -> tuple[Tensors, Tensors]:
+def _tensors(case: TrialCase, seed: int) -> tuple[Tensors, Tensors]:
     """q, k, v of the prompt and of the decode steps, float32.
 
     With ties there are few different tokens: where keys and values are the same, scores are. The

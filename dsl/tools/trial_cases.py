@@ -28,7 +28,7 @@ _STEPS = 32  # of which one must be a step at which entries leave
 
 
 @dataclass(frozen=True)
-class Case:
+class TrialCase:
     """One prompt of a trial.
 
     Attributes:
@@ -44,7 +44,7 @@ class Case:
     ties: bool
 
 
-def cases(bound: Bound) -> Iterator[Case]:
+def cases(bound: Bound) -> Iterator[TrialCase]:
     """The prompts by which a bound policy is tried.
 
     Scaled down for all of them: query heads (two for each KV head where the model has groups), KV
@@ -58,15 +58,15 @@ def cases(bound: Bound) -> Iterator[Case]:
     """
     whole = _rebound(bound, min(bound.shape.layers, LAYERS), lambda value: value)
     if whole is not None:
-        yield Case(whole, 2, 0, ties=False)
+        yield TrialCase(whole, 2, 0, ties=False)
     small = _small(bound)
     window = _window(small)
     long = max(_long(small), 3 * window)
     for tokens, ties in ((1, True), (window, False), (window + 1, True), (long, False)):
-        yield Case(small, tokens, _steps(small, tokens), ties)
+        yield TrialCase(small, tokens, _steps(small, tokens), ties)
     several = _rebound(small, small.shape.layers, lambda value: value, fold_interval=4)
     if several is not None:
-        yield Case(several, long + 5, _steps(several, long + 5, folds=3), ties=True)
+        yield TrialCase(several, long + 5, _steps(several, long + 5, folds=3), ties=True)
 
 
 def _small(bound: Bound) -> Bound:

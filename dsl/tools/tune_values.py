@@ -25,9 +25,7 @@ def candidates(
     """The policy with each value of a parameter that is tried.
 
     Args:
-        program: the policy.
         name: of the parameter.
-        shape: sizes of the model.
         settings: values of other parameters.
         given: values as text; None: all that the parameter's declaration allows.
 

@@ -19,6 +19,7 @@ from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     attend_tile,
     columns_of,
     elements_of_call,
+    launched,
     merged_at_once,
     put_split,
     share_of,
@@ -58,7 +59,7 @@ def decode_attention(
             each. None: allocated.
         tile: how a program reads; None: as measured, else `tile_of`.
         programs: how many run at once on a processor, for shares of one length; None: as measured,
-            else as `cut` says.
+            else as compiled (`at_once`).
 
     Raises:
         ValueError: as the reference; there are too many splits, or workspace is too small.
@@ -72,15 +73,13 @@ def decode_attention(
         return result
     group = heads // groups
     block = query_rows(group)
-    tile, parts = way(
-        "decode_attention", q.device, storage.dtype, size, block, requests * groups,
-        splits=splits, tile=tile, programs=programs,
-    )  # fmt: skip
+    given = ("decode_attention", q.device, storage.dtype, size, block)
+    tile, parts = way(*given, requests * groups, splits=splits, tile=tile, programs=programs)
     shares = tables.paired.numel() > 0
     lines = triton.next_power_of_2(group)
     # KV heads change fastest: those of one ordinary slot lie side by side. Splits change slowest:
     # those with nothing to read, the last of each list, come when the others already run.
-    _decode[(groups, requests, parts.splits)](
+    compiled = _decode[(groups, requests, parts.splits)](
         q.contiguous(),
         storage,
         (
@@ -117,6 +116,7 @@ def decode_attention(
         UPCAST=q.device.type == "cpu",  # the interpreter has no bf16
         num_warps=tile.warps,
     )  # fmt: skip
+    launched(*given, tile, compiled)
     return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from kvpolicy.kernels.entries.settle import Cached, check_requests
+from kvpolicy.kernels.entries.compact_in_place import Cached, check_requests
 from kvpolicy.kernels.entries.tables import Tables
 
 
@@ -18,7 +18,7 @@ def entry_ids(
     """Numbers of the key entries of B requests in the pool [E, D] that `storage` is.
 
     Args:
-        storage, tables, rows, lengths, req_to_token: as of `settle`; nothing is written.
+        storage, tables, rows, lengths, req_to_token: as of `compact_in_place`; nothing is written.
         there: bool [B * L * G, M]: the j-th True of a list is its j-th entry, of its private pages
             first, then of its tail; as many as the list is long.
 

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from kvpolicy.kernels.entries.rounding_triton import widened
-from kvpolicy.kernels.launch import tuned
+from kvpolicy.kernels.launch import occupancy, tuned
 
 LOG2_E = 1.4426950408889634
 
-# Reasoned: three programs of some 72 KiB of shared memory fit a processor of Hopper (227 KiB).
-_PROGRAMS_PER_PROCESSOR = 3
 _MOST_SPLITS = 256
 _FAN = tl.constexpr(16)  # splits that a program merges; at most its square are made of a list
 _MERGED_TOGETHER = 32  # float32 per thread that are under way while it does
@@ -123,7 +122,11 @@ def way(
         tile = Tile(*(measured.get(knob, getattr(reasoned, knob)) for knob in knobs))
     if splits is None and programs is None:
         splits, programs = measured.get("splits"), measured.get("programs")
-    return tile, cut(lists, device, programs) if splits is None else Cut(splits, shares=0)
+    if splits is not None:
+        return tile, Cut(splits, shares=0)
+    if programs is None:
+        programs = at_once(kernel, device, dtype, size, rows, tile)
+    return tile, cut(lists, device, programs)
 
 
 def tile_of(size: int, dtype: torch.dtype, rows: int) -> Tile:
@@ -143,13 +146,64 @@ def tile_of(size: int, dtype: torch.dtype, rows: int) -> Tile:
     return Tile(entries, warps=8 if dtype == torch.float32 or rows > 16 else 4, stages=5)
 
 
+_HELD: dict[tuple, int] = {}  # programs on a processor, of kernels that were launched
+_SEEN: set[str] = set()  # hashes of their variants
+
+
+def at_once(
+    kernel: str, device: torch.device, dtype: torch.dtype, size: int, rows: int, tile: Tile
+) -> int:
+    """Programs of a kernel that run at once on a processor of the GPU; 1 without a GPU.
+
+    As many as its compiled code allows, once it has been launched, which a server does before it is
+    ready. Before that, and never more than, as many as have room for two tiles of keys and two of
+    values, one of each where fewer than five stages read ahead: what splits leave for each other is
+    allocated before anything is compiled.
+
+    Args:
+        kernel, size, rows: as of `way`.
+    """
+    if device.type != "cuda":
+        return 1
+    given = (kernel, device, dtype, size, rows, tile)
+    if given in _HELD:
+        return _HELD[given]
+    tiles = 4 if tile.stages >= 5 else 2
+    shared = tiles * tile.entries * columns_of(size) * dtype.itemsize
+    return max(occupancy.processor(device).holds(1, shared, tile.warps), 1)
+
+
+def launched(
+    kernel: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    size: int,
+    rows: int,
+    tile: Tile,
+    compiled: Any,
+) -> None:
+    """Notes how many programs of a kernel run at once; of its variants the least.
+
+    Args:
+        kernel, size, rows: as of `way`.
+        compiled: what Triton returned of the launch; None in its interpreter.
+    """
+    if compiled is None or compiled.hash in _SEEN:
+        return
+    _SEEN.add(compiled.hash)
+    found = occupancy.held(device, compiled)
+    if found is not None:
+        given = (kernel, device, dtype, size, rows, tile)
+        _HELD[given] = max(min(found, at_once(*given)), 1)
+
+
 @functools.lru_cache
 def processors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def cut(lists: int, device: torch.device, programs: int | None = None) -> Cut:
+def cut(lists: int, device: torch.device, programs: int) -> Cut:
     """Splits for so many lists, if there is no measurement.
 
     Few lists: as many shares as programs run at once, so that these end together; one per list is
@@ -158,12 +212,11 @@ def cut(lists: int, device: torch.device, programs: int | None = None) -> Cut:
     longest list may have twice the average number of splits, its shares are longer beyond that.
 
     Args:
-        programs: that run at once on a processor of the GPU; None: reasoned. Without a GPU every
-            list has two shares.
+        programs: that run at once on a processor of the GPU. Without one every list has two shares.
     """
     if device.type != "cuda":
         return Cut(splits=2, shares=2 * lists)
-    programs = (programs or _PROGRAMS_PER_PROCESSOR) * processors(device)
+    programs *= processors(device)
     if 2 * lists <= programs:
         return Cut(min(-(-2 * programs // max(lists, 1)), _MOST_SPLITS), programs - lists)
     if lists <= 4 * programs:

@@ -16,6 +16,7 @@ from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     Workspace,
     attend_tile,
     columns_of,
+    launched,
     merged_at_once,
     put_split,
     share_of,
@@ -62,18 +63,17 @@ def paged_attention(
     group = heads // groups
     rows = query_rows(tokens * group, q.dtype, size)
     blocks = triton.cdiv(tokens * group, rows)
-    tile, parts = way(
-        "paged_attention", q.device, keys.dtype, size, rows, requests * groups * blocks,
-        splits=splits, tile=tile, programs=programs,
-    )  # fmt: skip
-    _paged[(requests * groups, blocks, parts.splits)](
+    given = ("paged_attention", q.device, keys.dtype, size, rows)
+    lists = requests * groups * blocks
+    tile, parts = way(*given, lists, splits=splits, tile=tile, programs=programs)
+    compiled = _paged[(requests * groups, blocks, parts.splits)](
         q.contiguous(),
         keys,
         values,
         indptr,
         (indices, apart.value_indices),
         (apart.key_scale, apart.value_scale),
-        written(result, requests * groups * blocks, parts.splits, workspace),
+        written(result, lists, parts.splits, workspace),
         scale * LOG2_E,
         requests * groups,
         tokens,
@@ -93,6 +93,7 @@ def paged_attention(
         UPCAST=q.device.type == "cpu",  # the interpreter has no bf16
         num_warps=tile.warps,
     )
+    launched(*given, tile, compiled)
     return result
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from kvpolicy.kernels.entries.compact_in_place import Cached, check_proceed, check_requests
 from kvpolicy.kernels.entries.rotate import rotate
 from kvpolicy.kernels.entries.rounding import movable
-from kvpolicy.kernels.entries.settle import Cached, check_proceed, check_requests
 from kvpolicy.kernels.entries.tables import Tables
 
 
@@ -22,12 +22,12 @@ def turn(
     *,
     interleaved: bool = False,
 ) -> None:
-    """Rotate keys that `settle` moved by as many positions as entries after them were dropped.
+    """Rotate keys that `compact_in_place` moved by as many positions as later entries were dropped.
 
     Args:
-        storage, tables, rows, lengths, req_to_token, proceed: as of `settle`, which has been called
-            with the same.
-        kept, there: bool [B * L * G, M], as of `settle`.
+        storage, tables, rows, lengths, req_to_token, proceed: as of `compact_in_place`, which has
+            been called with the same.
+        kept, there: bool [B * L * G, M], as of `compact_in_place`.
         inv_freq, interleaved: as of `rotate`.
 
     Raises:

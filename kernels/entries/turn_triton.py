@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.entries.compact_in_place_triton import proceeds
 from kvpolicy.kernels.entries.rotate_triton import _turned
 from kvpolicy.kernels.entries.rounding import FLOAT8
-from kvpolicy.kernels.entries.settle_triton import proceeds
 from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.kernels.entries.turn import check
 from kvpolicy.kernels.launch.kernel import kernel
@@ -27,7 +27,7 @@ def turn(
     interleaved: bool = False,
     tile: int | None = None,
 ) -> None:
-    """Rotate keys that `settle` moved by as many positions as entries after them were dropped.
+    """Rotate keys that `compact_in_place` moved by as many positions as later entries were dropped.
 
     As `turn.turn`, within the bound of `rotate_triton`.
 

@@ -22,7 +22,7 @@ COMMAND = "python benchmarks/kernels.py --topics tuning --write"
 # A folder that is read instead of the one beside this file.
 FOLDER_VARIABLE = "KVPOLICY_TUNED_KERNELS"
 
-READERS = ("triton", "flashinfer", "fa3")
+READERS = ("triton", "flashinfer")  # the first one where nothing was measured
 _REMEMBERED = 4096  # calls whose choice is known without looking for it
 _NOTHING: Mapping[str, Any] = {}
 _POWERS = frozenset(2**n for n in range(17))
@@ -59,14 +59,14 @@ KERNELS = {
     # The attentions in Triton; `rows`: query rows of a program.
     "decode_attention": Kernel(("dtype", "head_dim", "rows"), ("lists",), _SPLIT_KV),
     "paged_attention": Kernel(("dtype", "head_dim", "rows"), ("lists",), _SPLIT_KV),
-    # What reads an eager decode batch; `entries`: of a list, on average.
+    # What reads a decode batch; `entries`: of a list, on average.
     "decode_reader": Kernel(
         ("dtype", "head_dim", "group"), ("lists", "entries"), {"reader": READERS}
     ),
     "compact_layers": Kernel(("row_bytes",), ("positions",), {"part": _POWERS, "tile": _POWERS}),
     "gather": Kernel(("row_bytes",), ("candidates",), {"tile": _POWERS}),
     "place": Kernel(("row_bytes",), ("candidates",), {"tile": _POWERS}),
-    "settle": Kernel(
+    "compact_in_place": Kernel(
         ("row_bytes",),
         ("lists", "candidates"),
         {"piece": _POWERS, "tile": _POWERS - {2**15, 2**16}},

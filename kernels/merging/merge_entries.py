@@ -6,8 +6,8 @@ No entry both receives and is added to another, so that all reads precede all wr
 from __future__ import annotations
 
 import torch
+from kvpolicy.kernels.entries.compact_in_place import check_proceed
 from kvpolicy.kernels.entries.rounding import movable, rounded
-from kvpolicy.kernels.entries.settle import check_proceed
 from kvpolicy.kernels.merging.links import Links
 from kvpolicy.kernels.merging.merge_rows import check_sums, merge_rows
 

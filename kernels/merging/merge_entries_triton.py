@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.entries.compact_in_place_triton import proceeds
 from kvpolicy.kernels.entries.rounding_triton import rounded, widened
-from kvpolicy.kernels.entries.settle_triton import proceeds
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.links import Links
 from kvpolicy.kernels.merging.merge_entries import check

@@ -57,16 +57,31 @@ def check(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    if there.dtype != torch.bool or there.dim() != 2:
-        raise ValueError(f"there: expected bool [R, M], got {there.dtype} {list(there.shape)}")
-    given = (
-        ("score", score, torch.float64, there.shape),
-        ("present", present, torch.bool, there.shape),
-    )
-    check_tensors(given)
+    check_lists(there, score, present)
     whole = numbers.dim() == 2 and len(numbers) and len(there) % len(numbers) == 0
     if numbers.dtype != torch.int64 or not whole or numbers.shape[1] != 3:
         raise ValueError(
             f"numbers: expected int64 [N, 3], N a part of {len(there)}, "
             f"got {numbers.dtype} {list(numbers.shape)}"
         )
+
+
+def check_lists(
+    there: torch.Tensor,
+    score: torch.Tensor | None,
+    present: torch.Tensor | None,
+    taken: torch.Tensor | None = None,
+) -> None:
+    """Refuses lists and what belongs to their entries, as `best` and `then` take them.
+
+    Raises:
+        ValueError: names the argument, what was expected and what was given.
+    """
+    if there.dtype != torch.bool or there.dim() != 2:
+        raise ValueError(f"there: expected bool [R, M], got {there.dtype} {list(there.shape)}")
+    given = (
+        ("taken", taken, torch.bool, there.shape),
+        ("score", score, torch.float64, there.shape),
+        ("present", present, torch.bool, there.shape),
+    )
+    check_tensors(given)

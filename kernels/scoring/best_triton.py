@@ -2,6 +2,7 @@
 
 As `select_triton`, of which it takes the counting of keys; a list is one program that reads it once
 per digit, since lists are many: layers times heads times requests. Scores become keys on the way.
+What stays whatever its score are the ends of a list, or what was taken before (`then`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import triton.language as tl
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.scoring.best import check
 from kvpolicy.kernels.scoring.select_triton import _by_digit, _digit, _ordered
+from kvpolicy.kernels.scoring.whole_triton import counted
 
 
 def best(
@@ -36,13 +38,27 @@ def best(
         ValueError: names the argument, what was expected and what was given.
     """
     check(score, present, there, numbers)
+    return chosen(None, score, present, there, numbers, in_all=True, block=block)
+
+
+def chosen(
+    taken: torch.Tensor | None,
+    score: torch.Tensor | None,
+    present: torch.Tensor | None,
+    there: torch.Tensor,
+    numbers: torch.Tensor,
+    *,
+    in_all: bool,
+    block: int,
+) -> torch.Tensor:
+    """bool [R, M], as of `best`, or, if something is taken, as of `then`."""
     kept = torch.empty(there.shape, dtype=torch.bool, device=there.device)
     if there.numel():
         _best[(len(there),)](
+            *(None if x is None else x.contiguous().view(torch.uint8) for x in (taken, present)),
             None if score is None else score.contiguous(),
-            None if present is None else present.contiguous().view(torch.uint8),
             there.contiguous().view(torch.uint8), numbers.contiguous(), kept.view(torch.uint8),
-            there.shape[1], len(there) // len(numbers), BLOCK=block, num_warps=8,
+            there.shape[1], len(there) // len(numbers), IN_ALL=in_all, BLOCK=block, num_warps=8,
         )  # fmt: skip
     return kept
 
@@ -60,38 +76,54 @@ def _keys(score, present, at, free):
 
 
 @triton.jit
-def _block(there, base, first, width, seen, number, ends_first, ends_last, BLOCK: tl.constexpr):
-    """Of a block: where its numbers stand, what is an end of the list, what competes."""
+def _block(
+    taken, there, base, first, width, seen, number, ends_first, ends_last, BLOCK: tl.constexpr
+):
+    """Of a block: where its numbers stand, what stays in any case, what competes."""
     column = first + tl.arange(0, BLOCK)
     held = tl.load(there + base + column, mask=column < width, other=0).to(tl.int32)
-    place = seen + tl.cumsum(held) - held
-    end = (held > 0) & ((place < ends_first) | (place >= number - ends_last))
-    return column, held, end, (held > 0) & ~end
+    if taken is not None:
+        stays = tl.load(taken + base + column, mask=held > 0, other=0) != 0
+    else:
+        place = seen + tl.cumsum(held) - held
+        stays = (place < ends_first) | (place >= number - ends_last)
+    return column, held, (held > 0) & stays, (held > 0) & ~stays
 
 
 @kernel()
-def _best(score, present, there, numbers, kept, width, share, BLOCK: tl.constexpr):
+def _best(
+    taken, present, score, there, numbers, kept, width, share,
+    IN_ALL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One list."""
     this = tl.program_id(0)
     base = this.to(tl.int64) * width
-    own = numbers + (this // share).to(tl.int64) * 3
-    number = 0
+    number, own = 0, 0
     for first in range(0, width, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        held = tl.load(there + base + column, mask=column < width, other=0).to(tl.int32)
+        column, held, stays, free = _block(taken, there, base, first, width, 0, 0, 0, 0, BLOCK)
         number += tl.sum(held)
-    ends_first = tl.minimum(tl.load(own), number).to(tl.int32)
-    ends_last = tl.minimum(tl.load(own + 1), number).to(tl.int32)
-    ends = tl.minimum(ends_first + ends_last, number)
-    missing = tl.minimum(tl.maximum(tl.load(own + 2) - ends, 0), number).to(tl.int32)
-    everything = (score is not None) & (number - ends <= missing)
+        own += tl.sum(stays.to(tl.int32))
+    ends_first, ends_last = 0, 0
+    if taken is not None:
+        most = tl.load(numbers + this // share)
+        if IN_ALL:
+            most = tl.maximum(most - own, 0.0)
+        everything = IN_ALL & (number - own <= most)
+        missing = tl.minimum(counted(most), tl.cast(number, tl.float64)).to(tl.int32)
+    else:
+        ends = numbers + (this // share).to(tl.int64) * 3
+        ends_first = tl.minimum(tl.load(ends), number).to(tl.int32)
+        ends_last = tl.minimum(tl.load(ends + 1), number).to(tl.int32)
+        own = tl.minimum(ends_first + ends_last, number)
+        missing = tl.minimum(tl.maximum(tl.load(ends + 2) - own, 0), number).to(tl.int32)
+        everything = (score is not None) & (number - own <= missing)
     found, wanted = tl.full((), 0, tl.uint32), missing
     if score is not None:
         for digit in tl.static_range(4):
             counts, seen = tl.zeros((256,), tl.int32), 0
             for first in range(0, width, BLOCK):
-                column, held, end, free = _block(
-                    there, base, first, width, seen, number, ends_first, ends_last, BLOCK
+                column, held, stays, free = _block(
+                    taken, there, base, first, width, seen, number, ends_first, ends_last, BLOCK
                 )
                 key = _keys(score, present, base + column, free)
                 counts += _by_digit(key, key > 0, found, digit)
@@ -100,15 +132,15 @@ def _best(score, present, there, numbers, kept, width, share, BLOCK: tl.constexp
             found = (found << 8) | next_digit.to(tl.uint32)
     seen, before = 0, 0
     for first in range(0, width, BLOCK):
-        column, held, end, free = _block(
-            there, base, first, width, seen, number, ends_first, ends_last, BLOCK
+        column, held, stays, free = _block(
+            taken, there, base, first, width, seen, number, ends_first, ends_last, BLOCK
         )
-        stays = end | (everything & (held > 0))
+        stays = stays | (everything & (held > 0))
         if score is not None:
             key = _keys(score, present, base + column, free)
             equal = ((key == found) & (key > 0)).to(tl.int32)
-            chosen = (key > found) | ((equal > 0) & (before + tl.cumsum(equal) <= wanted))
-            stays = stays | (chosen & (missing > 0))
+            highest = (key > found) | ((equal > 0) & (before + tl.cumsum(equal) <= wanted))
+            stays = stays | (highest & (missing > 0))
             before += tl.sum(equal)
         tl.store(kept + base + column, stays.to(tl.uint8), mask=column < width)
         seen += tl.sum(held)

@@ -25,7 +25,7 @@ from kvpolicy.kernels.templates.tiles import (
 
 @kernel()
 def columns(
-    q, query_positions, k, key_rows, v, value_rows, row_lse, positions, holds, ranks, flags,
+    q, query_positions, alike, k, key_rows, v, value_rows, row_lse, positions, holds, ranks, flags,
     inputs, numbers, results, tokens, queries, blocks,
     START: tl.constexpr, TILE: tl.constexpr, STORE: tl.constexpr, WHOLE: tl.constexpr,
     SKIPS: tl.constexpr, CHECK_LOGITS: tl.constexpr, CHECK_KEYS: tl.constexpr,
@@ -47,8 +47,9 @@ def columns(
         asking, line_row, there = lines_of(head, 0, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
         q_tile = queries_of(q, asking, line_row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
         asked = asked_of(
-            0, head, tokens, queries, query_positions, row_lse, STEPS, GROUP, GROUP_P, BLOCK_W
-        )
+            0, head, tokens, queries, query_positions, alike, row_lse, STEPS, GROUP, GROUP_P,
+            BLOCK_W,
+        )  # fmt: skip
     begin = tl.program_id(0) * blocks
     end = tl.minimum(begin + blocks, tl.cdiv(tokens, BLOCK_N))
     for turn in range(begin, end):
@@ -62,7 +63,9 @@ def columns(
             k_tile = vectors(k, key_rows, entries, STEPS, HEAD_DIM, HEAD_DIM_P, DTYPE)
         state = ()
         if TILE is not None and WHOLE:
-            logits = logits_of(q_tile, k_tile, k, head, SCALE, GROUP_P, BLOCK_W, BLOCK_N, PRECISION)
+            logits = logits_of(
+                q_tile, k_tile, k, head, True, SCALE, GROUP_P, BLOCK_W, BLOCK_N, PRECISION
+            )
             seen = entries.at[None, None, :] <= asked.at
             state = TILE((), asked, logits, seen, entries, positions, inputs, numbers, BLOCK_N)
             if CHECK_LOGITS:
@@ -78,11 +81,11 @@ def columns(
                 )
                 q_part = queries_of(q, asking, row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
                 part = asked_of(
-                    start, head, tokens, queries, query_positions, row_lse, STEPS, GROUP, GROUP_P,
-                    BLOCK_W,
+                    start, head, tokens, queries, query_positions, alike, row_lse, STEPS, GROUP,
+                    GROUP_P, BLOCK_W,
                 )  # fmt: skip
                 logits = logits_of(
-                    q_part, k_tile, k, head, SCALE, GROUP_P, BLOCK_W, BLOCK_N, PRECISION
+                    q_part, k_tile, k, head, True, SCALE, GROUP_P, BLOCK_W, BLOCK_N, PRECISION
                 )
                 seen = entries.at[None, None, :] <= part.at
                 state = TILE(
@@ -107,8 +110,8 @@ def columns(
 
 @kernel()
 def rows(
-    q, query_positions, k, key_rows, row_lse, positions, holds, ranks, inputs, numbers, results,
-    tokens, queries, blocks, kv,
+    q, query_positions, alike, k, key_rows, row_lse, positions, holds, ranks, inputs, numbers,
+    results, tokens, queries, blocks, kv,
     START: tl.constexpr, TILE: tl.constexpr, STORE: tl.constexpr, STEPS: tl.constexpr,
     SCALE: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, HEAD_DIM: tl.constexpr,
     HEAD_DIM_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr,
@@ -123,14 +126,17 @@ def rows(
     asking, line_row, there = lines_of(head, start, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
     q_tile = queries_of(q, asking, line_row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
     asked = asked_of(
-        start, head, tokens, queries, query_positions, row_lse, STEPS, GROUP, GROUP_P, BLOCK_W
-    )
+        start, head, tokens, queries, query_positions, alike, row_lse, STEPS, GROUP, GROUP_P,
+        BLOCK_W,
+    )  # fmt: skip
     state = START(BLOCK_N)
     for block in range(part * blocks, tl.minimum((part + 1) * blocks, tl.cdiv(tokens, BLOCK_N))):
         entry = places_of(block, tokens, STEPS, BLOCK_N)
         entries = entries_of(entry, head, tokens, queries, positions, holds, ranks, STEPS)
         k_tile = vectors(k, key_rows, entries, STEPS, HEAD_DIM, HEAD_DIM_P, DTYPE)
-        logits = logits_of(q_tile, k_tile, k, head, SCALE, GROUP_P, BLOCK_W, BLOCK_N, PRECISION)
+        logits = logits_of(
+            q_tile, k_tile, k, head, False, SCALE, GROUP_P, BLOCK_W, BLOCK_N, PRECISION
+        )
         seen = entries.at[None, None, :] <= asked.at
         state = TILE(state, asked, logits, seen, entries, positions, inputs, numbers, BLOCK_N)
     STORE(state, asked.row, part * kv + head, queries, results, BLOCK_N)

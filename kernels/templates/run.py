@@ -33,6 +33,7 @@ class Frame:
         group, head_dim: query heads of a KV head, head size; `padded` both as powers of two.
         width: queries of a tile; `whole`: one tile holds the window.
         block: tokens of a tile on a GPU; `launch`: warps and stages.
+        row_pass: queries of a tile, warps and stages of the kernel `row_partials`.
         softmax: the log-sum-exp of rows is needed.
         checks: which of `logits`, `keys`, `values` are counted where they are not finite.
         reads_keys: the kernel `columns` does, besides the values that it is given.
@@ -51,6 +52,7 @@ class Frame:
     whole: bool
     block: int
     launch: dict[str, int]
+    row_pass: tuple[int, int, int]
     softmax: bool
     checks: tuple[str, ...]
     reads_keys: bool
@@ -78,8 +80,9 @@ class Frame:
 
         Args:
             window: [H, W, D] queries, or None where no kernel reads any; at decode steps their
-                positions, int64 [W]; in a prefill the log-sum-exp of their rows, float32 [H, W]
-                contiguous, where attention has given it, else None: it is computed.
+                positions, int64 [W], or [S, W] of G / S KV heads each; in a prefill the log-sum-exp
+                of their rows, float32 [H, W] contiguous, where attention has given it, else None:
+                it is computed.
             keys: [*, G, D] where token t is row rows[t], and rows, int [n], or None: t itself. At
                 decode steps [G, n, D], or [E, D] where entry j of KV head g is row rows[g, j]. And
                 float32 [G], by which each head's numbers are multiplied, or None.
@@ -202,8 +205,9 @@ class _Run:
         """The window, as kernels take it."""
         q, at, _ = self.window
         if q is None:
-            return None, None
-        return (q, q.stride(0), q.stride(1)), at
+            return None, None, 1
+        rows = 1 if at is None or at.dim() == 1 else len(at)
+        return (q, q.stride(0), q.stride(1)), at, self.kv // rows
 
     def _vectors(self, given: _Vectors) -> tuple:
         """Keys or values, as kernels take them."""
@@ -229,9 +233,11 @@ class _Run:
         partial = torch.empty(self.splits, rows, dtype=torch.float32, device=self.device)
         lse = partial
         if self.queries:
-            row_partials[(self.splits, self.kv, self.tiles)](
+            width, warps, stages = self.frame.row_pass
+            own = {"BLOCK_W": width, "num_warps": warps, "num_stages": stages}
+            row_partials[(self.splits, self.kv, triton.cdiv(self.queries, width))](
                 *self._asked(), *self._vectors(self.keys), *self.marks[:2], partial, self.tokens,
-                self.queries, self.blocks, self.kv, **self.sizes,
+                self.queries, self.blocks, self.kv, **{**self.sizes, **own},
             )  # fmt: skip
         if self.queries and self.splits > 1:
             lse = torch.empty_like(partial[0])

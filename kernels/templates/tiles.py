@@ -158,10 +158,15 @@ def queries_of(
 
 
 @triton.jit
-def asked_at(row, there, tokens, queries, query_positions, STEPS: tl.constexpr):
-    """Positions of queries, -1 where there is none; in a prefill the window ends the prompt."""
+def asked_at(row, there, head, tokens, queries, query_positions, alike, STEPS: tl.constexpr):
+    """Positions of queries, -1 where there is none; in a prefill the window ends the prompt.
+
+    Args:
+        query_positions: [*, W], of so many KV heads, `alike`, each.
+    """
     if STEPS:
-        at = tl.load(query_positions + row, mask=there, other=-1).to(tl.int32)
+        own = query_positions + (head // alike).to(tl.int64) * queries
+        at = tl.load(own + row, mask=there, other=-1).to(tl.int32)
     else:
         at = tl.where(there, tokens - queries + row, -1)
     return at
@@ -169,12 +174,12 @@ def asked_at(row, there, tokens, queries, query_positions, STEPS: tl.constexpr):
 
 @triton.jit
 def asked_of(
-    start, head, tokens, queries, query_positions, row_lse, STEPS: tl.constexpr,
+    start, head, tokens, queries, query_positions, alike, row_lse, STEPS: tl.constexpr,
     GROUP: tl.constexpr, GROUP_P: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """What is known of a tile of queries."""
     row = start + tl.arange(0, BLOCK_W)[None, :, None]
-    at = asked_at(row, row < queries, tokens, queries, query_positions, STEPS)
+    at = asked_at(row, row < queries, head, tokens, queries, query_positions, alike, STEPS)
     group = tl.arange(0, GROUP_P)[:, None, None]
     if row_lse is None:
         lse = tl.zeros([GROUP_P, BLOCK_W, 1], tl.float32)
@@ -186,9 +191,18 @@ def asked_of(
 
 @triton.jit
 def logits_of(
-    q_tile, k_tile, k, head, SCALE: tl.constexpr, GROUP_P: tl.constexpr, BLOCK_W: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    q_tile, k_tile, k, head, BY_TOKEN: tl.constexpr, SCALE: tl.constexpr, GROUP_P: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Logits [GROUP_P, BLOCK_W, BLOCK_N] of a tile of queries and a block of a head's keys `k`."""
-    scores = scaled(tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * SCALE, k, head)
+    """Logits [GROUP_P, BLOCK_W, BLOCK_N] of a tile of queries and a block of a head's keys `k`.
+
+    Args:
+        BY_TOKEN: what is reduced of them is over queries, of one token after the other: keys are
+            the rows of the product, which a thread has whole, and little is left to exchange.
+    """
+    if BY_TOKEN:
+        product = tl.trans(tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION))
+    else:
+        product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    scores = scaled(product * SCALE, k, head)
     return tl.reshape(scores, (GROUP_P, BLOCK_W, BLOCK_N))

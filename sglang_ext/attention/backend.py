@@ -5,9 +5,9 @@ checks and its attributes stay what SGLang expects. Prefills run in the stock ba
 (flashinfer, fa3) and policies need it, it hands over the log-sum-exp of its logits, so that their
 kernels go over the keys once instead of twice. Decode batches in which nothing is compressed run
 in the stock backend, too, with its own kernel and its own CUDA graph; the others are read either
-row by row through lists of entries (torch_native, the reference) or all at once through the device
-tables (all others). So are the rows of a mixed batch that decode, once the stock backend has run:
-it reads slots that they have given up.
+row by row through lists of entries (torch_native, the reference) or all at once, by a reader
+(readers.py). So are the rows of a mixed batch that decode, once the stock backend has run: it reads
+slots that they have given up.
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.sglang_ext.attention import graphs
+from kvpolicy.sglang_ext.attention.readers import (
+    FLASHINFER,
+    FlashInferReader,
+    TritonReader,
+    by_flashinfer,
+)
 from kvpolicy.sglang_ext.face import compat
-from kvpolicy.sglang_ext.forward.attend import attend, scales_of
+from kvpolicy.sglang_ext.forward.attend import attend
 from kvpolicy.sglang_ext.request.request import Queries
 
 if TYPE_CHECKING:
-    from kvpolicy.kernels.attention.decode_attention_triton import Workspace
     from kvpolicy.sglang_ext.forward.decode_step import DecodeStep
     from kvpolicy.sglang_ext.forward.services import Services
 
@@ -35,7 +39,15 @@ logger = logging.getLogger(__name__)
 REFERENCE = "torch_native"
 
 
-def attach(backend: Any, name: str, services: Services, heads: int, dtype: torch.dtype) -> Any:
+def attach(
+    backend: Any,
+    name: str,
+    services: Services,
+    heads: int,
+    dtype: torch.dtype,
+    *,
+    decodes: bool = True,
+) -> Any:
     """Make a stock backend instance read compressed entries.
 
     Args:
@@ -43,9 +55,13 @@ def attach(backend: Any, name: str, services: Services, heads: int, dtype: torch
         name: its name in SGLang's registry.
         heads: H, query heads of the model.
         dtype: of its queries.
+        decodes: whether decode steps run on it, not prefills alone.
 
     Returns:
         The same instance.
+
+    Raises:
+        Refused: as `readers.by_flashinfer`.
     """
     stock, noting = type(backend), compat.gives_lse(name, backend)
     if noting:
@@ -60,8 +76,14 @@ def attach(backend: Any, name: str, services: Services, heads: int, dtype: torch
         # does not need it.
         from kvpolicy.kernels.attention.paged_attention_triton import paged_attention
 
-        reader = TablesReader(services, heads, dtype)
-        members = _decode_by_tables(stock, services, reader)
+        reader = TritonReader(services, heads, dtype)
+        pages = None
+        if decodes:
+            pages = by_flashinfer(services, name, backend, stock.forward_decode, heads, dtype)
+            services.pages_reader = pages
+        members = _decode_by_tables(stock, services, reader, pages)
+        if name == FLASHINFER:
+            compat.begin_at_tails(backend, partial(_tails, services))
 
     def forward_extend(
         self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any,
@@ -141,40 +163,62 @@ def _decode_by_lists(
 
 
 def _decode_by_tables(
-    stock: Any, services: Services, tables: TablesReader
+    stock: Any, services: Services, tables: TritonReader, pages: FlashInferReader | None
 ) -> dict[str, Callable[..., Any]]:
+    def reader(batch: Any) -> TritonReader | FlashInferReader:
+        """Of this forward, or of the graph that is being captured."""
+        captured, step = compat.captured_attention(), _step(services)
+        if pages is None or (captured is not None and captured != graphs.PAGES):
+            return tables
+        if captured is None and (step is None or not pages.ready(step, batch.req_pool_indices)):
+            return tables
+        return pages
+
     def forward_decode(
         self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any,
         save_kv_cache: bool = True, **options: Any,
     ) -> Any:  # fmt: skip
-        heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = None
         if graphs.reads_tables(services):
             step = _step(services)  # None while a graph is captured
             with nullcontext() if step is None else step.reading():
-                if save_kv_cache and k is not None:
-                    compat.save_kv(self, layer, batch, k, v, layer.k_scale, layer.v_scale)
-                table = self.req_to_token_pool.req_to_token
-                made = tables.attend(heads, layer, batch.req_pool_indices, batch.seq_lens, table)
+                made = reader(batch).decode(self, q, k, v, layer, batch, save_kv_cache)
                 out = made.view(q.shape)
         if out is None:
             out = stock.forward_decode(self, q, k, v, layer, batch, save_kv_cache, **options)
         if graphs.notes_queries(services):
+            heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
             services.queries.write(layer, heads, services.arena.layers)
         return out
 
+    wrappers: dict[int, Any] = {}
+
+    def create_decode_wrappers(self: Any, bs: int, num_tokens: int) -> Any:
+        # SGLang plans a replay in those of the last capture of its batch size. Two of its graphs
+        # have stock attention, and find their plans in the same.
+        if bs not in wrappers:
+            wrappers[bs] = stock._create_decode_wrappers(self, bs, num_tokens)
+        return wrappers[bs]
+
     def init_cuda_graph_state(self: Any, max_bs: int, *arguments: Any, **options: Any) -> None:
         stock.init_cuda_graph_state(self, max_bs, *arguments, **options)
+        wrappers.clear()
         tables.reserve(max_bs)
+        if pages is not None:
+            pages.reserve(max_bs)
 
     def init_forward_metadata_out_graph(
         self: Any, batch: Any, in_capture: bool = False, **options: Any
     ) -> None:
-        # A replay that reads the tables runs no stock attention, and has none to plan: its lengths
-        # would be those of tokens whose slots are gone. Eager steps may fall back to it.
+        step = _step(services)
+        if in_capture and pages is not None and compat.captured_attention() == graphs.PAGES:
+            pages.capture(batch.batch_size)
+        # A replay in which Triton reads runs no stock attention, and has none to plan. Eager steps
+        # may fall back to it.
         replays = not in_capture and batch.forward_mode.is_decode()
-        if replays and _step(services) is not None and graphs.reads_tables(services):
-            return
+        if replays and step is not None and graphs.reads_tables(services):
+            if pages is None or not pages.chosen(step):
+                return
         stock.init_forward_metadata_out_graph(self, batch, in_capture, **options)
 
     def shared_read_ends(self: Any, mode: Any) -> Any:
@@ -183,84 +227,31 @@ def _decode_by_tables(
         # layer.
         return compat.read_during_layers(declared) if graphs.reads_tables(services) else declared
 
-    return {
+    members: dict[str, Callable[..., Any]] = {
         "forward_decode": forward_decode,
         "init_cuda_graph_state": init_cuda_graph_state,
         "init_forward_metadata_out_graph": init_forward_metadata_out_graph,
         "shared_read_ends": shared_read_ends,
     }
+    if pages is not None:
+        members["_create_decode_wrappers"] = create_decode_wrappers
+    return members
+
+
+def _tails(services: Services) -> tuple[torch.Tensor, list[int]] | None:
+    """From where stock attention of a decode forward reads rows that read compressed entries.
+
+    What lies before is read by others, or by nobody: slots of these tokens are gone.
+
+    Returns:
+        Position by row of the table of slots; that of each row of the forward, on the host. None:
+        nobody reads compressed entries.
+    """
+    step = _step(services)
+    if step is None or not step.reads:
+        return None
+    return services.tables.tables.tail_start, step.tail_starts
 
 
 def _step(services: Services) -> DecodeStep | None:
     return None if services.step is None else services.step.decode
-
-
-@dataclass
-class TablesReader:
-    """Decode attention over the device tables, for the heads of one model.
-
-    Attributes:
-        dtype: of queries.
-        requests: B for which `workspace` suffices.
-        workspace: that captured graphs write to; None before a capture.
-    """
-
-    services: Services
-    heads: int
-    dtype: torch.dtype
-    requests: int = 0
-    workspace: Workspace | None = None
-
-    def reserve(self, requests: int) -> None:
-        """Allocate what batches of so many requests need, before they are captured."""
-        from kvpolicy.kernels.attention.decode_attention_triton import (
-            Workspace,
-            workspace_elements,
-        )
-
-        storage = self.services.arena.storage
-        sizes = (self.heads, storage.shape[3], storage.shape[4])
-        elements = workspace_elements(requests, *sizes, storage.device)
-        self.workspace = Workspace.empty(elements, storage.device)
-        self.requests = requests
-        noted = (storage.shape[0], requests, self.heads, storage.shape[4])
-        self.services.queries.reserve(noted, self.dtype, storage.device)
-
-    def attend(
-        self,
-        heads: torch.Tensor,
-        layer: Any,
-        rows: torch.Tensor,
-        lengths: torch.Tensor,
-        req_to_token: torch.Tensor,
-    ) -> torch.Tensor:
-        """[B, H, D] attention of all rows that decode, of compressed requests and others.
-
-        Args:
-            heads: [B, H, D] queries.
-            rows: [B] of the table of slots.
-            lengths: [B] tokens of the requests.
-            req_to_token: [rows, context] SGLang's table of slots.
-        """
-        from kvpolicy.kernels.attention import decode_readers
-
-        services = self.services
-        # None while a graph is captured, which only Triton's kernel may be in.
-        step = _step(services)
-        entries = None
-        if step is not None and decode_readers.others_may_read(heads.device):
-            entries = step.entries(layer.layer_id)
-        key_scale, value_scale = scales_of(services.arena, layer)
-        made = decode_readers.decode_attention(
-            heads,
-            services.arena.storage,
-            services.tables.tables,
-            rows,
-            lengths,
-            req_to_token,
-            layer=layer.layer_id,
-            scale=layer.scaling * key_scale,
-            workspace=self.workspace if heads.shape[0] <= self.requests else None,
-            entries=entries,
-        )
-        return made if value_scale == 1.0 else made * value_scale

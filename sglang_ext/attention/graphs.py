@@ -1,19 +1,21 @@
-"""Which of two CUDA graphs a decode step replays.
+"""Which of two or three CUDA graphs a decode step replays.
 
 SGLang captures a decode graph per batch size, and several where attention has variants. Here it has
 two: plain batches replay a graph with the stock attention and nothing else, and batches in which a
 request reads compressed entries one whose attention reads the device tables (tables.py). That one
 notes queries as well (queries.py), if any served policy reads them while decoding, so a batch in
 which a policy will read this step's queries replays it even before anything has been compressed:
-its attention reads requests without private pages, too. A third and a fourth variant would only
+its attention reads requests without private pages, too. Variants of both that note none would only
 save other batches of compressed requests one small copy per layer, for twice the graphs.
+
+Where FlashInfer may read private pages (readers.py) there is a third one, in which it does.
 
 Policies do nothing between layers, so no step runs without a graph on their account.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.errors import Refused
@@ -23,21 +25,34 @@ if TYPE_CHECKING:
 
 PLAIN = "kv_policy_plain"
 COMPRESSED = "kv_policy_compressed"
+PAGES = "kv_policy_pages"
 
 
 class GraphVariants:
     """What SGLang asks for by `create_attention_graph_variants`."""
 
-    # The plain one last: FlashInfer's backend keeps the buffers that it plans in of the last
-    # capture of a batch size, and only the plain graph reads them.
-    capture_labels: ClassVar[tuple[str, ...]] = (COMPRESSED, PLAIN)
-
     def __init__(self, services: Services) -> None:
         self._services = services
 
+    @property
+    def capture_labels(self) -> tuple[str, ...]:
+        """All that there are, in the order of their captures.
+
+        The plain one last: FlashInfer's backend keeps the buffers that it plans in of the last
+        capture of a batch size, and that of compressed entries reads none of them.
+        """
+        pages = self._services.pages_reader
+        return (COMPRESSED, PLAIN) if pages is None else (COMPRESSED, PAGES, PLAIN)
+
     def select(self, forward_batch: Any) -> str:
         """The variant for the batch of the forward that is going on."""
-        return COMPRESSED if reads_tables(self._services) else PLAIN
+        services = self._services
+        if not reads_tables(services):
+            return PLAIN
+        step, pages = services.step, services.pages_reader
+        if step is None or pages is None:
+            return COMPRESSED
+        return PAGES if pages.replays(step.decode, forward_batch.req_pool_indices) else COMPRESSED
 
 
 def reads_tables(services: Services) -> bool:
@@ -47,7 +62,7 @@ def reads_tables(services: Services) -> bool:
     """
     capturing = compat.captured_attention()
     if capturing is not None:
-        return capturing == COMPRESSED
+        return capturing in (COMPRESSED, PAGES)
     step = None if services.step is None else services.step.decode
     return step is not None and (step.reads or step.notes)
 
@@ -56,7 +71,7 @@ def notes_queries(services: Services) -> bool:
     """Whether a decode forward, or a capture, is to note its queries."""
     capturing = compat.captured_attention()
     if capturing is not None:
-        return capturing == COMPRESSED and services.queries.needed
+        return capturing in (COMPRESSED, PAGES) and services.queries.needed
     step = None if services.step is None else services.step.decode
     return step is not None and step.notes
 

@@ -479,7 +479,7 @@ def extend_with_lse(
 
 
 class _Noting:
-    """One of FlashInfer's prefill wrappers, noting the log-sum-exp of what it is asked for."""
+    """One of FlashInfer's wrappers, noting the log-sum-exp of what it is asked for."""
 
     def __init__(self, wrapper: Any, noted: list[torch.Tensor]) -> None:
         self._wrapper, self._noted = wrapper, noted
@@ -510,6 +510,63 @@ def _noting_lse(backend: Any) -> Iterator[list[torch.Tensor]]:
         yield noted
     finally:
         backend.prefill_wrapper_ragged, metadata.prefill_wrappers = ragged, paged
+
+
+def flashinfer_decode(backend: Any) -> tuple[torch.Tensor, bool]:
+    """The workspace of SGLang's FlashInfer backend, and whether it decodes by tensor cores."""
+    return backend.workspace_buffer, backend.decode_use_tensor_cores
+
+
+def decode_with_lse(
+    forward: Function, backend: Any, *arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A decode forward of SGLang's FlashInfer backend, and base-2 [B, H] log-sum-exp of its logits.
+
+    Args:
+        forward: the stock `forward_decode`, which is called with the backend and all that follows.
+    """
+    noted: list[torch.Tensor] = []
+    metadata = backend.forward_metadata
+    wrappers = metadata.decode_wrappers
+    metadata.decode_wrappers = [_Noting(each, noted) for each in wrappers]
+    try:
+        out = forward(backend, *arguments)
+    finally:
+        metadata.decode_wrappers = wrappers
+    return out, noted[0]
+
+
+def begin_at_tails(
+    backend: Any, tails: Callable[[], tuple[torch.Tensor, Sequence[int]] | None]
+) -> None:
+    """Have SGLang's FlashInfer backend plan decode forwards from certain tokens on.
+
+    Args:
+        tails: gives int32 [rows] of SGLang's table of slots, from where each row is read, and the
+            same of the forward's rows on the host, those that pad it left out; None: all is read.
+    """
+    import torch
+
+    updater = backend.indices_updater_decode
+    begin = updater.call_begin_forward
+
+    def begin_there(
+        wrapper: Any, lengths: Any, total: Any, indptr: Any, first: Any, spec: Any,
+        on_host: Any = None, *arguments: Any, req_pool_indices: Any, **options: Any,
+    ) -> None:  # fmt: skip
+        found = tails()
+        if found is not None:
+            starts, of_rows = found
+            first = starts[req_pool_indices[: len(lengths)]]
+            lengths = lengths - first
+            total = None if total is None else total - sum(of_rows)
+            if on_host is not None:
+                on_host = on_host.clone()
+                on_host[: len(of_rows)] -= torch.tensor(of_rows, dtype=on_host.dtype)
+        options["req_pool_indices"] = req_pool_indices
+        begin(wrapper, lengths, total, indptr, first, spec, on_host, *arguments, **options)
+
+    updater.call_begin_forward = begin_there
 
 
 def _natural(noted: Sequence[torch.Tensor]) -> torch.Tensor | None:

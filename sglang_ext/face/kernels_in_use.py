@@ -28,15 +28,15 @@ class KernelsInUse:
     Attributes:
         name: `torch` or `triton`.
         table: of the policies' programs, see `dsl/execute/kernels.py`.
-        compact_layers, place, settle, gather, rotate, turn, entry_ids, take_rows, put_rows: as in
-            `kernels`.
+        compact_layers, place, compact_in_place, gather, rotate, turn, entry_ids, take_rows,
+            put_rows: as in `kernels`.
     """
 
     name: str
     table: Kernels
     compact_layers: Callable[..., None]
     place: Callable[..., Any]
-    settle: Callable[..., torch.Tensor]
+    compact_in_place: Callable[..., torch.Tensor]
     gather: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rotate: Callable[..., torch.Tensor]
     turn: Callable[..., None]
@@ -103,18 +103,18 @@ def check(asked: str, device: str) -> None:
 
 def _torch() -> KernelsInUse:
     from kvpolicy.kernels.attention.entry_ids import entry_ids
+    from kvpolicy.kernels.entries.compact_in_place import compact_in_place
     from kvpolicy.kernels.entries.compact_layers import compact_layers
     from kvpolicy.kernels.entries.gather import gather
     from kvpolicy.kernels.entries.place import place
     from kvpolicy.kernels.entries.rotate import rotate
     from kvpolicy.kernels.entries.rows import put_rows, take_rows
-    from kvpolicy.kernels.entries.settle import settle
     from kvpolicy.kernels.entries.turn import turn
     from kvpolicy.kernels.table import REFERENCE
 
     return KernelsInUse(
-        "torch", REFERENCE, compact_layers, place, settle, gather, rotate, turn, entry_ids,
-        take_rows, put_rows,
+        "torch", REFERENCE, compact_layers, place, compact_in_place, gather, rotate, turn,
+        entry_ids, take_rows, put_rows,
     )  # fmt: skip
 
 
@@ -122,16 +122,16 @@ def _triton() -> KernelsInUse:
     # Triton decides when its kernels are made whether they are interpreted, and need not be there
     # where torch computes.
     from kvpolicy.kernels.attention.entry_ids_triton import entry_ids
+    from kvpolicy.kernels.entries.compact_in_place_triton import compact_in_place
     from kvpolicy.kernels.entries.compact_layers_triton import compact_layers
     from kvpolicy.kernels.entries.gather_triton import gather
     from kvpolicy.kernels.entries.place_triton import place
     from kvpolicy.kernels.entries.rotate_triton import rotate
     from kvpolicy.kernels.entries.rows_triton import put_rows, take_rows
-    from kvpolicy.kernels.entries.settle_triton import settle
     from kvpolicy.kernels.entries.turn_triton import turn
     from kvpolicy.kernels.table_triton import TRITON
 
     return KernelsInUse(
-        "triton", TRITON, compact_layers, place, settle, gather, rotate, turn, entry_ids,
+        "triton", TRITON, compact_layers, place, compact_in_place, gather, rotate, turn, entry_ids,
         take_rows, put_rows,
     )  # fmt: skip

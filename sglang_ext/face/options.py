@@ -38,6 +38,7 @@ SETTINGS_VARIABLE = "SGLANG_KV_POLICY_SET"  # name=value, separated by commas
 ONE_PIECE_VARIABLE = "SGLANG_KV_POLICY_MAX_ONE_PIECE_PREFILL"  # tokens
 INTERVAL_VARIABLE = "SGLANG_KV_POLICY_FOLD_INTERVAL"  # decode steps
 KERNELS_VARIABLE = "SGLANG_KV_POLICY_KERNELS"  # one of KERNELS
+ATTENTION_VARIABLE = "SGLANG_KV_POLICY_ATTENTION"  # one of ATTENTION
 COST_VARIABLE = "SGLANG_KV_POLICY_MAX_COST"  # percent of the prefill's time
 FAILURES_VARIABLE = "SGLANG_KV_POLICY_MAX_FAILURES"  # requests
 INSPECTION_VARIABLE = "SGLANG_KV_POLICY_ALLOW_INSPECTION"  # 1 or nothing
@@ -65,6 +66,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9@._-]*")
 _FILES = ("kv_experiment", "kv_experiment_state")
 
 KERNELS = ("auto", "torch", "triton")  # the first one is the default
+ATTENTION = ("auto", "triton", "flashinfer")  # the first one is the default
 
 
 # What clients may name: any policy or none, a policy only, nothing. The first is the default.
@@ -204,6 +206,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         "torch elsewhere.",
     )
     group.add_argument(
+        "--kv-policy-attention",
+        metavar="{" + ",".join(ATTENTION) + "}",
+        help="What reads compressed entries in decode steps on a GPU. Default auto: as measured "
+        "for the GPU, else triton. flashinfer needs --attention-backend flashinfer.",
+    )
+    group.add_argument(
         "--kv-policy-max-cost",
         metavar="PERCENT",
         help="Most that scoring and choosing may take, in percent of the time of a prefill of the "
@@ -274,6 +282,7 @@ def export(arguments: Namespace) -> None:
         ("kv_policy_max_one_piece_prefill", ONE_PIECE_VARIABLE, lambda: one_piece(None)),
         ("kv_policy_fold_interval", INTERVAL_VARIABLE, fold_interval),
         ("kv_policy_kernels", KERNELS_VARIABLE, kernels),
+        ("kv_policy_attention", ATTENTION_VARIABLE, attention),
         ("kv_policy_max_cost", COST_VARIABLE, max_cost),
         ("kv_policy_max_failures", FAILURES_VARIABLE, max_failures),
         ("kv_policy_allow_inspection", INSPECTION_VARIABLE, allows_inspection),
@@ -434,6 +443,15 @@ def kernels() -> str:
         Refused: it is none of them.
     """
     return _one_of(KERNELS_VARIABLE, "--kv-policy-kernels", KERNELS)
+
+
+def attention() -> str:
+    """What reads compressed entries in decode steps, one of ATTENTION, from the environment.
+
+    Raises:
+        Refused: it is none of them.
+    """
+    return _one_of(ATTENTION_VARIABLE, "--kv-policy-attention", ATTENTION)
 
 
 def _one_of(variable: str, flag: str, values: Sequence[str]) -> str:

@@ -55,14 +55,12 @@ class TensorRanks(Ranks):
 
     Args:
         group: SGLang's.
-        kv_heads: G of the model, a multiple of the number of ranks.
+        kv_heads: G of the model, as of `Divided`.
     """
 
     def __init__(self, group: TensorGroup, kv_heads: int) -> None:
         self.size, self._group = group.size, group
-        own = kv_heads // group.size
-        first = group.rank * own
-        self.heads = Divided(range(first, first + own), kv_heads, self._exchange, self.meet)
+        self.heads = Divided(group.rank, group.size, kv_heads, self._exchange, self.meet)
         self._thread = threading.local()
 
     def meet(self, *, failed: bool = False) -> None:

@@ -12,7 +12,7 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.sglang_ext.face import compat, kernels_in_use
 from kvpolicy.sglang_ext.face.errors import Refused
-from kvpolicy.sglang_ext.face.options import kernels
+from kvpolicy.sglang_ext.face.options import attention, kernels
 
 # Attention backends for prefills and decode steps, in any combination; see backend.py.
 SERVED_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
@@ -83,6 +83,12 @@ def check_options(options: Any) -> None:
             why = "without a GPU its kernels run in Triton's interpreter only (TRITON_INTERPRET=1)"
             raise _refusal("attention_backend", backend, why)
     kernels_in_use.check(kernels(), options.device)
+    decodes_by = compat.attention_backends(options)[1]
+    if attention() == "flashinfer" and decodes_by != "flashinfer":
+        raise Refused(
+            f"--kv-policy-attention flashinfer: tails are read by SGLang's own backend, and it "
+            f"decodes by {decodes_by}; add --attention-backend flashinfer, or leave the option out."
+        )
     if compat.captures_whole_prefills(options):
         why = "a policy looks at each layer of a prompt, and there is nothing between them"
         raise _refusal("cuda_graph_backend_prefill", "full", why)
@@ -138,17 +144,31 @@ def model_shape(config: Any) -> ModelShape:
 
 
 def shape_of_rank(shape: ModelShape, ranks: int) -> ModelShape:
-    """Sizes of what one of so many ranks has of a model (`--tp`).
+    """Sizes of what one of so many ranks has of a model (`--tp`): at least one KV head.
 
     Raises:
-        Refused: there are not enough KV heads for all of them.
+        Refused: the ranks would have different numbers of heads.
     """
-    if shape.kv_heads % ranks:
+    if shape.heads % ranks or (shape.kv_heads % ranks and ranks % shape.kv_heads):
         raise Refused(
-            f"--tp-size {ranks} cannot be combined with --kv-policy: the model has "
-            f"{shape.kv_heads} KV heads, and each rank needs as many as the others."
+            f"--tp-size {ranks} cannot be combined with --kv-policy: the model has {shape.heads} "
+            f"query heads and {shape.kv_heads} KV heads, and each rank needs as many as the others."
         )
-    return replace(shape, heads=shape.heads // ranks, kv_heads=shape.kv_heads // ranks)
+    return replace(shape, heads=shape.heads // ranks, kv_heads=max(shape.kv_heads // ranks, 1))
+
+
+def check_added_heads(config: Any, shape: ModelShape, ranks: int) -> None:
+    """Refuse a model to which SGLang has added heads, so that each rank has as many.
+
+    Args:
+        config: SGLang's model config, as the model was loaded with it.
+        shape: as the checkpoint says.
+    """
+    if model_shape(config) != shape:
+        raise Refused(
+            f"--tp-size {ranks} cannot be combined with --kv-policy on a CPU: SGLang adds empty "
+            f"heads there to the model's {shape.heads} query heads and {shape.kv_heads} KV heads."
+        )
 
 
 def model_sizes(config: Any) -> ModelConfig:

@@ -12,43 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.forward.failures import DECODING, FOLD, READING, met
-from kvpolicy.sglang_ext.forward.fold import Room
-from kvpolicy.sglang_ext.forward.fold_together import FoldTogether, Member, Together, parts_of
-from kvpolicy.sglang_ext.forward.follow import check_last_fold, may_leave
+from kvpolicy.sglang_ext.forward.group_fold import Group, GroupFold, Member, parts_of
+from kvpolicy.sglang_ext.forward.leaving import Room, check_last_fold, may_leave
 from kvpolicy.sglang_ext.memory.lists import Lists
 from kvpolicy.sglang_ext.memory.private import Private
-from kvpolicy.sglang_ext.request.pending_steps import Noted
+from kvpolicy.sglang_ext.request.decode_rows import DecodeRows
 from kvpolicy.sglang_ext.request.queries import queries_of
-from kvpolicy.sglang_ext.request.request import Decoding, State, state_of
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
 
 Attend = Callable[[Lists, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class _Follower:
-    """A request whose policy goes on.
-
-    Attributes:
-        decoding: what its policy remembers, and the steps that are noted for it.
-        length: its tokens, that of this forward included.
-        noted: whether its policy will read the queries of this forward.
-    """
-
-    request: Any
-    state: State
-    decoding: Decoding
-    length: int
-    noted: bool
 
 
 class DecodeStep:
@@ -61,27 +41,34 @@ class DecodeStep:
         """
         self._services, self._arena = services, services.arena
         self._table = batch.req_to_token_pool.req_to_token
-        self._lengths = batch.seq_lens_cpu.tolist()[len(batch.reqs) - len(requests) :]
-        self._requests = requests
-        self._followers: dict[int, _Follower] = {}  # by row
-        self._private: dict[int, Private] = {}  # by row
-        for i, request in enumerate(requests):
-            state = state_of(request)
-            if state is None:
-                continue
-            if state.decoding is not None:
-                with services.failures.contained(request, DECODING):
-                    length = self._lengths[i]
-                    noted = state.reads_queries(length - state.prompt)
-                    self._followers[i] = _Follower(request, state, state.decoding, length, noted)
-            if state.private is not None:
-                self._private[i] = state.private
-        self._noted = [i for i, each in self._followers.items() if each.noted]
+        # There may be more rows than requests: beams of one request follow the others.
+        self._all_lengths = batch.seq_lens_cpu.numpy()[len(batch.reqs) - len(requests) :].copy()
+        self._lengths = self._all_lengths[: len(requests)]
+        self._rows = rows = self._known(requests)
+        self._private = rows.private
+        self._noted = rows.noted(self._lengths)
         self._most = services.queries.most_steps(len(self._noted))
+
+    def _known(self, requests: Sequence[Any]) -> DecodeRows:
+        """What is known of the requests, from the forward before where they are the same."""
+        services, known = self._services, self._services.rows
+        if known is None or not known.of(requests):
+            services.forget_rows()
+            known = DecodeRows(requests, services.queries, self._table.device)
+            for row, state in enumerate(known.states):
+                if state is not None:
+                    self._renew(known, row, int(self._lengths[row]))
+            services.rows = known
+        return known
+
+    def _renew(self, known: DecodeRows, row: int, length: int) -> None:
+        with self._services.failures.contained(known.requests[row], DECODING):
+            known.renew(row, length)
+        known.hold(row)
 
     @cached_property
     def _lists(self) -> Lists:
-        lengths = [self._lengths[i] for i in self._private]
+        lengths = self._lengths[list(self._private)].tolist()
         held = list(self._private.values())
         return Lists(self._arena, held, lengths, self._table, remember=True)
 
@@ -90,25 +77,30 @@ class DecodeStep:
         """Whether any row reads compressed entries."""
         return bool(self._private)
 
-    def entries(self, layer: int) -> int:
-        """How many entries all rows read at a layer, of all KV heads; the host knows."""
-        heads, made = self._arena.kv_heads, 0
-        for row, length in enumerate(self._lengths):
-            private = self._private.get(row)
-            tail = length if private is None else length - private.tail_start
-            made += heads * tail + (sum(private.entries(layer)) if private else 0)
-        return made
+    @property
+    def held(self) -> list[Private | None]:
+        """[B] private pages of each row that reads compressed entries."""
+        return [self._private.get(row) for row in range(len(self._all_lengths))]
+
+    @property
+    def tail_starts(self) -> list[int]:
+        """[B] position from which each row reads ordinary slots."""
+        return [0 if each is None else each.tail_start for each in self.held]
+
+    @property
+    def tail(self) -> int:
+        """Tokens that all rows read in ordinary slots."""
+        return int(self._all_lengths.sum()) - sum(self.tail_starts)
 
     @property
     def notes(self) -> bool:
         """Whether queries of this forward are to be noted."""
-        return bool(self._noted)
+        return len(self._noted) > 0
 
     @cached_property
     def plain(self) -> torch.Tensor:
         """[B''] int64 rows that read no compressed entries."""
-        # There may be more rows than requests: beams of one request follow the others.
-        others = [i for i in range(len(self._lengths)) if i not in self._private]
+        others = [i for i in range(len(self._all_lengths)) if i not in self._private]
         return to_device(others, torch.int64, self._table.device)
 
     @cached_property
@@ -134,60 +126,77 @@ class DecodeStep:
         try:
             yield
         except Exception as error:
-            for row in {*self._private, *self._noted}:
-                self._services.failures.note(self._requests[row], READING, error)
-            self._private, self._noted = {}, []
+            for row in {*self._private, *self._noted.tolist()}:
+                self._services.failures.note(self._rows.requests[row], READING, error)
+            self._private, self._noted = {}, self._noted[:0]
             for cached in ("_lists", "_index", "plain"):
                 self.__dict__.pop(cached, None)
 
     def finish(self) -> None:
         """After the forward: note its step; take policies through theirs, and fold what stays."""
-        failures = self._services.failures
-        concerned = [each for each in self._requests if state_of(each) is not None]
-        if not self._followers:
-            if concerned and failures.due():
-                failures.agree(concerned)
-            return
-        self._note()
-        room, leaving = Room(self._services), set()
-        for row, each in self._followers.items():
-            with failures.contained(each.request, FOLD):
-                if may_leave(self._services, room, each.request, each.state, each.length):
-                    leaving.add(row)
-        full = [each for each in self._followers.values() if each.decoding.pending.full(self._most)]
+        failures, rows, lengths = self._services.failures, self._rows, self._lengths
+        if len(self._noted):
+            rows.note(self._noted, lengths, len(self._all_lengths))
+        leaving, full = self._leaving(), rows.full(lengths, self._most).tolist()
         if leaving or full or failures.due():
-            failures.agree(concerned)
+            failures.agree(self._concerned)
+        ends = sorted({*leaving, *full})
+        if ends:
+            rows.hand_over()
         groups: dict[tuple[Hashable, bool], list[Member]] = {}
-        for row, each in self._followers.items():
-            leaves, pending, memory = row in leaving, each.decoding.pending, each.decoding.memory
-            if each.state.failed or not (leaves or pending.full(self._most)):
+        for row in ends:
+            request, state, leaves = rows.requests[row], rows.states[row], row in leaving
+            if state is None or state.decoding is None or state.failed:
                 continue
-            with failures.contained(each.request, DECODING):
-                check_last_fold(each.request, each.state, memory)
+            memory, length = state.memory, int(lengths[row])
+            with failures.contained(request, DECODING):
+                check_last_fold(request, state, memory)
                 if memory.not_finite:  # nothing leaves any more
-                    pending.clear()
+                    state.pending.clear()
                     continue
-                group = memory.together(len(pending.positions), leaves=leaves)
-                member = Member(each.request, each.state, each.length, list(pending.positions))
+                member = Member(request, state, length, state.pending_positions(length))
+                group = memory.together(len(member.positions), leaves=leaves)
                 groups.setdefault((group, leaves), []).append(member)
         # All policies have been asked before the host waits for the first one's numbers.
         folds = [
             fold
             for (_, leaves), members in groups.items()
             for part in parts_of(members, self._arena)
-            for fold in self._follow_together(part, leaves=leaves)
+            for fold in self._advance(part, leaves=leaves)
         ]
         for fold in folds:
             fold.finish()
         if folds:
-            failures.agree(concerned)
+            failures.agree(self._concerned)
+        for row in ends:
+            self._renew(rows, row, int(lengths[row]) + 1)
 
-    def _follow_together(self, members: list[Member], *, leaves: bool) -> list[FoldTogether]:
+    @property
+    def _concerned(self) -> list[Any]:
+        """Requests to which policies apply."""
+        rows = zip(self._rows.requests, self._rows.states, strict=True)
+        return [request for request, state in rows if state is not None]
+
+    def _leaving(self) -> set[int]:
+        """Rows of which entries leave."""
+        room, rows, leaving = Room(self._services), self._rows, set()
+        for row in rows.leaving(self._lengths).tolist():
+            request, state, length = rows.requests[row], rows.states[row], int(self._lengths[row])
+            if state is None or state.decoding is None:
+                continue
+            with self._services.failures.contained(request, FOLD):
+                if may_leave(self._services, room, request, state, length):
+                    leaving.add(row)
+            if row not in leaving:
+                self._renew(rows, row, length + 1)
+        return leaving
+
+    def _advance(self, members: list[Member], *, leaves: bool) -> list[GroupFold]:
         """Take the policies of a group through their steps; where that fails, one by one."""
         pending = [each.state.pending for each in members]
         queries = partial(queries_of, pending, self._services.queries)
         try:
-            fold = Together(self._services, self._table, members, queries).follow(leaves=leaves)
+            fold = Group(self._services, self._table, members, queries).advance(leaves=leaves)
             for each in pending:
                 each.clear()
             return [] if fold is None else [fold]
@@ -197,15 +206,4 @@ class DecodeStep:
                 self._services.failures.note(members[0].request, DECODING, ended or error)
                 self._services.failures.agree([members[0].request])
                 return []
-        return [fold for each in members for fold in self._follow_together([each], leaves=leaves)]
-
-    def _note(self) -> None:
-        noted: dict[int, Noted] = {}
-        if self._noted:
-            taken = self._services.queries.take(self._noted, len(self._lengths))
-            noted = {row: (taken, place) for place, row in enumerate(self._noted)}
-        for row, each in self._followers.items():
-            if each.state.failed:
-                continue
-            position = each.length - 1 - each.state.progress.shift
-            each.decoding.pending.add(position, noted.get(row))
+        return [fold for each in members for fold in self._advance([each], leaves=leaves)]

@@ -14,7 +14,7 @@ exchange tensors is joint: they agree where it ends, and none waits for one that
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -46,12 +46,20 @@ class Failures:
 
     Args:
         most: failing requests after which a policy is disabled; 0 for never.
+        failed: called when a request's policy has failed.
     """
 
     def __init__(
-        self, store: Store, metrics: Metrics, reports: Reports, ranks: Ranks, most: int
+        self,
+        store: Store,
+        metrics: Metrics,
+        reports: Reports,
+        ranks: Ranks,
+        most: int,
+        failed: Callable[[], None] = lambda: None,
     ) -> None:
         self._store, self._metrics, self._reports = store, metrics, reports
+        self._failed = failed
         self.ranks, self._most, self._steps = ranks, most, 0
         self._logged: set[tuple[str, str, type]] = set()
 
@@ -105,6 +113,7 @@ class Failures:
 
     def _take_up(self, req: Any, state: State, stage: str, *, whole: bool) -> None:
         state.failed, state.failing = True, 0
+        self._failed()
         if whole:
             self._serve_in_full(req, state)
         else:

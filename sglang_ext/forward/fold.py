@@ -6,7 +6,7 @@ tail's slots are freed, and the private slots become as many as are needed.
 
 Where no entry changes, or only where it lies, and each list has pages for what it keeps, what stays
 is written in place, of many requests at once, and to other pages where it outgrows its own
-(fold_together.py). For other requests there are two ways:
+(group_fold.py). For other requests there are two ways:
 
 * layer by layer: each list has pages for what it keeps, or, laid out anew, each layer's pages end
   before those of the next one began. What a layer keeps is read, changed as the policy says, and
@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.kernels.entries.rounding import rounded
-from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.request.request import State
 
@@ -39,41 +38,6 @@ Read = Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 # A layout is given up when it takes this many times the slots that the entries need.
 _WASTEFUL = 1.125
-
-
-class Room:
-    """Slots that the folds of one forward may take, found before anything is chosen.
-
-    A policy cannot take back what it let leave, so a fold is begun only if it can be finished.
-    """
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._promised = 0
-
-    def promise(self, request: Any, state: State, length: int) -> bool:
-        """Whether there are slots for a fold even if nothing leaves; they count as taken then.
-
-        Args:
-            length: tokens of the request, the new one included.
-        """
-        store, tree = self._services.store, self._services.tree
-        private = state.private
-        if private is None:
-            everything = torch.full((store.arena.layers, store.kv_heads), length)
-            need = store.slots_for(everything)
-        else:
-            need = store.slots_with(private, length - private.tail_start) - private.slots.numel()
-        free = store.allocator.available_size() + tree.evictable_size()
-        if state.published:
-            end = length // tree.page_size * tree.page_size
-            need -= max(end - max(request.kv.cache_protected_len, state.prompt), 0)
-            free += compat.locked_alone(tree, request)
-        need = max(need, 0)
-        if self._promised + need > free:
-            return False
-        self._promised += need
-        return True
 
 
 @dataclass(frozen=True)
@@ -144,9 +108,8 @@ class Fold:
             self.write_by_layer(landed.kept)
         else:
             self.write_anew(landed.kept)
-        private.full = bool((landed.there > landed.kept).all())
-        dropped, seconds = int((landed.there - landed.kept).sum()), time.perf_counter() - started
-        services.reports.finished_fold(self._request, state, dropped, seconds)
+        private.full, seconds = landed.fewest > 0, time.perf_counter() - started
+        services.reports.finished_fold(self._request, state, landed.left, seconds)
 
     def _fits(self, counts: torch.Tensor) -> bool:
         """As `fits`."""
@@ -174,7 +137,7 @@ class Fold:
         self.leave_tail()
         if stays:
             own = services.ranks.heads.part(counts, 1)
-            services.store.settled(private, counts, to_device(own, torch.int32, device))
+            services.store.shortened(private, counts, to_device(own, torch.int32, device))
         else:
             services.store.fill(private, counts)
 
@@ -192,7 +155,7 @@ class Fold:
     def leave_tail(self) -> None:
         """What the tail's slots hold is in private pages, or dropped: they are given up."""
         self._state.compressed_copy.tail_start = self._length
-        self._services.detach(self._request, self._state)
+        self._services.detach([(self._request, self._state)])
 
     def _rows(self) -> Iterator[_Rows]:
         """What stays of each layer in turn, read when it is asked for."""

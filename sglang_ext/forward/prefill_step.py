@@ -173,16 +173,19 @@ class PrefillStep:
             if rows is not None:
                 window = queries.rows(slice(rows.stop - each.count, rows.stop)).copied()
                 each.state.seen.window.setdefault(layer.layer_id, []).append(window)
-        failures = self._services.failures
+        failures, shared = self._services.failures, self._services.ranks.heads.shared
         for chunk in self._accumulated:
             rows = self._frame.rows(chunk.request)
             if rows is not None and not chunk.state.broken:
-                with failures.contained(chunk.request, SCORING), timed(chunk.state):
+                with (
+                    failures.contained(chunk.request, SCORING, joint=shared),
+                    timed(chunk.state),
+                ):
                     self._accumulate(chunk, layer, queries.rows(rows))
         for scored in self.scored:
             rows = self._frame.rows(scored.request)
             if rows is not None and not scored.state.broken:
-                joint = scored.run.meets
+                joint = scored.run.meets or (shared and scored.queries > 0)
                 with (
                     failures.contained(scored.request, SCORING, joint=joint),
                     timed(scored.state),
@@ -192,7 +195,7 @@ class PrefillStep:
     def _accumulate(self, chunk: _Accumulated, layer: Any, queries: Queries) -> None:
         state = chunk.state
         k, v = self._entries(state, layer, chunk.slots)
-        q, lse = _of_heads(queries, layer)
+        q, lse = self._of_heads(queries, layer)
         state.seen.run.accumulate(layer.layer_id, q, k, v, lse=lse)
         tail = state.served.tail(state.prompt)
         earlier = state.seen.window.get(layer.layer_id, [])
@@ -209,6 +212,17 @@ class PrefillStep:
             return k, values
         return k.dense(), None if values is None else values.dense()
 
+    def _of_heads(self, queries: Queries, layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries [H, T, D] as a policy's program takes them, and their log-sum-exp [H, T].
+
+        Of the query heads that read the KV heads here, those of other ranks among them.
+        """
+        parts = [(compat.scaled(queries.heads, layer).transpose(0, 1), 0)]
+        if queries.lse is not None:
+            parts.append((queries.lse.T, 0))
+        q, *lse = self._services.ranks.heads.queries(parts)
+        return q, lse[0] if lse else None
+
     def _observe(self, scored: Scored, layer: Any, queries: Queries) -> None:
         state, there = scored.state, scored.slots.numel()
         wanted = min(scored.queries, there)
@@ -221,7 +235,7 @@ class PrefillStep:
                 f"request {scored.request.rid}: {queries.number} of the last {wanted} "
                 f"queries of its prompt were computed"
             )
-        q, lse = _of_heads(queries, layer)
+        q, lse = self._of_heads(queries, layer)
         k, v = self._entries(state, layer, scored.slots)
         scored.chosen = scored.run.observe(layer.layer_id, q, k, v, scored.tokens, lse=lse)
 
@@ -297,9 +311,3 @@ class PrefillStep:
             scored.request.skip_radix_cache_insert = progress.barred = False
         finite = not scored.run.not_finite
         self._services.reports.finished_prompt(scored.request, scored.state, kept, finite=finite)
-
-
-def _of_heads(queries: Queries, layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Queries [H, T, D] as a policy's program takes them, and their log-sum-exp [H, T]."""
-    q = compat.scaled(queries.heads, layer).transpose(0, 1)
-    return q, None if queries.lse is None else queries.lse.T

@@ -17,10 +17,10 @@ from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.forward.attend import attend
 from kvpolicy.sglang_ext.forward.failures import DECODING, READING
-from kvpolicy.sglang_ext.forward.fold import Room
-from kvpolicy.sglang_ext.forward.fold_together import FoldTogether, Member, Together
-from kvpolicy.sglang_ext.forward.follow import ListReader, Reader, check_last_fold, may_leave
 from kvpolicy.sglang_ext.forward.frame import Frame
+from kvpolicy.sglang_ext.forward.group_fold import Group, GroupFold, Member
+from kvpolicy.sglang_ext.forward.leaving import Room, check_last_fold, may_leave
+from kvpolicy.sglang_ext.forward.reader import ListReader, Reader
 from kvpolicy.sglang_ext.request.pending_steps import LONGEST
 from kvpolicy.sglang_ext.request.request import State, iterate_rows
 
@@ -117,13 +117,13 @@ class ResumeStep:
                 continue
             fold = None
             with failures.contained(each.request, DECODING, joint=True):
-                fold = self._follow(each, decoding.memory, room)
+                fold = self._advance(each, decoding.memory, room)
             if fold is not None and not each.state.failed:
                 fold.finish()
         if self._concerned:
             failures.agree(self._concerned)
 
-    def _follow(self, resumed: _Resumed, memory: Memory, room: Room) -> FoldTogether | None:
+    def _advance(self, resumed: _Resumed, memory: Memory, room: Room) -> GroupFold | None:
         """Take the policy through all tokens of the pass; what is to be written, if any leave."""
         fold, services = None, self._services
         for first in range(resumed.first, resumed.end, LONGEST):
@@ -134,5 +134,5 @@ class ResumeStep:
             check_last_fold(resumed.request, resumed.state, memory)
             asked = partial(resumed.asked, first, end)
             members = [resumed.member(first, end)]
-            fold = Together(services, self._table, members, asked).follow(leaves=leaves)
+            fold = Group(services, self._table, members, asked).advance(leaves=leaves)
         return fold

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvpolicy.sglang_ext.request.request import Served
 
 # Tokens that a resumed request computes at once: with few of them programs hold fewer queries.
-_TOKENS = (1, 4, 8, 64, 512, 4096)
+_TOKENS = (1, 2, 4, 8, 16, 32, 64, 512, 4096)
 
 
 def warm(services: Services, served: Served, queries: torch.dtype) -> None:
@@ -60,11 +60,12 @@ def warm_attention(services: Services, heads: int, dtype: torch.dtype, requests:
     """Compiles the attention of decode steps and of resumed requests.
 
     Args:
-        heads: H of the model; dtype: of its queries.
+        heads: H of this rank; dtype: of its queries.
         requests: that decode together at most.
     """
-    from kvpolicy.kernels.attention.decode_readers import decode_attention
+    from kvpolicy.kernels.attention.decode_attention_triton import decode_attention
     from kvpolicy.kernels.attention.paged_attention_triton import paged_attention
+    from kvpolicy.kernels.attention.private_pages_triton import private_pages
 
     arena, tables = services.arena, services.tables.tables
     device, size = arena.storage.device, arena.storage.shape[4]
@@ -74,14 +75,20 @@ def warm_attention(services: Services, heads: int, dtype: torch.dtype, requests:
         rows = torch.zeros(number, dtype=torch.int64, device=device)
         given = (arena.storage, tables, rows, rows, slots)
         decode_attention(q, *given, layer=0, scale=1.0)
+    if services.pages_reader is not None:
+        services.pages_reader.warm()
     none = torch.zeros(1, dtype=torch.int64, device=device)
     ones = torch.ones(1, device=device)
+    empty = torch.zeros(arena.layers, arena.kv_heads + 1, dtype=torch.int32, device=device)
+    private_pages(arena.storage, tables, none, empty, empty.flatten(), longest=1)
     indptr = none.expand(arena.kv_heads + 1).contiguous()
     lists = (arena.entries, arena.values, indptr, none)
     read = [TOGETHER, Apart(none, ones, ones)] if tables.paired.numel() else [TOGETHER]
-    for tokens, apart in itertools.product(_TOKENS, read):
+    # Few KV heads have whole lists only with more tokens than these.
+    cuts = [*((tokens, None) for tokens in _TOKENS), (_TOKENS[-1], 1)]
+    for (tokens, splits), apart in itertools.product(cuts, read):
         q = torch.zeros(1, tokens, heads, size, dtype=dtype, device=device)
-        paged_attention(q, *lists, scale=1.0, apart=apart)
+        paged_attention(q, *lists, scale=1.0, apart=apart, splits=splits)
 
 
 def _prompts(served: Served, device: torch.device) -> list[int]:
@@ -137,7 +144,7 @@ def _fold_nothing(services: Services, served: Served) -> None:
     # As many are said to proceed as there are layers where nobody waits for numbers, or one.
     alone = lists[:1]
     for proceed in (lists[:layers].reshape(1, layers), alone):
-        kernels.settle(*where, lists, lists, proceed)
+        kernels.compact_in_place(*where, lists, lists, proceed)
         if served.bound.positions == "slots":
             services.rotary.turn(kernels.turn, *where, lists, lists, proceed)
     pool = [arena.entries[: len(arena.values)], arena.values]

@@ -65,6 +65,8 @@ class Private:
             the boundary of ownership is a multiple of SGLang's page size.
         shared: layers that are stored in pairs, if any.
         full: whether every list lost entries when it was written last.
+        keeps_size: whether its lists, if they are full, stay as long at every fold; None: nobody
+            has asked since they were laid out.
         borrowed: how many of the slots, the first ones, are still the prompt's, in the request's
             row: it was compacted within them, and the row has not been given up yet.
     """
@@ -75,6 +77,7 @@ class Private:
     tail_start: int
     shared: Shared | None = None
     full: bool = False
+    keeps_size: bool | None = None
     borrowed: int = 0
     _layout: Layout | None = None
 
@@ -96,7 +99,7 @@ class Private:
 
     @layout.setter
     def layout(self, layout: Layout) -> None:
-        self._layout = layout
+        self._layout, self.keeps_size = layout, None
 
     @property
     def counts(self) -> torch.Tensor:

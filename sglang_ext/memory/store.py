@@ -264,7 +264,7 @@ class Store:
         """
         return torch.tensor(_before(self._pages(self._own(counts).numpy())))
 
-    def settled(self, private: Private, counts: torch.Tensor, written: torch.Tensor) -> None:
+    def shortened(self, private: Private, counts: torch.Tensor, written: torch.Tensor) -> None:
         """The lists of a request have become shorter where they lie.
 
         Args:

@@ -54,6 +54,8 @@ class DeviceTables:
         self._moved: dict[int, Private] = {}
         self._written: dict[int, Private] = {}
         self._places: dict[int, range] = {}
+        self._versions: dict[int, int] = {}  # of the rows that are written
+        self._latest = 0
         self.end = 0  # of the places that are taken
 
     @staticmethod
@@ -85,6 +87,14 @@ class DeviceTables:
         """No row has private pages any more."""
         self._changed = dict.fromkeys((*self._changed, *self._written))
 
+    def version(self, row: int) -> int:
+        """Which layout of a row's private pages is written; 0 where there are none.
+
+        No two layouts have one number, whichever rows they are of: lists, and where their pages
+        lie, are as they were while it stays.
+        """
+        return self._versions.get(row, 0)
+
     def write(self) -> None:
         """Write what has changed, on the current stream, without waiting for the device."""
         changed, self._changed = self._changed, {}
@@ -92,6 +102,7 @@ class DeviceTables:
         self._write_tails([each for row, each in moved.items() if row not in changed])
         for row, private in changed.items():
             self._written.pop(row, None)
+            self._versions.pop(row, None)
             if private is None:
                 self._places.pop(row, None)
                 self.tables.counts[row].zero_()
@@ -99,6 +110,8 @@ class DeviceTables:
         kept = [private for private in changed.values() if private is not None]
         for private in kept:
             self._written[private.row] = private
+            self._latest += 1
+            self._versions[private.row] = self._latest
         placed = self._find_places(kept)
         for private in kept:
             self._write_lists(private)

@@ -23,9 +23,9 @@ class Reports:
 
     def __init__(self, arena: Arena, metrics: Metrics, ranks: Ranks) -> None:
         self._arena, self._metrics = arena, metrics
-        # Of all ranks: the same is said whichever is asked.
+        # Of the whole model: the same is said whichever rank is asked, each KV head once.
         self._kv_heads = ranks.heads.total(arena.kv_heads)
-        self._slot_bytes = arena.slot_bytes * ranks.size
+        self._slot_bytes = arena.slot_bytes // arena.kv_heads * self._kv_heads
 
     def queued(self, req: Any, *, shows_kept: bool) -> None:
         """Note at its arrival whether a request asks which positions are kept."""

@@ -2,27 +2,39 @@
 
 Between two folds nothing of a request leaves, so its policy need not look on while the model
 computes: keys and values stay where they are, and queries are all that would be gone. After every
-decode forward those of the requests that are followed are kept (queries.py), and each request
-remembers here which are its own, until its policy is taken through the steps at once
-(fold_together.py).
+decode forward those of the requests whose policies go on are kept (queries.py), those of one batch
+together as long as it stays the same (decode_rows.py); then each request takes what is its own,
+until its policy is taken through the steps at once (group_fold.py).
 
 A request holds queries `[L, H, D]` of at most `LONGEST` steps: of fewer where entries leave more
-often or many requests are followed, of the last ones only where its policy reads no others, and of
-none where it reads none. They are free when it has been followed, ends or is retracted.
+often or many policies go on, of the last ones only where its policy reads no others, and of none
+where it reads none. They are free when its policy has been taken through them, when it ends, or is
+retracted.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.ir.traverse import nodes_of, state_roots
 
-# Queries [L, F, H, D] of F requests, and which of these is the request.
-Noted = tuple[torch.Tensor, int]
 LONGEST = 64  # decode steps that a policy is taken through at once, at most
+
+
+class Noted(NamedTuple):
+    """Queries of consecutive decode steps of one request.
+
+    Attributes:
+        steps: [F, L, H, D] of each, of F requests that were noted together.
+        place: which of these the request is.
+    """
+
+    steps: Sequence[torch.Tensor]
+    place: int
 
 
 def wanted(bound: Bound, prompt: int) -> int | None:
@@ -35,36 +47,28 @@ def wanted(bound: Bound, prompt: int) -> int | None:
 
 @dataclass
 class PendingSteps:
-    """Decode steps of one request that its policy has not been taken through.
+    """Queries of the decode steps of one request that its policy has not been taken through.
 
     Attributes:
         wanted: as of `wanted`.
-        positions: of the steps' tokens.
-        rows: per step, of the last ones that are wanted.
+        parts: of the last steps that are wanted, in their order.
     """
 
     wanted: int | None
-    positions: list[int] = field(default_factory=list)
-    rows: deque[Noted] = field(init=False)
+    parts: list[Noted] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.rows = deque(maxlen=self.wanted)
-
-    def full(self, most: int) -> bool:
-        """Whether the policy is to be taken through the steps before more than `most` gather."""
-        return self.wanted is None and len(self.positions) >= most
-
-    def add(self, position: int, taken: Noted | None) -> None:
-        """A step has been computed.
-
-        Args:
-            taken: its queries; None if the policy will not read them.
-        """
-        self.positions.append(position)
-        if taken is not None:
-            self.rows.append(taken)
+    def add(self, steps: Sequence[torch.Tensor], place: int) -> None:
+        """More steps have been noted; as of `Noted`."""
+        self.parts.append(Noted(steps, place))
+        if self.wanted is None:
+            return
+        surplus = sum(len(each.steps) for each in self.parts) - self.wanted
+        while surplus > 0:
+            first = self.parts.pop(0)
+            if len(first.steps) > surplus:
+                self.parts.insert(0, Noted(first.steps[surplus:], first.place))
+            surplus -= len(first.steps)
 
     def clear(self) -> None:
         """The policy has been taken through the steps."""
-        self.positions.clear()
-        self.rows.clear()
+        self.parts.clear()

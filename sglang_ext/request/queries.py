@@ -2,7 +2,7 @@
 
 Every decode forward with a request that needs it copies each layer's queries, after RoPE, into one
 buffer `[L, rows, H, D]`, inside the CUDA graph where one is replayed; after the forward one copy
-keeps the rows of the requests that are followed (pending_steps.py).
+keeps the rows of the requests whose policies go on (pending_steps.py).
 
 The buffer has as many rows as the largest captured batch, and lies there from before the capture
 on: graphs remember its address. A larger batch, which runs without a graph, has a buffer of its
@@ -15,12 +15,13 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from kvpolicy.dsl.ir.nodes import Program
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.host import to_device
-from kvpolicy.sglang_ext.request.pending_steps import LONGEST, PendingSteps
+from kvpolicy.sglang_ext.request.pending_steps import LONGEST, Noted, PendingSteps
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def most_bytes(step: int, interval: int) -> int:
     """What queries may take, those of a step in the buffer and those noted for later.
 
     Args:
-        step: bytes of one step's queries, of all requests that are followed at once.
+        step: bytes of one step's queries, of all requests whose policies go on at once.
         interval: decode steps from one fold to the next.
     """
     return step * (1 + _fitting(step, interval))
@@ -104,12 +105,16 @@ class QueryBuffer:
             held = self.larger = heads.new_zeros((layers, *heads.shape))
         held[layer.layer_id, :rows].copy_(heads)
 
-    def take(self, rows: Sequence[int], batch: int) -> torch.Tensor:
-        """[L, F, H, D] copies of F rows of the forward that is over, which had so many in all."""
+    def take(self, rows: torch.Tensor, batch: int) -> torch.Tensor:
+        """[F, L, H, D] copies of F rows of the forward that is over, which had so many in all.
+
+        Args:
+            rows: int64 [F] on the device.
+        """
         held = self._of(batch)
         if held is None:
             raise RuntimeError("no queries of this forward were noted")
-        return held.index_select(1, to_device(rows, torch.int64, held.device))
+        return held.transpose(0, 1).index_select(0, rows)
 
     def most_steps(self, requests: int) -> int:
         """How many steps so many requests note before their policies are taken through them.
@@ -139,22 +144,29 @@ class QueryBuffer:
 def queries_of(pending: Sequence[PendingSteps], buffer: QueryBuffer) -> torch.Tensor:
     """[B * L * H, T, D]: queries of B requests' last steps as policies see them.
 
-    All have noted those of as many steps, T.
+    All have noted those of as many steps, T. Those that were noted in the same batches, which all
+    are as a rule, are read at once.
     """
-    first = pending[0]
-    places = [[own for _, own in each.rows] for each in pending]
-    taken = [step for step, _ in first.rows]
-    same = all(step.shape == taken[0].shape for step in taken) and all(
-        all(x is step for (x, _), step in zip(each.rows, taken, strict=True))
-        for each in pending[1:]
-    )
-    if same and all(own == [own[0]] * len(own) for own in places):
-        # As usual: these requests, and maybe others, were noted at every step.
-        held = torch.stack([step.transpose(0, 1) for step in taken], 3)  # [F, L, H, T, D]
-        index = [own[0] for own in places]
-        if index != list(range(held.shape[0])):
-            held = held.index_select(0, to_device(index, torch.int64, held.device))
-    else:
-        own = [torch.stack([step[:, row] for step, row in each.rows], 2) for each in pending]
-        held = torch.stack(own)  # [B, L, H, T, D]
-    return buffer.scaled(held).flatten(0, 2)
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for number, each in enumerate(pending):
+        alike.setdefault(tuple(id(part.steps) for part in each.parts), []).append(number)
+    groups = list(alike.values())
+    held = [_together([pending[number].parts for number in group]) for group in groups]
+    if len(groups) == 1:
+        return buffer.scaled(held[0]).flatten(0, 2)
+    order = np.argsort(np.concatenate(groups))
+    whole = torch.cat(held)
+    whole = whole.index_select(0, to_device(order.tolist(), torch.int64, whole.device))
+    return buffer.scaled(whole).flatten(0, 2)
+
+
+def _together(requests: Sequence[Sequence[Noted]]) -> torch.Tensor:
+    """[B, L, H, T, D] of requests that were noted in the same batches."""
+    made = []
+    for parts in zip(*requests, strict=True):
+        held = torch.stack(list(parts[0].steps), 3)
+        places = [part.place for part in parts]
+        if places != list(range(held.shape[0])):
+            held = held.index_select(0, to_device(places, torch.int64, held.device))
+        made.append(held)
+    return made[0] if len(made) == 1 else torch.cat(made, 3)

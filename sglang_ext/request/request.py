@@ -348,16 +348,31 @@ class State:
 
     def leaves_at(self, step: int) -> bool:
         """Whether entries are to leave at a decode step, from 1."""
-        # After a restart the policy's prompt is the tokens that were chosen.
-        prompt = self.prompt if self.decoding is None else self.decoding.memory.prompt
-        return step not in self.skipped and self.served.bound.leaves_at(step, prompt)
+        return step not in self.skipped and self.served.bound.leaves_at(step, self._seen_prompt)
 
-    def reads_queries(self, step: int) -> bool:
-        """Whether its policy will read the queries of a decode step, from 1."""
-        if self.decoding is None or self.decoding.memory.not_finite:
-            return False
-        later = self.decoding.pending.wanted
-        return later is None or any(self.leaves_at(step + i) for i in range(later))
+    def next_leaving(self, step: int, most: int) -> int | None:
+        """The first of so many decode steps, from `step` on, at which entries are to leave."""
+        end = step + most
+        while step < end:
+            found = self.served.bound.next_leaving(step, self._seen_prompt, end - step)
+            if found is None or found not in self.skipped:
+                return found
+            step = found + 1
+        return None
+
+    @property
+    def _seen_prompt(self) -> int:
+        # After a restart the policy's prompt is the tokens that were chosen.
+        return self.prompt if self.decoding is None else self.decoding.memory.prompt
+
+    def pending_positions(self, length: int) -> range:
+        """Of the tokens whose steps its policy has not been taken through.
+
+        Args:
+            length: tokens of the request, that of the last step included.
+        """
+        shift = self.progress.shift
+        return range(self.prompt + self.memory.generated - shift, length - shift)
 
     def next_end(self, prefix: int, end: int) -> int:
         """Where a pass of a resumed request must end: its prompt, or where entries leave.
@@ -367,8 +382,8 @@ class State:
         """
         if prefix < self.prompt:
             return min(self.prompt, end)
-        steps = range(prefix - self.prompt + 1, end - self.prompt)
-        return next((self.prompt + step for step in steps if self.leaves_at(step)), end)
+        step = self.next_leaving(prefix - self.prompt + 1, end - prefix - 1)
+        return end if step is None else self.prompt + step
 
     def remember(self, run: Any, known: Known) -> None:
         """After its prompt: go on from what a finished run of the policy's program has found."""

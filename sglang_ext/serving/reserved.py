@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from kvpolicy.sglang_ext.attention import readers
 from kvpolicy.sglang_ext.face import compat, refusals
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.options import fold_interval
@@ -84,14 +85,20 @@ def reckon(services: Services, configurator: Any, options: Any, tokens: int) -> 
     row = config.context_len + 64  # SGLang's rows are a few tokens longer than the context
     parts = {"tables": tables.bytes, "rows of propagating prompts": scratch * row * 4}
     captured = min(compat.captured_requests(options), requests)
-    if captured and compat.attention_backends(options)[1] != "torch_native":
+    decodes_by, device = compat.attention_backends(options)[1], torch.device(configurator.device)
+    if readers.may_read(decodes_by, device):
+        from kvpolicy.kernels.attention.private_attention_flashinfer import reserved_bytes
+
+        slots, group = tokens + options.page_size, shape.heads // shape.kv_heads
+        given = (shape.layers, slots, shape.kv_heads, group, captured or requests, device)
+        parts["lists for FlashInfer"] = reserved_bytes(*given)
+    if captured and decodes_by != "torch_native":
         from kvpolicy.kernels.attention.decode_attention_triton import (
             Workspace,
             workspace_elements,
         )
 
         sizes = (shape.heads, shape.kv_heads, shape.head_dim)
-        device = torch.device(configurator.device)
         elements = workspace_elements(captured, *sizes, device)
         parts["decode attention"] = Workspace.empty(elements, torch.device("meta")).nbytes
         if services.queries.needed:

@@ -58,21 +58,36 @@ EXCHANGED = "Exchanged between ranks, where the model is divided over them (--tp
 
 
 def test_what_ranks_exchange(model, capsys):
-    """Of 4 layers and 2 KV heads float64 per list; per token of these where heads compete."""
-    counts = 4 * 2 * 8
-    for name, settings, prefill, fold in (
-        ("snapkv", ["capacity=100"], counts, None),
-        ("adakv", ["capacity=100", "window=8"], counts + 4 * 2 * 1000 * 8, None),
-        ("h2o", ["heavy=40", "window=40"], counts, 2 * counts),
+    """Of 4 layers and 2 KV heads float64 per list; per token of these where heads compete.
+
+    Where ranks share KV heads, queries of 8 heads of 32 besides, of 2 bytes.
+    """
+    counts, query = 4 * 2 * 8, 4 * 8 * 32 * 2
+    for name, settings, prefill, fold, queries in (
+        ("snapkv", ["capacity=100", "window=16"], counts, None, 16),
+        ("adakv", ["capacity=100", "window=8"], counts + 4 * 2 * 1000 * 8, None, 8),
+        ("h2o", ["heavy=40", "window=40"], counts, 2 * counts, 1000),
         # Sums and how many were summed, of what stays and a step's token.
-        ("tova", ["capacity=100"], counts + 2 * 4 * 2 * 1000 * 8, 2 * counts + 2 * 4 * 2 * 101 * 8),
+        (
+            "tova",
+            ["capacity=100"],
+            counts + 2 * 4 * 2 * 1000 * 8,
+            2 * counts + 2 * 4 * 2 * 101 * 8,
+            1,
+        ),
+        ("sinks-recent", ["capacity=100"], counts, None, 0),
     ):
         given = [x for each in settings for x in ("--set", each)]
         assert explain(model, name, *given) == 0
         lines = section(capsys.readouterr().out, EXCHANGED)
         assert size_text(prefill) in lines[0]
-        assert (len(lines) > 1) == (fold is not None)
+        told = ["prefill", *["fold"] * (fold is not None), *["queries"] * (queries > 0)]
+        assert [line.split()[0] for line in lines] == told
         assert fold is None or size_text(fold) in lines[1]
+        if queries:
+            assert "of a prefill besides, " in lines[-1]
+            assert size_text(queries * query) in lines[-1]
+            assert (f", and {size_text(query)} of a decode step" in lines[-1]) == (fold is not None)
 
 
 def test_cost_by_expression(model, capsys):
@@ -81,9 +96,9 @@ def test_cost_by_expression(model, capsys):
         capsys.readouterr().out,
         "Cost of deciding, for all layers (generated kernels; see docs/operators.md)",
     )
-    # In 4 layers, for 8 heads and 1000 tokens, 2 passes of 2 x 32 multiply-adds and 5 of the
+    # In 4 layers, for 8 heads and 1000 tokens, a pass of 2 x 32 multiply-adds and 5 of the
     # softmax; then a mean over the query and one over the heads together.
-    assert lines[0].startswith(f"score{flops_text(4 * 8 * 1000 * (2 * 2 * 32 + 5 + 1)):>34}  ")
+    assert lines[0].startswith(f"score{flops_text(4 * 8 * 1000 * (2 * 32 + 5 + 1)):>34}  ")
     assert lines[0].endswith("% of the prefill's time")
     assert lines[1].startswith("keep ")
     assert lines[2].startswith("in all ")
@@ -111,22 +126,26 @@ def test_what_is_expected_on_a_gpu(model, capsys):
     )
     assert lines[0].split() == ["full", "KV", "policy"]
     names = [re.split(r"  +", line)[0] for line in lines]
-    assert names[1:10] == [
+    assert names[1:11] == [
         "KV cache of a prompt", "TTFT", "TPOT, 3 at once", "requests at once, at most",
-        "throughput then, tokens/s", "scoring and compaction", "operations and launches",
+        "throughput then, tokens/s", "scoring and compaction", "arithmetic of scoring",
+        "operations and launches",
         "host time where entries leave", "operations and launches",
     ]  # fmt: skip
     assert re.split(r"  +", lines[1])[1:] == ["1,000.0 KiB", "100.0 KiB", "10.00 x"]
-    text = " ".join(lines[10:])
-    assert text.count("assumed: ") == 6
+    text = " ".join(lines[11:])
+    assert text.count("assumed: ") == 7
     assert "answers of 40 tokens" in text
 
     assert explain(model, "h2o", "--set", "heavy=60", "--set", "window=40", *words, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["full"]["prompt_bytes"] == 10 * found["policy"]["prompt_bytes"] == 1_024_000
     assert found["fold"]["times"] == 40 // 16
+    assert found["scoring_share"] == found["scoring_seconds"] / found["full"]["ttft_seconds"]
+    # A pass of 2 x 32 multiply-adds for each of 8 heads, 4 layers and pair of tokens, and more.
+    assert 1 < found["scoring_operations"] / (4 * 8 * 1000 * 1001 / 2 * 2 * 32) < 1.2
     assert (found["batch"], found["max_new_tokens"], found["length"]) == (3, 40, 1000)
-    assert len(found["assumptions"]) == 6
+    assert len(found["assumptions"]) == 7
     assert all(each["ttft_seconds"] > 0 for each in (found["full"], found["policy"]))
 
 

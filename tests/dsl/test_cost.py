@@ -81,16 +81,17 @@ def test_a_prefill():
 def test_a_window():
     """A layer: passes over the keys, the softmax, the sum; no pair with a later token."""
     bound = policy("score: sum[head, query](attn(recent(3)))\nbudget: 5\nkeep: top(score)\n", SMALL)
-    found = part(cost(bound, SMALL, 10), "score")
     pairs = 4 * (3 * 10 - 3)
     keys, queries = 4 * 2 * 10 * 8, 4 * 4 * 3 * 8
-    # What the sum leaves is written, and read and written no more within the kernel.
-    assert found.work == Work(
-        matrix=4 * 2 * 2 * 8 * pairs,
-        vector=4 * (5 + 1) * pairs,
-        moved=4 * (2 * keys + queries + 8 * 10),
-    )
-    assert found.squared == ""
+    for attended, passes in ((True, 1), (False, 2)):
+        found = part(cost(bound, SMALL, 10, attended=attended), "score")
+        # What the sum leaves is written, and read and written no more within the kernel.
+        assert found.work == Work(
+            matrix=4 * passes * 2 * 8 * pairs,
+            vector=4 * (5 + 1) * pairs,
+            moved=4 * (passes * keys + queries + 8 * 10),
+        )
+        assert found.squared == ""
 
 
 def test_logits_keys_and_values():
@@ -144,7 +145,7 @@ def test_windows_of_their_own():
         cost(policy(each + "keep: top(score)\n", SMALL), SMALL, 1000).parts[0].work.matrix
         for each in ("score: sum[head, query](attn(all))\nbudget: 9\n", text)
     )
-    assert both - one == 4 * 2 * 2 * 8 * 4 * (2 * 1000 - 1)
+    assert both - one == 4 * 2 * 8 * 4 * (2 * 1000 - 1)
 
 
 def test_pooling_costs_its_width():
@@ -163,7 +164,7 @@ def test_layers_that_fewer_tokens_reach():
     )
     assert first < deeper < all_
     # Three layers of 1,000 tokens and one of 200, or of 1,000, and 8 queries.
-    assert (all_ - deeper) == 2 * 2 * 8 * 4 * 8 * 800
+    assert (all_ - deeper) == 2 * 8 * 4 * 8 * 800
 
 
 def test_a_second_prefill_and_what_comes_before_it():
@@ -197,7 +198,7 @@ def test_shipped_policies_on_a_usual_model(name):
 
 def test_a_policy_that_costs_too_much():
     bound = policy("h2o")
-    share = cost(bound, LLAMA, 131072).share
+    share = cost(bound, LLAMA, 131072, attended=False).share
     check_cost(bound, LLAMA, 131072, share, "--max")
     with pytest.raises(PolicyError) as caught:
         check_cost(bound, LLAMA, 131072, 0.5, "--max")

@@ -16,7 +16,7 @@ from kvpolicy.dsl.data.arrays import snapped as snapped_array
 from kvpolicy.dsl.execute.values import snapped as snapped_tensor
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.split import cascade_layers, split_layers
-from kvpolicy.dsl.ops.exact import snap
+from kvpolicy.dsl.ops.host import snap
 from trees import NEAR_HALVES
 
 finite = NEAR_HALVES | st.floats(allow_nan=False, allow_infinity=False)

@@ -19,7 +19,7 @@ from kvpolicy.dsl.syntax.tree import (
     Chain,
     Name,
     Number,
-    Operation,
+    Operator,
     Then,
     Where,
 )
@@ -94,7 +94,7 @@ def as_lark(expr):
         return ("choose" if expr.other else "mask", *parts)
     if isinstance(expr, Then):
         return ("then", *map(as_lark, expr.terms))
-    assert isinstance(expr, Operation)
+    assert isinstance(expr, Operator)
     if expr.op in comparisons:
         left, right = map(as_lark, expr.operands)
         return ("compare", left, comparisons[expr.op], right)

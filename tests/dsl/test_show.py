@@ -79,7 +79,8 @@ def test_input_that_cannot_be_used(model, capsys):
 
 def test_explain_says_what_becomes_a_kernel(model, capsys):
     text = explained(capsys, model, "lava")
-    assert "two passes over the keys, values read once, for recent(32)" in text
+    twice = "(two passes where attention gives no log-sum-exp)"
+    assert f"one pass over the keys, values read once, for recent(32) {twice}\n" in text
     assert "kernel  sum[dim](abs(value))" in text
     assert "kernel  hand-written, on small tensors: entropy, fill, top" in text
     assert "torch   on small tensors: missing, position, remaining" in text
@@ -89,7 +90,7 @@ def test_explain_says_what_becomes_a_kernel(model, capsys):
     text = explained(capsys, model, "h2o")
     assert "kernel  sum[group, query](attn(new))" in text
     prefill, steps = text.split("  while decoding, states of several steps at once\n")
-    assert "  two passes over the keys for new\n    kernel  sum[group, query]" in prefill
+    assert f"  one pass over the keys for new {twice}\n    kernel  sum[group, query]" in prefill
     assert "    two passes over the keys for new\n      kernel  sum[group, query]" in steps
     assert "    kernel  hand-written, on small tensors: fill, top" in steps
     text = explained(capsys, model, "cam")

@@ -31,26 +31,30 @@ if [ -f "$venv/.ready" ] && [ "$(cat "$venv/.ready")" = "$stamp" ]; then exit 0;
 rm -rf "$venv"
 "$python" -m venv "$venv" || fail "could not create $venv; on Debian install the package python3-venv"
 : >"$log"
+site=$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')
+# Installs packages; what they hold is compiled at the end, on all cores.
 pip() {
   echo "setup: $1"; shift
-  "$venv/bin/python" -m pip --disable-pip-version-check "$@" >>"$log" 2>&1 \
+  "$venv/bin/python" -m pip --disable-pip-version-check install --no-compile "$@" >>"$log" 2>&1 \
     || { tail -n 15 "$log" >&2; fail "pip failed (whole log: $log); check the network and pip's index settings, then run it again"; }
 }
 
 if [ $device = cuda ]; then
-  pip "SGLang $sglang with its CUDA packages (several GB, minutes)" install "sglang==$sglang"
-  pip "what the tests need" install -r $here/requirements-dev.txt
+  pip "SGLang $sglang with its CUDA packages (several GB, minutes)" "sglang==$sglang"
+  pip "what the tests need" -r $here/requirements-dev.txt
 else
   # SGLang's own requirements would bring the CUDA stack, so its CPU needs are listed and it comes alone.
   # torch first and alone: pip's settings (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL) decide which build it is.
-  pip "torch" install "$(grep '^torch==' $here/requirements-cpu.txt)"
-  pip "what SGLang needs on a CPU (about 2 GB, 2 minutes)" install -r $here/requirements-cpu.txt
-  pip "SGLang $sglang" install --no-deps torchvision==0.28.0 "sglang==$sglang"
-  pip "the CPU platform for SGLang" install --no-deps $here/platform
-  site=$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')
+  pip "torch" "$(grep '^torch==' $here/requirements-cpu.txt)"
+  pip "what SGLang needs on a CPU (about 2 GB, 2 minutes)" -r $here/requirements-cpu.txt
+  pip "SGLang $sglang" --no-deps torchvision==0.28.0 "sglang==$sglang"
+  pip "the CPU platform for SGLang" --no-deps $here/platform
   cp $here/torchvision_cpu.py "$site/_kvpolicy_torchvision_cpu.py"
   echo "import _kvpolicy_torchvision_cpu" >"$site/_kvpolicy_torchvision_cpu.pth"
 fi
-pip "kvpolicy" install --no-deps --editable .
+pip "kvpolicy" --no-deps --editable .
+echo "setup: bytecode"
+# Some packages bring templates and other versions' files, which do not compile.
+"$venv/bin/python" -m compileall -q -j 0 "$site" >>"$log" 2>&1 || true
 echo "$stamp" >"$venv/.ready"
 echo "setup: $venv is ready (SGLang $sglang, $device)"

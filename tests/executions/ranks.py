@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from kvpolicy.dsl.execute.heads import Divided
+from kvpolicy.dsl.execute.heads import Divided, Heads
 
 PATIENCE = 60  # seconds that a rank waits for the others
 T = TypeVar("T")
@@ -30,7 +30,6 @@ class Ranks:
 
     def heads(self, rank: int, total: int) -> Divided:
         """The KV heads of one."""
-        own = total // self.number
 
         def exchange(x: torch.Tensor) -> torch.Tensor:
             self._parts[rank] = x
@@ -46,7 +45,7 @@ class Ranks:
         def agree() -> None:
             self._barrier.wait()
 
-        return Divided(range(rank * own, rank * own + own), total, exchange, agree)
+        return Divided(rank, self.number, total, exchange, agree)
 
     def run(self, work: Callable[[int], T]) -> list[T]:
         """The work of every rank at once; one that fails fails the others."""
@@ -68,5 +67,12 @@ class Ranks:
 
 
 def divided(x: np.ndarray, ranks: int, rank: int, at: int = 1) -> np.ndarray:
-    """The part of a rank in an array with heads along a dimension."""
-    return np.split(x, ranks, at)[rank]
+    """The part of a rank in an array with heads along a dimension; of fewer heads, one of them."""
+    parts = min(ranks, x.shape[at])
+    return np.split(x, parts, at)[rank * parts // ranks]
+
+
+def queries_of(heads: Heads, own: np.ndarray, at: int = 1) -> np.ndarray:
+    """As a policy sees them, of an array of those of a rank with heads along a dimension."""
+    (whole,) = heads.queries([(torch.from_numpy(own), at)])
+    return whole.numpy()

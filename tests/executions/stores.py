@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.apply import prefilled, turned
+from kvpolicy.dsl.execute.block import Folded
 from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.dsl.execute.kernels import Entries, Kernels
 from kvpolicy.dsl.execute.layout import Choice
@@ -223,9 +224,11 @@ def assert_merged_in_the_pool(staying: Staying, stores: list[Store]) -> None:
 
 def states_of(memory: Memory, layer: int) -> dict[str, torch.Tensor]:
     """The states of what a layer holds, per KV head and along other axes."""
-    block, place = memory.block
+    remembered, place = memory.block
+    folded = isinstance(remembered, Folded)
+    block = remembered.block if folded else remembered
     heads, first = block.where(place, layer)
-    stays = block.staying[heads, first:]
+    stays = (remembered.staying if folded else block.there)[heads, first:]
     made = {}
     for name, x in block.states.items():
         data = x.tensor[heads]

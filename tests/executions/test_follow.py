@@ -138,14 +138,14 @@ def test_nothing_waits_before_the_numbers_land(name):
     """Where entries are merged layer by layer, the numbers are needed at once: for all layers."""
     names = (
         "carry", "tally", "best", "draws", "finite", "nearest", "pairs", "means", "following",
-        "links", "target", "merge_rows", "merge_entries", "merge_mass",
+        "links", "target", "merge_rows", "merge_entries", "merge_mass", "then", "whole",
     )  # fmt: skip
     shape = SHAPES[0]
     kernels = {**REFERENCE, **{each: TRITON[each] for each in names}}
     _, store = stores(bound_to(name, shape), shape, 14, 0, kernels=kernels)
     memory = store.memory
     at_once = memory.bound.folded.decode.merge is not None and memory.steps.rule(14) is None
-    waited = ["block.py:read tolist"]
+    waited = ["block.py:read numpy"]
     for number in (1, 4, 16):
         memory.land()
         memory.block[0].left()  # as far as that was read

@@ -25,7 +25,7 @@ from kvpolicy.dsl.execute.values import Value, aligned
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
-from kvpolicy.dsl.tools.explain_kernels import kernels, regions
+from kvpolicy.dsl.tools.explain_kernels import kernels, prefill_fusion
 from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.kernels.scoring.generated import generated
 from kvpolicy.kernels.table import REFERENCE
@@ -486,7 +486,7 @@ def test_expressions(number):
         score = EXPRESSIONS[number].replace("{q}", asked)
         bound = inline(f"{score} + 0 * norm1[dim](key)", case.shape)
         programs = [TorchProgram(bound, report=True, kernels=t) for t in TABLES]
-        assert not programs[1].generated.regions.reasons
+        assert not programs[1].generated.fusion.reasons
         runs = [prefill(program, q, k, v) for program in programs]
         for a, b in zip(*(run.result(bound.lowered.prefill.score) for run in runs), strict=True):
             torch.testing.assert_close(a.data, b.data, rtol=0.0, atol=bar * size_of(a))
@@ -532,7 +532,7 @@ def test_unsupported_expressions_stay_with_torch(score, reason):
     programs = [TorchProgram(bound, report=True, kernels=t) for t in TABLES]
     runs = [prefill(program, *case.tensors(1)) for program in programs]
     assert_same_kept(*runs)
-    assert any(reason in each for each in regions(bound).reasons.values())
+    assert any(reason in each for each in prefill_fusion(bound).reasons.values())
     assert any(reason in line for line in kernels(bound))
 
 

@@ -13,7 +13,7 @@ import pytest
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape
-from kvpolicy.dsl.tools.explain_kernels import regions
+from kvpolicy.dsl.tools.explain_kernels import prefill_fusion
 from kvpolicy.dsl.tools.show import sources
 from kvpolicy.kernels.scoring import generated
 
@@ -95,7 +95,7 @@ def test_the_text_is_for_readers():
 
 def test_reductions_of_one_window_share_a_pass():
     bound = bind(load("cake").require(), LLAMA, {})
-    (bundle,) = regions(bound).bundles
+    (bundle,) = prefill_fusion(bound).bundles
     assert len(bundle.reductions) == 3
     text, _ = texts("cake")
     # One function for all of them, and one probability.
@@ -144,7 +144,7 @@ def decoding(bound, heads, n, steps, ragged):
     )
 
 def compute(made, frame):
-    for bundle in () if made is None else made.regions.bundles:
+    for bundle in () if made is None else made.fusion.bundles:
         assert made.serves(bundle, frame)
         made.values(bundle, frame, None)
 

@@ -169,8 +169,8 @@ def evaluated(frame: Frame, node: Node, made: Generated | None) -> Value:
 def both(frame: Frame, node: Node) -> tuple[Value, Value]:
     """By torch and by kernels, which leave what is not there alone."""
     made = Generated.of(frame.bound, [node], TABLE, steps=True)
-    assert not made.regions.reasons
-    assert all(made.serves(bundle, frame) for bundle in made.regions.bundles)
+    assert not made.fusion.reasons
+    assert all(made.serves(bundle, frame) for bundle in made.fusion.bundles)
     values = []
     for given in (None, made):
         frame = replace(frame, checks=[])
@@ -340,7 +340,7 @@ def test_what_kernels_do_not_serve():
     bound, node = scored("sum[group, query](attn(new))", case.shape)
     frame = case.frame(bound, 1)
     made = Generated.of(bound, [node], TABLE, steps=True)
-    (bundle,) = made.regions.bundles
+    (bundle,) = made.fusion.bundles
     assert made.serves(bundle, frame)
     query, double = frame.vectors["query"], frame.read("key").double()
     assert not made.serves(bundle, replace(frame, step=None))

@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from agreement import stretches
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
@@ -15,8 +16,9 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
-from ranks import Ranks, divided
+from ranks import Ranks, divided, queries_of
 from recordings import tensors
 from stores import Store
 
@@ -68,19 +70,27 @@ def _alone(bound, recording, program):
     return [[made.chosen[own].tolist() for own in layer] for layer in made.run.finish()]
 
 
-def assert_same(bound, tokens, number, seed, ties=False, shape=SHAPE):
-    """The same on so many ranks as on one; how many bytes each exchange had."""
+def assert_same(bound, tokens, number, seed, ties=False, shape=SHAPE, **more):
+    """The same on so many ranks as on one; how many bytes each exchange had.
+
+    Of more ranks than KV heads those that hold the same one keep the same of it.
+    """
     *recording, steps = tensors(np.random.default_rng(seed), shape, tokens, STEPS, ties=ties)
-    whole = kept(bound, recording, steps, TorchProgram(bound))
+    whole = kept(bound, recording, steps, TorchProgram(bound, **more))
     ranks = Ranks(number)
 
     def work(rank):
+        heads = ranks.heads(rank, shape[2])
         own = [divided(x, number, rank) for x in recording]
-        later = tuple(divided(x, number, rank, 2) for x in steps)
-        program = TorchProgram(bound, heads=ranks.heads(rank, shape[2]))
-        return kept(bound, own, later, program)
+        later = [divided(x, number, rank, 2) for x in steps]
+        own[0], later[0] = queries_of(heads, own[0]), queries_of(heads, later[0], 2)
+        return kept(bound, own, tuple(later), TorchProgram(bound, heads=heads, **more))
 
     found = ranks.run(work)
+    holders = max(number // shape[2], 1)
+    for i, each in enumerate(found):
+        assert each == found[i // holders * holders]
+    found = found[::holders]
     for moment, expected in enumerate(whole):
         parts = zip(*(x[moment] for x in found), strict=True)
         joined = [list(itertools.chain.from_iterable(each)) for each in parts]
@@ -94,6 +104,7 @@ def test_shipped_policies(name):
     bound = bound_to(name)
     for seed, (tokens, number) in enumerate([(41, 2), (23, 4), (1, 2)]):
         assert_same(bound, tokens, number, seed, ties=seed == 1)
+    assert_same(bound, 31, 8, 7)  # more ranks than KV heads
     with patch.object(compiled, "_DEFERRED_BYTES", 0):  # as of long prompts
         assert_same(bound, 37, 2, 5)
     with patch.object(Steps, "by_kernels", True):  # all layers at once where that is possible
@@ -133,10 +144,42 @@ def test_without_kernels_entries_are_compared_layer_by_layer():
     assert len(sent) == 3 + (4 + 1) * (STEPS // EVERY)
 
 
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize("ties", [False, True])
+def test_only_what_competes_is_exchanged(ties, monkeypatch, tmp_path):
+    """Under pyramidinfer a batch of tokens, where kernels read the queries."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    bound, batch = bound_to("pyramidinfer"), 2
+    sent = assert_same(
+        bound, 41, 2, 0, ties=ties, kernels=REFERENCE | {"generated": TRITON["generated"]}
+    )
+    # Of each list of a rank sums, numbers, and where they are; then how many entries stay.
+    votes, numbers = SHAPE[0] * 2 * batch * 2 * (8 + 1), SHAPE[0] * (4 + 2 * 2) * 8
+    leaving = sum(bound.leaves_at(step, 41) for step in range(1, STEPS + 1))
+    assert sent[-2 * leaving :] == [votes, numbers] * leaving
+
+
 def test_kernels_read_queries_so_that_all_layers_are_compared_at_once():
-    for name in ("tova", "h2o", "cake", "vatp", "roco", "streamingllm", "d2o"):
+    for name in ("tova", "h2o", "cake", "vatp", "roco", "streamingllm", "d2o", "pyramidinfer"):
         steps = TorchProgram(bound_to(name), kernels=TRITON, heads=Ranks(2).heads(0, 4)).steps
         assert steps.rule(41) is not None, name
+
+
+def test_queries_of_ranks_that_hold_the_same_kv_head():
+    """Those of one KV head, in order; of no queries nothing is sent."""
+    ranks = Ranks(4)
+    x = torch.arange(8 * 3).view(1, 8, 3)  # 8 query heads, 2 KV heads
+
+    def work(rank):
+        own, heads = x[:, 2 * rank : 2 * rank + 2], ranks.heads(rank, 2)
+        return *heads.queries([(own, 1), (own[0, :, 0], 0)]), *heads.queries([(own[..., :0], 1)])
+
+    for rank, (two, one, none) in enumerate(ranks.run(work)):
+        first = rank // 2 * 4
+        assert two.equal(x[:, first : first + 4])
+        assert one.equal(x[0, first : first + 4, 0])
+        assert none.shape == (1, 4, 0)
+    assert len(ranks.sent) == 1
 
 
 HEADER = "policy: a-test\nlanguage: 1\nabout: a test\n"

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -34,6 +35,10 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 PLATFORM = Path(__file__).resolve().parents[1] / "environment" / "platform" / "src"
 PATIENCE = 300  # seconds until SGLang is imported
 _NewInterpreter = subprocess.Popen
+
+
+class NewInterpreter(UserWarning):
+    """What should have been forked could not be: its processes import SGLang, for half a minute."""
 
 
 class Fork:
@@ -154,6 +159,10 @@ def started(
         if message is not None and "pid" in message[0]:
             return Fork(args, message[0]["pid"], channel)
         channel.close()
+        if message is not None:
+            names = ", ".join(message[0]["read too early"])
+            text = f"a new interpreter is started: forks have read {names} (fork_server.READ_LATER)"
+            warnings.warn(text, NewInterpreter, stacklevel=2)
     streams = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
     return _NewInterpreter(args, **streams, cwd=cwd, env=environment, **options)
 

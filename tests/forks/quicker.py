@@ -27,7 +27,7 @@ def hooks() -> None:
     propagate = hook_registry._propagate_patch
 
     def propagate_patch(original: object, wrapped: object, source: object) -> int:
-        searched = {name: x for name, x in sys.modules.items() if imported.get(name) is not x}
+        searched = {name: sys.modules[name] for name in sys.modules.keys() - imported.keys()}
         searched |= {name: imported[name] for name in holders.get(id(original), ())}
         hook_registry.sys = SimpleNamespace(modules=searched)
         return propagate(original, wrapped, source)

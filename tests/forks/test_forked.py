@@ -76,7 +76,8 @@ def test_modules_by_which_a_process_is_told_are_not_imported():
 
 def test_an_environment_that_imports_have_read_needs_a_new_interpreter():
     env = {**os.environ, "SGLANG_READ_EARLY": "1"}
-    done = forked.run([sys.executable, "-c", IMPORTED], timeout=60, env=env)
+    with pytest.warns(forked.NewInterpreter, match="have read SGLANG_READ_EARLY "):
+        done = forked.run([sys.executable, "-c", IMPORTED], timeout=60, env=env)
     assert (done.returncode, done.stdout) == (0, "\n")
 
 

@@ -21,7 +21,7 @@ from kvpolicy.dsl.syntax.expression import ExpressionError, tokenize
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.parse import parse
 from kvpolicy.dsl.syntax.source import Source, Span
-from kvpolicy.dsl.syntax.tree import Call, Expr, Name, Number, Operation
+from kvpolicy.dsl.syntax.tree import Call, Expr, Name, Number, Operator
 
 GOOD = Path(__file__).parents[1] / "dsl" / "good"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "policies"
@@ -266,7 +266,7 @@ def _alike(random: Random, text: str, part: Expr, parts: list[Expr]) -> str | No
         return random.choice(tuple(BUILTINS)) if random.random() < 0.2 else None
     if isinstance(part, Number):
         return random.choice(NUMBERS)
-    if isinstance(part, Operation) and len(part.operands) == 2:
+    if isinstance(part, Operator) and len(part.operands) == 2:
         between = Span(part.operands[0].span.end, part.operands[1].span.start)
         for signs in SIGNS:
             if _text(text, between).strip() in signs:

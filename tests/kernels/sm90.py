@@ -22,15 +22,14 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction, MockTensor, compute_cache_key
 
 _H200 = SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, L2_cache_size=60 << 20,
-    total_memory=150 << 30, warp_size=32,
+    total_memory=150 << 30, warp_size=32, regs_per_multiprocessor=1 << 16,
+    shared_memory_per_multiprocessor=228 << 10, max_threads_per_multi_processor=2048,
 )  # fmt: skip
 _CAPABILITY = 90
 
@@ -51,20 +50,8 @@ class _Driver:
         return self._target
 
 
-class _OnDevice(FakeTensorMode):
-    """Tensors of the GPU have no data; those of the host are ordinary ones."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = tree_leaves((args, kwargs))
-        devices = [x for x in given if isinstance(x, torch.device) and x.type == "cuda"]
-        if devices or any(isinstance(x, FakeTensor) for x in given):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        return func(*args, **kwargs)
-
-
-class _WithoutCuda(TorchFunctionMode):
-    """What torch without CUDA lacks: `x[...]` of a tensor of that device, and pinned memory.
+class _Device(TorchFunctionMode):
+    """Tensors of the GPU have no data: torch's "meta" tensors, which say that they are on "cuda".
 
     Args:
         number: what stands in every tensor whose numbers are read; None: it is an error.
@@ -75,52 +62,44 @@ class _WithoutCuda(TorchFunctionMode):
         self._number = number
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._number is not None and func in _READS and isinstance(args[0], FakeTensor):
+        kwargs = kwargs or {}
+        if func == _DEVICE:
+            return _CUDA if args[0].is_meta else func(args[0])
+        if func == _IS_CUDA:
+            return args[0].is_meta
+        if func in _READS and args[0].is_meta:
+            if self._number is None:
+                raise RuntimeError(f"{func.__name__} waits for the device")
             x = torch.full(args[0].shape, self._number).to(args[0].dtype)
             return x if func in (Tensor.cpu, Tensor.numpy) else func(x)
-        if func is torch.Tensor.__getitem__:
-            return _item(*args)
-        if func is torch.Tensor.__setitem__ and isinstance(args[0], FakeTensor):
-            return None  # there is no data
-        if func is torch.Tensor.index_copy and isinstance(args[0], FakeTensor):
-            return torch.empty_like(args[0])
-        if func is torch.Tensor.pin_memory:
+        if func is Tensor.pin_memory:
             return args[0]
-        if func is torch.Tensor.__invert__:
-            return torch.bitwise_not(*args)
-        if func is torch.Tensor.contiguous:
-            whole = args[0].is_contiguous()
-            return args[0] if whole else args[0].clone(memory_format=torch.contiguous_format)
-        return func(*args, **(kwargs or {}))
+        if func not in _BETWEEN_DEVICES and len({x.is_meta for x in _sized(args)}) > 1:
+            raise RuntimeError(f"{func.__name__} is given tensors of the host and of the device")
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _without_cuda(kwargs["device"])}
+        if func is Tensor.to:
+            args = tuple(map(_without_cuda, args))
+        return func(*args, **kwargs)
 
 
-_READS = (
-    Tensor.cpu, Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__,
-    Tensor.__index__,
-)  # fmt: skip
+_META, _CUDA = torch.device("meta"), torch.device("cuda")
+_DEVICE, _IS_CUDA = Tensor.device.__get__, Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+_READS = {
+    Tensor.cpu, Tensor.numpy, Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__,
+    Tensor.__float__, Tensor.__index__,
+}  # fmt: skip
+_BETWEEN_DEVICES = {Tensor.copy_, Tensor.__getitem__, Tensor.__setitem__}
 
 
-def _item(x: torch.Tensor, index: Any) -> torch.Tensor:
-    index = index if isinstance(index, tuple) else (index,)
-    named = sum(i is not None and i is not ... for i in index)
-    at = index.index(...) if ... in [i if i is ... else None for i in index] else len(index)
-    whole = [slice(None)] * (x.dim() - named)
-    dim, tensors = 0, {}
-    for each in (*index[:at], *whole, *index[at + 1 :]):
-        if each is None:
-            x = x.unsqueeze(dim)
-        elif isinstance(each, int):
-            x = x.select(dim, each)
-            continue
-        elif isinstance(each, torch.Tensor):
-            tensors[dim] = each
-        elif each != slice(None):
-            start, stop, step = each.indices(x.shape[dim])
-            x = torch.ops.aten.slice.Tensor(x, dim, start, stop, step)
-        dim += 1
-    if not tensors:
-        return x
-    return torch.ops.aten.index.Tensor(x, [tensors.get(i) for i in range(max(tensors) + 1)])
+def _sized(args: Any) -> list[Tensor]:
+    """Tensors among arguments but for single numbers, which may be the host's anywhere."""
+    return [x for x in args if isinstance(x, Tensor) and x.dim()]
+
+
+def _without_cuda(x: Any) -> Any:
+    named = isinstance(x, str | torch.device) and str(x).startswith("cuda")
+    return _META if named else x
 
 
 @dataclass(frozen=True)
@@ -212,7 +191,7 @@ def on_device(
     JITFunction.run, torch.cuda.get_device_properties = launched, lambda *_: _H200
     torch.cuda.current_device = lambda: 0
     try:
-        with _OnDevice(allow_non_fake_inputs=True), _WithoutCuda(number):
+        with _Device(number):
             yield
     finally:
         JITFunction.run, torch.cuda.get_device_properties = launch, properties

@@ -18,22 +18,24 @@ from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.kernels.attention.decode_attention_triton import decode_attention
 from kvpolicy.kernels.attention.entry_ids_triton import entry_ids
-from kvpolicy.kernels.attention.entry_table_triton import entry_table
 from kvpolicy.kernels.attention.paged_attention import Apart
 from kvpolicy.kernels.attention.paged_attention_triton import paged_attention
+from kvpolicy.kernels.attention.private_pages_triton import private_pages
 from kvpolicy.kernels.entries.carry_triton import carry
+from kvpolicy.kernels.entries.compact_in_place_triton import compact_in_place
 from kvpolicy.kernels.entries.compact_layers_triton import compact_layers
 from kvpolicy.kernels.entries.gather_triton import gather
 from kvpolicy.kernels.entries.place_triton import place
 from kvpolicy.kernels.entries.rotate_triton import rotate
 from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.kernels.entries.rows_triton import put_rows, take_rows
-from kvpolicy.kernels.entries.settle_triton import settle
 from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.kernels.entries.tally_triton import tally
 from kvpolicy.kernels.entries.turn_triton import turn
 from kvpolicy.kernels.scoring.best_triton import best
 from kvpolicy.kernels.scoring.select_triton import top
+from kvpolicy.kernels.scoring.then_triton import then
+from kvpolicy.kernels.scoring.whole_triton import whole
 from kvpolicy.kernels.table_triton import TRITON
 from sm90 import compiled
 
@@ -94,12 +96,10 @@ def decode(
     decode_attention(q, storage, tables, rows, lengths, table, layer=3, scale=0.1)
 
 
-def written_out() -> None:
-    tables = Tables.empty(4097, L, G, SLOTS, "cuda")
-    rows, lengths = ids(B, dtype=torch.int32), ids(B, dtype=torch.int32)
-    q, storage = empty(B, H, D), empty(L, 2, SLOTS, G, D)
-    slots = ids(4097, 131076, dtype=torch.int32)
-    entry_table(q, storage, tables, rows, lengths, slots, layer=3, longest=9000)
+def pages() -> None:
+    tables, starts = Tables.empty(4097, L, G, SLOTS, "cuda"), ids(L, B * G + 1, dtype=torch.int32)
+    storage, made = empty(L, 2, SLOTS, G, D), ids(9000, dtype=torch.int32)
+    private_pages(storage, tables, ids(B), starts, made, longest=900)
 
 
 def lists(stored: torch.dtype = torch.bfloat16) -> None:
@@ -123,7 +123,7 @@ def settling(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None:
     tables = Tables.empty(4097, L, G, SLOTS, "cuda")
     slots = ids(4097, 131076, dtype=torch.int32)
     kept, there = (empty(L * G, 2064, dtype=torch.bool) for _ in range(2))
-    settle(
+    compact_in_place(
         empty(L, 2, SLOTS, G, size, dtype=dtype), tables, ids(1), ids(1), slots, kept, there,
         empty(1, 1, dtype=torch.bool),
     )  # fmt: skip
@@ -140,6 +140,9 @@ def together(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None:
     for present in (None, kept):
         best(score, present, there, ids(B, 3))
     best(None, None, there, ids(B, 3))
+    for present, in_all in ((None, True), (kept, False)):
+        then(kept, score, present, there, score[:, 0].contiguous(), in_all=in_all)
+    whole(score[:, 0])
     tally(kept, there, empty(lists, dtype=torch.bool), ids(B * L, 3 + 2 * G), G)
     tally(kept, there, None, None, G)
     positions = ids(B * L, width)
@@ -230,7 +233,7 @@ CASES: dict[str, Callable[[], object]] = {
     "decode attention, D 256": lambda: decode(size=256, group=2),
     "decode attention, layers in pairs": lambda: decode(pairs=True),
     "decode attention, layers in pairs, D 256": lambda: decode(size=256, group=2, pairs=True),
-    "lists written out": written_out,
+    "pages of lists": pages,
     "attention over lists with lengths": lists,
     "gathering, rotation, placing": folding,
     "fold in place": settling,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kvpolicy.kernels.attention import entry_ids as reference
 from kvpolicy.kernels.attention import entry_ids_triton
-from test_settle import DEVICE, SMALL, case, in_one_pool
+from test_compact_in_place import DEVICE, SMALL, case, in_one_pool
 
 BOTH = [reference.entry_ids, entry_ids_triton.entry_ids]
 

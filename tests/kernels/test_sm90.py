@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvpolicy.kernels.launch.occupancy import Processor
 
 pytestmark = pytest.mark.slow
 # What a block may use on a Hopper GPU.
@@ -42,6 +43,15 @@ def test_fits(compiled, case):
 @pytest.mark.parametrize("case", ["decode attention", "snapkv", "h2o", "merging"])
 def test_uses_tensor_cores(compiled, case):
     assert any(kernel["tensor_cores"] for kernel in compiled[case])
+
+
+@pytest.mark.parametrize("case", ["h2o", "d2o"])
+def test_two_programs_of_column_sums_fit_a_processor(compiled, case):
+    hopper = Processor(1 << 16, 228 << 10, warps=64, programs=32)
+    found = [kernel for kernel in compiled[case] if kernel["name"] == "columns"]
+    assert found
+    for kernel in found:
+        assert hopper.holds(kernel["registers"], kernel["shared"], kernel["warps"]) >= 2, kernel
 
 
 @pytest.mark.parametrize("case", ["decode attention", "decode attention, layers in pairs"])

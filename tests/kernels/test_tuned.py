@@ -1,16 +1,13 @@
 """Measured choices: which of a file is taken, what is refused, that the wrappers ask for them."""
 
 import json
-import logging
-import sys
 from pathlib import Path
 
 import pytest
+import test_compact_in_place as in_place_tests
 import test_decode_attention as decode_tests
-import test_paged_attention_packages as package_tests
-import test_settle as settle_tests
 import torch
-from kvpolicy.kernels.attention import decode_attention_triton, decode_readers
+from kvpolicy.kernels.attention import decode_attention_triton
 from kvpolicy.kernels.entries.compact_layers import compact_layers
 from kvpolicy.kernels.entries.compact_layers_triton import compact_layers as compact_layers_triton
 from kvpolicy.kernels.entries.gather import gather
@@ -26,7 +23,6 @@ from kvpolicy.kernels.merging.nearest import nearest
 from kvpolicy.kernels.merging.nearest_triton import nearest as nearest_triton
 from kvpolicy.kernels.scoring.select import top
 from kvpolicy.kernels.scoring.select_triton import top as top_triton
-from test_paged_attention_packages import packages  # noqa: F401
 from triton.runtime.jit import KernelInterface
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -40,10 +36,8 @@ def folder(tmp_path, monkeypatch):
     """A folder in which measured choices are looked for."""
     monkeypatch.setenv(tuned.FOLDER_VARIABLE, str(tmp_path))
     tuned.load.cache_clear()
-    decode_readers.is_there.cache_clear()
     yield tmp_path
     tuned.load.cache_clear()
-    decode_readers.is_there.cache_clear()
 
 
 def write(folder, *choices, **facts):
@@ -82,7 +76,7 @@ def test_the_nearest_size_is_taken_and_others_must_be_equal(folder):
         ("decode_attention", {**DECODE, "lists": 8}, {"splits": 8}),
         ("decode_attention", {**DECODE, "lists": 128}, {"splits": 4}),
         ("decode_attention", {**DECODE, "rows": 32, "lists": 64}, {"splits": 9}),
-        ("decode_reader", {**READER, "lists": 8, "entries": 4000}, {"reader": "fa3"}),
+        ("decode_reader", {**READER, "lists": 8, "entries": 4000}, {"reader": "flashinfer"}),
         ("decode_reader", {**READER, "lists": 512, "entries": 500}, {}),
     )
 
@@ -101,7 +95,7 @@ def test_the_nearest_size_is_taken_and_others_must_be_equal(folder):
         shape = (torch.float16, 64, 2, lists, entries)
         return tuned.choice("decode_reader", DEVICE, *shape).get("reader")
 
-    assert reader(8, 4000) == reader(16, 4000) == "fa3"
+    assert reader(8, 4000) == reader(16, 4000) == "flashinfer"
     assert reader(512, 4000) is None
 
 
@@ -126,7 +120,7 @@ def test_sizes_without_end_are_not_remembered(folder, monkeypatch):
         (("rows", {"row_bytes": 8}, {"block": 9}), "choice.block: 9 is not possible"),
         (("rows", {"row_bytes": 8}, {"block": 8.0}), "choice.block: 8.0 is not possible"),
         (("rows", {"row_bytes": 8}, [8]), "not as `--write` writes it"),
-        (("decode_reader", READER, {"reader": "fa4"}), "choice.reader: 'fa4' is not possible"),
+        (("decode_reader", READER, {"reader": "fa3"}), "choice.reader: 'fa3' is not possible"),
         (("nearest", {"dtype": "half2", "head_dim": 1, "dropped": 1}, {}), "no dtype 'half2'"),
         (
             ("decode_attention", {**DECODE, "lists": 8}, {"splits": 257}),
@@ -239,11 +233,22 @@ def test_decode_attention_reads_as_measured(folder, launched, choice, splits):
     assert not made[-1]["SPLIT"]
 
 
+def listed(heads, size=64):
+    """Lists of 3 requests with 2 KV heads in a pool of keys then values; the rest is NaN."""
+    generator = torch.Generator().manual_seed(heads)
+    indptr = torch.tensor([0, 5, 0, 63, 1000, 1, 64]).cumsum(0)
+    indices = torch.randperm(1200, generator=generator)[: int(indptr[-1])]
+    pool = torch.full((2400, size), float("nan"))
+    pool[indices], pool[indices + 1200] = torch.randn(2, len(indices), size, generator=generator)
+    q = torch.randn(3, 1, heads, size, generator=generator)
+    return [t.to(DEVICE) for t in (q, pool, pool[1200:], indptr, indices)]
+
+
 def test_paged_attention_reads_as_measured(folder, launched):
     from kvpolicy.kernels.attention import paged_attention_triton
     from kvpolicy.kernels.attention.paged_attention import paged_attention
 
-    given = [x.to(DEVICE) for x in package_tests.inputs(8, dtype=torch.float32)]
+    given = listed(8)
     where = {"dtype": "float32", "head_dim": 64, "rows": 16, "lists": 6}
     write(folder, ("paged_attention", where, {"entries": 16, "warps": 2, "splits": 3}))
     made = launched(paged_attention_triton, "BALANCE")
@@ -323,18 +328,18 @@ def test_gather_and_place_as_measured(folder, launched):
 
 
 def test_folds_in_place_as_measured(folder, launched):
-    from kvpolicy.kernels.entries import settle_triton
+    from kvpolicy.kernels.entries import compact_in_place_triton
 
     where = {"row_bytes": 32, "lists": 6, "candidates": 20}
-    write(folder, ("settle", where, {"piece": 16, "tile": 16}))
-    made = launched(settle_triton, "PIECE")
-    given = settle_tests.SMALL["usual"]
-    settle_tests.same(given.run(settle_triton.settle), given.one_by_one())
+    write(folder, ("compact_in_place", where, {"piece": 16, "tile": 16}))
+    made = launched(compact_in_place_triton, "PIECE")
+    given = in_place_tests.SMALL["usual"]
+    in_place_tests.same(given.run(compact_in_place_triton.compact_in_place), given.one_by_one())
     assert (made[0]["PIECE"], made[0]["PIECES"], made[0]["TILE"]) == (4, 2, 16)
-    given.run(settle_triton.settle, tile=8)
+    given.run(compact_in_place_triton.compact_in_place, tile=8)
     assert (made[1]["PIECE"], made[1]["TILE"]) == (4, 8)
     # A tile that needs more registers may have them.
-    given.run(settle_triton.settle, piece=32, tile=1024)
+    given.run(compact_in_place_triton.compact_in_place, piece=32, tile=1024)
     assert [x["maxnreg"] for x in made] == [64, 64, None]
 
 
@@ -365,70 +370,3 @@ def test_merges_as_measured(folder, launched):
     made = launched(merging, "RECEIVERS")
     torch.testing.assert_close(merge_rows_triton(*inputs), merge_rows(*inputs))
     assert (made[-1]["RECEIVERS"], made[-1]["LINKS"]) == (3, 4)
-
-
-# Which reader serves a batch.
-
-
-def half():
-    return decode_tests.case(decode_tests.MIXED, heads=4, groups=2, dtype=torch.float16)
-
-
-def entries_of(given):
-    return sum(len(kv[0]) for lists in given.lists for kv in lists)
-
-
-@pytest.mark.parametrize("reader", ["flashinfer", "fa3"])
-def test_the_measured_reader_serves_eager_batches(folder, packages, reader):  # noqa: F811
-    given = half()
-    by_triton = given.run(decode_tests.decode_triton)
-    assert not decode_readers.others_may_read(DEVICE)
-    write(folder, ("decode_reader", READER, {"reader": reader}))
-    assert decode_readers.others_may_read(DEVICE)
-    read = decode_readers.decode_attention
-    assert decode_readers.reader_of(given.q, given.storage, entries_of(given)) == reader
-    out = given.run(read, entries=entries_of(given))
-    decode_tests.assert_exact(out, given)
-    assert torch.equal(out, given.run(decode_tests.decode_attention))  # what the stand-ins answer
-    # The host does not know how many entries there are: perhaps a graph is being captured.
-    assert torch.equal(given.run(read), by_triton)
-    assert given.run(read, order=[], entries=0).shape == (0, 4, 64)
-
-
-def test_a_capture_takes_triton(folder, packages, monkeypatch):  # noqa: F811
-    given = half()
-    write(folder, ("decode_reader", READER, {"reader": "fa3"}))
-
-    class OnGpu:
-        is_cuda, shape, dtype, device = True, given.q.shape, given.q.dtype, given.q.device
-
-        def numel(self):
-            return given.q.numel()
-
-    for capturing, reader in ((True, "triton"), (False, "fa3")):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
-        assert decode_readers.reader_of(OnGpu(), given.storage, 480) == reader
-
-
-def test_too_many_entries_for_the_others(folder, packages):  # noqa: F811
-    given = half()
-    write(folder, ("decode_reader", READER, {"reader": "fa3"}))
-    large = torch.empty(2, 2, 2**28, 2, 64, dtype=torch.float16, device="meta")
-    assert decode_readers.reader_of(given.q, large, 480) == "fa3"
-    larger = torch.empty(2, 2, 2**28 + 1, 2, 64, dtype=torch.float16, device="meta")
-    assert decode_readers.reader_of(given.q, larger, 480) == "triton"
-
-
-def test_a_reader_that_is_not_installed_is_said_once(folder, monkeypatch, caplog):
-    package_tests.forget()
-    for name in ("sgl_kernel.flash_attn", "flash_attn_interface"):
-        monkeypatch.setitem(sys.modules, name, None)
-    given = half()
-    write(folder, ("decode_reader", READER, {"reader": "fa3"}))
-    with caplog.at_level(logging.WARNING):
-        outs = [given.run(decode_readers.decode_attention, entries=480) for _ in range(2)]
-    assert torch.equal(outs[0], given.run(decode_tests.decode_triton))
-    [record] = caplog.records
-    assert "measured to be fastest by fa3, but paged attention by FlashAttention 3 needs the" in (
-        record.getMessage()
-    )

@@ -8,7 +8,7 @@ from kvpolicy.kernels.entries import turn as reference
 from kvpolicy.kernels.entries import turn_triton
 from kvpolicy.kernels.entries.rotate import rotate
 from kvpolicy.kernels.entries.tables import Tables
-from test_settle import BF16, DEVICE, E4M3, F32, case, in_one_pool
+from test_compact_in_place import BF16, DEVICE, E4M3, F32, case, in_one_pool
 
 INV_FREQ = 100.0 ** (-torch.arange(3, dtype=torch.float64) / 3)
 
@@ -47,7 +47,7 @@ def test_keys_turn_as_one_by_one(turn, dtype, interleaved):
     _, tables, table = in_one_pool(one, other)
     before = one.storage.shape[2]
     for proceed in ((True, True), (False, True)):
-        settled = torch.cat([one.one_by_one()[0], other.one_by_one()[0]], 2).to(DEVICE)
+        moved = torch.cat([one.one_by_one()[0], other.one_by_one()[0]], 2).to(DEVICE)
         masks = [
             torch.cat([padded(x, getattr(x, name), 30) for x in (one, other)]).to(DEVICE)
             for name in ("kept", "there")
@@ -55,13 +55,13 @@ def test_keys_turn_as_one_by_one(turn, dtype, interleaved):
         flags = torch.tensor(proceed)[:, None].repeat(1, 3)
         options = {"tile": 8} if turn is turn_triton.turn else {}
         turn(
-            settled, Tables(*(t.to(DEVICE) for t in vars(tables).values())),
+            moved, Tables(*(t.to(DEVICE) for t in vars(tables).values())),
             torch.tensor([2, 3], device=DEVICE),
             torch.tensor([one.length, other.length], device=DEVICE), table.to(DEVICE), *masks,
             flags.to(DEVICE), INV_FREQ.to(DEVICE), interleaved=interleaved,
             **options,
         )  # fmt: skip
-        parts = settled.cpu()[:, :, :before], settled.cpu()[:, :, before:]
+        parts = moved.cpu()[:, :, :before], moved.cpu()[:, :, before:]
         for each, made, does in zip((one, other), parts, proceed, strict=True):
             wanted = one_by_one(each, interleaved) if does else each.one_by_one()[0]
             made, wanted = made.double(), wanted.double()

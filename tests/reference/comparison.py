@@ -49,9 +49,9 @@ def compare(
                 reused=answer["cached"] if policy in PROPAGATING else 0,
                 **options,
             )
-            found = positions(facts["kept"]), kept(policy, answer["prompt"], expected)
-            if exchanged(*found) > (0.0 if tolerance == TOLERANCE else EXCHANGED):
-                different.append((policy, "kept", exchanged(*found), facts))
+            share = exchanged(positions(facts["kept"]), kept(policy, answer["prompt"], expected))
+            if share > (0.0 if tolerance == TOLERANCE else EXCHANGED):
+                different.append((policy, "kept", share, facts))
         pairs = enumerate(zip(tokens, expected.tokens, strict=True))
         first = next((i for i, (got, wanted) in pairs if got != wanted), None)
         if first is not None and expected.gap(first) < tolerance:

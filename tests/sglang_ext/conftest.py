@@ -24,20 +24,21 @@ def model(checkpoint):
 def checkpoint(tmp_path_factory):
     """From a model type to the folder of a checkpoint with random weights.
 
-    4 layers, 4 heads, 2 KV heads of 32. Weights are large enough that attention is far from
-    uniform and that greedy answers depend on what is kept.
+    4 layers, 4 heads, 2 KV heads of 32, unless told otherwise. Weights are large enough that
+    attention is far from uniform and that greedy answers depend on what is kept.
     """
     folders = {}
 
-    def checkpoint(kind):
-        if kind not in folders:
-            folders[kind] = str(_make(tmp_path_factory.mktemp(kind), kind))
-        return folders[kind]
+    def checkpoint(kind, kv_heads=2):
+        if (kind, kv_heads) not in folders:
+            folder = _make(tmp_path_factory.mktemp(kind), kind, kv_heads)
+            folders[kind, kv_heads] = str(folder)
+        return folders[kind, kv_heads]
 
     return checkpoint
 
 
-def _make(folder, kind):
+def _make(folder, kind, kv_heads):
     torch = pytest.importorskip("torch", reason="the runtime needs torch")
     pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -56,7 +57,7 @@ def _make(folder, kind):
         intermediate_size=256,
         num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         head_dim=32,
         max_position_embeddings=2048,
         initializer_range=0.2,

@@ -203,6 +203,17 @@ class Driver:
             return {victim}
         return set()
 
+    def poison(self) -> None:
+        """Write NaN to every slot that nobody holds; most are full of it already."""
+        from kvpolicy.sglang_ext.face import compat
+
+        free = compat.free_slots(self.scheduler.token_to_kv_pool_allocator)
+        storage = self.store.arena.storage
+        first = storage[..., 0].float()  # number of each entry
+        written = free[~first.isnan().all(dim=(0, 1, 3))[free]]
+        if len(written):
+            storage[:, :, written] = float("nan")
+
     def used_slots(self) -> int:
         """Slots that are neither free nor in the radix cache."""
         allocator, tree = self.scheduler.token_to_kv_pool_allocator, self.scheduler.tree_cache

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute import block
-from kvpolicy.dsl.execute.heads import Heads
+from kvpolicy.dsl.execute.heads import Divided, Heads
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.ir.nodes import ModelShape
@@ -59,13 +60,28 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
-def services(shape: ModelShape, *, pairs: bool = False) -> SimpleNamespace:
+class OneOf(Ranks):
+    """The first of several ranks, all of which have what this one has."""
+
+    def __init__(self, size: int, kv_heads: int) -> None:
+        self.size = size
+        if size > 1:
+            self.heads = Divided(0, size, kv_heads, self._exchange, self.meet)
+
+    def _exchange(self, x: torch.Tensor) -> torch.Tensor:
+        # Copied, as what comes from other ranks is.
+        return x.expand(self.size, -1).clone()
+
+
+def services(shape: ModelShape, *, pairs: bool = False, ranks: int = 1) -> SimpleNamespace:
     """What works in a forward sees, over a pool without data.
 
     Args:
         pairs: whether layers may be stored in pairs.
+        ranks: among which the model's heads are divided.
     """
-    sizes = (shape.layers, SLOTS, shape.kv_heads, shape.head_dim)
+    one = OneOf(ranks, shape.kv_heads)
+    sizes = (shape.layers, SLOTS, one.heads.number(shape.kv_heads), shape.head_dim)
     arena = create_arena(*sizes, torch.bfloat16, "cuda")
     tables = DeviceTables(arena, ROWS, SLOTS, pairs=pairs)
 
@@ -80,30 +96,31 @@ def services(shape: ModelShape, *, pairs: bool = False) -> SimpleNamespace:
     return SimpleNamespace(
         arena=arena,
         tables=tables,
-        store=Store(arena, Allocator(), tables=tables),
+        pages_reader=None,
+        store=Store(arena, Allocator(), tables=tables, heads=one.heads),
         rotary=Rotary(torch.ones(half, dtype=torch.float64), interleaved=False),
         runner=SimpleNamespace(
             model_config=SimpleNamespace(hidden_size=HIDDEN), dtype=torch.bfloat16
         ),
         failures=SimpleNamespace(contained=contained, note=failed, agree=lambda requests: None),
         reports=SimpleNamespace(finished_fold=lambda *_: None),
-        ranks=Ranks(),
+        ranks=one,
         evict=lambda slots: None,
-        detach=lambda request, state: None,
+        detach=lambda requests: None,
     )
 
 
 def served(parts: SimpleNamespace, shape: ModelShape, name: str) -> Served:
     """A shipped policy, bound to a model of that shape."""
     policy = Policy(name, load(name).require(), str(POLICIES / f"{name}.yaml"), {})
-    return Served(policy, policy.bind(shape), parts.arena, 1)
+    return Served(policy, policy.bind(shape), parts.arena, 1, parts.ranks.heads)
 
 
 def paired(
     arena: Any, slots: torch.Tensor, layer: int, run: Run, heads: Heads, original=share.paired
 ) -> Any:
     """As of `share`: lists are twice as long as the prompt."""
-    longest = torch.full((arena.kv_heads,), 2 * len(slots))
+    longest = torch.full((heads.total(arena.kv_heads),), 2 * len(slots))
     with mock.patch.object(share, "to_host", return_value=[longest]):
         return original(arena, slots, layer, run, heads)
 
@@ -120,8 +137,8 @@ def made_up(shape: ModelShape) -> Iterator[None]:
     def counts(self: block.Counts, numbers: torch.Tensor, requests: int, kv: int) -> None:
         self.numbers = numbers
         row = [KEPT, 0, 1, *[KEPT + STEPS] * shape.kv_heads, *[KEPT] * shape.kv_heads]
-        landed = block._landed([row] * (len(numbers) // requests), kv)
-        self._event, self._read = None, [landed] * requests
+        rows = np.array([row] * len(numbers))
+        self._event, self._read = None, block._landed(rows, requests, kv)
 
     program = partial(TorchProgram, deferred_bytes=DEFERRED)
     with (

@@ -218,9 +218,9 @@ def memory(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     backend.init_cuda_graph_state(captured, captured)
     reader = _closure(backend.init_cuda_graph_state, "tables")
     held = {
-        "tables": reader.services.tables.tables.bytes,
+        "tables": reader._services.tables.tables.bytes,
         "decode attention": reader.workspace.nbytes,
-        "queries": reader.services.queries.captured.nbytes,
+        "queries": reader._services.queries.captured.nbytes,
     }
     return {
         "reckoned": reckoned,

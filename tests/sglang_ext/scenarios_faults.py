@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from scenarios_propagate import poison, prompt, start
+from scenarios_propagate import prompt, start
 
 
 class Fault(RuntimeError):
@@ -44,10 +44,10 @@ POINTS = {
     "report": ("sglang_ext.report.reports", "Reports.finished_prompt"),
     "when entries leave": ("sglang_ext.request.request", "State.leaves_at"),
     "noted queries": ("sglang_ext.forward.decode_step", "queries_of"),
-    "following": ("sglang_ext.forward.fold_together", "follow_together"),
-    "fold": ("sglang_ext.forward.fold_together", "FoldTogether._keeps_size"),
-    "fold in place": ("sglang_ext.forward.fold_together", "FoldTogether._launch"),
-    "fold elsewhere": ("sglang_ext.forward.fold_together", "FoldTogether._move"),
+    "following": ("sglang_ext.forward.group_fold", "follow_together"),
+    "fold": ("sglang_ext.forward.group_fold", "GroupFold._drops"),
+    "fold in place": ("sglang_ext.forward.group_fold", "GroupFold._launch"),
+    "fold elsewhere": ("sglang_ext.forward.group_fold", "GroupFold._move"),
     "fold by layer": ("sglang_ext.forward.fold", "Fold.write_by_layer"),
     "fold anew": ("sglang_ext.forward.fold", "Fold.write_anew"),
     "tail": ("sglang_ext.forward.fold", "Fold.leave_tail"),
@@ -58,9 +58,9 @@ POINTS = {
     "second prefill": ("sglang_ext.face.compat", "embed"),
     "view": ("sglang_ext.forward.view", "make"),
     "resumed pass": ("sglang_ext.request.request", "State.next_end"),
-    "resumed reader": ("sglang_ext.forward.follow", "Reader.of"),
+    "resumed reader": ("sglang_ext.forward.reader", "Reader.of"),
     "resumed attention": ("sglang_ext.forward.resume", "attend"),
-    "resumed following": ("sglang_ext.forward.resume", "Together"),
+    "resumed following": ("sglang_ext.forward.resume", "Group"),
 }
 
 
@@ -96,7 +96,7 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     count, chance, output = flags.pop("count"), flags.pop("chance"), flags.pop("output", 12)
     common, together = flags.pop("common", 60), flags.pop("together", count)
     driver = start(model, policies, flags)
-    driver.each_step.append(lambda: poison(driver))
+    driver.each_step.append(driver.poison)
     stages = _record_failures()
     rnd = random.Random(5)
     names = [Path(each).stem for each in policies]
@@ -193,6 +193,56 @@ def _outcome(rid: str, answer: Any, alone: Any, full: Any, noted: tuple | None) 
     return "as alone" if answer.tokens == alone.tokens else "wrong: not as alone"
 
 
+def borrowed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """Prompts that are admitted on room which running requests need later, and do not give it back.
+
+    Once they are compressed as was reckoned, and once they are not, because their policy fails.
+    """
+    from kvpolicy.sglang_ext.forward import prefill_step
+    from kvpolicy.sglang_ext.request import admission
+
+    length, output = flags.pop("length"), flags.pop("output")
+    driver = start(model, {"sinks-recent": ["capacity=40"]}, flags)
+    driver.each_step.append(driver.poison)
+    cases = [(f"{i}", prompt(length, 50 + i), "sinks-recent", output) for i in range(7)]
+    full = driver.alone([(rid, ids, "none", new) for rid, ids, _, new in cases])
+    alone = driver.alone(cases)
+    lent: list[str] = []
+    for_a_moment, compress = admission._for_a_moment, prefill_step.compress
+
+    def noting(adder: Any, req: Any, now: int, later: int) -> int | None:
+        found = for_a_moment(adder, req, now, later)
+        if found is not None and req.rid not in lent:
+            lent.append(req.rid)
+        return found
+
+    def faulty(services: Any, req: Any, *arguments: Any) -> None:
+        if fails and req.rid in lent:
+            raise Fault("compaction on purpose")
+        compress(services, req, *arguments)
+
+    admission._for_a_moment, prefill_step.compress = noting, faulty
+    stages, result = _record_failures(), {}
+    for fails in (False, True):
+        driver.flush()
+        lent.clear()
+        for rid, ids, policy, new in cases:
+            driver.send(rid, ids, policy=policy, max_new_tokens=new)
+        driver.finish()
+        found = {rid: driver.answers.pop(rid) for rid, *_ in cases}
+        outcomes = {
+            rid: _outcome(rid, answer, alone[rid], full[rid], stages.get(rid))
+            for rid, answer in found.items()
+        }
+        result["failing" if fails else "compressed"] = {
+            "lent": len(lent),
+            "failed": len(stages),
+            "outcomes": sorted(set(outcomes.values())),
+            "retractions": sum(answer.retractions for answer in found.values()),
+        }
+    return result | driver.left_over()
+
+
 def disabled(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     """One of two policies fails until it is disabled."""
     driver = start(model, {"snapkv": ["capacity=40", "window=8"], "lava": ["capacity=40"]}, flags)
@@ -211,6 +261,8 @@ def disabled(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     name, out, model, flags = sys.argv[1:]
-    found = {"mixed": mixed, "disabled": disabled}[name](model, json.loads(flags))
+    found = {"mixed": mixed, "borrowed": borrowed, "disabled": disabled}[name](
+        model, json.loads(flags)
+    )
     Path(out).write_text(json.dumps(found))
     os._exit(0)  # the scheduler's threads would keep the process alive

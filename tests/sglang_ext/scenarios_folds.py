@@ -42,13 +42,8 @@ def start(model: str, flags: dict[str, Any], names: tuple[str, ...] = tuple(POLI
     from kvpolicy.sglang_ext.face import compat
 
     allocator = driver.scheduler.token_to_kv_pool_allocator
-
-    def check() -> None:
-        free = compat.free_slots(allocator)
-        driver.store.check_integrity(free)
-        driver.store.arena.storage[:, :, free] = float("nan")
-
-    driver.each_step.append(check)
+    driver.each_step.append(lambda: driver.store.check_integrity(compat.free_slots(allocator)))
+    driver.each_step.append(driver.poison)
     return driver
 
 
@@ -67,7 +62,8 @@ def watch(driver: Driver) -> dict[str, dict[int, Any]]:
             state = state_of(request)
             if state is not None and state.decoding is not None:
                 memory = state.memory
-                noted = state.pending.positions  # its policy will be taken through them later
+                # Its policy will be taken through these later.
+                noted = list(state.pending_positions(request.kv.kv_committed_len))
                 step = memory.generated + len(noted)
                 seen.setdefault(request.rid, {})[step] = _cached(memory, noted)
 

@@ -62,7 +62,7 @@ def answers(model: str, flags: dict[str, Any]) -> dict[str, Any]:
             if prefix:
                 driver.send("before", ids[:prefix], policy="none", max_new_tokens=1)
                 driver.finish()
-            poison(driver)
+            driver.poison()
             rows.clear()
             rid = f"{name} {length}"
             driver.send(rid, ids, policy=name, max_new_tokens=output)
@@ -102,16 +102,6 @@ def _record(driver: Driver) -> tuple[list, dict[int, list[int]]]:
 
         layer.self_attn.register_forward_pre_hook(note, with_kwargs=True)
     return kept, rows
-
-
-def poison(driver: Driver) -> None:
-    """Write NaN to every slot that nobody holds."""
-    from kvpolicy.sglang_ext.face import compat
-
-    free = compat.free_slots(driver.scheduler.token_to_kv_pool_allocator)
-    pool = driver.scheduler.tp_worker.model_runner.token_to_kv_pool
-    for buffer in (*pool.k_buffer, *pool.v_buffer):
-        buffer[free] = float("nan")
 
 
 def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:

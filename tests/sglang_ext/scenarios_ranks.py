@@ -1,6 +1,6 @@
-"""Scenarios for `test_tensor_parallel.py`: two ranks, each a real scheduler in its own process.
+"""Scenarios for `test_tensor_parallel.py`: ranks, each a real scheduler in its own process.
 
-Both are driven by the same script (see in_process.py). After every step they compare what they
+All are driven by the same script (see in_process.py). After every step they compare what they
 hold: if it ever differed, they would schedule different batches and wait for each other for ever.
 """
 
@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from scenarios_faults import failing
-from scenarios_propagate import poison, prompt, start
+from scenarios_propagate import prompt, start
 
-RANKS = 2
-PATIENCE = 100  # seconds; then a rank that waits for the other is given up
+PATIENCE = 300  # seconds; then a rank that waits for the other is given up
 
 
 def compare(driver: Any) -> None:
@@ -37,17 +36,26 @@ def compare(driver: Any) -> None:
         "running": [req.rid for req in scheduler.running_batch.reqs],
         "answers": {rid: each.tokens for rid, each in driver.answers.items()},
     }
-    found: list[Any] = [None] * RANKS
-    torch.distributed.all_gather_object(found, own, group=compat.tensor_group().host)
+    group = compat.tensor_group()
+    found: list[Any] = [None] * group.size
+    torch.distributed.all_gather_object(found, own, group=group.host)
     for name, mine in own.items():
         theirs = [each[name] for each in found]
         if any(each != mine for each in theirs):
             raise RuntimeError(f"at step {driver.steps} ranks differ in {name}: {theirs}")
 
 
+def hold_heads_as_on_a_gpu() -> None:
+    """Several ranks hold the same KV head; on a CPU SGLang would add empty ones."""
+    from sglang.srt.model_executor import model_runner
+
+    model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, load, ranks: config
+
+
 def begin(model: str, policies: dict[str, list[str]], rank: int, flags: dict[str, Any]) -> Any:
-    driver = start(model, policies, {"rank": rank, "tp_size": RANKS, **flags})
-    driver.each_step += [lambda: poison(driver), lambda: compare(driver)]
+    hold_heads_as_on_a_gpu()
+    driver = start(model, policies, {"rank": rank, **flags})
+    driver.each_step += [driver.poison, lambda: compare(driver)]
     return driver
 
 
@@ -68,6 +76,7 @@ def told(answer: Any) -> dict[str, Any]:
         "uncompressed": facts.get("uncompressed"),
         "kept": facts.get("entries_kept"),
         "folds": facts.get("folds"),
+        "positions": facts.get("kept"),
     }
 
 
@@ -87,21 +96,34 @@ def together(driver: Any, requests: dict, most: int, abort: float = 0.0) -> dict
     }
 
 
+def one_by_one(driver: Any, requests: dict, **custom: Any) -> dict[str, Any]:
+    """What each request is answered when no other runs and nothing is cached.
+
+    Args:
+        custom: parameters of all.
+    """
+    found = {}
+    for rid, (ids, name, new) in requests.items():
+        driver.send(rid, ids, policy=name, max_new_tokens=new, custom=custom)
+        driver.finish()
+        found[rid] = told(driver.answers.pop(rid))
+        driver.flush()
+    return found
+
+
 def faults(model: str, rank: int, flags: dict[str, Any]) -> dict[str, Any]:
-    """One point fails at a time, on the second rank alone."""
+    """One point fails at a time, on the last rank alone."""
     policies, points, count = flags.pop("policies"), flags.pop("points"), flags.pop("count")
     output, chance = flags.pop("output", 12), flags.pop("chance")
     driver = begin(model, policies, rank, flags)
     requests = requests_of([Path(each).stem for each in policies], count, output)
-    alone = {}
-    for rid, (ids, name, new) in requests.items():
-        alone |= {x: told(y) for x, y in driver.alone([(rid, ids, name, new)]).items()}
+    alone = one_by_one(driver, requests)
     result: dict[str, Any] = {}
     for point in points:
         rnd, raised = random.Random(11), [0]
 
         def fails(rnd=rnd, raised=raised) -> bool:
-            hit = rank == RANKS - 1 and (raised[0] == 0 or rnd.random() < chance)
+            hit = rank == flags["tp_size"] - 1 and (raised[0] == 0 or rnd.random() < chance)
             raised[0] += hit
             return hit
 
@@ -117,11 +139,17 @@ def mixed(model: str, rank: int, flags: dict[str, Any]) -> dict[str, Any]:
     output, abort = flags.pop("output", 24), flags.pop("abort")
     driver = begin(model, policies, rank, flags)
     requests = requests_of([Path(each).stem for each in policies], count, output)
-    alone = {}
-    for rid, (ids, name, new) in requests.items():
-        alone |= {x: told(y) for x, y in driver.alone([(rid, ids, name, new)]).items()}
+    alone = one_by_one(driver, requests, kv_policy_kept=True)
     found = together(driver, requests, 8, abort)
     return {"alone": alone, "found": found, "steps": driver.steps, **driver.left_over()}
+
+
+def alone(model: str, rank: int, flags: dict[str, Any]) -> dict[str, Any]:
+    """The first part of `mixed`."""
+    policies, count, output = flags.pop("policies"), flags.pop("count"), flags.pop("output", 24)
+    driver = begin(model, policies, rank, flags)
+    requests = requests_of([Path(each).stem for each in policies], count, output)
+    return one_by_one(driver, requests, kv_policy_kept=True)
 
 
 def _give_up() -> None:
@@ -132,11 +160,17 @@ def _give_up() -> None:
 
 if __name__ == "__main__":
     name, out, model, text = sys.argv[1:]
-    child = os.fork()
-    rank = 1 if child == 0 else 0
+    flags = json.loads(text)
+    ranks, rank, children = range(flags["tp_size"]), 0, []
+    for each in ranks[1:]:
+        child = os.fork()
+        if child == 0:
+            rank = each
+            break
+        children.append(child)
     threading.Thread(target=_give_up, daemon=True).start()
     try:
-        found = {"faults": faults, "mixed": mixed}[name](model, rank, json.loads(text))
+        found = {"faults": faults, "mixed": mixed, "alone": alone}[name](model, rank, flags)
         Path(f"{out}.{rank}").write_text(json.dumps(found))
     except BaseException:
         import traceback
@@ -145,8 +179,7 @@ if __name__ == "__main__":
         os._exit(1)
     if rank:
         os._exit(0)
-    _, status = os.waitpid(child, 0)
-    if status == 0:
-        both = [json.loads(Path(f"{out}.{each}").read_text()) for each in range(RANKS)]
-        Path(out).write_text(json.dumps(both))
+    if all(os.waitpid(child, 0)[1] == 0 for child in children):
+        every = [json.loads(Path(f"{out}.{each}").read_text()) for each in ranks]
+        Path(out).write_text(json.dumps(every))
     os._exit(0)  # the scheduler's threads would keep the process alive

@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+from served_policies import OF_EVERY_CLASS
 
 pytestmark = pytest.mark.server
 STORED = pytest.mark.parametrize("stored", ["fp8_e4m3", "fp8_e5m2"])
@@ -32,16 +33,6 @@ def test_kept_entries_are_the_interpreters(run, stored):
 @STORED
 def test_kernels_of_triton_answer_as_those_of_torch(scenario, stored):
     """Of every class of policies; what is merged and turned is rounded to 8 bits by either."""
-    policies = {
-        "snapkv": ["capacity=48", "window=16"],
-        "lava": ["capacity=48"],
-        "h2o": ["heavy=20", "window=20"],
-        "d2o": ["rate=0.4"],
-        "streamingllm": ["start=2", "window=30"],  # rotates what stays
-        "cam": ["start=2", "window=30", "reach=4"],  # and merges
-        "fastkv": ["capacity=40"],
-        "minicache": ["start=0", "t=0.6", "gamma=0.05"],
-    }
 
     def run(kernels):
         seen = scenario(
@@ -52,7 +43,7 @@ def test_kernels_of_triton_answer_as_those_of_torch(scenario, stored):
                 "TRITON_INTERPRET": "1",
                 "SGLANG_KV_POLICY_FOLD_INTERVAL": "4",
             },
-            policies=policies,
+            policies=OF_EVERY_CLASS,
             lengths=[90, 61],
             output=7,
             kv_cache_dtype=stored,

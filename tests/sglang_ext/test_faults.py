@@ -5,6 +5,7 @@ that nobody holds are full of NaN, so that reading one would show in the answers
 """
 
 import pytest
+from served_policies import GROWING
 
 pytestmark = pytest.mark.server
 
@@ -42,14 +43,6 @@ about: A test, whose lists become shorter while they decode.
 keep: all
 decode:
   keep: sinks(2) then recent(max(6, 30 - 3 * generated))
-"""
-# Of which a layer's lists outgrow their pages.
-GROWING = """policy: growing
-language: 1
-about: A test, of which one layer stays whole while it decodes.
-keep: sinks(2) then recent(12)
-decode:
-  keep: all where layer == 0 else sinks(2) then recent(12)
 """
 
 
@@ -95,6 +88,18 @@ def test_what_fails_for_a_retracted_request_leaves_the_others_as_they_were(run):
         run("mixed", {"SGLANG_TEST_RETRACT": "1"}, policies=ENTRIES, points=RESUMED, **flags),
         RESUMED,
     )
+
+
+def test_a_prompt_that_keeps_the_room_it_borrowed_takes_it_from_nobody_for_good(run):
+    """SGLang retracts where running requests need it; every answer is what it is alone."""
+    seen = run("borrowed", length=200, output=50, max_total_tokens=480)
+    made, failing = seen["compressed"], seen["failing"]
+    assert (made["lent"] > 0, made["failed"], made["retractions"]) == (True, 0, 0)
+    assert made["outcomes"] == ["as alone"]
+    assert failing["failed"] == failing["lent"] > 0
+    assert failing["outcomes"] == ["as alone", "in full"]
+    assert failing["retractions"] > 0  # what was lent was needed
+    assert (seen["used"], seen["private"], seen["missing_after_flush"]) == (0, 0, 0)
 
 
 def check(seen, points):

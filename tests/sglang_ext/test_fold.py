@@ -12,7 +12,7 @@ from kvpolicy.dsl.execute.layout import Choice
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
 from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.forward.fold import Fold
-from kvpolicy.sglang_ext.forward.fold_together import FoldTogether, Member
+from kvpolicy.sglang_ext.forward.group_fold import GroupFold, Member
 from kvpolicy.sglang_ext.memory.arena import create_arena
 from kvpolicy.sglang_ext.memory.lists import Lists
 from kvpolicy.sglang_ext.memory.store import Store
@@ -21,7 +21,7 @@ from kvpolicy.sglang_ext.request.pending_steps import PendingSteps
 from kvpolicy.sglang_ext.request.request import Decoding, State
 
 LAYERS, KV_HEADS, SIZE, SLOTS, ROW, CONTEXT = 3, 2, 8, 120, 2, 60
-WAYS = {"write_in_place": (FoldTogether, "_launch"), "move": (FoldTogether, "_move")} | {
+WAYS = {"write_in_place": (GroupFold, "_launch"), "move": (GroupFold, "_move")} | {
     way: (Fold, way) for way in ("write_by_layer", "write_anew")
 }
 
@@ -66,8 +66,11 @@ class World:
         told.folded, told.dropped = told.folded + 1, told.dropped + dropped
         self.reported.append((told.folded, told.dropped))
 
-    def detach(self, request, state):
+    def detach(self, requests):
         """What has been copied, or is about to be overwritten, is free; a read would show."""
+        if not requests:
+            return
+        ((_, state),) = requests
         end = state.private.tail_start // self.store.allocator.page_size
         end *= self.store.allocator.page_size
         slots = self.table[ROW, self.freed : end].long()
@@ -139,7 +142,11 @@ class World:
         """
         there = torch.tensor([[entries.shape[1] for entries in heads] for heads in self.entries()])
         kept = torch.stack([choice.kept.sum(1) for choice in choices])
-        landed = SimpleNamespace(there=there, kept=kept if finite else there, finite=finite)
+        left = there - kept if finite else there - there
+        landed = SimpleNamespace(
+            there=there, kept=there - left, finite=finite, left=int(left.sum()),
+            fewest=int(left.min()),
+        )  # fmt: skip
         waits = []
 
         def numbers():
@@ -170,7 +177,7 @@ class World:
             _bound=SimpleNamespace(positions="original"), _rows=torch.tensor([ROW]),
             _lengths=torch.tensor([self.length]), _places=torch.tensor([0]),
         )  # fmt: skip
-        FoldTogether(together, staying).finish()
+        GroupFold(together, staying).finish()
         self.waits += waits
         self.store.check_integrity(self.store.allocator.free_slots)
         self.grow(1)
@@ -200,7 +207,7 @@ def test_a_first_fold_copies_what_stays_and_leaves_the_rest(monkeypatch):
     assert world.freed == 21
 
 
-def test_lists_that_stay_as_long_are_settled_in_place(monkeypatch):
+def test_lists_that_stay_as_long_are_compacted_in_place(monkeypatch):
     world = World(monkeypatch, 1)
     world.grow(30)
     counts = [[7, 8], [3, 12], [1, 5]]
@@ -217,7 +224,7 @@ def test_lists_that_stay_as_long_are_settled_in_place(monkeypatch):
     assert world.ways == ["write_anew", "write_in_place", "write_in_place", "write_in_place"]
 
 
-def test_lists_that_were_full_are_settled_before_the_numbers_have_arrived(monkeypatch):
+def test_lists_that_were_full_are_compacted_before_the_numbers_have_arrived(monkeypatch):
     world = World(monkeypatch, 6)
     world.grow(30)
     counts = [[7, 8], [3, 12], [1, 5]]

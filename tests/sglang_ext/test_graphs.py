@@ -1,9 +1,7 @@
 """Which attention a decode step takes, in a scheduled forward, in a capture and outside of both."""
 
 import ast
-import json
 from contextlib import nullcontext
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +16,6 @@ from kvpolicy.sglang_ext.attention import backend as backends
 from kvpolicy.sglang_ext.attention import graphs
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.errors import Refused
-from kvpolicy.sglang_ext.forward.decode_step import DecodeStep
 from kvpolicy.sglang_ext.forward.services import Services
 from kvpolicy.sglang_ext.memory.arena import create_arena
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
@@ -40,6 +37,7 @@ class Stock(AttentionBackend):
 
     def __init__(self):
         self.calls = []
+        self.indices_updater_decode = SimpleNamespace(call_begin_forward=None)  # of FlashInfer's
         self.req_to_token_pool = SimpleNamespace(
             req_to_token=torch.arange(ROWS * 8, dtype=torch.int32).view(ROWS, 8) % SLOTS
         )
@@ -145,10 +143,10 @@ def test_queries_are_noted_where_a_policy_will_read_them(services, name, reads):
     out = decode(backend, requests=3)
     assert out.eq(1).all() == (name == "torch_native")
     q = torch.randn(3, HEADS, SIZE, generator=torch.Generator().manual_seed(1))
-    noted = services.queries.take([2, 0], 3)
-    assert noted.shape == (LAYERS, 2, HEADS, SIZE)
-    assert torch.equal(noted[1], q[[2, 0]])
-    assert noted[0].eq(0).all()  # layer 1 alone has been computed
+    noted = services.queries.take(torch.tensor([2, 0]), 3)
+    assert noted.shape == (2, LAYERS, HEADS, SIZE)
+    assert torch.equal(noted[:, 1], q[[2, 0]])
+    assert noted[:, 0].eq(0).all()  # layer 1 alone has been computed
 
 
 def test_a_capture_notes_queries_in_one_variant_and_where_replays_find_them(services, capturing):
@@ -156,17 +154,17 @@ def test_a_capture_notes_queries_in_one_variant_and_where_replays_find_them(serv
     backend.init_cuda_graph_state(4, 4)
     capturing(graphs.PLAIN)
     decode(backend)
-    assert services.queries.take(range(4), 4).eq(0).all()
+    assert services.queries.take(torch.arange(4), 4).eq(0).all()
     capturing(graphs.COMPRESSED)
     decode(backend, requests=4)
-    captured = services.queries.take(range(4), 4)
-    assert not captured[1].eq(0).any()
+    captured = services.queries.take(torch.arange(4), 4)
+    assert not captured[:, 1].eq(0).any()
     capturing(None)
     going_on(services, reads=False, notes=True)
     decode(backend, requests=2, seed=2)  # a step that runs without a graph
-    noted = services.queries.take(range(4), 4)
-    assert not noted[1, :2].eq(captured[1, :2]).any()
-    assert torch.equal(noted[1, 2:], captured[1, 2:])
+    noted = services.queries.take(torch.arange(4), 4)
+    assert not noted[:2, 1].eq(captured[:2, 1]).any()
+    assert torch.equal(noted[2:, 1], captured[2:, 1])
 
 
 def test_a_server_whose_policies_read_no_queries_notes_none(services, capturing):
@@ -242,7 +240,6 @@ def test_a_step_without_a_graph_is_planned_by_a_way_of_its_own(module, name):
 
 def test_captured_batches_share_one_workspace(services, monkeypatch):
     from kvpolicy.kernels.attention import decode_attention_triton as kernel
-    from kvpolicy.kernels.attention import decode_readers
 
     given = []
 
@@ -250,7 +247,7 @@ def test_captured_batches_share_one_workspace(services, monkeypatch):
         given.append(workspace)
         return torch.zeros_like(q)
 
-    monkeypatch.setattr(decode_readers, "decode_attention", noting)
+    monkeypatch.setattr(kernel, "decode_attention", noting)
     backend = backends.attach(Stock(), "fa3", services, HEADS, torch.float32)
     going_on(services, reads=True)
     decode(backend)
@@ -265,42 +262,6 @@ def test_captured_batches_share_one_workspace(services, monkeypatch):
     assert (first.partial.numel(), first.arrived.numel()) == kernel.workspace_elements(3, *sizes)
     assert not first.arrived.any()
     assert larger is None  # more requests than were captured: a step without a graph
-
-
-def test_entries_are_counted_where_another_reader_was_measured(
-    services, monkeypatch, capturing, tmp_path
-):
-    from kvpolicy.kernels.attention import decode_readers
-    from kvpolicy.kernels.launch import tuned
-
-    given = []
-
-    def noting(q, *arguments, entries, **options):
-        given.append(entries)
-        return torch.zeros_like(q)
-
-    monkeypatch.setattr(decode_readers, "decode_attention", noting)
-    monkeypatch.setenv(tuned.FOLDER_VARIABLE, str(tmp_path))
-    backend = backends.attach(Stock(), "fa3", services, HEADS, torch.float32)
-    step = going_on(services, reads=True)
-    # Row 0 holds 3 and 5 entries of the layer in pages and a tail of 2, row 1 is plain.
-    private = SimpleNamespace(tail_start=9, entries=lambda layer: [[1, 1], [3, 5]][layer])
-    holds = SimpleNamespace(_arena=services.arena, _lengths=[11, 4], _private={0: private})
-    step.entries = partial(DecodeStep.entries, holds)
-    choice = {"kernel": "decode_reader", "choice": {"reader": "fa3"}}
-    choice["where"] = {"dtype": "float16", "head_dim": 64, "group": 2, "lists": 8, "entries": 9}
-    try:
-        for runs in ([], [{"choices": [choice]}]):
-            tuned.load.cache_clear()
-            text = json.dumps({"device": "cpu", "runs": runs})
-            (tmp_path / "cpu.json").write_text(text)
-            decode(backend)
-        services.step = None
-        capturing(graphs.COMPRESSED)
-        decode(backend)
-    finally:
-        tuned.load.cache_clear()
-    assert given == [None, (3 + 5 + 2 * 2) + 2 * 4, None]
 
 
 def test_reads_of_the_table_of_slots_end_with_the_layers(services):
@@ -334,10 +295,11 @@ def test_the_stock_graph_of_a_batch_size_is_captured_last(services):
     backend.decode_cuda_graph_metadata = {}
     made = iter(["first", "second"])
     backend._create_decode_wrappers = lambda bs, num_tokens: next(made)
-    for _ in graphs.GraphVariants.capture_labels:
+    labels = graphs.GraphVariants(services).capture_labels
+    for _ in labels:
         backend._prepare_cuda_graph_metadata(8, 8, ForwardMode.DECODE, None)
     assert backend.decode_cuda_graph_metadata == {8: "second"}
-    assert graphs.GraphVariants.capture_labels[-1] == graphs.PLAIN
+    assert labels[-1] == graphs.PLAIN
 
 
 def test_graphs_without_the_variant_are_refused(services):

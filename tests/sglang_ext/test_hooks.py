@@ -118,6 +118,23 @@ def test_attributes_that_are_read_or_written_exist():
         assert f"self.{name}" in source, name
 
 
+def test_flashinfers_backend_has_what_plans_and_readers_touch():
+    module = importlib.import_module("sglang.srt.layers.attention.flashinfer_backend")
+    begin = inspect.signature(module.FlashInferIndicesUpdaterDecode.call_begin_forward)
+    first = ["self", "wrapper", "paged_kernel_lens", "paged_kernel_lens_sum", "kv_indptr"]
+    first += ["kv_start_idx", "spec_info", "seq_lens_cpu"]
+    assert list(begin.parameters)[:8] == first
+    assert begin.parameters["req_pool_indices"].kind is inspect.Parameter.KEYWORD_ONLY
+    backend = module.FlashInferAttnBackend
+    assert list(inspect.signature(backend._create_decode_wrappers).parameters) == [
+        "self", "bs", "num_tokens",
+    ]  # fmt: skip
+    source = inspect.getsource(backend.__init__)
+    for name in ("workspace_buffer", "decode_use_tensor_cores", "indices_updater_decode"):
+        assert f"self.{name} = " in source
+    assert "decode_wrapper.forward(" in inspect.getsource(backend.forward_decode)
+
+
 def test_refused_options_exist():
     from sglang.srt.server_args import ServerArgs
 

@@ -10,6 +10,7 @@ from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.sglang_ext.face.host import to_device, to_host
+from served_policies import OF_EVERY_CLASS
 
 TRITON = {"SGLANG_KV_POLICY_KERNELS": "triton", "TRITON_INTERPRET": "1"}
 TORCH = {"SGLANG_KV_POLICY_KERNELS": "torch", "TRITON_INTERPRET": "1"}
@@ -24,28 +25,17 @@ ONE_WAIT = {
     "d2o": ["rate=0.4"],
 }
 WAIT = "host.py:to_host cpu"
-COUNT = "block.py:read tolist"
+COUNT = "block.py:read numpy"
 
 
 @pytest.mark.server
 def test_answers_and_facts_are_those_of_the_references(scenario):
-    policies = {
-        "snapkv": ["capacity=48", "window=16"],
-        "lava": ["capacity=48"],
-        "h2o": ["heavy=20", "window=20"],
-        "d2o": ["rate=0.4"],
-        "streamingllm": ["start=2", "window=30"],  # rotates what stays
-        "cam": ["start=2", "window=30", "reach=4"],  # and merges
-        "fastkv": ["capacity=40"],
-        "minicache": ["start=0", "t=0.6", "gamma=0.05"],
-    }
-
     def run(env):
         return scenario(
             "scenarios_kernels.py",
             "same",
             {**env, "SGLANG_KV_POLICY_FOLD_INTERVAL": "4"},
-            policies=policies,
+            policies=OF_EVERY_CLASS,
             lengths=[90, 60],
             output=7,
         )
@@ -59,7 +49,8 @@ def test_answers_and_facts_are_those_of_the_references(scenario):
     assert generated <= set(at_start)
     # And so are those of folds.
     folding = {
-        "best_triton._best", "carry_triton._carry", "tally_triton._tally", "settle_triton._settle",
+        "best_triton._best", "carry_triton._carry", "tally_triton._tally",
+        "compact_in_place_triton._compact_in_place",
         "entry_ids_triton._ids", "turn_triton._turn", "gather_triton._gather",
         "place_triton._place", "nearest_triton._highest", "merge_rows_triton._rows",
         "merge_entries_triton._merge", "pairs_triton._pairs", "means_triton._means",
@@ -86,7 +77,7 @@ def test_answers_and_facts_are_those_of_the_references(scenario):
         "rotate_triton",
         "rows_triton",
         "select_triton",
-        "settle_triton",
+        "compact_in_place_triton",
     }
 
 

@@ -249,6 +249,16 @@ def test_the_kernels_reach_child_processes(files, monkeypatch):
     assert options.kernels() == "torch"
 
 
+def test_what_reads_reaches_child_processes(files, monkeypatch):
+    monkeypatch.setenv(options.ATTENTION_VARIABLE, "")
+    assert options.attention() == "auto"
+    options.export(parse("--kv-policy", files[0], "--kv-policy-attention", "flashinfer"))
+    assert options.attention() == "flashinfer"
+    sentence = "--kv-policy-attention fa3: expected one of auto, triton, flashinfer"
+    with pytest.raises(Refused, match=re.escape(sentence)):
+        options.export(parse("--kv-policy", files[0], "--kv-policy-attention", "fa3"))
+
+
 def test_unknown_kernels_and_kernels_without_a_policy_are_refused(files, monkeypatch):
     monkeypatch.setenv(options.KERNELS_VARIABLE, "")
     wrong = parse("--kv-policy", files[0], "--kv-policy-kernels", "cuda")

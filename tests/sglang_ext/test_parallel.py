@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from served_policies import trial
 
 pytestmark = pytest.mark.server
 POLICIES = Path(__file__).parents[2] / "policies"
@@ -22,19 +23,7 @@ ENVIRONMENT = {
     "SGLANG_CPU_OMP_THREADS_BIND": "0|0",  # a scheduler each; a machine may have one core
     "KVPOLICY_TEST_SPARES": "1",
 }
-EXPERIMENT = {
-    "experiment": "trial",
-    "targeting_key": ["header:x-key"],
-    "coverage": "100 %",
-    "arms": {
-        "control": {"policy": "none"},
-        "same": {"policy": "snapkv", "set": {"capacity": 4096}},
-        "tight": {"policy": "snapkv", "set": {"capacity": 20}},
-    },
-    "shadow": {"sample": "100 %", "top": 64, "tokens_per_second": 1_000_000},
-    "metrics": [{"metric": "drift", "role": "guardrail", "margin": 0.05, "clip": 2}],
-    "analysis": {"min_samples": 1000, "on_fail": "alert"},
-}
+EXPERIMENT = trial("snapkv", tight=20)
 
 
 def prompt(seed, length):
@@ -157,11 +146,11 @@ def test_the_fleet_is_told_apart(server, model, monkeypatch, capsys):
     from kvpolicy.evaluation.cli import main
     from kvpolicy.evaluation.serving import serve
 
-    monkeypatch.setenv("LOOKING", "secret")
+    monkeypatch.setenv("KVPOLICY_TEST_KEY", "secret")  # forks may differ in it
 
     def status(*servers):
         urls = [word for each in servers for word in ("--url", each.url)]
-        code = main(["fleet", "status", *urls, "--json", "--api-key-env", "LOOKING"])
+        code = main(["fleet", "status", *urls, "--json", "--api-key-env", "KVPOLICY_TEST_KEY"])
         return code, json.loads(capsys.readouterr().out)
 
     code, found = status(server)

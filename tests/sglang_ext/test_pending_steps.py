@@ -3,12 +3,14 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.sglang_ext.request import queries
+from kvpolicy.sglang_ext.request.decode_rows import DecodeRows
 from kvpolicy.sglang_ext.request.pending_steps import LONGEST, PendingSteps, wanted
 from kvpolicy.sglang_ext.request.queries import QueryBuffer, may_read, queries_of
 from kvpolicy.sglang_ext.request.request import Decoding, State
@@ -67,31 +69,178 @@ def test_the_last_queries_are_noted_where_a_window_is_read(tmp_path):
     assert may_read(made)
     bound = bind(made, SHAPE, fold_interval=16)
     assert wanted(bound, 100) == 5
-    memory = SimpleNamespace(prompt=100, not_finite=False)
+    memory = SimpleNamespace(prompt=100, not_finite=False, generated=0)
     state = State(SimpleNamespace(bound=bound), 100, 0, decoding=Decoding(memory, PendingSteps(5)))
-    noted = [step for step in range(1, 40) if state.reads_queries(step)]
-    assert noted == [12, 13, 14, 15, 16, 28, 29, 30, 31, 32]
+
+    def noted():
+        return noted_and_leaving(state, 1, 40)[0]
+
+    assert noted() == [12, 13, 14, 15, 16, 28, 29, 30, 31, 32]
     state.skipped.add(16)
-    assert not any(state.reads_queries(step) for step in range(1, 28))
+    assert noted() == [28, 29, 30, 31, 32]
     memory.not_finite = True
-    assert not state.reads_queries(30)
+    assert noted() == []
+
+
+def noted_and_leaving(state, first, end):
+    """Of decode steps, those of which queries are noted, and those at which entries may leave."""
+    request = SimpleNamespace(kv_policy_state=state)
+    rows = DecodeRows([request], None, torch.device("cpu"))
+    rows.renew(0, state.prompt + first)
+    noted, leaving = [], []
+    for step in range(first, end):
+        lengths = np.array([state.prompt + step])
+        noted += [step] * len(rows.noted(lengths))
+        if len(rows.leaving(lengths)):
+            leaving += [step] * state.leaves_at(step)
+            rows.renew(0, state.prompt + step + 1)
+    return noted, leaving
+
+
+@pytest.mark.parametrize("later", [None, 0, 1, 7])
+def test_steps_are_found_ahead_as_they_are_one_by_one(later):
+    """Also where entries leave rarely, never, or often."""
+    for when in ({3, 10, 11, 150, 320}, set(), set(range(1, 400)), {64, 65, 129, 200, 263}):
+        bound = SimpleNamespace(
+            leaves_at=lambda step, prompt, when=when: step in when,
+            next_leaving=lambda step, prompt, most, when=when: next(
+                (each for each in range(step, step + most) if each in when), None
+            ),
+        )
+        memory = SimpleNamespace(prompt=100, not_finite=False, generated=0)
+        decoding = Decoding(memory, PendingSteps(later))
+        state = State(SimpleNamespace(bound=bound), 100, 0, decoding=decoding, skipped={11, 200})
+        stays = when - {11, 200}
+        noted, leaving = noted_and_leaving(state, 1, 350)
+        assert leaving == [step for step in range(1, 350) if step in stays]
+        read = lambda step, stays=stays: stays & {step + i for i in range(later or 0)}  # noqa: E731
+        assert noted == [step for step in range(1, 350) if later is None or read(step)]
+
+
+class Batches:
+    """Decode forwards over a buffer, of requests whose policies read all queries or the last."""
+
+    def __init__(self, later=None, scaling=SIZE**-0.5):
+        self.buffer = QueryBuffer([program("tova" if later else "h2o")])
+        self.later, self.scaling, self.rows, self.step = later, scaling, None, 0
+        self.requests, self.read = {}, {}
+
+    def begin(self, names):
+        """These are the requests from here on."""
+        if self.rows is not None:
+            self.rows.hand_over()
+        for name in names:
+            if name not in self.requests:
+                bound = SimpleNamespace(next_leaving=lambda step, prompt, most: step)
+                memory = SimpleNamespace(prompt=9, not_finite=False, generated=0)
+                decoding = Decoding(memory, PendingSteps(self.later))
+                state = State(SimpleNamespace(bound=bound), 9, 0, decoding=decoding)
+                self.requests[name] = SimpleNamespace(kv_policy_state=state, length=9)
+                self.read[name] = []
+        self.names, chosen = names, [self.requests[name] for name in names]
+        self.rows = DecodeRows(chosen, self.buffer, torch.device("cpu"))
+        for row, request in enumerate(chosen):
+            self.rows.renew(row, request.length + 1)
+
+    def forward(self, batch=None):
+        """One step of all of them, in a batch of so many rows."""
+        for name in self.names:
+            self.requests[name].length += 1
+        lengths = np.array([self.requests[name].length for name in self.names])
+        number = len(lengths) if batch is None else batch
+        q = computed(self.buffer, number, self.step, self.scaling)
+        self.step += 1
+        noted = self.rows.noted(lengths)
+        self.rows.note(noted, lengths, number)
+        for row in noted:
+            self.read[self.names[row]].append(q[:, row])
+
+    def pending(self, name):
+        return self.requests[name].kv_policy_state.pending
+
+    def shown(self, names):
+        """What the policies of some are shown, [B, L, H, T, D]; they are through with it."""
+        self.rows.hand_over()
+        made = queries_of([self.pending(name) for name in names], self.buffer)
+        return made.view(len(names), LAYERS, HEADS, -1, SIZE)
+
+    def followed(self, names):
+        for name in names:
+            state = self.requests[name].kv_policy_state
+            state.pending.clear()
+            self.read[name].clear()
+            state.memory.generated = self.requests[name].length - 9
+            self.rows.renew(self.names.index(name), self.requests[name].length + 1)
+
+    def wanted(self, name):
+        """[L, H, T, D]."""
+        read = self.read[name] if self.later is None else self.read[name][-self.later :]
+        return torch.stack(read, 2)
 
 
 def test_a_request_finds_its_own_rows_of_every_step():
-    buffer, pending = QueryBuffer([program("h2o")]), PendingSteps(None)
-    expected = []
-    # Other requests join and leave, and the batch becomes larger than any before.
-    for step, (rows, followed, own) in enumerate([(2, [1], 0), (1, [0], 0), (5, [0, 2, 4], 1)]):
-        q = computed(buffer, rows, step)
-        pending.add(50 + step, (buffer.take(followed, rows), own))
-        expected.append(q[:, followed[own]])
-    computed(buffer, 5, 9)  # what is noted later is another step's
-    shown = queries_of([pending], buffer)
-    assert torch.equal(shown, torch.stack(expected, 2).flatten(0, 1))
-    assert pending.positions == [50, 51, 52]
-    pending.clear()
-    assert not pending.rows
-    assert not pending.positions
+    """Others join and leave, change places, and the batch becomes larger than any before."""
+    batches = Batches()
+    for names in ("xab", "bya", "a", "vwxyzab"):
+        batches.begin(names)
+        for _ in range(2):
+            batches.forward(len(names) + 2 * (names == "a"))
+    assert torch.equal(batches.shown("a")[0], batches.wanted("a"))
+    assert batches.shown("a").shape[3] == 8
+    batches.followed("a")
+    assert not batches.pending("a").parts
+    batches.forward()
+    assert torch.equal(batches.shown("a")[0], batches.wanted("a"))
+
+
+def test_requests_are_shown_together_what_each_is_shown_alone():
+    """In any order, some of those that were noted, and where these were not always the same."""
+    for later in (None, 2):
+        batches = Batches(later)
+        for names in ("abcd", "xdcba", "abcd"):
+            batches.begin(names)
+            batches.forward()
+            batches.forward()
+        for chosen in ("abcd", "da", "c"):
+            made = batches.shown(chosen)
+            for each, name in zip(made, chosen, strict=True):
+                assert torch.equal(each, batches.wanted(name))
+        # Of other phases: one has been taken through its steps, the others not.
+        batches.followed("b")
+        batches.forward()
+        assert torch.equal(batches.shown("b")[0], batches.wanted("b"))
+        made = batches.shown("dca")
+        for each, name in zip(made, "dca", strict=True):
+            assert torch.equal(each, batches.wanted(name))
+
+
+def test_requests_that_joined_apart_are_shown_together_what_each_is_shown_alone():
+    batches = Batches()
+    for names in ("a", "xb"):
+        batches.begin(names)
+        batches.forward()
+    batches.begin("ba")
+    batches.forward()
+    made = batches.shown("ab")
+    for each, name in zip(made, "ab", strict=True):
+        assert torch.equal(each, batches.wanted(name))
+
+
+def test_no_more_steps_are_held_than_some_request_is_to_be_taken_through():
+    batches = Batches()
+    batches.begin("ab")
+    for step in range(1, 9):
+        batches.forward()
+        if step % 4 == 0:
+            batches.rows.hand_over()
+            batches.followed("a" if step == 4 else "ab")
+    assert not batches.pending("a").parts
+    assert not batches.pending("b").parts
+    assert not batches.rows._live
+    batches.begin("b")
+    batches.forward()
+    batches.begin("b")
+    assert [len(part.steps) for part in batches.pending("b").parts] == [1]
 
 
 def test_captured_batches_and_larger_ones_are_found_where_they_were_written():
@@ -100,54 +249,33 @@ def test_captured_batches_and_larger_ones_are_found_where_they_were_written():
     captured = buffer.captured
     for step, rows in enumerate([2, 5, 3, 4, 1]):
         q = computed(buffer, rows, step)
-        assert torch.equal(buffer.take(range(rows), rows), q)
+        assert torch.equal(buffer.take(torch.arange(rows), rows), q.transpose(0, 1))
         assert buffer.captured is captured
     assert buffer.larger.shape[1] == 5
 
 
-@pytest.mark.parametrize("scaling", [SIZE**-0.5, 1.0])
-def test_requests_are_shown_together_what_each_is_shown_alone(scaling):
-    """In any order, some of those that were noted, and where these were not always the same."""
-    for followed in ([[0, 2, 3]] * 3, [[0, 2, 3], [0, 1, 2, 3], [0, 2, 3]]):
-        buffer = QueryBuffer([program("h2o")])
-        own = {row: PendingSteps(None) for row in (0, 2, 3)}
-        for step, rows in enumerate(followed):
-            computed(buffer, 4, step, scaling)
-            taken = buffer.take(rows, 4)
-            for row, pending in own.items():
-                pending.add(step, (taken, rows.index(row)))
-        for chosen in ([0, 2, 3], [3, 0], [2]):
-            made = queries_of([own[row] for row in chosen], buffer)
-            made = made.view(len(chosen), LAYERS, HEADS, 3, SIZE)
-            for each, row in zip(made, chosen, strict=True):
-                alone = queries_of([own[row]], buffer).view(each.shape)
-                torch.testing.assert_close(each, alone, rtol=0, atol=0)
-
-
 def test_queries_are_scaled_as_a_policys_attention_is():
-    buffer, pending = QueryBuffer([program("h2o")]), PendingSteps(None)
-    q = computed(buffer, 1, 0, scaling=1.0)
-    pending.add(7, (buffer.take([0], 1), 0))
-    shown = queries_of([pending], buffer).view(LAYERS, HEADS, 1, SIZE)
-    torch.testing.assert_close(shown[1, :, 0], q[1, 0] * SIZE**0.5)
+    batches = Batches(scaling=1.0)
+    batches.begin("a")
+    batches.forward()
+    torch.testing.assert_close(batches.shown("a")[0], batches.wanted("a") * SIZE**0.5)
 
 
 def test_of_a_window_only_the_last_queries_are_held():
-    buffer, pending = QueryBuffer([program("tova")]), PendingSteps(2)
-    q = [computed(buffer, 1, 0)]
-    pending.add(0, None)
-    for step in range(1, 5):
-        q.append(computed(buffer, 1, step))
-        pending.add(step, (buffer.take([0], 1), 0))
-    assert len(pending.rows) == 2
-    assert not pending.full(1)  # they are not more than it holds anyway
-    shown = queries_of([pending], buffer).view(LAYERS, HEADS, 2, SIZE)
-    assert torch.equal(shown[2, :, 0], q[3][2, 0])
-    assert torch.equal(shown[2, :, 1], q[4][2, 0])
+    batches = Batches(2)
+    for names in ("a", "ba", "a"):
+        batches.begin(names)
+        for _ in range(3):
+            batches.forward()
+    batches.rows.hand_over()
+    assert sum(len(part.steps) for part in batches.pending("a").parts) == 2
+    lengths = np.array([batches.requests["a"].length])
+    assert not len(batches.rows.full(lengths, 1))  # they are not more than it holds anyway
+    assert torch.equal(batches.shown("a")[0], batches.wanted("a"))
 
 
 def test_steps_that_gather_are_bounded_in_number_and_in_bytes(monkeypatch):
-    buffer, pending = QueryBuffer([program("h2o")]), PendingSteps(None)
+    buffer = QueryBuffer([program("h2o")])
     assert buffer.most_steps(10) == LONGEST
     row = LAYERS * HEADS * SIZE * 4
     buffer.reserve((LAYERS, 8, HEADS, SIZE), torch.float32, torch.device("cpu"))
@@ -156,7 +284,13 @@ def test_steps_that_gather_are_bounded_in_number_and_in_bytes(monkeypatch):
     folding = QueryBuffer([program("h2o")], interval=4)
     folding.reserve((LAYERS, 8, HEADS, SIZE), torch.float32, torch.device("cpu"))
     assert [folding.most_steps(n) for n in (0, 1, 4, 8, 30)] == [LONGEST, 20, 5, 4, 4]
-    for step in range(5):
-        assert not pending.full(5)
-        pending.add(step, (buffer.take([0], 1), 0))
-    assert pending.full(5)
+    batches = Batches()
+    batches.begin("ab")
+    for _ in range(4):
+        batches.forward()
+        lengths = np.array([batches.requests[name].length for name in "ab"])
+        assert not len(batches.rows.full(lengths, 5))
+    batches.forward()
+    assert batches.rows.full(lengths + 1, 5).tolist() == [0, 1]
+    batches.followed("b")
+    assert batches.rows.full(lengths + 1, 5).tolist() == [0]

@@ -191,6 +191,7 @@ def flashinfer(monkeypatch):
         backend.prefill_uses_dequant_workspace = False
         backend.token_to_kv_pool = pool_of(batch)
         backend.kv_cache_quant_method = SimpleNamespace(needs_global_scale=lambda: True)
+        backend.indices_updater_decode = SimpleNamespace(call_begin_forward=None)  # plans none
         return backend
 
     return make

@@ -38,6 +38,15 @@ def test_kernels_that_the_device_cannot_compute_are_refused(monkeypatch):
     refusals.check_options(options(device="cpu"))
 
 
+def test_flashinfer_reads_only_where_sglang_decodes_by_it(monkeypatch):
+    monkeypatch.setenv("SGLANG_KV_POLICY_ATTENTION", "flashinfer")
+    refusals.check_options(options(attention_backend="flashinfer"))
+    chosen = {"prefill_attention_backend": "flashinfer", "decode_attention_backend": "triton"}
+    sentence = "--kv-policy-attention flashinfer: .* decodes by triton; add --attention-backend "
+    with pytest.raises(Refused, match=sentence):
+        refusals.check_options(options(**chosen))
+
+
 def test_harmless_options_are_served():
     refusals.check_options(options())
     refusals.check_options(options(dp_size=2, enable_mixed_chunk=True))
@@ -239,9 +248,20 @@ def test_every_attention_layer_is_checked(monkeypatch):
             refusals.check_layers(wrong, shape)
 
 
-def test_each_rank_needs_as_many_kv_heads_as_the_others():
-    shape = ModelShape(4, 8, 4, 16)
-    assert refusals.shape_of_rank(shape, 2) == ModelShape(4, 4, 2, 16)
-    for ranks in (3, 8):
-        with pytest.raises(Refused, match=f"--tp-size {ranks} cannot be .* has 4 KV heads"):
+def test_heads_that_sglang_adds_on_a_cpu_are_refused():
+    def config(heads, kv_heads):
+        sizes = {"num_hidden_layers": 4, "num_attention_heads": heads, "head_dim": 16}
+        return SimpleNamespace(**sizes, get_total_num_kv_heads=lambda: kv_heads)
+
+    refusals.check_added_heads(config(4, 2), ModelShape(4, 4, 2, 16), 2)
+    with pytest.raises(Refused, match=r"^--tp-size 4 .* on a CPU: .* 4 query .* 2 KV heads\.$"):
+        refusals.check_added_heads(config(8, 4), ModelShape(4, 4, 2, 16), 4)
+
+
+def test_each_rank_needs_as_many_heads_as_the_others():
+    shape = ModelShape(4, 24, 4, 16)
+    assert refusals.shape_of_rank(shape, 2) == ModelShape(4, 12, 2, 16)
+    assert refusals.shape_of_rank(shape, 8) == ModelShape(4, 3, 1, 16)  # two of each KV head
+    for ranks in (3, 6, 16):
+        with pytest.raises(Refused, match=f"--tp-size {ranks} cannot be .* 24 query .* 4 KV heads"):
             refusals.shape_of_rank(shape, ranks)

@@ -128,6 +128,16 @@ def test_tables_are_reckoned_to_the_byte(propagates, scratch):
     assert parts["tables"] == tables.bytes
 
 
+@pytest.mark.parametrize("captured", [0, 8])
+def test_lists_for_flashinfer_are_taken_off_the_pool(monkeypatch, captured):
+    configurator = Configurator(requests=9, captured=captured, decode="flashinfer")
+    for asked, reads in (("auto", False), ("triton", False), ("flashinfer", True)):
+        monkeypatch.setenv("SGLANG_KV_POLICY_ATTENTION", asked)
+        parts = reserved.reckon(serving(), configurator, configurator.server_args, 4000)
+        assert ("lists for FlashInfer" in parts) == reads
+    assert parts["lists for FlashInfer"] > 4 * LAYERS * 4000
+
+
 def test_large_steps_are_noted_less_often():
     assert most_bytes(LARGEST // LONGEST, 1) == LARGEST // LONGEST + LARGEST
     assert most_bytes(LARGEST // 3, 1) == LARGEST // 3 * 4

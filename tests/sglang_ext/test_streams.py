@@ -135,9 +135,45 @@ def test_what_a_request_gives_up_is_given_up_on_the_schedulers_stream(device):
     request = SimpleNamespace(kv=kv, lock=object(), skip_radix_cache_insert=False)
     private = Private(1, "a", torch.arange(4), tail_start=20)
     state = State(SimpleNamespace(), 20, slots=4, private=private)
-    services.detach(request, state)
+    services.detach([(request, state)])
     assert device.taken() == []
     state.published = True
-    services.detach(request, state)
+    services.detach([(request, state)])
     assert device.taken() == ordered("free [(7, 20)]", "unlock")
     assert Tree.req_to_token_pool.req_to_token[1].sum() == 10
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_tails_of_many_requests_are_given_up_at_once(device, page_size):
+    """Whole pages of each, but not of one whose prompt has not been offered to the cache."""
+    table = torch.arange(5 * 30, dtype=torch.int32).view(5, 30)
+    before, freed = table.clone(), []
+
+    def free_segment(slots, *, start_pos):
+        device.note("free")
+        freed.append((slots, start_pos))
+
+    services = Services(())
+    services.streams.bind(device)
+    services.tree = SimpleNamespace(
+        page_size=page_size, req_to_token_pool=SimpleNamespace(req_to_token=table),
+        token_to_kv_pool_allocator=SimpleNamespace(free_segment=free_segment),
+    )  # fmt: skip
+    requests = []
+    for row, (first, end) in enumerate([(8, 19), (4, 4), (0, 30), (12, 20)], 1):
+        private = Private(row, "a", torch.arange(4), tail_start=end)
+        state = State(SimpleNamespace(), 20, 4, private=private, published=row != 3, detached=True)
+        kv = SimpleNamespace(cache_protected_len=first, req_pool_idx=row)
+        requests.append((SimpleNamespace(kv=kv), state))
+    services.detach(requests)
+    assert device.taken() == ordered("free")
+    end = 19 // page_size * page_size
+    ((slots, start),) = freed
+    assert slots.tolist() == [*before[1, 8:end].tolist(), *before[4, 12:20].tolist()]
+    assert start == 0
+    assert [req.kv.cache_protected_len for req, _ in requests] == [end, 4, 0, 20]
+    before[1, 8:end] = before[4, 12:20] = 0
+    assert torch.equal(table, before)
+    assert services.has_room
+    services.detach(requests)
+    assert len(freed) == 1

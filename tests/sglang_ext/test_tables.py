@@ -103,6 +103,28 @@ def test_a_row_reads_as_plain_once_its_request_is_gone():
     assert not tables.tables.tail_start.any()
 
 
+def test_each_layout_has_a_number_of_its_own():
+    store, tables = make()
+    fill(store, 2, counts_of(0))
+    assert tables.version(2) == 0  # nothing is written yet
+    tables.write()
+    fill(store, 1, counts_of(1))
+    tables.write()
+    seen = [tables.version(row) for row in (2, 1)]
+    store.tail_moved(store.by_row[2])
+    tables.write()
+    assert [tables.version(row) for row in (2, 1)] == seen
+    store.free(2)
+    tables.write()
+    assert tables.version(2) == 0
+    fill(store, 2, counts_of(0))
+    tables.write()
+    assert len({0, *seen, tables.version(2)}) == 4
+    store.clear()
+    tables.write()
+    assert [tables.version(row) for row in (2, 1)] == [0, 0]
+
+
 def test_a_flush_forgets_every_row():
     store, tables = make()
     fill(store, 1, counts_of(1))

@@ -1,4 +1,4 @@
-"""A model divided over two ranks (`--tp 2`): the same entries stay as on one; all decide alike."""
+"""A model divided over ranks (`--tp`): the same entries stay as on one; all decide alike."""
 
 import json
 import random
@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from served_policies import GROWING, trial
 
 pytestmark = pytest.mark.server
 POLICIES = Path(__file__).parents[2] / "policies"
@@ -33,8 +34,15 @@ ENVIRONMENT = {
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
     "KVPOLICY_TEST_SPARES": "1",
 }
-TWO = {"tp_size": 2, "env": ENVIRONMENT | {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}}
 FLAGS = {"kv_policy_fold_interval": 5, "chunked_prefill_size": 128, "page_size": 1}
+ADMIN = {"Authorization": "Bearer secret"}
+EXPERIMENT = trial("adakv", tight=12)
+
+
+def ranks_of(number, copies=1):
+    """Options of a server with so many ranks, all on one core: a machine may have no more."""
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * number * copies)}
+    return {"tp_size": number, "dp_size": copies, "env": ENVIRONMENT | env}
 
 
 def prompt(seed, length):
@@ -42,73 +50,145 @@ def prompt(seed, length):
     return [rnd.randrange(3, 500) for _ in range(length)]
 
 
-def ask(server, tokens, policy, new=24, **more):
-    custom = {"kv_policy": policy, **more}
+def ask(server, tokens, policy=None, new=16, *, key="", rank=None, **more):
+    """An answer under a policy; None: what the experiment chooses for a key."""
     sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
-    body = {"input_ids": tokens, "sampling_params": {**sampling, "custom_params": custom}}
-    return server.session.post(server.url + "/generate", json=body, timeout=300)
+    if policy is not None:
+        sampling["custom_params"] = {"kv_policy": policy, **more}
+    body = {"input_ids": tokens, "sampling_params": sampling, "routed_dp_rank": rank}
+    headers = {"x-key": key}
+    return server.session.post(server.url + "/generate", json=body, headers=headers, timeout=300)
 
 
-def answers(server, alone):
+def answers(server, alone, each=2):
     """Tokens and facts of requests of all policies.
 
     Args:
         alone: one after the other; else in flight together.
+        each: requests of a policy.
     """
 
     def answer(i):
         policy = (*SETTINGS, "none")[i % (len(SETTINGS) + 1)]
         found = ask(server, prompt(i, 60 + 13 * i), policy, kv_policy_kept=True).json()
         facts = found["meta_info"].get("kv_policy", {})
-        # Slots hold a page of each list that is here: there are others on two ranks.
-        apart = ("compression_seconds", "kv_bytes_after", "slots_freed")
+        # Slots hold a page of each list that is here: there are others on two ranks. The reason is
+        # the experiment's.
+        apart = ("compression_seconds", "kv_bytes_after", "slots_freed", "reason")
         return policy, found["output_ids"], {k: v for k, v in facts.items() if k not in apart}
 
     with ThreadPoolExecutor(1 if alone else 8) as pool:
-        return list(pool.map(answer, range(2 * (len(SETTINGS) + 1))))
+        return list(pool.map(answer, range(each * (len(SETTINGS) + 1))))
+
+
+def start(model, **flags):
+    from kvpolicy.evaluation.serving import serve
+
+    return serve(model, FILES, GIVEN, **FLAGS, **flags, kv_policy_allow_inspection=True)
 
 
 @pytest.fixture(scope="module")
-def server(model):
-    from kvpolicy.evaluation.serving import serve
+def expected(model):
+    """Answers of one rank."""
+    with start(model, env=ENVIRONMENT) as one:
+        found = answers(one, alone=True)
+    assert all("uncompressed" not in facts for _, _, facts in found), found
+    assert any(facts.get("folds") for _, _, facts in found)
+    return found
 
-    given = [*GIVEN]
-    flags = {"kv_policy_allow_inspection": True, "admin_api_key": "secret"}
-    with serve(model, FILES, given, **FLAGS, **TWO, **flags) as server:
+
+def assert_those_of_one_rank(server, expected):
+    for alone, each in ((True, 1), (False, 2)):
+        found = answers(server, alone, each)
+        for own, other in zip(found, expected[: len(found)], strict=True):
+            assert own == other, own[0]
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory):
+    file = tmp_path_factory.mktemp("experiment") / "experiment.yaml"
+    file.write_text(json.dumps(EXPERIMENT))
+    return {"kv_experiment": file, "admin_api_key": "secret"}
+
+
+@pytest.fixture(scope="module")
+def server(model, experiment):
+    """Two ranks, and an experiment."""
+    with start(model, **ranks_of(2), **experiment) as server:
         yield server
 
 
-def test_answers_and_what_is_kept_are_those_of_one_rank(server, model):
-    from kvpolicy.evaluation.serving import serve
+def test_answers_and_what_is_kept_are_those_of_one_rank(server, expected):
+    assert_those_of_one_rank(server, expected)
 
-    found = [answers(server, alone) for alone in (True, False)]
-    flags = {"kv_policy_allow_inspection": True}
-    with serve(model, FILES, GIVEN, **FLAGS, **flags, env=ENVIRONMENT) as one:
-        expected = answers(one, alone=True)
-    for x in found:
-        assert [each[0] for each in x] == [each[0] for each in expected]
-        for own, other in zip(x, expected, strict=True):
-            assert own == other, own[0]
-    assert all("uncompressed" not in facts for _, _, facts in expected), expected
-    assert any(facts.get("folds") for _, _, facts in expected)
+
+def compared(server, requests):
+    """What an experiment has seen of its arms, when so many requests were scored again."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        url = server.url + "/kv_policy/experiment"
+        found = server.session.get(url, timeout=60).json()
+        if sum(each.get("compared", 0) for each in found["shadow"].values()) == requests:
+            return {arm: each["tallies"] for arm, each in found["analysis"]["arms"].items()}
+        assert time.monotonic() < end, found["shadow"]
+        time.sleep(0.1)
+
+
+def assert_drifts(server, before, schedulers=(None,)):
+    """Requests of every arm are scored with full KV: what drops nothing equals it."""
+    arms = set()
+    for i in range(10):
+        for rank in schedulers:
+            meta = ask(server, prompt(50 + i, 90), new=8, key=f"key {i}", rank=rank).json()
+            arms.add(meta["meta_info"]["kv_policy"]["arm"])
+    assert arms == set(EXPERIMENT["arms"])
+    tallies = compared(server, before + 10 * len(schedulers))
+    assert (tallies["control"]["drift"][1], tallies["same"]["drift"][1]) == (0, 0)
+    assert tallies["tight"]["drift"][1] > 0
+
+
+def test_an_experiment_is_scored_again_on_all_ranks(server):
+    """In slots that every rank has set aside."""
+    assert_drifts(server, 0)
+
+
+def test_copies_of_a_divided_model(model, experiment, expected):
+    """`--tp-size 2 --dp-size 2`: ranks decide with those of their copy alone."""
+    with start(model, **ranks_of(2, copies=2), **experiment) as both:
+        assert_those_of_one_rank(both, expected)
+        assert_drifts(both, 0, schedulers=(0, 1))
+        for rank in (0, 1):
+            facts = ask(both, prompt(1, 100), "h2o", rank=rank).json()["meta_info"]
+            assert (facts["dp_rank"], facts["kv_policy"]["folds"] > 0) == (rank, True)
+        text = (POLICIES / "adakv.yaml").read_text()
+        url = both.url + "/kv_policy/policies/mine"
+        answer = both.session.put(url, data=text, headers=ADMIN, timeout=PATIENCE)
+        assert answer.status_code == 200, answer.text
+        for rank in (0, 1):
+            assert ask(both, prompt(1, 100), "mine", rank=rank).ok
+        assert_nothing_is_left(both)
 
 
 def test_policies_come_and_go_on_all_ranks(server):
     """One that compares KV heads: a rank that lacked it would be waited for."""
-    headers = {"Authorization": "Bearer secret"}
     url = server.url + "/kv_policy/policies/mine"
     text = (POLICIES / "adakv.yaml").read_text()
     for size in (20, 30):
         body = json.dumps({"policy": text, "set": {"capacity": size, "window": 4}})
-        answer = server.session.put(url, data=body, headers=headers, timeout=PATIENCE)
+        answer = server.session.put(url, data=body, headers=ADMIN, timeout=PATIENCE)
         assert answer.status_code == 200, answer.text
         facts = ask(server, prompt(1, 100), "mine").json()["meta_info"]["kv_policy"]
         assert 0 <= 4 * 2 * size - facts["entries_kept"] < 4 * 2  # shares are whole numbers
-    assert server.session.delete(url, headers=headers, timeout=PATIENCE).ok
+    assert server.session.delete(url, headers=ADMIN, timeout=PATIENCE).ok
     assert ask(server, prompt(1, 100), "mine").status_code == 400
 
 
 def test_nothing_is_left_behind(server):
+    assert_nothing_is_left(server)
+
+
+def assert_nothing_is_left(server):
+    """Also of a request whose client goes away."""
     sampling = {"max_new_tokens": 400, "ignore_eos": True, "custom_params": {"kv_policy": "h2o"}}
     body = {"input_ids": prompt(3, 300), "sampling_params": sampling, "stream": True}
     url = server.url + "/generate"
@@ -116,9 +196,8 @@ def test_nothing_is_left_behind(server):
         next(answer.iter_content(64))  # its prefill is done; the client goes away
     end = time.monotonic() + PATIENCE
     while True:
-        headers = {"Authorization": "Bearer secret"}
-        server.session.post(server.url + "/flush_cache", headers=headers, timeout=60)
-        loads = server.session.get(server.url + "/v1/loads", headers=headers, timeout=60).json()
+        server.session.post(server.url + "/flush_cache", headers=ADMIN, timeout=60)
+        loads = server.session.get(server.url + "/v1/loads", headers=ADMIN, timeout=60).json()
         if all(each["num_used_tokens"] == 0 for each in loads["loads"]):
             break
         assert time.monotonic() < end, loads
@@ -126,7 +205,7 @@ def test_nothing_is_left_behind(server):
     assert "leak" not in server.log_text().lower()
 
 
-# Two schedulers in lockstep, which compare what they hold after every step (scenarios_ranks.py).
+# Schedulers in lockstep, which compare what they hold after every step (scenarios_ranks.py).
 
 ENTRIES = {
     "snapkv": ["capacity=40", "window=8"],
@@ -139,18 +218,19 @@ ENTRIES = {
 TOKENS = {"fastkv": ["tsp_layer=1"], "gemfilter": ["filter=1", "capacity=40"]}
 PREFILL = ["start of scoring", "scoring", "choosing", "compaction", "copy", "layout", "memory"]
 DECODE = ["noted queries", "following", "fold", "fold in place", "fold elsewhere", "attention"]
-# Of which a layer's lists outgrow their pages.
-GROWING = """policy: growing
-language: 1
-about: A test, of which one layer stays whole while it decodes.
-keep: sinks(2) then recent(12)
-decode:
-  keep: all where layer == 0 else sinks(2) then recent(12)
-"""
 CASES = {
-    "prefill": (ENTRIES, PREFILL, {"chunked_prefill_size": 64}),
-    "decode": (ENTRIES, DECODE, {"page_size": 4, "output": 24}),
-    "propagation": (TOKENS, ["scoring", "chosen rows", "restart"], {"chunked_prefill_size": 64}),
+    "prefill": (ENTRIES, PREFILL, {"chunked_prefill_size": 64, "output": 6}),
+    "decode": (ENTRIES, DECODE, {"page_size": 4, "output": 16}),
+    "propagation": (
+        TOKENS,
+        ["scoring", "chosen rows", "restart"],
+        {"chunked_prefill_size": 64, "output": 6},
+    ),
+}
+SHARED = {  # of ranks that hold the same KV head
+    "prefill": (ENTRIES, ["start of scoring", "scoring", "compaction"], CASES["prefill"][2]),
+    "decode": (ENTRIES, ["noted queries", "following", "fold", "attention"], CASES["decode"][2]),
+    "propagation": (TOKENS, ["scoring", "restart"], CASES["propagation"][2]),
 }
 
 
@@ -158,24 +238,26 @@ CASES = {
 def ranks(scenario):
     from kvpolicy.evaluation.serving import free_port
 
-    env = {"SGLANG_KV_POLICY_FOLD_INTERVAL": "2", "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
-    env |= {"SGLANG_KV_POLICY_MAX_FAILURES": "0"}
+    env = {"SGLANG_KV_POLICY_FOLD_INTERVAL": "2", "SGLANG_KV_POLICY_MAX_FAILURES": "0"}
 
-    def run(name, more=None, **flags):
-        flags = {"nccl_port": free_port(), **flags}
-        first, second = scenario("scenarios_ranks.py", name, {**env, **(more or {})}, **flags)
-        return first, second
+    def run(name, more=None, number=2, folder=None, **flags):
+        flags = {"nccl_port": free_port(), "tp_size": number, **flags}
+        bound = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * number)}
+        given = {**env, **bound, **(more or {})}
+        return scenario("scenarios_ranks.py", name, given, folder, **flags)
 
     return run
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_what_fails_on_one_rank_fails_on_all(ranks, tmp_path, case):
-    policies, points, flags = CASES[case]
+def test_what_fails_on_one_rank_fails_on_all(ranks, checkpoint, tmp_path, case, shared):
+    policies, points, flags = (SHARED if shared else CASES)[case]
     if case == "decode":
         (tmp_path / "growing.yaml").write_text(GROWING)
         policies = {**policies, str(tmp_path / "growing.yaml"): []}
-    flags = {"count": 10, "chance": 0.3, **flags}
+    folder = checkpoint("llama", kv_heads=1 if shared else 2)
+    flags = {"count": 10, "chance": 0.3, "folder": folder, **flags}
     first, second = ranks("faults", policies=policies, points=points, **flags)
     assert first["alone"] == second["alone"]
     for point in points:
@@ -194,14 +276,42 @@ def test_what_fails_on_one_rank_fails_on_all(ranks, tmp_path, case):
             assert rid in failed or each == first["alone"][rid], (point, rid)
 
 
-@pytest.mark.parametrize("more", [{}, {"SGLANG_TEST_RETRACT": "1"}])
-def test_ranks_hold_the_same_at_every_step(ranks, more):
-    policies = {**ENTRIES, **TOKENS}
-    first, second = ranks(
-        "mixed", more, policies=policies, count=24, abort=0.1, chunked_prefill_size=64,
-        max_total_tokens=2048,
-    )  # fmt: skip
-    assert first == second
+@pytest.fixture(scope="module")
+def of_one(ranks, checkpoint):
+    """What one rank answers and keeps, of a model with so many KV heads."""
+    found = {}
+
+    def of_one(kv_heads):
+        if kv_heads not in found:
+            folder = checkpoint("llama", kv_heads)
+            (found[kv_heads],) = ranks("alone", number=1, folder=folder, **MIXED)
+        return found[kv_heads]
+
+    return of_one
+
+
+MIXED = {
+    "policies": {**ENTRIES, **TOKENS}, "count": 18, "output": 16, "chunked_prefill_size": 64,
+    "max_total_tokens": 2048,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("number", "kv_heads", "more"),
+    [
+        (2, 2, {}),
+        (2, 2, {"SGLANG_TEST_RETRACT": "1"}),
+        (2, 1, {"SGLANG_TEST_RETRACT": "1"}),
+        (4, 2, {}),
+    ],
+)
+def test_ranks_hold_the_same_at_every_step(ranks, checkpoint, of_one, number, kv_heads, more):
+    """And keep what one rank keeps; of more ranks than KV heads two hold the same one each."""
+    folder = checkpoint("llama", kv_heads)
+    first, *others = ranks("mixed", more, number, folder, abort=0.1, **MIXED)
+    assert others == [first] * (number - 1)
+    for rid, expected in of_one(kv_heads).items():
+        assert first["alone"][rid] == expected, rid
     for rid, each in first["found"].items():
         assert each is None or each["tokens"] == first["alone"][rid]["tokens"], rid
     left = (first["used"], first["private"], first["missing_after_flush"])

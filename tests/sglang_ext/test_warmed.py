@@ -37,6 +37,25 @@ def test_what_is_served_was_warmed(every, name):
     assert missing == []
 
 
+# One of each kind: of each head alone, across heads, both with layers, folds, merges, tokens that
+# leave the prefill, layers in pairs.
+DIVIDED = ("attention", "snapkv", "lava", "h2o", "tova", "d2o", "fastkv", "minicache")
+
+
+@pytest.fixture(scope="module", params=[2, 16])
+def rank(request):
+    """On one of two ranks, and on one of two that hold the same KV head."""
+    return asked("--ranks", str(request.param), *DIVIDED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DIVIDED)
+def test_what_is_served_with_divided_heads_was_warmed(rank, name):
+    warmed, missing = rank[name]
+    assert warmed > 0
+    assert missing == []
+
+
 @pytest.mark.parametrize("name", ["snapkv", "h2o"])
 def test_what_was_not_warmed_is_seen(name):
     """Without long prompts, kernels of long rows are not there."""

@@ -23,12 +23,13 @@ from kvpolicy.dsl.execute.kernels import Slots
 from kvpolicy.dsl.execute.layout import Held
 from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.ir.nodes import ModelShape
-from kvpolicy.kernels.attention.decode_readers import decode_attention
+from kvpolicy.kernels.attention.decode_attention_triton import decode_attention
 from kvpolicy.kernels.attention.paged_attention import Apart
 from kvpolicy.kernels.attention.paged_attention_triton import paged_attention
+from kvpolicy.kernels.attention.private_pages_triton import private_pages
 from kvpolicy.sglang_ext.forward import share
 from kvpolicy.sglang_ext.forward.compress import copy_kept
-from kvpolicy.sglang_ext.forward.fold_together import Member, Together
+from kvpolicy.sglang_ext.forward.group_fold import Group, Member
 from kvpolicy.sglang_ext.forward.warm import warm, warm_attention
 from kvpolicy.sglang_ext.request.request import Served, State
 from on_device import HIDDEN, KEPT, ROWS, STEPS, empty, made_up, names, served, services
@@ -54,8 +55,9 @@ def prefill(parts: SimpleNamespace, policy: Served, tokens: int) -> Run:
     while layer < SHAPE.layers:
         number = tokens if there is None else len(there)
         own = slots if there is None else slots[there]
-        # Rows of a forward in which another request comes first.
-        heads = empty(3 + number, SHAPE.heads, SHAPE.head_dim)[3:]
+        # Rows of a forward in which another request comes first, of all query heads that read
+        # the KV heads here.
+        heads = empty(3 + number, parts.arena.kv_heads * SHAPE.group, SHAPE.head_dim)[3:]
         if first and there is None and run.size == tokens:
             for end in range(CHUNK, first + 1, CHUNK):
                 k, v = (Slots(pool, slots[:end]) for pool in parts.arena.storage[layer])
@@ -122,9 +124,10 @@ def fold(parts: SimpleNamespace, states: list[State], wide: bool) -> None:
                 state.private.layout.room[:] = 0
 
         def queries(number: int = len(members)) -> torch.Tensor:
-            return empty(number * SHAPE.layers * SHAPE.heads, STEPS, SHAPE.head_dim)
+            heads = SHAPE.heads // parts.ranks.size
+            return empty(number * SHAPE.layers * heads, STEPS, SHAPE.head_dim)
 
-        written = Together(parts, table, members, queries).follow(leaves=turn > 1)
+        written = Group(parts, table, members, queries).advance(leaves=turn > 1)
         if written is not None:
             written.finish()
 
@@ -155,12 +158,12 @@ def serve(parts: SimpleNamespace, policy: Served) -> None:
                 parts.store.clear()
 
 
-def missing(name: str) -> tuple[int, list[str]]:
-    """How many kernels warming asks for, and which serving asks for besides."""
+def missing(name: str, ranks: int) -> tuple[int, list[str]]:
+    """How many kernels warming asks for, and which serving asks for besides, on one of ranks."""
     parts: list[Any] = []
 
     def begin() -> None:
-        parts.append(services(SHAPE))
+        parts.append(services(SHAPE, ranks=ranks))
         parts.append(served(parts[0], SHAPE, name))
         warm(*parts, torch.bfloat16)
 
@@ -170,13 +173,13 @@ def missing(name: str) -> tuple[int, list[str]]:
     return len(warmed), sorted(f"{kernel} {key}" for kernel, key in used - warmed)
 
 
-def attention(*, pairs: bool) -> tuple[int, list[str]]:
+def attention(ranks: int, *, pairs: bool) -> tuple[int, list[str]]:
     """The same of the attention of decode steps and resumed requests."""
     parts: list[Any] = []
-    heads, size = SHAPE.heads, SHAPE.head_dim
+    heads, size = SHAPE.heads // ranks, SHAPE.head_dim
 
     def begin() -> None:
-        parts.append(services(SHAPE, pairs=pairs))
+        parts.append(services(SHAPE, pairs=pairs, ranks=ranks))
         warm_attention(parts[0], heads, torch.bfloat16, RUNNING)
 
     def serve() -> None:
@@ -186,8 +189,14 @@ def attention(*, pairs: bool) -> tuple[int, list[str]]:
             rows, lengths = (empty(2 + number, dtype=torch.int64)[2:] for _ in range(2))
             where = (arena.storage, parts[0].tables.tables, rows, lengths, table)
             decode_attention(q, *where, layer=3, scale=0.1)
+            lists = number * arena.kv_heads + 1
+            starts = empty(arena.layers, 2, lists, dtype=torch.int32)[:, 0]
+            pages = empty(100 * number, dtype=torch.int32)
+            given = (arena.storage, parts[0].tables.tables, rows, starts, pages)
+            private_pages(*given, longest=number)
         for tokens in (*range(1, 100), *LENGTHS[:12]):
-            q, indptr = empty(1, tokens, heads, size), empty(9, dtype=torch.int64)
+            q = empty(1, tokens, heads, size)
+            indptr = empty(parts[0].arena.kv_heads + 1, dtype=torch.int64)
             entries = empty(tokens, dtype=torch.int64)
             paged_attention(q, arena.entries, arena.values, indptr, entries, scale=0.1)
             if pairs:
@@ -204,12 +213,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("policies", nargs="*", help="and `attention`; none: all")
     parser.add_argument("--longest", type=int, help="tokens of prompts that are warmed")
+    parser.add_argument("--ranks", type=int, default=1, help="among which heads are divided")
     options = parser.parse_args()
     every = options.policies or ["attention", "attention of pairs", *names()]
     if options.longest:
         execute_warm._PROMPTS = [n for n in execute_warm._PROMPTS if n <= options.longest]
     found = {
-        name: attention(pairs="pairs" in name) if "attention" in name else missing(name)
+        name: attention(options.ranks, pairs="pairs" in name)
+        if "attention" in name
+        else missing(name, options.ranks)
         for name in every
     }
     json.dump(found, sys.stdout)

@@ -32,8 +32,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.entries.compact_in_place import check
 from kvpolicy.kernels.entries.rounding import movable
-from kvpolicy.kernels.entries.settle import check
 from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.kernels.launch import tuned
 from kvpolicy.kernels.launch.kernel import kernel
@@ -45,7 +45,7 @@ _LINE = 128
 _REGISTERS = 64
 
 
-def settle(
+def compact_in_place(
     storage: torch.Tensor,
     tables: Tables,
     rows: torch.Tensor,
@@ -60,8 +60,9 @@ def settle(
 ) -> torch.Tensor:
     """Move the kept entries of B requests, in all layers, to the front of their lists' pages.
 
-    As `settle.settle`, without reading a number of the device: neither that candidates are as many
-    as the lists are long is checked, nor that what stays has pages of its own.
+    As `compact_in_place.compact_in_place`, without reading a number of the device: neither that
+    candidates are as many as the lists are long is checked, nor that what stays has pages of its
+    own.
 
     Args:
         piece: bytes of a row that a program moves; a power of two. None: as measured for the GPU
@@ -84,13 +85,13 @@ def settle(
     if not lists:
         return counts
     where = (size * word, layers * group, kept.shape[1])
-    measured = tuned.choice("settle", storage.device, *where)
+    measured = tuned.choice("compact_in_place", storage.device, *where)
     piece = piece or measured.get("piece", _LINE)
     part = min(triton.next_power_of_2(size), max(piece // word, 1))
     tile = tile or measured.get("tile") or rows_of(part, word)
     pieces = triton.cdiv(size, part)
     # Pieces and heads change fastest: those of one ordinary slot lie side by side.
-    _settle[(pieces * group, 2, lists)](
+    _compact_in_place[(pieces * group, 2, lists)](
         words, tables.counts, tables.first_page, tables.tail_start, tables.slots_start,
         tables.slots, req_to_token, _bytes(kept), _bytes(there),
         proceed.contiguous().view(torch.uint8), counts,
@@ -113,7 +114,7 @@ def _bytes(mask: torch.Tensor) -> torch.Tensor:
 
 
 @kernel(aligned=["storage"])
-def _settle(
+def _compact_in_place(
     storage, counts, first_pages, tail_starts, slots_starts,
     slots, req_to_token, kept, there, proceed, result,
     rows, lengths, padded, context, width,

@@ -81,19 +81,18 @@ class Bundle:
     inputs: tuple[Node, ...]
 
 
-class Regions:
+class Fusion:
     """The bundles of a policy's prefill, or of its decode steps.
 
     Args:
-        bound: the policy.
         roots: all that is computed at a layer or later, as it is evaluated.
         states: as evaluated, by name; those that are known before are left out.
         steps: whether it is computed at decode steps.
 
     Attributes:
         bundles: such that each needs only those before it.
-        of: the bundle that gives a node, by id of the node.
-        reasons: by id of a reduction over `query` or `dim`, or of attention over `token`, that
+        of: the bundle that gives a node.
+        reasons: by a reduction over `query` or `dim`, or of attention over `token`, that
             stays with torch: the reason.
     """
 
@@ -110,41 +109,41 @@ class Regions:
         self._states = states or {}
         self.roots = [root for root in roots if root is not None]
         nodes = list(nodes_of(self.roots))
-        self.reasons: dict[int, str] = {}
-        self._reductions: dict[int, Reduction] = {}
-        self._levels: dict[int, int] = {}
+        self.reasons: dict[Node, str] = {}
+        self._reductions: dict[Node, Reduction] = {}
+        self._levels: dict[Node, int] = {}
         for node in nodes:
             role = _role(node)
             if role is None:
                 continue
             try:
-                self._reductions[id(node)] = self._supported(node, role)
+                self._reductions[node] = self._supported(node, role)
             except Unsupported as reason:
-                self.reasons[id(node)] = str(reason)
+                self.reasons[node] = str(reason)
         made = self._grouped(nodes)
         outputs = self._outputs(made)
         self.bundles = [each for each in (self._needed(x, outputs) for x in made) if each.outputs]
-        self.of = {id(node): each for each in self.bundles for node in each.outputs}
+        self.of = {node: each for each in self.bundles for node in each.outputs}
 
     def inside(self) -> Iterator[Node]:
         """Nodes that kernels compute, or read as numbers of the host."""
         for bundle in self.bundles:
-            seen = {id(node) for node in bundle.inputs}
+            seen = {*bundle.inputs}
             for node in (*(each.node for each in bundle.reductions), *bundle.tail):
                 yield from node.walk(seen)
 
     def left(self) -> list[Node]:
         """Nodes that stay with torch."""
-        found: dict[int, Node] = {}
+        found: dict[Node, None] = {}
         waiting = list(self.roots)
         while waiting:
             node = waiting.pop()
-            if id(node) not in found and id(node) not in self.of:
-                found[id(node)] = node
+            if node not in found and node not in self.of:
+                found[node] = None
                 waiting.extend(() if node.operation.is_window else node.args)
-            elif id(node) in self.of:
-                waiting.extend(x for x in self.of[id(node)].inputs if id(x) not in found)
-        return list(found.values())
+            elif node in self.of:
+                waiting.extend(x for x in self.of[node].inputs if x not in found)
+        return list(found)
 
     # What a kernel can compute.
 
@@ -152,38 +151,39 @@ class Regions:
         x = node.args[0]
         if node.when > self._latest:
             raise Unsupported("it looks at other layers")
-        seen: dict[int, Node] = {}
-        inputs: dict[int, Node] = {}
-        windows: dict[int, Node] = {}
+        seen: set[Node] = set()
+        inputs: list[Node] = []
+        windows: list[Node] = []
         waiting = [x]
         while waiting:
             each = waiting.pop()
-            if id(each) in seen or inlined(each, self.bound):
+            if each in seen or inlined(each, self.bound):
                 continue
-            seen[id(each)] = each
-            if not {"query", "dim"} & set(each.type.axes):
-                inputs[id(each)] = each
-            elif id(each) in self._reductions and self._reductions[id(each)].role == "rows":
-                inputs[id(each)] = each
+            seen.add(each)
+            made = self._reductions.get(each)
+            given = not {"query", "dim"} & set(each.type.axes)
+            given = given or (made is not None and made.role == "rows")
+            if given:
+                inputs.append(each)
             elif each.operation.is_window:
-                windows[id(each)] = each
+                windows.append(each)
             elif each.op != "index":
                 waiting.extend(each.args)
-            self._check(each, role, id(each) in inputs)
-        if role != "vectors" and not any(w.operation.reads_queries for w in windows.values()):
+            self._check(each, role, given)
+        if role != "vectors" and not any(w.operation.reads_queries for w in windows):
             raise Unsupported("no attention in it")
-        if role == "rows" and all(w.op != "attn" for w in windows.values()):
+        if role == "rows" and all(w.op != "attn" for w in windows):
             raise Unsupported("logits reduced over tokens")
-        if len({window_key(w, self.bound, self.steps) for w in windows.values()}) > 1:
+        if len({window_key(w, self.bound, self.steps) for w in windows}) > 1:
             raise Unsupported("windows of different sizes in one expression")
         kept = {"columns": ("kv", "token"), "vectors": ("kv", "token"), "rows": ("kv", "group")}
         rest = tuple(axis for axis in node.axes if axis in kept[role])
         if node.op == "var" and (rest or role == "rows"):
             raise Unsupported("a variance over tokens or KV heads")
-        if any(looks_across(each, self.bound) for each in inputs.values()):
+        if any(looks_across(each, self.bound) for each in inputs):
             raise Unsupported("it looks at other layers")
-        window = next((w for w in windows.values() if w.op != "distance"), None)
-        return Reduction(node, role, window, tuple(inputs.values()), rest)
+        window = next((w for w in windows if w.op != "distance"), None)
+        return Reduction(node, role, window, tuple(inputs), rest)
 
     def _check(self, node: Node, role: str, is_input: bool) -> None:
         """Whether a kernel can compute, or read, one value inside a reduction."""
@@ -230,13 +230,13 @@ class Regions:
 
     def _level(self, node: Node) -> int:
         """How many bundles lie below a node, one after the other."""
-        if id(node) not in self._levels:
-            self._levels[id(node)] = _LATE  # while it is not known
-            self._levels[id(node)] = self._find_level(node)
-        return self._levels[id(node)]
+        if node not in self._levels:
+            self._levels[node] = _LATE  # while it is not known
+            self._levels[node] = self._find_level(node)
+        return self._levels[node]
 
     def _find_level(self, node: Node) -> int:
-        made = self._reductions.get(id(node))
+        made = self._reductions.get(node)
         if made is not None:
             return 1 + max((self._level(each) for each in made.inputs), default=0)
         if node.op == "state":
@@ -279,30 +279,27 @@ class Regions:
     def _tail(
         self, nodes: list[Node], reductions: tuple[Reduction, ...], level: int
     ) -> tuple[Node, ...]:
-        own = {
-            id(each.node) for each in reductions if not each.rest and each.role != "rows"
-        }  # fmt: skip
-        pooled: set[int] = set()
+        own = {each.node for each in reductions if not each.rest and each.role != "rows"}
+        pooled: set[Node] = set()
         tail = []
         for node in nodes:
-            if id(node) in self._reductions or not self._follows(node, own, level):
+            if node in self._reductions or not self._follows(node, own, level):
                 continue
-            if any(id(each) in pooled for each in node.args):
-                if node.operation.kind is Kind.POOL:
-                    continue
-                pooled.add(id(node))
-            if node.operation.kind is Kind.POOL:
-                pooled.add(id(node))
-            own.add(id(node))
+            pools, after = node.operation.kind is Kind.POOL, bool(pooled & {*node.args})
+            if pools and after:
+                continue
+            if pools or after:
+                pooled.add(node)
+            own.add(node)
             tail.append(node)
         return tuple(tail)
 
-    def _follows(self, node: Node, own: set[int], level: int) -> bool:
+    def _follows(self, node: Node, own: set[Node], level: int) -> bool:
         """Whether a value per token can be computed with the bundle's other values."""
         axes, static = set(node.type.axes), self.bound.static
         if not {"kv", "token"} <= axes <= _PER_TOKEN or node.when > self._latest:
             return False
-        if not any(id(x) in own for x in node.args):
+        if not own & {*node.args}:
             return False
         if node.operation.kind is Kind.POOL:
             if static.needs(node.args[1]) is None:
@@ -314,7 +311,7 @@ class Regions:
             self._check_arithmetic(node)
         except Unsupported:
             return False
-        return all(id(x) in own or self._readable(x, level) for x in node.args)
+        return all(x in own or self._readable(x, level) for x in node.args)
 
     def _readable(self, node: Node, level: int) -> bool:
         if inlined(node, self.bound):
@@ -329,54 +326,53 @@ class Regions:
 
     # What is read.
 
-    def _outputs(self, bundles: list[Bundle]) -> set[int]:
+    def _outputs(self, bundles: list[Bundle]) -> set[Node]:
         """Nodes of bundles that something outside of them reads."""
-        given = {id(x.node): each for each in bundles for x in each.reductions}
-        given |= {id(node): each for each in bundles for node in each.tail}
-        found: set[int] = set()
-        seen: set[int] = set()
+        given = {x.node: each for each in bundles for x in each.reductions}
+        given |= {node: each for each in bundles for node in each.tail}
+        found: set[Node] = set()
+        seen: set[Node] = set()
         waiting = list(self.roots)
         while waiting:
             node = waiting.pop()
-            if id(node) in seen:
+            if node in seen:
                 continue
-            seen.add(id(node))
-            bundle = given.get(id(node))
+            seen.add(node)
+            bundle = given.get(node)
             # A mask that follows from tokens' places costs torch nothing, but a kernel a tensor.
             masks = node.op == "mask" and inlined(node.args[1], self.bound)
             if bundle is None or masks:
                 waiting.extend(() if node.operation.is_window else node.args)
                 continue
-            found.add(id(node))
+            found.add(node)
             waiting.extend(_inputs_of(bundle, self.bound))
         return found
 
-    def _needed(self, bundle: Bundle, outputs: set[int]) -> Bundle:
+    def _needed(self, bundle: Bundle, outputs: set[Node]) -> Bundle:
         """The bundle without what none of its outputs needs."""
-        wanted = {id(node) for node in bundle.tail if id(node) in outputs}
-        wanted |= {id(each.node) for each in bundle.reductions if id(each.node) in outputs}
+        wanted = outputs & {*bundle.tail, *(each.node for each in bundle.reductions)}
         for node in reversed(bundle.tail):
-            if id(node) in wanted:
-                wanted.update(id(each) for each in node.args)
-        tail = tuple(node for node in bundle.tail if id(node) in wanted)
-        reductions = tuple(each for each in bundle.reductions if id(each.node) in wanted)
+            if node in wanted:
+                wanted.update(node.args)
+        tail = tuple(node for node in bundle.tail if node in wanted)
+        reductions = tuple(each for each in bundle.reductions if each.node in wanted)
         window = bundle.window if any(each.window for each in reductions) else None
         made = Bundle(window, reductions, tail, (), ())
         every = [*(each.node for each in reductions), *tail]
-        given = tuple(node for node in every if id(node) in outputs)
+        given = tuple(node for node in every if node in outputs)
         return Bundle(window, reductions, tail, given, _inputs_of(made, self.bound))
 
 
 def _inputs_of(bundle: Bundle, bound: Bound) -> tuple[Node, ...]:
     """What the kernels of a bundle read that was computed before."""
-    own = {id(each.node) for each in bundle.reductions} | {id(node) for node in bundle.tail}
-    found = {id(node): node for each in bundle.reductions for node in each.inputs}
+    own = {*bundle.tail, *(each.node for each in bundle.reductions)}
+    found = dict.fromkeys(node for each in bundle.reductions for node in each.inputs)
     for node in bundle.tail:
         args = node.args[:1] if node.operation.kind is Kind.POOL else node.args
         for each in args:
-            if id(each) not in own and not inlined(each, bound):
-                found[id(each)] = each
-    return tuple(found.values())
+            if each not in own and not inlined(each, bound):
+                found[each] = None
+    return tuple(found)
 
 
 def _role(node: Node) -> str | None:

@@ -1,20 +1,15 @@
-"""Requests that decode: whether entries may leave, and who reads those of one alone."""
+"""Who reads the entries of one request, wherever they lie."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.sglang_ext.face.kernels_in_use import KernelsInUse
-from kvpolicy.sglang_ext.forward.fold import Room
 from kvpolicy.sglang_ext.memory.arena import Arena
 from kvpolicy.sglang_ext.memory.lists import Lists
 from kvpolicy.sglang_ext.request.request import State
-
-if TYPE_CHECKING:
-    from kvpolicy.sglang_ext.forward.services import Services
 
 
 @dataclass(frozen=True)
@@ -72,30 +67,3 @@ class SlotReader(Reader):
             raise RuntimeError("entries have left a request that has no private pages")
         k, v = self.arena.storage[layer][:, self.slots].transpose(1, 2)
         return k, v
-
-
-def check_last_fold(request: Any, state: State, memory: Memory) -> None:
-    """Raise unless the last fold kept what it was reckoned to keep, if it did not wait."""
-    landed, private = memory.land(), state.private
-    if landed is None or not landed.finite or private is None or not private.full:
-        return
-    if landed.kept.tolist() != private.laid_out:
-        raise RuntimeError(f"request {request.rid}: a fold kept other numbers of entries")
-
-
-def may_leave(services: Services, room: Room, request: Any, state: State, length: int) -> bool:
-    """Whether entries leave at the decode step of a request's last token.
-
-    If they should, and there is no room for what might stay, the step is noted as skipped.
-
-    Args:
-        room: of this forward.
-        length: tokens of the request, that one included.
-    """
-    step = length - state.prompt
-    if not state.leaves_at(step):
-        return False
-    if room.promise(request, state, length):
-        return True
-    services.reports.skipped_fold(request, state, step)
-    return False

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from kvpolicy.kernels.entries import compact_in_place as reference
 from kvpolicy.kernels.entries import place as place_reference
-from kvpolicy.kernels.entries import place_triton, settle_triton
-from kvpolicy.kernels.entries import settle as reference
+from kvpolicy.kernels.entries import place_triton
+from kvpolicy.kernels.entries.compact_in_place_triton import compact_in_place as in_triton
 from kvpolicy.kernels.entries.tables import Tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,13 +51,13 @@ class Case:
         """`there`, of every layer."""
         return [torch.ones_like(x) for x in self.kept] if self.there is None else self.there
 
-    def run(self, settle, **options):
+    def run(self, compact_in_place, **options):
         """The pool and the counts afterwards; the tables and masks are as before."""
         before = [t.clone() for t in vars(self.tables).values()]
         tables = Tables(*(t.to(DEVICE) for t in vars(self.tables).values()))
         masks = [side_by_side(each).to(DEVICE) for each in (self.kept, self.held)]
         storage = self.storage.to(DEVICE, copy=True)
-        counts = settle(
+        counts = compact_in_place(
             storage,
             tables,
             torch.tensor([self.row], device=DEVICE),
@@ -213,7 +214,7 @@ SMALL = {
 
 @pytest.mark.parametrize("name", SMALL)
 def test_reference_equals_moving_one_by_one(name):
-    same(SMALL[name].run(reference.settle), SMALL[name].one_by_one())
+    same(SMALL[name].run(reference.compact_in_place), SMALL[name].one_by_one())
 
 
 def test_cases_move_something():
@@ -221,7 +222,7 @@ def test_cases_move_something():
     still = [
         name
         for name, each in SMALL.items()
-        if torch.equal(bits(each.run(reference.settle)[0]), bits(each.storage))
+        if torch.equal(bits(each.run(reference.compact_in_place)[0]), bits(each.storage))
     ]
     assert still == ["nothing cached", "everything dropped", "only the tail is dropped"]
 
@@ -230,7 +231,7 @@ def test_cases_move_something():
 @pytest.mark.parametrize("tile", [4, None])
 @pytest.mark.parametrize("name", SMALL)
 def test_triton_equals_moving_one_by_one(name, tile):
-    same(SMALL[name].run(settle_triton.settle, tile=tile), SMALL[name].one_by_one())
+    same(SMALL[name].run(in_triton, tile=tile), SMALL[name].one_by_one())
 
 
 CASES = {
@@ -262,22 +263,22 @@ def test_triton_equals_reference(name, ragged):
     each = case(private, tail, kept, size=size, dtype=dtype, ragged=ragged)
     # Large tiles where lists are long: the interpreter is slow by the tile, not by the row.
     tile = 256 if max(map(max, private)) + tail > 200 else None
-    same(each.run(settle_triton.settle, tile=tile), each.run(reference.settle))
+    same(each.run(in_triton, tile=tile), each.run(reference.compact_in_place))
 
 
 def test_pieces_of_rows():
     """Rows cut into more pieces than their length is a multiple of, or not at all."""
     each = case([[20, 9], [0, 13]], 5, 0.7, size=80, dtype=F16)
     for piece in (32, 128, 512):
-        same(each.run(settle_triton.settle, piece=piece, tile=32), each.one_by_one())
+        same(each.run(in_triton, piece=piece, tile=32), each.one_by_one())
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(5, BF16), (6, F16), (3, F32)])
 def test_rows_that_are_no_power_of_two(size, dtype):
     """They are moved in words of four bytes, or as they are where they end in half of one."""
     each = case([[20, 9], [0, 13]], 5, 0.7, size=size, dtype=dtype)
-    same(each.run(settle_triton.settle), each.one_by_one())
-    same(each.run(reference.settle), each.one_by_one())
+    same(each.run(in_triton), each.one_by_one())
+    same(each.run(reference.compact_in_place), each.one_by_one())
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -292,8 +293,8 @@ def test_any_lists(seed):
     private = [[random(0, 30) for _ in range(group)] for _ in range(random(1, 3))]
     each = case(private, random(0, 20), random(0, 11) / 10, size=random(1, 9), seed=seed)
     wanted = each.one_by_one()
-    same(each.run(reference.settle), wanted)
-    same(each.run(settle_triton.settle, tile=1 << random(3, 6)), wanted)
+    same(each.run(reference.compact_in_place), wanted)
+    same(each.run(in_triton, tile=1 << random(3, 6)), wanted)
 
 
 def in_one_pool(one, other):
@@ -313,8 +314,8 @@ def in_one_pool(one, other):
 
 
 @pytest.mark.parametrize("proceed", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("settle", [reference.settle, settle_triton.settle])
-def test_requests_move_as_each_alone(settle, proceed):
+@pytest.mark.parametrize("compact_in_place", [reference.compact_in_place, in_triton])
+def test_requests_move_as_each_alone(compact_in_place, proceed):
     """In one launch, in any order; those that do not proceed stay as they are."""
     one = case([[9, 14], [3, 0]], 4, 0.6)
     other = case([[0, 0], [0, 0]], 17, 0.4, seed=1)
@@ -328,7 +329,7 @@ def test_requests_move_as_each_alone(settle, proceed):
             for name in ("kept", "there")
         ]
         pool = storage.to(DEVICE, copy=True)
-        counts = settle(
+        counts = compact_in_place(
             pool,
             Tables(*(t.to(DEVICE) for t in vars(tables).values())),
             torch.tensor([(2, 3)[i] for i in order], device=DEVICE),
@@ -343,17 +344,17 @@ def test_requests_move_as_each_alone(settle, proceed):
             same((part.contiguous(), counts[place]), wanted[i])
 
 
-@pytest.mark.parametrize("settle", [reference.settle, settle_triton.settle])
-def test_nothing_is_written_where_it_does_not_proceed(settle):
+@pytest.mark.parametrize("compact_in_place", [reference.compact_in_place, in_triton])
+def test_nothing_is_written_where_it_does_not_proceed(compact_in_place):
     each = replace(SMALL["usual"], proceed=False)
-    storage, counts = each.run(settle)
+    storage, counts = each.run(compact_in_place)
     assert torch.equal(bits(storage), bits(each.storage))
     assert torch.equal(counts, each.tables.counts[each.row])
 
 
 @pytest.mark.parametrize("place", [place_reference.place, place_triton.place])
 def test_rows_that_changed_go_to_the_same_pages(place):
-    """What a merge or a rotation makes of a layer, written by `place`, lies as after `settle`."""
+    """What a merge or a rotation makes of a layer, written by `place`, lies as after moving."""
     each = SMALL["usual"]
     wanted, _ = each.one_by_one()
     storage = each.storage.to(DEVICE, copy=True)
@@ -386,19 +387,19 @@ def test_too_much_for_its_pages():
         before = each.storage.clone()
         message = rf"kept: expected at most 10 entries at layer {layer}, KV head 0, .* got 13"
         with pytest.raises(ValueError, match=message):
-            each.run(reference.settle)
+            each.run(reference.compact_in_place)
         assert torch.equal(bits(before), bits(each.storage))
     each = case([[4, 4]], 2, 1.0)
     each.tables = replace(each.tables, slots=each.tables.slots[:8])
     with pytest.raises(ValueError, match=r"kept: expected at most .* at layer 0, KV head 1"):
-        each.run(reference.settle)
+        each.run(reference.compact_in_place)
 
 
 def test_lists_that_are_not_as_long_as_said():
     each = case([[4, 4], [4, 6]], 2, 1.0)
     each.there[1][0, int(each.there[1][0].nonzero()[0])] = False
     with pytest.raises(ValueError, match=r"there: expected \[6, 8\] True .* layer 1, got \[5, 8\]"):
-        each.run(reference.settle)
+        each.run(reference.compact_in_place)
 
 
 WRONG = {
@@ -419,9 +420,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("settle", [reference.settle, settle_triton.settle])
+@pytest.mark.parametrize("compact_in_place", [reference.compact_in_place, in_triton])
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_are_named(settle, name):
+def test_wrong_arguments_are_named(compact_in_place, name):
     value, message = WRONG[name]
     arguments = {
         "storage": torch.zeros(2, 2, 9, 2, 4),
@@ -434,4 +435,4 @@ def test_wrong_arguments_are_named(settle, name):
         "proceed": torch.tensor([[True]]),
     } | {name: value}
     with pytest.raises(ValueError, match=message):
-        settle(**arguments)
+        compact_in_place(**arguments)

@@ -1,6 +1,6 @@
 """Requests of one policy that are taken through their steps at once, and fold at once.
 
-One launch finds the entries of all lists of all layers and requests, one settles them; see
+One launch finds the entries of all lists of all layers and requests, one compacts them; see
 `dsl/execute/requests.py` for what lies between. What a request gets does not depend on the others.
 
 The host waits for the device once, for how many entries stay. It does not where that is known: each
@@ -12,7 +12,6 @@ much shorter, or whose entries cannot change where they lie, is written by itsel
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from kvpolicy.dsl.execute.requests import Staying, follow_together
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.forward.failures import FOLD, met
 from kvpolicy.sglang_ext.forward.fold import Fold, fits, fits_again, wasteful
-from kvpolicy.sglang_ext.forward.follow import Reader
+from kvpolicy.sglang_ext.forward.reader import Reader
 from kvpolicy.sglang_ext.request.request import State
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from kvpolicy.sglang_ext.memory.arena import Arena
 
 
-LARGEST = 2**28  # bytes of one number of every entry of the requests that are followed at once
+LARGEST = 2**28  # bytes of one number of every entry of the requests that are advanced at once
 MOVED = 2**30  # bytes of entries that are read before they are written to other pages
 
 
@@ -60,7 +59,7 @@ class Member:
 
     @property
     def landed(self) -> Landed:
-        """What stays, by the numbers of the last follow; the host waits for them."""
+        """What stays, by the numbers of the last fold; the host waits for them."""
         return self.memory.numbers()
 
 
@@ -71,7 +70,7 @@ def parts_of(members: Sequence[Member], arena: Arena) -> list[list[Member]]:
     return [list(members[i : i + size]) for i in range(0, len(members), size)]
 
 
-class Together:
+class Group:
     """B requests of one group, after a forward."""
 
     def __init__(
@@ -84,10 +83,10 @@ class Together:
         """
         Args:
             table: [rows, context] SGLang's table of slots.
-            queries: as of `follow_together`.
+            queries: as of `follow_together`, of the query heads that are here.
         """
         self._services, self._table, self._members = services, table, list(members)
-        self._queries = queries
+        self._own_queries = queries
         self._kernels = members[0].state.served.kernels
         self._bound = members[0].state.served.bound
         numbers = [
@@ -100,7 +99,7 @@ class Together:
         sent = to_device(numbers, torch.int64, device)
         self._rows, self._lengths, self._newest, self._places = sent.unbind(0)
 
-    def follow(self, *, leaves: bool) -> FoldTogether | None:
+    def advance(self, *, leaves: bool) -> GroupFold | None:
         """Take the policies through the steps; what is to be written, if entries may leave.
 
         If it raises, nothing has changed.
@@ -108,9 +107,16 @@ class Together:
         staying = follow_together(
             [each.memory for each in self._members],
             [each.positions for each in self._members],
-            self._newest, self._queries, self._read, leaves=leaves,
+            self._newest, self._asked, self._read, leaves=leaves,
         )  # fmt: skip
-        return None if staying is None else FoldTogether(self, staying)
+        return None if staying is None else GroupFold(self, staying)
+
+    def _asked(self) -> torch.Tensor:
+        """As of `follow_together`, of all query heads that read the KV heads here."""
+        lists = len(self._members) * self._services.arena.layers
+        own = self._own_queries().unflatten(0, (lists, -1))
+        (asked,) = self._services.ranks.heads.queries([(own, 1)])
+        return asked.flatten(0, 1)
 
     def _read(self, there: torch.Tensor) -> tuple[Entries, Entries]:
         arena = self._services.arena
@@ -119,10 +125,10 @@ class Together:
         return arena.at_ids(ids)
 
 
-class FoldTogether:
+class GroupFold:
     """Requests of which entries may have left, after the forward."""
 
-    def __init__(self, together: Together, staying: Staying) -> None:
+    def __init__(self, together: Group, staying: Staying) -> None:
         self._together, self._staying = together, staying
         self._services = together._services
         self._written: dict[int, torch.Tensor] = {}
@@ -130,14 +136,16 @@ class FoldTogether:
     def finish(self) -> None:
         """Write what stays. The host waits once at most, and not where it knows what stays."""
         started, members = time.perf_counter(), self._together._members
-        failures = self._services.failures
+        failures, staying = self._services.failures, self._staying
+        # All have taken their steps in one block, whose numbers are on their way.
+        waits = staying.in_place and staying.repeats and not members[0].memory.landed()
         fixed: list[int] = []
         known: list[int] = []
         moving: list[int] = []
         others: list[int] = []
         for place, each in enumerate(members):
             with failures.contained(each.request, FOLD):
-                if self._keeps_size(each):
+                if waits and self._keeps_size(each):
                     fixed.append(place)
                 elif self._drops(each):
                     stays, moves = self._where(each)
@@ -146,19 +154,15 @@ class FoldTogether:
         for places in (fixed, known, moving, others):
             places[:] = [place for place in places if not members[place].state.failed]
         if fixed:
-            self._contained(fixed, partial(self._launch, fixed, self._staying.proceed))
+            self._contained(fixed, partial(self._launch, fixed, staying.proceed))
         if known or moving:
-            proceed = _all(len(members), self._staying.kept.device)
+            proceed = _all(len(members), staying.kept.device)
             if known:
                 self._contained(known, partial(self._launch, known, proceed))
             for places in self._portions(moving):
                 self._contained(places, partial(self._move, places, proceed))
         share = (time.perf_counter() - started) / max(len(members), 1)
-        for place in (*fixed, *known, *moving):
-            if members[place].state.broken:
-                continue
-            with failures.contained(members[place].request, FOLD):
-                self._finish(place, share, fixed=place in fixed, moved=place in moving)
+        self._finish(fixed, known, moving, share)
         for place in others:
             each = members[place]
             with failures.contained(each.request, FOLD, joint=True):
@@ -166,18 +170,17 @@ class FoldTogether:
 
     def _keeps_size(self, each: Member) -> bool:
         """Whether it is known, without waiting, that what stays takes the place of what was."""
-        private, memory = each.state.private, each.memory
-        if private is None or not private.full or not self._staying.in_place:
+        private = each.state.private
+        if private is None or not private.full:
             return False
-        if memory.landed() or not self._staying.repeats or not memory.keeps_size(private.laid_out):
-            return False
-        return fits_again(self._services.store, private)
+        if private.keeps_size is None:
+            private.keeps_size = each.memory.keeps_size(private.laid_out)
+        return private.keeps_size and fits_again(self._services.store, private)
 
     def _drops(self, each: Member) -> bool:
         """Whether anything leaves; the host waits for the numbers."""
         private = each.state.private
-        landed = each.landed
-        if landed.there.tolist() != landed.kept.tolist():
+        if each.landed.left:
             return True
         if private is not None:
             private.full = False
@@ -222,7 +225,7 @@ class FoldTogether:
         services, together = self._services, self._together
         rows, lengths, kept, there, proceed = self._merged(places, proceed)
         where = (services.arena.storage, services.tables.tables, rows, lengths, together._table)
-        written = together._kernels.settle(*where, kept, there, proceed)
+        written = together._kernels.compact_in_place(*where, kept, there, proceed)
         self._turn(*where, kept, there, proceed)
         self._written = dict(zip(places, written.unbind(0), strict=True))
 
@@ -243,7 +246,7 @@ class FoldTogether:
         services.ranks.meet()  # from here on slots change hands
         for each, private in zip(members, privates, strict=True):
             private.tail_start = each.length
-            services.detach(each.request, each.state)
+        services.detach([(each.request, each.state) for each in members])
         needs = [store.slots_for(kept) for kept in counts]
         slots = store.grow_together(privates, needs, services.evict)
         if slots is None:
@@ -277,29 +280,51 @@ class FoldTogether:
 
     def _only(self, places: list[int], proceed: torch.Tensor) -> torch.Tensor:
         """Bool [B, P], `proceed` of some requests, false of the others."""
-        chosen = [i in places for i in range(len(proceed))]
+        some = set(places)
+        chosen = [place in some for place in range(len(proceed))]
         return proceed & to_device(chosen, torch.bool, proceed.device)[:, None]
 
-    def _finish(self, place: int, seconds: float, *, fixed: bool, moved: bool) -> None:
-        """A request's lists have been written; of those that last it is known what left."""
-        each, services = self._together._members[place], self._services
-        private, request = each.state.compressed_copy, each.request
-        if fixed:
-            lists = len(private.laid_out) * len(private.laid_out[0])
-            dropped = (each.length - private.tail_start) * lists
+    def _finish(
+        self, fixed: list[int], known: list[int], moving: list[int], seconds: float
+    ) -> None:
+        """Requests' lists have been written: their tails are given up, and it is said what left."""
+        members, failures = self._together._members, self._services.failures
+        ended: list[tuple[Member, int]] = []
+        for places, end in ((fixed, self._end_fixed), (known, self._end_known), (moving, _left)):
+            for place in places:
+                each = members[place]
+                if not each.state.broken:
+                    with failures.contained(each.request, FOLD):
+                        ended.append((each, end(place, each)))
+        tails = [(each.request, each.state) for each, _ in ended]
+        try:
+            self._services.detach(tails)
+        except Exception as error:
+            for request, _ in tails:
+                failures.note(request, FOLD, error)
+        for each, left in ended:
+            if not each.state.broken:
+                with failures.contained(each.request, FOLD):
+                    self._services.reports.finished_fold(each.request, each.state, left, seconds)
+
+    def _end_fixed(self, place: int, each: Member) -> int:
+        """Lists that last are as long as before: every one has lost what came; how many in all."""
+        private = each.state.compressed_copy
+        lists = len(private.laid_out) * len(private.laid_out[0])
+        left = (each.length - private.tail_start) * lists
+        self._services.store.tail_moved(private)
+        private.tail_start = each.length
+        return left
+
+    def _end_known(self, place: int, each: Member) -> int:
+        """The same of lists that were written in place by numbers that the host knows."""
+        private, store, kept = each.state.compressed_copy, self._services.store, each.landed.kept
+        if kept.tolist() == private.laid_out:
+            store.tail_moved(private)
         else:
-            there, kept = each.landed.there.tolist(), each.landed.kept.tolist()
-            pairs = zip(itertools.chain(*there), itertools.chain(*kept), strict=True)
-            left = [number - stays for number, stays in pairs]
-            dropped, private.full = sum(left), min(left) > 0
-        if not moved:
-            if fixed or kept == private.laid_out:
-                services.store.tail_moved(private)
-            else:
-                services.store.settled(private, each.landed.kept, self._written[place])
-            private.tail_start = each.length
-            services.detach(request, each.state)
-        services.reports.finished_fold(request, each.state, dropped, seconds)
+            store.shortened(private, kept, self._written[place])
+        private.tail_start = each.length
+        return _left(place, each)
 
     def _alone(self, place: int, each: Member) -> Fold:
         """The fold of a request whose lists get other pages."""
@@ -308,6 +333,12 @@ class FoldTogether:
         reader = Reader.of(services.arena, together._table, each.request, each.state, each.length)
         choices = self._staying.choices(place, reader.gathered, slots=slots)
         return Fold(services, each.request, each.state, each.length, reader.gathered, choices)
+
+
+def _left(place: int, each: Member) -> int:
+    """How many entries have left, of lists that have been written."""
+    each.state.compressed_copy.full = each.landed.fewest > 0
+    return each.landed.left
 
 
 @lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ from kvpolicy.kernels.entries.rounding import movable
 from kvpolicy.kernels.entries.tables import Tables
 
 
-def settle(
+def compact_in_place(
     storage: torch.Tensor,
     tables: Tables,
     rows: torch.Tensor,

@@ -1,0 +1,311 @@
+"""Attention over the private lists of a batch by FlashInfer, planned when lists change.
+
+A list of entries of one (request, KV head) is to FlashInfer a sequence with a single KV head, in
+pages of G tokens, which is what a private page is: B requests are B * G sequences, each layer's of
+lengths of its own. Lengths change where requests come, fold and go, so that is when FlashInfer
+plans; decode steps in between only read. What requests have generated since lies in ordinary slots:
+SGLang's own wrapper reads it, and `merged` puts both together.
+
+With CUDA graphs the kernels find everything in buffers that stay where they are: how the work is
+cut (the schedule), where each list's pages begin, their numbers, and what the last page holds. All
+batch sizes share them, because one batch is planned at a time. How the work is cut depends on
+nothing but lengths: layers whose lists are as long as another's get a copy of its schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from kvpolicy.kernels.attention.private_pages_triton import private_pages
+from kvpolicy.kernels.entries.tables import Tables
+
+_MOST_ENTRIES = 2**32  # FlashInfer's kernels count tokens of lists in uint32
+_ROWS = 16  # query rows of the smallest tile of its tensor-core kernel
+# Programs that its planners let run at once on a processor, at most.
+_PROGRAMS = {True: 2, False: 32}
+
+State = tuple[torch.Tensor, torch.Tensor]  # attention [B, H, D], base-2 log-sum-exp [B, H]
+
+
+def package() -> ModuleType:
+    """FlashInfer.
+
+    Raises:
+        ImportError: says what to install.
+    """
+    try:
+        import flashinfer
+    except ImportError as error:
+        raise ImportError("the package flashinfer-python is not installed") from error
+    return flashinfer
+
+
+class PrivateAttention:
+    """Attention over the private lists of one pool.
+
+    Dimensions: L layers, H query heads, G KV heads, D head size, B requests.
+    """
+
+    def __init__(
+        self,
+        storage: torch.Tensor,
+        heads: int,
+        dtype: torch.dtype,
+        workspace: torch.Tensor,
+        *,
+        tensor_cores: bool,
+    ) -> None:
+        """
+        Args:
+            storage: [L, 2, padded, G, D], the pool; of the queries' dtype or of 8-bit floats.
+            heads: H.
+            dtype: of queries, fp16 or bf16.
+            workspace: uint8, FlashInfer's for partial results; others that run before or after on
+                the same stream may use it too.
+            tensor_cores: which of FlashInfer's kernels reads.
+
+        Raises:
+            ImportError: FlashInfer is not installed.
+            ValueError: it cannot number so many entries.
+        """
+        package()
+        layers, _, padded, group, size = storage.shape
+        if layers * padded * group >= _MOST_ENTRIES:
+            shape = list(storage.shape)
+            raise ValueError(f"storage: FlashInfer counts fewer than 2^32 entries, got {shape}")
+        every = storage.view(-1, group, 1, size)
+        self._storage, self._pages = storage, (every[:-padded], every[padded:])
+        self._heads, self._dtype, self._workspace = heads, dtype, workspace
+        self._tensor_cores = tensor_cores
+        self._listed = torch.zeros(layers * padded, dtype=torch.int32, device=storage.device)
+        self._lists, self._schedules = torch.empty(0), torch.empty(0)
+        self._captured: dict[int, _Wrappers] = {}
+        self._eager = _Wrappers([], 0)
+        self._now: Sequence[Any] = ()
+        self._copied = torch.cuda.Event() if storage.device.type == "cuda" else None
+
+    def reserve(self, requests: int) -> None:
+        """Allocate what captured batches of at most so many requests share; forgets earlier ones.
+
+        `plan` makes what a batch size needs of its own when it is first asked for it.
+        """
+        layers, _, _, group, _ = self._storage.shape
+        device, lists = self._storage.device, requests * group
+        self._lists = torch.zeros((layers, 2, lists + 1), dtype=torch.int32, device=device)
+        self._schedules = self._new_schedules(lists)
+        self._captured, self._now = {}, ()
+
+    def plan(
+        self, tables: Tables, rows: torch.Tensor, counts: np.ndarray, *, captured: int | None
+    ) -> None:
+        """Make `attend` read these lists from now on, on the current stream.
+
+        Args:
+            tables: of which no layer of these requests is stored in a pair.
+            rows: int [B], row of each request in SGLang's request pool.
+            counts: [L, B, G] entries of each list, as the host knows them.
+            captured: requests of the CUDA graph that is to be captured or replayed, those that pad
+                the batch among them; None: without a graph.
+
+        Raises:
+            ValueError: the lists have more pages than the pool.
+        """
+        group = self._storage.shape[3]
+        lists = (counts.shape[1] if captured is None else captured) * group
+        starts, last, most = _laid_out(counts, lists)
+        if starts[-1, -1] > self._listed.shape[0]:
+            raise ValueError(f"counts: {starts[-1, -1]} pages are more than the pool has")
+        self._now = ()  # until all is done
+        if self._copied is not None:
+            self._copied.synchronize()  # FlashInfer's schedules leave from memory that it reuses
+        host = torch.from_numpy(np.stack([starts, last], 1).astype(np.int32))
+        if self._storage.device.type == "cuda":
+            host = host.pin_memory()
+        if captured is None:
+            on_device = host.to(self._storage.device, non_blocking=True)
+        else:
+            on_device = self._lists[:, :, : lists + 1]
+            on_device.copy_(host, non_blocking=True)
+        given = (self._storage, tables, rows, on_device[:, 0], self._listed)
+        private_pages(*given, longest=most)
+        wrappers = self._wrappers(lists, captured)
+        sources = _equal(counts) if wrappers.planned else range(len(counts))
+        for layer in dict.fromkeys(sources):
+            self._plan_layer(wrappers.layers[layer], host[layer], lists)
+        if captured is not None:
+            wrappers.planned = True
+            self._copy_schedules(sources)
+        if self._copied is not None:
+            self._copied.record()
+        self._now = wrappers.layers
+
+    def attend(
+        self, q: torch.Tensor, *, layer: int, scale: float, value_scale: float = 1.0
+    ) -> State:
+        """Attention of each request's newest token over its private lists.
+
+        Args:
+            q: [B, H, D], of the batch that was planned, padded as its graph is.
+            scale: multiplies q.k; value_scale: multiplies values.
+
+        Returns:
+            [B, H, D], 0 where a head reads nothing; float32 [B, H] base-2 log-sum-exp, -inf there.
+
+        Raises:
+            RuntimeError: nothing is planned.
+        """
+        if not self._now:
+            raise RuntimeError("FlashInfer has planned no batch")
+        group = self._storage.shape[3]
+        by_list = q.reshape(-1, self._heads // group, q.shape[2])
+        given = {"k_scale": scale, "v_scale": value_scale}
+        out, lse = self._now[layer].run(by_list, self._pages, return_lse=True, **given)
+        return out.view(q.shape), lse.view(q.shape[:2])
+
+    def merged(self, one: State, other: State) -> torch.Tensor:
+        """[B, H, D] attention over the entries of both, of which one at least has some."""
+        group = self._heads // self._storage.shape[3]
+        # A KV head's query heads at a time: FlashInfer's kernel takes no more than 64 together.
+        parts = [
+            x.reshape(-1, group, *x.shape[2:]).contiguous() for state in (one, other) for x in state
+        ]
+        merged: torch.Tensor = package().merge_state(*parts)[0]
+        return merged.view(one[0].shape)
+
+    def _new_schedules(self, lists: int) -> torch.Tensor:
+        """uint8 [L, bytes] for FlashInfer's plans of so many lists."""
+        shape = (self._storage.shape[0], self._schedule_bytes(lists))
+        return torch.zeros(shape, dtype=torch.uint8, device=self._storage.device)
+
+    def _schedule_bytes(self, lists: int) -> int:
+        group, processors = self._heads // self._storage.shape[3], _processors(self._storage.device)
+        return schedule_bytes(lists, group, processors, tensor_cores=self._tensor_cores)
+
+    def _wrappers(self, lists: int, captured: int | None) -> _Wrappers:
+        """Those that plan for so many lists."""
+        if captured is None:
+            if self._eager.lists < lists:
+                room = self._new_schedules(lists)
+                self._eager = _Wrappers([self._new_wrapper(each) for each in room], lists)
+            return self._eager
+        if captured not in self._captured:
+            size = self._schedule_bytes(lists)
+            made = [
+                self._new_wrapper(
+                    schedule[:size],
+                    use_cuda_graph=True,
+                    paged_kv_indptr_buffer=starts[: lists + 1],
+                    paged_kv_indices_buffer=self._listed,
+                    paged_kv_last_page_len_buffer=last[:lists],
+                )
+                for schedule, (starts, last) in zip(self._schedules, self._lists, strict=True)
+            ]
+            self._captured[captured] = _Wrappers(made, lists)
+        return self._captured[captured]
+
+    def _new_wrapper(self, schedule: torch.Tensor, **options: Any) -> Any:
+        """FlashInfer's wrapper that plans in `schedule` instead of 8 MiB of its own."""
+        made = package().BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, "NHD", use_tensor_cores=self._tensor_cores, backend="fa2", **options
+        )
+        made.reset_workspace_buffer(self._workspace, schedule)
+        return made
+
+    def _plan_layer(self, wrapper: Any, host: torch.Tensor, lists: int) -> None:
+        """Of the host, so that FlashInfer asks nothing of the device."""
+        page, size = self._storage.shape[3:]
+        wrapper.plan(
+            host[0],
+            self._listed,
+            host[1, :lists],
+            self._heads // page,
+            1,
+            size,
+            page,
+            q_data_type=self._dtype,
+            kv_data_type=self._storage.dtype,
+            sm_scale=1.0,  # `attend` brings it
+        )
+
+    def _copy_schedules(self, sources: Sequence[int]) -> None:
+        """Each layer's from the layer that was planned for it."""
+        if list(sources) == list(range(len(sources))):
+            return
+        host = torch.tensor(sources)
+        if self._schedules.device.type == "cuda":
+            host = host.pin_memory()
+        at = host.to(self._schedules.device, non_blocking=True)
+        self._schedules.copy_(self._schedules[at])
+
+
+class _Wrappers:
+    """FlashInfer's wrappers of all layers, for batches of one size or without a graph.
+
+    Attributes:
+        layers: of each layer.
+        lists: for which there is room.
+        planned: whether each has planned for itself, and so has its kernels.
+    """
+
+    def __init__(self, layers: list[Any], lists: int) -> None:
+        self.layers, self.lists, self.planned = layers, lists, False
+
+
+def schedule_bytes(lists: int, group: int, processors: int, *, tensor_cores: bool) -> int:
+    """Bytes that suffice for one of FlashInfer's plans of so many lists.
+
+    A plan holds three numbers for each program that may run and a truth value, two for each list,
+    and a few of its own, each part on 16 bytes.
+
+    Args:
+        group: query heads of a list.
+    """
+    programs = max(_PROGRAMS[tensor_cores] * processors, lists * (-(-group // _ROWS) + 1))
+    return -(-(16 * programs + 16 * lists + 1024) // 256) * 256
+
+
+def reserved_bytes(
+    layers: int, slots: int, kv_heads: int, group: int, requests: int, device: torch.device
+) -> int:
+    """Memory that suffices for captured batches of so many requests over a pool of so many slots.
+
+    Args:
+        group: query heads per KV head.
+    """
+    lists, processors = requests * kv_heads, _processors(device)
+    schedule = max(
+        schedule_bytes(lists, group, processors, tensor_cores=cores) for cores in _PROGRAMS
+    )
+    return layers * (4 * slots + 8 * (lists + 1) + schedule)
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def _laid_out(counts: np.ndarray, lists: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Where each list's pages begin, [L, lists + 1], entries of its last page, and most pages.
+
+    Layers follow one another. The second is as wide as the first, for one copy; 0 where a list is
+    empty, as it is behind those of the requests.
+    """
+    layers, requests, group = counts.shape
+    own = counts.reshape(layers, requests * group)
+    pages = -(-own // group)
+    starts, last = np.zeros((2, layers, lists + 1), dtype=np.int64)
+    starts[:, 1 : own.shape[1] + 1] = pages
+    last[:, : own.shape[1]] = np.where(own > 0, own - (pages - 1) * group, 0)
+    return starts.cumsum().reshape(starts.shape), last, int(pages.max(initial=0))
+
+
+def _equal(counts: np.ndarray) -> list[int]:
+    """Of each layer the first one whose lists are as long."""
+    first: dict[bytes, int] = {}
+    return [first.setdefault(own.tobytes(), layer) for layer, own in enumerate(counts)]

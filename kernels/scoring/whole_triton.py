@@ -1,0 +1,46 @@
+"""Numbers of entries as whole numbers, in one launch where torch needs a dozen."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpolicy.kernels.launch.kernel import kernel
+from kvpolicy.kernels.scoring.whole import MOST, SNAP, check
+
+_MOST, _SNAP = tl.constexpr(float(MOST)), tl.constexpr(SNAP)
+# Added to a float64 and taken away again, it leaves the nearest whole number, halves to even.
+_ROUNDS = tl.constexpr(1.5 * 2.0**52)
+_BLOCK = 256
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """Numbers of entries: floored, at least 0 and at most 2**31. As `whole.whole`.
+
+    Raises:
+        ValueError: names the argument, the expected and the actual dtype.
+    """
+    check(x)
+    made = torch.empty(x.shape, dtype=torch.int64, device=x.device)
+    if made.numel():
+        grid = (triton.cdiv(made.numel(), _BLOCK),)
+        _whole[grid](x.contiguous(), made, made.numel(), BLOCK=_BLOCK, num_warps=4)
+    return made
+
+
+@triton.jit
+def counted(x):
+    """Whole float64 of float64 x, as `whole.whole` says."""
+    x = tl.where(x == x, x, 0.0)
+    x = tl.minimum(tl.maximum(x, 0.0), _MOST)
+    nearest = ((x * 2 + _ROUNDS) - _ROUNDS) / 2
+    near = tl.abs(x - nearest) <= tl.maximum(x, 1.0) * _SNAP
+    return tl.floor(tl.where(near, nearest, x))
+
+
+@kernel()
+def _whole(x, made, number, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < number
+    own = counted(tl.load(x + at, mask=inside, other=0.0))
+    tl.store(made + at, own.to(tl.int64), mask=inside)

@@ -1,0 +1,317 @@
+"""What reads compressed entries in decode forwards: Triton's kernel, or FlashInfer's.
+
+Triton's kernel reads the device tables, private pages and tails of all requests at once. FlashInfer
+reads the private pages, by plans that are made when lists change (private_attention_flashinfer.py),
+and SGLang's own wrapper the tails. Triton's serves every batch and is the default; FlashInfer's
+serves where SGLang decodes by FlashInfer and no request stores layers in pairs, where it was
+measured to be faster (see `tuned`) or the operator asked for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from kvpolicy.kernels.launch import tuned
+from kvpolicy.sglang_ext.face import compat, options
+from kvpolicy.sglang_ext.face.errors import Refused
+from kvpolicy.sglang_ext.forward.attend import scales_of
+
+if TYPE_CHECKING:
+    from kvpolicy.kernels.attention.decode_attention_triton import Workspace
+    from kvpolicy.kernels.attention.private_attention_flashinfer import PrivateAttention
+    from kvpolicy.sglang_ext.forward.decode_step import DecodeStep
+    from kvpolicy.sglang_ext.forward.services import Services
+
+logger = logging.getLogger(__name__)
+
+FLASHINFER = "flashinfer"  # of `tuned.READERS`, and SGLang's backend that it goes with
+
+
+class Reader(Protocol):
+    """Attention of decode forwards in which requests read compressed entries."""
+
+    def reserve(self, requests: int) -> None:
+        """Allocate what batches of so many requests need, before they are captured."""
+
+    def decode(
+        self, backend: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool
+    ) -> torch.Tensor:
+        """[B, H, D] attention of all rows, and their new keys and values in the pool if asked.
+
+        Arguments are those of SGLang's `forward_decode`.
+        """
+
+
+class TritonReader:
+    """Over the device tables, for the heads of one model.
+
+    Attributes:
+        dtype: of queries.
+        requests: B for which `workspace` suffices.
+        workspace: that captured graphs write to; None before a capture.
+    """
+
+    def __init__(self, services: Services, heads: int, dtype: torch.dtype) -> None:
+        self._services, self._heads, self.dtype = services, heads, dtype
+        self.requests = 0
+        self.workspace: Workspace | None = None
+
+    def reserve(self, requests: int) -> None:
+        """As of `Reader`; and the queries that graphs note."""
+        from kvpolicy.kernels.attention.decode_attention_triton import (
+            Workspace,
+            workspace_elements,
+        )
+
+        storage = self._services.arena.storage
+        sizes = (self._heads, storage.shape[3], storage.shape[4])
+        elements = workspace_elements(requests, *sizes, storage.device)
+        self.workspace = Workspace.empty(elements, storage.device)
+        self.requests = requests
+        noted = (storage.shape[0], requests, self._heads, storage.shape[4])
+        self._services.queries.reserve(noted, self.dtype, storage.device)
+
+    def decode(
+        self, backend: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool
+    ) -> torch.Tensor:
+        """As of `Reader`."""
+        if save_kv_cache and k is not None:
+            compat.save_kv(backend, layer, batch, k, v, layer.k_scale, layer.v_scale)
+        heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        table = backend.req_to_token_pool.req_to_token
+        return self.attend(heads, layer, batch.req_pool_indices, batch.seq_lens, table)
+
+    def attend(
+        self,
+        heads: torch.Tensor,
+        layer: Any,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        req_to_token: torch.Tensor,
+    ) -> torch.Tensor:
+        """[B, H, D] attention of all rows that decode, of compressed requests and others.
+
+        Args:
+            heads: [B, H, D] queries.
+            rows: [B] of the table of slots.
+            lengths: [B] tokens of the requests.
+            req_to_token: [rows, context] SGLang's table of slots.
+        """
+        from kvpolicy.kernels.attention import decode_attention_triton
+
+        services = self._services
+        key_scale, value_scale = scales_of(services.arena, layer)
+        made = decode_attention_triton.decode_attention(
+            heads,
+            services.arena.storage,
+            services.tables.tables,
+            rows,
+            lengths,
+            req_to_token,
+            layer=layer.layer_id,
+            scale=layer.scaling * key_scale,
+            workspace=self.workspace if heads.shape[0] <= self.requests else None,
+        )
+        return made if value_scale == 1.0 else made * value_scale
+
+
+class FlashInferReader:
+    """Over private pages by FlashInfer, and tails by SGLang's own wrapper."""
+
+    def __init__(
+        self,
+        services: Services,
+        attention: PrivateAttention,
+        forward: Callable[..., torch.Tensor],
+        group: int,
+        dtype: torch.dtype,
+        *,
+        always: bool,
+    ) -> None:
+        """
+        Args:
+            forward: the stock `forward_decode`, called with the backend and what that takes.
+            group: query heads per KV head.
+            dtype: of queries.
+            always: whether it reads every batch that it can, measured or not.
+        """
+        self._services, self._attention, self._forward = services, attention, forward
+        self._group, self._dtype, self._always = group, dtype, always
+        self._sizes: list[int] = []  # of captured batches
+        self._failed = False
+        # What was last asked for, what it led to, and what is planned.
+        self._asked: tuple[weakref.ref[DecodeStep], int | None] | None = None
+        self._answer = False
+        self._planned: tuple[int | None, tuple[int, ...]] | None = None
+        # Lists of the latest batch: layouts of its rows, entries [L, G] of each and [L, B, G].
+        self._versions: tuple[int, ...] = ()
+        self._entries: dict[int, np.ndarray] = {}
+        self._counts = np.empty(0)
+
+    def reserve(self, requests: int) -> None:
+        """As of `Reader`."""
+        self._sizes, self._planned, self._asked = [], None, None
+        self._attention.reserve(requests)
+
+    def capture(self, requests: int) -> None:
+        """A graph of so many requests is about to be captured."""
+        arena = self._services.arena
+        none = torch.zeros(0, dtype=torch.int64, device=arena.storage.device)
+        counts = np.zeros((arena.layers, 0, arena.kv_heads), dtype=np.int64)
+        self._planned = None
+        self._attention.plan(self._services.tables.tables, none, counts, captured=requests)
+        self._sizes = sorted({*self._sizes, requests})
+
+    def replays(self, step: DecodeStep, rows: torch.Tensor) -> bool:
+        """Whether a step that replays a graph is to replay one in which this reads.
+
+        If so, it is planned.
+
+        Args:
+            rows: int [B or more] of the table of slots.
+        """
+        fitting = [size for size in self._sizes if size >= len(step.held)]
+        return bool(fitting) and self.ready(step, rows, captured=fitting[0])
+
+    def chosen(self, step: DecodeStep) -> bool:
+        """Whether `replays` or `ready` said so of this step."""
+        return self._answer and self._asked is not None and self._asked[0]() is step
+
+    def ready(self, step: DecodeStep, rows: torch.Tensor, *, captured: int | None = None) -> bool:
+        """Whether this is to read a step's batch; if so, it is planned.
+
+        A batch of the same lists in the same order is planned once, and asked about once per step.
+
+        Args:
+            rows: as of `replays`.
+            captured: requests of the graph that is replayed; None: without one.
+        """
+        if self._asked is None or self._asked[0]() is not step or self._asked[1] != captured:
+            self._answer = self._prepare(step, rows, captured)
+            self._asked = (weakref.ref(step), captured)
+        return self._answer
+
+    def warm(self) -> None:
+        """Compile what batches without a graph need."""
+        storage, tables = self._services.arena.storage, self._services.tables.tables
+        layers, _, _, heads, size = storage.shape
+        row = torch.zeros(1, dtype=torch.int64, device=storage.device)
+        counts = np.zeros((layers, 1, heads), dtype=np.int64)
+        self._planned = None
+        self._attention.plan(tables, row, counts, captured=None)
+        q = storage.new_zeros((1, heads * self._group, size), dtype=self._dtype)
+        state = self._attention.attend(q, layer=0, scale=1.0)
+        self._attention.merged(state, state)
+
+    def _prepare(self, step: DecodeStep, rows: torch.Tensor, captured: int | None) -> bool:
+        if self._failed:
+            return False
+        try:
+            if not self._wants(step):
+                return False
+            asked = (captured, self._versions)
+            if self._planned != asked:
+                self._planned = None
+                tables = self._services.tables.tables
+                given = (tables, rows[: len(self._versions)], self._counts)
+                self._attention.plan(*given, captured=captured)
+                self._planned = asked
+        except Exception:  # others' library; no request needs to fail for it
+            self._failed = True
+            logger.exception(
+                "FlashInfer could not plan for KV-cache policies; Triton's kernel reads instead."
+            )
+        return not self._failed
+
+    def _wants(self, step: DecodeStep) -> bool:
+        """Whether such a batch is to be read by this; notes what its lists are."""
+        held = step.held
+        if not step.reads or any(x is not None and x.shared is not None for x in held):
+            return False
+        tables, storage = self._services.tables, self._services.arena.storage
+        versions = tuple(0 if x is None else tables.version(x.row) for x in held)
+        if versions != self._versions:
+            known, layers, heads = self._entries, storage.shape[0], storage.shape[3]
+            none = np.zeros((layers, heads), dtype=np.int64)
+            self._entries = {
+                version: none if x is None else known.get(version, np.array(x.layout.held))
+                for version, x in zip(versions, held, strict=True)
+            }
+            self._counts = np.stack([self._entries[version] for version in versions], 1)
+            self._versions = versions
+        if self._always:
+            return True
+        lists = len(held) * storage.shape[3]
+        private = int(self._counts.sum()) // (lists * storage.shape[0])
+        entries = private + step.tail // len(held)
+        where = (self._dtype, storage.shape[4], self._group, lists, max(entries, 1))
+        return tuned.choice("decode_reader", storage.device, *where).get("reader") == FLASHINFER
+
+    def decode(
+        self, backend: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool
+    ) -> torch.Tensor:
+        """As of `Reader`."""
+        out, lse = compat.decode_with_lse(
+            self._forward, backend, q, k, v, layer, batch, save_kv_cache
+        )
+        heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        key_scale, value_scale = scales_of(self._services.arena, layer)
+        private = self._attention.attend(
+            heads, layer=layer.layer_id, scale=layer.scaling * key_scale, value_scale=value_scale
+        )
+        return self._attention.merged(private, (out.view(heads.shape), lse))
+
+
+def may_read(name: str, device: torch.device) -> bool:
+    """Whether FlashInfer is to read some batches of a stock backend, if it can.
+
+    Args:
+        name: of the backend in SGLang's registry.
+    """
+    asked = options.attention()
+    if name != FLASHINFER or asked != "auto":
+        return asked == name == FLASHINFER
+    measured = tuned.load(device).choices.get("decode_reader", ())
+    return any(each.get("reader") == FLASHINFER for _, each in measured)
+
+
+def by_flashinfer(
+    services: Services,
+    name: str,
+    backend: Any,
+    forward: Callable[..., torch.Tensor],
+    heads: int,
+    dtype: torch.dtype,
+) -> FlashInferReader | None:
+    """The reader of a stock backend, if it may read.
+
+    Args:
+        name: of the backend in SGLang's registry.
+        forward: its `forward_decode`.
+        heads: H; dtype: of queries.
+
+    Raises:
+        Refused: the operator asked for it, and it cannot be had.
+    """
+    asked, storage = options.attention(), services.arena.storage
+    if not may_read(name, storage.device):
+        return None
+    from kvpolicy.kernels.attention.private_attention_flashinfer import PrivateAttention
+
+    try:
+        workspace, tensor_cores = compat.flashinfer_decode(backend)
+        attention = PrivateAttention(storage, heads, dtype, workspace, tensor_cores=tensor_cores)
+    except (ImportError, ValueError) as error:
+        if asked == FLASHINFER:
+            help_ = "leave the option out, and Triton's kernel reads"
+            raise Refused(f"--kv-policy-attention flashinfer: {error}; {help_}.") from error
+        logger.warning("Measured to be fastest by FlashInfer, but %s.", error)
+        return None
+    logger.info("KV-cache policies: FlashInfer reads private pages of decode batches.")
+    given = (services, attention, forward, heads // storage.shape[3], dtype)
+    return FlashInferReader(*given, always=asked == FLASHINFER)

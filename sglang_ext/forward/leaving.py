@@ -1,0 +1,78 @@
+"""Whether entries leave at a decode step: only where there is room for what may stay."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from kvpolicy.dsl.execute.decode import Memory
+from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.request.request import State
+
+if TYPE_CHECKING:
+    from kvpolicy.sglang_ext.forward.services import Services
+
+
+class Room:
+    """Slots that the folds of one forward may take, found before anything is chosen.
+
+    A policy cannot take back what it let leave, so a fold is begun only if it can be finished.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._promised = 0
+        self._free: int | None = None
+
+    def promise(self, request: Any, state: State, length: int) -> bool:
+        """Whether there are slots for a fold even if nothing leaves; they count as taken then.
+
+        Args:
+            length: tokens of the request, the new one included.
+        """
+        store, tree = self._services.store, self._services.tree
+        private = state.private
+        if self._free is None:
+            self._free = store.allocator.available_size() + tree.evictable_size()
+        if private is None:
+            everything = torch.full((store.arena.layers, store.kv_heads), length)
+            need = store.slots_for(everything)
+        else:
+            need = store.slots_with(private, length - private.tail_start) - private.slots.numel()
+        free = self._free
+        if state.published:
+            end = length // tree.page_size * tree.page_size
+            need -= max(end - max(request.kv.cache_protected_len, state.prompt), 0)
+            free += compat.locked_alone(tree, request)
+        need = max(need, 0)
+        if self._promised + need > free:
+            return False
+        self._promised += need
+        return True
+
+
+def check_last_fold(request: Any, state: State, memory: Memory) -> None:
+    """Raise unless the last fold kept what it was reckoned to keep, if it did not wait."""
+    landed, private = memory.land(), state.private
+    if landed is None or not landed.finite or private is None or not private.full:
+        return
+    if landed.kept.tolist() != private.laid_out:
+        raise RuntimeError(f"request {request.rid}: a fold kept other numbers of entries")
+
+
+def may_leave(services: Services, room: Room, request: Any, state: State, length: int) -> bool:
+    """Whether entries leave at the decode step of a request's last token.
+
+    If they should, and there is no room for what might stay, the step is noted as skipped.
+
+    Args:
+        room: of this forward.
+        length: tokens of the request, that one included.
+    """
+    step = length - state.prompt
+    if not state.leaves_at(step):
+        return False
+    if room.promise(request, state, length):
+        return True
+    services.reports.skipped_fold(request, state, step)
+    return False

@@ -1,0 +1,40 @@
+"""Ordinary slots that several requests give up at once.
+
+SGLang frees the slots of one request after the other, and copies its list of free ones each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from kvpolicy.sglang_ext.face.host import to_device
+
+
+class Tail(NamedTuple):
+    """Tokens first .. end - 1 of the request in a row of SGLang's table of slots, whole pages."""
+
+    row: int
+    first: int
+    end: int
+
+
+def free_tails(tree: Any, tails: Sequence[Tail]) -> None:
+    """Give tails back to the allocator; the table forgets their slots.
+
+    Args:
+        tree: SGLang's radix cache, which knows both.
+    """
+    table: torch.Tensor = tree.req_to_token_pool.req_to_token
+    rows, first, end = np.array(tails, np.int64).reshape(-1, 3).T
+    numbers = end - first
+    before = numbers.cumsum() - numbers
+    places = np.repeat(rows * table.shape[1] + first - before, numbers) + np.arange(numbers.sum())
+    if not len(places):
+        return
+    slots, index = table.view(-1), to_device(places.tolist(), torch.int64, table.device)
+    # Whole pages may stand one after the other as if they were one request's.
+    tree.token_to_kv_pool_allocator.free_segment(slots.index_select(0, index), start_pos=0)
+    slots.index_fill_(0, index, 0)

@@ -1,0 +1,37 @@
+"""Policies and an experiment that several tests serve."""
+
+OF_EVERY_CLASS = {
+    "snapkv": ["capacity=48", "window=16"],
+    "lava": ["capacity=48"],
+    "h2o": ["heavy=20", "window=20"],
+    "d2o": ["rate=0.4"],
+    "streamingllm": ["start=2", "window=30"],  # rotates what stays
+    "cam": ["start=2", "window=30", "reach=4"],  # and merges
+    "fastkv": ["capacity=40"],
+    "minicache": ["start=0", "t=0.6", "gamma=0.05"],
+}
+# Of which a layer's lists outgrow their pages.
+GROWING = """policy: growing
+language: 1
+about: A test, of which one layer stays whole while it decodes.
+keep: sinks(2) then recent(12)
+decode:
+  keep: all where layer == 0 else sinks(2) then recent(12)
+"""
+
+
+def trial(policy, tight):
+    """An experiment of which one arm serves a policy that drops nothing, another a tight one."""
+    return {
+        "experiment": "trial",
+        "targeting_key": ["header:x-key"],
+        "coverage": "100 %",
+        "arms": {
+            "control": {"policy": "none"},
+            "same": {"policy": policy, "set": {"capacity": 4096}},
+            "tight": {"policy": policy, "set": {"capacity": tight}},
+        },
+        "shadow": {"sample": "100 %", "top": 64, "tokens_per_second": 1_000_000},
+        "metrics": [{"metric": "drift", "role": "guardrail", "margin": 0.05, "clip": 2}],
+        "analysis": {"min_samples": 1000, "on_fail": "alert"},
+    }

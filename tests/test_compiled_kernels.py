@@ -1,0 +1,48 @@
+"""The table of kernels that were compiled without a GPU; what it is made of, not the compiling."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = """
+import json, sys
+sys.path.insert(0, "benchmarks")
+sys.argv = ["compiled_kernels.py"]
+import compiled_kernels as script
+
+def cell(group, name, *kernels):
+    names = ("name", "registers", "spilled", "shared", "programs")
+    made = [dict(zip(names, kernel)) for kernel in kernels]
+    return {"target": 90, "size": 128, "group": group, "name": name, "seconds": 1.0,
+            "kernels": made}
+
+old = cell(4, "attention", ("_decode", 255, 12, 1 << 10, 0))
+many = cell(script.MQA, "attention", ("_decode", 200, 0, 70 << 10, 2), ("_decode", 99, 0, 0, 5))
+new = cell(4, "attention", ("_decode", 168, 0, 72 << 10, 3))
+cells = script.merged([old, many, new])
+bad = script.described([cell(1, "h2o", ("columns", 255, 12, 100 << 10, 1))])
+print(json.dumps([len(cells), script.described(cells), bad, script.earlier(None, "x")]))
+"""
+
+
+@pytest.mark.slow
+def test_of_each_shape_the_last_run_counts():
+    pytest.importorskip("triton")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    words = [sys.executable, "-P", "-c", SCRIPT]
+    run = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    number, text, bad, earlier = json.loads(run.stdout)
+    assert number == 2
+    assert earlier == []
+    assert "| sm_90 | 128 | attention | 4, all (MQA) | 3 | 0 | 200 | 72 | 2 |" in text
+    assert "Those that spill" not in text
+    assert "| sm_90 | 128 | attention | 3 | 2-5 |" in text
+    assert "| sm_90 | 128 | 1 | columns | 12 | 100 |" in bad
