@@ -37,6 +37,8 @@ CPU_FLAGS = {
 _PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # loaded before a fork that may need it
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
+_KEPT_PORTS: list[socket.socket] = []  # bound, never listening, until this process ends
+
 GPU_FLAGS = {"attention_backend": "torch_native", "dtype": "float32", "disable_cuda_graph": True}
 
 
@@ -109,16 +111,25 @@ def has_gpu() -> bool:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now.
+    """A loopback port that nobody listens on, and that this process keeps from later searches.
 
-    Below the range from which the system gives ports to outgoing connections: a server takes half
-    a minute to start, and a port of that range may be taken by then.
+    Above the range that SGLang takes its own ports from (22000 to 29999) and below the one from
+    which the system gives ports to outgoing connections: a server takes half a minute to start,
+    and a port of these ranges may be taken by then.
     """
-    for port in random.sample(range(20_000, 32_000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
+    # Not by `random`: processes forked from one that was seeded would try the same ports.
+    for port in random.SystemRandom().sample(range(30_000, 32_768), 100):
+        probe = socket.socket()
+        try:
             probe.bind(("127.0.0.1", port))
-            return port
-    raise ServerFailed("no free loopback port was found between 20000 and 32000")
+        except OSError:
+            probe.close()
+            continue
+        # Set after the search: whoever sets it too, as servers do, may listen here meanwhile.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _KEPT_PORTS.append(probe)
+        return port
+    raise ServerFailed("no free loopback port was found between 30000 and 32767")
 
 
 def command_line(flags: dict[str, object]) -> list[str]:
