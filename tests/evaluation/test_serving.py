@@ -13,7 +13,7 @@ from kvpolicy.evaluation.serving import free_port
 def test_a_port_is_kept_until_a_server_listens_there():
     port = free_port()
     for address in ("127.0.0.1", "0.0.0.0"):
-        with socket.socket() as other, pytest.raises(OSError):
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind((address, port))
     with socket.create_server(("127.0.0.1", port)) as server:
         with socket.create_connection(("127.0.0.1", port)) as client:
