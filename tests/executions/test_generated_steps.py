@@ -205,7 +205,7 @@ EXPRESSIONS = [
     "sum[query](mean[group](attn({q})) ^ 2) / count[query](mean[group](attn({q})))",
     "max[token](max[group, query](attn({q}))) * max[dim](abs(value)) + mean[kv, token, dim](key)",
     "sum[group](sum[query](attn({q})) where not sinks(3)) + floor(position / 2) * "
-    "mean[group](sum[query](1 - attn({q}) where recent(5) or position == 7))",
+    "mean[group](sum[query](2 - attn({q}) where recent(5) or position == 7))",
 ]
 
 
