@@ -83,17 +83,23 @@ def merge_mass(
     check_links(links, own)
     _, weights, offsets = links
     own = None if own is None else own.contiguous()
-    return _summed(weights.contiguous(), offsets, own, receivers, tile)
+    total, tokens = _of_receivers(offsets)
+    if total.numel():
+        _mass[(triton.cdiv(tokens, receivers), len(total))](
+            weights.contiguous(), offsets.contiguous(), own, total, tokens, weights.shape[1],
+            RECEIVERS=receivers, LINKS=tile, num_warps=1,
+        )  # fmt: skip
+    return total
 
 
-def members(links: Links, *, receivers: int = 128) -> torch.Tensor:
+def members(links: Links, *, receivers: int = 256) -> torch.Tensor:
     """How many entries each receiver has, itself included.
 
     As `merge_rows.members`.
 
     Args:
         links: as there.
-        receivers: of a program.
+        receivers: of a program, a power of two.
 
     Returns:
         [G, n] float64.
@@ -102,30 +108,23 @@ def members(links: Links, *, receivers: int = 128) -> torch.Tensor:
         ValueError: names the argument, the expected and the actual shape.
     """
     check_links(links, None)
-    return _summed(None, links[2], None, receivers, 1)
-
-
-def _summed(
-    weights: torch.Tensor | None,
-    offsets: torch.Tensor,
-    own: torch.Tensor | None,
-    receivers: int,
-    tile: int,
-) -> torch.Tensor:
-    heads, tokens = len(offsets), offsets.shape[1] - 1
-    total = torch.empty(heads, tokens, dtype=torch.float64, device=offsets.device)
+    offsets = links[2].contiguous()
+    total, tokens = _of_receivers(offsets)
     if total.numel():
-        _mass[(triton.cdiv(tokens, receivers), heads)](
-            weights, offsets.contiguous(), own, total, tokens,
-            0 if weights is None else weights.shape[1],
-            RECEIVERS=receivers, LINKS=tile, num_warps=1,
-        )  # fmt: skip
+        grid = (triton.cdiv(tokens, receivers), len(total))
+        _members[grid](offsets, total, tokens, RECEIVERS=receivers, num_warps=2)
     return total
+
+
+def _of_receivers(offsets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Room for a number of each receiver, [G, n] float64, and n."""
+    heads, tokens = len(offsets), offsets.shape[1] - 1
+    return torch.empty(heads, tokens, dtype=torch.float64, device=offsets.device), tokens
 
 
 @triton.jit
 def _links(offsets, head, row, tokens):
-    """Where the links of a receiver begin and end; nowhere beyond the last one."""
+    """Where the links of a receiver begin and end, of one or some; nowhere beyond the last one."""
     at = offsets + head * (tokens + 1) + row
     inside = row < tokens
     begin = tl.load(at, mask=inside, other=0)
@@ -181,7 +180,7 @@ def _rows(
 def _mass(
     weights, offsets, own, total, tokens, width, RECEIVERS: tl.constexpr, LINKS: tl.constexpr
 ):  # fmt: skip
-    """Sums of some receivers of one list; without weights each link counts 1."""
+    """Sums of some receivers of one list."""
     head = tl.program_id(1).to(tl.int64)
     for turn in range(RECEIVERS):
         row = tl.program_id(0).to(tl.int64) * RECEIVERS + turn
@@ -190,12 +189,18 @@ def _mass(
         made = tl.full([], 1.0, tl.float64)
         if own is not None:
             made = tl.load(own + at, mask=inside, other=0.0)
-        if weights is None:
-            made += (end - begin).to(tl.float64)
-        else:
-            added = tl.zeros([LINKS], tl.float64)
-            for start in range(begin, end, LINKS):
-                link = start + tl.arange(0, LINKS)
-                added += tl.load(weights + head * width + link, mask=link < end, other=0.0)
-            made += tl.sum(added, axis=0)
-        tl.store(total + at, made, mask=inside)
+        added = tl.zeros([LINKS], tl.float64)
+        for start in range(begin, end, LINKS):
+            link = start + tl.arange(0, LINKS)
+            added += tl.load(weights + head * width + link, mask=link < end, other=0.0)
+        tl.store(total + at, made + tl.sum(added, axis=0), mask=inside)
+
+
+@kernel()
+def _members(offsets, total, tokens, RECEIVERS: tl.constexpr):
+    """Numbers of some receivers of one list."""
+    head = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * RECEIVERS + tl.arange(0, RECEIVERS)
+    begin, end = _links(offsets, head, row, tokens)
+    made = 1.0 + (end - begin).to(tl.float64)
+    tl.store(total + head * tokens + row, made, mask=row < tokens)
