@@ -17,7 +17,8 @@ from folding_requests import Case, Crowd
 from kvpolicy.dsl.ir.nodes import ModelShape
 from tqdm import tqdm
 
-# With which each policy holds 32 entries per layer and KV head, but for three layers of d2o-code.
+# With which each policy holds 32 entries per layer and KV head, but for three layers of d2o-code;
+# roco the prompt and 16.
 SETTINGS = {
     "snapkv": {"capacity": "32", "window": "4"},
     "h2o": {"heavy": "16", "window": "16"},
@@ -29,7 +30,9 @@ SETTINGS = {
     "d2o": {"rate": "0.01", "start": "4", "least": "0.5"},
     "d2o-code": {"rate": "0.001", "start": "32"},
     "cam-original": {"start_rate": "0.0625", "recent_rate": "0.4375", "reach": "4"},
+    "roco": {"capacity": "16", "newest": "4", "safe_rate": "0"},
 }
+LATE = ("roco",)  # nothing leaves at the first interval
 PROMPT, HELD = 64, 32
 HEADER = (
     "policy",
@@ -50,6 +53,8 @@ def entries(policy: str, prompt: int, layers: int, steps: int) -> int:
     """How many entries a KV head holds at all layers, after a fold that so many steps led to."""
     if policy == "cam-original":
         return layers * (int(prompt * 0.0625) + int(prompt * 0.4375))
+    if policy == "roco":
+        return layers * (prompt + 16)
     if policy == "d2o":
         return layers * (prompt // 2)
     if policy == "d2o-code":
@@ -83,7 +88,8 @@ def observe(policy: str, requests: int, options: argparse.Namespace) -> dict:
             slowest.append(max(seconds))
     made = (entries(policy, each, shape.layers, rounds * options.interval) for each in prompts)
     crowd.check(shape.kv_heads * sum(made))
-    if crowd.folds != (requests * rounds if crowd.goes_on else 0):
+    folding = rounds - (policy in LATE)
+    if crowd.folds != (requests * folding if crowd.goes_on else 0):
         raise SystemExit(f"fold_host: {crowd.folds} folds of {requests} requests in {rounds} turns")
     busiest, folds = max(steps, key=lambda each: each[0].operations)
     total = sum(each.operations + each.launches for each, _ in steps)
