@@ -249,7 +249,7 @@ def _decode(
                 # What is not paired has no rows of codes, and 1 for a code.
                 there = inside & (j < count) & (pair > 0)
                 code = entry_at(
-                    first_code + j // FLOATS, j, count, there, own_slots, tail_slots, first_page,
+                    first_code + j // FLOATS, 0, count, there, own_slots, tail_slots, first_page,
                     layer, group, rows_of_pair, LAYERS, GROUPS,
                 ) * FLOATS + j % FLOATS  # fmt: skip
                 of_key = tl.load(numbers + code, mask=there, other=1.0)
@@ -306,7 +306,7 @@ def entry_at(
     of_layer = tl.where(paged, page % LAYERS, layer)
     place = tl.where(paged, at % GROUPS, group)
     # More than 2^31 elements lie in a pool, and 2^31 entries may.
-    return (of_layer * rows_of_pair + slot) * GROUPS + place
+    return of_layer * (rows_of_pair * GROUPS) + slot.to(tl.int64) * GROUPS + place
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     merged_at_once,
     put_split,
     share_of,
+    tile_of,
     used_splits,
     way,
     written,
@@ -92,6 +93,7 @@ def paged_attention(
         STAGES=tile.stages,
         UPCAST=q.device.type == "cpu",  # the interpreter has no bf16
         num_warps=tile.warps,
+        maxnreg=_registers(group, rows, size, keys.dtype, tile),
     )
     launched(*given, tile, compiled)
     return result
@@ -104,6 +106,16 @@ def query_rows(queries: int, dtype: torch.dtype, size: int) -> int:
     """
     most = 32 if dtype == torch.float32 or size > 128 else 64
     return min(max(triton.next_power_of_2(queries), 16), most)
+
+
+def _registers(group: int, rows: int, size: int, dtype: torch.dtype, tile: Tile) -> int | None:
+    """Most registers of a thread; None: as many as the compiler takes.
+
+    One token of 32 query heads and 128 columns needs no more than let two programs share a
+    processor. Left to itself the compiler spills 4 to 8 bytes in these programs, or takes more.
+    """
+    one_token = group == rows == 32 and columns_of(size) == 128
+    return 128 if one_token and tile == tile_of(size, dtype, rows) and dtype.itemsize <= 2 else None
 
 
 @kernel(aligned=["q", "keys", "values"])

@@ -97,7 +97,7 @@ def compact_in_place(
         proceed.contiguous().view(torch.uint8), counts,
         rows, lengths, padded, req_to_token.stride(0), kept.shape[1],
         LAYERS=layers, GROUP=group, SIZE=size, PIECE=part, PIECES=pieces,
-        TILE=tile, FLAGS=proceed.shape[1], FLAGS_P=triton.next_power_of_2(max(proceed.shape[1], 1)),
+        TILE=tile, FLAGS=proceed.shape[1], FLAGS_P=lanes_of(proceed.shape[1]),
         maxnreg=_REGISTERS if tile <= rows_of(part, word) else None,
     )  # fmt: skip
     return counts
@@ -177,6 +177,11 @@ def _compact_in_place(
             tl.store(base + next_into[:, None] * SIZE, next_x, mask=(next_into >= 0)[:, None] & own)
     if (which == 0) & (piece == 0):
         tl.store(result + request.to(tl.int64) * LAYERS * GROUP + list_, number)
+
+
+def lanes_of(flags: int) -> int:
+    """Lanes that read so many flags: whole warps, with fewer the compiler spills registers."""
+    return max(triton.next_power_of_2(flags), 32)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from kvpolicy.kernels.entries.compact_in_place_triton import proceeds
+from kvpolicy.kernels.entries.compact_in_place_triton import lanes_of, proceeds
 from kvpolicy.kernels.entries.rotate_triton import _turned
 from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.kernels.entries.tables import Tables
@@ -51,7 +51,7 @@ def turn(
         LAYERS=layers, GROUP=group, SIZE=size, PAIRS=pairs,
         PADDED_PAIRS=triton.next_power_of_2(pairs), INTERLEAVED=interleaved,
         TILE=tile or max(most // triton.next_power_of_2(size), 1),
-        FLAGS=proceed.shape[1], FLAGS_P=triton.next_power_of_2(max(proceed.shape[1], 1)),
+        FLAGS=proceed.shape[1], FLAGS_P=lanes_of(proceed.shape[1]),
     )  # fmt: skip
 
 

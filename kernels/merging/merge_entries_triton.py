@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from kvpolicy.kernels.entries.compact_in_place_triton import proceeds
+from kvpolicy.kernels.entries.compact_in_place_triton import lanes_of, proceeds
 from kvpolicy.kernels.entries.rounding_triton import rounded, widened
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.links import Links
@@ -48,7 +48,7 @@ def merge_entries(
         own, *_strides(own), divide, *_strides(divide),
         proceed.contiguous().view(torch.uint8), tokens, sources.shape[1], lists // len(proceed),
         D=size, RECEIVERS=receivers, LINKS=tile, BLOCK_D=triton.next_power_of_2(size),
-        FLAGS=proceed.shape[1], FLAGS_P=triton.next_power_of_2(max(proceed.shape[1], 1)),
+        FLAGS=proceed.shape[1], FLAGS_P=lanes_of(proceed.shape[1]),
         num_warps=4,
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.kernels.attention.decode_attention_triton import decode_attention
 from kvpolicy.kernels.attention.entry_ids_triton import entry_ids
-from kvpolicy.kernels.attention.paged_attention import Apart
+from kvpolicy.kernels.attention.paged_attention import TOGETHER, Apart
 from kvpolicy.kernels.attention.paged_attention_triton import paged_attention
 from kvpolicy.kernels.attention.private_pages_triton import private_pages
 from kvpolicy.kernels.entries.carry_triton import carry
@@ -102,14 +102,15 @@ def pages() -> None:
     private_pages(storage, tables, ids(B), starts, made, longest=900)
 
 
-def lists(stored: torch.dtype = torch.bfloat16) -> None:
-    indices = ids(G * N)
-    pool = empty(SLOTS * G, D, dtype=stored)
-    scales = (empty(G * N, dtype=torch.float32) for _ in range(2))
-    indptr = ids(G + 1)
-    paged_attention(
-        empty(1, 7, H, D), pool, pool, indptr, indices, scale=0.1, apart=Apart(indices, *scales)
-    )
+def lists(
+    stored: torch.dtype = torch.bfloat16, tokens: int = 7, kv_heads: int = G, pairs: bool = True
+) -> None:
+    indices = ids(kv_heads * N)
+    pool = empty(SLOTS * kv_heads, D, dtype=stored)
+    scales = (empty(kv_heads * N, dtype=torch.float32) for _ in range(2))
+    given = (pool, pool, ids(kv_heads + 1), indices)
+    apart = Apart(indices, *scales) if pairs else TOGETHER
+    paged_attention(empty(1, tokens, H, D), *given, scale=0.1, apart=apart)
 
 
 def folding(stored: torch.dtype = torch.bfloat16) -> None:
@@ -119,13 +120,15 @@ def folding(stored: torch.dtype = torch.bfloat16) -> None:
     place(pool, k, v, there, ids(4096), value_offset=SLOTS)
 
 
-def settling(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None:
-    tables = Tables.empty(4097, L, G, SLOTS, "cuda")
+def settling(
+    dtype: torch.dtype = torch.bfloat16, size: int = D, layers: int = L, flags: int = 1
+) -> None:
+    tables = Tables.empty(4097, layers, G, SLOTS, "cuda")
     slots = ids(4097, 131076, dtype=torch.int32)
-    kept, there = (empty(L * G, 2064, dtype=torch.bool) for _ in range(2))
+    kept, there = (empty(layers * G, 2064, dtype=torch.bool) for _ in range(2))
     compact_in_place(
-        empty(L, 2, SLOTS, G, size, dtype=dtype), tables, ids(1), ids(1), slots, kept, there,
-        empty(1, 1, dtype=torch.bool),
+        empty(layers, 2, SLOTS, G, size, dtype=dtype), tables, ids(1), ids(1), slots, kept, there,
+        empty(1, flags, dtype=torch.bool),
     )  # fmt: skip
 
 
@@ -232,11 +235,17 @@ CASES: dict[str, Callable[[], object]] = {
     "decode attention, fp32, D 80, groups of 8": lambda: decode(torch.float32, 80, 8),
     "decode attention, D 256": lambda: decode(size=256, group=2),
     "decode attention, layers in pairs": lambda: decode(pairs=True),
+    "decode attention, layers in pairs, no groups": lambda: decode(group=1, pairs=True),
+    "decode attention, layers in pairs, groups of 7": lambda: decode(group=7, pairs=True),
     "decode attention, layers in pairs, D 256": lambda: decode(size=256, group=2, pairs=True),
     "pages of lists": pages,
     "attention over lists with lengths": lists,
+    "attention over lists, 32 query rows": lambda: lists(tokens=8, pairs=False),
+    "attention over lists, one KV head": lambda: lists(tokens=1, kv_heads=1, pairs=False),
+    "attention over lists with lengths, one KV head": lambda: lists(tokens=1, kv_heads=1),
     "gathering, rotation, placing": folding,
     "fold in place": settling,
+    "fold in place, 16 layers": lambda: settling(layers=16, flags=16),
     "fold in place, fp32, D 80": lambda: settling(torch.float32, 80),
     "fold in place, fp16, D 256": lambda: settling(torch.float16, 256),
     "folds of requests together": together,

@@ -45,13 +45,30 @@ def test_uses_tensor_cores(compiled, case):
     assert any(kernel["tensor_cores"] for kernel in compiled[case])
 
 
-@pytest.mark.parametrize("case", ["h2o", "d2o"])
-def test_two_programs_of_column_sums_fit_a_processor(compiled, case):
+# What a processor holds at once at least of a case's kernel.
+PROGRAMS = [
+    ("h2o", "columns", 2),
+    ("d2o", "columns", 2),
+    ("decode attention", "_decode", 3),
+    ("decode attention, layers in pairs", "_decode", 2),
+    ("decode attention, layers in pairs, no groups", "_decode", 3),
+    ("decode attention, layers in pairs, groups of 7", "_decode", 3),
+    ("attention over lists, 32 query rows", "_paged", 2),
+    ("attention over lists, one KV head", "_paged", 2),
+    ("attention over lists with lengths, one KV head", "_paged", 2),
+    ("fold in place", "_compact_in_place", 8),
+    ("fold in place, 16 layers", "_compact_in_place", 8),
+]
+
+
+@pytest.mark.parametrize(("case", "name", "programs"), PROGRAMS)
+def test_so_many_programs_fit_a_processor(compiled, case, name, programs):
     hopper = Processor(1 << 16, 228 << 10, warps=64, programs=32)
-    found = [kernel for kernel in compiled[case] if kernel["name"] == "columns"]
+    found = [kernel for kernel in compiled[case] if kernel["name"] == name]
     assert found
     for kernel in found:
-        assert hopper.holds(kernel["registers"], kernel["shared"], kernel["warps"]) >= 2, kernel
+        held = hopper.holds(kernel["registers"], kernel["shared"], kernel["warps"])
+        assert held >= programs, kernel
 
 
 @pytest.mark.parametrize("case", ["decode attention", "decode attention, layers in pairs"])
