@@ -93,7 +93,7 @@ def paged_attention(
         STAGES=tile.stages,
         UPCAST=q.device.type == "cpu",  # the interpreter has no bf16
         num_warps=tile.warps,
-        maxnreg=_registers(group, rows, size, keys.dtype, tile),
+        maxnreg=_registers(q, group, rows, tile),
     )
     launched(*given, tile, compiled)
     return result
@@ -108,14 +108,18 @@ def query_rows(queries: int, dtype: torch.dtype, size: int) -> int:
     return min(max(triton.next_power_of_2(queries), 16), most)
 
 
-def _registers(group: int, rows: int, size: int, dtype: torch.dtype, tile: Tile) -> int | None:
+def _registers(q: torch.Tensor, group: int, rows: int, tile: Tile) -> int | None:
     """Most registers of a thread; None: as many as the compiler takes.
 
-    One token of 32 query heads and 128 columns needs no more than let two programs share a
-    processor. Left to itself the compiler spills 4 to 8 bytes in these programs, or takes more.
+    One token of 32 query heads and 128 columns needs on Hopper no more than let two programs share
+    a processor. Left to itself the compiler spills 4 to 8 bytes in these programs, or takes more.
     """
-    one_token = group == rows == 32 and columns_of(size) == 128
-    return 128 if one_token and tile == tile_of(size, dtype, rows) and dtype.itemsize <= 2 else None
+    size = q.shape[-1]
+    if group != 32 or rows != 32 or columns_of(size) != 128 or tile != tile_of(size, q.dtype, rows):
+        return None
+    if q.dtype == torch.float32 or q.device.type != "cuda":
+        return None
+    return 128 if torch.cuda.get_device_properties(q.device).major == 9 else None
 
 
 @kernel(aligned=["q", "keys", "values"])

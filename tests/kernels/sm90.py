@@ -63,6 +63,8 @@ class _Device(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _PLAIN:
+            return func(*args, **kwargs)
         if func == _DEVICE:
             return _CUDA if args[0].is_meta else func(args[0])
         if func == _IS_CUDA:
@@ -80,7 +82,7 @@ class _Device(TorchFunctionMode):
             kwargs = {**kwargs, "device": _without_cuda(kwargs["device"])}
         if func is Tensor.to:
             args = tuple(map(_without_cuda, args))
-        return func(*args, **kwargs)
+        return _result(func, args, kwargs)
 
 
 _META, _CUDA = torch.device("meta"), torch.device("cuda")
@@ -100,6 +102,75 @@ def _sized(args: Any) -> list[Tensor]:
 def _without_cuda(x: Any) -> Any:
     named = isinstance(x, str | torch.device) and str(x).startswith("cuda")
     return _META if named else x
+
+
+class _Argument(int):
+    """Stands for the argument of this number, which an operation returns as it was given."""
+
+
+_RESULTS: dict[tuple, Any] = {}
+_NEITHER = object()  # a result that is no tensor, or one of the host
+_PLAIN: set[Callable[..., Any]] = set()  # operations that say sizes, types and the like
+_NO_TENSORS = (int, float, torch.Size, torch.dtype, torch.device)
+
+
+def _result(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What an operation makes of tensors without data: asked once for arguments of the same kind.
+
+    torch finds shapes in Python, which takes longer than all else that is looked at here.
+    """
+    given: list[Tensor] = []
+    try:
+        key = (func, _kind(args, given), _kind(kwargs, given))
+        known = _RESULTS.get(key, _NEITHER)
+    except TypeError:  # something among the arguments has no hash
+        return func(*args, **kwargs)
+    if known is not _NEITHER:
+        return _again(known, given)
+    result = func(*args, **kwargs)
+    if all(x.is_meta for x in given) and (func, _kind(args, []), _kind(kwargs, [])) == key:
+        known = _remembered(result, given)
+        if isinstance(result, _NO_TENSORS) and func not in _READS:
+            _PLAIN.add(func)
+        elif known is not _NEITHER:
+            _RESULTS[key] = known
+    return result
+
+
+def _kind(x: Any, given: list[Tensor]) -> Any:
+    """What a result's shape depends on; tensors are added to `given`."""
+    if isinstance(x, Tensor):
+        given.append(x)
+        return x.is_meta, x.dtype, x.shape, x.stride(), x.storage_offset()
+    if isinstance(x, tuple | list):
+        return type(x), *(_kind(each, given) for each in x)
+    if isinstance(x, dict):
+        return tuple((name, _kind(each, given)) for name, each in x.items())
+    if isinstance(x, slice):
+        return slice, x.start, x.stop, x.step
+    return type(x), x
+
+
+def _remembered(result: Any, given: list[Tensor]) -> Any:
+    """A result, arguments in it by their number, or _NEITHER."""
+    if isinstance(result, Tensor):
+        same = [_Argument(at) for at, x in enumerate(given) if x is result]
+        return same[0] if same else result if result.is_meta else _NEITHER
+    if isinstance(result, tuple | list):
+        parts = [_remembered(each, given) for each in result]
+        return _NEITHER if any(x is _NEITHER for x in parts) else type(result)(parts)
+    return None if result is None else _NEITHER
+
+
+def _again(known: Any, given: list[Tensor]) -> Any:
+    """The same result, other tensors."""
+    if isinstance(known, _Argument):
+        return given[known]
+    if isinstance(known, Tensor):
+        return known.detach()
+    if known is None:
+        return None
+    return type(known)(_again(each, given) for each in known)
 
 
 @dataclass(frozen=True)
@@ -180,15 +251,19 @@ def on_device(
     """
 
     def launched(self: JITFunction, *args: Any, warmup: bool, **options: Any) -> Any:
-        options = {name: _without_data(x) for name, x in options.items()}
-        return run(self, *map(_without_data, args), warmup=True, **options)
+        with torch._C.DisableTorchFunction():
+            given = [_without_data(x) for x in args]
+            options = {name: _without_data(x) for name, x in options.items()}
+        return run(self, *given, warmup=True, **options)
 
     launch, properties = JITFunction.run, torch.cuda.get_device_properties
     current = torch.cuda.current_device
     triton.runtime.driver.set_active(_Driver(capability))
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.runtime.add_stages_inspection_hook = _note_what_ptxas_says
-    JITFunction.run, torch.cuda.get_device_properties = launched, lambda *_: _H200
+    major, minor = divmod(capability, 10)
+    device = SimpleNamespace(**{**vars(_H200), "major": major, "minor": minor})
+    JITFunction.run, torch.cuda.get_device_properties = launched, lambda *_: device
     torch.cuda.current_device = lambda: 0
     try:
         with _Device(number):

@@ -45,6 +45,8 @@ SHAPE = ModelShape(4, 32, 8, 128)
 CHUNK = 32768  # tokens of a prompt that are computed at once
 TOGETHER = (1, 3)  # requests that fold together
 RUNNING = 200  # requests that decode at once at most
+# By policy, step, prompt, and whether entries leave: the next such step from that one on.
+_NEXT: dict[tuple[str, int, int, bool], int] = {}
 
 
 def prefill(parts: SimpleNamespace, policy: Served, tokens: int) -> Run:
@@ -135,9 +137,12 @@ def fold(parts: SimpleNamespace, states: list[State], wide: bool) -> None:
 def before(state: State, *, leaves: bool) -> int:
     """Decode steps before the next ones after which entries leave, or do not."""
     first, bound = state.memory.generated + STEPS, state.served.bound
-    every = range(first, first + 4096)
-    steps = (s for s in every if bound.leaves_at(s, state.memory.prompt) == leaves)
-    return next(steps, first) - STEPS
+    asked_for = (state.served.name, first, state.memory.prompt, leaves)
+    if asked_for not in _NEXT:
+        every = range(first, first + 4096)
+        steps = (s for s in every if bound.leaves_at(s, state.memory.prompt) == leaves)
+        _NEXT[asked_for] = next(steps, first)
+    return _NEXT[asked_for] - STEPS
 
 
 def serve(parts: SimpleNamespace, policy: Served) -> None:
