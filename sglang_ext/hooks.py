@@ -74,6 +74,7 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Function]]:
         (compat.ADD_CHUNKED, "around", _around_add_chunked(runtime)),
         (compat.PREFILL_STATS, "around", _around_prefill_stats),
         (compat.FORWARD, "around", _around_forward(runtime)),
+        (compat.PROCESS_RESULT, "before", lambda _, batch, *rest: runtime.processing(batch)),
         (compat.SAMPLE_LOGITS, "around", _around_sample_logits(runtime)),
         (compat.SAMPLE, "around", _around_sample(runtime)),
         (compat.LOGPROBS, "before", _before_logprobs(runtime)),
@@ -131,10 +132,13 @@ def _create_buffers(services: Services, pool: Any) -> None:
         raise stop(Refused("--kv-policy: this model's KV pool is not laid out as plain K and V."))
     rows = pool.size + pool.page_size
     padded = -(-rows // pool.page_size) * pool.page_size
+    group = compat.stage_group()
+    services.divide(group, compat.layers_of(pool))
     with compat.kv_memory_region(pool):
         services.arena = create_arena(
-            pool.layer_num, padded, pool.head_num, pool.head_dim, pool.dtype, pool.device
-        )
+            pool.layer_num, padded, pool.head_num, pool.head_dim, pool.dtype, pool.device,
+            services.stages.spans, group.stage,
+        )  # fmt: skip
     layers = services.arena.storage.view(pool.store_dtype)
     pool.k_buffer = [layer[0, :rows] for layer in layers]
     pool.v_buffer = [layer[1, :rows] for layer in layers]
@@ -269,6 +273,9 @@ def _around_add_one(runtime: Runtime) -> Function:
 def _around_add_chunked(runtime: Runtime) -> Function:
     def around(original: Function, adder: Any, req: Any) -> Any:
         """Around PrefillAdder.add_chunked_req; returns the request while it is not finished."""
+        if runtime.awaits(req):
+            adder.rem_chunk_tokens = 0
+            return req
         if adder.rem_chunk_tokens is None:
             # Chunked prefill is off: this is a resumed request, and its last chunk has no limit.
             adder.rem_chunk_tokens = max(adder.rem_input_tokens, req.seqlen)

@@ -19,6 +19,7 @@ A policy's work at any of these is contained (failures.py): where it fails, it f
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from kvpolicy.sglang_ext.face import asked, compat
 from kvpolicy.sglang_ext.face.options import Policy
 from kvpolicy.sglang_ext.forward.failures import ADMISSION
 from kvpolicy.sglang_ext.forward.services import Services
+from kvpolicy.sglang_ext.forward.stages import Outcome
 from kvpolicy.sglang_ext.forward.step import Step
 from kvpolicy.sglang_ext.report import kept
 from kvpolicy.sglang_ext.request import admission, internal, request
@@ -54,6 +56,7 @@ class Runtime:
         self.services = Services([policy.program for policy in policies])
         self.forcing = Forcing()
         self.raw = Raw()
+        self._under_way: deque[Outcome] = deque()
         # Tokens of a prompt that may not be split, for policies by which tokens leave the prefill.
         self.one_piece: int | None = None
         # From the start on, when they are bound to the model.
@@ -204,7 +207,10 @@ class Runtime:
             req.skip_radix_cache_insert = state.progress.barred = True
 
     def forward(self, run: Callable[[], Any], batch: Any) -> Any:
-        """Run a batch's forward with the plugin's part in it."""
+        """Run a batch's forward with the plugin's part in it.
+
+        Of several stages it is over for the plugin at `processing`.
+        """
         self.services.tree = batch.tree_cache
         self.services.tables.write()
         self.forcing.prepare(batch)
@@ -217,13 +223,28 @@ class Runtime:
             step.finish()
         finally:
             self.services.step = None
-        if batch.forward_mode.is_extend():
-            for req, state in iterate_finishing(batch):
-                if state is None:
-                    self.services.reports.without_policy(req)
-                elif state.uncompressed is not None:
-                    self.services.reports.served_in_full(req, state, state.uncompressed)
+        finishing = list(iterate_finishing(batch)) if batch.forward_mode.is_extend() else []
+        if self.services.stages.size > 1:
+            self._under_way.append(Outcome(self.services, batch, step, finishing))
+        else:
+            self.services.reports.finished(finishing)
         return result
+
+    def processing(self, batch: Any) -> None:
+        """The scheduler is about to process a forward's result.
+
+        Stages compute a batch at different times, but each computes, schedules and processes in
+        the same order as all others. What a forward has found on all of them is taken up here.
+        """
+        if self.services.stages.size > 1:
+            self._under_way.popleft().take_up(batch)
+
+    def awaits(self, req: Any) -> bool:
+        """Whether a request in chunks cannot go on: stages do not know yet what stays of it."""
+        state = state_of(req)
+        if state is None or not state.resumes:
+            return False
+        return state.under_way and req.prefix_len >= state.prompt
 
     # Published, retracted.
 
@@ -276,7 +297,7 @@ class Runtime:
         self.services.forget_rows()
         if state is None:
             return
-        state.seen = Seen()
+        state.seen, state.under_way = Seen(), False
         if state.detached or state.progress.barred:
             req.skip_radix_cache_insert = False
         state.progress = Progress()

@@ -49,7 +49,8 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
     shape = refusals.model_shape(scheduler.model_config)
     refusals.check_added_heads(runner.model_config, shape, services.ranks.size)
     attention = compat.attention_layers(runner.model)
-    refusals.check_layers(attention, refusals.shape_of_rank(shape, services.ranks.size))
+    of_rank = refusals.shape_of_rank(shape, services.ranks.size)
+    refusals.check_layers(attention, of_rank, services.stages.own)
     if services.arena.scales is not None:
         in_use = compat.attention_backends(compat.resolved(scheduler.server_args))
         refusals.check_scales(attention, in_use)
@@ -59,6 +60,8 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
 
     def make(policy: Policy, bound: Bound) -> Served:
         page_size, heads = services.store.allocator.page_size, services.ranks.heads
+        if services.stages.size > 1:
+            refusals.check_stages(policy, bound)
         try:
             return Served(policy, bound, services.arena, page_size, heads)
         except PolicyError as error:

@@ -293,10 +293,16 @@ class Bounds:
         return math.inf
 
 
-def max_entries(bound: Bound, prompt: int) -> int:
+def max_entries(bound: Bound, prompt: int, layers: range | None = None) -> int:
     """Upper bound on the entries kept for a prompt, summed over layers and KV heads.
+
+    Args:
+        layers: of these alone; None: of all.
 
     Exact where budgets are known before the prefill; a proven bound where they depend on data
     (normalised shares, `split`, competition between heads); else everything.
     """
-    return Bounds(bound, prompt).kept.total
+    kept = Bounds(bound, prompt).kept
+    if layers is None:
+        return kept.total
+    return min(kept.total, sum(kept.layer[layers.start : layers.stop]))

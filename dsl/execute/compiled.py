@@ -31,6 +31,8 @@ class Compiled:
         report: also keep budgets and scores, for `Run.result`.
         kernels: what computes, see `execute/kernels.py`; None: torch, as installed.
         heads: which of the model's KV heads are here, and how the others are reached.
+        layers: of the model that are here; None: all. Of a part of them a prefill alone can be
+            computed, where no data of other layers decide (`bind/stages.py`).
         deferred_bytes: that the scores of all layers may take until the last one has been computed.
 
     Attributes:
@@ -52,12 +54,14 @@ class Compiled:
         report: bool = False,
         kernels: Kernels | None = None,
         heads: Heads = ALL,
+        layers: range | None = None,
         deferred_bytes: int = _DEFERRED_BYTES,
     ) -> None:
         kernels = installed() if kernels is None else kernels
         if heads.divided:
             bound = replace(bound, lowered=heads_last(bound.lowered))
         self.bound, self.kernels, self.report, self.heads = bound, kernels, report, heads
+        self.layers = range(bound.shape.layers) if layers is None else layers
         self._deferred_bytes = deferred_bytes
         self._prefill = Prefill(bound, report, heads, defers=False)
         # Where a layer chooses what deeper ones compute, nothing can wait for those.
@@ -73,7 +77,7 @@ class Compiled:
     def prefill(self, prompt: int) -> Prefill:
         """What the prefill of a prompt of so many tokens computes."""
         shape = self.bound.shape
-        held = 8 * shape.layers * self.heads.number(shape.kv_heads) * prompt
+        held = 8 * len(self.layers) * self.heads.number(shape.kv_heads) * prompt
         if self._deferring is None or held > self._deferred_bytes:
             return self._prefill
         return self._deferring

@@ -255,7 +255,7 @@ class Run:
         )
 
     def finish(self, *, wait: bool = True) -> list[torch.Tensor]:
-        """What is kept, once every layer has been observed: L bool tensors [G, N].
+        """What is kept, once every layer that is here has been observed: of each bool [G, N].
 
         A token that did not reach a layer is not kept there.
 
@@ -287,11 +287,11 @@ class Run:
         bound, prefill = self.program.bound, self._prefill
         self._history.values.clear()
         device = next((x.frame.device for x in self._evaluations.values()), torch.device("cpu"))
-        for layer in range(bound.shape.layers):
+        for layer in self.program.layers:
             if layer not in self._evaluations:  # a policy that looks at no tensor
                 frame = self._frame(layer, device, self.size, None)
                 self._evaluations[layer] = self._evaluation(frame)
-        each = [self._evaluations[layer] for layer in range(bound.shape.layers)]
+        each = [self._evaluations[layer] for layer in self.program.layers]
         self._layers = Layers(each, self.size, prefill.later, prefill.passing)
         finite = self.finite
         if wait and finite is not None:
@@ -355,7 +355,7 @@ class Run:
         """int64 [G, N]: by how many positions each kept key moves, for `positions: slots`."""
         if self.program.bound.positions != "slots" or self.prompt == 0:
             return None
-        kept = self._kept[layer]
+        kept = self._kept_at(layer)
         # Tokens that did not reach the layer take no slot there either.
         return shift_of(kept, torch.ones_like(kept))
 
@@ -373,7 +373,7 @@ class Run:
         rules = self.program.bound.lowered.prefill
         if rules.merge is None or self.not_finite:
             return k.double(), v.double()
-        evaluation, kept = self._evaluations[layer], self._kept[layer]
+        evaluation, kept = self._evaluations[layer], self._kept_at(layer)
         places, own_k, own_v = evaluation.frame.positions, k, v
         if places is not None:
             kept, own_k, own_v = kept[:, places], k[:, places], v[:, places]
@@ -409,6 +409,9 @@ class Run:
         kernels = self.program.kernels
         heads = self.program.heads
         return shared(self.program.bound, self.prompt, layer, below, own, kernels, heads)
+
+    def _kept_at(self, layer: int) -> torch.Tensor:
+        return self._kept[layer - self.program.layers.start]
 
     def states(self, layer: int) -> dict[str, Value]:
         """States of a layer's tokens after the prefill."""

@@ -40,7 +40,11 @@ def programs(program: TorchProgram) -> Iterator[TorchProgram]:
     yield program
     if not program.bound.propagates:
         yield TorchProgram(
-            program.bound, kernels=program.kernels, heads=program.heads, deferred_bytes=0
+            program.bound,
+            kernels=program.kernels,
+            heads=program.heads,
+            layers=program.layers,
+            deferred_bytes=0,
         )
 
 
@@ -52,10 +56,11 @@ def prefill(program: TorchProgram, tokens: int, like: Slots, queries: torch.dtyp
         queries: their type.
     """
     shape, device = program.bound.shape, like.device
-    run, layer, there = program.start(tokens), 0, torch.arange(tokens, device=device)
+    run, layer = program.start(tokens), program.layers.start
+    there = torch.arange(tokens, device=device)
     kv = program.heads.number(shape.kv_heads)
     pool = torch.zeros(_ROWS, kv, shape.head_dim, dtype=like.dtype, device=device)
-    while layer < shape.layers:
+    while layer < program.layers.stop:
         number = len(there)
         wanted = min(run.queries, number)
         size = (wanted, kv * shape.group, shape.head_dim)

@@ -54,6 +54,7 @@ PREFILL_STATS = (
     "SchedulerMetricsReporter.report_prefill_stats"
 )
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
+PROCESS_RESULT = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
 SAMPLE_LOGITS = "sglang.srt.model_executor.model_runner.ModelRunner.sample"
 SAMPLE = "sglang.srt.layers.sampler.Sampler.forward"
 MATCH_PREFIX = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.match_prefix"
@@ -812,6 +813,38 @@ def tensor_group() -> TensorGroup:
 
     group = get_parallel().tp_group
     return TensorGroup(group.rank_in_group, group.world_size, group.cpu_group, group.device_group)
+
+
+@dataclass(frozen=True)
+class StageGroup:
+    """The stages among which a model's layers are divided (`--pp-size`).
+
+    Attributes:
+        stage: of this process.
+        ranks: of all stages, in their order, as `torch.distributed` counts processes.
+    """
+
+    stage: int
+    ranks: list[int]
+
+
+def stage_group() -> StageGroup:
+    """That of this scheduler."""
+    from sglang.srt.runtime_context import get_parallel
+
+    group = get_parallel().pp_group
+    return StageGroup(group.rank_in_group, list(group.ranks))
+
+
+def layers_of(pool: Any) -> range:
+    """Layers of the model whose keys and values are in a pool."""
+    return range(pool.start_layer, pool.start_layer + pool.layer_num)
+
+
+def layers_here(configurator: Any) -> int:
+    """How many of the model's layers a scheduler has, before it has a pool."""
+    number: int = configurator.layer_info.num_effective_layers
+    return number
 
 
 def dp_rank() -> int | None:

@@ -1,21 +1,28 @@
-"""The ranks of a scheduler (`--tp`): each has some KV heads, and all have to decide alike.
+"""The ranks of a scheduler (`--tp`) and its stages (`--pp`): all have to decide alike.
+
+Ranks have some KV heads each, stages some layers.
 
 Every rank runs a scheduler of its own, so what is decided on one must be decided on all: which
 entries stay, how many slots a request takes, and whether its policy has failed. Tensors are
 exchanged on the device. Before each exchange the hosts meet (one number each): a rank that has
 failed says so instead of leaving the others waiting in it.
+
+Stages cannot meet: when one computes a batch, the next one computes the batch before it. But each
+has computed a batch before any of them processes its result. So what a forward has found here is
+sent when it is over, and waited for where its result is processed, where nobody waits any longer
+than SGLang does.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed
 from kvpolicy.dsl.execute.heads import ALL, Divided, Heads
-from kvpolicy.sglang_ext.face.compat import TensorGroup
+from kvpolicy.sglang_ext.face.compat import StageGroup, TensorGroup
 
 
 class FailedElsewhere(RuntimeError):
@@ -95,3 +102,59 @@ class TensorRanks(Ranks):
         found = x.new_empty(self.size * x.numel())
         torch.distributed.all_gather_into_tensor(found, x, group=self._group.device)
         return found.view(self.size, -1)
+
+
+class Stages:
+    """The one stage of a scheduler without others.
+
+    Attributes:
+        spans: layers of each stage, in order.
+        own: those of this one.
+    """
+
+    def __init__(self, layers: range) -> None:
+        self.spans: tuple[range, ...] = (layers,)
+        self.own = layers
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return len(self.spans)
+
+    def send(self, found: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Send what a forward has found here; all stages do after the forward of the same batch.
+
+        Args:
+            found: int64, at least 0; as long on every stage.
+
+        Returns:
+            What waits for the others, and gives the largest of every stage's numbers.
+        """
+        return lambda: found
+
+
+class PipelineStages(Stages):
+    """One of several.
+
+    Args:
+        group: SGLang's.
+        own: as the attribute.
+    """
+
+    def __init__(self, group: StageGroup, own: range) -> None:
+        # Of its own: what SGLang sends between the same processes does not get in its way.
+        self._group = torch.distributed.new_group(group.ranks, backend="gloo")
+        ends = torch.zeros((len(group.ranks), 2), dtype=torch.int64)
+        ends[group.stage] = torch.tensor([own.start, own.stop])
+        torch.distributed.all_reduce(ends, group=self._group)
+        self.spans, self.own = tuple(range(*each) for each in ends.tolist()), own
+
+    def send(self, found: torch.Tensor) -> Callable[[], torch.Tensor]:
+        greatest = torch.distributed.ReduceOp.MAX
+        work = torch.distributed.all_reduce(found, greatest, group=self._group, async_op=True)
+
+        def received() -> torch.Tensor:
+            work.wait()
+            return found
+
+        return received

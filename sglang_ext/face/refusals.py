@@ -7,12 +7,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.model_config import ModelConfig, config_of
+from kvpolicy.dsl.bind.stages import apart
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.sglang_ext.face import compat, kernels_in_use
 from kvpolicy.sglang_ext.face.errors import Refused
-from kvpolicy.sglang_ext.face.options import attention, kernels
+from kvpolicy.sglang_ext.face.options import Policy, attention, experiment_file, kernels
 
 # Attention backends for prefills and decode steps, in any combination; see backend.py.
 SERVED_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
@@ -23,7 +25,6 @@ CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 OPTIONS = (
     ("speculative_algorithm", None, "draft tokens are verified against slots that were freed"),
     ("disaggregation_mode", "null", "a compressed request's row cannot be transferred"),
-    ("pp_size", 1, "budgets that depend on all layers are not yet reduced over stages"),
     ("attn_cp_size", 1, "keys of one request would be spread over ranks"),
     ("dcp_size", 1, "keys of one request would be spread over ranks"),
     ("enable_dp_attention", False, "decode steps may be computed as prefills"),
@@ -82,6 +83,8 @@ def check_options(options: Any) -> None:
         if backend != "torch_native" and options.device == "cpu" and not interpreted:
             why = "without a GPU its kernels run in Triton's interpreter only (TRITON_INTERPRET=1)"
             raise _refusal("attention_backend", backend, why)
+    if options.pp_size > 1:
+        _check_with_stages(options)
     kernels_in_use.check(kernels(), options.device)
     decodes_by = compat.attention_backends(options)[1]
     if attention() == "flashinfer" and decodes_by != "flashinfer":
@@ -99,6 +102,34 @@ def check_options(options: Any) -> None:
             "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING cannot be combined with --kv-policy: "
             "the pool is then not allocated in one piece."
         )
+
+
+def _check_with_stages(options: Any) -> None:
+    """Refuse what stages (`--pp-size`) cannot be combined with."""
+    for present, what, why in (
+        (
+            options.tp_size > 1,
+            f"--tp-size {options.tp_size}",
+            "stages of several ranks are untested",
+        ),
+        (
+            experiment_file() is not None,
+            "--kv-experiment",
+            "one scheduler scores its requests again",
+        ),
+        (
+            options.enable_mixed_chunk,
+            "--enable-mixed-chunk",
+            "such batches are not tested in stages",
+        ),
+        (
+            options.enable_hierarchical_cache,
+            "--enable-hierarchical-cache",
+            "each stage would load entries at another moment",
+        ),
+    ):
+        if present:
+            raise Refused(f"--pp-size and {what} cannot be combined with --kv-policy: {why}.")
 
 
 def _refusal(name: str, value: Any, why: str) -> Refused:
@@ -184,20 +215,32 @@ def model_sizes(config: Any) -> ModelConfig:
     return replace(found, shape=model_shape(config))
 
 
-def check_layers(layers: list[Any], shape: ModelShape) -> None:
+def check_stages(policy: Policy, bound: Bound) -> None:
+    """Refuse a policy that the stages of a model cannot carry out each for its own layers.
+
+    Raises:
+        Refused: names the policy and says what it does.
+    """
+    why = apart(bound)
+    if why is not None:
+        raise Refused(f"{policy.option}: `{policy.name}` cannot be served with --pp-size: {why}.")
+
+
+def check_layers(layers: list[Any], shape: ModelShape, own: range) -> None:
     """Refuse a loaded model whose attention layers are not all ordinary and alike.
 
     Args:
-        layers: the model's attention layers.
+        layers: the model's attention layers that are here.
         shape: what the policies were bound to.
+        own: their numbers, as this stage's.
 
     Raises:
         Refused: says which layer has what.
     """
-    if [layer.layer_id for layer in layers] != list(range(shape.layers)):
+    if [layer.layer_id for layer in layers] != list(own):
         raise Refused(
             f"--kv-policy: the model has {len(layers)} attention layers where its config says "
-            f"{shape.layers}."
+            f"{len(own)}."
         )
     for layer in layers:
         sizes = (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)

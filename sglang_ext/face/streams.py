@@ -51,6 +51,22 @@ class Streams:
             yield
         current.wait_stream(own)
 
+    @contextmanager
+    def forwarding(self) -> Iterator[None]:
+        """In this block, work goes to the stream of the forwards, in order with the scheduler's."""
+        if self._scheduler is None:
+            yield
+            return
+        module, _, forward = compat.streams(self._scheduler)
+        current = module.current_stream()
+        if current == forward:
+            yield
+            return
+        forward.wait_stream(current)
+        with module.stream(forward):
+            yield
+        current.wait_stream(forward)
+
     def shared(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same tensor, whose memory is not reused while either stream may still read it."""
         if self._scheduler is not None and tensor.is_cuda:

@@ -32,8 +32,9 @@ def compress(
     Args:
         request: SGLang's.
         slots: [N] int64 slots of the prompt.
-        kept: [L, g, N] bool, of the KV heads that are here.
-        counts: [L, G] int64 on the host, how many entries of each list are kept, on all ranks.
+        kept: [l, g, N] bool, of the layers and KV heads that are here.
+        counts: [L, G] int64 on the host, how many entries of each list are kept, on all ranks and
+            stages.
         run: of the policy's program, finished.
     """
     store, needed = services.store, services.store.slots_for(counts)
@@ -91,20 +92,21 @@ def copy_kept(
         kernels.compact_layers(arena.storage, slots, kept, private.slots, layout.first_page)
         return
     pages = arena.pages(private.slots)
-    for layer, start in enumerate(layout.layer_starts):
+    for place, start in enumerate(layout.layer_starts):
+        layer = arena.own[place]
         most = 0
         if bound.folded.prefill.merge is not None:
             most = run.there(layer).numel() - int(counts[layer].min())
         if most:
-            numbers = [x.dense() for x in arena.at_slots(layer, slots)]
-            k, v = arena.unscaled(layer, *run.merged(layer, *numbers, most))
+            numbers = [x.dense() for x in arena.at_slots(place, slots)]
+            k, v = arena.unscaled(place, *run.merged(layer, *numbers, most))
         else:
-            k, v = arena.storage[layer][:, slots].transpose(1, 2)  # each [G, N, D]
+            k, v = arena.storage[place][:, slots].transpose(1, 2)  # each [G, N, D]
         shift = run.shift(layer)
         if shift is not None:
             k = services.rotary.move(k, shift, kernels.rotate)
         own = pages[start:]
-        kernels.place(arena.entries, k, v, kept[layer], own, value_offset=arena.value_offset)
+        kernels.place(arena.entries, k, v, kept[place], own, value_offset=arena.value_offset)
 
 
 class timed:

@@ -9,6 +9,8 @@ Where a model is divided over ranks (`--tp`), a failure counts on all of them, a
 what fails on one is noted there, and taken up by all where they next agree. That is where a prompt
 ends, where entries leave, every few decode steps, and where a request ends. A block in which ranks
 exchange tensors is joint: they agree where it ends, and none waits for one that has failed.
+Of stages (`--pp`) what has failed on any is taken up by all where they process the result of the
+forward in which it failed, or of the request's next one (stages.py).
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ class Failures:
     Args:
         most: failing requests after which a policy is disabled; 0 for never.
         failed: called when a request's policy has failed.
+        in_stages: whether other stages have other layers.
     """
 
     def __init__(
@@ -57,9 +60,11 @@ class Failures:
         ranks: Ranks,
         most: int,
         failed: Callable[[], None] = lambda: None,
+        *,
+        in_stages: bool = False,
     ) -> None:
         self._store, self._metrics, self._reports = store, metrics, reports
-        self._failed = failed
+        self._failed, self._in_stages = failed, in_stages
         self.ranks, self._most, self._steps = ranks, most, 0
         self._logged: set[tuple[str, str, type]] = set()
 
@@ -83,7 +88,8 @@ class Failures:
             return
         whole = state.is_whole if whole is None else whole
         self._log(state.served, req, stage, error)
-        if self.ranks.size == 1 or stage == ADMISSION:  # the schedulers of all ranks do the same
+        alone = self.ranks.size == 1 and not self._in_stages
+        if alone or stage == ADMISSION:  # all schedulers do the same
             self._take_up(req, state, stage, whole=whole)
         else:
             state.failing = 1 + 2 * _STAGES.index(stage) + (not whole)
@@ -95,16 +101,22 @@ class Failures:
         known = [(req, state) for req in requests if (state := state_of(req)) is not None]
         worst = self.ranks.worst([state.failing for _, state in known])
         for (req, state), code in zip(known, worst, strict=True):
-            if code and not state.failed:
-                if not state.failing:
-                    logger.warning(
-                        "KV-cache policy %s failed at %s on another rank, whose log says why. "
-                        "rid=%s",
-                        state.served.name,
-                        _STAGES[(code - 1) // 2],
-                        req.rid,
-                    )
-                self._take_up(req, state, _STAGES[(code - 1) // 2], whole=code % 2 == 1)
+            self.learn(req, state, code)
+
+    def learn(self, req: Any, state: State, code: int) -> None:
+        """Take up how a request's policy has failed on any rank or stage, `State.failing` there."""
+        if not code or state.failed:
+            return
+        stage = _STAGES[(code - 1) // 2]
+        if not state.failing:
+            logger.warning(
+                "KV-cache policy %s failed at %s on another rank, whose log says why. rid=%s",
+                state.served.name,
+                stage,
+                req.rid,
+            )
+        # Since it failed its prompt may have been given up.
+        self._take_up(req, state, stage, whole=code % 2 == 1 and state.is_whole)
 
     def due(self) -> bool:
         """Whether ranks agree at this decode step, which is said to each at each step."""

@@ -35,7 +35,7 @@ class Room:
         if self._free is None:
             self._free = store.allocator.available_size() + tree.evictable_size()
         if private is None:
-            everything = torch.full((store.arena.layers, store.kv_heads), length)
+            everything = torch.full((store.arena.model_layers, store.kv_heads), length)
             need = store.slots_for(everything)
         else:
             need = store.slots_with(private, length - private.tail_start) - private.slots.numel()

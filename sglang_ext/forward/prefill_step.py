@@ -101,7 +101,7 @@ class _Chosen:
     """What one request keeps, on the device.
 
     Attributes:
-        kept: [L, g, N] bool, of the KV heads that are here.
+        kept: [l, g, N] bool, of the layers and KV heads that are here.
         counts: [L, g] entries of each list.
         held: as of `Held.of` [L, 2] or, where nothing is remembered, [0, 2].
         finite: 0-d bool, whether the model's tensors were.
@@ -113,8 +113,44 @@ class _Chosen:
     finite: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Part:
+    """What one of several stages has chosen of a request whose prompt ends.
+
+    Attributes:
+        kept: bool [l, G, N] of its layers.
+        counts: int64 [l, G] entries of each list, on the host.
+        finite: whether the model's tensors were.
+    """
+
+    scored: Scored
+    kept: torch.Tensor
+    counts: torch.Tensor
+    finite: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    """What all stages have chosen of a request.
+
+    Attributes:
+        counts: int64 [L, G] entries of each list, on the host.
+        finite: whether the model's tensors were, on all stages.
+        kept: bool [L, G, N], where the answer is to say it.
+    """
+
+    counts: torch.Tensor
+    finite: bool
+    kept: torch.Tensor | None
+
+
 class PrefillStep:
-    """What the policies see and decide in one extend forward."""
+    """What the policies see and decide in one extend forward.
+
+    Attributes:
+        ending: requests whose prompt ends in it, whatever has failed here.
+        parts: of several stages, what this one has chosen, by `id` of the request.
+    """
 
     def __init__(self, services: Services, batch: Any, frame: Frame) -> None:
         self._services, self._frame = services, frame
@@ -122,11 +158,15 @@ class PrefillStep:
         self._windowed: list[_Windowed] = []
         self._accumulated: list[_Accumulated] = []
         self._concerned: list[Any] = []
+        self.ending: list[tuple[Any, State]] = []
+        self.parts: dict[int, Part] = {}
         table = batch.req_to_token_pool.req_to_token
         for request, state, rows, prefix in iterate_rows(batch):
             length = prefix + rows.stop - rows.start
             slots = table[request.kv.req_pool_idx, :length].to(torch.int64)
             self._concerned.append(request)
+            if length == state.prompt:
+                self.ending.append((request, state))
             with services.failures.contained(request, SCORING):
                 self._begin(request, state, slots, prefix)
         services.failures.agree(self._concerned)
@@ -206,7 +246,8 @@ class PrefillStep:
         self, state: State, layer: Any, slots: torch.Tensor
     ) -> tuple[torch.Tensor | Slots, torch.Tensor | Slots | None]:
         """Keys and values of one layer at the slots [n], as a policy's program takes them."""
-        k, v = self._services.arena.at_slots(layer.layer_id, slots)
+        arena = self._services.arena
+        k, v = arena.at_slots(layer.layer_id - arena.own.start, slots)
         values = v if state.served.bound.needs_values else None
         if state.served.kernels.read_the_pool:
             return k, values
@@ -251,6 +292,10 @@ class PrefillStep:
         chosen = [(each, own) for each, own in found if not each.state.failed]
         # All have been asked before the host waits for the first one's numbers.
         numbers = self._numbers([own for _, own in chosen])
+        if self._services.stages.size > 1:
+            for (each, own), (counts, _, _, finite) in zip(chosen, numbers, strict=True):
+                self.parts[id(each.request)] = Part(each, own.kept, counts, bool(finite))
+            return
         for (each, own), (counts, widest, held, finite) in zip(chosen, numbers, strict=True):
             with failures.contained(each.request, COMPACTION, joint=True):
                 with timed(each.state):
@@ -263,6 +308,24 @@ class PrefillStep:
             if not each.state.failed:  # on any rank
                 with failures.contained(each.request, COMPACTION):
                     self._note(each, int(counts.sum()))
+
+    def settle(self, request: Any, found: Found) -> None:
+        """Carry out what the stages have chosen of a request, of which all know how much it is."""
+        failures, part = self._services.failures, self.parts[id(request)]
+        scored, state = part.scored, part.scored.state
+        table = self._services.tree.req_to_token_pool.req_to_token
+        # The radix cache may have had the same prompt, and given up these slots for its own.
+        scored.prompt_slots = table[request.kv.req_pool_idx, : state.prompt].to(torch.int64)
+        with failures.contained(request, COMPACTION):
+            with timed(state):
+                scored.run.settle(finite=found.finite)
+                counts = (
+                    found.counts if found.finite else torch.full_like(found.counts, state.prompt)
+                )
+                self._compress(scored, part.kept, counts)
+            if found.kept is not None and state.private is not None and not state.told.counted:
+                state.told.kept = described(found.kept, None, state.prompt)
+            self._note(scored, int(counts.sum()))
 
     def _choose(self, scored: Scored) -> _Chosen:
         kept = torch.stack(scored.run.finish(wait=False))

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from kvpolicy.dsl.ir.nodes import Program
 from kvpolicy.sglang_ext.face import compat, options
-from kvpolicy.sglang_ext.face.compat import TensorGroup
-from kvpolicy.sglang_ext.face.ranks import Ranks, TensorRanks
+from kvpolicy.sglang_ext.face.compat import StageGroup, TensorGroup
+from kvpolicy.sglang_ext.face.ranks import PipelineStages, Ranks, Stages, TensorRanks
 from kvpolicy.sglang_ext.face.streams import Streams
 from kvpolicy.sglang_ext.forward.failures import Failures
 from kvpolicy.sglang_ext.forward.rotary import Rotary
@@ -62,6 +62,7 @@ class Services:
             changed since.
         scratch_rows: of SGLang's table of slots, for policies by which tokens leave the prefill.
         ranks: those among which the model's heads are divided.
+        stages: those among which its layers are, from the pool's allocation on.
         runner: SGLang's model runner, where there are such policies.
         layers: forwards of the model's decoder layers, where there are such policies.
         pages_reader: what may read private pages in place of Triton's kernel.
@@ -81,6 +82,7 @@ class Services:
         self.shares = any(program.share is not None for program in programs)
         self.streams = Streams()
         self.ranks = Ranks()
+        self.stages = Stages(range(0))
         self.queries = QueryBuffer(programs, options.fold_interval())
         self.tree: Any = None
         self.step: Forward | None = None
@@ -96,6 +98,11 @@ class Services:
         if group.size > 1:
             self.ranks = TensorRanks(group, kv_heads)
 
+    def divide(self, group: StageGroup, layers: range) -> None:
+        """Say which of the model's layers this stage has."""
+        several = len(group.ranks) > 1
+        self.stages = PipelineStages(group, layers) if several else Stages(layers)
+
     def start(self, metrics: Metrics, max_failures: int) -> None:
         """The server is about to serve.
 
@@ -105,8 +112,9 @@ class Services:
         self.metrics = metrics
         self.reports = Reports(self.arena, metrics, self.ranks)
         self.failures = Failures(
-            self.store, metrics, self.reports, self.ranks, max_failures, self.forget_rows
-        )
+            self.store, metrics, self.reports, self.ranks, max_failures, self.forget_rows,
+            in_stages=self.stages.size > 1,
+        )  # fmt: skip
 
     def forget_rows(self) -> None:
         """A request that decodes has come or gone, or goes on in another way."""

@@ -109,7 +109,8 @@ def _copy_nothing(services: Services, served: Served, run: Any) -> None:
     size = (arena.layers, arena.kv_heads)
     kept = torch.zeros((*size, run.size), dtype=torch.bool, device=device)
     private = _empty(services, served)
-    copy_kept(services, served, private, slots, kept, torch.zeros(size, dtype=torch.int64), run)
+    counts = torch.zeros((arena.model_layers, arena.kv_heads), dtype=torch.int64)
+    copy_kept(services, served, private, slots, kept, counts, run)
     for layer in served.upper_layers[:1]:
         k, v, there = share.paired(arena, slots, layer, run, services.ranks.heads).dense
         given = (k, v, torch.zeros_like(there), arena.pages(private.slots))

@@ -27,15 +27,34 @@ class Arena:
         storage: [L, 2, padded, G, D].
         scales: float32 [L, 2, G], by which keys and values of 8 bits are multiplied, wherever
             those of a layer lie; None where numbers stand as they are.
+        spans: layers of the model in each stage (`--pp-size`); none: all L are here.
+        stage: which of these is here: L are its layers.
     """
 
     storage: torch.Tensor
     scales: torch.Tensor | None
+    spans: tuple[range, ...] = ()
+    stage: int = 0
 
     @property
     def layers(self) -> int:
         """L."""
         return self.storage.shape[0]
+
+    @property
+    def stages(self) -> tuple[range, ...]:
+        """Layers of the model in each stage, also if there is one."""
+        return self.spans or (range(self.layers),)
+
+    @property
+    def own(self) -> range:
+        """Layers of the model that are here."""
+        return self.stages[self.stage]
+
+    @property
+    def model_layers(self) -> int:
+        """How many layers the model has, those of other stages among them."""
+        return self.stages[-1].stop
 
     @property
     def kv_heads(self) -> int:
@@ -68,7 +87,7 @@ class Arena:
             self.scales.copy_(torch.tensor(scales)[:, :, None])
 
     def at_slots(self, layer: int, slots: torch.Tensor) -> tuple[Slots, Slots]:
-        """Keys and values of a layer at [n] int64 slots."""
+        """Keys and values of a layer, from 0 of those that are here, at [n] int64 slots."""
         k, v = self.storage[layer]
         of_k, of_v = (None, None) if self.scales is None else self.scales[layer]
         return Slots(k, slots, of_k), Slots(v, slots, of_v)
@@ -103,14 +122,26 @@ class Arena:
         """Slots that yield so many pages."""
         return -(-pages // self.layers)
 
-    def most_slots(self, entries: int) -> int:
-        """Slots that suffice for so many entries, however they are spread over layers and heads."""
-        lists, page = self.layers * self.kv_heads, self.kv_heads
-        return self.slots_for((entries + min(lists, entries) * (page - 1)) // page)
+    def most_slots(self, entries: int, layers: int | None = None) -> int:
+        """Slots that suffice for so many entries, however they are spread over layers and heads.
+
+        Args:
+            layers: of a stage whose entries they are; None: of this one.
+        """
+        number = self.layers if layers is None else layers
+        lists, page = number * self.kv_heads, self.kv_heads
+        return -(-((entries + min(lists, entries) * (page - 1)) // page) // number)
 
 
 def create_arena(
-    layers: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str
+    layers: int,
+    slots: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: str,
+    spans: tuple[range, ...] = (),
+    stage: int = 0,
 ) -> Arena:
     """Allocate the pool: zeros, as SGLang's own buffers are; scales are 1."""
     scales = None
@@ -118,4 +149,4 @@ def create_arena(
         # Each row begins where kernels may read 16 bytes.
         scales = torch.ones((layers, 2, -(-kv_heads // 4) * 4), device=device)[:, :, :kv_heads]
     storage = torch.zeros((layers, 2, slots, kv_heads, head_dim), dtype=dtype, device=device)
-    return Arena(storage, scales)
+    return Arena(storage, scales, spans, stage)

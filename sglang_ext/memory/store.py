@@ -145,12 +145,17 @@ class Store:
         return self._heads.total(self.arena.kv_heads)
 
     def slots_for(self, counts: torch.Tensor) -> int:
-        """Slots that so many entries [L, G] take, on the rank where they take most."""
+        """Slots that so many entries [L, G] take, on the rank or stage where they take most.
+
+        Here and elsewhere they are those of the whole model.
+        """
         return self._slots_for(counts.numpy())
 
     def _slots_for(self, counts: np.ndarray) -> int:
-        most = int(self._of_ranks(counts).sum(axis=(0, 2)).max())
-        return self.whole_pages(self.arena.slots_for(most))
+        pages = self._of_ranks(counts).sum(axis=2)
+        stages = self.arena.stages
+        most = max(-(-int(pages[x.start : x.stop].sum(0).max()) // len(x)) for x in stages)
+        return self.whole_pages(most)
 
     def _of_ranks(self, counts: np.ndarray) -> np.ndarray:
         """[L, R, g] pages that so many entries take of each rank's lists."""
@@ -163,7 +168,8 @@ class Store:
 
     def _own(self, counts: torch.Tensor) -> torch.Tensor:
         """Of [L, G] entries those of the lists that are here."""
-        return self._heads.part(counts, 1)
+        own = self.arena.own
+        return self._heads.part(counts[own.start : own.stop], 1)
 
     def _pages(self, counts: np.ndarray) -> np.ndarray:
         """That so many entries take, list by list."""
@@ -290,7 +296,7 @@ class Store:
             tail_start: position from which it reads ordinary slots.
         """
         private.tail_start, private.shared = tail_start, None
-        self.fill(private, torch.zeros((self.arena.layers, self.kv_heads), dtype=torch.int64))
+        self.fill(private, torch.zeros((self.arena.model_layers, self.kv_heads), dtype=torch.int64))
 
     def release(self, private: Private) -> None:
         """Give back every slot of a request."""

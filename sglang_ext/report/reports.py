@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from kvpolicy.experiments.experiment import NO_POLICY
@@ -22,10 +23,12 @@ class Reports:
     """The reports of one scheduler."""
 
     def __init__(self, arena: Arena, metrics: Metrics, ranks: Ranks) -> None:
-        self._arena, self._metrics = arena, metrics
-        # Of the whole model: the same is said whichever rank is asked, each KV head once.
+        self._metrics = metrics
+        # Of the whole model: the same is said whichever rank or stage is asked, each list once.
         self._kv_heads = ranks.heads.total(arena.kv_heads)
-        self._slot_bytes = arena.slot_bytes // arena.kv_heads * self._kv_heads
+        self._layers = arena.model_layers
+        of_layer = arena.slot_bytes // (arena.layers * arena.kv_heads) * self._kv_heads
+        self._slot_bytes = of_layer * self._layers
 
     def queued(self, req: Any, *, shows_kept: bool) -> None:
         """Note at its arrival whether a request asks which positions are kept."""
@@ -55,7 +58,10 @@ class Reports:
         """
         if state.private is None:
             shares = state.served.upper_layers
-            nothing = Reason.NOTHING_SAVED if shares else Reason.NOTHING_DROPPED
+            # One stage may need as many slots as the prompt has tokens; then all keep those.
+            drops = entries < self._layers * self._kv_heads * state.prompt
+            saves_nothing = shares or (state.served.in_stages and drops)
+            nothing = Reason.NOTHING_SAVED if saves_nothing else Reason.NOTHING_DROPPED
             state.uncompressed = state.uncompressed or nothing
             if not finite:
                 state.uncompressed = Reason.NOT_FINITE
@@ -79,7 +85,7 @@ class Reports:
         facts: dict[str, Any] = {
             "policy": name,
             "prompt_tokens": state.prompt,
-            "entries_before": self._arena.layers * self._kv_heads * state.prompt,
+            "entries_before": self._layers * self._kv_heads * state.prompt,
             "entries_kept": entries,
             "kv_bytes_before": self._slot_bytes * state.prompt,
             "kv_bytes_after": self._slot_bytes * after,
@@ -92,6 +98,14 @@ class Reports:
         if state.told.shows_kept:
             facts["kept"] = state.told.kept or self._everything(state.prompt)
         return facts
+
+    def finished(self, requests: Iterable[tuple[Any, State | None]]) -> None:
+        """Note those of which all stays, of requests whose prompt has ended."""
+        for req, state in requests:
+            if state is None:
+                self.without_policy(req)
+            elif state.uncompressed is not None:
+                self.served_in_full(req, state, state.uncompressed)
 
     def served_in_full(self, req: Any, state: State, reason: Reason) -> None:
         """Note that the prompt of a request has ended and all of it stays."""
@@ -129,7 +143,7 @@ class Reports:
         self._metrics.skipped_fold(state.served.name)
 
     def _everything(self, prompt: int) -> dict[str, Any]:
-        return kept.everything(self._arena.layers, self._kv_heads, prompt)
+        return kept.everything(self._layers, self._kv_heads, prompt)
 
     def _report(self, req: Any, state: State, facts: dict[str, Any]) -> None:
         state.told.facts = facts

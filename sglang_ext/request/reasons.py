@@ -11,7 +11,7 @@ class Reason(StrEnum):
     SHORT_PROMPT = "short_prompt"  # the budget holds the whole prompt
     DECODE_ONLY = "decode_only"  # the policy lets nothing leave before the first decode step
     NOTHING_DROPPED = "nothing_dropped"  # known only after scoring
-    NOTHING_SAVED = "nothing_saved"  # layers in pairs would take as many slots as the prompt
+    NOTHING_SAVED = "nothing_saved"  # it would take as many slots as the prompt
     NOT_FINITE = "not_finite"  # queries, keys or values held NaN or infinity
     NO_SLOTS = "no_slots"  # no room for the compressed copy beside the prompt
     ONE_TOKEN = "one_token"  # nothing is decoded after the prefill

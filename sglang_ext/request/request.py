@@ -53,6 +53,7 @@ class Served:
 
     Attributes:
         set: values of parameters that the request has set.
+        in_stages: whether other stages have other layers.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class Served:
         self.policy, self.name = policy, policy.name
         self.bound = bound
         self.kernels = in_use(arena.storage.device)
-        self.program = TorchProgram(bound, kernels=self.kernels.table, heads=heads)
+        table, layers = self.kernels.table, arena.own
+        self.program = TorchProgram(bound, kernels=table, heads=heads, layers=layers)
+        self.in_stages = len(arena.stages) > 1
         self.upper_layers = pairing.upper_layers(bound)
         self._arena = arena
         self.growth = Growth(bound, arena, page_size)
@@ -105,11 +108,17 @@ class Served:
         entries = max_entries(self.bound, prompt)
         if entries >= self._everything(prompt):
             return None if self._bounded or self.keeps_prompt else prompt
-        slots = self._arena.most_slots(share_of_rank(entries, self.bound, self._arena, prompt))
+        slots = max(self._most_slots_of(layers, prompt) for layers in self._arena.stages)
         # Where the policy goes on, what it drops is dropped, even if that saves no slots; and what
         # has left the prefill has left.
         goes_on = self.bound.folded.decode is not None or self.bound.propagates
         return slots if slots < prompt or goes_on else None
+
+    def _most_slots_of(self, layers: range, prompt: int) -> int:
+        """What suffices for the layers of one stage."""
+        entries = max_entries(self.bound, prompt, layers)
+        share = share_of_rank(entries, self.bound, self._arena, prompt)
+        return self._arena.most_slots(share, len(layers))
 
     @property
     def keeps_prompt(self) -> bool:
@@ -232,8 +241,9 @@ class State:
         plan: how its tokens leave the prefill; None if all go through every layer.
         progress: how far that has come.
         failed: whether the policy has failed in its work for the request.
-        failing: of several ranks, how it has failed on this one, as long as the others do not know;
-            0: it has not.
+        failing: of several ranks or stages, how it has failed on this one, as long as the others do
+            not know; 0: it has not.
+        under_way: whether it is in a forward of which not all stages know the outcome.
     """
 
     served: Served
@@ -254,6 +264,7 @@ class State:
     progress: Progress = field(default_factory=Progress)
     failed: bool = False
     failing: int = 0
+    under_way: bool = False
 
     @property
     def broken(self) -> bool:
@@ -276,7 +287,9 @@ class State:
         bound = self.served.bound
         changes = bound.folded.prefill.merge is not None or bound.positions == "slots"
         fits = self.slots * slot_bytes <= MOST_MOVED
-        others = self.served.upper_layers or self.propagates or self.resumes
+        others = (
+            self.served.upper_layers or self.propagates or self.resumes or self.served.in_stages
+        )
         return self.wanted and fits and not (changes or others)
 
     @property

@@ -30,6 +30,10 @@ from kvpolicy.sglang_ext.serving.served import ServedPolicies
 
 logger = logging.getLogger(__name__)
 
+_STAGES = (
+    "a server with --pp-size cannot change its policies while it runs; start it again with them"
+)
+
 # What the front end asks for, and how far it has come.
 PREPARE, LOOK, COMMIT, WITHDRAW, UNDO = "prepare", "look", "commit", "withdraw", "undo"
 PREPARING, READY, FAILED, DONE = "preparing", "ready", "failed", "done"
@@ -80,6 +84,8 @@ class Changes:
         return {**answer, "dp_rank": compat.dp_rank()}
 
     def _answer(self, action: str, ticket: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        if self._services.stages.size > 1:
+            return {"state": FAILED, "problem": _STAGES}
         if action == PREPARE:
             self._prepare(body)
         elif action == WITHDRAW:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,6 +77,8 @@ def reckon(services: Services, configurator: Any, options: Any, tokens: int) -> 
     """
     config = configurator.model_config
     shape = refusals.shape_of_rank(refusals.model_shape(config), options.tp_size)
+    if options.pp_size > 1:
+        shape = replace(shape, layers=compat.layers_here(configurator))
     requests = configurator.resolve_max_num_reqs(tokens)
     scratch = SCRATCH if services.propagates else 0
     rows = requests + 1 + scratch

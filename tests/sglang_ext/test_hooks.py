@@ -37,6 +37,7 @@ SIGNATURES = {
     compat.ADD_CHUNKED: ["self", "req"],
     compat.PREFILL_STATS: ["self", "batch", "prefill_stats"],
     compat.FORWARD: ["self", "batch"],
+    compat.PROCESS_RESULT: ["self", "batch", "result"],
     compat.SAMPLE_LOGITS: ["self", "logits_output", "forward_batch"],
     compat.SAMPLE: ["self", "logits_output", "sampling_info"],
     compat.MATCH_PREFIX: ["self", "params"],

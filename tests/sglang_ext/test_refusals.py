@@ -235,7 +235,7 @@ def layer(number, **changes):
 def test_every_attention_layer_is_checked(monkeypatch):
     monkeypatch.setattr(compat, "is_decoder_attention", lambda layer: not hasattr(layer, "cross"))
     shape = ModelShape(2, 4, 2, 32)
-    refusals.check_layers([layer(0), layer(1)], shape)
+    refusals.check_layers([layer(0), layer(1)], shape, range(2))
     for wrong, message in (
         ([layer(0)], "1 attention layers where its config says 2"),
         ([layer(0), layer(1, tp_k_head_num=4)], "layer 1 has heads"),
@@ -245,7 +245,7 @@ def test_every_attention_layer_is_checked(monkeypatch):
         ([layer(0), layer(1, xai_temperature_len=8)], "layer 1 has a temperature by position"),
     ):
         with pytest.raises(Refused, match=message):
-            refusals.check_layers(wrong, shape)
+            refusals.check_layers(wrong, shape, range(2))
 
 
 def test_heads_that_sglang_adds_on_a_cpu_are_refused():

@@ -1,0 +1,114 @@
+"""What a forward has found on all stages (`--pp`), known to all when its result is processed.
+
+Every stage has a scheduler, a pool and a radix cache of its own, and SGLang has them make the same
+decisions by giving them the same requests in the same order. So whatever a scheduler can see, the
+slots of a request above all, has to change on all stages at the same place of that order. What a
+policy keeps is found in the forward, by each stage for its layers; how much that is, and whether
+something has failed, is sent to the others then, and nothing is done about it before the result
+is processed, when it has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from kvpolicy.sglang_ext.forward.prefill_step import Found
+from kvpolicy.sglang_ext.request.request import State, state_of
+
+if TYPE_CHECKING:
+    from kvpolicy.sglang_ext.forward.services import Services
+    from kvpolicy.sglang_ext.forward.step import Step
+
+
+class Outcome:
+    """Of one forward, from its end until its result is processed."""
+
+    def __init__(
+        self,
+        services: Services,
+        batch: Any,
+        step: Step,
+        finishing: Sequence[tuple[Any, State | None]],
+    ) -> None:
+        """
+        Args:
+            finishing: requests whose prompt ends in it.
+        """
+        self._services, self._batch, self._finishing = services, batch, finishing
+        self._prefill = step.prefill
+        known = [(req, state_of(req)) for req in batch.reqs]
+        # A request that is retracted meanwhile begins anew.
+        self._concerned = [(req, own, own.progress) for req, own in known if own is not None]
+        for _, state, _ in self._concerned:
+            state.under_way = True
+        self._ending = [] if step.prefill is None else step.prefill.ending
+        found = [torch.tensor([state.failing for _, state, _ in self._concerned])]
+        found += [self._found(req, state) for req, state in self._ending]
+        self._sizes = [each.numel() for each in found]
+        self._receive = None
+        if self._concerned:  # on all stages, or on none
+            self._receive = services.stages.send(torch.cat(found).to(torch.int64))
+
+    def take_up(self, batch: Any) -> None:
+        """Its result is about to be processed.
+
+        Raises:
+            RuntimeError: that of another forward is.
+        """
+        if batch is not self._batch:
+            raise RuntimeError("results are not processed in the order of their forwards")
+        if self._receive is not None:
+            failing, *found = self._receive().split(self._sizes)
+            with self._services.streams.forwarding():
+                self._learn(failing.tolist())
+                goes_on = {id(req) for req, _ in self._going_on()}
+                for (req, state), own in zip(self._ending, found, strict=True):
+                    if id(req) in goes_on and not state.failed:
+                        self._settle(req, state, own)
+            for _, state in self._going_on():
+                state.under_way = False
+        self._services.reports.finished(self._finishing)
+
+    def _found(self, req: Any, state: State) -> torch.Tensor:
+        """Of a request whose prompt ends: not finite, entries of each list, and which they are.
+
+        Numbers of other stages' lists are 0, as all are where something has failed here.
+        """
+        arena, part = self._services.arena, self._part(req)
+        lists = torch.zeros((arena.model_layers, self._services.store.kv_heads), dtype=torch.int64)
+        places = torch.zeros((*lists.shape, state.prompt * state.told.shows_kept))
+        own = slice(arena.own.start, arena.own.stop)
+        if part is not None:
+            lists[own] = part.counts
+            if state.told.shows_kept:
+                places[own] = part.kept.cpu().float()
+        not_finite = torch.tensor([part is not None and not part.finite])
+        return torch.cat([not_finite, lists.flatten(), places.flatten()])
+
+    def _part(self, req: Any) -> Any:
+        return None if self._prefill is None else self._prefill.parts.get(id(req))
+
+    def _learn(self, failing: Sequence[int]) -> None:
+        codes = {id(req): code for (req, *_), code in zip(self._concerned, failing, strict=True)}
+        for req, state in self._going_on():
+            self._services.failures.learn(req, state, codes[id(req)])
+
+    def _going_on(self) -> list[tuple[Any, State]]:
+        """Requests that have been neither aborted nor retracted since."""
+        return [
+            (req, state) for req, state, progress in self._concerned
+            if state.progress is progress and req.kv.holds_kv
+        ]  # fmt: skip
+
+    def _settle(self, req: Any, state: State, own: torch.Tensor) -> None:
+        if self._prefill is None:
+            return
+        heads, layers = self._services.store.kv_heads, self._services.arena.model_layers
+        counts, places = own[1:].split([layers * heads, own.numel() - 1 - layers * heads])
+        kept = places.view(layers, heads, -1).bool() if state.told.shows_kept else None
+        found = Found(counts.view(layers, heads), not int(own[0]), kept)
+        self._prefill.settle(req, found)
+        if state.published and state.private is not None and state.private.ready:
+            self._services.detach([(req, state)])

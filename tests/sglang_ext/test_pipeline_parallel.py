@@ -1,0 +1,155 @@
+"""A model divided over stages (`--pp-size`): the same entries stay as in one process."""
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.server
+POLICIES = Path(__file__).parents[2] / "policies"
+# Budgets of each layer alone, of heads that compete, by the layer's number, by data, by both.
+SETTINGS = {
+    "snapkv": ["capacity=48", "window=16"],
+    "adakv": ["capacity=40", "window=8"],
+    "pyramidkv": ["capacity=40", "window=8", "exact_total=true"],
+    "lazy": [],
+    "sinks-recent": ["capacity=40"],
+}
+# Data decide of each layer, and so of each stage, how much it keeps.
+LAZY = """policy: lazy
+language: 1
+about: A test, of which some layers keep fewer entries than others.
+let:
+  looked: sum[token](attn(recent(8)) where distance(recent(8)) <= 24)
+keep: sinks(2) then recent(12) where mean[head, query](looked) > 0.35 else sinks(2) then recent(38)
+"""
+GIVEN = [f"{name}.{each}" for name, own in SETTINGS.items() for each in own]
+PATIENCE = 120  # seconds; a machine may be busy
+ENVIRONMENT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
+FLAGS = {"chunked_prefill_size": 64, "page_size": 1, "kv_policy_allow_inspection": True}
+
+
+def stages(number):
+    """Options of a server with so many stages, all on one core: a machine may have no more."""
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * number)}
+    return {"pp_size": number, "env": ENVIRONMENT | env}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    lazy = tmp_path_factory.mktemp("policies") / "lazy.yaml"
+    lazy.write_text(LAZY)
+    return [str(lazy if name == "lazy" else POLICIES / f"{name}.yaml") for name in SETTINGS]
+
+
+def start(model, files, given=GIVEN, **flags):
+    from kvpolicy.evaluation.serving import serve
+
+    return serve(model, files, given, **FLAGS | flags)
+
+
+def prompt(seed, length):
+    rnd = random.Random(seed)
+    return [rnd.randrange(3, 500) for _ in range(length)]
+
+
+def ask(server, tokens, policy, new=24, **more):
+    sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+    sampling["custom_params"] = {"kv_policy": policy, **more}
+    body = {"input_ids": tokens, "sampling_params": sampling}
+    return server.session.post(server.url + "/generate", json=body, timeout=PATIENCE)
+
+
+def requests():
+    """Of every policy: prompts in chunks, of odd sizes, of one token, with the same beginning."""
+    names = [*SETTINGS, "none"]
+    sizes = [1, 17, 97, 129, 200]
+    for i, (size, name) in enumerate((size, name) for size in sizes for name in names):
+        yield name, prompt(7, 50) * (i % 2) + prompt(i, size)
+
+
+def answers(server, order, *, alone):
+    """Tokens and facts by number of the request, one after the other or in flight together."""
+    listed = list(requests())
+
+    retracted = []
+
+    def answer(number):
+        name, tokens = listed[number]
+        found = ask(server, tokens, name, kv_policy_kept=True)
+        assert found.ok, found.text
+        meta = found.json()["meta_info"]
+        facts = meta.get("kv_policy", {})
+        retracted.append(meta["num_retractions"])
+        # Slots hold a page of each layer that is here: there are others in two stages.
+        apart = ("compression_seconds", "kv_bytes_after", "slots_freed")
+        return name, found.json()["output_ids"], {k: v for k, v in facts.items() if k not in apart}
+
+    with ThreadPoolExecutor(1 if alone else 8) as pool:
+        found = dict(zip(order, pool.map(answer, order), strict=True))
+    return found, sum(retracted)
+
+
+@pytest.fixture(scope="module")
+def expected(model, files):
+    """Answers of one process."""
+    with start(model, files, env=ENVIRONMENT) as one:
+        found, _ = answers(one, range(len(list(requests()))), alone=True)
+    compressed = {name for name, _, facts in found.values() if facts.get("entries_kept")}
+    assert compressed == {*SETTINGS}
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(model, files):
+    with start(model, files, **stages(2)) as server:
+        yield server
+
+
+def test_answers_and_what_is_kept_are_those_of_one_process(server, expected):
+    assert answers(server, sorted(expected), alone=True)[0] == expected
+
+
+def test_requests_in_flight_together_and_in_another_order(server, expected):
+    order = sorted(expected)
+    random.Random(1).shuffle(order)
+    assert answers(server, order, alone=False)[0] == expected
+    assert_nothing_is_left(server)
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_what_is_retracted_goes_on_as_it_was(model, files, expected, number):
+    """In a pool with little room, of stages that are as many as layers, too."""
+    tight = stages(number)
+    tight["env"] |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
+    with start(model, files, **tight, max_total_tokens=900) as server:
+        found, retractions = answers(server, sorted(expected), alone=False)
+        assert found == expected
+        assert retractions > 10
+        assert_nothing_is_left(server)
+
+
+def assert_nothing_is_left(server):
+    """Also of a request whose client goes away."""
+    for new, size in ((400, 300), (2, 1200)):
+        params = {"kv_policy": "snapkv"}
+        sampling = {"max_new_tokens": new, "ignore_eos": True, "custom_params": params}
+        body = {"input_ids": prompt(3, size), "sampling_params": sampling, "stream": True}
+        url = server.url + "/generate"
+        with server.session.post(url, json=body, stream=True, timeout=PATIENCE) as answer:
+            if new > 2:
+                next(answer.iter_content(64))  # its prefill is done; the client goes away
+    end = time.monotonic() + PATIENCE
+    while True:
+        server.session.post(server.url + "/flush_cache", timeout=PATIENCE)
+        loads = server.session.get(server.url + "/v1/loads", timeout=PATIENCE).json()
+        if all(each["num_used_tokens"] == 0 for each in loads["loads"]):
+            break
+        assert time.monotonic() < end, loads
+        time.sleep(0.2)
+    assert "leak" not in server.log_text().lower()
