@@ -244,7 +244,7 @@ class Runtime:
         state = state_of(req)
         if state is None or not state.resumes:
             return False
-        return state.under_way and req.prefix_len >= state.prompt
+        return state.under_way > 0 and req.prefix_len >= state.prompt
 
     # Published, retracted.
 
@@ -297,7 +297,7 @@ class Runtime:
         self.services.forget_rows()
         if state is None:
             return
-        state.seen, state.under_way = Seen(), False
+        state.seen, state.under_way = Seen(), 0
         if state.detached or state.progress.barred:
             req.skip_radix_cache_insert = False
         state.progress = Progress()

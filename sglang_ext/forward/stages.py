@@ -42,7 +42,7 @@ class Outcome:
         # A request that is retracted meanwhile begins anew.
         self._concerned = [(req, own, own.progress) for req, own in known if own is not None]
         for _, state, _ in self._concerned:
-            state.under_way = True
+            state.under_way += 1
         self._ending = [] if step.prefill is None else step.prefill.ending
         found = [torch.tensor([state.failing for _, state, _ in self._concerned])]
         found += [self._found(req, state) for req, state in self._ending]
@@ -68,7 +68,7 @@ class Outcome:
                     if id(req) in goes_on and not state.failed:
                         self._settle(req, state, own)
             for _, state in self._going_on():
-                state.under_way = False
+                state.under_way -= 1
         self._services.reports.finished(self._finishing)
 
     def _found(self, req: Any, state: State) -> torch.Tensor:

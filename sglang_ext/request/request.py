@@ -243,7 +243,7 @@ class State:
         failed: whether the policy has failed in its work for the request.
         failing: of several ranks or stages, how it has failed on this one, as long as the others do
             not know; 0: it has not.
-        under_way: whether it is in a forward of which not all stages know the outcome.
+        under_way: forwards with it of which not all stages know the outcome.
     """
 
     served: Served
@@ -264,7 +264,7 @@ class State:
     progress: Progress = field(default_factory=Progress)
     failed: bool = False
     failing: int = 0
-    under_way: bool = False
+    under_way: int = 0
 
     @property
     def broken(self) -> bool:
