@@ -27,8 +27,13 @@ def apart(bound: Bound) -> str | None:
 
 
 def _compares(bound: Bound) -> Node | None:
-    """The first value of the prefill that looks at other layers' data."""
+    """The first value of the prefill that looks at other layers and is not planned for all."""
     rules = bound.lowered.prefill
     roots = [keep_of(rules), *rules.decided.values(), *state_roots(rules.states)]
     every = nodes_of([*roots, *merge_roots(rules.merge)])
-    return next((x for x in every if x.across_layers and x.when > When.PROMPT), None)
+    return next((x for x in every if x.across_layers and not _is_planned(x)), None)
+
+
+def _is_planned(node: Node) -> bool:
+    """Whether every stage computes a value for all layers once it knows the prompt's length."""
+    return node.when <= When.PROMPT and not set(node.type.axes) - {"token"}

@@ -230,8 +230,6 @@ class Layers(Evaluation):
     def part(self, node: Node, evaluation: Evaluation) -> Value:
         """The part of one layer in a node that looks at other layers."""
         frame, layers = evaluation.frame, len(self.evaluations)
-        if layers < frame.bound.shape.layers:  # of the others nothing but what needs no data
-            return known_before(node, evaluation)
         if not _compares(node):
             most = frame.layer + 1 if node.when <= When.LAYER else layers
             return _look(node, evaluation, most, lambda x, layer: self._at(x, layer, frame))

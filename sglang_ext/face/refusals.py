@@ -83,7 +83,7 @@ def check_options(options: Any) -> None:
         if backend != "torch_native" and options.device == "cpu" and not interpreted:
             why = "without a GPU its kernels run in Triton's interpreter only (TRITON_INTERPRET=1)"
             raise _refusal("attention_backend", backend, why)
-    if options.pp_size > 1:
+    if options.pp_size != 1:
         _check_with_stages(options)
     kernels_in_use.check(kernels(), options.device)
     decodes_by = compat.attention_backends(options)[1]

@@ -13,7 +13,7 @@ POLICIES = Path(__file__).parents[2] / "policies"
 SETTINGS = {
     "snapkv": ["capacity=48", "window=16"],
     "adakv": ["capacity=40", "window=8"],
-    "pyramidkv": ["capacity=40", "window=8", "exact_total=true"],
+    "pyramidkv": ["capacity=40", "window=8"],
     "lazy": [],
     "sinks-recent": ["capacity=40"],
 }
@@ -31,6 +31,7 @@ ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
+ADMIN = {"Authorization": "Bearer secret"}
 FLAGS = {"chunked_prefill_size": 64, "page_size": 1, "kv_policy_allow_inspection": True}
 
 
@@ -107,7 +108,7 @@ def expected(model, files):
 
 @pytest.fixture(scope="module")
 def server(model, files):
-    with start(model, files, **stages(2)) as server:
+    with start(model, files, **stages(2), admin_api_key="secret") as server:
         yield server
 
 
@@ -122,9 +123,28 @@ def test_requests_in_flight_together_and_in_another_order(server, expected):
     assert_nothing_is_left(server)
 
 
-@pytest.mark.parametrize("number", [2, 4])
+def test_what_requests_ask_besides(server):
+    """Parameters of their own and prescribed output, which the last stage alone samples."""
+    tokens, output = prompt(5, 150), prompt(6, 8)
+    given = {"kv_policy_set": {"capacity": 30}, "kv_policy_force": output}
+    found = ask(server, tokens, "snapkv", new=8, **given).json()
+    assert found["output_ids"] == output
+    assert found["meta_info"]["kv_policy"]["entries_kept"] == 4 * 2 * 30
+    assert found["meta_info"]["kv_policy"]["set"] == {"capacity": 30}
+
+
+def test_policies_do_not_change_while_the_server_runs(server):
+    url = server.url + "/kv_policy/policies/mine"
+    text = (POLICIES / "snapkv.yaml").read_text()
+    answer = server.session.put(url, data=text, headers=ADMIN, timeout=PATIENCE)
+    assert not answer.ok
+    assert "a server with --pp-size cannot change its policies while it runs" in answer.text
+    assert ask(server, prompt(1, 9), "mine").status_code == 400
+
+
+@pytest.mark.parametrize("number", [2, 3])
 def test_what_is_retracted_goes_on_as_it_was(model, files, expected, number):
-    """In a pool with little room, of stages that are as many as layers, too."""
+    """In a pool with little room; of three stages one has more layers than the others."""
     tight = stages(number)
     tight["env"] |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
     with start(model, files, **tight, max_total_tokens=900) as server:
@@ -146,8 +166,8 @@ def assert_nothing_is_left(server):
                 next(answer.iter_content(64))  # its prefill is done; the client goes away
     end = time.monotonic() + PATIENCE
     while True:
-        server.session.post(server.url + "/flush_cache", timeout=PATIENCE)
-        loads = server.session.get(server.url + "/v1/loads", timeout=PATIENCE).json()
+        server.session.post(server.url + "/flush_cache", headers=ADMIN, timeout=PATIENCE)
+        loads = server.session.get(server.url + "/v1/loads", headers=ADMIN, timeout=PATIENCE).json()
         if all(each["num_used_tokens"] == 0 for each in loads["loads"]):
             break
         assert time.monotonic() < end, loads

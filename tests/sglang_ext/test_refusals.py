@@ -19,6 +19,10 @@ HARMLESS = {name: value for name, value, _ in refusals.OPTIONS} | {
     "decode_attention_backend": None,
     "cuda_graph_config": CudaGraphConfig(),
     "device": "cuda",
+    "pp_size": 1,
+    "tp_size": 1,
+    "enable_mixed_chunk": False,
+    "enable_hierarchical_cache": False,
 }
 ROOT = Path(__file__).parents[2]
 BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
@@ -51,6 +55,29 @@ def test_harmless_options_are_served():
     refusals.check_options(options())
     refusals.check_options(options(dp_size=2, enable_mixed_chunk=True))
     refusals.check_options(options(disaggregation_mode=None))
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("--tp-size 2", {"tp_size": 2}),
+        ("--enable-mixed-chunk", {"enable_mixed_chunk": True}),
+        ("--enable-hierarchical-cache", {"enable_hierarchical_cache": True}),
+    ],
+)
+def test_what_stages_cannot_be_combined_with(what, change):
+    refusals.check_options(options(pp_size=2))
+    refusals.check_options(options(**change))
+    said = refusal(pp_size=2, **change)
+    assert said.startswith(f"--pp-size and {what} cannot be combined with --kv-policy: ")
+    assert said.endswith(".")
+    assert said.count(". ") == 0
+
+
+def test_stages_serve_no_experiment(monkeypatch, tmp_path):
+    monkeypatch.setenv("SGLANG_KV_POLICY_EXPERIMENT", str(tmp_path / "experiment.yaml"))
+    refusals.check_options(options())
+    assert refusal(pp_size=2).startswith("--pp-size and --kv-experiment cannot be combined")
 
 
 # A value with which each option is refused.
