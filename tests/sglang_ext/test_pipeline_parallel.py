@@ -31,6 +31,7 @@ ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
+SET = {"kv_policy_allow_set": ["snapkv.capacity"]}
 ADMIN = {"Authorization": "Bearer secret"}
 FLAGS = {"chunked_prefill_size": 64, "page_size": 1, "kv_policy_allow_inspection": True}
 
@@ -108,7 +109,7 @@ def expected(model, files):
 
 @pytest.fixture(scope="module")
 def server(model, files):
-    with start(model, files, **stages(2), admin_api_key="secret") as server:
+    with start(model, files, **stages(2), admin_api_key="secret", **SET) as server:
         yield server
 
 
