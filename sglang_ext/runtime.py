@@ -226,7 +226,7 @@ class Runtime:
         finishing = list(iterate_finishing(batch)) if batch.forward_mode.is_extend() else []
         if self.services.stages.size > 1:
             self._under_way.append(Outcome(self.services, batch, step, finishing))
-        else:
+        elif finishing:
             self.services.reports.finished(finishing)
         return result
 

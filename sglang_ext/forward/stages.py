@@ -78,12 +78,12 @@ class Outcome:
         """
         arena, part = self._services.arena, self._part(req)
         lists = torch.zeros((arena.model_layers, self._services.store.kv_heads), dtype=torch.int64)
-        places = torch.zeros((*lists.shape, state.prompt * state.told.shows_kept))
+        places = lists.new_zeros((*lists.shape, state.prompt * state.told.shows_kept))
         own = slice(arena.own.start, arena.own.stop)
         if part is not None:
             lists[own] = part.counts
             if state.told.shows_kept:
-                places[own] = part.kept.cpu().float()
+                places[own] = part.kept.cpu().long()
         not_finite = torch.tensor([part is not None and not part.finite])
         return torch.cat([not_finite, lists.flatten(), places.flatten()])
 

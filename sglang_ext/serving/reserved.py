@@ -77,7 +77,7 @@ def reckon(services: Services, configurator: Any, options: Any, tokens: int) -> 
     """
     config = configurator.model_config
     shape = refusals.shape_of_rank(refusals.model_shape(config), options.tp_size)
-    if options.pp_size > 1:
+    if options.pp_size != 1:
         shape = replace(shape, layers=compat.layers_here(configurator))
     requests = configurator.resolve_max_num_reqs(tokens)
     scratch = SCRATCH if services.propagates else 0

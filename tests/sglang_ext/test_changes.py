@@ -12,7 +12,7 @@ from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.sglang_ext.face import compat, options
 from kvpolicy.sglang_ext.face.errors import Refused
-from kvpolicy.sglang_ext.face.ranks import Ranks
+from kvpolicy.sglang_ext.face.ranks import Ranks, Stages
 from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.serving import catalog as catalogs
 from kvpolicy.sglang_ext.serving.catalog import Catalog
@@ -36,7 +36,11 @@ class Scheduler:
         runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=SimpleNamespace()))
         runner.req_to_token_pool.req_to_token.shape = (8, 64)
         services = SimpleNamespace(
-            layers=None, shares=False, queries=SimpleNamespace(needed=False), ranks=Ranks()
+            layers=None,
+            shares=False,
+            queries=SimpleNamespace(needed=False),
+            ranks=Ranks(),
+            stages=Stages(range(2)),
         )
         self.changes = Changes(services, self.policies, runner, SHAPE, self.make, 0)
 

@@ -39,6 +39,7 @@ class Configurator:
                 "max_total_tokens": None,
                 "page_size": page,
                 "tp_size": 1,
+                "pp_size": 1,
                 "mem_fraction_static": 0.8,
                 "captured": 0,
                 "decode": "triton",
