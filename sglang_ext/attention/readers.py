@@ -113,7 +113,7 @@ class TritonReader:
             rows,
             lengths,
             req_to_token,
-            layer=layer.layer_id - services.arena.own.start,
+            layer=services.arena.place_of(layer.layer_id),
             scale=layer.scaling * key_scale,
             workspace=self.workspace if heads.shape[0] <= self.requests else None,
         )
@@ -261,7 +261,7 @@ class FlashInferReader:
         )
         heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         key_scale, value_scale = scales_of(self._services.arena, layer)
-        place = layer.layer_id - self._services.arena.own.start
+        place = self._services.arena.place_of(layer.layer_id)
         private = self._attention.attend(
             heads, layer=place, scale=layer.scaling * key_scale, value_scale=value_scale
         )

@@ -18,7 +18,7 @@ own stream, there is nothing to order.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -35,37 +35,29 @@ class Streams:
         """Take the streams from SGLang's scheduler; it may still replace its own later."""
         self._scheduler = scheduler
 
-    @contextmanager
-    def scheduling(self) -> Iterator[None]:
+    def scheduling(self) -> AbstractContextManager[None]:
         """In this block, work goes to the scheduler's stream, in order with the forward's."""
-        if self._scheduler is None:
-            yield
-            return
-        module, own, _ = compat.streams(self._scheduler)
-        current = module.current_stream()
-        if current == own:
-            yield
-            return
-        own.wait_stream(current)
-        with module.stream(own):
-            yield
-        current.wait_stream(own)
+        return self._on(0)
+
+    def forwarding(self) -> AbstractContextManager[None]:
+        """In this block, work goes to the stream of the forwards, in order with the scheduler's."""
+        return self._on(1)
 
     @contextmanager
-    def forwarding(self) -> Iterator[None]:
-        """In this block, work goes to the stream of the forwards, in order with the scheduler's."""
+    def _on(self, which: int) -> Iterator[None]:
+        """Go to the scheduler's stream (0) or that of its forwards (1), after the current one."""
         if self._scheduler is None:
             yield
             return
-        module, _, forward = compat.streams(self._scheduler)
-        current = module.current_stream()
-        if current == forward:
+        module, *streams = compat.streams(self._scheduler)
+        current, wanted = module.current_stream(), streams[which]
+        if current == wanted:
             yield
             return
-        forward.wait_stream(current)
-        with module.stream(forward):
+        wanted.wait_stream(current)
+        with module.stream(wanted):
             yield
-        current.wait_stream(forward)
+        current.wait_stream(wanted)
 
     def shared(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same tensor, whose memory is not reused while either stream may still read it."""

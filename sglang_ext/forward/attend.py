@@ -19,7 +19,7 @@ def attend(
     Args:
         read: `paged_attention`.
     """
-    indptr, indices, apart = lists.layer(layer.layer_id - arena.own.start)
+    indptr, indices, apart = lists.layer(arena.place_of(layer.layer_id))
     key_scale, value_scale = scales_of(arena, layer)
     given = (queries, arena.entries, arena.values, indptr, indices)
     made = read(*given, scale=layer.scaling * key_scale, apart=apart)

@@ -247,7 +247,7 @@ class PrefillStep:
     ) -> tuple[torch.Tensor | Slots, torch.Tensor | Slots | None]:
         """Keys and values of one layer at the slots [n], as a policy's program takes them."""
         arena = self._services.arena
-        k, v = arena.at_slots(layer.layer_id - arena.own.start, slots)
+        k, v = arena.at_slots(arena.place_of(layer.layer_id), slots)
         values = v if state.served.bound.needs_values else None
         if state.served.kernels.read_the_pool:
             return k, values

@@ -51,6 +51,10 @@ class Arena:
         """Layers of the model that are here."""
         return self.stages[self.stage]
 
+    def place_of(self, layer: int) -> int:
+        """Where a layer of the model stands among those that are here."""
+        return layer - self.own.start
+
     @property
     def model_layers(self) -> int:
         """How many layers the model has, those of other stages among them."""
