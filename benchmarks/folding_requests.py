@@ -257,7 +257,7 @@ class Crowd:
                 layer = SimpleNamespace(
                     layer_id=number, scaling=shape.head_dim**-0.5, qk_head_dim=shape.head_dim
                 )
-                self.services.queries.write(layer, heads, shape.layers)
+                self.services.queries.write(layer, heads, range(shape.layers))
         batch = SimpleNamespace(
             req_to_token_pool=self.slots.req_to_token_pool,
             seq_lens_cpu=torch.tensor([each.length for each in self.requests]),

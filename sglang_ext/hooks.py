@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -135,10 +136,10 @@ def _create_buffers(services: Services, pool: Any) -> None:
     group = compat.stage_group()
     services.divide(group, compat.layers_of(pool))
     with compat.kv_memory_region(pool):
-        services.arena = create_arena(
-            pool.layer_num, padded, pool.head_num, pool.head_dim, pool.dtype, pool.device,
-            services.stages.spans, group.stage,
-        )  # fmt: skip
+        arena = create_arena(
+            pool.layer_num, padded, pool.head_num, pool.head_dim, pool.dtype, pool.device
+        )
+    services.arena = replace(arena, spans=services.stages.spans, stage=group.stage)
     layers = services.arena.storage.view(pool.store_dtype)
     pool.k_buffer = [layer[0, :rows] for layer in layers]
     pool.v_buffer = [layer[1, :rows] for layer in layers]

@@ -65,12 +65,12 @@ class Ends:
         pairs = enumerate(self.numbers)
         return {i: node for i, node in pairs if node and bound.static.needs(node) is None}
 
-    def rows(self, bound: Bound, prompt: int) -> list[tuple[int, int, int]]:
-        """The three numbers of every layer, or once if they are the same; what data decide is 0."""
+    def rows(self, bound: Bound, prompt: int, layers: range) -> list[tuple[int, int, int]]:
+        """The three numbers of some layers, or once if they are the same; what data decide is 0."""
         data = self.of_data(bound).values()
         known = [node for node in (self.where, *self.numbers) if node and node not in data]
         apart = any("layer" in (bound.static.needs(node) or ()) for node in known)
-        return [self._row(bound, prompt, i) for i in range(bound.shape.layers if apart else 1)]
+        return [self._row(bound, prompt, i) for i in (layers if apart else layers[:1])]
 
     def _row(self, bound: Bound, prompt: int, layer: int) -> tuple[int, int, int]:
         if self.where is not None and not bound.number(self.where, prompt, layer):

@@ -6,6 +6,8 @@ in it looks at other layers by numbers that only data know.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.ir.nodes import Node, When, brackets
@@ -18,20 +20,22 @@ def apart(bound: Bound) -> str | None:
         return "layers are stored in pairs (`share:`), and those of a pair may lie in two stages"
     if bound.propagates:
         return "tokens leave between layers (`propagate:`), and the next stage computes all of them"
-    found = _compares(bound)
+    found = next((x for x in _read(bound) if x.across_layers and not _is_planned(x)), None)
     if found is not None:
         return f"`{found.op}{brackets(found.axes)}` looks at layers that lie in other stages"
-    if bound.folded.decode is not None:
-        return "entries leave while it decodes (`decode:`), which stages do at different moments"
     return None
 
 
-def _compares(bound: Bound) -> Node | None:
-    """The first value of the prefill that looks at other layers and is not planned for all."""
-    rules = bound.lowered.prefill
+def _read(bound: Bound) -> Iterator[Node]:
+    """Every value that decides what is kept: of the prefill, and while decoding."""
+    rules, later = bound.lowered.prefill, bound.lowered.decode
     roots = [keep_of(rules), *rules.decided.values(), *state_roots(rules.states)]
-    every = nodes_of([*roots, *merge_roots(rules.merge)])
-    return next((x for x in every if x.across_layers and not _is_planned(x)), None)
+    roots += merge_roots(rules.merge)
+    if later is not None:
+        decode = [keep_of(later), *state_roots(later.states), *merge_roots(later.merge)]
+        takes_budget = any(node.op == "budget" for node in nodes_of(decode))
+        roots += [*decode, *([rules.budget] if takes_budget and rules.budget else [])]
+    return nodes_of(roots)
 
 
 def _is_planned(node: Node) -> bool:

@@ -85,7 +85,11 @@ def prefilled(
     v: np.ndarray,
     inv_freq: np.ndarray | None = None,
 ) -> Prefilled:
-    """Takes a program through the prefill, restarted where the policy says so; as `interpret`."""
+    """Takes a program through the prefill, restarted where the policy says so; as `interpret`.
+
+    Args:
+        q, k, v: as of `interpret`, of the program's layers.
+    """
     recording = _Recording(*(torch.tensor(x) for x in (q, k, v)))
     first = run = program.start(k.shape[2])
     chosen = torch.arange(k.shape[2])
@@ -116,11 +120,11 @@ class _Recording:
 def _prefill(run: Run, recording: _Recording) -> torch.Tensor | None:
     """Observes all layers; the tokens of a second prefill, if one is to begin."""
     there = torch.arange(recording.k.shape[2])
-    for layer in range(len(recording.k)):
+    for place, layer in enumerate(run.program.layers):
         part = recording.of(there)
         check_layer_queries(run.program.bound, run.prompt, layer, part.q.shape[2], len(there))
         tokens = None if len(there) == recording.k.shape[2] else there
-        deeper = run.observe(layer, part.q[layer], part.k[layer], part.v[layer], tokens)
+        deeper = run.observe(layer, part.q[place], part.k[place], part.v[place], tokens)
         if deeper is not None:
             there = there[deeper]
         if run.restarted:
@@ -142,23 +146,24 @@ def turned(keys: torch.Tensor, shift: torch.Tensor, inv_freq: np.ndarray) -> tor
 def _stored(run: Run, recording: _Recording, inv_freq: np.ndarray | None) -> Vectors:
     """Float64 keys and values [G, n, D] of every layer, as they are cached."""
     stored: Vectors = []
-    for layer, (k, v) in enumerate(zip(recording.k, recording.v, strict=True)):
+    layers = zip(run.program.layers, recording.k, recording.v, strict=True)
+    for place, (layer, k, v) in enumerate(layers):
         keys, values = run.merged(layer, k, v)
         shift = run.shift(layer)
         if shift is not None and inv_freq is not None:
             keys = turned(keys, shift, inv_freq)
         stored.append((keys, values))
-        if layer:
-            pairs = run.shared(layer, *(x.double() for x in (*stored[layer - 1], keys, values)))
+        if place:
+            pairs = run.shared(layer, *(x.double() for x in (*stored[place - 1], keys, values)))
             if pairs is not None:
                 both = [
                     _read_back(*parts)
                     for parts in (
-                        (stored[layer - 1][0], keys, pairs.direction_k, pairs.except_k),
-                        (stored[layer - 1][1], values, pairs.direction_v, pairs.except_v),
+                        (stored[place - 1][0], keys, pairs.direction_k, pairs.except_k),
+                        (stored[place - 1][1], values, pairs.direction_v, pairs.except_v),
                     )
                 ]
-                stored[layer - 1 : layer + 1] = list(zip(*both, strict=True))
+                stored[place - 1 : place + 1] = list(zip(*both, strict=True))
     return stored
 
 

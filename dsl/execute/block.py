@@ -313,11 +313,13 @@ class Folded:
         block: with the entries of the steps, as if none had left.
         staying: bool [B * L * G, M], what stays of it.
         counts: of that.
+        whole: what goes on if nothing leaves after all.
     """
 
     block: Block
     staying: torch.Tensor
     counts: Counts
+    whole: Block
 
     def broad(self, request: int) -> int:
         """As of `Block`; the host waits for the numbers."""

@@ -31,8 +31,8 @@ class Compiled:
         report: also keep budgets and scores, for `Run.result`.
         kernels: what computes, see `execute/kernels.py`; None: torch, as installed.
         heads: which of the model's KV heads are here, and how the others are reached.
-        layers: of the model that are here; None: all. Of a part of them a prefill alone can be
-            computed, where no data of other layers decide (`bind/stages.py`).
+        layers: of the model that are here; None: all. A part of them can be computed where no data
+            of other layers decide (`bind/stages.py`).
         deferred_bytes: that the scores of all layers may take until the last one has been computed.
 
     Attributes:
@@ -67,7 +67,9 @@ class Compiled:
         # Where a layer chooses what deeper ones compute, nothing can wait for those.
         self._deferring = None if bound.propagates else Prefill(bound, report, heads, defers=True)
         self.accumulates = self._prefill.accumulates
-        self.steps = None if bound.folded.decode is None else Steps(bound, report, kernels, heads)
+        self.steps = None
+        if bound.folded.decode is not None:
+            self.steps = Steps(bound, report, kernels, heads, self.layers)
         self.generated = Generated.of(
             bound, self._prefill.everything, kernels, self._prefill.updates.states
         )

@@ -35,7 +35,7 @@ class Known:
     """What the host knows of what a prefill keeps.
 
     Attributes:
-        held: per layer, of the KV heads that are here.
+        held: per layer that is here, of the KV heads that are here.
         widest: positions of the layer that keeps most, on any rank.
     """
 
@@ -152,6 +152,17 @@ class Memory:
                 self._block, self._place = self._block.block.some([self._place]), 0
         return self._landed
 
+    def withdraw(self, *, finite: bool) -> None:
+        """Nothing leaves at the last steps after all, at which entries might have left.
+
+        Args:
+            finite: whether the model's tensors were; if not, nothing leaves any more.
+        """
+        if isinstance(self._block, Folded):
+            self._block, self._place = self._block.whole.some([self._place]), 0
+        self._landed = None
+        self.not_finite |= not finite
+
     def numbers(self) -> Landed:
         """As `land`, of steps at which entries might leave.
 
@@ -172,7 +183,7 @@ class Memory:
         merge = self.steps.rules.merge
         states = merge.states if merge is not None else {}
         return {
-            name: [self._threshold(name, layer) for layer in range(self.bound.shape.layers)]
+            name: [self._threshold(name, layer) for layer in range(len(self.steps.layers))]
             for name in states
         }
 
@@ -192,12 +203,12 @@ def _remembered(run: Run, steps: Steps, told: Known | None) -> Block:
     """What is remembered of a prefill, whose dropped entries are forgotten."""
     bound, kept = run.program.bound, run.finish()
     kv = run.program.heads.number(bound.shape.kv_heads)
-    layers = range(bound.shape.layers)
+    layers = run.program.layers
     there, positions, states, known = [], [], [], []
-    for number in layers:
+    for place, number in enumerate(layers):
         places = run.there(number)
-        own = kept[number][:, places]
-        known.append(_held(own) if told is None else told.held[number])
+        own = kept[place][:, places]
+        known.append(_held(own) if told is None else told.held[place])
         # In order, the positions that some KV head keeps; `nonzero` would wait for the device.
         some = (~own.any(0)).to(torch.uint8).argsort(stable=True)[: known[-1].positions]
         positions.append(places[some])
@@ -264,7 +275,7 @@ def _chosen(x: Value, some: torch.Tensor) -> Value:
 
 def _asked(run: Run, device: torch.device) -> Asked | None:
     """The prompt's last queries, where decode steps read queries of earlier ones."""
-    layers = range(run.program.bound.shape.layers)
+    layers = run.program.layers
     tails = [run.last_queries(number) for number in layers]
     found = [x for x in tails if x is not None]
     if not found:

@@ -66,7 +66,7 @@ class Shown:
             own = [
                 self.bound.number(node, prompt, layer, generated=generated)
                 for prompt, generated in zip(self.prompts, self.generated, strict=True)
-                for layer in range(self.block.layers if layers else 1)
+                for layer in (self.steps.layers if layers else range(1))
             ]
             if any(x != own[0] for x in own):
                 repeats = 1 if layers else self.block.layers
@@ -90,7 +90,7 @@ class Lists:
     """Lists that are evaluated at once.
 
     Args:
-        layer: of the request, from 0; None: all lists of all requests.
+        layer: of the request, from 0 of those that are here; None: all lists of all requests.
 
     Attributes:
         heads: which lists of the block; first: the first of their columns.
@@ -238,7 +238,7 @@ class Lists:
         """int64 [N, 3], by which entries stay for their place, of all requests or of all lists."""
         shown = self.shown
         block, pairs = shown.block, zip(rules, shown.prompts, strict=True)
-        own = [each.rows(shown.bound, prompt) for each, prompt in pairs]
+        own = [each.rows(shown.bound, prompt, shown.steps.layers) for each, prompt in pairs]
         if any(len(rows) > 1 for rows in own):
             own = [rows if len(rows) > 1 else rows * block.layers for rows in own]
         rows = [row for each in own for row in each]
@@ -328,8 +328,9 @@ class Lists:
             vectors["query"] = q
         places = positions[-number:] if places is None else places
         return Frame(
-            shown.bound, tokens, block.there.device, self.number, prompt, layer=self.layer or 0,
-            layered=self.layer is None, vectors=vectors, positions=positions, there=there,
+            shown.bound, tokens, block.there.device, self.number, prompt,
+            layer=shown.steps.layers[self.layer or 0], layered=self.layer is None,
+            vectors=vectors, positions=positions, there=there,
             step=Step(shown.generated[self.request] - later, places, steps or 1),
             kernels=shown.steps.kernels, checks=self.checks, heads=shown.steps.heads,
         )  # fmt: skip
@@ -376,5 +377,6 @@ class Lists:
         block, seed = self.shown.block, counts.seed(evaluation.frame.number(node.args[0]))
         generated = sent(torch.tensor(list(self.shown.generated)), block.there.device)
         steps, total = self.shown.steps, self.shown.bound.shape.kv_heads
-        data = steps.heads.part(steps.kernels["draws"](seed, block.positions, generated, total), 0)
+        given = (seed, block.positions, generated, total, steps.layers.start)
+        data = steps.heads.part(steps.kernels["draws"](*given), 0)
         return Value(data, AXES, finite=True)

@@ -94,9 +94,9 @@ links(places, receivers, joins, accepted, weights, tokens) -> links
     columns of sources, float64 [R, K] weights and int32 [R, tokens + 1] offsets: those of column c
     are from offsets[c] to offsets[c + 1].
 
-draws(seed, positions, generated, group) -> float64 [S * G, M]
+draws(seed, positions, generated, group, first) -> float64 [S * G, M]
     `uniform(seed)` (`ir/counts.py`) for the entries at int64 [S, M] positions of S layers of G KV
-    heads, after int64 [N] decode steps of N requests, of S / N layers each.
+    heads, after int64 [N] decode steps of N requests, of S / N layers each, from number `first` on.
 
 finite(keys, values, ids, there) -> bool [R]
     Whether the rows int64 ids [R, M] of two pools [E, D], where bool `there` [R, M] is true, hold

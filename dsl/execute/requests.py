@@ -246,7 +246,7 @@ class _Following:
         if self.leaves:
             lists = self._lists(shown, alike=self.rule is not None)
             decisions = [self._decided(own) for own in lists]
-            staying = self._staying(block, decisions)
+            staying = self._staying(block, replace(block), decisions)
             self.steps.heads.agree()
         remembered = block if staying is None else staying.folded
         for place, memory in enumerate(self.memories):
@@ -367,31 +367,38 @@ class _Following:
         finite = each[0] if len(each) == 1 else torch.cat(each)
         block.finite = finite if block.finite is None else finite & block.finite
 
-    def _staying(self, block: Block, decisions: list[_Decision]) -> Staying:
-        """What stays and what is added to it."""
+    def _staying(self, block: Block, whole: Block, decisions: list[_Decision]) -> Staying:
+        """What stays and what is added to it.
+
+        Args:
+            whole: as of `Folded`.
+        """
         lists = [each.lists for each in decisions]
         at_once, repeats = self.rule is not None, block.numbers is not None
         # What a merge of all lists reads is checked with the rest; of a layer's lists it is known
         # from the numbers how many entries leave.
         merges = self._merges(block, decisions, None) if at_once else []
         self._note(block, lists)
-        folded, good = self._folded(block, decisions)
+        folded, good = self._folded(block, whole, decisions)
         merges = merges if at_once else self._merges(block, decisions, folded.counts)
         merge = self.steps.rules.merge
         # Merged keys would be rounded before they turn, and after.
         turns = merge is not None and "key" in merge.apply and self.bound.positions == "slots"
         return Staying(folded, good.view(block.requests, -1), repeats, not turns, merges)
 
-    def _folded(self, block: Block, decisions: list[_Decision]) -> tuple[Folded, torch.Tensor]:
+    def _folded(
+        self, block: Block, whole: Block, decisions: list[_Decision]
+    ) -> tuple[Folded, torch.Tensor]:
         """What stays, and bool [B * L], see the kernel "tally"."""
         each = [padded(own.kept, 1, block.width, False) for own in decisions]
         kept = each[0] if len(each) == 1 else torch.cat(each)
         given = (kept, block.there, block.finite, block.numbers, block.kv)
         block.numbers, good = self.steps.kernels["tally"](*given)
-        whole, good = of_ranks(self.steps.heads, block.numbers, good)
+        of_all, good = of_ranks(self.steps.heads, block.numbers, good)
         block.since = 0 if all(own.lists.cut for own in decisions) else None
         block.finite = None  # the numbers say it; of a request whose are not nothing leaves
-        return Folded(block, kept, Counts(whole, block.requests, self.bound.shape.kv_heads)), good
+        counts = Counts(of_all, block.requests, self.bound.shape.kv_heads)
+        return Folded(block, kept, counts, whole), good
 
     def _merges(
         self, block: Block, decisions: list[_Decision], counts: Counts | None
@@ -431,7 +438,8 @@ class _Following:
         rule, least = self.rule, 0
         if isinstance(rule, Ends) and rule.score is None:
             pairs = zip(self._ends(), self.memories, strict=True)
-            rows = (each.rows(self.bound, memory.prompt) for each, memory in pairs)
+            layers = self.steps.layers
+            rows = (each.rows(self.bound, memory.prompt, layers) for each, memory in pairs)
             least = min(sum(row) for own in rows for row in own)
         # A list that has been cut loses no more than came since.
         most = max(block.widest) - least

@@ -125,6 +125,7 @@ class Steps:
             leave; advancing_asks, leaving_asks: whether queries are.
         fresh: by name of a state its value for new entries; NaN if data, or the request, decide it.
         leaving_merge: whether what leaves is merged.
+        layers: of the model that are here.
         kernels: what computes; those generated for the policy:
             `advancing` for its states, `leaving` for what is read where entries leave.
         advancing_roots, leaving_roots: what these compute.
@@ -136,8 +137,16 @@ class Steps:
         ValueError: nothing leaves while decoding.
     """
 
-    def __init__(self, bound: Bound, report: bool, kernels: Kernels, heads: Heads = ALL) -> None:
+    def __init__(
+        self,
+        bound: Bound,
+        report: bool,
+        kernels: Kernels,
+        heads: Heads = ALL,
+        layers: range | None = None,
+    ) -> None:
         self.kernels, self.heads = kernels, heads
+        self.layers = range(bound.shape.layers) if layers is None else layers
         rules = bound.lowered.decode
         if rules is None or rules.keep is None:
             raise ValueError(f"by `{bound.program.name}` nothing leaves while decoding")

@@ -98,6 +98,7 @@ class _Folding:
         self.bound, self.device, self.scale = run.program.bound, like.device, like.scale
         self.steps, self.tokens = self.bound.fold_interval, run.prompt
         self.kv = run.program.heads.number(self.bound.shape.kv_heads)
+        self.layers = len(run.program.layers)
         size = (_ROWS, self.bound.shape.head_dim)
         self.pool = torch.zeros(size, dtype=like.dtype, device=like.device)
         self.asked = torch.zeros(size, dtype=queries, device=like.device)
@@ -129,7 +130,7 @@ class _Folding:
     def _queries(self) -> torch.Tensor:
         """[L * H, T, D] zeros."""
         shape = self.bound.shape
-        lists = shape.layers * self.kv * shape.group
+        lists = self.layers * self.kv * shape.group
         return self.asked.new_zeros(lists, self.steps, shape.head_dim)
 
     def _read(

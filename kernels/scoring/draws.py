@@ -9,7 +9,9 @@ BITS = 0xFFFFFFFF
 GOLDEN, FIRST, SECOND = 0x9E3779B9, 0x21F0AAAD, 0x735A2D97
 
 
-def draws(seed: int, positions: torch.Tensor, generated: torch.Tensor, group: int) -> torch.Tensor:
+def draws(
+    seed: int, positions: torch.Tensor, generated: torch.Tensor, group: int, first: int = 0
+) -> torch.Tensor:
     """A number from 0 to below 1 for every entry, by seed, layer, KV head, position and step.
 
     Args:
@@ -18,6 +20,7 @@ def draws(seed: int, positions: torch.Tensor, generated: torch.Tensor, group: in
             where there is no entry.
         generated: int64 [N], decode steps of each request, this one included.
         group: G, KV heads of a layer.
+        first: number of each request's first layer.
 
     Returns:
         float64 [S * G, M].
@@ -28,7 +31,7 @@ def draws(seed: int, positions: torch.Tensor, generated: torch.Tensor, group: in
     check(positions, generated, group)
     number, device = len(positions), positions.device
     layers = number // max(len(generated), 1)
-    layer = torch.arange(number, device=device) % max(layers, 1)
+    layer = torch.arange(number, device=device) % max(layers, 1) + first
     head = torch.arange(group, device=device)
     step = generated.repeat_interleave(layers)
     state = torch.full((), seed & BITS, dtype=torch.int64, device=device)

@@ -18,6 +18,7 @@ def draws(
     positions: torch.Tensor,
     generated: torch.Tensor,
     group: int,
+    first: int = 0,
     *,
     block: int = 1024,
 ) -> torch.Tensor:
@@ -40,7 +41,7 @@ def draws(
     if made.numel():
         _draws[(number * group, triton.cdiv(width, block))](
             positions.contiguous(), generated.contiguous(), made, seed & reference.BITS, width,
-            group, number // len(generated), BLOCK=block,
+            group, number // len(generated), first, BLOCK=block,
         )  # fmt: skip
     return made
 
@@ -55,12 +56,12 @@ def _hashed(state, part):
 
 
 @kernel()
-def _draws(positions, generated, made, seed, width, group, layers, BLOCK: tl.constexpr):
+def _draws(positions, generated, made, seed, width, group, layers, first, BLOCK: tl.constexpr):
     """A part of one list."""
     this = tl.program_id(0).to(tl.int64)
     number, head = this // group, this % group
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(positions + number * width + column, mask=column < width, other=0)
-    state = _hashed(_hashed(seed.to(tl.int64), number % layers), head)
+    state = _hashed(_hashed(seed.to(tl.int64), number % layers + first), head)
     state = _hashed(_hashed(state, place), tl.load(generated + number // layers))
     tl.store(made + this * width + column, state.to(tl.float64) / 4294967296.0, mask=column < width)

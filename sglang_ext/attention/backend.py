@@ -127,7 +127,7 @@ def attach(
                     table = self.req_to_token_pool.req_to_token
                     out.copy_(reader.attend(heads, layer, rows, lengths, table))
         if graphs.notes_queries(services):
-            services.queries.write(layer, heads, services.arena.layers)
+            services.queries.write(layer, heads, services.arena.own)
 
     members["forward_extend"] = forward_extend
     backend.__class__ = type(f"KVPolicy{stock.__name__}", (stock,), members)
@@ -156,7 +156,7 @@ def _decode_by_lists(
         if out is None:
             out = stock.forward_decode(self, q, k, v, layer, batch, save_kv_cache, **options)
         if graphs.notes_queries(services):
-            services.queries.write(layer, heads, services.arena.layers)
+            services.queries.write(layer, heads, services.arena.own)
         return out
 
     return forward_decode
@@ -188,7 +188,7 @@ def _decode_by_tables(
             out = stock.forward_decode(self, q, k, v, layer, batch, save_kv_cache, **options)
         if graphs.notes_queries(services):
             heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-            services.queries.write(layer, heads, services.arena.layers)
+            services.queries.write(layer, heads, services.arena.own)
         return out
 
     wrappers: dict[int, Any] = {}

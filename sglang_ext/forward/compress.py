@@ -53,8 +53,7 @@ def compress(
         state.private = private = store.borrow(row, name, own, state.prompt)
         store.fill(private, counts)
         state.uncompressed = None
-        own_counts = services.ranks.heads.part(counts, 1)
-        first_page, total = private.layout.first_page, int(own_counts.sum())
+        first_page, total = private.layout.first_page, int(store.here(counts).sum())
         compact_within(services.arena.storage, slots, kept, total, private.slots, first_page)
         return
     if state.private is None:

@@ -19,7 +19,7 @@ import torch
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.forward.failures import DECODING, FOLD, READING, met
 from kvpolicy.sglang_ext.forward.group_fold import Group, GroupFold, Member, parts_of
-from kvpolicy.sglang_ext.forward.leaving import Room, check_last_fold, may_leave
+from kvpolicy.sglang_ext.forward.leaving import Leaving, Room, check_last_fold, may_leave
 from kvpolicy.sglang_ext.memory.lists import Lists
 from kvpolicy.sglang_ext.memory.private import Private
 from kvpolicy.sglang_ext.request.decode_rows import DecodeRows
@@ -32,7 +32,13 @@ Attend = Callable[[Lists, torch.Tensor], torch.Tensor]
 
 
 class DecodeStep:
-    """The rows of one forward that decode, one each: of a mixed one the last ones."""
+    """The rows of one forward that decode, one each: of a mixed one the last ones.
+
+    Attributes:
+        leaving: of several stages, requests of which entries may leave after it, whatever has
+            failed here.
+        folds: of these, what is to be written when all stages know what stays.
+    """
 
     def __init__(self, services: Services, batch: Any, requests: Sequence[Any]) -> None:
         """
@@ -48,6 +54,8 @@ class DecodeStep:
         self._private = rows.private
         self._noted = rows.noted(self._lengths)
         self._most = services.queries.most_steps(len(self._noted))
+        self.leaving: list[Leaving] = []
+        self.folds: list[GroupFold] = []
 
     def _known(self, requests: Sequence[Any]) -> DecodeRows:
         """What is known of the requests, from the forward before where they are the same."""
@@ -143,6 +151,8 @@ class DecodeStep:
         ends = sorted({*leaving, *full})
         if ends:
             rows.hand_over()
+        if self._services.stages.size > 1:
+            self.leaving = self._known_to_leave(leaving)
         groups: dict[tuple[Hashable, bool], list[Member]] = {}
         for row in ends:
             request, state, leaves = rows.requests[row], rows.states[row], row in leaving
@@ -150,7 +160,7 @@ class DecodeStep:
                 continue
             memory, length = state.memory, int(lengths[row])
             with failures.contained(request, DECODING):
-                check_last_fold(request, state, memory)
+                check_last_fold(self._services, request, state)
                 if memory.not_finite:  # nothing leaves any more
                     state.pending.clear()
                     continue
@@ -164,6 +174,8 @@ class DecodeStep:
             for part in parts_of(members, self._arena)
             for fold in self._advance(part, leaves=leaves)
         ]
+        if self._services.stages.size > 1:
+            self.folds, folds = folds, []
         for fold in folds:
             fold.finish()
         if folds:
@@ -176,6 +188,15 @@ class DecodeStep:
         """Requests to which policies apply."""
         rows = zip(self._rows.requests, self._rows.states, strict=True)
         return [request for request, state in rows if state is not None]
+
+    def _known_to_leave(self, rows: set[int]) -> list[Leaving]:
+        """Of these rows the requests of which something may leave, in order."""
+        found = []
+        for row in sorted(rows):
+            state = self._rows.states[row]
+            if state is not None and state.goes_on:
+                found.append(Leaving(self._rows.requests[row], state, int(self._lengths[row])))
+        return found
 
     def _leaving(self) -> set[int]:
         """Rows of which entries leave."""

@@ -41,6 +41,31 @@ _WASTEFUL = 1.125
 
 
 @dataclass(frozen=True)
+class Left:
+    """What a fold of a request comes to.
+
+    Attributes:
+        kept: int64 [L, G] entries that stay, of all ranks and stages, on the host.
+        left: how many leave, of all lists together; fewest: of the list that loses fewest.
+    """
+
+    kept: torch.Tensor
+    left: int
+    fewest: int
+
+    @classmethod
+    def of(cls, landed: Landed) -> Left:
+        """By the numbers that have landed, where there are no other stages."""
+        return cls(landed.kept, landed.left, landed.fewest)
+
+    @classmethod
+    def between(cls, there: torch.Tensor, kept: torch.Tensor) -> Left:
+        """Of int64 [L, G] entries that were there."""
+        gone = there - kept
+        return cls(kept, int(gone.sum()), int(gone.min()))
+
+
+@dataclass(frozen=True)
 class _Rows:
     """What stays of one layer.
 
@@ -95,8 +120,8 @@ class Fold:
         self._services, self._request, self._state = services, request, state
         self._length, self._read, self._choices = length, read, choices
 
-    def write(self, landed: Landed) -> None:
-        """Write what stays, by the numbers that have landed."""
+    def write(self, left: Left) -> None:
+        """Write what stays."""
         started, services, state = time.perf_counter(), self._services, self._state
         if state.private is None:
             row = self._request.kv.req_pool_idx
@@ -104,26 +129,35 @@ class Fold:
                 row, state.served.name, 0, self._length, services.evict
             )
         private = state.compressed_copy
-        if self._fits(landed.kept) or self._fits_by_layer(landed.kept):
-            self.write_by_layer(landed.kept)
+        if self._fits(left.kept) or self._fits_by_layer(left.kept):
+            self.write_by_layer(left.kept)
         else:
-            self.write_anew(landed.kept)
-        private.full, seconds = landed.fewest > 0, time.perf_counter() - started
-        services.reports.finished_fold(self._request, state, landed.left, seconds)
+            self.write_anew(left.kept)
+        private.full, seconds = left.fewest > 0, time.perf_counter() - started
+        services.reports.finished_fold(self._request, state, left.left, seconds)
 
     def _fits(self, counts: torch.Tensor) -> bool:
         """As `fits`."""
         return fits(self._services.store, self._state.private, counts)
 
     def _fits_by_layer(self, counts: torch.Tensor) -> bool:
-        """Whether the pages of each layer can be laid out anew before the next one is read."""
+        """Whether the pages of each layer can be laid out anew before the next one is read.
+
+        On every stage: all take as many slots.
+        """
         private = self._state.compressed_copy
         if not private.ready:
             return False
-        store = self._services.store
-        most = store.ends_of_layers(private.layout.room)
-        most[-1] = private.slots.numel() * len(most)
-        return bool((store.ends_of_layers(counts.numpy()) <= most).all())
+        store, slots = self._services.store, private.slots.numel()
+        stages = zip(
+            store.ends_of_layers(counts.numpy()),
+            store.ends_of_layers(private.layout.room),
+            strict=True,
+        )
+        return all(
+            (ends[:-1] <= most[:-1]).all() and (ends[-1] <= slots * len(ends)).all()
+            for ends, most in stages
+        )
 
     def write_by_layer(self, counts: torch.Tensor) -> None:
         """Write [L, G] entries that stay, each layer before the next one is read."""
@@ -136,7 +170,7 @@ class Fold:
         services.ranks.meet()  # from here on slots change hands
         self.leave_tail()
         if stays:
-            own = services.ranks.heads.part(counts, 1)
+            own = services.store.here(counts)
             services.store.shortened(private, counts, to_device(own, torch.int32, device))
         else:
             services.store.fill(private, counts)

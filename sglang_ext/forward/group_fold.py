@@ -8,12 +8,15 @@ list lost entries at the last fold, and no data decide its size (dsl/bind/fixed_
 numbers are only read at the next fold. What stays of lists that outgrow their pages is written to
 other ones, of many requests at once. A request that has no private pages yet, whose lists became
 much shorter, or whose entries cannot change where they lie, is written by itself (fold.py).
+
+Of several stages (`--pp`) each finds what stays of its layers, waiting for the device, and writes
+it when all know how much that is (stages.py).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +26,7 @@ from kvpolicy.dsl.execute.kernels import Entries
 from kvpolicy.dsl.execute.requests import Staying, follow_together
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.forward.failures import FOLD, met
-from kvpolicy.sglang_ext.forward.fold import Fold, fits, fits_again, wasteful
+from kvpolicy.sglang_ext.forward.fold import Fold, Left, fits, fits_again, wasteful
 from kvpolicy.sglang_ext.forward.reader import Reader
 from kvpolicy.sglang_ext.request.request import State
 
@@ -59,7 +62,7 @@ class Member:
 
     @property
     def landed(self) -> Landed:
-        """What stays, by the numbers of the last fold; the host waits for them."""
+        """What stays of the layers here; the host waits for these numbers of the last fold."""
         return self.memory.numbers()
 
 
@@ -132,23 +135,57 @@ class GroupFold:
         self._together, self._staying = together, staying
         self._services = together._services
         self._written: dict[int, torch.Tensor] = {}
+        self._left: dict[int, Left] = {}  # by place, of those of which the host knows it
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """The requests, by place."""
+        return self._together._members
 
     def finish(self) -> None:
         """Write what stays. The host waits once at most, and not where it knows what stays."""
-        started, members = time.perf_counter(), self._together._members
+        started, members = time.perf_counter(), self.members
         failures, staying = self._services.failures, self._staying
         # All have taken their steps in one block, whose numbers are on their way.
         waits = staying.in_place and staying.repeats and not members[0].memory.landed()
         fixed: list[int] = []
-        known: list[int] = []
-        moving: list[int] = []
-        others: list[int] = []
         for place, each in enumerate(members):
             with failures.contained(each.request, FOLD):
                 if waits and self._keeps_size(each):
                     fixed.append(place)
-                elif self._drops(each):
-                    stays, moves = self._where(each)
+                else:
+                    self._left[place] = Left.of(each.landed)
+        self._write(fixed, started)
+
+    def settle(self, agreed: Mapping[int, Left]) -> None:
+        """Write what stays of requests, of which all stages know how much it is.
+
+        Args:
+            agreed: by `id` of those that go on.
+        """
+        known = ((place, agreed.get(id(each.request))) for place, each in enumerate(self.members))
+        self._left = {place: left for place, left in known if left is not None}
+        slots = {place: self._slots_after(place) for place, x in self._left.items() if x.left}
+        self._write([], time.perf_counter())
+        for place, number in slots.items():
+            if self.members[place].state.failing:
+                self._keep_pace(place, number)
+
+    def _write(self, fixed: list[int], started: float) -> None:
+        """Write what stays.
+
+        Args:
+            fixed: requests of which as much stays as before.
+            started: when the fold was.
+        """
+        members, failures, staying = self.members, self._services.failures, self._staying
+        known: list[int] = []
+        moving: list[int] = []
+        others: list[int] = []
+        for place in self._left:
+            with failures.contained(members[place].request, FOLD):
+                if self._drops(place):
+                    stays, moves = self._where(place)
                     (known if stays else moving if moves else others).append(place)
         failures.agree(each.request for each in members)
         for places in (fixed, known, moving, others):
@@ -166,7 +203,32 @@ class GroupFold:
         for place in others:
             each = members[place]
             with failures.contained(each.request, FOLD, joint=True):
-                self._alone(place, each).write(each.landed)
+                self._alone(place, each).write(self._left[place])
+
+    def _slots_after(self, place: int) -> int:
+        """How many a request has when its fold is over, the same on every stage."""
+        store, private = self._services.store, self.members[place].state.private
+        kept, now = self._left[place].kept, 0 if private is None else private.slots.numel()
+        stays, moves = self._where(place)
+        if stays or fits(store, private, kept):
+            return now
+        needs = store.slots_for(kept)
+        return max(now, needs) if moves else needs
+
+    def _keep_pace(self, place: int, slots: int) -> None:
+        """Of a request whose fold has failed here, hold what it holds on other stages, until all
+        know; what it reads is its newest token.
+        """
+        each, services = self.members[place], self._services
+        state, store = each.state, services.store
+        with services.failures.contained(each.request, FOLD):
+            if state.private is None:
+                row = each.request.kv.req_pool_idx
+                given = (row, state.served.name, 0, each.length, services.evict)
+                state.private = store.allocate(*given)
+            state.compressed_copy.tail_start = each.length
+            services.detach([(each.request, state)])
+            store.hold(state.compressed_copy, slots, services.evict)
 
     def _keeps_size(self, each: Member) -> bool:
         """Whether it is known, without waiting, that what stays takes the place of what was."""
@@ -177,18 +239,19 @@ class GroupFold:
             private.keeps_size = each.memory.keeps_size(private.laid_out)
         return private.keeps_size and fits_again(self._services.store, private)
 
-    def _drops(self, each: Member) -> bool:
-        """Whether anything leaves; the host waits for the numbers."""
-        private = each.state.private
-        if each.landed.left:
+    def _drops(self, place: int) -> bool:
+        """Whether anything leaves."""
+        private = self.members[place].state.private
+        if self._left[place].left:
             return True
         if private is not None:
             private.full = False
         return False
 
-    def _where(self, each: Member) -> tuple[bool, bool]:
+    def _where(self, place: int) -> tuple[bool, bool]:
         """Whether what stays is written in place, or else to other pages with that of others."""
-        store, private, kept = self._services.store, each.state.private, each.landed.kept
+        store, private = self._services.store, self.members[place].state.private
+        kept = self._left[place].kept
         if private is None or not private.ready or not self._staying.in_place:
             return False, False
         return fits(store, private, kept), not wasteful(store, private, kept)
@@ -202,7 +265,7 @@ class GroupFold:
             error = raised
         error = met(self._services.ranks, error)
         if error is not None:
-            requests = [self._together._members[place].request for place in places]
+            requests = [self.members[place].request for place in places]
             for request in requests:
                 failures.note(request, FOLD, error)
             failures.agree(requests)
@@ -210,7 +273,7 @@ class GroupFold:
     def _merged(self, places: list[int], proceed: torch.Tensor) -> list[torch.Tensor]:
         """What says where lists lie and what stays, of some requests whose entries are merged."""
         together, staying = self._together, self._staying
-        number = len(together._members)
+        number = len(self.members)
         given = [together._rows, together._lengths, staying.kept, staying.there, proceed]
         if len(places) < number:
             index = to_device(places, torch.int64, staying.kept.device)
@@ -233,13 +296,13 @@ class GroupFold:
         """Read what stays of some requests, lay out their pages for it, and write it."""
         services, together = self._services, self._together
         arena, store, kernels = services.arena, services.store, together._kernels
-        members = [together._members[place] for place in places]
+        members = [self.members[place] for place in places]
         privates = [each.state.compressed_copy for each in members]
-        counts = [each.landed.kept for each in members]
+        counts = [self._left[place].kept for place in places]
         rows, lengths, kept, there, proceed = self._merged(places, proceed)
         own = (rows, lengths, together._table)
         ids = kernels.entry_ids(arena.storage, services.tables.tables, *own, there)
-        number = _number([services.ranks.heads.part(own, 1) for own in counts])
+        number = _number([store.here(each) for each in counts])
         chosen = torch.nonzero_static(kept.flatten(), size=number)[:, 0]
         pool = [arena.entries[: len(arena.values)], arena.values]
         held = kernels.take_rows(pool, ids.flatten(), chosen)
@@ -270,7 +333,7 @@ class GroupFold:
         some: list[int] = []
         size = 0
         for place in places:
-            own = entry * _number([self._together._members[place].landed.kept])
+            own = entry * _number([self._left[place].kept])
             if some and size + own > MOVED:
                 yield some
                 some, size = [], 0
@@ -288,9 +351,10 @@ class GroupFold:
         self, fixed: list[int], known: list[int], moving: list[int], seconds: float
     ) -> None:
         """Requests' lists have been written: their tails are given up, and it is said what left."""
-        members, failures = self._together._members, self._services.failures
+        members, failures = self.members, self._services.failures
         ended: list[tuple[Member, int]] = []
-        for places, end in ((fixed, self._end_fixed), (known, self._end_known), (moving, _left)):
+        ends = (fixed, self._end_fixed), (known, self._end_known), (moving, self._end_moved)
+        for places, end in ends:
             for place in places:
                 each = members[place]
                 if not each.state.broken:
@@ -318,13 +382,19 @@ class GroupFold:
 
     def _end_known(self, place: int, each: Member) -> int:
         """The same of lists that were written in place by numbers that the host knows."""
-        private, store, kept = each.state.compressed_copy, self._services.store, each.landed.kept
+        private, store = each.state.compressed_copy, self._services.store
+        kept = self._left[place].kept
         if kept.tolist() == private.laid_out:
             store.tail_moved(private)
         else:
             store.shortened(private, kept, self._written[place])
         private.tail_start = each.length
-        return _left(place, each)
+        return self._end_moved(place, each)
+
+    def _end_moved(self, place: int, each: Member) -> int:
+        """The same of lists that have been written elsewhere."""
+        each.state.compressed_copy.full = self._left[place].fewest > 0
+        return self._left[place].left
 
     def _alone(self, place: int, each: Member) -> Fold:
         """The fold of a request whose lists get other pages."""
@@ -333,12 +403,6 @@ class GroupFold:
         reader = Reader.of(services.arena, together._table, each.request, each.state, each.length)
         choices = self._staying.choices(place, reader.gathered, slots=slots)
         return Fold(services, each.request, each.state, each.length, reader.gathered, choices)
-
-
-def _left(place: int, each: Member) -> int:
-    """How many entries have left, of lists that have been written."""
-    each.state.compressed_copy.full = each.landed.fewest > 0
-    return each.landed.left
 
 
 @lru_cache(maxsize=256)

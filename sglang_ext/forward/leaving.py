@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.request.request import State
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
+
+
+class Leaving(NamedTuple):
+    """A request of which entries may leave after a forward.
+
+    Attributes:
+        length: its tokens, the last step's included.
+    """
+
+    request: Any
+    state: State
+    length: int
 
 
 class Room:
@@ -30,15 +41,24 @@ class Room:
         Args:
             length: tokens of the request, the new one included.
         """
-        store, tree = self._services.store, self._services.tree
-        private = state.private
-        if self._free is None:
-            self._free = store.allocator.available_size() + tree.evictable_size()
+        store, private = self._services.store, state.private
         if private is None:
             everything = torch.full((store.arena.model_layers, store.kv_heads), length)
-            need = store.slots_for(everything)
+            slots = store.slots_for(everything)
         else:
-            need = store.slots_with(private, length - private.tail_start) - private.slots.numel()
+            slots = store.slots_with(private, length - private.tail_start)
+        return self.take(request, state, length, slots)
+
+    def take(self, request: Any, state: State, length: int, slots: int) -> bool:
+        """Whether a fold may come to so many slots; what it needs counts as taken then.
+
+        Args:
+            length: as of `promise`.
+        """
+        store, tree = self._services.store, self._services.tree
+        need = slots - (0 if state.private is None else state.private.slots.numel())
+        if self._free is None:
+            self._free = store.allocator.available_size() + tree.evictable_size()
         free = self._free
         if state.published:
             end = length // tree.page_size * tree.page_size
@@ -51,19 +71,20 @@ class Room:
         return True
 
 
-def check_last_fold(request: Any, state: State, memory: Memory) -> None:
+def check_last_fold(services: Services, request: Any, state: State) -> None:
     """Raise unless the last fold kept what it was reckoned to keep, if it did not wait."""
-    landed, private = memory.land(), state.private
+    landed, private, own = state.memory.land(), state.private, services.arena.own
     if landed is None or not landed.finite or private is None or not private.full:
         return
-    if landed.kept.tolist() != private.laid_out:
+    if landed.kept.tolist() != private.laid_out[own.start : own.stop]:
         raise RuntimeError(f"request {request.rid}: a fold kept other numbers of entries")
 
 
 def may_leave(services: Services, room: Room, request: Any, state: State, length: int) -> bool:
     """Whether entries leave at the decode step of a request's last token.
 
-    If they should, and there is no room for what might stay, the step is noted as skipped.
+    If they should, and there is no room for what might stay, the step is noted as skipped. Stages
+    look for room when all know what stays (stages.py).
 
     Args:
         room: of this forward.
@@ -72,7 +93,7 @@ def may_leave(services: Services, room: Room, request: Any, state: State, length
     step = length - state.prompt
     if not state.leaves_at(step):
         return False
-    if room.promise(request, state, length):
+    if services.stages.size > 1 or room.promise(request, state, length):
         return True
     services.reports.skipped_fold(request, state, step)
     return False

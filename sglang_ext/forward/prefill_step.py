@@ -120,12 +120,14 @@ class Part:
     Attributes:
         kept: bool [l, G, N] of its layers.
         counts: int64 [l, G] entries of each list, on the host.
+        known: of its layers, where the policy goes on.
         finite: whether the model's tensors were.
     """
 
     scored: Scored
     kept: torch.Tensor
     counts: torch.Tensor
+    known: Known
     finite: bool
 
 
@@ -293,17 +295,16 @@ class PrefillStep:
         # All have been asked before the host waits for the first one's numbers.
         numbers = self._numbers([own for _, own in chosen])
         if self._services.stages.size > 1:
-            for (each, own), (counts, _, _, finite) in zip(chosen, numbers, strict=True):
-                self.parts[id(each.request)] = Part(each, own.kept, counts, bool(finite))
+            for (each, own), (counts, widest, held, finite) in zip(chosen, numbers, strict=True):
+                part = Part(each, own.kept, counts, _known(held, widest), bool(finite))
+                self.parts[id(each.request)] = part
             return
         for (each, own), (counts, widest, held, finite) in zip(chosen, numbers, strict=True):
             with failures.contained(each.request, COMPACTION, joint=True):
                 with timed(each.state):
                     each.run.settle(finite=bool(finite))
                     self._compress(each, own.kept, counts)
-                    layers = [Held(positions, bool(alike)) for positions, alike in held.tolist()]
-                    known = Known(layers, max(widest.flatten().tolist(), default=0))
-                    each.state.remember(each.run, known)
+                    each.state.remember(each.run, _known(held, widest))
                 self._describe(each, own.kept)
             if not each.state.failed:  # on any rank
                 with failures.contained(each.request, COMPACTION):
@@ -323,9 +324,14 @@ class PrefillStep:
                     found.counts if found.finite else torch.full_like(found.counts, state.prompt)
                 )
                 self._compress(scored, part.kept, counts)
+                state.remember(scored.run, part.known)
             if found.kept is not None and state.private is not None and not state.told.counted:
                 state.told.kept = described(found.kept, None, state.prompt)
             self._note(scored, int(counts.sum()))
+        if state.resumes and state.decoding is not None:
+            # What it computes next is not offered to the radix cache, which might take other slots
+            # for it before all stages know what stays.
+            request.skip_radix_cache_insert = state.progress.barred = True
 
     def _choose(self, scored: Scored) -> _Chosen:
         kept = torch.stack(scored.run.finish(wait=False))
@@ -374,3 +380,9 @@ class PrefillStep:
             scored.request.skip_radix_cache_insert = progress.barred = False
         finite = not scored.run.not_finite
         self._services.reports.finished_prompt(scored.request, scored.state, kept, finite=finite)
+
+
+def _known(held: torch.Tensor, widest: torch.Tensor) -> Known:
+    """Of what `PrefillStep._numbers` says on the host."""
+    layers = [Held(positions, bool(alike)) for positions, alike in held.tolist()]
+    return Known(layers, max(widest.flatten().tolist(), default=0))

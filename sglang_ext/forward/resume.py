@@ -13,13 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.forward.attend import attend
 from kvpolicy.sglang_ext.forward.failures import DECODING, READING
 from kvpolicy.sglang_ext.forward.frame import Frame
 from kvpolicy.sglang_ext.forward.group_fold import Group, GroupFold, Member
-from kvpolicy.sglang_ext.forward.leaving import Room, check_last_fold, may_leave
+from kvpolicy.sglang_ext.forward.leaving import Leaving, Room, check_last_fold, may_leave
 from kvpolicy.sglang_ext.forward.reader import ListReader, Reader
 from kvpolicy.sglang_ext.request.pending_steps import LONGEST
 from kvpolicy.sglang_ext.request.request import State, iterate_rows
@@ -57,18 +56,27 @@ class _Resumed:
 
 
 class ResumeStep:
-    """The resumed requests of one extend forward."""
+    """The resumed requests of one extend forward.
+
+    Attributes:
+        leaving, folds: as of `DecodeStep`.
+    """
 
     def __init__(self, services: Services, batch: Any, frame: Frame) -> None:
         self._services, self._frame = services, frame
         self._resumed: list[_Resumed] = []
         self._concerned: list[Any] = []
+        self.leaving: list[Leaving] = []
+        self.folds: list[GroupFold] = []
+        in_stages = services.stages.size > 1
         arena, self._table = services.arena, batch.req_to_token_pool.req_to_token
         for request, state, rows, prefix in iterate_rows(batch):
             if prefix < state.prompt:
                 continue
             self._concerned.append(request)
             length = prefix + rows.stop - rows.start
+            if in_stages and state.goes_on and state.leaves_at(length - state.prompt):
+                self.leaving.append(Leaving(request, state, length))
             with services.failures.contained(request, READING):
                 reader = Reader.of(arena, self._table, request, state, length)
                 self._resumed.append(_Resumed(request, state, prefix, length, reader))
@@ -117,13 +125,15 @@ class ResumeStep:
                 continue
             fold = None
             with failures.contained(each.request, DECODING, joint=True):
-                fold = self._advance(each, decoding.memory, room)
-            if fold is not None and not each.state.failed:
+                fold = self._advance(each, room)
+            if fold is not None and self._services.stages.size > 1:
+                self.folds.append(fold)
+            elif fold is not None and not each.state.failed:
                 fold.finish()
         if self._concerned:
             failures.agree(self._concerned)
 
-    def _advance(self, resumed: _Resumed, memory: Memory, room: Room) -> GroupFold | None:
+    def _advance(self, resumed: _Resumed, room: Room) -> GroupFold | None:
         """Take the policy through all tokens of the pass; what is to be written, if any leave."""
         fold, services = None, self._services
         for first in range(resumed.first, resumed.end, LONGEST):
@@ -131,7 +141,7 @@ class ResumeStep:
             leaves = end == resumed.end and may_leave(
                 services, room, resumed.request, resumed.state, end
             )
-            check_last_fold(resumed.request, resumed.state, memory)
+            check_last_fold(services, resumed.request, resumed.state)
             asked = partial(resumed.asked, first, end)
             members = [resumed.member(first, end)]
             fold = Group(services, self._table, members, asked).advance(leaves=leaves)

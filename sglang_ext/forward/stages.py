@@ -3,21 +3,25 @@
 Every stage has a scheduler, a pool and a radix cache of its own, and SGLang has them make the same
 decisions by giving them the same requests in the same order. So whatever a scheduler can see, the
 slots of a request above all, has to change on all stages at the same place of that order. What a
-policy keeps is found in the forward, by each stage for its layers; how much that is, and whether
-something has failed, is sent to the others then, and nothing is done about it before the result
-is processed, when it has arrived.
+policy keeps, of a prompt or where entries leave while a request decodes, is found in the forward,
+by each stage for its layers; how much that is, and whether something has failed, is sent to the
+others then, and nothing is done about it before the result is processed, when it has arrived. Then
+all know how many slots a fold takes; where there are not so many, nothing leaves at that step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from kvpolicy.sglang_ext.forward.fold import Left
+from kvpolicy.sglang_ext.forward.leaving import Leaving, Room
 from kvpolicy.sglang_ext.forward.prefill_step import Found
 from kvpolicy.sglang_ext.request.request import State, state_of
 
 if TYPE_CHECKING:
+    from kvpolicy.dsl.execute.block import Landed
     from kvpolicy.sglang_ext.forward.services import Services
     from kvpolicy.sglang_ext.forward.step import Step
 
@@ -44,8 +48,14 @@ class Outcome:
         for _, state, _ in self._concerned:
             state.under_way += 1
         self._ending = [] if step.prefill is None else step.prefill.ending
-        found = [torch.tensor([state.failing for _, state, _ in self._concerned])]
-        found += [self._found(req, state) for req, state in self._ending]
+        parts = [part for part in (step.resume, step.decode) if part is not None]
+        self._leaving = [each for part in parts for each in part.leaving]
+        self._folds = [fold for part in parts for fold in part.folds]
+        found = [self._found(req, state) for req, state in self._ending]
+        landed = {id(own.request): own.landed for fold in self._folds for own in fold.members}
+        found += [self._lists_of(landed.get(id(each.request))) for each in self._leaving]
+        # After all that may fail.
+        found.insert(0, torch.tensor([state.failing for _, state, _ in self._concerned]))
         self._sizes = [each.numel() for each in found]
         self._receive = None
         if self._concerned:  # on all stages, or on none
@@ -64,9 +74,11 @@ class Outcome:
             with self._services.streams.forwarding():
                 self._learn(failing.tolist())
                 goes_on = {id(req) for req, _ in self._going_on()}
-                for (req, state), own in zip(self._ending, found, strict=True):
+                prompts, steps = found[: len(self._ending)], found[len(self._ending) :]
+                for (req, state), own in zip(self._ending, prompts, strict=True):
                     if id(req) in goes_on and not state.failed:
                         self._settle(req, state, own)
+                self._fold(goes_on, steps)
             for _, state in self._going_on():
                 state.under_way -= 1
         self._services.reports.finished(self._finishing)
@@ -86,6 +98,18 @@ class Outcome:
                 places[own] = part.kept.cpu().long()
         not_finite = torch.tensor([part is not None and not part.finite])
         return torch.cat([not_finite, lists.flatten(), places.flatten()])
+
+    def _lists_of(self, landed: Landed | None) -> torch.Tensor:
+        """Of a request of which entries may leave: not finite, and what stays of each list.
+
+        Numbers of other stages' lists are 0, as all are where something has failed here.
+        """
+        arena = self._services.arena
+        lists = torch.zeros((arena.model_layers, self._services.store.kv_heads), dtype=torch.int64)
+        if landed is not None:
+            lists[arena.own.start : arena.own.stop] = landed.kept
+        not_finite = torch.tensor([landed is not None and not landed.finite])
+        return torch.cat([not_finite, lists.flatten()])
 
     def _part(self, req: Any) -> Any:
         return None if self._prefill is None else self._prefill.parts.get(id(req))
@@ -112,3 +136,34 @@ class Outcome:
         self._prefill.settle(req, found)
         if state.published and state.private is not None and state.private.ready:
             self._services.detach([(req, state)])
+
+    def _fold(self, goes_on: Collection[int], steps: Sequence[torch.Tensor]) -> None:
+        """Carry out the folds of requests that go on; steps: what all stages say of each."""
+        if not self._leaving:
+            return
+        room, agreed = Room(self._services), {}
+        for each, own in zip(self._leaving, steps, strict=True):
+            if id(each.request) in goes_on and not each.state.failed:
+                left = self._left(each, own, room)
+                if left is not None:
+                    agreed[id(each.request)] = left
+        for fold in self._folds:
+            fold.settle(agreed)
+        self._services.forget_rows()
+
+    def _left(self, leaving: Leaving, own: torch.Tensor, room: Room) -> Left | None:
+        """What a fold comes to; None where nothing leaves after all."""
+        store, (request, state, length) = self._services.store, leaving
+        if int(own[0]):
+            state.memory.withdraw(finite=False)
+            return None
+        kept, private = own[1:].view(-1, store.kv_heads), state.private
+        there = torch.full_like(kept, length)
+        if private is not None:
+            there = torch.tensor(private.laid_out) + (length - private.tail_start)
+        left = Left.between(there, kept)
+        if left.left and not room.take(request, state, length, store.slots_for(kept)):
+            state.memory.withdraw(finite=True)
+            self._services.reports.skipped_fold(request, state, length - state.prompt)
+            return None
+        return left

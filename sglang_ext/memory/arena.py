@@ -27,14 +27,14 @@ class Arena:
         storage: [L, 2, padded, G, D].
         scales: float32 [L, 2, G], by which keys and values of 8 bits are multiplied, wherever
             those of a layer lie; None where numbers stand as they are.
-        spans: layers of the model in each stage (`--pp-size`); none: all L are here.
+        spans: layers of the model in each stage (`--pp-size`), of which there is one as a rule.
         stage: which of these is here: L are its layers.
     """
 
     storage: torch.Tensor
     scales: torch.Tensor | None
-    spans: tuple[range, ...] = ()
-    stage: int = 0
+    spans: tuple[range, ...]
+    stage: int
 
     @property
     def layers(self) -> int:
@@ -42,14 +42,9 @@ class Arena:
         return self.storage.shape[0]
 
     @property
-    def stages(self) -> tuple[range, ...]:
-        """Layers of the model in each stage, also if there is one."""
-        return self.spans or (range(self.layers),)
-
-    @property
     def own(self) -> range:
         """Layers of the model that are here."""
-        return self.stages[self.stage]
+        return self.spans[self.stage]
 
     def place_of(self, layer: int) -> int:
         """Where a layer of the model stands among those that are here."""
@@ -58,7 +53,7 @@ class Arena:
     @property
     def model_layers(self) -> int:
         """How many layers the model has, those of other stages among them."""
-        return self.stages[-1].stop
+        return self.spans[-1].stop
 
     @property
     def kv_heads(self) -> int:
@@ -126,15 +121,14 @@ class Arena:
         """Slots that yield so many pages."""
         return -(-pages // self.layers)
 
-    def most_slots(self, entries: int, layers: int | None = None) -> int:
+    def most_slots(self, entries: int, layers: int) -> int:
         """Slots that suffice for so many entries, however they are spread over layers and heads.
 
         Args:
-            layers: of a stage whose entries they are; None: of this one.
+            layers: of the stage whose entries they are.
         """
-        number = self.layers if layers is None else layers
-        lists, page = number * self.kv_heads, self.kv_heads
-        return -(-((entries + min(lists, entries) * (page - 1)) // page) // number)
+        lists, page = layers * self.kv_heads, self.kv_heads
+        return -(-((entries + min(lists, entries) * (page - 1)) // page) // layers)
 
 
 def create_arena(
@@ -144,13 +138,11 @@ def create_arena(
     head_dim: int,
     dtype: torch.dtype,
     device: str,
-    spans: tuple[range, ...] = (),
-    stage: int = 0,
 ) -> Arena:
-    """Allocate the pool: zeros, as SGLang's own buffers are; scales are 1."""
+    """Allocate the pool of the only stage: zeros, as SGLang's own buffers are; scales are 1."""
     scales = None
     if dtype in FLOAT8:
         # Each row begins where kernels may read 16 bytes.
         scales = torch.ones((layers, 2, -(-kv_heads // 4) * 4), device=device)[:, :, :kv_heads]
     storage = torch.zeros((layers, 2, slots, kv_heads, head_dim), dtype=dtype, device=device)
-    return Arena(storage, scales, spans, stage)
+    return Arena(storage, scales, spans=(range(layers),), stage=0)

@@ -39,12 +39,17 @@ class Growth:
         """
         if not self._steady:
             return None
-        entries, shape = max_entries(self._bound, prompt), self._bound.shape
-        if entries >= shape.layers * shape.kv_heads * prompt:
+        slots = (self._most_of(layers, prompt, output) for layers in self._arena.spans)
+        return max(slots) + self._between
+
+    def _most_of(self, layers: range, prompt: int, output: int) -> int:
+        """What the lists of one stage's layers take."""
+        entries = max_entries(self._bound, prompt, layers)
+        if entries >= len(layers) * self._bound.shape.kv_heads * prompt:
             # The cache has not reached its size yet: it may become as for a prompt that long.
-            entries = max_entries(self._bound, prompt + output)
+            entries = max_entries(self._bound, prompt + output, layers)
         share = share_of_rank(entries, self._bound, self._arena, prompt + output)
-        return self._arena.most_slots(share) + self._between
+        return self._arena.most_slots(share, len(layers))
 
 
 def share_of_rank(entries: int, bound: Bound, arena: Arena, tokens: int) -> int:

@@ -153,20 +153,24 @@ class Store:
 
     def _slots_for(self, counts: np.ndarray) -> int:
         pages = self._of_ranks(counts).sum(axis=2)
-        stages = self.arena.stages
-        most = max(-(-int(pages[x.start : x.stop].sum(0).max()) // len(x)) for x in stages)
+        spans = self.arena.spans
+        most = max(-(-int(pages[x.start : x.stop].sum(0).max()) // len(x)) for x in spans)
         return self.whole_pages(most)
 
     def _of_ranks(self, counts: np.ndarray) -> np.ndarray:
         """[L, R, g] pages that so many entries take of each rank's lists."""
         return self._pages(counts).reshape(len(counts), -1, self.arena.kv_heads)
 
-    def ends_of_layers(self, counts: np.ndarray) -> np.ndarray:
-        """[L, R] pages of each rank up to the last list of a layer, if lists follow each other."""
-        ends: np.ndarray = self._of_ranks(counts).sum(axis=2).cumsum(axis=0)
-        return ends
+    def ends_of_layers(self, counts: np.ndarray) -> list[np.ndarray]:
+        """Pages up to the last list of a layer, if lists follow each other.
 
-    def _own(self, counts: torch.Tensor) -> torch.Tensor:
+        Returns:
+            Of every stage [l, R], of its layers and each rank.
+        """
+        pages = self._of_ranks(counts).sum(axis=2)
+        return [pages[each.start : each.stop].cumsum(axis=0) for each in self.arena.spans]
+
+    def here(self, counts: torch.Tensor) -> torch.Tensor:
         """Of [L, G] entries those of the lists that are here."""
         own = self.arena.own
         return self._heads.part(counts[own.start : own.stop], 1)
@@ -235,7 +239,7 @@ class Store:
             Where their lists lie, of the i-th one in row i.
         """
         device, page = self.arena.storage.device, self.arena.kv_heads
-        held = [self._own(each) for each in counts]
+        held = [self.here(each) for each in counts]
         firsts = [_before(self._pages(own.numpy())) for own in held]
         starts = itertools.accumulate((each.slots.numel() for each in requests[:-1]), initial=0)
         lists = np.stack([np.stack([own.numpy() for own in held]), np.stack(firsts)])
@@ -268,7 +272,7 @@ class Store:
         Returns:
             [L, g] first page of each list.
         """
-        return torch.tensor(_before(self._pages(self._own(counts).numpy())))
+        return torch.tensor(_before(self._pages(self.here(counts).numpy())))
 
     def shortened(self, private: Private, counts: torch.Tensor, written: torch.Tensor) -> None:
         """The lists of a request have become shorter where they lie.
@@ -277,7 +281,7 @@ class Store:
             counts: [L, G] entries that they hold, of all ranks, on the host.
             written: int32 [L, g], those that are here, on the device.
         """
-        held = self._own(counts).tolist()
+        held = self.here(counts).tolist()
         private.layout = replace(
             private.layout, laid_out=counts.tolist(), held=held, counts=written
         )
@@ -296,7 +300,27 @@ class Store:
             tail_start: position from which it reads ordinary slots.
         """
         private.tail_start, private.shared = tail_start, None
-        self.fill(private, torch.zeros((self.arena.model_layers, self.kv_heads), dtype=torch.int64))
+        self.fill(private, self._nothing)
+
+    def hold(self, private: Private, slots: int, evict: Callable[[int], object]) -> None:
+        """Have a request hold so many slots, and nothing in them.
+
+        Args:
+            evict: as for `allocate`.
+
+        Raises:
+            RuntimeError: too few are left.
+        """
+        if not self.grow(private, slots, evict):
+            raise RuntimeError(f"row {private.row}: there are no {slots} slots")
+        if private.slots.numel() > slots:
+            self._give_back(private, keep=slots)
+        self.fill_together([private], [self._nothing], private.slots)
+
+    @property
+    def _nothing(self) -> torch.Tensor:
+        """[L, G] entries of a request that holds none."""
+        return torch.zeros((self.arena.model_layers, self.kv_heads), dtype=torch.int64)
 
     def release(self, private: Private) -> None:
         """Give back every slot of a request."""

@@ -90,20 +90,20 @@ class QueryBuffer:
             self.most_steps(shape[1]) * self.captured.nbytes / 2**20,
         )
 
-    def write(self, layer: Any, heads: torch.Tensor, layers: int) -> None:
+    def write(self, layer: Any, heads: torch.Tensor, own: range) -> None:
         """Note the queries of a layer; inside a capture, too.
 
         Args:
             layer: SGLang's attention layer.
             heads: [rows, H, D] after RoPE.
-            layers: L.
+            own: layers of the model that are here, L.
         """
-        self._layers[layer.layer_id] = layer
-        rows = heads.shape[0]
+        place, rows = layer.layer_id - own.start, heads.shape[0]
+        self._layers[place] = layer
         held = self._of(rows)
         if held is None or rows > held.shape[1]:
-            held = self.larger = heads.new_zeros((layers, *heads.shape))
-        held[layer.layer_id, :rows].copy_(heads)
+            held = self.larger = heads.new_zeros((len(own), *heads.shape))
+        held[place, :rows].copy_(heads)
 
     def take(self, rows: torch.Tensor, batch: int) -> torch.Tensor:
         """[F, L, H, D] copies of F rows of the forward that is over, which had so many in all.

@@ -69,7 +69,7 @@ class Served:
         self.kernels = in_use(arena.storage.device)
         table, layers = self.kernels.table, arena.own
         self.program = TorchProgram(bound, kernels=table, heads=heads, layers=layers)
-        self.in_stages = len(arena.stages) > 1
+        self.in_stages = len(arena.spans) > 1
         self.upper_layers = pairing.upper_layers(bound)
         self._arena = arena
         self.growth = Growth(bound, arena, page_size)
@@ -108,7 +108,7 @@ class Served:
         entries = max_entries(self.bound, prompt)
         if entries >= self._everything(prompt):
             return None if self._bounded or self.keeps_prompt else prompt
-        slots = max(self._most_slots_of(layers, prompt) for layers in self._arena.stages)
+        slots = max(self._most_slots_of(layers, prompt) for layers in self._arena.spans)
         # Where the policy goes on, what it drops is dropped, even if that saves no slots; and what
         # has left the prefill has left.
         goes_on = self.bound.folded.decode is not None or self.bound.propagates
@@ -332,7 +332,7 @@ class State:
         Raises:
             RuntimeError: its policy does not go on.
         """
-        return self._goes_on.memory
+        return self._present.memory
 
     @property
     def pending(self) -> PendingSteps:
@@ -341,10 +341,15 @@ class State:
         Raises:
             RuntimeError: its policy does not go on.
         """
-        return self._goes_on.pending
+        return self._present.pending
 
     @property
-    def _goes_on(self) -> Decoding:
+    def goes_on(self) -> bool:
+        """Whether its policy lets entries leave while it decodes, now that its prompt has ended."""
+        return self.decoding is not None and not self.decoding.memory.not_finite
+
+    @property
+    def _present(self) -> Decoding:
         if self.decoding is None:
             raise RuntimeError("the request's policy does not go on")
         return self.decoding

@@ -20,6 +20,16 @@ from kvpolicy.dsl.execute.layout import Choice
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.requests import Staying, follow_together
 from kvpolicy.dsl.execute.values import aligned, sent
+from kvpolicy.kernels.table import REFERENCE
+from kvpolicy.kernels.table_triton import TRITON
+
+# Kernels of a device for what requests are taken through together.
+TOGETHER = (
+    "generated", "best", "carry", "tally", "draws", "finite", "following", "merge_entries",
+    "merge_rows", "merge_mass", "links", "target", "nearest", "pairs", "means",
+    "means_of_columns", "updated", "members", "then", "whole",
+)  # fmt: skip
+TABLE = {**REFERENCE, **{name: TRITON[name] for name in TOGETHER}}
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 

@@ -15,9 +15,8 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.table import REFERENCE
-from kvpolicy.kernels.table_triton import TRITON
 from recordings import tensors
-from stores import Store, assert_alike, begun, states_of, together
+from stores import TABLE, Store, assert_alike, begun, states_of, together
 
 SHAPE = (3, 4, 2, 16)
 SETTINGS = {
@@ -38,12 +37,6 @@ ONCE = "simlayerkv"  # decides at the first new token
 SHAPES = {"d2o-code": (5, 4, 2, 16)}  # its first and last layers stay whole
 PROMPTS = (14, 1, 23, 14)
 WINDOWS = 3  # of these under pyramidinfer: requests go together that have as large ones
-TOGETHER = (
-    "generated", "best", "carry", "tally", "draws", "finite", "following", "merge_entries",
-    "merge_rows", "merge_mass", "links", "target", "nearest", "pairs", "means",
-    "means_of_columns", "updated", "members", "then", "whole",
-)  # fmt: skip
-TABLE = {**REFERENCE, **{name: TRITON[name] for name in TOGETHER}}
 
 
 @pytest.fixture(autouse=True)

@@ -5,16 +5,30 @@ import pytest
 import torch
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.bind.bounds import max_entries
+from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.stages import apart
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.kernels.table import REFERENCE
 from recordings import tensors
+from stores import TABLE, Store, assert_alike, begun
 
 SHAPE = (5, 4, 2, 4)
+LARGE = (5, 4, 2, 16)  # of heads that kernels read
+APART = (range(2), range(2, 3), range(3, 5))
 TOKENS = 40
 WITHIN = {
+    "cam": {"start": "2", "window": "6", "reach": "3"},
+    "cam-original": {"recent_rate": "0.3", "start_rate": "0.1", "reach": "3"},
+    "h2o": {"heavy": "5", "window": "4"},
+    "roco": {"capacity": "6", "newest": "2"},
+    "simlayerkv": {"window": "3", "start": "1", "threshold": "0.2", "spare": "1"},
+    "streamingllm": {"start": "2", "window": "6"},
+    "streamingllm-original": {"start": "0", "window": "7"},
+    "tova": {"capacity": "9"},
+    "vatp": {"rate": "0.25", "start": "2"},
     "ada-pyramidkv": {"capacity": "12", "window": "3"},
     "adakv": {"capacity": "10", "window": "3"},
     "pyramidkv": {"capacity": "12", "window": "3", "exact_total": "true"},
@@ -23,14 +37,12 @@ WITHIN = {
     "snapkv": {"capacity": "10", "window": "3"},
     "vatp-snapkv": {},
 }
+FOLDS = [name for name in WITHIN if load(name).require().decode is not None]
 # Of all others, a word of the reason.
 REFUSED = {
-    "asl": "propagate", "asl-lava-d2o": "propagate", "cake": "layer", "cam": "decode",
-    "cam-original": "decode", "d2o": "layer", "d2o-code": "layer", "dynamickv": "layer",
-    "fastkv": "propagate", "fastkv-adakv": "propagate", "gemfilter": "propagate", "h2o": "decode",
-    "lava": "layer", "minicache": "share", "pyramidinfer": "propagate", "roco": "decode",
-    "simlayerkv": "decode", "streamingllm": "decode", "streamingllm-original": "decode",
-    "tova": "decode", "vatp": "decode",
+    "asl": "propagate", "asl-lava-d2o": "propagate", "cake": "layer", "d2o": "layer",
+    "d2o-code": "layer", "dynamickv": "layer", "fastkv": "propagate", "fastkv-adakv": "propagate",
+    "gemfilter": "propagate", "lava": "layer", "minicache": "share", "pyramidinfer": "propagate",
 }  # fmt: skip
 
 
@@ -54,13 +66,92 @@ def test_stages_keep_what_the_whole_model_keeps(name, deferred):
     bound = bound_of(load(name), **WITHIN[name])
     assert apart(bound) is None
     whole = kept(bound, range(5), deferred_bytes=deferred)
-    assert name == "vatp-snapkv" or not whole.all()
-    for layers in (range(2), range(2, 3), range(3, 5)):
+    keeps_all = name == "vatp-snapkv" or keep_of(bound.folded.prefill).op == "all"
+    assert keeps_all or not whole.all()
+    for layers in APART:
         part = kept(bound, layers, deferred_bytes=deferred)
         assert torch.equal(part, whole[layers.start : layers.stop])
         assert max_entries(bound, TOKENS, layers) >= int(part.sum())
     parts = (max_entries(bound, TOKENS, range(n, n + 1)) for n in range(5))
     assert sum(parts) >= max_entries(bound, TOKENS) == max_entries(bound, TOKENS, range(5))
+
+
+def request(bound, layers, **options):
+    """A store of some layers, of tensors of them all."""
+    *prompt, later = tensors(np.random.default_rng(3), LARGE, TOKENS, 40)
+    own = [x[layers.start : layers.stop] for x in prompt]
+    steps = [x[:, layers.start : layers.stop] for x in later]
+    return Store(bound, own, steps, program=TorchProgram(bound, layers=layers, **options))
+
+
+def decoded_apart(bound, table):
+    """Takes the whole model and its stages through the same steps; how often entries left."""
+    whole = request(bound, range(5), kernels=table)
+    parts = [request(bound, layers, kernels=table) for layers in APART]
+    left = 0
+    for number in (1, 3, 16, 16):
+        left += bool(whole.follow(number))
+        for layers, part in zip(APART, parts, strict=True):
+            part.follow(number)
+            assert part.held() == whole.held()[layers.start : layers.stop]
+            vectors = whole.vectors()[layers.start : layers.stop]
+            for heads, others in zip(part.vectors(), vectors, strict=True):
+                for rows, same in zip(heads, others, strict=True):
+                    torch.testing.assert_close(rows, same, rtol=3e-7, atol=1e-7)
+    return left
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize("name", FOLDS)
+@pytest.mark.parametrize("table", [REFERENCE, TABLE], ids=["layer by layer", "together"])
+def test_stages_keep_while_decoding_what_the_whole_model_keeps(name, table):
+    bound = bind(load(name).require(), ModelShape(*LARGE), WITHIN[name])
+    assert apart(bound) is None
+    assert decoded_apart(bound, table) == (1 if name == "simlayerkv" else 4)
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize("table", [REFERENCE, TABLE], ids=["layer by layer", "together"])
+@pytest.mark.parametrize(
+    "keep",
+    [
+        "recent(4 + 3 * layer)",
+        "recent(2) then top[token](uniform(7), 5)",
+        "sinks(2) then recent(4) where layer < 3 else sinks(1) then recent(9)",
+        "top[token](heat, 6 + split[layer](20, 1 + layer))",
+    ],
+)
+def test_numbers_of_a_layer_are_those_of_the_model(keep, table):
+    heat = "state:\n  heat: heat + sum[group, query](attn(new))\n"
+    text = f"policy: a-test\nlanguage: 1\nabout: a test\n{heat}keep: all\ndecode:\n  keep: {keep}\n"
+    bound = bind(load(Source("a-test.yaml", text)).require(), ModelShape(*LARGE), {})
+    assert apart(bound) is None
+    assert decoded_apart(bound, table) == 4
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize("name", FOLDS)
+def test_a_fold_that_is_withdrawn_has_not_been(name):
+    bound = bind(load(name).require(), ModelShape(*LARGE), WITHIN[name])
+    one, other = (request(bound, range(2, 5), kernels=TABLE) for _ in range(2))
+    for turn, number in enumerate((1, 16, 3)):
+        if turn == 1:
+            assert begun([one], number) is not None or name == "simlayerkv"
+            one.memory.withdraw(finite=True)
+            other.follow(number, leaves=False)
+        else:
+            one.follow(number)
+            other.follow(number)
+        assert_alike(one, other)
+
+
+def test_nothing_leaves_any_more_where_tensors_of_another_stage_are_not_finite():
+    bound = bind(load("h2o").require(), ModelShape(*LARGE), WITHIN["h2o"])
+    one = request(bound, range(2, 5), kernels=TABLE)
+    assert begun([one], 3) is not None
+    one.memory.withdraw(finite=False)
+    assert one.memory.not_finite
+    assert begun([one], 16) is None
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -63,9 +63,9 @@ class NotedQueries(QueryBuffer):
         super().__init__(programs)
         self.written = []
 
-    def write(self, layer, heads, layers):
+    def write(self, layer, heads, own):
         self.written.append(layer.layer_id)
-        super().write(layer, heads, layers)
+        super().write(layer, heads, own)
 
 
 class Step:

@@ -41,7 +41,7 @@ def computed(buffer, rows, step, scaling=SIZE**-0.5):
     generator = torch.Generator().manual_seed(step)
     q = torch.randn(LAYERS, rows, HEADS, SIZE, generator=generator)
     for number, heads in enumerate(q):
-        buffer.write(layer(number, scaling), heads, LAYERS)
+        buffer.write(layer(number, scaling), heads, range(LAYERS))
     return q
 
 

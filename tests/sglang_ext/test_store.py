@@ -179,7 +179,7 @@ def test_most_slots_suffice(layers, kv_heads, counts):
     arena = create_arena(layers, 4, kv_heads, 1, torch.float32, "cpu")
     lists = [counts.draw(st.integers(0, 30)) for _ in range(layers * kv_heads)]
     pages = sum(math.ceil(n / kv_heads) for n in lists)
-    most = arena.most_slots(sum(lists))
+    most = arena.most_slots(sum(lists), layers)
     assert most >= arena.slots_for(pages)
     assert most <= arena.slots_for(pages) + kv_heads
 
@@ -216,7 +216,9 @@ def test_compressed_requests_read_exactly_what_was_kept(heads, kv_heads, seed):
         arena.storage[:, :, slots] = kv
         kept = torch.rand(layers, kv_heads, prompt, generator=generator) < 0.4
         kept[0, 0] = False  # a list may be empty
-        private = store.allocate(row, "a", arena.most_slots(int(kept.sum())), prompt, no_cache)
+        private = store.allocate(
+            row, "a", arena.most_slots(int(kept.sum()), layers), prompt, no_cache
+        )
         store.fill(private, kept.sum(2))
         compact_layers(arena.storage, slots[:prompt], kept, private.slots, private.first_page)
         arena.storage[:, :, slots[:prompt]] = float("nan")  # freed
