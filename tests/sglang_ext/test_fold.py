@@ -1,7 +1,8 @@
 """What stays of one request at a fold: written in place, to other pages, by layer or anew."""
 
 import itertools
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from fake_allocator import Allocator, no_cache
 from kvpolicy.dsl.execute.layout import Choice
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
 from kvpolicy.sglang_ext.face.ranks import Ranks
-from kvpolicy.sglang_ext.forward.fold import Fold
+from kvpolicy.sglang_ext.forward.fold import Fold, Left
 from kvpolicy.sglang_ext.forward.group_fold import GroupFold, Member
 from kvpolicy.sglang_ext.memory.arena import create_arena
 from kvpolicy.sglang_ext.memory.lists import Lists
@@ -29,10 +30,11 @@ WAYS = {"write_in_place": (GroupFold, "_launch"), "move": (GroupFold, "_move")} 
 class World:
     """One request with private pages, whose tail grows and whose entries leave."""
 
-    def __init__(self, monkeypatch, seed, page_size=1):
+    def __init__(self, monkeypatch, seed, page_size=1, spans=(range(LAYERS),), stage=0):
         self.random = torch.Generator().manual_seed(seed)
-        arena = create_arena(LAYERS, SLOTS + page_size, KV_HEADS, SIZE, torch.float32, "cpu")
-        self.arena = arena
+        layers = len(spans[stage])
+        arena = create_arena(layers, SLOTS + page_size, KV_HEADS, SIZE, torch.float32, "cpu")
+        self.arena = arena = replace(arena, spans=spans, stage=stage)
         arena.storage.fill_(float("nan"))  # slots that nobody has written
         self.tables = DeviceTables(arena, ROW + 1, SLOTS)
         allocator = Allocator(SLOTS // page_size, page_size)
@@ -87,7 +89,7 @@ class World:
                 slots = self.store.allocator.alloc(page)
                 self.table[ROW, position : position + page] = slots
         slots = self.table[ROW, self.length : self.length + tokens].long()
-        rows = (LAYERS, 2, tokens, KV_HEADS, SIZE)
+        rows = (self.arena.layers, 2, tokens, KV_HEADS, SIZE)
         self.arena.storage[:, :, slots] = torch.randn(rows, generator=self.random)
         self.length += tokens
         self.tables.write()
@@ -98,10 +100,11 @@ class World:
         if private is None:
             slots = self.table[ROW, : self.length].long()
             rows = self.arena.storage[:, :, slots]
-            return [[rows[i, :, :, g] for g in range(KV_HEADS)] for i in range(LAYERS)]
+            layers = range(self.arena.layers)
+            return [[rows[i, :, :, g] for g in range(KV_HEADS)] for i in layers]
         lists = Lists(self.arena, [private], [self.length], self.table)
         found = []
-        for layer in range(LAYERS):
+        for layer in range(self.arena.layers):
             indptr, indices = lists.of(0, layer)
             pools = (self.arena.entries, self.arena.values)
             parts = [indices[start:end] for start, end in itertools.pairwise(indptr.tolist())]
@@ -133,12 +136,13 @@ class World:
             wanted.append(own)
         return choices, wanted
 
-    def fold(self, choices, finite=True, arrived=True, fixed=True):
+    def fold(self, choices, finite=True, arrived=True, fixed=True, whole_model=None):
         """The fold of these choices, as `follow_together` and `Memory.numbers` would give them.
 
         Args:
             arrived: whether the numbers are on the host; if not, nobody may ask for them.
             fixed: whether no data decide them.
+            whole_model: what the fold comes to in all layers, where some are in other stages.
         """
         there = torch.tensor([[entries.shape[1] for entries in heads] for heads in self.entries()])
         kept = torch.stack([choice.kept.sum(1) for choice in choices])
@@ -177,7 +181,11 @@ class World:
             _bound=SimpleNamespace(positions="original"), _rows=torch.tensor([ROW]),
             _lengths=torch.tensor([self.length]), _places=torch.tensor([0]),
         )  # fmt: skip
-        GroupFold(together, staying).finish()
+        fold = GroupFold(together, staying)
+        if whole_model is None:
+            fold.finish()
+        else:
+            fold.settle({id(self.request): whole_model})
         self.waits += waits
         self.store.check_integrity(self.store.allocator.free_slots)
         self.grow(1)
@@ -362,3 +370,80 @@ def test_nothing_is_touched_where_numbers_are_not_finite(monkeypatch):
     world.check(before)
     assert world.state.private.slots is slots
     assert world.reported == [(1, 6 * 15)]
+
+
+STAGES = (range(3), range(3, 5))
+FIRST = torch.tensor([[7, 8], [3, 12], [1, 5], [20, 20], [9, 2]])
+# By way of the last fold what the folds keep; only lists of the second stage outgrow their pages.
+FOLDS = {
+    "write_anew": [FIRST],
+    "write_in_place": [FIRST, FIRST],
+    "move": [FIRST, FIRST + torch.tensor([0, 0, 0, 3, 0])[:, None]],
+    "write_by_layer": [FIRST, torch.full((5, 2), 2)],
+}
+# Rows that change, for which the pages of the second stage are too few and those of the first not.
+CHANGED = [FIRST, torch.tensor([[2, 2], [2, 2], [2, 2], [23, 23], [9, 2]])]
+
+
+@contextmanager
+def noted(state):
+    """What fails is noted, for the other stages to know."""
+    try:
+        yield
+    except RuntimeError:
+        state.failing = 1
+
+
+def raising(*given):
+    raise RuntimeError("on purpose")
+
+
+def folded(world, counts, monkeypatch, fails=None, *, changed=False):
+    """The folds of a stage, whose last one may fail; what stays after it."""
+    state = world.state
+    world.runtime.failures = SimpleNamespace(
+        contained=lambda request, stage, **_: noted(state), agree=lambda requests: None,
+        note=lambda request, stage, error: setattr(state, "failing", 1),
+    )  # fmt: skip
+    world.grow(30)
+    own, wanted = world.arena.own, None
+    for number, kept in enumerate(counts, 1):
+        last = number == len(counts)
+        rows = kept[own.start : own.stop].tolist()
+        choices, wanted = world.choose(rows, changed=changed and last)
+        before = state.private
+        there = torch.full_like(kept, world.length)
+        if before is not None:
+            there = torch.tensor(before.laid_out) + world.length - before.tail_start
+        with monkeypatch.context() as patches:
+            if fails and last:
+                patches.setattr(*WAYS[fails], raising)
+            world.fold(choices, whole_model=Left.between(there, kept))
+        world.grow(4)
+    return wanted
+
+
+@pytest.mark.parametrize(
+    ("way", "counts", "changed"),
+    [*((way, counts, False) for way, counts in FOLDS.items()), ("write_anew", CHANGED, True)],
+)
+def test_stages_hold_as_many_slots_also_where_a_fold_fails_on_one(
+    monkeypatch, way, counts, changed
+):
+    held = {}
+    for stage in range(2):
+        for fails in (None, way):
+            world = World(monkeypatch, stage, spans=STAGES, stage=stage)
+            wanted = folded(world, counts, monkeypatch, fails, changed=changed)
+            private = world.state.private
+            free = world.store.allocator.free_slots.numel()
+            held[stage, fails] = private.slots.numel(), private.tail_start, world.freed, free
+            assert bool(world.state.failing) == bool(fails)
+            if fails:
+                assert int(private.counts.sum()) == 0  # nobody reads what is half written
+                continue
+            assert world.ways[-1] == way
+            for heads, others in zip(world.entries(), wanted, strict=True):
+                for own, other in zip(heads, others, strict=True):
+                    assert torch.equal(own[:, :-5], other)
+    assert len({*held.values()}) == 1, held

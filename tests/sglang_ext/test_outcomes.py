@@ -1,0 +1,149 @@
+"""What stages (`--pp`) have found in a forward: each carries out what all have agreed on."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_allocator import Allocator, no_cache
+from kvpolicy.sglang_ext.face.streams import Streams
+from kvpolicy.sglang_ext.forward.leaving import Leaving
+from kvpolicy.sglang_ext.forward.stages import Outcome
+from kvpolicy.sglang_ext.memory.arena import create_arena
+from kvpolicy.sglang_ext.memory.store import Store
+from kvpolicy.sglang_ext.request.propagation import Progress
+from kvpolicy.sglang_ext.request.request import Decoding, State
+
+SPANS = (range(2), range(2, 3))
+LENGTH, PROMPT = 20, 12
+
+
+class Meeting:
+    """Gathers what stages send; each receives the largest of all numbers."""
+
+    size = len(SPANS)
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, found):
+        self.sent.append(found)
+        return lambda: torch.stack(self.sent).amax(0)
+
+
+class Stage:
+    """One stage with one request, of which entries may leave after a forward."""
+
+    def __init__(self, stage, meeting, kept, slots=40, finite=True):
+        sizes = (len(SPANS[stage]), slots, 2, 4)
+        arena = create_arena(*sizes, torch.float32, "cpu")
+        arena = type(arena)(arena.storage, None, SPANS, stage)
+        self.store = Store(arena, Allocator(slots))
+        self.told, self.folded = [], []
+        memory = SimpleNamespace(
+            withdraw=lambda finite: self.told.append(("withdrawn", finite)), not_finite=False
+        )
+        served = SimpleNamespace(name="p")
+        self.state = State(served, PROMPT, 0, decoding=Decoding(memory, None))
+        self.request = SimpleNamespace(kv=SimpleNamespace(holds_kv=True))
+        self.request.kv_policy_state = self.state
+        self.batch = SimpleNamespace(reqs=[self.request])
+        landed = SimpleNamespace(kept=torch.tensor(kept), finite=finite)
+        own = SimpleNamespace(request=self.request, landed=landed)
+        fold = SimpleNamespace(members=[own], settle=self.settle)
+        leaving = Leaving(self.request, self.state, LENGTH)
+        part = SimpleNamespace(leaving=[leaving], folds=[fold])
+        self.step = SimpleNamespace(prefill=None, resume=None, decode=part)
+        self.services = SimpleNamespace(
+            arena=arena, store=self.store, stages=meeting, streams=Streams(), evict=no_cache,
+            forget_rows=lambda: None,
+            tree=SimpleNamespace(evictable_size=lambda: 0, page_size=1),
+            failures=SimpleNamespace(learn=self.learn),
+            reports=SimpleNamespace(
+                finished=lambda requests: None,
+                skipped_fold=lambda request, state, step: self.told.append(("skipped", step)),
+            ),
+        )  # fmt: skip
+
+    def learn(self, request, state, code):
+        state.failed |= code > 0
+
+    def settle(self, agreed):
+        self.folded += [(each.kept.tolist(), each.left, each.fewest) for each in agreed.values()]
+
+    def over(self):
+        """The forward is over."""
+        self.outcome = Outcome(self.services, self.batch, self.step, [])
+
+
+def run(meanwhile=lambda stages: None, before=lambda stages: None, **options):
+    """Both stages, and what is done to them before the forward's end, and after it."""
+    meeting = Meeting()
+    more = options.pop("finite", (True, True))
+    kept = [[[5, 6], [7, 20]], [[9, 1]]]
+    stages = [
+        Stage(i, meeting, own, finite=finite, **options)
+        for i, (own, finite) in enumerate(zip(kept, more, strict=True))
+    ]
+    before(stages)
+    for each in stages:
+        each.over()
+        assert each.state.under_way == 1
+    meanwhile(stages)
+    for each in stages:
+        each.outcome.take_up(each.batch)
+    return stages
+
+
+def test_all_stages_fold_by_the_numbers_of_the_whole_model():
+    for each in run():
+        lists = [[5, 6], [7, 20], [9, 1]]
+        assert each.folded == [(lists, 6 * LENGTH - sum(map(sum, lists)), 0)]
+        assert each.told == []
+        assert each.state.under_way == 0
+
+
+def test_nothing_leaves_where_tensors_of_one_stage_are_not_finite():
+    for each in run(finite=(True, False)):
+        assert (each.folded, each.told) == ([], [("withdrawn", False)])
+
+
+@pytest.mark.parametrize(("slots", "room"), [(9, False), (10, True)])
+def test_nothing_leaves_where_one_stage_has_no_room_for_what_stays(slots, room):
+    """The first stage needs most slots: 20 pages of two layers."""
+
+    def taken(stages):
+        for each in stages:
+            each.store.allocator.alloc(40 - slots)
+
+    for each in run(taken):
+        skipped = [("withdrawn", True), ("skipped", LENGTH - PROMPT)]
+        assert bool(each.folded) == room
+        assert each.told == ([] if room else skipped)
+
+
+def test_nothing_is_written_of_what_has_failed_on_one_stage():
+    def fail(stages):
+        stages[1].state.failing = 3
+
+    for each in run(before=fail):
+        assert each.state.failed
+        assert (each.folded, each.told) == ([], [])
+
+
+@pytest.mark.parametrize("how", ["retracted", "aborted"])
+def test_nothing_is_written_of_what_has_gone_meanwhile(how):
+    def gone(stages):
+        for each in stages:
+            if how == "retracted":
+                each.state.progress, each.state.under_way = Progress(), 0
+            else:
+                each.request.kv.holds_kv = False
+
+    for each in run(gone):
+        assert (each.folded, each.told) == ([], [])
+
+
+def test_results_are_taken_up_in_their_order():
+    (first, _) = run()
+    with pytest.raises(RuntimeError, match="not processed in the order"):
+        first.outcome.take_up(SimpleNamespace())
