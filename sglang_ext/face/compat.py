@@ -856,9 +856,14 @@ def dp_rank() -> int | None:
 
 
 def metric_labels(scheduler: Any) -> dict[str, str] | None:
-    """Labels that SGLang gives this scheduler's metrics; None when metrics are off."""
+    """Labels that SGLang gives this scheduler's metrics; None where none are to be said.
+
+    That is when metrics are off, and on all ranks and stages but the first: every one knows of
+    every request, which is to be counted once.
+    """
     collector = scheduler.metrics_collector
-    return None if collector is None else dict(collector.labels)
+    first = tensor_group().rank == 0 and stage_group().stage == 0
+    return dict(collector.labels) if collector is not None and first else None
 
 
 # The front end, for experiments.

@@ -120,7 +120,8 @@ def expected(model, files):
 
 @pytest.fixture(scope="module")
 def server(model, files):
-    with start(model, files, **stages(2), admin_api_key="secret", **SET) as server:
+    more = {"admin_api_key": "secret", "enable_metrics": True}
+    with start(model, files, **stages(2), **more, **SET) as server:
         yield server
 
 
@@ -143,6 +144,23 @@ def test_what_requests_ask_besides(server):
     assert found["output_ids"] == output
     assert found["meta_info"]["kv_policy"]["entries_kept"] == 4 * 2 * 30
     assert found["meta_info"]["kv_policy"]["set"] == {"capacity": 30}
+
+
+def test_every_request_is_counted_once_and_every_policy_said_once(server):
+    def counted():
+        name = "sglang:kv_policy_{}_total{{"
+        wanted = [name.format(each) for each in ("requests", "folds", "decode_dropped_entries")]
+        samples = [(k, v) for k, v in server.metrics().items() if 'policy="h2o"' in k]
+        return [sum(v for k, v in samples if k.startswith(each)) for each in wanted]
+
+    before = counted()
+    facts = ask(server, prompt(8, 90), "h2o").json()["meta_info"]["kv_policy"]
+    counts = [after - once for after, once in zip(counted(), before, strict=True)]
+    assert facts["folds"] > 2
+    assert counts == [1, facts["folds"], facts["entries_dropped_in_decode"]]
+    told = server.session.get(server.url + "/server_info", headers=ADMIN, timeout=PATIENCE).json()
+    (state,) = told["internal_states"]
+    assert [each["name"] for each in state["kv_policy"]] == [*SETTINGS]
 
 
 def test_policies_do_not_change_while_the_server_runs(server):
