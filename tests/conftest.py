@@ -37,6 +37,7 @@ _LONG = (
     "test_requests.py",
     "test_models.py",
     "test_warmed.py",
+    "test_pipeline_parallel.py",
     "test_gpu_report.py",
     "test_faults.py",
     "test_sm90.py",
