@@ -65,6 +65,20 @@ class Left:
         return cls(kept, int(gone.sum()), int(gone.min()))
 
 
+def begun(services: Services, request: Any, state: State, length: int) -> Private:
+    """The private pages of a request with so many tokens; at its first fold it has none yet."""
+    if state.private is None:
+        row = request.kv.req_pool_idx
+        state.private = services.store.allocate(row, state.served.name, 0, length, services.evict)
+    return state.compressed_copy
+
+
+def give_up_tail(services: Services, request: Any, state: State, length: int) -> None:
+    """From here on a request with so many tokens reads private pages, and then its newest ones."""
+    state.compressed_copy.tail_start = length
+    services.detach([(request, state)])
+
+
 @dataclass(frozen=True)
 class _Rows:
     """What stays of one layer.
@@ -123,12 +137,7 @@ class Fold:
     def write(self, left: Left) -> None:
         """Write what stays."""
         started, services, state = time.perf_counter(), self._services, self._state
-        if state.private is None:
-            row = self._request.kv.req_pool_idx
-            state.private = services.store.allocate(
-                row, state.served.name, 0, self._length, services.evict
-            )
-        private = state.compressed_copy
+        private = begun(services, self._request, state, self._length)
         if self._fits(left.kept) or self._fits_by_layer(left.kept):
             self.write_by_layer(left.kept)
         else:
@@ -188,8 +197,7 @@ class Fold:
 
     def leave_tail(self) -> None:
         """What the tail's slots hold is in private pages, or dropped: they are given up."""
-        self._state.compressed_copy.tail_start = self._length
-        self._services.detach([(self._request, self._state)])
+        give_up_tail(self._services, self._request, self._state, self._length)
 
     def _rows(self) -> Iterator[_Rows]:
         """What stays of each layer in turn, read when it is asked for."""

@@ -26,7 +26,15 @@ from kvpolicy.dsl.execute.kernels import Entries
 from kvpolicy.dsl.execute.requests import Staying, follow_together
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.forward.failures import FOLD, met
-from kvpolicy.sglang_ext.forward.fold import Fold, Left, fits, fits_again, wasteful
+from kvpolicy.sglang_ext.forward.fold import (
+    Fold,
+    Left,
+    begun,
+    fits,
+    fits_again,
+    give_up_tail,
+    wasteful,
+)
 from kvpolicy.sglang_ext.forward.reader import Reader
 from kvpolicy.sglang_ext.request.request import State
 
@@ -220,15 +228,11 @@ class GroupFold:
         know; what it reads is its newest token.
         """
         each, services = self.members[place], self._services
-        state, store = each.state, services.store
+        given = (services, each.request, each.state, each.length)
         with services.failures.contained(each.request, FOLD):
-            if state.private is None:
-                row = each.request.kv.req_pool_idx
-                given = (row, state.served.name, 0, each.length, services.evict)
-                state.private = store.allocate(*given)
-            state.compressed_copy.tail_start = each.length
-            services.detach([(each.request, state)])
-            store.hold(state.compressed_copy, slots, services.evict)
+            private = begun(*given)
+            give_up_tail(*given)
+            services.store.hold(private, slots, services.evict)
 
     def _keeps_size(self, each: Member) -> bool:
         """Whether it is known, without waiting, that what stays takes the place of what was."""

@@ -84,32 +84,31 @@ class Outcome:
         self._services.reports.finished(self._finishing)
 
     def _found(self, req: Any, state: State) -> torch.Tensor:
-        """Of a request whose prompt ends: not finite, entries of each list, and which they are.
-
-        Numbers of other stages' lists are 0, as all are where something has failed here.
-        """
-        arena, part = self._services.arena, self._part(req)
-        lists = torch.zeros((arena.model_layers, self._services.store.kv_heads), dtype=torch.int64)
-        places = lists.new_zeros((*lists.shape, state.prompt * state.told.shows_kept))
-        own = slice(arena.own.start, arena.own.stop)
-        if part is not None:
-            lists[own] = part.counts
-            if state.told.shows_kept:
-                places[own] = part.kept.cpu().long()
+        """Of a request whose prompt ends: not finite, entries of each list, and which they are."""
+        part = self._part(req)
         not_finite = torch.tensor([part is not None and not part.finite])
-        return torch.cat([not_finite, lists.flatten(), places.flatten()])
+        found = [not_finite, self._of_model(None if part is None else part.counts)]
+        if state.told.shows_kept:
+            found.append(self._of_model(None if part is None else part.kept.cpu(), state.prompt))
+        return torch.cat(found)
 
     def _lists_of(self, landed: Landed | None) -> torch.Tensor:
-        """Of a request of which entries may leave: not finite, and what stays of each list.
-
-        Numbers of other stages' lists are 0, as all are where something has failed here.
-        """
-        arena = self._services.arena
-        lists = torch.zeros((arena.model_layers, self._services.store.kv_heads), dtype=torch.int64)
-        if landed is not None:
-            lists[arena.own.start : arena.own.stop] = landed.kept
+        """Of a request of which entries may leave: not finite, and what stays of each list."""
         not_finite = torch.tensor([landed is not None and not landed.finite])
-        return torch.cat([not_finite, lists.flatten()])
+        return torch.cat([not_finite, self._of_model(None if landed is None else landed.kept)])
+
+    def _of_model(self, here: torch.Tensor | None, *size: int) -> torch.Tensor:
+        """Numbers of all lists of the model, those of other stages 0, one after the other.
+
+        Args:
+            here: [l, G, ...] of the layers that are here; None where something has failed here.
+            size: dimensions of a list's numbers.
+        """
+        arena, heads = self._services.arena, self._services.store.kv_heads
+        lists = torch.zeros((arena.model_layers, heads, *size), dtype=torch.int64)
+        if here is not None:
+            lists[arena.own.start : arena.own.stop] = here
+        return lists.flatten()
 
     def _part(self, req: Any) -> Any:
         return None if self._prefill is None else self._prefill.parts.get(id(req))

@@ -1,5 +1,6 @@
 """What stages (`--pp`) have found in a forward: each carries out what all have agreed on."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -36,7 +37,7 @@ class Stage:
     def __init__(self, stage, meeting, kept, slots=40, finite=True):
         sizes = (len(SPANS[stage]), slots, 2, 4)
         arena = create_arena(*sizes, torch.float32, "cpu")
-        arena = type(arena)(arena.storage, None, SPANS, stage)
+        arena = replace(arena, spans=SPANS, stage=stage)
         self.store = Store(arena, Allocator(slots))
         self.told, self.folded = [], []
         memory = SimpleNamespace(
