@@ -10,6 +10,8 @@ one launch a layer, and one graph where SGLang captures them.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import report
 import torch
@@ -17,23 +19,74 @@ from folding_requests import Case, Crowd
 from kvpolicy.dsl.ir.nodes import ModelShape
 from tqdm import tqdm
 
-# With which each policy holds 32 entries per layer and KV head, but for three layers of d2o-code;
-# roco the prompt and 16.
-SETTINGS = {
-    "snapkv": {"capacity": "32", "window": "4"},
-    "h2o": {"heavy": "16", "window": "16"},
-    "tova": {"capacity": "32"},
-    "streamingllm": {"start": "4", "window": "28"},
-    "vatp": {"rate": "0.25", "start": "4"},
-    "cake": {"capacity": "32", "window": "4"},
-    "cam": {"start": "4", "window": "28", "reach": "4"},
-    "d2o": {"rate": "0.01", "start": "4", "least": "0.5"},
-    "d2o-code": {"rate": "0.001", "start": "32"},
-    "cam-original": {"start_rate": "0.0625", "recent_rate": "0.4375", "reach": "4"},
-    "roco": {"capacity": "16", "newest": "4", "safe_rate": "0"},
-}
-LATE = ("roco",)  # nothing leaves at the first interval
 PROMPT, HELD = 64, 32
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a policy is run, so that every request folds once in each interval.
+
+    Attributes:
+        given: of its parameters, by the decode steps between folds.
+        held: entries of a KV head at all layers, by the prompt's tokens, the number of layers, the
+            folds of an answer, and the steps between them.
+        first: intervals until something leaves for the first time.
+    """
+
+    given: Callable[[int], dict[str, str]]
+    held: Callable[[int, int, int, int], int] = lambda prompt, layers, folds, steps: layers * HELD
+    first: int = 1
+
+
+def _given(**values: str) -> Callable[[int], dict[str, str]]:
+    return lambda steps: values
+
+
+# The same share of all layers, and nothing leaves the prefill.
+_ALIKE = {"gen_floor": "1", "floor_rate": "1", "constant": "true"}
+
+# Lists of `HELD` entries where nothing else is said. Of other policies nothing leaves while they
+# decode, or at the first step only: their requests ask of the host what those of `snapkv` do.
+SETTINGS = {
+    "snapkv": Setting(_given(capacity="32", window="4")),
+    "h2o": Setting(_given(heavy="16", window="16")),
+    "tova": Setting(_given(capacity="32")),
+    "streamingllm": Setting(_given(start="4", window="28")),
+    "streamingllm-original": Setting(_given(start="4", window="28")),
+    "vatp": Setting(
+        _given(rate="0.25", start="4"),
+        held=lambda prompt, layers, folds, steps: layers * 2 * (prompt // 4),
+    ),
+    "cake": Setting(_given(capacity="32", window="4")),
+    "cam": Setting(_given(start="4", window="28", reach="4")),
+    "cam-original": Setting(
+        _given(start_rate="0.0625", recent_rate="0.4375", reach="4"),
+        held=lambda prompt, layers, folds, steps: (
+            layers * (int(prompt * 0.0625) + int(prompt * 0.4375))
+        ),
+    ),
+    "d2o": Setting(
+        _given(rate="0.01", start="4", least="0.5"),
+        held=lambda prompt, layers, folds, steps: layers * (prompt // 2),
+    ),
+    "d2o-code": Setting(
+        _given(rate="0.001", start="32"),
+        held=lambda prompt, layers, folds, steps: (
+            3 * (prompt + folds * steps) + (layers - 3) * HELD
+        ),
+    ),
+    "roco": Setting(
+        lambda steps: {"capacity": str(steps), "newest": "1", "safe_rate": "0"},
+        held=lambda prompt, layers, folds, steps: layers * (prompt + steps),
+        first=2,
+    ),
+    # A window of 4 is complete at step 3; from there on 0.9 stays of every batch that has left it.
+    "pyramidinfer": Setting(
+        lambda steps: {"batch": str(steps), "recent_rate": "0.05", **_ALIKE},
+        held=lambda prompt, layers, folds, steps: layers * (prompt + 3 + folds * int(0.9 * steps)),
+        first=2,
+    ),
+}
 HEADER = (
     "policy",
     "requests",
@@ -49,52 +102,40 @@ HEADER = (
 )
 
 
-def entries(policy: str, prompt: int, layers: int, steps: int) -> int:
-    """How many entries a KV head holds at all layers, after a fold that so many steps led to."""
-    if policy == "cam-original":
-        return layers * (int(prompt * 0.0625) + int(prompt * 0.4375))
-    if policy == "roco":
-        return layers * (prompt + 16)
-    if policy == "d2o":
-        return layers * (prompt // 2)
-    if policy == "d2o-code":
-        return 3 * (prompt + steps) + (layers - 3) * HELD
-    return layers * (2 * (prompt // 4) if policy == "vatp" else HELD)
-
-
 def observe(policy: str, requests: int, options: argparse.Namespace) -> dict:
     """Numbers of one policy and batch: counts of one interval, times of the others."""
     shape = ModelShape(options.layers, 2 * options.kv_heads, options.kv_heads, options.head_dim)
     prompts = [PROMPT + i % (options.lengths or 1) for i in range(requests)]
-    rounds = options.rounds + 2
-    case = Case(policy, SETTINGS[policy], prompts, shape, options.interval, options.seed)
-    crowd = Crowd(case, rounds * options.interval)
-    # After two intervals every request holds what it goes on holding.
-    for _ in range(2 * options.interval):
+    setting, interval, rounds = SETTINGS[policy], options.interval, options.rounds
+    case = Case(policy, setting.given(interval), prompts, shape, interval, options.seed)
+    # After its first fold and one more every request holds what it goes on holding.
+    before = setting.first + 1
+    crowd = Crowd(case, (before + rounds) * interval)
+    for _ in range(before * interval):
         crowd.step()
     steps, between, means, slowest = [], [], [], []
-    for turn in range(options.rounds):
+    for turn in range(rounds):
         seconds = []
-        for _ in range(options.interval):
-            before = crowd.folds
+        for _ in range(interval):
+            folded = crowd.folds
             observed, spent = crowd.step(counting=turn == 0)
             seconds.append(spent)
             if turn == 0:
-                steps.append((observed, crowd.folds - before))
-            elif crowd.folds == before:
+                steps.append((observed, crowd.folds - folded))
+            elif crowd.folds == folded:
                 between.append(spent)
         if turn:
             means.append(sum(seconds) / len(seconds))
             slowest.append(max(seconds))
-    made = (entries(policy, each, shape.layers, rounds * options.interval) for each in prompts)
-    crowd.check(shape.kv_heads * sum(made))
-    folding = rounds - (policy in LATE)
-    if crowd.folds != (requests * folding if crowd.goes_on else 0):
-        raise SystemExit(f"fold_host: {crowd.folds} folds of {requests} requests in {rounds} turns")
-    busiest, folds = max(steps, key=lambda each: each[0].operations)
+    folds = before + rounds - setting.first + 1
+    held = (setting.held(each, shape.layers, folds, interval) for each in prompts)
+    crowd.check(shape.kv_heads * sum(held))
+    if crowd.folds != (requests * folds if crowd.goes_on else 0):
+        raise SystemExit(f"fold_host: {crowd.folds} folds of {requests} requests, not {folds} each")
+    busiest, folding = max(steps, key=lambda each: each[0].operations)
     total = sum(each.operations + each.launches for each, _ in steps)
     return {
-        "folds": folds,
+        "folds": folding,
         "operations": busiest.operations,
         "views": busiest.views,
         "launches": busiest.launches,

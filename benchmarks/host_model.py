@@ -66,11 +66,11 @@ def of_prefill(policy: str, layers: int, heads: int, rounds: int) -> tuple[list[
 
 def of_fold(policy: str, layers: int, heads: int, number: int, rounds: int) -> tuple[list, dict]:
     """The same of requests that fold together."""
-    shape, interval = ModelShape(layers, 2 * heads, heads, 8), 4
-    case = Case(policy, SETTINGS[policy], [PROMPT] * number, shape, interval)
-    crowd = Crowd(case, (rounds + 4) * interval)
+    shape, interval, setting = ModelShape(layers, 2 * heads, heads, 8), 4, SETTINGS[policy]
+    case = Case(policy, setting.given(interval), [PROMPT] * number, shape, interval)
+    crowd = Crowd(case, (rounds + 3 + setting.first) * interval)
     asked = launches(crowd.bound).fold
-    for _ in range(2 * interval):
+    for _ in range((1 + setting.first) * interval):
         crowd.step()
     found, noting, measured = set(), 0, []
     for turn in range(rounds + 1):

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property, lru_cache
 
 from kvpolicy.dsl.bind.parameters import environment, parameter_values
 from kvpolicy.dsl.check.fit import does_not_fit
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.host import Value, evaluate, evaluator
-from kvpolicy.dsl.ir.lower import Static, fold, lower
+from kvpolicy.dsl.ir.lower import Env, Static, fold, lower, settled
 from kvpolicy.dsl.ir.nodes import (
     Extent,
     ModelShape,
@@ -39,8 +40,8 @@ from kvpolicy.dsl.ir.verify import verify
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
 from kvpolicy.dsl.syntax.source import Source
 
-# Environments whose numbers are remembered; a server asks for one several times in a row.
-_ENVIRONMENTS = 512
+# Environments whose numbers are remembered: of prompts that decode together, at every layer.
+_ENVIRONMENTS = 2**14
 # More queries than any request has.
 _MOST = 2**31
 
@@ -96,15 +97,18 @@ class Bound:
             generated: which decode step, from 1.
         """
         needs = self.static.needs(node)
-        if needs is not None:
-            length = length if "length" in needs else None
-            generated = generated if "generated" in needs else None
-        key = (prompt, layer, length, generated)
+        if needs is None:
+            needs = frozenset({"prompt", "layer", "length", "generated"})
+        key = (
+            prompt if needs & {"prompt", "length"} else None,
+            layer if "layer" in needs else None,
+            length if "length" in needs else None,
+            generated if "generated" in needs else None,
+        )
         if key not in self._numbers:
             while len(self._numbers) >= _ENVIRONMENTS:
                 self._numbers.pop(next(iter(self._numbers)))
-            given = environment(self.shape, self.params, prompt, layer, length, generated)
-            self._numbers[key] = evaluator(given)
+            self._numbers[key] = evaluator(environment(self.shape, self.params, *key))
         return self._numbers[key](node)
 
     def nodes(self) -> Iterator[Node]:
@@ -186,11 +190,35 @@ class Bound:
     def next_leaving(self, generated: int, prompt: int, most: int) -> int | None:
         """The first of so many decode steps, from `generated` on, at which entries may leave."""
         rules, interval = self.folded.decode, self.fold_interval
-        if rules is not None and rules.when is None:
+        if rules is None:
+            return None
+        if rules.when is None:
             step = -(-generated // interval) * interval
             return step if step < generated + most else None
-        steps = range(generated, generated + most)
-        return next((step for step in steps if self.leaves_at(step, prompt)), None)
+        # Where the prompt plays no part, what is found for one is found for all.
+        alike = self.static.follows(rules.when, "generated")
+        return self._next_leaving(generated, 0 if alike else prompt, most)
+
+    @cached_property
+    def _next_leaving(self) -> Callable[[int, int, int], int | None]:
+        when = None if self.folded.decode is None else self.folded.decode.when
+        if when is None:
+            raise RuntimeError(f"`{self.program.name}` says nowhere when entries leave")
+
+        @lru_cache(maxsize=4096)
+        def given(prompt: int) -> tuple[Node, Env]:
+            numbers = environment(self.shape, self.params, prompt)
+            return settled(when, numbers, self.static, "prompt", "length"), numbers
+
+        @lru_cache(maxsize=4096)
+        def found(generated: int, prompt: int, most: int) -> int | None:
+            rule, numbers = given(prompt)
+            for step in range(generated, generated + most):
+                if evaluate(rule, {**numbers, "generated": Fraction(step)}):
+                    return step
+            return None
+
+        return found
 
     @property
     def propagates(self) -> bool:

@@ -85,10 +85,16 @@ def fold(run: Run, like: Slots, queries: torch.dtype) -> None:
     """
     memory = Memory.after(run)
     if memory is not None:
-        folding = _Folding(run, like, queries)
-        folding.go(memory, leaves=False)
+        folding, bound = _Folding(run, like, queries), run.program.bound
+        steps, prompt = range(bound.fold_interval, _LATEST), memory.prompt
+        staying = next((n for n in steps if not bound.leaves_at(n, prompt)), None)
+        if staying is not None:
+            folding.go(memory, staying, leaves=False)
+        leaving = bound.next_leaving(1, prompt, _LATEST)
         for _ in range(_FOLDS):
-            folding.go(memory, leaves=True)
+            if leaving is not None:
+                folding.go(memory, leaving, leaves=True)
+                leaving = bound.next_leaving(leaving + 1, prompt, _LATEST)
 
 
 class _Folding:
@@ -103,21 +109,21 @@ class _Folding:
         self.pool = torch.zeros(size, dtype=like.dtype, device=like.device)
         self.asked = torch.zeros(size, dtype=queries, device=like.device)
 
-    def go(self, memory: Memory, *, leaves: bool) -> None:
-        """As many steps as are followed at once; of those at which entries may leave, the next."""
-        steps = self.steps
-        first = memory.generated + steps
-        at = (g for g in range(first, _LATEST) if self.bound.leaves_at(g, memory.prompt) == leaves)
-        generated = next(at, None)
-        if generated is None:
-            return
+    def go(self, memory: Memory, generated: int, *, leaves: bool) -> None:
+        """As many steps as are followed at once, up to one.
+
+        Args:
+            generated: that decode step, from 1; leaves: whether entries may leave there.
+        """
+        steps = min(self.steps, generated)
         memory.generated = generated - steps
         positions = range(self.tokens, self.tokens + steps)
         self.tokens += steps
         newest = torch.tensor([self.tokens - 1], device=self.device)
         staying = follow_together(
-            [memory], [positions], newest, self._queries, self._entries, leaves=leaves
-        )
+            [memory], [positions], newest, partial(self._queries, steps), self._entries,
+            leaves=leaves,
+        )  # fmt: skip
         if staying is None:
             return
         # In the pool, as for requests together and for some of them, and where lists get others.
@@ -127,11 +133,11 @@ class _Folding:
         for choice in staying.choices(0, read, slots=False):
             _ = choice.k  # merged rows are made when they are asked for
 
-    def _queries(self) -> torch.Tensor:
+    def _queries(self, steps: int) -> torch.Tensor:
         """[L * H, T, D] zeros."""
         shape = self.bound.shape
         lists = self.layers * self.kv * shape.group
-        return self.asked.new_zeros(lists, self.steps, shape.head_dim)
+        return self.asked.new_zeros(lists, steps, shape.head_dim)
 
     def _read(
         self, block: Block, layer: int, there: torch.Tensor | None

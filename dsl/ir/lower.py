@@ -149,6 +149,24 @@ def fold(sections: Sections, env: Env) -> Sections:
     return rewritten(sections, visit)
 
 
+def settled(node: Node, env: Env, static: Static, *names: str) -> Node:
+    """A static scalar in which every part that needs nothing but some names is a number.
+
+    Args:
+        env: as of `fold`, with these names.
+    """
+    evaluate = evaluator(env)
+
+    @cache
+    def visit(node: Node) -> Node:
+        value = evaluate(node) if static.follows(node, *names) else None
+        if value is None or isinstance(value, float):
+            return replace(node, args=tuple(visit(argument) for argument in node.args))
+        return _constant(value, node)
+
+    return visit(node)
+
+
 def _with_arguments(node: Node, args: tuple[Node, ...]) -> Node:
     """The node with other arguments, which may have lost axes that nothing reads along."""
     first = _with_axes(args[0], node.args[0], node.operation.reads_along or node.axes)

@@ -8,6 +8,7 @@ finds the tensors where they always were.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -100,33 +101,34 @@ class DeviceTables:
         changed, self._changed = self._changed, {}
         moved, self._moved = self._moved, {}
         self._write_tails([each for row, each in moved.items() if row not in changed])
-        for row, private in changed.items():
-            self._written.pop(row, None)
-            self._versions.pop(row, None)
-            if private is None:
-                self._places.pop(row, None)
-                self.tables.counts[row].zero_()
-                self.tables.tail_start[row].zero_()
+        gone = [row for row, private in changed.items() if private is None]
         kept = [private for private in changed.values() if private is not None]
+        for row in gone:
+            for known in (self._written, self._versions, self._places):
+                known.pop(row, None)
         for private in kept:
-            self._written[private.row] = private
             self._latest += 1
             self._versions[private.row] = self._latest
+            self._written[private.row] = private
+        self._clear(gone)
         placed = self._find_places(kept)
-        for private in kept:
-            self._write_lists(private)
-        for private in placed:
-            self._write_slots(private)
+        self._write_lists(kept)
+        self._write_slots(placed)
+
+    def _clear(self, gone: Sequence[int]) -> None:
+        if gone:
+            rows = to_device(gone, torch.int64, self.tables.counts.device)
+            for numbers in (self.tables.counts, self.tables.tail_start):
+                numbers.index_fill_(0, rows, 0)
 
     def _write_tails(self, moved: Sequence[Private]) -> None:
         if not moved:
             return
         tails = self.tables.tail_start
-        rows = to_device([each.row for each in moved], torch.int64, tails.device)
         starts = to_device([each.tail_start for each in moved], torch.int32, tails.device)
-        tails.index_copy_(0, rows, starts)
+        tails.index_copy_(0, self._rows(moved), starts)
 
-    def _find_places(self, changed: Iterable[Private]) -> Iterable[Private]:
+    def _find_places(self, changed: Sequence[Private]) -> Sequence[Private]:
         """Where slots go; returns whose are to be written."""
         for private in changed:
             place, count = self._places.get(private.row), private.slots.numel()
@@ -139,29 +141,45 @@ class DeviceTables:
             self.end += count
         return changed
 
-    def _compact(self) -> Iterable[Private]:
+    def _compact(self) -> Sequence[Private]:
         self._places, self.end = {}, 0
         for private in self._written.values():
             end = self.end + private.slots.numel()
             self._places[private.row] = range(self.end, end)
             self.end = end
-        return self._written.values()
+        return list(self._written.values())
 
-    def _write_lists(self, private: Private) -> None:
-        row, tables = private.row, self.tables
-        tables.counts[row].copy_(private.counts)
-        if private.shared is not None:
-            tables.paired[row].copy_(private.shared.paired)
-        elif tables.paired.numel():
-            tables.paired[row].zero_()
-        tables.first_page[row].copy_(private.first_page)
-        tables.tail_start[row].fill_(private.tail_start)
+    def _write_lists(self, changed: Sequence[Private]) -> None:
+        if not changed:
+            return
+        tables, rows = self.tables, self._rows(changed)
+        tables.counts.index_copy_(0, rows, torch.stack([each.counts for each in changed]))
+        tables.first_page.index_copy_(0, rows, torch.stack([each.first_page for each in changed]))
+        if tables.paired.numel():
+            none = torch.zeros_like(tables.paired[0])
+            paired = [none if x.shared is None else x.shared.paired for x in changed]
+            tables.paired.index_copy_(0, rows, torch.stack(paired))
+        self._write_tails(changed)
 
-    def _write_slots(self, private: Private) -> None:
-        place = self._places[private.row]
-        self._streams.shared(private.slots)
-        self.tables.slots_start[private.row].fill_(place.start)
-        self.tables.slots[place.start : place.stop].copy_(private.slots)
+    def _write_slots(self, placed: Sequence[Private]) -> None:
+        if not placed:
+            return
+        tables, device = self.tables, self.tables.slots.device
+        starts = [self._places[each.row].start for each in placed]
+        sizes = [each.slots.numel() for each in placed]
+        tables.slots_start.index_copy_(
+            0, self._rows(placed), to_device(starts, torch.int32, device)
+        )
+        slots = torch.cat([self._streams.shared(each.slots) for each in placed])
+        before = itertools.accumulate(sizes[:-1], initial=0)
+        further = [start - each for start, each in zip(starts, before, strict=True)]
+        shifts, repeats = to_device([further, sizes], torch.int64, device).unbind(0)
+        places = torch.arange(len(slots), device=device)
+        places += shifts.repeat_interleave(repeats, output_size=len(slots))
+        tables.slots.index_copy_(0, places, slots)
+
+    def _rows(self, requests: Sequence[Private]) -> torch.Tensor:
+        return to_device([each.row for each in requests], torch.int64, self.tables.slots.device)
 
     def check(self, held: Iterable[Private]) -> None:
         """Raise unless the tables say what requests hold, where nothing is still to be written.

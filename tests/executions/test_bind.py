@@ -149,6 +149,26 @@ def test_bound_never_exceeds_the_prompt(name):
         assert 0 <= max_entries(bound, tokens) <= 4 * 2 * tokens
 
 
+WHENS = [
+    "generated % interval == 0",
+    "generated > sqrt(prompt) and generated % max(1, prompt // 9) == 1",
+    "(generated == 3 or generated >= prompt * rate) and cos(prompt) > -2",
+    "prompt > 40 where rate > 1 else generated * rate > 2.5",
+    "generated < 0",
+]
+
+
+@pytest.mark.parametrize("when", [None, *WHENS])
+def test_the_next_step_at_which_entries_leave_is_the_first_of_all(when):
+    given = "" if when is None else f"  when: {when}\n"
+    text = "params: {interval: 4, rate: 0.3}\ndecode:\n" + given + "  keep: recent(8)\n"
+    bound = bind(program(text), SHAPE, fold_interval=3)
+    for prompt in (0, 1, 7, 50, 51):
+        for first, most in ((1, 30), (2, 1), (4, 60), (13, 0)):
+            steps = (g for g in range(first, first + most) if bound.leaves_at(g, prompt))
+            assert bound.next_leaving(first, prompt, most) == next(steps, None), (prompt, first)
+
+
 def test_binding_imports_neither_torch_nor_numpy():
     code = (
         "import sys; from kvpolicy.dsl.bind.bind import bind; "

@@ -17,7 +17,7 @@ from kvpolicy.sglang_ext.forward import group_fold
 from kvpolicy.sglang_ext.memory.lists import Lists
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from fold_host import SETTINGS, entries
+from fold_host import SETTINGS
 from folding_requests import Case, Crowd
 
 INTERVAL = 4
@@ -27,26 +27,17 @@ MOST = {
 }  # fmt: skip
 BATCHES = ((2, (64,)), (6, (64,)), (2, (64, 65, 66, 67)), (5, (67, 64, 64, 65, 66)))
 WHOLE = 3  # layers of d2o-code, whose lists outgrow their pages at every fold
-# Besides the prompt; nothing leaves at the first interval.
-LATE = {
-    "roco": {"capacity": "6", "newest": "1"},
-    # Of four new entries three stay, at every second fold the first time.
-    "pyramidinfer": {
-        "batch": "4", "recent_rate": "0.05", "gen_floor": "1", "floor_rate": "1",
-        "constant": "true",
-    },
-}  # fmt: skip
-STAYING = {"roco": 6, "pyramidinfer": 15}  # entries besides the prompt, after four folds
 OUTGROWING = ("d2o-code", "pyramidinfer")  # lists that get other pages at every fold
 
 
 def steps(policy, layers, prompts):
     """Observed decode steps, and how many requests folded at each, once all have folded twice."""
-    shape, late = ModelShape(layers, 4, 2, 8), int(policy in LATE)
-    given = LATE[policy] if late else SETTINGS[policy]
-    case = Case(policy, given, list(prompts), shape, INTERVAL)
-    crowd = Crowd(case, (5 + late) * INTERVAL)
-    for _ in range((2 + late) * INTERVAL):
+    setting = SETTINGS[policy]
+    case = Case(
+        policy, setting.given(INTERVAL), list(prompts), ModelShape(layers, 4, 2, 8), INTERVAL
+    )
+    crowd = Crowd(case, (4 + setting.first) * INTERVAL)
+    for _ in range((1 + setting.first) * INTERVAL):
         crowd.step()
     made = []
     for _ in range(2 * INTERVAL):
@@ -54,13 +45,7 @@ def steps(policy, layers, prompts):
         observed, _ = crowd.step(counting=True)
         made.append((observed, crowd.folds - before))
     assert crowd.folds == 4 * len(prompts)
-    held = [
-        layers * (prompt + STAYING[policy])
-        if late
-        else entries(policy, prompt, layers, 4 * INTERVAL)
-        for prompt in prompts
-    ]
-    crowd.check(2 * sum(held))
+    crowd.check(2 * sum(setting.held(prompt, layers, 4, INTERVAL) for prompt in prompts))
     return made
 
 
@@ -87,7 +72,7 @@ def test_a_fold_of_a_batch_takes_few_operations(policy):
 @pytest.mark.parametrize("policy", sorted({*MOST} - {*OUTGROWING}))
 def test_what_explain_expects_of_a_fold_is_what_the_plugin_asks_for(policy):
     """That some lists outgrow their pages at every fold is not reckoned."""
-    given = LATE.get(policy) or SETTINGS[policy]
+    given = SETTINGS[policy].given(INTERVAL)
     bound = bind(load(policy).require(), ModelShape(32, 32, 8, 128), given)
     expected = launches(bound)
     assert not expected.one_by_one
@@ -124,7 +109,9 @@ def test_large_batches_are_followed_in_parts(policy, monkeypatch):
 
 def test_a_request_that_fails_with_others_fails_alone(monkeypatch):
     shape = ModelShape(2, 4, 2, 8)
-    crowd = Crowd(Case("tova", SETTINGS["tova"], [64, 65, 66], shape, INTERVAL), 4 * INTERVAL)
+    crowd = Crowd(
+        Case("tova", SETTINGS["tova"].given(INTERVAL), [64, 65, 66], shape, INTERVAL), 4 * INTERVAL
+    )
     failed = []
     crowd.services.failures.note = lambda request, stage, error: failed.append(request.rid)
     advance = group_fold.Group.advance
@@ -156,8 +143,10 @@ def test_lists_that_are_moved_together_hold_what_each_holds_by_itself(
     policy, monkeypatch, tmp_path
 ):
     """Merged, and turned to their positions; portions are of one request."""
-    name, given = policy, SETTINGS.get(policy, {})
-    if policy == "growing":
+    name, given = policy, {}
+    if policy in SETTINGS:
+        given = SETTINGS[policy].given(INTERVAL)
+    else:
         path = tmp_path / "growing.yaml"
         path.write_text(GROWING)
         name = str(path)
