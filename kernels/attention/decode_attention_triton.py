@@ -232,9 +232,12 @@ def _decode(
         value_offset = padded.to(tl.int64) * GROUPS
         if PAIRS:
             pair = tl.load(paired + row * LAYERS + layer)
-            code_rows = tl.where(pair > 0, (count + FLOATS - 1) // FLOATS, 0)
+            coded = tl.where(pair > 0, count, 0)  # entries with codes
+            code_rows = (coded + FLOATS - 1) // FLOATS
             first_code = (pair - 1) * code_rows
             first_row = 2 * code_rows
+            coded = tl.minimum(coded, end)
+            value_numbers = numbers + value_offset * FLOATS
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         out = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -247,13 +250,13 @@ def _decode(
             of_value = 1.0
             if PAIRS:
                 # What is not paired has no rows of codes, and 1 for a code.
-                there = inside & (j < count) & (pair > 0)
+                there = j < coded
                 code = entry_at(
                     first_code + j // FLOATS, 0, count, there, own_slots, tail_slots, first_page,
                     layer, group, rows_of_pair, LAYERS, GROUPS,
                 ) * FLOATS + j % FLOATS  # fmt: skip
                 of_key = tl.load(numbers + code, mask=there, other=1.0)
-                of_value = tl.load(numbers + code + value_offset * FLOATS, mask=there, other=1.0)
+                of_value = tl.load(value_numbers + code, mask=there, other=1.0)
                 key_at = first_row + tl.where(of_key < 0.0, (-of_key).to(tl.int32), j)
                 value_at = first_row + tl.where(of_value < 0.0, (-of_value).to(tl.int32), j)
                 of_key = tl.where(of_key < 0.0, 1.0, of_key)

@@ -111,15 +111,18 @@ def query_rows(queries: int, dtype: torch.dtype, size: int) -> int:
 def _registers(q: torch.Tensor, group: int, rows: int, tile: Tile) -> int | None:
     """Most registers of a thread; None: as many as the compiler takes.
 
-    One token of 32 query heads and 128 columns needs on Hopper no more than let two programs share
-    a processor. Left to itself the compiler spills 4 to 8 bytes in these programs, or takes more.
+    Left to itself it spills 4 to 16 bytes of some programs with heads of 128 columns. On Hopper
+    those of one token of 32 query heads need no more than let two of them share a processor. On
+    others one program of 64 rows takes the shared memory of a processor, and may have all registers.
     """
     size = q.shape[-1]
-    if group != 32 or rows != 32 or columns_of(size) != 128 or tile != tile_of(size, q.dtype, rows):
+    if columns_of(size) != 128 or tile != tile_of(size, q.dtype, rows) or q.dtype == torch.float32:
         return None
-    if q.dtype == torch.float32 or q.device.type != "cuda":
+    if q.device.type != "cuda":
         return None
-    return 128 if torch.cuda.get_device_properties(q.device).major == 9 else None
+    if torch.cuda.get_device_properties(q.device).major == 9:
+        return 128 if group == 32 and rows == 32 else None
+    return 255 if rows == 64 else None
 
 
 @kernel(aligned=["q", "keys", "values"])
@@ -158,8 +161,8 @@ def _paged(
     length = (tl.load(indptr + this_list + 1) - begin).to(tl.int32)
 
     row = block * ROWS + tl.arange(0, ROWS)
-    exists = row < tokens * HEADS
     token = row // HEADS
+    exists = token < tokens
     query_row = ((this_list // GROUPS).to(tl.int64) * tokens + token) * (GROUPS * HEADS)
     query_row += this_list % GROUPS * HEADS + row % HEADS
     # A query sees no later token of the request; the block's last one sees the most.

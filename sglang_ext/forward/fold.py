@@ -110,7 +110,7 @@ def wasteful(store: Store, private: Private, counts: torch.Tensor) -> bool:
 
 def fits_again(store: Store, private: Private) -> bool:
     """The same where each list keeps as many entries as its pages hold."""
-    return private.slots.numel() <= _WASTEFUL * store.slots_with(private, 0)
+    return private.slots.numel() <= _WASTEFUL * store.slots_with(private, private.tail_start)
 
 
 class Fold:

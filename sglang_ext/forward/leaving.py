@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.request.request import State
 
@@ -41,12 +40,7 @@ class Room:
         Args:
             length: tokens of the request, the new one included.
         """
-        store, private = self._services.store, state.private
-        if private is None:
-            everything = torch.full((store.arena.model_layers, store.kv_heads), length)
-            slots = store.slots_for(everything)
-        else:
-            slots = store.slots_with(private, length - private.tail_start)
+        slots = self._services.store.slots_with(state.private, length)
         return self.take(request, state, length, slots)
 
     def take(self, request: Any, state: State, length: int, slots: int) -> bool:

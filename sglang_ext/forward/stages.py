@@ -156,11 +156,8 @@ class Outcome:
         if int(own[0]):
             state.memory.withdraw(finite=False)
             return None
-        kept, private = own[1:].view(-1, store.kv_heads), state.private
-        there = torch.full_like(kept, length)
-        if private is not None:
-            there = torch.tensor(private.laid_out) + (length - private.tail_start)
-        left = Left.between(there, kept)
+        kept = own[1:].view(-1, store.kv_heads)
+        left = Left.between(store.entries_with(state.private, length), kept)
         if left.left and not room.take(request, state, length, store.slots_for(kept)):
             state.memory.withdraw(finite=True)
             self._services.reports.skipped_fold(request, state, length - state.prompt)

@@ -149,10 +149,7 @@ class Store:
 
         Here and elsewhere they are those of the whole model.
         """
-        return self._slots_for(counts.numpy())
-
-    def _slots_for(self, counts: np.ndarray) -> int:
-        pages = self._of_ranks(counts).sum(axis=2)
+        pages = self._of_ranks(counts.numpy()).sum(axis=2)
         spans = self.arena.spans
         most = max(-(-int(pages[x.start : x.stop].sum(0).max()) // len(x)) for x in spans)
         return self.whole_pages(most)
@@ -179,12 +176,25 @@ class Store:
         """That so many entries take, list by list."""
         return -(-counts // self.arena.kv_heads)
 
-    def slots_with(self, private: Private, tail: int) -> int:
-        """Slots that the entries of a request take with so many tokens more in every list."""
-        layout = private.layout
-        if tail not in layout.needs:
-            layout.needs[tail] = self._slots_for(np.array(layout.laid_out) + tail)
-        return layout.needs[tail]
+    def entries_with(self, private: Private | None, length: int) -> torch.Tensor:
+        """int64 [L, G] entries of a request with so many tokens, if none of them leaves now.
+
+        Args:
+            private: None where nothing has left so far.
+        """
+        if private is None:
+            return torch.full((self.arena.model_layers, self.kv_heads), length)
+        held = np.array(private.laid_out, dtype=np.int64)
+        return torch.from_numpy(held + (length - private.tail_start))
+
+    def slots_with(self, private: Private | None, length: int) -> int:
+        """Slots that these entries take."""
+        if private is None:
+            return self.slots_for(self.entries_with(None, length))
+        needs, tail = private.layout.needs, length - private.tail_start
+        if tail not in needs:
+            needs[tail] = self.slots_for(self.entries_with(private, length))
+        return needs[tail]
 
     def grow(self, private: Private, slots: int, evict: Callable[[int], object]) -> bool:
         """Take more slots, until a request has so many; False, and nothing, if too few are left.
