@@ -35,6 +35,7 @@ from sm90 import Compiled, compiling, on_device  # noqa: E402
 ATTENTION, RUNNING, MQA = "attention", 200, 32
 PROCESSORS = {
     80: Processor(1 << 16, 164 << 10, warps=64, programs=32),
+    89: Processor(1 << 16, 100 << 10, warps=48, programs=24),
     90: Processor(1 << 16, 228 << 10, warps=64, programs=32),
     100: Processor(1 << 16, 228 << 10, warps=64, programs=32),
 }
@@ -162,7 +163,7 @@ def _at_once(cells: Sequence[dict], kernel: str) -> str:
 
 def parse() -> argparse.Namespace:
     parser = report.arguments(__doc__)
-    parser.add_argument("--targets", default="80,90,100", help="compute capabilities")
+    parser.add_argument("--targets", default="80,89,90,100", help="compute capabilities")
     parser.add_argument("--heads", default="64,80,96,128,256", help="sizes of a head")
     parser.add_argument("--groups", default="1,2,4,5,7,8,32", help="query heads of a KV head")
     parser.add_argument("--policies", default=POLICIES, help=f"and `{ATTENTION}`")

@@ -27,6 +27,8 @@ from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
 )
 from kvpolicy.kernels.launch.kernel import kernel
 
+_ALL_REGISTERS = 255
+
 
 def paged_attention(
     q: torch.Tensor,
@@ -93,7 +95,7 @@ def paged_attention(
         STAGES=tile.stages,
         UPCAST=q.device.type == "cpu",  # the interpreter has no bf16
         num_warps=tile.warps,
-        maxnreg=_registers(q, group, rows, tile),
+        maxnreg=_registers(q, group, rows, tile, apart),
     )
     launched(*given, tile, compiled)
     return result
@@ -108,21 +110,26 @@ def query_rows(queries: int, dtype: torch.dtype, size: int) -> int:
     return min(max(triton.next_power_of_2(queries), 16), most)
 
 
-def _registers(q: torch.Tensor, group: int, rows: int, tile: Tile) -> int | None:
+def _registers(q: torch.Tensor, group: int, rows: int, tile: Tile, apart: Apart) -> int | None:
     """Most registers of a thread; None: as many as the compiler takes.
 
     Left to itself it spills 4 to 16 bytes of some programs with heads of 128 columns. On Hopper
-    those of one token of 32 query heads need no more than let two of them share a processor. On
-    others one program of 64 rows takes the shared memory of a processor, and may have all registers.
+    those of one token of 32 query heads need no more than let two of them share a processor, others
+    of 32 rows whose keys and values are found apart need more. Elsewhere one program of 64 rows
+    takes the shared memory of a processor, and may have all its registers.
     """
     size = q.shape[-1]
     if columns_of(size) != 128 or tile != tile_of(size, q.dtype, rows) or q.dtype == torch.float32:
         return None
     if q.device.type != "cuda":
         return None
-    if torch.cuda.get_device_properties(q.device).major == 9:
-        return 128 if group == 32 and rows == 32 else None
-    return 255 if rows == 64 else None
+    if torch.cuda.get_device_properties(q.device).major != 9:
+        return _ALL_REGISTERS if rows == 64 else None
+    if rows != 32:
+        return None
+    if group == 32:
+        return 128
+    return None if apart.value_indices is None else _ALL_REGISTERS
 
 
 @kernel(aligned=["q", "keys", "values"])

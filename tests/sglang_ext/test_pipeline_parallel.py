@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from counted import assert_counted_once
 
 pytestmark = pytest.mark.server
 POLICIES = Path(__file__).parents[2] / "policies"
@@ -147,17 +148,8 @@ def test_what_requests_ask_besides(server):
 
 
 def test_every_request_is_counted_once_and_every_policy_said_once(server):
-    def counted():
-        name = "sglang:kv_policy_{}_total{{"
-        wanted = [name.format(each) for each in ("requests", "folds", "decode_dropped_entries")]
-        samples = [(k, v) for k, v in server.metrics().items() if 'policy="h2o"' in k]
-        return [sum(v for k, v in samples if k.startswith(each)) for each in wanted]
-
-    before = counted()
-    facts = ask(server, prompt(8, 90), "h2o").json()["meta_info"]["kv_policy"]
-    counts = [after - once for after, once in zip(counted(), before, strict=True)]
-    assert facts["folds"] > 2
-    assert counts == [1, facts["folds"], facts["entries_dropped_in_decode"]]
+    said = lambda: ask(server, prompt(8, 90), "h2o").json()["meta_info"]["kv_policy"]  # noqa: E731
+    assert_counted_once(server, "h2o", said)
     told = server.session.get(server.url + "/server_info", headers=ADMIN, timeout=PATIENCE).json()
     (state,) = told["internal_states"]
     assert [each["name"] for each in state["kv_policy"]] == [*SETTINGS]

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from counted import assert_counted_once
 from served_policies import GROWING, trial
 
 pytestmark = pytest.mark.server
@@ -114,12 +115,17 @@ def experiment(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(model, experiment):
     """Two ranks, and an experiment."""
-    with start(model, **ranks_of(2), **experiment) as server:
+    with start(model, **ranks_of(2), **experiment, enable_metrics=True) as server:
         yield server
 
 
 def test_answers_and_what_is_kept_are_those_of_one_rank(server, expected):
     assert_those_of_one_rank(server, expected)
+
+
+def test_every_request_is_counted_once(server):
+    said = lambda: ask(server, prompt(8, 90), "h2o").json()["meta_info"]["kv_policy"]  # noqa: E731
+    assert_counted_once(server, "h2o", said)
 
 
 def compared(server, requests):
