@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_allocator import Allocator, no_cache
+from kvpolicy.dsl.tools.launches import Observed
 from kvpolicy.kernels.attention.decode_attention import decode_attention
 from kvpolicy.kernels.attention.paged_attention import paged_attention
 from kvpolicy.sglang_ext.memory.arena import create_arena
@@ -101,6 +102,23 @@ def test_a_row_reads_as_plain_once_its_request_is_gone():
     tables.write()
     assert not tables.tables.counts.any()
     assert not tables.tables.tail_start.any()
+
+
+def test_many_requests_are_written_in_as_many_operations_as_one():
+    asked = []
+    for rows in (range(1, 2), range(1, ROWS)):
+        store, tables = make()
+        for turn in range(2):
+            for row in rows:
+                if turn:
+                    store.free(row)
+                fill(store, row, torch.full((LAYERS, KV_HEADS), 1 + turn))
+            with Observed(counting=True) as observed:
+                tables.write()
+            asked.append(observed.device)
+            store.check_integrity(store.allocator.free_slots)
+    assert len({*asked}) == 1, asked
+    assert asked[0] <= 18
 
 
 def test_each_layout_has_a_number_of_its_own():
