@@ -77,9 +77,10 @@ def nearest(
         x = x.contiguous()
     halves = x.dtype in (torch.float16, torch.bfloat16, *FLOAT8)
     block = max(triton.next_power_of_2(size), 16)
-    # What registers hold of rows of 256 bytes, 512, and more.
+    # What registers hold of rows of 256 bytes, 512, and more; without Hopper's products half of it.
     size_of_row = block * max(x.element_size(), 2)
     most = 128 if size_of_row <= 256 and halves else 64 if size_of_row <= 512 else 16
+    most = most if _is_hopper(device) else max(most // 2, 16)
     measured = tuned.choice("nearest", device, x.dtype, size, width)
     rows = rows or measured.get("rows") or (16 if width <= 16 else most)
     columns = columns or measured.get("columns")
@@ -119,6 +120,10 @@ def nearest(
         num_stages=2,
     )  # fmt: skip
     return chosen, found
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
 
 
 @kernel()
