@@ -157,7 +157,8 @@ class Outcome:
             state.memory.withdraw(finite=False)
             return None
         kept = own[1:].view(-1, store.kv_heads)
-        left = Left.between(store.entries_with(state.private, length), kept)
+        there = torch.from_numpy(store.entries_with(state.private, length))
+        left = Left.between(there, kept)
         if left.left and not room.take(request, state, length, store.slots_for(kept)):
             state.memory.withdraw(finite=True)
             self._services.reports.skipped_fold(request, state, length - state.prompt)

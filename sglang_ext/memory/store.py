@@ -149,7 +149,10 @@ class Store:
 
         Here and elsewhere they are those of the whole model.
         """
-        pages = self._of_ranks(counts.numpy()).sum(axis=2)
+        return self._slots_for(counts.numpy())
+
+    def _slots_for(self, counts: np.ndarray) -> int:
+        pages = self._of_ranks(counts).sum(axis=2)
         spans = self.arena.spans
         most = max(-(-int(pages[x.start : x.stop].sum(0).max()) // len(x)) for x in spans)
         return self.whole_pages(most)
@@ -176,24 +179,23 @@ class Store:
         """That so many entries take, list by list."""
         return -(-counts // self.arena.kv_heads)
 
-    def entries_with(self, private: Private | None, length: int) -> torch.Tensor:
+    def entries_with(self, private: Private | None, length: int) -> np.ndarray:
         """int64 [L, G] entries of a request with so many tokens, if none of them leaves now.
 
         Args:
             private: None where nothing has left so far.
         """
         if private is None:
-            return torch.full((self.arena.model_layers, self.kv_heads), length)
-        held = np.array(private.laid_out, dtype=np.int64)
-        return torch.from_numpy(held + (length - private.tail_start))
+            return np.full((self.arena.model_layers, self.kv_heads), length, dtype=np.int64)
+        return np.array(private.laid_out, dtype=np.int64) + (length - private.tail_start)
 
     def slots_with(self, private: Private | None, length: int) -> int:
         """Slots that these entries take."""
         if private is None:
-            return self.slots_for(self.entries_with(None, length))
+            return self._slots_for(self.entries_with(None, length))
         needs, tail = private.layout.needs, length - private.tail_start
         if tail not in needs:
-            needs[tail] = self.slots_for(self.entries_with(private, length))
+            needs[tail] = self._slots_for(self.entries_with(private, length))
         return needs[tail]
 
     def grow(self, private: Private, slots: int, evict: Callable[[int], object]) -> bool:
