@@ -26,6 +26,7 @@ from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     written,
 )
 from kvpolicy.kernels.launch.kernel import kernel
+from kvpolicy.kernels.launch.occupancy import is_hopper
 
 _ALL_REGISTERS = 255
 
@@ -123,7 +124,7 @@ def _registers(q: torch.Tensor, group: int, rows: int, tile: Tile, apart: Apart)
         return None
     if q.device.type != "cuda":
         return None
-    if torch.cuda.get_device_properties(q.device).major != 9:
+    if not is_hopper(q.device):
         return _ALL_REGISTERS if rows == 64 else None
     if rows != 32:
         return None

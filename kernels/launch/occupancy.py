@@ -51,6 +51,11 @@ def _up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device is a GPU of that generation, whose products take whole warp groups."""
+    return device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
+
+
 @lru_cache
 def processor(device: torch.device) -> Processor:
     """That of a GPU."""

@@ -30,6 +30,7 @@ from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.kernels.entries.rounding_triton import widened
 from kvpolicy.kernels.launch import tuned
 from kvpolicy.kernels.launch.kernel import kernel
+from kvpolicy.kernels.launch.occupancy import is_hopper
 from kvpolicy.kernels.merging.nearest import check
 
 _NOTHING = tl.constexpr(2**31 - 1)
@@ -80,7 +81,7 @@ def nearest(
     # What registers hold of rows of 256 bytes, 512, and more; without Hopper's products half of it.
     size_of_row = block * max(x.element_size(), 2)
     most = 128 if size_of_row <= 256 and halves else 64 if size_of_row <= 512 else 16
-    most = most if _is_hopper(device) else max(most // 2, 16)
+    most = most if is_hopper(device) else max(most // 2, 16)
     measured = tuned.choice("nearest", device, x.dtype, size, width)
     rows = rows or measured.get("rows") or (16 if width <= 16 else most)
     columns = columns or measured.get("columns")
@@ -120,10 +121,6 @@ def nearest(
         num_stages=2,
     )  # fmt: skip
     return chosen, found
-
-
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
 
 
 @kernel()

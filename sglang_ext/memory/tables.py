@@ -100,7 +100,9 @@ class DeviceTables:
         """Write what has changed, on the current stream, without waiting for the device."""
         changed, self._changed = self._changed, {}
         moved, self._moved = self._moved, {}
-        self._write_tails([each for row, each in moved.items() if row not in changed])
+        tails = [each for row, each in moved.items() if row not in changed]
+        if tails:
+            self._write_tails(self._rows(tails), tails)
         gone = [row for row, private in changed.items() if private is None]
         kept = [private for private in changed.values() if private is not None]
         for row in gone:
@@ -121,12 +123,10 @@ class DeviceTables:
             for numbers in (self.tables.counts, self.tables.tail_start):
                 numbers.index_fill_(0, rows, 0)
 
-    def _write_tails(self, moved: Sequence[Private]) -> None:
-        if not moved:
-            return
+    def _write_tails(self, rows: torch.Tensor, moved: Sequence[Private]) -> None:
         tails = self.tables.tail_start
         starts = to_device([each.tail_start for each in moved], torch.int32, tails.device)
-        tails.index_copy_(0, self._rows(moved), starts)
+        tails.index_copy_(0, rows, starts)
 
     def _find_places(self, changed: Sequence[Private]) -> Sequence[Private]:
         """Where slots go; returns whose are to be written."""
@@ -159,7 +159,7 @@ class DeviceTables:
             none = torch.zeros_like(tables.paired[0])
             paired = [none if x.shared is None else x.shared.paired for x in changed]
             tables.paired.index_copy_(0, rows, torch.stack(paired))
-        self._write_tails(changed)
+        self._write_tails(rows, changed)
 
     def _write_slots(self, placed: Sequence[Private]) -> None:
         if not placed:

@@ -167,9 +167,9 @@ def test_policies_do_not_change_while_the_server_runs(server):
 @pytest.mark.parametrize("number", [2, 3])
 def test_what_is_retracted_goes_on_as_it_was(model, files, expected, number):
     """Of three stages one has more layers than the others; in the pool there is room for folds."""
-    tight = stages(number)
-    tight["env"] |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
-    with start(model, files, **tight, max_total_tokens=1600) as server:
+    retracting = stages(number)
+    retracting["env"] |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
+    with start(model, files, **retracting, max_total_tokens=1600) as server:
         found, retractions = answers(server, sorted(expected), alone=False)
         others = {i: (own, expected[i]) for i, own in found.items() if own != expected[i]}
         assert not others, str(others)
