@@ -166,12 +166,18 @@ def test_policies_do_not_change_while_the_server_runs(server):
 
 @pytest.mark.parametrize("number", [2, 3])
 def test_what_is_retracted_goes_on_as_it_was(model, files, expected, number):
-    """Of three stages one has more layers than the others; in the pool there is room for folds."""
+    """Of three stages one has more layers than the others.
+
+    The pool is small: now and then a fold finds no room and is skipped, which a request's facts
+    say and which changes what it answers; all others answer as alone.
+    """
     retracting = stages(number)
     retracting["env"] |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
-    with start(model, files, **retracting, max_total_tokens=1600) as server:
+    with start(model, files, **retracting, max_total_tokens=900) as server:
         found, retractions = answers(server, sorted(expected), alone=False)
-        others = {i: (own, expected[i]) for i, own in found.items() if own != expected[i]}
+        whole = {i: own for i, own in found.items() if not own[2].get("skipped_folds")}
+        assert len(whole) >= len(found) - 5, str(sorted(set(found) - set(whole)))
+        others = {i: (own, expected[i]) for i, own in whole.items() if own != expected[i]}
         assert not others, str(others)
         assert retractions > 10
         assert_nothing_is_left(server)
