@@ -77,6 +77,8 @@ class Runtime:
                 self.forcing.note(req, wanted)
                 self._take_assigned(req)
                 served = self.policies.choose(wanted)
+                if shows_kept and served is not None and served.program.exchanged:
+                    raise ValueError(kept.NOT_IN_STAGES.format(served.name))
             except ValueError as error:
                 req.set_finish_with_abort(str(error))
         with self.services.failures.contained(req, ADMISSION):

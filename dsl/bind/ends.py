@@ -50,7 +50,7 @@ class Ends:
             if not bound.static.follows(keep.args[1], *_BEFORE):
                 return None
             keep, where, _ = keep.args
-        made = _filled(keep) if keep.op == "fill" else ends_of(keep)
+        made = filled(keep) if keep.op == "fill" else ends_of(keep)
         if made is None or not all(_lasts(bound, node) for node in made.numbers if node):
             return None
         return replace(made, where=where)
@@ -83,7 +83,7 @@ class Ends:
         return first, last, budget
 
 
-def _filled(keep: Node) -> Ends | None:
+def filled(keep: Node) -> Ends | None:
     """Ends, and the best of the rest up to a budget."""
     score, taken, missing, remaining = keep.args
     own = ends_of(taken)

@@ -27,3 +27,19 @@ def is_rest(node: Node, taken: Node) -> bool:
 def chooses_after(taken: Node, right: Node) -> bool:
     """Whether `right` is a `top` among what `taken` left over."""
     return right.op == "top" and is_rest(right.args[0], taken)
+
+
+def present_outside(x: Node, taken: Node) -> bool:
+    """Whether a value is there at every token that is not in `taken`."""
+    if not x.type.absent:
+        return True
+    if x.op == "mask":
+        return any(is_rest(x, part) for part in _parts(taken)) and present_outside(x.args[0], taken)
+    return bool(x.args) and all(present_outside(each, taken) for each in x.args)
+
+
+def _parts(taken: Node) -> list[Node]:
+    """The sets of which a set is the union, itself included."""
+    if taken.op != "or":
+        return [taken]
+    return [taken, *(part for each in taken.args for part in _parts(each))]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.intervals import Intervals
-from kvpolicy.dsl.bind.kept import chooses_after, is_rest
+from kvpolicy.dsl.bind.kept import chooses_after, present_outside
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node, Propagate
 
@@ -101,7 +101,7 @@ class _Lengths:
         if node.op == "fill":
             taken = self._size(node.args[1], layer)
             fewest, most = self.numbers.of(node.args[2].args[0], layer)
-            rest = whole(fewest, low) if _present(node.args[0], node.args[1]) else 0
+            rest = whole(fewest, low) if present_outside(node.args[0], node.args[1]) else 0
             return max(taken[0], rest), max(taken[1], whole(most, high))
         if node.op == "or":
             (a, b), (c, d) = (self._size(x, layer) for x in node.args)
@@ -110,7 +110,7 @@ class _Lengths:
                 # The right side chooses among what the left one left over.
                 fewest = whole(self.numbers.of(node.args[1].args[1], layer)[0], low)
                 x = node.args[1].args[0].args[0]
-                sure = min(low, a + fewest) if _present(x, node.args[0]) else a
+                sure = min(low, a + fewest) if present_outside(x, node.args[0]) else a
             return sure, min(high, b + d)
         if node.op == "choose":
             if self.numbers.is_static(node.args[1], layer):
@@ -124,19 +124,3 @@ class _Lengths:
 
 def _hull(ranges: list[Range]) -> Range:
     return min(low for low, _ in ranges), max(high for _, high in ranges)
-
-
-def _present(x: Node, taken: Node) -> bool:
-    """Whether a value is there at every token that is not in `taken`."""
-    if not x.type.absent:
-        return True
-    if x.op == "mask":
-        return any(is_rest(x, part) for part in _parts(taken)) and _present(x.args[0], taken)
-    return bool(x.args) and all(_present(each, taken) for each in x.args)
-
-
-def _parts(taken: Node) -> list[Node]:
-    """The sets of which a set is the union, itself included."""
-    if taken.op != "or":
-        return [taken]
-    return [taken, *(part for each in taken.args for part in _parts(each))]

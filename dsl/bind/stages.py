@@ -1,7 +1,9 @@
 """Whether the layers of a model can be computed apart, in stages (pipeline parallelism).
 
 Each stage has some of the layers and decides for these. That is the policy's decision where nothing
-in it looks at other layers by numbers that only data know.
+in it looks at other layers by values that only data know; and where layers are compared by a number
+each, at the prompt's end, if stages tell each other these numbers. All of them have to know then
+how many entries every layer keeps without asking again, so that has to follow from numbers too.
 """
 
 from __future__ import annotations
@@ -9,35 +11,100 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.bind.kept import keep_of
+from kvpolicy.dsl.bind.ends import ends_of, filled
+from kvpolicy.dsl.bind.kept import keep_of, present_outside
 from kvpolicy.dsl.ir.nodes import Node, When, brackets
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
 
 
 def apart(bound: Bound) -> str | None:
-    """What keeps the stages of a model from deciding each for its own layers; None: nothing."""
+    """What keeps the stages of a model from deciding each for its own layers; None: nothing.
+
+    They may have to tell each other numbers: `exchanged`.
+    """
     if bound.program.share is not None:
         return "layers are stored in pairs (`share:`), and those of a pair may lie in two stages"
     if bound.propagates:
         return "tokens leave between layers (`propagate:`), and the next stage computes all of them"
-    found = next((x for x in _read(bound) if x.across_layers and not _is_planned(x)), None)
+    found = next((x for x in _read(bound) if _looks(x) and not _compares_numbers(x)), None)
+    found = found or next((x for x in nodes_of(_decoding(bound)) if _looks(x)), None)
     if found is not None:
         return f"`{found.op}{brackets(found.axes)}` looks at layers that lie in other stages"
+    counting = _counting(keep_of(bound.lowered.prefill))
+    if exchanged(bound) and (counting is None or not all(map(_is_number, counting))):
+        return "layers are compared, and only its own data say how many entries a layer keeps then"
     return None
 
 
+def exchanged(bound: Bound) -> tuple[Node, ...]:
+    """Numbers of every layer that stages tell each other, of a policy that they decide `apart`."""
+    compared = [each for node in _read(bound) if _looks(node) for each in node.args]
+    if not compared:
+        return ()
+    found = {id(x): x for node in compared for x in _own(node)}
+    for numbers in _counting(keep_of(bound.lowered.prefill)) or ():
+        found.update((id(x), x) for x in _own(numbers))
+    return tuple(found.values())
+
+
 def _read(bound: Bound) -> Iterator[Node]:
-    """Every value that decides what is kept: of the prefill, and while decoding."""
+    """Every value of the prefill that decides what is kept, then and later."""
     rules, later = bound.lowered.prefill, bound.lowered.decode
-    roots = [keep_of(rules), *rules.decided.values(), *state_roots(rules.states)]
-    roots += merge_roots(rules.merge)
-    if later is not None:
-        decode = [keep_of(later), *state_roots(later.states), *merge_roots(later.merge)]
-        takes_budget = any(node.op == "budget" for node in nodes_of(decode))
-        roots += [*decode, *([rules.budget] if takes_budget and rules.budget else [])]
-    return nodes_of(roots)
+    roots = [keep_of(rules), *rules.decided.values()]
+    if later is not None and rules.budget is not None:
+        if any(node.op == "budget" for node in nodes_of(_decoding(bound))):
+            roots.append(rules.budget)
+    return nodes_of([*roots, *state_roots(rules.states), *merge_roots(rules.merge)])
+
+
+def _decoding(bound: Bound) -> list[Node]:
+    later = bound.lowered.decode
+    if later is None:
+        return []
+    return [keep_of(later), *state_roots(later.states), *merge_roots(later.merge)]
+
+
+def _looks(node: Node) -> bool:
+    """Whether a value looks at layers that another stage has, by what only data know."""
+    return node.across_layers and not _is_planned(node)
 
 
 def _is_planned(node: Node) -> bool:
     """Whether every stage computes a value for all layers once it knows the prompt's length."""
     return node.when <= When.PROMPT and not set(node.type.axes) - {"token"}
+
+
+def _compares_numbers(node: Node) -> bool:
+    """Whether a value compares layers by one number each, after the last layer."""
+    return node.when == When.END and all(map(_is_number, node.args))
+
+
+def _is_number(node: Node) -> bool:
+    """Whether a layer's value is one number, and follows from its own data or from comparisons."""
+    if node.type.axes:
+        return False
+    return node.when < When.END or all(map(_is_number, node.args))
+
+
+def _own(node: Node) -> Iterator[Node]:
+    """The largest parts of a number that follow from a layer's own data."""
+    if node.when >= When.END:
+        for each in node.args:
+            yield from _own(each)
+    elif not _is_planned(node):
+        yield node
+
+
+def _counting(keep: Node) -> list[Node] | None:
+    """What says how many entries a layer keeps; None: not numbers alone do."""
+    if keep.op == "all":
+        return []
+    if keep.op == "choose":
+        one, other = (_counting(each) for each in keep.args[::2])
+        return None if one is None or other is None else [keep.args[1], *one, *other]
+    ends = filled(keep) if keep.op == "fill" else ends_of(keep)
+    if ends is None:
+        return None
+    if ends.score is not None and not present_outside(ends.score, keep.args[1]):
+        return None
+    return [number for number in ends.numbers if number is not None]

@@ -4,6 +4,8 @@ Every layer's values stay on its own tokens. Where layers have different ones, w
 sees them at the prompt's N positions, absent where a token did not reach the layer, and every layer
 reads its part of the result at its own tokens.
 
+Of several stages (`--pp`) each has some of the layers, and of the others only numbers.
+
 Dimensions: L layers, G KV heads, N tokens of the prompt, n tokens of one layer.
 """
 
@@ -194,6 +196,8 @@ class Layers(Evaluation):
         later: ids of nodes that follow from what compares layers. Where all layers have the same
             tokens these are computed of all layers at once.
         passing: ids of those that are not held.
+        model: all layers of the model, of which only numbers are known, where these are a part of
+            them; l of L. What looks at other layers is found there.
     """
 
     def __init__(
@@ -202,6 +206,7 @@ class Layers(Evaluation):
         prompt: int,
         later: Set[int] = frozenset(),
         passing: Set[int] = frozenset(),
+        model: Layers | None = None,
     ) -> None:
         first = evaluations[0].frame
         alike = all(x.frame.positions is None for x in evaluations)
@@ -213,7 +218,8 @@ class Layers(Evaluation):
             held = [x.frame.tokens for x in evaluations]
             frame.held = Value(sent(torch.tensor(held, device=HOST), first.device), ("layer",))
         super().__init__(frame, passing=passing if alike else frozenset(), whole=False)
-        self.evaluations = evaluations
+        self.evaluations, self.model = evaluations, model
+        self._first = first.layer
         self._together = later if alike else frozenset()
         # No circle: what layers hold goes with the run that holds this.
         own = weakref.proxy(self)
@@ -230,6 +236,8 @@ class Layers(Evaluation):
     def part(self, node: Node, evaluation: Evaluation) -> Value:
         """The part of one layer in a node that looks at other layers."""
         frame, layers = evaluation.frame, len(self.evaluations)
+        if self.model is not None:
+            return self.model.part(node, self.model.evaluations[frame.layer])
         if not _compares(node):
             most = frame.layer + 1 if node.when <= When.LAYER else layers
             return _look(node, evaluation, most, lambda x, layer: self._at(x, layer, frame))
@@ -238,7 +246,7 @@ class Layers(Evaluation):
 
     def _find(self, node: Node) -> Value:
         if _compares(node):
-            return self._compared(node)
+            return self._compared(node) if self.model is None else self._own(self.model.value(node))
         looks = node.across_layers or reduces_past(node)
         if id(node) in self._together and not looks:
             return super()._find(node)
@@ -250,6 +258,16 @@ class Layers(Evaluation):
             for layer, each in enumerate(own):
                 each.known[id(node)] = of_layer(made, layer)
         return made
+
+    def _own(self, x: Value) -> Value:
+        """The part of these layers in a value of all layers of the model."""
+        if "layer" not in x.axes:
+            return x
+        here = slice(self._first, self._first + len(self.evaluations))
+        mask = x.mask
+        if mask is not None and "layer" in x.mask_axes:
+            mask = mask[here]
+        return replace(x, data=x.tensor[here], mask=mask)
 
     def _compared(self, node: Node) -> Value:
         if node.operation.kind is Kind.PARTITION:
@@ -265,7 +283,7 @@ class Layers(Evaluation):
         static = [self.frame.bound.static.needs(x) is not None for x in node.args]
         if node.op != "cluster" and static == [True, False, True][: len(static)]:
             return self._by_kernel(node)
-        numbers = [self._numbers(x) for x in node.args]
+        numbers = [self.numbers(x) for x in node.args]
         if node.op != "cluster":
             most = numbers[2] if len(numbers) == 3 else None
             parts = counts.split(numbers[0][0], numbers[1], most, cascade=node.op == "cascade")
@@ -277,11 +295,11 @@ class Layers(Evaluation):
     def _by_kernel(self, node: Node) -> torch.Tensor:
         """`split` or `cascade` by computed weights, without waiting for the device."""
         device, layers = self.frame.device, len(self.evaluations)
-        whole = counts.whole(self._numbers(node.args[0])[0], MOST)
+        whole = counts.whole(self.numbers(node.args[0])[0], MOST)
         weights = over_layers(self.value(node.args[1]), layers, device).tensor.double()
         maxima: torch.Tensor | int | None = None
         if len(node.args) == 3:
-            most = [counts.whole(x, MOST) for x in self._numbers(node.args[2])]
+            most = [counts.whole(x, MOST) for x in self.numbers(node.args[2])]
             maxima = most[0]
             if any(x != maxima for x in most):
                 maxima = sent(torch.tensor(most, device=HOST), device)
@@ -289,7 +307,7 @@ class Layers(Evaluation):
         made: torch.Tensor = kernel(whole, weights, maxima, cascade=node.op == "cascade")
         return made
 
-    def _numbers(self, node: Node) -> list[Number]:
+    def numbers(self, node: Node) -> list[Number]:
         """A scalar of every layer as the host's number; it waits for the device at most once."""
         if self.frame.bound.static.needs(node) is not None:
             return [each.number(node) for each in self.evaluations]

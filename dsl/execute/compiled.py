@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.stages import exchanged
 from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.heads import ALL, Heads
 from kvpolicy.dsl.execute.kernels import Kernels, Slots, installed
@@ -17,6 +18,7 @@ from kvpolicy.dsl.execute.plan import Plan
 from kvpolicy.dsl.execute.prefill import Prefill
 from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.ir.heads import heads_last
+from kvpolicy.dsl.ir.nodes import Node
 
 # Plans kept for prompt lengths seen last.
 _PLANS = 8
@@ -31,14 +33,16 @@ class Compiled:
         report: also keep budgets and scores, for `Run.result`.
         kernels: what computes, see `execute/kernels.py`; None: torch, as installed.
         heads: which of the model's KV heads are here, and how the others are reached.
-        layers: of the model that are here; None: all. A part of them can be computed where no data
-            of other layers decide (`bind/stages.py`).
+        layers: of the model that are here; None: all. A part of them can be computed as
+            `bind/stages.py` says.
         deferred_bytes: that the scores of all layers may take until the last one has been computed.
 
     Attributes:
         bound: the policy, reductions across KV heads as `ir/heads.py` writes them where others are
             elsewhere.
         steps: what decode steps compute; None without `decode:`.
+        exchanged: numbers of each layer that have to be known of all layers of the model, where
+            some of these are elsewhere.
         accumulates: whether earlier chunks of a prompt may be handed over by `Run.accumulate`.
         generated: the prefill's generated kernels.
         reads_lse: whether a prefill that is given the log-sum-exp of its logits computes less.
@@ -62,6 +66,8 @@ class Compiled:
             bound = replace(bound, lowered=heads_last(bound.lowered))
         self.bound, self.kernels, self.report, self.heads = bound, kernels, report, heads
         self.layers = range(bound.shape.layers) if layers is None else layers
+        whole = len(self.layers) == bound.shape.layers
+        self.exchanged: tuple[Node, ...] = () if whole else exchanged(bound)
         self._deferred_bytes = deferred_bytes
         self._prefill = Prefill(bound, report, heads, defers=False)
         # Where a layer chooses what deeper ones compute, nothing can wait for those.

@@ -14,6 +14,7 @@ from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.execute.across import History, Layers, known_before, look_back
 from kvpolicy.dsl.execute.compiled import Compiled
 from kvpolicy.dsl.execute.evaluate import Evaluation, alone, spread
+from kvpolicy.dsl.execute.exchange import entries_kept, heard, said
 from kvpolicy.dsl.execute.kernels import Keys, Slots
 from kvpolicy.dsl.execute.layout import shift_of
 from kvpolicy.dsl.execute.merge import Merging
@@ -254,6 +255,35 @@ class Run:
             evaluation, frame=frame, known=known, passing=frozenset(), others=alone
         )
 
+    def said(self) -> torch.Tensor:
+        """int64 [l, S, P]: what the other stages have to know of the layers that are here.
+
+        Once every one of these has been observed, of a program that has numbers `exchanged`.
+        """
+        return said(self.program.exchanged, self._here())
+
+    def hear(self, numbers: torch.Tensor) -> None:
+        """Takes what has been `said` of all layers of the model, before `finish`.
+
+        Args:
+            numbers: int64 [L, S, P].
+        """
+        here = self._here()
+        self._compare(here, heard(self.program.exchanged, numbers, here[0]))
+
+    def entries_kept(self) -> list[int]:
+        """[L] entries that each list of a layer keeps, of all layers of the model, after `hear`.
+
+        Raises:
+            TypeError: no other stage has layers.
+        """
+        if self.not_finite:
+            return [self.prompt] * self.program.bound.shape.layers
+        model = self._all_layers.model
+        if model is None:
+            raise TypeError(f"all layers of `{self.program.bound.program.name}` are here")
+        return entries_kept(self.program.bound, self.prompt, model)
+
     def finish(self, *, wait: bool = True) -> list[torch.Tensor]:
         """What is kept, once every layer that is here has been observed: of each bool [G, N].
 
@@ -262,6 +292,9 @@ class Run:
         Args:
             wait: until the device says whether the model's tensors were finite. Else the caller
                 reads `finite` and tells it by `settle` before anything that follows a prefill.
+
+        Raises:
+            RuntimeError: numbers are `exchanged`, and nothing has been heard of other stages.
         """
         if not self._kept:
             self._kept = self._finish(wait)
@@ -283,16 +316,41 @@ class Run:
         """Takes what `finite` held, after `finish` without waiting."""
         self.not_finite |= not finite
 
-    def _finish(self, wait: bool) -> list[torch.Tensor]:
-        bound, prefill = self.program.bound, self._prefill
-        self._history.values.clear()
+    def _here(self) -> list[Evaluation]:
+        """Of every layer that is here, when all have been observed."""
         device = next((x.frame.device for x in self._evaluations.values()), torch.device("cpu"))
         for layer in self.program.layers:
             if layer not in self._evaluations:  # a policy that looks at no tensor
                 frame = self._frame(layer, device, self.size, None)
                 self._evaluations[layer] = self._evaluation(frame)
-        each = [self._evaluations[layer] for layer in self.program.layers]
-        self._layers = Layers(each, self.size, prefill.later, prefill.passing)
+        return [self._evaluations[layer] for layer in self.program.layers]
+
+    def _compare(self, here: list[Evaluation], known: list[dict[int, Value]]) -> None:
+        """Puts the layers side by side.
+
+        Args:
+            known: where other stages have other layers, numbers of each layer by id of their node.
+        """
+        prefill, model = self._prefill, None
+        if known:
+            frame = replace(here[0].frame, vectors={})
+            each = [self._evaluation(replace(frame, layer=i)) for i in range(len(known))]
+            for evaluation, numbers in zip(each, known, strict=True):
+                evaluation.known.update(numbers)
+            later = prefill.later - {id(node) for node in self.program.exchanged}
+            model = Layers(each, self.size, later, prefill.passing)
+        self._layers = Layers(here, self.size, prefill.later, prefill.passing, model)
+
+    def _finish(self, wait: bool) -> list[torch.Tensor]:
+        bound = self.program.bound
+        self._history.values.clear()
+        each = self._here()
+        device, layers = each[0].frame.device, bound.shape.layers
+        if self._layers is None:
+            if self.program.exchanged:
+                raise RuntimeError("nothing has been heard of other stages' layers")
+            apart = len(each) < layers
+            self._compare(each, [{} for _ in range(layers)] if apart else [])
         finite = self.finite
         if wait and finite is not None:
             self.not_finite |= not finite.item()

@@ -30,6 +30,7 @@ from kvpolicy.sglang_ext.forward import share
 from kvpolicy.sglang_ext.forward.compress import compress, timed
 from kvpolicy.sglang_ext.forward.failures import CHOOSING, COMPACTION, SCORING
 from kvpolicy.sglang_ext.forward.frame import Frame
+from kvpolicy.sglang_ext.forward.parts import Chosen, Comparing, Part
 from kvpolicy.sglang_ext.report.kept import described
 from kvpolicy.sglang_ext.request.request import Queries, Seen, State, iterate_rows
 
@@ -113,45 +114,12 @@ class _Chosen:
     finite: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one of several stages has chosen of a request whose prompt ends.
-
-    Attributes:
-        kept: bool [l, G, N] of its layers.
-        counts: int64 [l, G] entries of each list, on the host.
-        known: of its layers, where the policy goes on.
-        finite: whether the model's tensors were.
-    """
-
-    scored: Scored
-    kept: torch.Tensor
-    counts: torch.Tensor
-    known: Known
-    finite: bool
-
-
-@dataclass(frozen=True)
-class Found:
-    """What all stages have chosen of a request.
-
-    Attributes:
-        counts: int64 [L, G] entries of each list, on the host.
-        finite: whether the model's tensors were, on all stages.
-        kept: bool [L, G, N], where the answer is to say it.
-    """
-
-    counts: torch.Tensor
-    finite: bool
-    kept: torch.Tensor | None
-
-
 class PrefillStep:
     """What the policies see and decide in one extend forward.
 
     Attributes:
         ending: requests whose prompt ends in it, whatever has failed here.
-        parts: of several stages, what this one has chosen, by `id` of the request.
+        parts: of several stages, what this one has found, by `id` of the request.
     """
 
     def __init__(self, services: Services, batch: Any, frame: Frame) -> None:
@@ -283,11 +251,18 @@ class PrefillStep:
         scored.chosen = scored.run.observe(layer.layer_id, q, k, v, scored.tokens, lse=lse)
 
     def finish(self) -> None:
-        """After the forward: choose what is kept and copy it to private pages."""
+        """After the forward: choose what is kept and copy it to private pages.
+
+        Of several stages, choose, or find what the others have to know first.
+        """
         failures, found = self._services.failures, []
         failures.agree(self._concerned)
         for each in self.scored:
             if each.state.failed:
+                continue
+            if each.run.program.exchanged:
+                with failures.contained(each.request, CHOOSING), timed(each.state):
+                    self.parts[id(each.request)] = self._comparing(each)
                 continue
             with failures.contained(each.request, CHOOSING, joint=True), timed(each.state):
                 found.append((each, self._choose(each)))
@@ -296,8 +271,8 @@ class PrefillStep:
         numbers = self._numbers([own for _, own in chosen])
         if self._services.stages.size > 1:
             for (each, own), (counts, widest, held, finite) in zip(chosen, numbers, strict=True):
-                part = Part(each, own.kept, counts, _known(held, widest), bool(finite))
-                self.parts[id(each.request)] = part
+                given = (each.state, each.run, bool(finite), own.kept, counts)
+                self.parts[id(each.request)] = Chosen(*given, _known(held, widest))
             return
         for (each, own), (counts, widest, held, finite) in zip(chosen, numbers, strict=True):
             with failures.contained(each.request, COMPACTION, joint=True):
@@ -310,23 +285,47 @@ class PrefillStep:
                 with failures.contained(each.request, COMPACTION):
                     self._note(each, int(counts.sum()))
 
-    def settle(self, request: Any, found: Found) -> None:
-        """Carry out what the stages have chosen of a request, of which all know how much it is."""
+    def _comparing(self, scored: Scored) -> Comparing:
+        finite = scored.run.finite
+        numbers = scored.run.said()
+        parts = [numbers] if finite is None else [numbers, finite]
+        numbers, *is_finite = to_host(parts)
+        sure = all(map(bool, is_finite))
+        return Comparing(scored.state, scored.run, sure, numbers, self._services.store.kv_heads)
+
+    def settle(self, request: Any, said: torch.Tensor, *, finite: bool) -> None:
+        """Carry out what the stages have found of a request.
+
+        Slots are taken by what all stages know; what fails on one alone fails after that.
+
+        Args:
+            said: [L, `numbers_of_layer`] of all stages' layers, on the host.
+            finite: whether the model's tensors were, on all stages.
+        """
         failures, part = self._services.failures, self.parts[id(request)]
-        scored, state = part.scored, part.scored.state
+        scored = next(each for each in self.scored if each.request is request)
+        state = scored.state
         table = self._services.tree.req_to_token_pool.req_to_token
         # The radix cache may have had the same prompt, and given up these slots for its own.
         scored.prompt_slots = table[request.kv.req_pool_idx, : state.prompt].to(torch.int64)
         with failures.contained(request, COMPACTION):
             with timed(state):
-                scored.run.settle(finite=found.finite)
-                counts = (
-                    found.counts if found.finite else torch.full_like(found.counts, state.prompt)
-                )
-                self._compress(scored, part.kept, counts)
-                state.remember(scored.run, part.known)
-            if found.kept is not None and state.private is not None and not state.told.counted:
-                state.told.kept = described(found.kept, None, state.prompt)
+                scored.run.settle(finite=finite)
+                counts = part.counts(said)
+                chosen = None
+                with failures.contained(request, CHOOSING, whole=False):
+                    chosen = part.choose()
+                if chosen is None:  # other stages take as many slots; all will know
+                    own = self._services.store.here(counts)
+                    there = torch.arange(state.prompt) < own[..., None]
+                    self._compress(scored, there.to(scored.slots.device), counts)
+                    return
+                kept, known = chosen
+                self._compress(scored, kept, counts)
+                state.remember(scored.run, known)
+            positions = part.positions(said)
+            if positions is not None and state.private is not None and not state.told.counted:
+                state.told.kept = described(positions, None, state.prompt)
             self._note(scored, int(counts.sum()))
         if state.resumes and state.decoding is not None:
             # What it computes next is not offered to the radix cache, which might take other slots

@@ -5,8 +5,9 @@ decisions by giving them the same requests in the same order. So whatever a sche
 slots of a request above all, has to change on all stages at the same place of that order. What a
 policy keeps, of a prompt or where entries leave while a request decodes, is found in the forward,
 by each stage for its layers; how much that is, and whether something has failed, is sent to the
-others then, and nothing is done about it before the result is processed, when it has arrived. Then
-all know how many slots a fold takes; where there are not so many, nothing leaves at that step.
+others then (of a prompt whose policy compares layers, the numbers by which: parts.py), and nothing
+is done about it before the result is processed, when it has arrived. Then all know how many slots a
+fold takes; where there are not so many, nothing leaves at that step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvpolicy.sglang_ext.forward.fold import Left
 from kvpolicy.sglang_ext.forward.leaving import Leaving, Room
-from kvpolicy.sglang_ext.forward.prefill_step import Found
+from kvpolicy.sglang_ext.forward.parts import Part, numbers_of_layer
 from kvpolicy.sglang_ext.request.request import State, state_of
 
 if TYPE_CHECKING:
@@ -84,33 +85,32 @@ class Outcome:
         self._services.reports.finished(self._finishing)
 
     def _found(self, req: Any, state: State) -> torch.Tensor:
-        """Of a request whose prompt ends: not finite, entries of each list, and which they are."""
+        """Of a request whose prompt ends: not finite, and what is said of each layer."""
         part = self._part(req)
         not_finite = torch.tensor([part is not None and not part.finite])
-        found = [not_finite, self._of_model(None if part is None else part.counts)]
-        if state.told.shows_kept:
-            found.append(self._of_model(None if part is None else part.kept.cpu(), state.prompt))
-        return torch.cat(found)
+        size = numbers_of_layer(state, self._services.store.kv_heads)
+        said = self._of_model(None if part is None else part.said(), size)
+        return torch.cat([not_finite, said])
 
     def _lists_of(self, landed: Landed | None) -> torch.Tensor:
         """Of a request of which entries may leave: not finite, and what stays of each list."""
         not_finite = torch.tensor([landed is not None and not landed.finite])
-        return torch.cat([not_finite, self._of_model(None if landed is None else landed.kept)])
+        kept = None if landed is None else landed.kept
+        return torch.cat([not_finite, self._of_model(kept, self._services.store.kv_heads)])
 
-    def _of_model(self, here: torch.Tensor | None, *size: int) -> torch.Tensor:
-        """Numbers of all lists of the model, those of other stages 0, one after the other.
+    def _of_model(self, here: torch.Tensor | None, size: int) -> torch.Tensor:
+        """So many numbers of each layer of the model, those of other stages 0.
 
         Args:
-            here: [l, G, ...] of the layers that are here; None where something has failed here.
-            size: dimensions of a list's numbers.
+            here: [l, size] of the layers that are here; None where something has failed here.
         """
-        arena, heads = self._services.arena, self._services.store.kv_heads
-        lists = torch.zeros((arena.model_layers, heads, *size), dtype=torch.int64)
+        arena = self._services.arena
+        layers = torch.zeros((arena.model_layers, size), dtype=torch.int64)
         if here is not None:
-            lists[arena.own.start : arena.own.stop] = here
-        return lists.flatten()
+            layers[arena.own.start : arena.own.stop] = here
+        return layers.flatten()
 
-    def _part(self, req: Any) -> Any:
+    def _part(self, req: Any) -> Part | None:
         return None if self._prefill is None else self._prefill.parts.get(id(req))
 
     def _learn(self, failing: Sequence[int]) -> None:
@@ -128,11 +128,8 @@ class Outcome:
     def _settle(self, req: Any, state: State, own: torch.Tensor) -> None:
         if self._prefill is None:
             return
-        heads, layers = self._services.store.kv_heads, self._services.arena.model_layers
-        counts, places = own[1:].split([layers * heads, own.numel() - 1 - layers * heads])
-        kept = places.view(layers, heads, -1).bool() if state.told.shows_kept else None
-        found = Found(counts.view(layers, heads), not int(own[0]), kept)
-        self._prefill.settle(req, found)
+        said = own[1:].view(self._services.arena.model_layers, -1)
+        self._prefill.settle(req, said, finite=not int(own[0]))
         if state.published and state.private is not None and state.private.ready:
             self._services.detach([(req, state)])
 

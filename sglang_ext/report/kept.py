@@ -10,6 +10,11 @@ import numpy as np
 import torch
 from kvpolicy.sglang_ext.face.asked import KEPT, shown
 
+NOT_IN_STAGES = (
+    f"custom_params.{KEPT}: with --pp-size a server cannot say which positions `{{}}` keeps, "
+    "because it compares layers: each stage knows those of its own layers"
+)
+
 
 def wanted(asked: Mapping[str, Any]) -> bool:
     """Whether a request asks for it.

@@ -14,7 +14,7 @@ POLICIES = Path(__file__).parents[2] / "policies"
 SETTINGS = {
     "snapkv": ["capacity=48", "window=16"],
     "adakv": ["capacity=40", "window=8"],
-    "pyramidkv": ["capacity=40", "window=8"],
+    "pyramidkv": ["capacity=30", "window=8"],
     "lazy": [],
     "sinks-recent": ["capacity=40"],
     # Entries leave while it decodes: of lists of one size, by what heads agree on, of lists that
@@ -23,7 +23,12 @@ SETTINGS = {
     "tova": ["capacity=30"],
     "roco": ["capacity=12", "newest=4"],
     "cam": ["window=40", "reach=4"],
+    # They compare layers, by numbers that the stages tell each other.
+    "cake": ["capacity=40", "window=8"],
+    "d2o": ["rate=0.3"],
+    "d2o-code": ["rate=0.3"],
 }
+COMPARING = ("cake", "d2o", "d2o-code")
 # Data decide of each layer, and so of each stage, how much it keeps.
 LAZY = """policy: lazy
 language: 1
@@ -93,7 +98,8 @@ def answers(server, order, *, alone):
 
     def answer(number):
         name, tokens = listed[number]
-        found = ask(server, tokens, name, kv_policy_kept=True)
+        # Of the layers of other stages none knows which positions such a policy keeps.
+        found = ask(server, tokens, name, kv_policy_kept=name not in COMPARING)
         assert found.ok, found.text
         meta = found.json()["meta_info"]
         facts = meta.get("kv_policy", {})
@@ -114,8 +120,8 @@ def expected(model, files):
         found, _ = answers(one, range(len(list(requests()))), alone=True)
     compressed = {name for name, _, facts in found.values() if facts.get("entries_kept")}
     folded = {name for name, _, facts in found.values() if facts.get("folds")}
-    assert compressed == {*SETTINGS} - {"roco"}  # which keeps the prompt
-    assert folded == {"h2o", "tova", "roco", "cam"}
+    assert compressed == {*SETTINGS} - {"roco", "d2o-code"}  # which keep the prompt
+    assert folded == {"h2o", "tova", "roco", "cam", *COMPARING}
     return found
 
 
@@ -145,6 +151,14 @@ def test_what_requests_ask_besides(server):
     assert found["output_ids"] == output
     assert found["meta_info"]["kv_policy"]["entries_kept"] == 4 * 2 * 30
     assert found["meta_info"]["kv_policy"]["set"] == {"capacity": 30}
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_positions_that_no_stage_knows_are_not_told(server, name):
+    answer = ask(server, prompt(5, 60), name, kv_policy_kept=True)
+    assert answer.status_code == 400
+    wanted = f"with --pp-size a server cannot say which positions `{name}` keeps"
+    assert wanted in answer.json()["error"]["message"]
 
 
 def test_every_request_is_counted_once_and_every_policy_said_once(server):

@@ -1,0 +1,92 @@
+"""What the stages of a model tell each other at a prompt's end, where a policy compares layers.
+
+Each says a few numbers of its layers (`bind/stages.py`). With those of all, every stage compares
+the layers of the model as one process does, and knows how many entries each of them keeps.
+
+Dimensions: L layers of the model, l those that are here, S numbers of a layer, N tokens of the
+prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.ends import MOST, ends_of, filled
+from kvpolicy.dsl.bind.kept import keep_of
+from kvpolicy.dsl.execute.across import Layers
+from kvpolicy.dsl.execute.evaluate import Evaluation
+from kvpolicy.dsl.execute.values import Value, as_tensor
+from kvpolicy.dsl.ir import counts
+from kvpolicy.dsl.ir.nodes import Node
+
+PARTS = 3  # that a number is sent in: whether it is there, and the halves of its 64 bits
+_HALF = 32
+_LOW = 2**_HALF - 1
+
+
+def said(nodes: Sequence[Node], here: Sequence[Evaluation]) -> torch.Tensor:
+    """int64 [l, S, PARTS], none negative: numbers of the layers that are here."""
+    rows = [torch.stack([_bits(x.value(node), x) for node in nodes]) for x in here]
+    return torch.stack(rows)
+
+
+def _bits(x: Value, evaluation: Evaluation) -> torch.Tensor:
+    number = as_tensor(x.data, evaluation.frame).double()
+    there = torch.ones_like(number, dtype=torch.bool) if x.mask is None else x.mask
+    bits = number.contiguous().view(torch.int64)
+    return torch.stack([there.long(), (bits >> _HALF) & _LOW, bits & _LOW])
+
+
+def heard(nodes: Sequence[Node], numbers: torch.Tensor, own: Evaluation) -> list[dict[int, Value]]:
+    """Numbers of every layer by id of their node.
+
+    Args:
+        numbers: int64 [L, S, PARTS] of all stages.
+        own: of a layer that is here, whose values are such as the others'.
+    """
+    numbers = numbers.to(own.frame.device)
+    there = numbers[..., 0].bool()
+    data = ((numbers[..., 1] << _HALF) | numbers[..., 2]).contiguous().view(torch.float64)
+    found: list[dict[int, Value]] = [{} for _ in numbers]
+    for place, node in enumerate(nodes):
+        like = own.value(node)
+        mask = like.mask is not None
+        column = data[:, place].bool() if node.type.kind == "truth" else data[:, place]
+        for layer, known in enumerate(found):
+            known[id(node)] = replace(
+                like, data=column[layer], mask=there[layer, place] if mask else None
+            )
+    return found
+
+
+def entries_kept(bound: Bound, prompt: int, model: Layers) -> list[int]:
+    """[L] entries that each list of a layer keeps of a prompt of N tokens, finite or not.
+
+    Args:
+        model: all layers of a policy that `stages.apart` has nothing against.
+    """
+    numbers: dict[int, list[int]] = {}
+
+    def number(node: Node | None, layer: int) -> int:
+        if node is None:
+            return 0
+        if id(node) not in numbers:
+            numbers[id(node)] = [counts.whole(x, MOST) for x in model.numbers(node)]
+        return numbers[id(node)][layer]
+
+    def kept(keep: Node, layer: int) -> int:
+        while keep.op == "choose":
+            keep = keep.args[0 if number(keep.args[1], layer) else 2]
+        if keep.op == "all":
+            return prompt
+        ends = filled(keep) if keep.op == "fill" else ends_of(keep)
+        if ends is None:
+            raise TypeError(f"no numbers say how many entries `{keep.op}` keeps")
+        taken = number(ends.first, layer) + number(ends.last, layer)
+        return min(prompt, max(taken, number(ends.budget, layer)))
+
+    keep = keep_of(bound.lowered.prefill)
+    return [kept(keep, layer) for layer in range(bound.shape.layers)]
