@@ -1,0 +1,165 @@
+"""What stages (`--pp`) have found of a prompt by a policy that compares layers."""
+
+import itertools
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_allocator import Allocator, no_cache
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.sglang_ext.face.kernels_in_use import in_use
+from kvpolicy.sglang_ext.face.ranks import Ranks
+from kvpolicy.sglang_ext.forward.failures import Failures
+from kvpolicy.sglang_ext.forward.parts import Chosen, Comparing, numbers_of_layer
+from kvpolicy.sglang_ext.forward.prefill_step import PrefillStep, Scored
+from kvpolicy.sglang_ext.memory.arena import create_arena
+from kvpolicy.sglang_ext.memory.lists import Lists
+from kvpolicy.sglang_ext.memory.store import Store
+from kvpolicy.sglang_ext.request.request import State
+
+SHAPE = ModelShape(5, 4, 2, 8)
+SPANS = (range(2), range(2, 3), range(3, 5))
+PROMPT, ROW, SLOTS = 41, 1, 200
+
+
+class Stage:
+    """One stage and a request whose prompt has ended."""
+
+    def __init__(self, stage, name, **given):
+        self.arena = create_arena(len(SPANS[stage]), SLOTS + 1, 2, 8, torch.float32, "cpu")
+        self.arena = replace(self.arena, spans=SPANS, stage=stage)
+        self.arena.storage.fill_(float("nan"))
+        self.store = Store(self.arena, Allocator(SLOTS))
+        bound = bind(load(name).require(), SHAPE, given)
+        program = TorchProgram(bound, layers=SPANS[stage])
+        served = SimpleNamespace(
+            name=name, bound=bound, program=program, kernels=in_use(torch.device("cpu")),
+            upper_layers=frozenset(), in_stages=True, standing=SimpleNamespace(failures=0),
+        )  # fmt: skip
+        self.state = State(served, PROMPT, SLOTS)
+        self.request = SimpleNamespace(rid="r", kv=SimpleNamespace(req_pool_idx=ROW))
+        self.request.kv.cache_protected_len = PROMPT
+        self.request.kv_policy_state = self.state
+        self.slots = self.store.allocator.alloc(PROMPT).long()
+        self.table = table = torch.zeros(ROW + 1, PROMPT, dtype=torch.int32)
+        table[ROW] = self.slots
+        q, k, v = prompt()
+        own = slice(SPANS[stage].start, SPANS[stage].stop)
+        vectors = torch.stack([k[own], v[own]], 1)
+        self.arena.storage[:, :, self.slots] = vectors.transpose(2, 3)
+        self.reported = []
+        reports = SimpleNamespace(finished_prompt=lambda *told, finite: self.reported.append(told))
+        metrics = SimpleNamespace(failed=lambda *told: None)
+        failures = Failures(self.store, metrics, reports, Ranks(), 0, in_stages=True)
+        step = self.step = object.__new__(PrefillStep)
+        step._services = SimpleNamespace(
+            arena=self.arena, store=self.store, evict=no_cache, failures=failures, reports=reports,
+            ranks=Ranks(), streams=nullcontext(), stages=SimpleNamespace(size=len(SPANS)),
+            tree=SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table)),
+        )  # fmt: skip
+        run = program.start(PROMPT)
+        for layer in SPANS[stage]:
+            run.observe(layer, q[layer], k[layer], v[layer])
+        step._concerned, step.parts = [self.request], {}
+        scored = Scored(self.request, self.state, self.slots, self.slots, run, run.queries)
+        step.scored = [scored]
+        step.finish()
+
+    @property
+    def part(self):
+        return self.step.parts[id(self.request)]
+
+    def entries(self):
+        """Per layer and KV head the keys [n, D] that are held."""
+        lists = Lists(self.arena, [self.state.private], [PROMPT], self.table)
+        found = []
+        for layer in range(self.arena.layers):
+            indptr, indices = lists.of(0, layer)
+            parts = itertools.pairwise(indptr.tolist())
+            found.append([self.arena.entries[indices[start:end]] for start, end in parts])
+        return found
+
+
+def prompt():
+    """q [L, H, N, D], k and v [L, G, N, D]."""
+    random = torch.Generator().manual_seed(5)
+    return [torch.randn((5, heads, PROMPT, 8), generator=random) for heads in (4, 2, 2)]
+
+
+def settled(name, finite=True, before=lambda stages: None, **given):
+    stages = [Stage(i, name, **given) for i in range(len(SPANS))]
+    said = torch.cat([each.part.said() for each in stages])
+    assert said.shape == (5, numbers_of_layer(stages[0].state, 2))
+    assert (said >= 0).all()
+    before(stages)
+    for each in stages:
+        each.step.settle(each.request, said, finite=finite)
+    return stages
+
+
+def whole_model(name, **given):
+    """What one process keeps: bool [L, G, N]."""
+    q, k, v = prompt()
+    run = TorchProgram(bind(load(name).require(), SHAPE, given)).start(PROMPT)
+    for layer in range(SHAPE.layers):
+        run.observe(layer, q[layer], k[layer], v[layer])
+    return torch.stack(run.finish())
+
+
+CASES = [("cake", {"capacity": "12", "window": "3"}, Comparing), ("h2o", {"heavy": "5"}, Chosen)]
+CASES += [("snapkv", {"capacity": "11", "window": "4"}, Chosen)]
+
+
+@pytest.mark.parametrize(("name", "given", "kind"), CASES)
+def test_each_stage_holds_what_one_process_keeps_and_as_many_slots_as_the_others(name, given, kind):
+    given |= {"window": given.get("window", "6")}
+    stages, whole = settled(name, **given), whole_model(name, **given)
+    keys = prompt()[1]
+    assert len({each.state.private.slots.numel() for each in stages}) == 1
+    for each, layers in zip(stages, SPANS, strict=True):
+        assert type(each.part) is kind
+        ((_, _, entries),) = each.reported
+        assert entries == int(whole.sum())
+        for layer, heads in zip(layers, each.entries(), strict=True):
+            for head, held in enumerate(heads):
+                assert torch.equal(held, keys[layer, head][whole[layer, head]])
+
+
+def test_a_stage_that_fails_to_choose_holds_as_many_slots_as_the_others(monkeypatch):
+    def fail(stages):
+        def raising(part):
+            raise RuntimeError("on purpose")
+
+        kind = type("Failing", (Comparing,), {"choose": raising})
+        part = stages[1].part
+        failing = kind(part.state, part.run, part.finite, part.numbers, part.kv_heads)
+        stages[1].step.parts[id(stages[1].request)] = failing
+
+    stages = settled("cake", before=fail, capacity="12", window="3")
+    assert [bool(each.state.failing) for each in stages] == [False, True, False]
+    assert len({each.state.private.slots.numel() for each in stages}) == 1
+    assert len({each.store.allocator.free_slots.numel() for each in stages}) == 1
+    # All take it up with the next result; the request ends, because its prompt is not whole.
+    assert stages[1].state.failing % 2 == 0
+    assert not stages[1].reported
+
+
+def test_everything_stays_where_tensors_of_one_stage_are_not_finite():
+    for each in settled("cake", finite=False, capacity="12", window="3"):
+        assert each.state.private is None
+        assert each.store.held == 0
+
+
+def test_a_stage_that_keeps_more_than_others_reckoned_fails(monkeypatch):
+    def wrong(stages):
+        run = stages[0].part.run
+        monkeypatch.setattr(run, "entries_kept", lambda: [13] * 5)
+
+    first, *others = settled("cake", before=wrong, capacity="12", window="3")
+    assert first.state.failing
+    assert not any(each.state.failing for each in others)
