@@ -32,7 +32,7 @@ def carry(
     As `carry.carry`.
 
     Args:
-        block: entries of each list that a program looks at at a time, a power of two. None: 4096
+        block: entries of each list that a program looks at at a time, a power of two. None: 2048
             of all lists of a layer.
 
     Returns:
@@ -60,7 +60,7 @@ def carry(
             there.view(torch.uint8),
             None if old is None else old.contiguous(), new, value,
             kept.shape[1], width, steps, layers // len(newest),
-            GROUP=group, HEADS=heads, BLOCK=block or max(4096 // heads, 16),
+            GROUP=group, HEADS=heads, BLOCK=block or max(2048 // heads, 16),
         )  # fmt: skip
         first = False
     return made, there, later

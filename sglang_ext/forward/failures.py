@@ -110,9 +110,10 @@ class Failures:
         stage = _STAGES[(code - 1) // 2]
         if not state.failing:
             logger.warning(
-                "KV-cache policy %s failed at %s on another rank, whose log says why. rid=%s",
+                "KV-cache policy %s failed at %s on another %s, whose log says why. rid=%s",
                 state.served.name,
                 stage,
+                "stage" if self._in_stages else "rank",
                 req.rid,
             )
         # Since it failed its prompt may have been given up.

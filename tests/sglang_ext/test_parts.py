@@ -130,7 +130,7 @@ def test_each_stage_holds_what_one_process_keeps_and_as_many_slots_as_the_others
                 assert torch.equal(held, keys[layer, head][whole[layer, head]])
 
 
-def test_a_stage_that_fails_to_choose_holds_as_many_slots_as_the_others(monkeypatch):
+def test_a_stage_that_fails_to_choose_holds_as_many_slots_as_the_others(caplog):
     def fail(stages):
         def raising(part):
             raise RuntimeError("on purpose")
@@ -147,6 +147,11 @@ def test_a_stage_that_fails_to_choose_holds_as_many_slots_as_the_others(monkeypa
     # All take it up with the next result; the request ends, because its prompt is not whole.
     assert stages[1].state.failing % 2 == 0
     assert not stages[1].reported
+    other = stages[0]
+    failures = other.step._services.failures
+    failures._take_up = lambda *given, whole: None
+    failures.learn(other.request, other.state, stages[1].state.failing)
+    assert "failed at choosing on another stage, whose log says why. rid=r" in caplog.text
 
 
 def test_everything_stays_where_tensors_of_one_stage_are_not_finite():
