@@ -9,7 +9,6 @@ import torch
 from agreement import stretches
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute import compiled
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.ir.nodes import ModelShape
@@ -105,8 +104,7 @@ def test_shipped_policies(name):
     for seed, (tokens, number) in enumerate([(41, 2), (23, 4), (1, 2)]):
         assert_same(bound, tokens, number, seed, ties=seed == 1)
     assert_same(bound, 31, 8, 7)  # more ranks than KV heads
-    with patch.object(compiled, "_DEFERRED_BYTES", 0):  # as of long prompts
-        assert_same(bound, 37, 2, 5)
+    assert_same(bound, 37, 2, 5, deferred_bytes=0)  # as of long prompts
     with patch.object(Steps, "by_kernels", True):  # all layers at once where that is possible
         assert_same(bound, 29, 2, 6)
 
