@@ -110,7 +110,7 @@ def _check_with_stages(options: Any) -> None:
         (
             options.tp_size > 1,
             f"--tp-size {options.tp_size}",
-            "stages of several ranks are untested",
+            "the ranks of a stage act on a policy's failure before other stages know of it",
         ),
         (
             experiment_file() is not None,
