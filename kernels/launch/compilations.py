@@ -1,13 +1,13 @@
 """Compilations that Triton makes of this package's kernels, those that are expected and others.
 
-Triton calls one hook before it looks for a kernel's machine code, in its cache on disk or by
-compiling it, and one when the code is there. Hooks that others have set go on being called.
+Triton tells a listener when a kernel's machine code is there, from its cache on disk or compiled.
+One that others have set goes on being told. Triton has hooks around launches that compile, too, but
+with one of them set, 3.6.0 fails on kernels that are given functions.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ class Compilations:
     def __init__(self) -> None:
         self._thread = threading.local()
         self._late: Callable[[str, float], None] = lambda name, seconds: None
-        self._hooked = False
+        self._listens = False
 
     def watch(self, late: Callable[[str, float], None]) -> None:
         """Have compilations noted that are not expected.
@@ -45,14 +45,13 @@ class Compilations:
         Args:
             late: is told the name and the seconds of each.
         """
-        self._hook()
+        self._listen()
         self._late = late
 
-    def _hook(self) -> None:
-        if not self._hooked:
-            self._hooked, runtime = True, knobs.runtime
-            runtime.jit_cache_hook = self._before(runtime.jit_cache_hook)
-            runtime.jit_post_compile_hook = self._after(runtime.jit_post_compile_hook)
+    def _listen(self) -> None:
+        if not self._listens:
+            self._listens = True
+            knobs.compilation.listener = self._listener(knobs.compilation.listener)
 
     @contextmanager
     def expected(self, progress: Callable[[Made], None] = lambda made: None) -> Iterator[Made]:
@@ -61,7 +60,7 @@ class Compilations:
         Args:
             progress: called after each.
         """
-        self._hook()
+        self._listen()
         earlier = getattr(self._thread, "expecting", None)
         made = Made()
         self._thread.expecting = (made, progress)
@@ -70,21 +69,15 @@ class Compilations:
         finally:
             self._thread.expecting = earlier
 
-    def _before(self, other: Callable[..., Any] | None) -> Callable[..., Any]:
-        def begins(**facts: Any) -> Any:
-            self._thread.began = time.perf_counter()
-            return None if other is None else other(**facts)
+    def _listener(self, other: Callable[..., Any] | None) -> Callable[..., Any]:
+        def ready(**facts: Any) -> None:
+            if other is not None:
+                other(**facts)
+            function = getattr(facts["src"], "fn", None)  # none where a text of Triton is compiled
+            if function is not None and function.module.split(".")[0] == _OWN:
+                self._note(function.__name__, facts["times"].total / 1e6)
 
-        return begins
-
-    def _after(self, other: Callable[..., Any] | None) -> Callable[..., Any]:
-        def ends(**facts: Any) -> Any:
-            kernel = facts["fn"]
-            if kernel.module.split(".")[0] == _OWN:
-                self._note(kernel.name, time.perf_counter() - self._thread.began)
-            return None if other is None else other(**facts)
-
-        return ends
+        return ready
 
     def _note(self, name: str, seconds: float) -> None:
         expecting = getattr(self._thread, "expecting", None)

@@ -1,4 +1,4 @@
-"""What is said of compilations; Triton's hooks are called as Triton calls them."""
+"""What is said of compilations; Triton's listener is told as Triton tells it."""
 
 import logging
 import threading
@@ -8,19 +8,20 @@ import pytest
 from kvpolicy.kernels.launch import compilations
 from kvpolicy.sglang_ext.face import compiling
 from triton import knobs
+from triton.knobs import CompileTimes
 
 
 @pytest.fixture
 def made(monkeypatch):
     """Compiles a kernel, as far as hooks see it."""
-    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", None)
-    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", None)
+    monkeypatch.setattr(knobs.compilation, "listener", None)
     monkeypatch.setattr(compilations, "COMPILATIONS", compilations.Compilations())
 
     def kernel(name, module="kvpolicy.kernels.entries.place_triton"):
-        facts = {"fn": SimpleNamespace(name=name, module=module), "key": "", "compile": {}}
-        assert knobs.runtime.jit_cache_hook(**facts) is None
-        knobs.runtime.jit_post_compile_hook(**facts)
+        function = SimpleNamespace(__name__=name, module=module)
+        times = CompileTimes(1_000_000, [("ttir", 400_000), ("cubin", 2_000_000)], 100_000)
+        facts = {"metadata": {}, "metadata_group": {}, "times": times, "cache_hit": False}
+        knobs.compilation.listener(src=SimpleNamespace(fn=function), **facts)
 
     return kernel
 
@@ -37,7 +38,7 @@ def test_kernels_that_requests_wait_for_are_warnings(made, caplog):
         made("_settle")
     last = caplog.records[-1]
     assert last.levelname == "WARNING"
-    assert "the kernel _settle was compiled in" in last.getMessage()
+    assert "the kernel _settle was compiled in 3.5 s" in last.getMessage()
 
 
 def test_policies_that_come_later_are_expected_in_their_thread_alone(made, caplog):
@@ -60,12 +61,19 @@ def test_policies_that_come_later_are_expected_in_their_thread_alone(made, caplo
     assert [record.getMessage().split()[4] for record in caplog.records] == ["_gather"]
 
 
-def test_hooks_of_others_go_on_being_called(made, monkeypatch):
+def test_listeners_of_others_go_on_being_told(made, monkeypatch):
     seen = []
-    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **facts: seen.append(facts))
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **facts: seen.append(facts))
     compiling.watch_late()
     made("_place")
-    assert [facts["fn"].name for facts in seen] == ["_place"]
+    assert [facts["src"].fn.__name__ for facts in seen] == ["_place"]
+
+
+def test_what_is_no_function_is_not_ours(made, caplog):
+    compiling.watch_late()
+    with caplog.at_level(logging.INFO):
+        knobs.compilation.listener(src=SimpleNamespace(name="text"))
+    assert not caplog.records
 
 
 def test_long_compilations_say_how_far_they_are(made, caplog, monkeypatch):
