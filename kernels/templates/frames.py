@@ -28,8 +28,8 @@ def columns(
     q, query_positions, alike, k, key_rows, v, value_rows, row_lse, positions, holds, ranks, flags,
     inputs, numbers, results, tokens, queries, blocks,
     START: tl.constexpr, TILE: tl.constexpr, STORE: tl.constexpr, WHOLE: tl.constexpr,
-    SKIPS: tl.constexpr, CHECK_LOGITS: tl.constexpr, CHECK_KEYS: tl.constexpr,
-    CHECK_VALUES: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr,
+    SKIPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, CHECK_LOGITS: tl.constexpr,
+    CHECK_KEYS: tl.constexpr, CHECK_VALUES: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr,
     GROUP: tl.constexpr, GROUP_P: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_P: tl.constexpr,
     BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -40,6 +40,7 @@ def columns(
             what follows of it, and of the block's keys and values. Without TILE no query is read.
         WHOLE: one tile holds the window, and START is not needed.
         SKIPS: queries that do not see a block add nothing to it.
+        KEYS, VALUES: whether they are given. Triton 3.6 cannot ask a tuple that holds None.
         CHECK_LOGITS, CHECK_KEYS, CHECK_VALUES: those that are not finite are counted into flags.
     """
     head = tl.program_id(1)
@@ -59,7 +60,7 @@ def columns(
         entries = entries_of(entry, head, tokens, queries, positions, holds, ranks, STEPS)
         wrong = 0
         k_tile = None
-        if k is not None:
+        if KEYS:
             k_tile = vectors(k, key_rows, entries, STEPS, HEAD_DIM, HEAD_DIM_P, DTYPE)
         state = ()
         if TILE is not None and WHOLE:
@@ -94,10 +95,10 @@ def columns(
                 if CHECK_LOGITS:
                     wrong += tl.sum(tl.where(tl.abs(logits) < float("inf"), 0, 1))
         v_tile = None
-        if v is not None:
+        if VALUES:
             v_tile = vectors(v, value_rows, entries, STEPS, HEAD_DIM, HEAD_DIM_P, DTYPE)
             v_tile = scaled(v_tile, v, head)
-        if k is not None:
+        if KEYS:
             k_tile = scaled(k_tile, k, head)
         STORE(state, k_tile, v_tile, entries, positions, inputs, numbers, results, BLOCK_N)
         if CHECK_KEYS:

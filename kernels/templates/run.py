@@ -267,6 +267,7 @@ class _Run:
             *self._asked(), *keys, *self._vectors(self.values), lse, *self.marks[:3], flags,
             *given, self.tokens, self.queries, step,
             START=start, TILE=tile, STORE=store, WHOLE=frame.whole, SKIPS=frame.skips,
+            KEYS=frame.reads_keys, VALUES=self.values[0] is not None,
             **{f"CHECK_{x.upper()}": x in frame.checks for x in ("logits", "keys", "values")},
             **self.sizes,
         )  # fmt: skip
