@@ -50,7 +50,8 @@ class TileShape:
             window: how many queries; None: a prompt or a layer decides it.
             single: keys are float32, of which tensor cores need two parts; else of two bytes.
             simple: so little is computed of a tile that registers hold a large one.
-            few: there are hardly more queries than one tile holds.
+            few: there are hardly more queries than one tile holds, and so much is computed of them
+                that registers hold a small one.
         """
         group, dim = _power(shape.group), max(16, _power(shape.head_dim))
         size = dim * (8 if single else 2)
@@ -61,7 +62,7 @@ class TileShape:
         width = fit if whole else max(least, rows // group)
         rows = group * width
         large = not (whole or few) and simple and dim <= 128
-        block = 32 if single or rows > _LONG_ROWS else (128 if large else 64)
+        block = 32 if single or few or rows > _LONG_ROWS else (128 if large else 64)
         warps = 8 if rows * block >= 8192 else 4
         stages = max(1, min(_STAGES, (_ALL - rows * size) // (block * size)))
         row_pass = (width, warps, stages)
