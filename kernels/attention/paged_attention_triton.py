@@ -12,6 +12,8 @@ import triton.language as tl
 from kvpolicy.kernels.attention.paged_attention import TOGETHER, Apart, check
 from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     LOG2_E,
+    OF_THREE,
+    OF_TWO,
     Tile,
     Workspace,
     attend_tile,
@@ -115,9 +117,10 @@ def _registers(q: torch.Tensor, group: int, rows: int, tile: Tile, apart: Apart)
     """Most registers of a thread; None: as many as the compiler takes.
 
     Left to itself it spills 4 to 16 bytes of some programs with heads of 128 columns. On Hopper
-    those of one token of 32 query heads need no more than let two of them share a processor, others
-    of 32 rows whose keys and values are found apart need more. Elsewhere one program of 64 rows
-    takes the shared memory of a processor, and may have all its registers.
+    those of 16 rows whose keys and values are found together need no more than let three of them
+    share a processor, those of one token of 32 query heads no more than let two; others of 32 rows
+    whose keys and values are found apart need more. Elsewhere one program of 64 rows takes the
+    shared memory of a processor, and may have all its registers.
     """
     size = q.shape[-1]
     if columns_of(size) != 128 or tile != tile_of(size, q.dtype, rows) or q.dtype == torch.float32:
@@ -126,11 +129,14 @@ def _registers(q: torch.Tensor, group: int, rows: int, tile: Tile, apart: Apart)
         return None
     if not is_hopper(q.device):
         return _ALL_REGISTERS if rows == 64 else None
+    found_apart = apart.value_indices is not None
+    if rows == 16:
+        return None if found_apart else OF_THREE
     if rows != 32:
         return None
     if group == 32:
-        return 128
-    return None if apart.value_indices is None else _ALL_REGISTERS
+        return OF_TWO
+    return _ALL_REGISTERS if found_apart else None
 
 
 @kernel(aligned=["q", "keys", "values"])
