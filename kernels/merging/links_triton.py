@@ -109,9 +109,13 @@ def _links(
         link = first + lane
         to, counts = _receivers(receivers, joins, accepted, link, number, steps)
         other, _ = _receivers(receivers, joins, accepted, first + tl.arange(0, TILE), number, steps)
-        alike = (to[:, None] == other[None, :]) & counts[:, None]
-        before = tl.sum((alike & (lane[None, :] < lane[:, None])).to(tl.int32), 1)
-        later = tl.sum((alike & (lane[None, :] > lane[:, None])).to(tl.int32), 1)
+        # What does not count is at -1, where nothing that counts is.
+        alike = (to[:, None] == other[None, :]).to(tl.int32)
+        # How many of the tile have the same receiver, and above 2^16 how many of these come before:
+        # one sum takes fewer registers than two.
+        number_alike = tl.sum(tl.where(lane[None, :] < lane[:, None], alike << 16, 0) + alike, 1)
+        before = number_alike >> 16
+        last = (number_alike & 0xFFFF) == before + 1
         # What the tile before has written is there.
         tl.debug_barrier()
         at = tl.load(upto + to, mask=counts, other=0) + before
@@ -119,4 +123,4 @@ def _links(
         weight = tl.load(weights + link // steps * weight_place, mask=counts, other=0.0)
         tl.store(own + at, weight, mask=counts)
         tl.debug_barrier()
-        tl.store(upto + to, at + 1, mask=counts & (later == 0))
+        tl.store(upto + to, at + 1, mask=counts & last)
