@@ -1,4 +1,4 @@
-"""The table of kernels that were compiled without a GPU; what it is made of, not the compiling."""
+"""Kernels compiled without a GPU: the table of them, and whether an older Triton compiles them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+OLDER = Path(sys.prefix) / "triton-3.6.0"  # tests/environment/setup.sh puts it there
 SCRIPT = """
 import json, sys
 sys.path.insert(0, "benchmarks")
@@ -46,3 +47,17 @@ def test_of_each_shape_the_last_run_counts():
     assert "Those that spill" not in text
     assert "| sm_90 | 128 | attention | 3 | 2-5 |" in text
     assert "| sm_90 | 128 | 1 | columns | 12 | 100 |" in bad
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not OLDER.is_dir(), reason="needs Triton 3.6.0 beside the environment's own")
+def test_an_older_triton_compiles_the_kernels_of_a_policy(tmp_path):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": str(OLDER), "TRITON_CACHE_DIR": str(tmp_path)}
+    command = "benchmarks/compiled_kernels.py --targets 90 --heads 128 --groups 4 --policies d2o"
+    words = [sys.executable, *command.split()]
+    run = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "Triton 3.6.0, bfloat16" in run.stdout
+    assert "| sm_90 | 128 | d2o | 4 |" in run.stdout
+    assert "Those that spill" not in run.stdout, run.stdout

@@ -51,6 +51,8 @@ else
   pip "the CPU platform for SGLang" --no-deps $here/platform
   cp $here/torchvision_cpu.py "$site/_kvpolicy_torchvision_cpu.py"
   echo "import _kvpolicy_torchvision_cpu" >"$site/_kvpolicy_torchvision_cpu.pth"
+  # Beside the environment's own: GPU machines with an older torch have it (tests/test_compiled_kernels.py).
+  pip "Triton 3.6.0, for which kernels are compiled too" --no-deps --target "$venv/triton-3.6.0" triton==3.6.0
 fi
 pip "kvpolicy" --no-deps --editable .
 echo "setup: bytecode"
