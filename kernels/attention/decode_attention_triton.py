@@ -14,8 +14,6 @@ import triton.language as tl
 from kvpolicy.kernels.attention.decode_attention import check
 from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     LOG2_E,
-    OF_THREE,
-    OF_TWO,
     Tile,
     Workspace,
     attend_tile,
@@ -25,7 +23,6 @@ from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     merged_at_once,
     put_split,
     share_of,
-    tile_of,
     used_splits,
     way,
     written,
@@ -34,7 +31,6 @@ from kvpolicy.kernels.entries import pairs
 from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.kernels.launch.kernel import kernel
-from kvpolicy.kernels.launch.occupancy import is_hopper
 
 
 def decode_attention(
@@ -119,27 +115,9 @@ def decode_attention(
         STAGES=tile.stages,
         UPCAST=q.device.type == "cpu",  # the interpreter has no bf16
         num_warps=tile.warps,
-        maxnreg=_registers(q, storage.dtype, block, tile, shares),
     )  # fmt: skip
     launched(*given, tile, compiled)
     return result
-
-
-def _registers(
-    q: torch.Tensor, dtype: torch.dtype, rows: int, tile: Tile, shares: bool
-) -> int | None:
-    """Most registers of a thread; None: as many as the compiler takes.
-
-    What reads no layers in pairs needs no more than let three programs of four warps, or two of
-    eight, share a processor. Left to itself the compiler takes so many, or fewer, too, and spills 4
-    bytes of some; on Hopper it does not.
-    """
-    size = q.shape[-1]
-    if q.device.type != "cuda" or is_hopper(q.device) or dtype == torch.float32:
-        return None
-    if shares or tile != tile_of(size, dtype, rows):
-        return None
-    return OF_THREE if tile.warps == 4 else OF_TWO
 
 
 def workspace_elements(

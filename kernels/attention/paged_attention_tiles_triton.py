@@ -23,9 +23,6 @@ from kvpolicy.kernels.entries.rounding_triton import widened
 from kvpolicy.kernels.launch import occupancy, tuned
 
 LOG2_E = 1.4426950408889634
-# Registers of a thread with which so many programs share a processor: three of four warps, or two
-# of eight. The compiler that takes as many by itself spills where it would not if it is told so.
-OF_THREE, OF_TWO = 168, 128
 
 _MOST_SPLITS = 256
 _FAN = tl.constexpr(16)  # splits that a program merges; at most its square are made of a list

@@ -12,8 +12,6 @@ import triton.language as tl
 from kvpolicy.kernels.attention.paged_attention import TOGETHER, Apart, check
 from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     LOG2_E,
-    OF_THREE,
-    OF_TWO,
     Tile,
     Workspace,
     attend_tile,
@@ -30,7 +28,9 @@ from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.launch.occupancy import is_hopper
 
-_ALL_REGISTERS = 255
+# Registers of a thread: all; as many as let three programs of four warps share a processor, or two
+# of eight. The compiler that takes as many by itself spills where it would not if it is told so.
+_ALL, _OF_THREE, _OF_TWO = 255, 168, 128
 
 
 def paged_attention(
@@ -128,15 +128,15 @@ def _registers(q: torch.Tensor, group: int, rows: int, tile: Tile, apart: Apart)
     if q.device.type != "cuda":
         return None
     if not is_hopper(q.device):
-        return _ALL_REGISTERS if rows == 64 else None
+        return _ALL if rows == 64 else None
     found_apart = apart.value_indices is not None
     if rows == 16:
-        return None if found_apart else OF_THREE
+        return None if found_apart else _OF_THREE
     if rows != 32:
         return None
     if group == 32:
-        return OF_TWO
-    return _ALL_REGISTERS if found_apart else None
+        return _OF_TWO
+    return _ALL if found_apart else None
 
 
 @kernel(aligned=["q", "keys", "values"])
