@@ -28,9 +28,7 @@ from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.launch.occupancy import is_hopper
 
-# Registers of a thread: all; as many as let three programs of four warps share a processor, or two
-# of eight. The compiler that takes as many by itself spills where it would not if it is told so.
-_ALL, _OF_THREE, _OF_TWO = 255, 168, 128
+_ALL_REGISTERS = 255
 
 
 def paged_attention(
@@ -117,10 +115,9 @@ def _registers(q: torch.Tensor, group: int, rows: int, tile: Tile, apart: Apart)
     """Most registers of a thread; None: as many as the compiler takes.
 
     Left to itself it spills 4 to 16 bytes of some programs with heads of 128 columns. On Hopper
-    those of 16 rows whose keys and values are found together need no more than let three of them
-    share a processor, those of one token of 32 query heads no more than let two; others of 32 rows
-    whose keys and values are found apart need more. Elsewhere one program of 64 rows takes the
-    shared memory of a processor, and may have all its registers.
+    those of one token of 32 query heads need no more than let two of them share a processor, others
+    of 32 rows whose keys and values are found apart need more. Elsewhere one program of 64 rows
+    takes the shared memory of a processor, and may have all its registers.
     """
     size = q.shape[-1]
     if columns_of(size) != 128 or tile != tile_of(size, q.dtype, rows) or q.dtype == torch.float32:
@@ -128,15 +125,12 @@ def _registers(q: torch.Tensor, group: int, rows: int, tile: Tile, apart: Apart)
     if q.device.type != "cuda":
         return None
     if not is_hopper(q.device):
-        return _ALL if rows == 64 else None
-    found_apart = apart.value_indices is not None
-    if rows == 16:
-        return None if found_apart else _OF_THREE
+        return _ALL_REGISTERS if rows == 64 else None
     if rows != 32:
         return None
     if group == 32:
-        return _OF_TWO
-    return _ALL if found_apart else None
+        return 128
+    return None if apart.value_indices is None else _ALL_REGISTERS
 
 
 @kernel(aligned=["q", "keys", "values"])
