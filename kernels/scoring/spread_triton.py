@@ -60,10 +60,15 @@ def _reduced(
     groups = triton.cdiv(rows, block_rows)
     part = made if parts == 1 else made.new_empty(4, rows, parts)
     arguments = (x, x if there is None else there, part, rows, size, blocks, *where)
-    options = {"MASKED": there is not None, "ROWS": block_rows, "BLOCK": block, "num_warps": 8}
+    options = {
+        "MASKED": there is not None, "ROWS": block_rows, "BLOCK": block, "PARTS": _PARTS,
+        "num_warps": 8, "maxnreg": None,
+    }  # fmt: skip
     if what == 2 and parts > 1:
-        _spread[(groups, parts)](*arguments, WHAT=0, ALONE=False, PARTS=_PARTS, **options)
-    _spread[(groups, parts)](*arguments, WHAT=what, ALONE=parts == 1, PARTS=_PARTS, **options)
+        _spread[(groups, parts)](*arguments, WHAT=0, ALONE=False, **options)
+    if what == 2:  # the compiler, left to itself, takes 64 and spills some
+        options["maxnreg"] = 128
+    _spread[(groups, parts)](*arguments, WHAT=what, ALONE=parts == 1, **options)
     if parts > 1:
         _join[(rows,)](part, made, rows, parts, WHAT=what, PARTS=_PARTS, num_warps=4)
     return made
