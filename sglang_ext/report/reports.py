@@ -111,6 +111,8 @@ class Reports:
         """Note that the prompt of a request has ended and all of it stays."""
         state.seen = Seen()
         if state.told.counted:
+            if "uncompressed" not in state.told.facts:  # it was compressed before it was retracted
+                self.gave_up(req, state, reason)
             return
         state.told.counted = True
         facts = {
