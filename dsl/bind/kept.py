@@ -6,6 +6,7 @@ Binding fills in `keep` where a policy has none.
 from __future__ import annotations
 
 from kvpolicy.dsl.ir.nodes import Node, Rules
+from kvpolicy.dsl.ir.traverse import Sections
 
 
 def keep_of(rules: Rules) -> Node:
@@ -17,6 +18,12 @@ def keep_of(rules: Rules) -> Node:
     if rules.keep is None:
         raise ValueError("rules without `keep` are not bound")
     return rules.keep
+
+
+def heads_differ(sections: Sections) -> bool:
+    """Whether the KV heads of a layer may hold different entries, by a bound policy's sections."""
+    keeps = [keep_of(rules) for rules in (sections.prefill, sections.decode) if rules is not None]
+    return any("kv" in keep.type.axes for keep in keeps)
 
 
 def is_rest(node: Node, taken: Node) -> bool:

@@ -16,9 +16,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
 
 import torch
-from kvpolicy.dsl.execute.entropy import operands
 from kvpolicy.dsl.execute.evaluate import Evaluation, reduces_past
-from kvpolicy.dsl.execute.gathered import of_all_heads
 from kvpolicy.dsl.execute.ops import TORCH_FORMS
 from kvpolicy.dsl.execute.values import (
     HOST,
@@ -212,7 +210,7 @@ class Layers(Evaluation):
         alike = all(x.frame.positions is None for x in evaluations)
         frame = Frame(
             first.bound, prompt, first.device, first.kv, prompt, kernels=first.kernels,
-            heads=first.heads, fixed=first.fixed, memo=first.memo,
+            heads=first.heads, fixed=first.fixed, memo=first.memo, checks=first.checks,
         )  # fmt: skip
         if not alike:
             held = [x.frame.tokens for x in evaluations]
@@ -247,8 +245,7 @@ class Layers(Evaluation):
     def _find(self, node: Node) -> Value:
         if _compares(node):
             return self._compared(node) if self.model is None else self._own(self.model.value(node))
-        looks = node.across_layers or reduces_past(node)
-        if id(node) in self._together and not looks:
+        if self._is_found_here(node):
             return super()._find(node)
         own = self.evaluations
         made = stacked(
@@ -272,11 +269,28 @@ class Layers(Evaluation):
     def _compared(self, node: Node) -> Value:
         if node.operation.kind is Kind.PARTITION:
             return Value(self._divided(node), ("layer",), finite=True)
-        values = [self.value(x) for x in operands(node)]
-        values[0] = over_layers(values[0], len(self.evaluations), self.frame.device)
         if self.frame.heads.divided and across_heads(node):
-            return of_all_heads([node], self.frame, values)[0]
-        return TORCH_FORMS[node.op](node, self.frame, *values)
+            return self.of_ranks(node)
+        return TORCH_FORMS[node.op](node, self.frame, *self.given(node))
+
+    def given(self, node: Node) -> list[Value]:
+        values = super().given(node)
+        if _compares(node):
+            values[0] = over_layers(values[0], len(self.evaluations), self.frame.device)
+        return values
+
+    def reaches(self, node: Node) -> bool:
+        return across_heads(node) and self._is_found_here(node)
+
+    def is_asked_below(self, node: Node, done: dict[int, bool]) -> bool:
+        # All else is a layer's own.
+        return not self._is_found_here(node) or super().is_asked_below(node, done)
+
+    def _is_found_here(self, node: Node) -> bool:
+        """Whether a node is computed of all layers at once."""
+        if node.operation.kind is Kind.LOOK or reduces_past(node):
+            return False
+        return _compares(node) or id(node) in self._together
 
     def _divided(self, node: Node) -> torch.Tensor:
         """float64 [L]: integers or labels for the layers."""

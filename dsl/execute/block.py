@@ -85,27 +85,36 @@ class Counts:
 
 
 def of_ranks(
-    heads: Heads, numbers: torch.Tensor, good: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel "tally" gives, of the KV heads of all ranks.
+    heads: Heads, numbers: torch.Tensor, good: torch.Tensor, *, alike: bool
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """What the kernel "tally" gives, of the KV heads of all ranks, asked for now.
 
     Args:
         numbers: int64 [S, 3 + 2 * g] of those that are here; good: bool [S].
+        alike: whether they are the same on all ranks, and of all KV heads of a layer.
 
     Returns:
-        int64 [S, 3 + 2 * G], of which the first two columns are those of the heads that are here,
-        behind them the first one of every rank, if there are several; and bool [S], what holds on
-        all ranks.
+        What gives int64 [S, 3 + 2 * G], of which the first two columns are those of the heads that
+        are here, behind them the first one of every rank, if there are several; and bool [S], what
+        holds on all ranks.
     """
     if not heads.divided:
-        return numbers, good
-    found = heads.everyone(torch.cat([numbers, good[:, None].long()], 1))  # [R, S, 4 + 2 * g]
-    finite, all_good = (found[:, :, at].amin(0) for at in (_FIRST - 1, -1))
+        return lambda: (numbers, good)
     kv = (numbers.shape[1] - _FIRST) // 2
-    both = found[:, :, _FIRST:-1].split(kv, 2)
-    counts = [x.transpose(0, 1).flatten(1) for x in both]
-    first = torch.cat([numbers[:, : _FIRST - 1], finite[:, None]], 1)
-    return torch.cat([first, *counts, found[:, :, 0].T], 1), all_good.bool()
+    if alike:
+        counts = [numbers[:, at, None].expand(-1, heads.total(kv)) for at in (_FIRST, _FIRST + kv)]
+        return lambda: (torch.cat([numbers[:, :_FIRST], *counts], 1), good)
+    asked = heads.later([(torch.cat([numbers, good[:, None].long()], 1), None)])
+
+    def found() -> tuple[torch.Tensor, torch.Tensor]:
+        (every,) = asked()  # [R, S, 4 + 2 * g]
+        finite, all_good = (every[:, :, at].amin(0) for at in (_FIRST - 1, -1))
+        both = every[:, :, _FIRST:-1].split(kv, 2)
+        counts = [x.transpose(0, 1).flatten(1) for x in both]
+        first = torch.cat([numbers[:, : _FIRST - 1], finite[:, None]], 1)
+        return torch.cat([first, *counts, every[:, :, 0].T], 1), all_good.bool()
+
+    return found
 
 
 def _landed(numbers: np.ndarray, requests: int, kv: int) -> list[Landed]:

@@ -97,6 +97,7 @@ class Evaluation:
         dropped: in a merge, bool [G, P]: heads drop different numbers, and the rest of the axis
             `dropped` is no entry.
         generated: kernels that take the place of torch.
+        asked: by id of nodes that look at KV heads of other ranks what gives their values.
     """
 
     frame: Frame
@@ -112,6 +113,7 @@ class Evaluation:
     whole: bool = True
     dropped: torch.Tensor | None = None
     generated: Generated | None = None
+    asked: dict[int, Callable[[], Value]] = field(default_factory=dict, init=False)
 
     def value(self, node: Node) -> Value:
         """The value of a node."""
@@ -185,10 +187,9 @@ class Evaluation:
             return self.budget
         if node.op == "decided":
             return self.decided[str(node.value)]
-        if node.op == "choose" and bound.static.needs(node.args[1]) is not None:
-            holds = self.value(node.args[1]).data
-            if not isinstance(holds, torch.Tensor):
-                return self.broadcast(self.value(node.args[0 if holds else 2]), node.type)
+        taken = self._taken(node)
+        if taken is not None:
+            return self.broadcast(self.value(taken), node.type)
         if node.op == "broadcast":
             return self.broadcast(self.value(node.args[0]), node.type)
         if node.op == "mask" and node.value == "rest" and self.frame.there is not None:
@@ -196,9 +197,9 @@ class Evaluation:
         if node.across_layers or reduces_past(node):
             return self.others(node, self)
         if self.frame.heads.divided:
-            if across_heads(node):
-                return of_all_heads([node], self.frame, self._operands(node))[0]
-            self._gather(operands(node))
+            if self.reaches(node):
+                return self.of_ranks(node)
+            self._ask(operands(node))
         if self.whole and self.generated is not None:
             bundle = self.generated.bundle(node, self.frame)
             if bundle is not None:
@@ -210,19 +211,55 @@ class Evaluation:
                 return done
         return operation(node)(node, self.frame, *(self.value(x) for x in operands(node)))
 
-    def _operands(self, *nodes: Node) -> list[Value]:
-        return [self.value(x) for node in nodes for x in operands(node)]
+    def _taken(self, node: Node) -> Node | None:
+        """Of a choice that the host knows what it takes."""
+        if node.op != "choose" or self.frame.bound.static.needs(node.args[1]) is None:
+            return None
+        holds = self.value(node.args[1]).data
+        return None if isinstance(holds, torch.Tensor) else node.args[0 if holds else 2]
 
-    def _gather(self, nodes: Iterable[Node]) -> None:
-        """Finds those of the nodes that look at KV heads of other ranks, in one exchange."""
-        apart = {
-            id(x): x for x in nodes
-            if across_heads(x) and not x.across_layers and id(x) not in self.known
-        }  # fmt: skip
-        if len(apart) > 1:
-            made = of_all_heads(list(apart.values()), self.frame, self._operands(*apart.values()))
-            for node, x in zip(apart.values(), made, strict=True):
-                self.put(node, x)
+    def given(self, node: Node) -> list[Value]:
+        """The values of a node's operands."""
+        return [self.value(x) for x in operands(node)]
+
+    def of_ranks(self, node: Node) -> Value:
+        """A node that looks at KV heads of other ranks."""
+        self._ask([node])
+        return self.asked.pop(id(node))()
+
+    def ask(self, roots: Iterable[Node]) -> None:
+        """Asks other ranks for what roots need of their KV heads and nothing decides before."""
+        if self.frame.heads.divided:
+            done: dict[int, bool] = {}
+            for root in roots:
+                self.is_asked_below(root, done)
+
+    def is_asked_below(self, node: Node, done: dict[int, bool]) -> bool:
+        """Asks for what a node needs of other ranks; whether that is nothing.
+
+        Args:
+            done: what this gave of other nodes, by id.
+        """
+        if id(node) in self.known or self.frame.bound.static.needs(node) is not None:
+            return True
+        if id(node) not in done:
+            taken = self._taken(node)
+            read = operands(node) if taken is None else (taken,)
+            below = [self.is_asked_below(x, done) for x in read]
+            done[id(node)] = all(below) and not across_heads(node)
+            if all(below):
+                self._ask([node])
+        return done[id(node)]
+
+    def _ask(self, nodes: Iterable[Node]) -> None:
+        """Asks other ranks for what those of the nodes read that look at their KV heads."""
+        for node in nodes:
+            if self.reaches(node) and id(node) not in self.known and id(node) not in self.asked:
+                self.asked[id(node)] = of_all_heads(node, self.frame, self.given(node))
+
+    def reaches(self, node: Node) -> bool:
+        """Whether a node looks at KV heads, which may be other ranks', of this layer alone."""
+        return across_heads(node) and not node.across_layers
 
     def _by_kernels(self, node: Node) -> bool:
         """Whether a reduction leaves nothing that is as large as attention to torch."""

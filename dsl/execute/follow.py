@@ -17,15 +17,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.ends import Ends, end_of
 from kvpolicy.dsl.execute.across import known_before
 from kvpolicy.dsl.execute.block import AXES, Asked, Block
+from kvpolicy.dsl.execute.checks import Checks
 from kvpolicy.dsl.execute.evaluate import Evaluation, alone, spread
 from kvpolicy.dsl.execute.generated import Generated
+from kvpolicy.dsl.execute.heads import Heads
 from kvpolicy.dsl.execute.kernels import Entries, Keys
 from kvpolicy.dsl.execute.stages import Stage
 from kvpolicy.dsl.execute.steps import Steps
@@ -44,6 +46,7 @@ class Shown:
         k, v: of all lists, or None where nothing reads them.
         q: [B * L * H, T, D], or of the last steps those that are read; None where none are.
         asked: the last queries, those of the steps included, where steps read earlier ones.
+        heads: as of `steps`, joined.
     """
 
     bound: Bound
@@ -56,6 +59,7 @@ class Shown:
     v: Entries | None
     q: torch.Tensor | None
     asked: Asked | None
+    heads: Heads
 
     @cached_property
     def apart(self) -> dict[int, Value]:
@@ -95,7 +99,7 @@ class Lists:
     Attributes:
         heads: which lists of the block; first: the first of their columns.
         cut: whether each has been cut to as many entries as its rule wants, at most.
-        checks: bool tensors, false if the model's tensors hold NaN or infinity: 0-d or per list.
+        checks: whether the model's tensors are finite, of each list.
     """
 
     def __init__(self, shown: Shown, request: int = 0, layer: int | None = None) -> None:
@@ -104,7 +108,9 @@ class Lists:
         if layer is not None:
             self.heads, self.first = shown.block.where(request, layer)
         self.cut = False
-        self.checks: list[torch.Tensor] = []
+        self.checks = Checks()
+        if shown.heads.divided and shown.block.finite is not None:
+            self.checks.extend([shown.block.finite[self.heads]])  # goes along with an exchange
 
     @property
     def where(self) -> tuple[int, int | None]:
@@ -119,8 +125,10 @@ class Lists:
     @property
     def finite(self) -> torch.Tensor | None:
         """Bool, one per list, whether what was read so far is finite; None: nothing was."""
-        checks = [x if x.ndim else x.expand(self.number) for x in self.checks]
-        return reduce(torch.logical_and, checks) if checks else None
+        heads, total = self.shown.heads, self.shown.bound.shape.kv_heads
+        if heads.divided and self.checks.told:
+            return self.checks.everywhere(heads, self.number, total)
+        return self.checks.here(self.number)
 
     def advanced(self) -> dict[str, Value]:
         """The states after the steps."""
@@ -332,7 +340,7 @@ class Lists:
             layer=shown.steps.layers[self.layer or 0], layered=self.layer is None,
             vectors=vectors, positions=positions, there=there,
             step=Step(shown.generated[self.request] - later, places, steps or 1),
-            kernels=shown.steps.kernels, checks=self.checks, heads=shown.steps.heads,
+            kernels=shown.steps.kernels, checks=self.checks, heads=shown.heads,
         )  # fmt: skip
 
     def _asking(

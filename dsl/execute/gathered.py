@@ -5,26 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 
 import torch
 import torch.nn.functional as functional
-from kvpolicy.dsl.execute.entropy import operands, operation
+from kvpolicy.dsl.execute.entropy import operation
 from kvpolicy.dsl.execute.heads import ALL
 from kvpolicy.dsl.execute.values import Frame, Value, aligned
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ops.operations import Kind
 
 
-def of_all_heads(nodes: Sequence[Node], frame: Frame, values: Sequence[Value]) -> list[Value]:
-    """The values of nodes, computed of all KV heads of the model, as far as they are of those here.
+def of_all_heads(node: Node, frame: Frame, values: Sequence[Value]) -> Callable[[], Value]:
+    """The value of a node, computed of all KV heads of the model, as far as it is of those here.
+
+    What it reads is exchanged when the value is asked for, or with what is exchanged before that;
+    whether the model's tensors are finite goes along.
 
     Args:
-        values: of all their operands in order, of the heads that are here; they are gathered in
-            one exchange. Those of tokens that the frame does not want are not, and are 0 then.
+        values: of its operands, of the heads that are here. Those of tokens that the frame does
+            not want are not exchanged, and are 0 then.
     """
-    selects = any(x.operation.kind is Kind.SELECTION for x in nodes)
-    wanted = None if selects or any("token" in x.axes for x in nodes) else frame.wanted
+    selects = node.operation.kind is Kind.SELECTION
+    wanted = None if selects or "token" in node.axes else frame.wanted
     masked = [_with_mask(x, frame) for x in values]
     if wanted is not None:
         masked = [_of_tokens(x, partial(_some, wanted)) for x in masked]
@@ -35,22 +37,28 @@ def of_all_heads(nodes: Sequence[Node], frame: Frame, values: Sequence[Value]) -
             there = torch.ones(frame.kv, frame.tokens, dtype=torch.bool, device=frame.device)
     parts = [part for x in masked for part in _parts(x)]
     parts += [] if there is None else [(there, 0)]
-    found = iter(frame.heads.gathered(parts))
-    whole = iter([_whole(x, found) for x in masked])
+    asked = frame.heads.later(parts)
+    frame.checks.ask(frame.heads, frame.kv)
+
+    def found() -> Value:
+        gathered = iter(asked())
+        whole = [_whole(x, gathered) for x in masked]
+        of_all = _of_all(frame, wanted, None if there is None else next(gathered))
+        made = _own(operation(node)(node, of_all, *whole), frame)
+        return (
+            made if wanted is None else _of_tokens(made, partial(_among_all, wanted, frame.tokens))
+        )
+
+    return found
+
+
+def _of_all(frame: Frame, wanted: slice | None, there: torch.Tensor | None) -> Frame:
+    """The frame with all KV heads of the model, and the tokens that are wanted."""
     kv = frame.kv // frame.heads.number(frame.bound.shape.kv_heads) * frame.bound.shape.kv_heads
-    of_all = replace(
-        frame, kv=kv, kv_start=0, vectors={}, there=None if there is None else next(found),
-        heads=ALL, fixed={}, memo={},
+    return replace(
+        frame, kv=kv, kv_start=0, vectors={}, there=there, heads=ALL, fixed={}, memo={},
+        tokens=frame.tokens if wanted is None else wanted.stop - wanted.start,
     )  # fmt: skip
-    if wanted is not None:
-        of_all = replace(of_all, tokens=wanted.stop - wanted.start)
-    made = [
-        _own(operation(node)(node, of_all, *islice(whole, len(operands(node)))), frame)
-        for node in nodes
-    ]
-    if wanted is None:
-        return made
-    return [_of_tokens(x, partial(_among_all, wanted, frame.tokens)) for x in made]
 
 
 def _of_tokens(x: Value, change: Callable[[torch.Tensor, int], torch.Tensor]) -> Value:

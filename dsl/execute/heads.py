@@ -15,11 +15,16 @@ Dimensions: G KV heads of the model, g of one rank, H query heads, h of one rank
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 
 import torch
 
 # From bytes [n] to those of all ranks [R, n], in the order of their heads.
 Exchange = Callable[[torch.Tensor], torch.Tensor]
+# A tensor, and the dimension that runs along its KV heads, which are those of one layer or of
+# several, one after the other. Without one what each rank has is wanted, of ranks that hold the
+# same of one.
+Part = tuple[torch.Tensor, int | None]
 
 
 class Heads:
@@ -41,14 +46,24 @@ class Heads:
         """How many the model has, of which so many are held here."""
         return number
 
-    def gathered(self, parts: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
-        """Tensors with the KV heads of all ranks, in one exchange.
+    def joined(self) -> Heads:
+        """The same, whose exchanges take along what has been asked for by `later`."""
+        return self
+
+    def later(self, parts: Sequence[Part]) -> Callable[[], list[torch.Tensor]]:
+        """Tensors with the KV heads of all ranks; of those without, [R, ...].
+
+        They are exchanged when they are needed, or with what is needed first.
 
         Args:
-            parts: each with the dimension that runs along its KV heads, which are those of one
-                layer or of several, one after the other. All ranks give tensors of these shapes.
+            parts: all ranks give tensors of these shapes, in the same order.
         """
-        return [x for x, _ in parts]
+        found = [x[None] if at is None else x for x, at in parts]
+        return lambda: found
+
+    def gathered(self, parts: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
+        """As of `later`, at once: tensors with the KV heads of all ranks."""
+        return self.later(parts)()
 
     def queries(self, parts: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
         """Tensors with all query heads that read the KV heads held here, in one exchange.
@@ -60,7 +75,7 @@ class Heads:
 
     def everyone(self, x: torch.Tensor) -> torch.Tensor:
         """[R, ...], what each rank has of a tensor; of ranks that hold the same, one."""
-        return x[None]
+        return self.later([(x, None)])()[0]
 
     def part(self, x: torch.Tensor, at: int) -> torch.Tensor:
         """What is held here of a tensor with all KV heads in dimension `at`, as of `gathered`."""
@@ -71,6 +86,18 @@ class Heads:
 
 
 ALL = Heads()
+
+
+class _Asked:
+    """What is to be exchanged.
+
+    Attributes:
+        found: as of `Heads.later`; None: not yet.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+        self.found: list[torch.Tensor] | None = None
 
 
 class Divided(Heads):
@@ -92,6 +119,7 @@ class Divided(Heads):
         self._holders = max(ranks // total, 1)  # of each KV head, one after the other
         self.shared = self._holders > 1
         self._exchange, self._agree = exchange, agree
+        self._waiting: list[_Asked] = []
 
     def number(self, total: int) -> int:
         return self._own
@@ -99,15 +127,36 @@ class Divided(Heads):
     def total(self, number: int) -> int:
         return self._total
 
-    def gathered(self, parts: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
-        made: list[torch.Tensor] = []
-        if not parts:
-            return made
-        for (_, at), each in zip(parts, self._all([x for x, _ in parts]), strict=True):
-            own = each[:: self._holders]
-            layers = own.unflatten(at + 1, (-1, self._own))  # [R, ..., layers, g, ...]
-            made.append(layers.movedim(0, at + 1).flatten(at, at + 2))
+    def joined(self) -> Heads:
+        made = copy(self)
+        made._waiting = []
         return made
+
+    def later(self, parts: Sequence[Part]) -> Callable[[], list[torch.Tensor]]:
+        asked = _Asked(parts)
+        self._waiting.append(asked)
+
+        def found() -> list[torch.Tensor]:
+            if asked.found is None:
+                self._exchange_waiting()
+            return asked.found or []
+
+        return found
+
+    def _exchange_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        parts = [part for each in waiting for part in each.parts]
+        found = iter(self._all([x for x, _ in parts]) if parts else [])
+        for each in waiting:
+            each.found = [self._whole(next(found), at) for _, at in each.parts]
+
+    def _whole(self, found: torch.Tensor, at: int | None) -> torch.Tensor:
+        own = found[:: self._holders]
+        if at is None:
+            return own
+        layers = own.unflatten(at + 1, (-1, self._own))  # [R, ..., layers, g, ...]
+        whole: torch.Tensor = layers.movedim(0, at + 1).flatten(at, at + 2)
+        return whole
 
     def queries(self, parts: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
         if not self.shared:
@@ -119,9 +168,6 @@ class Divided(Heads):
             each[first : first + self._holders].movedim(0, at).flatten(at, at + 1)
             for (_, at), each in zip(parts, self._all([x for x, _ in parts]), strict=True)
         ]
-
-    def everyone(self, x: torch.Tensor) -> torch.Tensor:
-        return self._all([x])[0][:: self._holders]
 
     def part(self, x: torch.Tensor, at: int) -> torch.Tensor:
         layers = x.unflatten(at, (-1, self._total))

@@ -226,6 +226,7 @@ class _Following:
         generated = first.generated + self.number
         self.leaves = looks and leaves and self.bound.leaves_at(generated, first.prompt)
         self.advances = looks and self.steps.advances
+        self.heads = self.steps.heads.joined()
         windows = [self.bound.step_queries(each.prompt) for each in memories]
         self.window = max(windows) if looks else 0
 
@@ -247,7 +248,7 @@ class _Following:
             lists = self._lists(shown, alike=self.rule is not None)
             decisions = [self._decided(own) for own in lists]
             staying = self._staying(block, replace(block), decisions)
-            self.steps.heads.agree()
+            self.heads.agree()
         remembered = block if staying is None else staying.folded
         for place, memory in enumerate(self.memories):
             reported: dict[str, dict[int, Value]] = {name: {} for name in self.steps.report}
@@ -307,6 +308,7 @@ class _Following:
         return Shown(
             self.bound, steps, block, [each.prompt for each in self.memories],
             [each.generated + self.number for each in self.memories], self.number, k, v, q, asked,
+            self.heads,
         )  # fmt: skip
 
     def _lists(self, shown: Shown, *, alike: bool) -> list[Lists]:
@@ -348,7 +350,7 @@ class _Following:
         if there is None:
             there = torch.ones_like(k.ids, dtype=torch.bool)
         # A merge reads keys and values, whatever else does.
-        own.checks.append(self.steps.kernels["finite"](k.pool, v.pool, k.ids, there))
+        own.checks.extend([self.steps.kernels["finite"](k.pool, v.pool, k.ids, there)])
         known = {
             name: x for name, x in evaluation.known.items() if not {"query", "dim"} & set(x.axes)
         }
@@ -374,31 +376,43 @@ class _Following:
             whole: as of `Folded`.
         """
         lists = [each.lists for each in decisions]
-        at_once, repeats = self.rule is not None, block.numbers is not None
-        # What a merge of all lists reads is checked with the rest; of a layer's lists it is known
-        # from the numbers how many entries leave.
-        merges = self._merges(block, decisions, None) if at_once else []
-        self._note(block, lists)
-        folded, good = self._folded(block, whole, decisions)
-        merges = merges if at_once else self._merges(block, decisions, folded.counts)
-        merge = self.steps.rules.merge
+        at_once, before = self.rule is not None, block.numbers
+        each = [padded(own.kept, 1, block.width, False) for own in decisions]
+        kept = each[0] if len(each) == 1 else torch.cat(each)
+        tallied = self._tallied(block, before, kept, lists)
+        merges: list[Merges] = []
+        if at_once:
+            # What ranks exchange for a merge of all lists takes the numbers along.
+            read = [len(own.checks.own) for own in lists]
+            merges = self._merges(block, decisions, None)
+            if read != [len(own.checks.own) for own in lists]:
+                tallied = self._tallied(block, before, kept, lists)
+        of_all, good = tallied()
+        counts = Counts(of_all, block.requests, self.bound.shape.kv_heads)
+        block.since = 0 if all(own.cut for own in lists) else None
+        block.finite = None  # the numbers say it; of a request whose are not nothing leaves
+        folded = Folded(block, kept, counts, whole)
+        if not at_once:
+            # Of a layer's lists it is known from the numbers how many entries leave.
+            merges = self._merges(block, decisions, counts)
+        merge, repeats = self.steps.rules.merge, before is not None
         # Merged keys would be rounded before they turn, and after.
         turns = merge is not None and "key" in merge.apply and self.bound.positions == "slots"
         return Staying(folded, good.view(block.requests, -1), repeats, not turns, merges)
 
-    def _folded(
-        self, block: Block, whole: Block, decisions: list[_Decision]
-    ) -> tuple[Folded, torch.Tensor]:
-        """What stays, and bool [B * L], see the kernel "tally"."""
-        each = [padded(own.kept, 1, block.width, False) for own in decisions]
-        kept = each[0] if len(each) == 1 else torch.cat(each)
-        given = (kept, block.there, block.finite, block.numbers, block.kv)
+    def _tallied(
+        self, block: Block, before: torch.Tensor | None, kept: torch.Tensor, lists: list[Lists]
+    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """Counts what stays of the lists of this rank, and asks others, as of `of_ranks`.
+
+        Args:
+            before: the numbers of the last fold.
+        """
+        self._note(block, lists)
+        given = (kept, block.there, block.finite, before, block.kv)
         block.numbers, good = self.steps.kernels["tally"](*given)
-        of_all, good = of_ranks(self.steps.heads, block.numbers, good)
-        block.since = 0 if all(own.lists.cut for own in decisions) else None
-        block.finite = None  # the numbers say it; of a request whose are not nothing leaves
-        counts = Counts(of_all, block.requests, self.bound.shape.kv_heads)
-        return Folded(block, kept, counts, whole), good
+        alike = self.steps.ranks_alike and all(own.checks.told for own in lists)
+        return of_ranks(self.heads, block.numbers, good, alike=alike)
 
     def _merges(
         self, block: Block, decisions: list[_Decision], counts: Counts | None

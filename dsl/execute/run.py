@@ -12,9 +12,11 @@ from functools import cached_property
 import torch
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.execute.across import History, Layers, known_before, look_back
+from kvpolicy.dsl.execute.checks import Checks
 from kvpolicy.dsl.execute.compiled import Compiled
 from kvpolicy.dsl.execute.evaluate import Evaluation, alone, spread
 from kvpolicy.dsl.execute.exchange import entries_kept, heard, said
+from kvpolicy.dsl.execute.heads import Heads
 from kvpolicy.dsl.execute.kernels import Keys, Slots
 from kvpolicy.dsl.execute.layout import shift_of
 from kvpolicy.dsl.execute.merge import Merging
@@ -24,6 +26,7 @@ from kvpolicy.dsl.execute.share import Shared, shared
 from kvpolicy.dsl.execute.values import Frame, Value, snapped
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, Propagate, When
+from kvpolicy.dsl.ir.traverse import state_roots
 from kvpolicy.dsl.ops.host import Number
 
 
@@ -64,7 +67,7 @@ class Run:
     propagated: dict[int, torch.Tensor] = field(default_factory=dict)
     tested: dict[int, dict[str, Value]] = field(default_factory=dict)
     _second: bool = False
-    _checks: list[torch.Tensor] = field(default_factory=list)
+    _checks: Checks = field(default_factory=Checks)
     _found: tuple[int, torch.Tensor] | None = None  # of so many checks
     _plan: Plan | None = None
     _evaluations: dict[int, Evaluation] = field(default_factory=dict)
@@ -78,6 +81,10 @@ class Run:
     @cached_property
     def _prefill(self) -> Prefill:
         return self.program.prefill(self.prompt)
+
+    @cached_property
+    def _heads(self) -> Heads:
+        return self.program.heads.joined()
 
     @property
     def size(self) -> int:
@@ -158,7 +165,8 @@ class Run:
     def _frame(
         self, layer: int, device: torch.device, tokens: int, positions: torch.Tensor | None
     ) -> Frame:
-        frame = replace(self._planned(device).frame, layer=layer, checks=self._checks)
+        planned = self._planned(device).frame
+        frame = replace(planned, layer=layer, checks=self._checks, heads=self._heads)
         if tokens == self.prompt:
             return frame
         # What layers have in common is made for all tokens of the prompt.
@@ -210,6 +218,8 @@ class Run:
         self.tested[frame.layer] = {n: evaluation.value(x) for n, x in prefill.tested.items()}
         chosen = None
         if evaluation.holds(propagate.moment):
+            # One exchange with other ranks for what goes deeper and for what stays.
+            evaluation.ask([propagate.tokens, *([] if self.program.bound.restarts else self._now)])
             chosen = evaluation.tensor(propagate.tokens, ("token",))
         for x, numbers in prefill.early_looks:
             self._history.record(x, evaluation, _read(numbers, evaluation))
@@ -242,10 +252,17 @@ class Run:
 
     # What a layer keeps for later.
 
+    @property
+    def _now(self) -> list[Node]:
+        """What a layer computes before it is left."""
+        states = state_roots(self._prefill.updates.states)
+        return [*self._prefill.handed, *states]
+
     def _hand_over(self, evaluation: Evaluation) -> None:
         """Computes what needs the layer's tensors, and lets go of these."""
         prefill, frame = self._prefill, evaluation.frame
         known = dict(self._planned(frame.device).values[frame.layer])
+        evaluation.ask(self._now)
         known.update({id(node): evaluation.value(node) for node in prefill.handed})
         evaluation.advance(self.program.bound.lowered.prefill)
         for x, numbers in prefill.looks:
@@ -306,10 +323,12 @@ class Run:
 
         Where other ranks hold other KV heads, they are asked.
         """
-        number = len(self._checks)
+        number, total = len(self._checks.own), self.program.bound.shape.kv_heads
         if number and (self._found is None or self._found[0] != number):
-            own = torch.stack(self._checks).all()
-            self._found = number, self.program.heads.everyone(own).all()
+            heads = self._heads
+            found = self._checks.everywhere(heads, heads.number(total), total)
+            if found is not None:
+                self._found = number, found.all()
         return None if self._found is None else self._found[1]
 
     def settle(self, *, finite: bool) -> None:
@@ -351,17 +370,18 @@ class Run:
                 raise RuntimeError("nothing has been heard of other stages' layers")
             apart = len(each) < layers
             self._compare(each, [{} for _ in range(layers)] if apart else [])
-        finite = self.finite
-        if wait and finite is not None:
-            self.not_finite |= not finite.item()
+        rules, keep = bound.lowered.prefill, keep_of(bound.lowered.prefill)
+        self._all_layers.ask([keep, *rules.decided.values()])
+        if wait and self.finite is not None:
+            self.not_finite |= not self.finite.item()
         if self.not_finite:
             sizes = [(x.frame.kv, x.frame.tokens) for x in each]
             kept = [torch.ones(size, dtype=torch.bool, device=device) for size in sizes]
         else:
-            values = zip(self.result(keep_of(bound.lowered.prefill)), each, strict=True)
+            values = zip(self.result(keep), each, strict=True)
             kept = [spread(x, ("kv", "token"), own.frame) for x, own in values]
-        if not wait and finite is not None:
-            unsure = ~finite
+        if not wait and self.finite is not None:
+            unsure = ~self.finite
             kept = [own | unsure for own in kept]
         return [self._placed(x.frame, own) for x, own in zip(each, kept, strict=True)]
 

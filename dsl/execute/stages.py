@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.ends import MOST, end_of
-from kvpolicy.dsl.bind.kept import keep_of
+from kvpolicy.dsl.bind.kept import heads_differ
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
 
@@ -51,8 +51,7 @@ class Stage:
         Args:
             prompts: of requests, in tokens.
         """
-        keeps = [rules.keep for rules in (bound.lowered.decode,) if rules is not None]
-        if any("kv" in node.type.axes for node in (keep_of(bound.lowered.prefill), *keeps) if node):
+        if heads_differ(bound.lowered):
             return None
         others = self.taken.args[0] if self.taken.op == "not" else None
         holds = self.score.args[1] if self.score.op == "mask" else None

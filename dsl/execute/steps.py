@@ -9,7 +9,7 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.ends import Ends, end_of
 from kvpolicy.dsl.bind.fixed_size import FixedSize
-from kvpolicy.dsl.bind.kept import keep_of
+from kvpolicy.dsl.bind.kept import heads_differ
 from kvpolicy.dsl.bind.sum_states import SumStates
 from kvpolicy.dsl.execute.block import AXES, HEADS
 from kvpolicy.dsl.execute.evaluate import Updates
@@ -84,10 +84,8 @@ def _of_each_head(node: Node) -> bool:
     return mean or ("kv" in x.axes and node.op not in ("sum", "mean", "var"))
 
 
-def _check_ranks(bound: Bound, keep: Node, nodes: list[Node]) -> None:
+def _check_ranks(bound: Bound, nodes: list[Node]) -> None:
     """Refuse to compare entries of KV heads on other ranks where those may hold other entries."""
-    if not {"kv"} & {*keep.type.axes, *keep_of(bound.lowered.prefill).type.axes}:
-        return
     for node in nodes:
         if across_heads(node) and any("token" in each.type.axes for each in node.args):
             raise refused(
@@ -130,6 +128,7 @@ class Steps:
             `advancing` for its states, `leaving` for what is read where entries leave.
         advancing_roots, leaving_roots: what these compute.
         fixed_size: how many entries a list takes before it is filled up to its budget.
+        ranks_alike: whether all KV heads of a layer hold the same entries, so that ranks do.
         states_alike, keep_alike: whether layers may be taken as more KV heads of one, see
             `like_heads`: where several steps advance the states, and where `keep` decides.
 
@@ -157,13 +156,14 @@ class Steps:
         self.merge_goes_on = any(state.inherited for state in merge_states.values())
         self.report = dict(rules.lets) if report else {}
         self.reads_budget = reads_budget(bound)
+        self.ranks_alike = not heads_differ(bound.lowered)
         remembered = list(nodes_of(state_roots(rules.states)))
         self.advancing_roots = state_roots(self.updates.states)
         self.leaving_roots = [self.keep, *merge_roots(rules.merge), *self.report.values()]
         leaving = list(nodes_of(self.leaving_roots))
         self._check(bound, [*remembered, *leaving])
-        if heads.divided:
-            _check_ranks(bound, self.keep, [*remembered, *leaving])
+        if heads.divided and not self.ranks_alike:
+            _check_ranks(bound, [*remembered, *leaving])
         sums = SumStates(bound.static)
         states = self.updates.states.values()
         self.fresh = self._fresh(bound)

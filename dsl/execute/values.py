@@ -16,6 +16,7 @@ from typing import overload
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.execute.checks import Checks
 from kvpolicy.dsl.execute.heads import ALL, Heads
 from kvpolicy.dsl.execute.kernels import Kernels, Keys, dense, installed
 from kvpolicy.dsl.ir import counts
@@ -105,8 +106,7 @@ class Frame:
         heads: which of the model's KV heads are here, and how the others are reached.
         fixed: tensors that live as long as the plan, by id; masks made of these are made once.
         memo: what was made of `fixed` tensors.
-        checks: bool tensors, false if the model's tensors hold NaN or infinity: 0-d, or one per KV
-            head.
+        checks: whether the model's tensors are finite.
     """
 
     bound: Bound
@@ -129,7 +129,7 @@ class Frame:
     heads: Heads = ALL
     fixed: dict[int, torch.Tensor] = field(default_factory=dict)
     memo: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
-    checks: list[torch.Tensor] = field(default_factory=list)
+    checks: Checks = field(default_factory=Checks)
 
     def read(self, name: str) -> torch.Tensor:
         """The `vectors` of a name; gathered from the pool where that has not been done."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import Bounds
+from kvpolicy.dsl.bind.kept import heads_differ
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.dsl.bind.work import Sizes
@@ -68,7 +69,7 @@ def fold_bytes(bound: Bound, length: int, element: int) -> int:
     nodes = _across([rules.keep, *merge_roots(rules.merge), *state_roots(rules.states)])
     among = _competing(bound, rules.keep, length)
     kept = Bounds(bound, length).kept.head
-    total = bound.shape.layers * bound.shape.kv_heads * _COLUMNS * _NUMBER
+    total = bound.shape.layers * bound.shape.kv_heads * _said(bound, nodes)
     for layer, most in enumerate(kept):
         held = most + bound.fold_interval
         for node in nodes:
@@ -76,6 +77,13 @@ def fold_bytes(bound: Bound, length: int, element: int) -> int:
             sizes = Sizes(bound, length, layer, tokens, most, element, step=True)
             total += _bytes([node], sizes)
     return total
+
+
+def _said(bound: Bound, nodes: list[Node]) -> int:
+    """Bytes per list of a fold besides what is compared."""
+    if heads_differ(bound.lowered):
+        return _COLUMNS * _NUMBER
+    return _TRUTH if nodes else 0  # whether what was read is finite
 
 
 def _competing(bound: Bound, keep: Node | None, length: int) -> dict[int, int]:

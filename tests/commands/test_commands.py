@@ -72,10 +72,11 @@ def test_what_ranks_exchange(model, capsys):
             "tova",
             ["capacity=100"],
             counts + 2 * 4 * 2 * 1000 * 8,
-            2 * counts + 2 * 4 * 2 * 101 * 8,
+            4 * 2 + 2 * 4 * 2 * 101 * 8,  # and whether they were finite
             1,
         ),
         ("sinks-recent", ["capacity=100"], counts, None, 0),
+        ("streamingllm", [], counts, 0, 0),
     ):
         given = [x for each in settings for x in ("--set", each)]
         assert explain(model, name, *given) == 0

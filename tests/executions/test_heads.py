@@ -1,6 +1,7 @@
 """KV heads divided over ranks: the same entries are kept as by one process that has all of them."""
 
 import itertools
+import threading
 from unittest.mock import patch
 
 import numpy as np
@@ -9,7 +10,9 @@ import torch
 from agreement import stretches
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.heads import Divided
 from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
@@ -51,14 +54,16 @@ def bound_to(name):
     return bind(program, ModelShape(*SHAPE), small | SETTINGS.get(name, {}), fold_interval=EVERY)
 
 
-def kept(bound, recording, steps, program):
-    """What every list holds after the prefill and after each fold."""
+def kept(bound, recording, steps, program, done=lambda: None):
+    """What every list holds after the prefill and after each fold, each of which is then `done`."""
     store = Store(bound, recording, steps, program=program)
+    done()
     found = [store.held()] if store.memory is not None else [_alone(bound, recording, program)]
     if store.memory is not None:
         for number in stretches(bound, store.memory.prompt, len(steps[0])):
             store.follow(number)
             found.append(store.held())
+            done()
     return found
 
 
@@ -70,20 +75,21 @@ def _alone(bound, recording, program):
 
 
 def assert_same(bound, tokens, number, seed, ties=False, shape=SHAPE, **more):
-    """The same on so many ranks as on one; how many bytes each exchange had.
+    """The same on so many ranks as on one; bytes of each exchange of the prompt and of each fold.
 
     Of more ranks than KV heads those that hold the same one keep the same of it.
     """
     *recording, steps = tensors(np.random.default_rng(seed), shape, tokens, STEPS, ties=ties)
     whole = kept(bound, recording, steps, TorchProgram(bound, **more))
-    ranks = Ranks(number)
+    ranks, ends = Ranks(number), [0]
 
     def work(rank):
         heads = ranks.heads(rank, shape[2])
         own = [divided(x, number, rank) for x in recording]
         later = [divided(x, number, rank, 2) for x in steps]
         own[0], later[0] = queries_of(heads, own[0]), queries_of(heads, later[0], 2)
-        return kept(bound, own, tuple(later), TorchProgram(bound, heads=heads, **more))
+        done = (lambda: ends.append(len(ranks.sent))) if rank == 0 else lambda: None
+        return kept(bound, own, tuple(later), TorchProgram(bound, heads=heads, **more), done)
 
     found = ranks.run(work)
     holders = max(number // shape[2], 1)
@@ -95,7 +101,8 @@ def assert_same(bound, tokens, number, seed, ties=False, shape=SHAPE, **more):
         joined = [list(itertools.chain.from_iterable(each)) for each in parts]
         assert joined == expected, f"at moment {moment}"
     assert {len(each) for each in found} == {len(whole)}
-    return ranks.sent
+    prompt, *folds = (ranks.sent[i:j] for i, j in itertools.pairwise(ends))
+    return prompt, folds
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -109,37 +116,69 @@ def test_shipped_policies(name):
         assert_same(bound, 29, 2, 6)
 
 
-# Exchanges of a prompt whose layers choose at once, and of one fold: one of the first says whether
-# all is finite, one of the second how many entries stay. What KV heads decide alone needs no more.
+NUMBER = SHAPE[0] * 2 * 8  # bytes: a float64 per layer and KV head of a rank
+FINITE = 2  # bytes: whether all was finite of each KV head of a rank
+WIDEST = [8]  # bytes: of the layer that holds most, which a server's own numbers say
+# Bytes of each exchange of a prompt whose layers choose at once, and exchanges of a fold.
 EXCHANGES = {
-    "adakv": ([1, 41], 0), "lava": ([1, 1, 1, 41], 0), "dynamickv": ([1, 41, 1], 0),
-    "cake": ([1, 1, 1], 1), "h2o": ([1], 1), "snapkv": ([1], 0), "vatp": ([1], 1),
-    "sinks-recent": ([], 0), "streamingllm": ([], 1), "d2o": (None, 2),
+    "adakv": ([41 * NUMBER + FINITE], 0), "lava": ([NUMBER + FINITE, NUMBER, 41 * NUMBER], 0),
+    "dynamickv": ([41 * NUMBER + FINITE, NUMBER], 0), "snapkv": ([FINITE], 0),
+    "cake": ([2 * NUMBER + FINITE, *WIDEST], 1), "h2o": ([FINITE, *WIDEST], 1),
+    "vatp": ([FINITE, *WIDEST], 1), "d2o-code": ([2 * NUMBER + FINITE, *WIDEST, 2 * NUMBER], 1),
+    "sinks-recent": ([], 0), "streamingllm": (WIDEST, 0),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_what_is_exchanged(name):
     """Numbers per KV head and layer, or per token of these, in few exchanges; none of attention."""
-    bound, prompt, folds = bound_to(name), *EXCHANGES[name]
+    expected, each_fold = EXCHANGES[name]
     with patch.object(Steps, "by_kernels", True):
-        sent = assert_same(bound, 41, 2, 0)
-    if bound.folded.decode is not None:
-        later = STEPS // EVERY * folds
-        sent, of_folds = sent[: len(sent) - later], sent[len(sent) - later :]
-        assert len(of_folds) == later
-        assert max(of_folds) < 4 * 2 * 41 * 8
-    if prompt is not None:
-        number = 4 * 2 * 8  # float64 per layer and KV head of a rank
-        expected = [1 if x == 1 and i == 0 else x * number for i, x in enumerate(prompt)]
-        made = sent[: len(sent) // (1 if bound.folded.decode is not None else 2)]
-        widest = [8] if bound.folded.decode is not None else []
-        assert made == expected + widest
+        prompt, folds = assert_same(bound_to(name), 41, 2, 0)
+    assert prompt == expected
+    assert {len(each) for each in folds} <= {0, each_fold}
+    assert max(itertools.chain([0], *folds)) < 41 * NUMBER
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize("name", shipped())
+def test_no_layer_and_no_fold_has_a_second_exchange(name, monkeypatch, tmp_path):
+    """Where kernels read the queries, as on a GPU; the layers' comparison has three at most."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here, exchange, seen = threading.local(), Divided._all, {}
+
+    def exchanged(heads, tensors):
+        here.number = getattr(here, "number", 0) + 1
+        return exchange(heads, tensors)
+
+    def counted(method):
+        def counting(*given):
+            before = getattr(here, "number", 0)
+            made = method(*given)
+            seen.setdefault(method.__name__, []).append(getattr(here, "number", 0) - before)
+            return made
+
+        return counting
+
+    def merged(run, layer, k, v):
+        return merge(run, layer, k, v, len(run.there(layer)))  # a server knows how many leave
+
+    merge = Run.merged
+    monkeypatch.setattr(Divided, "_all", exchanged)
+    monkeypatch.setattr(Run, "observe", counted(Run.observe))
+    monkeypatch.setattr(Run, "finish", counted(Run.finish))
+    monkeypatch.setattr(Run, "merged", counted(merged))
+    kernels = REFERENCE | {"generated": TRITON["generated"]}
+    _, folds = assert_same(bound_to(name), 41, 2, 0, kernels=kernels)
+    most = {"observe": 1, "merged": 1, "finish": 3}
+    assert {method: max(seen[method]) for method in most if max(seen[method]) > most[method]} == {}
+    assert all(len(each) <= 1 for each in folds)
 
 
 def test_without_kernels_entries_are_compared_layer_by_layer():
-    sent = assert_same(bound_to("tova"), 41, 2, 0)
-    assert len(sent) == 3 + (4 + 1) * (STEPS // EVERY)
+    _, folds = assert_same(bound_to("tova"), 41, 2, 0)
+    assert [len(each) for each in folds if each] == [SHAPE[0]] * (STEPS // EVERY)
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
@@ -148,13 +187,13 @@ def test_only_what_competes_is_exchanged(ties, monkeypatch, tmp_path):
     """Under pyramidinfer a batch of tokens, where kernels read the queries."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     bound, batch = bound_to("pyramidinfer"), 2
-    sent = assert_same(
+    _, folds = assert_same(
         bound, 41, 2, 0, ties=ties, kernels=REFERENCE | {"generated": TRITON["generated"]}
     )
-    # Of each list of a rank sums, numbers, and where they are; then how many entries stay.
-    votes, numbers = SHAPE[0] * 2 * batch * 2 * (8 + 1), SHAPE[0] * (4 + 2 * 2) * 8
+    # Of each list of a rank sums, numbers and where they are, and whether all was finite.
+    votes = SHAPE[0] * 2 * (batch * 2 * (8 + 1) + 1)
     leaving = sum(bound.leaves_at(step, 41) for step in range(1, STEPS + 1))
-    assert sent[-2 * leaving :] == [votes, numbers] * leaving
+    assert list(itertools.chain(*folds)) == [votes] * leaving
 
 
 def test_kernels_read_queries_so_that_all_layers_are_compared_at_once():
