@@ -264,7 +264,7 @@ class Bound:
     @cached_property
     def needs_values(self) -> bool:
         """Whether the prefill reads the tensor `value` before entries leave."""
-        return any(node.op == "value" for node in self.nodes())
+        return any("value" in node.operation.tensors for node in self.nodes())
 
     @cached_property
     def digest(self) -> str:

@@ -233,10 +233,8 @@ class Bounds:
             return upper(args[0]) + upper(args[1])
         if node.op == "subtract":
             return upper(args[0]) - lower(args[1])
-        if node.op == "floor":
-            return upper(args[0])
-        if node.op in ("round", "ceil"):
-            return upper(args[0]) + values / (2 if node.op == "round" else 1)
+        if node.operation.raises is not None:
+            return upper(args[0]) + values * node.operation.raises
         if node.operation.scales:
             turns = node.operation.commutative
             factor, x = (

@@ -51,9 +51,8 @@ def looks_across(node: Node, bound: Bound) -> bool:
 
 def is_end(node: Node, bound: Bound) -> bool:
     """Whether a set is `recent(n)` or `sinks(n)` with a number that the host knows."""
-    if node.op != "top" or node.origin not in ("recent", "sinks"):
-        return False
-    return node.axes == ("token",) and bound.static.needs(node.args[1]) is not None
+    static = node.takes_an_end and bound.static.needs(node.args[1]) is not None
+    return static and node.axes == ("token",)
 
 
 def exponent(node: Node) -> float | None:

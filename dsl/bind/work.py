@@ -129,8 +129,8 @@ class Sizes:
         keys = self.axes["kv"] * self.tokens * self.axes["dim"] * self.element
         row = node.operation
         if row.reads_queries:
-            passes = 2 if node.op == "attn" and not self.attended else 1
-            softmax = SOFTMAX * own if node.op == "attn" else 0.0
+            passes = 2 if row.softmax and not self.attended else 1
+            softmax = SOFTMAX * own if row.softmax else 0.0
             asked = self.axes["kv"] * self.axes["group"] * self.queries(node) * self.axes["dim"]
             moved = passes * keys + asked * self.element
             return Work(2 * passes * own * self.axes["dim"], softmax, moved)

@@ -172,7 +172,7 @@ class Fusion:
             self._check(each, role, given)
         if role != "vectors" and not any(w.operation.reads_queries for w in windows):
             raise Unsupported("no attention in it")
-        if role == "rows" and all(w.op != "attn" for w in windows):
+        if role == "rows" and not any(w.operation.softmax for w in windows):
             raise Unsupported("logits reduced over tokens")
         if len({window_key(w, self.bound, self.steps) for w in windows}) > 1:
             raise Unsupported("windows of different sizes in one expression")
@@ -221,9 +221,10 @@ class Fusion:
         if node.op == "power" and exponent(node) is None:
             raise Unsupported("a power that is not 1, 2, 3, 4 or 1/2")
         if node.op == "exp" and any(
-            not each.operation.in_kernels and each.op != "attn" for each in node.args[0].walk()
+            not each.operation.in_kernels and not each.operation.softmax
+            for each in node.args[0].walk()
             if each.type.axes or not each.operation.known_to_host
-        ):  # fmt: skip
+        ):
             raise Unsupported("`exp` may leave the range of float32")
 
     # What shares a pass.
@@ -322,7 +323,7 @@ class Fusion:
             return False
         if looks_across(node, self.bound):
             return False
-        return not any(each.op in ("state", "before") for each in node.walk())
+        return not any(each.operation.value == "state" for each in node.walk())
 
     # What is read.
 

@@ -50,7 +50,7 @@ class Parts:
         self.rows = [each for each in bundle.reductions if each.role == "rows"]
         self.pools = any(node.operation.kind is Kind.POOL for node in bundle.tail)
         inside = [n for each in (*self.columns, *self.rows) for n in each.node.walk()]
-        self.softmax = any(node.op == "attn" for node in inside)
+        self.softmax = any(node.operation.softmax for node in inside)
         self.window = self._window()
         simple = len(self.columns) < 2 and all(each.node.op != "var" for each in self.columns)
         few = steps and self.window is None

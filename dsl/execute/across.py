@@ -40,7 +40,7 @@ from kvpolicy.dsl.ops.host import Number
 from kvpolicy.dsl.ops.operations import Kind
 
 # Kernels that reduce the layers' values where they lie.
-_OF_LAYERS = {"var": "var_of_layers", "any": "any_of_layers"}
+OF_LAYERS = {"var": "var_of_layers", "any": "any_of_layers"}
 
 
 def widened(x: Value, frame: Frame, prompt: int) -> Value:
@@ -146,7 +146,7 @@ def _past(node: Node, values: list[Value], frame: Frame) -> Value:
     """Values of this layer and those before it along the axis `past`, or what they reduce to."""
     if node.op == "past":
         return _along_past(values, frame)
-    name = _OF_LAYERS.get(node.op)
+    name = OF_LAYERS.get(node.op)
     if name is None:
         return TORCH_FORMS[node.op](node, frame, _along_past(values, frame))
     axes = union(*(x.axes for x in values))

@@ -87,9 +87,7 @@ class Region:
             "query" in each.axes and each.op != "index" for each in nodes
         )
         windows = tuple(each for each in nodes if each.operation.is_window)
-        reads = {each.op for each in nodes if each.operation.kind is Kind.VECTOR}
-        if any(each.operation.reads_queries for each in nodes):
-            reads |= {"query", "key"}
+        reads = {name for each in nodes for name in each.operation.tensors}
         vectors = any("dim" in each.type.axes for each in nodes)
         causal = (
             node.op == "sum" and by_query and not any(window.args for window in windows)

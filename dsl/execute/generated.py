@@ -73,7 +73,7 @@ class Generated:
     def reads_lse(self) -> bool:
         """Whether kernels need the log-sum-exp of queries' logits."""
         given = [x for each in self.fusion.bundles for x in each.outputs]
-        return any(node.op == "attn" for x in given for node in x.walk())
+        return any(node.operation.softmax for x in given for node in x.walk())
 
     def bundle(self, node: Node, frame: Frame) -> Bundle | None:
         """The bundle that gives a node at a frame, if its kernels can serve there."""
@@ -226,7 +226,8 @@ def _given(bundle: Bundle, frame: Frame, ordered: bool) -> tuple[object, ...]:
 
 
 def _reads_values(bundle: Bundle) -> bool:
-    return any(node.op == "value" for each in bundle.reductions for node in each.node.walk())
+    nodes = (node for each in bundle.reductions for node in each.node.walk())
+    return any("value" in node.operation.tensors for node in nodes)
 
 
 def _last(x: torch.Tensor, dim: int, number: int) -> torch.Tensor:

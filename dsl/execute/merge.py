@@ -23,6 +23,7 @@ from kvpolicy.dsl.execute.values import Value, aligned, as_tensor, filled, sizes
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Merge, Node
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of
+from kvpolicy.dsl.ops.operations import Kind
 
 _DROPPED = ("kv", "dropped")
 _TOKENS = ("kv", "token")
@@ -181,7 +182,8 @@ class Merging:
         Keys and values are read where they lie, in the type of the cache.
         """
         frame = self.evaluation.frame
-        x = frame.vectors[node.op] if node.op in ("key", "value") else self._vectors(node)
+        cached = node.operation.kind is Kind.VECTOR
+        x = frame.vectors[node.op] if cached else self._vectors(node)
         vectors, ids = _vectors(x)
         given = (vectors, self._index, self._present, self.kept, ids)
         index, there = frame.kernels["nearest"](*given)

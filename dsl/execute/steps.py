@@ -258,7 +258,7 @@ class Steps:
         if any(state.type.axes or state.type.absent for state in merge.states.values()):
             return False
         nearest, (of_into,) = merge.into.op == "nearest", merge.into.args
-        if nearest and of_into.op not in ("key", "value"):
+        if nearest and of_into.operation.kind is not Kind.VECTOR:
             return False
         if not nearest and self._bound.static.needs(of_into) is None:
             return False
@@ -267,7 +267,7 @@ class Steps:
         products = [node for node in nodes_of(roots) if nearest and compares(node)]
         seen = set(products)
         nodes = [node for root in roots for node in root.walk(seen)]
-        if any(node.op in ("key", "value") or not _of_each_head(node) for node in nodes):
+        if any(x.operation.kind is Kind.VECTOR or not _of_each_head(x) for x in nodes):
             return False
         return self._of_heads(
             nodes, lambda row: row.kind is Kind.MERGE or row.name in ("position", "uniform")

@@ -128,6 +128,11 @@ class Node:
         return self.value
 
     @property
+    def takes_an_end(self) -> bool:
+        """Whether it is `recent(n)` or `sinks(n)`: so many last, or first, tokens."""
+        return self.op == "top" and self.origin in ("recent", "sinks")
+
+    @property
     def across_layers(self) -> bool:
         """Whether it looks at other layers."""
         return "layer" in self.axes or self.operation.across_layers

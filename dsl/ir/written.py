@@ -26,7 +26,7 @@ def written(node: Node, *, named: bool = False) -> str:
         return shown(node.literal)
     if row.is_window:
         return f"{node.op}({f'recent({args[0]})' if args else node.value})"
-    if node.op == "top" and node.origin in ("recent", "sinks"):
+    if node.takes_an_end:
         count = node.args[1]  # floored by lowering
         inner = written(count.args[0], named=True) if count.op == "floor" else args[1]
         return f"{node.origin}({inner})"

@@ -30,11 +30,12 @@ ROWS = (
     _partition("split", "across", _SHARED,
                "whole numbers for the layers that add up to floor(total), in proportion to the "
                "weights; no layer gets more than max", "O(L log L)", shape="number tokens",
-               takes="number", exact=True, shares_out=True, interpret="layers.split"),
+               takes="number", exact=True, shares_out=True, by_hand=True,
+               interpret="layers.split"),
     _partition("cascade", "across", _SHARED,
                "`split` made after every layer among the layers so far; each layer has the least "
                "that any of these gave it, because what left does not come back", "O(L^2 log L)",
-               shape="number tokens", takes="number", shares_out=True,
+               shape="number tokens", takes="number", shares_out=True, by_hand=True,
                interpret="layers.cascade"),
     _partition("cluster", "across", (Parameter("x"), Parameter("k")),
                "optimal k-means of one number per layer; the label of this layer, 0 for the lowest "

@@ -9,6 +9,7 @@ from kvpolicy.dsl.ops.ranges import SHARE
 
 _VECTOR = ("kv", "token", "dim")
 _HEADS = ("kv", "group", "query", "token")
+_SCORED = ("query", "key")
 
 
 def _name(
@@ -31,7 +32,8 @@ def _named(
 def _vector(name: str, meaning: str) -> Operation:
     return _named(
         name, Kind.VECTOR, "tensors", meaning, _VECTOR, result_axes=_VECTOR, always_finite=True,
-        keeps_present=True, steady=True, interpret=f"leaves.{name}", torch=f"leaves.{name}",
+        keeps_present=True, steady=True, tensors=(name,), interpret=f"leaves.{name}",
+        torch=f"leaves.{name}",
     )  # fmt: skip
 
 
@@ -104,8 +106,8 @@ ROWS = (
     _hidden("hidden_mid", "residual stream after attention, before the MLP"),
     _window("attn", "softmax over all candidates of q.k / sqrt(D), causal, in float32; absent "
             "where the token comes after the query", "O(w N D); all queries: O(N^2 D)", _HEADS,
-            keeps_present=True, reads_queries=True, fleeting=True, interval=SHARE),
-    _window("logits", "the same before the softmax", "O(w N D)", _HEADS, reads_queries=True,
+            keeps_present=True, tensors=_SCORED, softmax=True, fleeting=True, interval=SHARE),
+    _window("logits", "the same before the softmax", "O(w N D)", _HEADS, tensors=_SCORED,
             fleeting=True),
     _window("distance", "position of the query minus position of the token; absent where negative",
             "O(w N)", ("query", "token"), "tokens", whole=True, of_tokens_there=True),

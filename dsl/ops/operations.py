@@ -148,9 +148,12 @@ class Operation:
     averages: bool = False  # a reduction that divides by the number of values
     shares_out: bool = False  # divides its first argument among the layers
     whole: bool = False  # a whole number, at least 0
+    raises: float | None = None  # rounds its argument, to at most so much more
     sorts: bool = False  # orders what it chooses from
+    by_hand: bool = False  # of small tensors: a kernel is named for it, see `execute/kernels.py`
     per_head: bool = False  # each KV head's values follow from its own, in every layer alike
-    reads_queries: bool = False  # scores keys by queries
+    tensors: tuple[str, ...] = ()  # of "query", "key" and "value", which it reads
+    softmax: bool = False  # of scores, over all candidates
     of_tokens_there: bool = False  # follows from which tokens reach a layer
     steady: bool = False  # the same at every step for an entry that is there
     fleeting: bool = False  # not there again when a layer's entries are merged or shared
@@ -208,7 +211,12 @@ class Operation:
     @property
     def reads_tensors(self) -> bool:
         """It reads cached keys or values."""
-        return self.reads_queries or self.kind is Kind.VECTOR
+        return bool(self.tensors)
+
+    @property
+    def reads_queries(self) -> bool:
+        """It scores keys by queries."""
+        return "query" in self.tensors
 
 
 def called(

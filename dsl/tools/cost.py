@@ -260,8 +260,8 @@ def _read(nodes: list[Node], sizes: Sizes) -> int:
     """Bytes of a layer's keys, values and queries, each read once."""
     keys = sizes.axes["kv"] * sizes.tokens * sizes.axes["dim"]
     numbers = keys * (
-        any(node.operation.reads_queries or node.op == "key" for node in nodes)
-        + any(node.op == "value" for node in nodes)
+        any("key" in node.operation.tensors for node in nodes)
+        + any("value" in node.operation.tensors for node in nodes)
     )
     windows = [node for node in nodes if node.operation.reads_queries]
     asked = max(map(sizes.queries, windows), default=0)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kernel_values import written_window
 from kvpolicy.dsl.codegen.fusion import Bundle, Fusion
+from kvpolicy.dsl.execute.across import OF_LAYERS
 from kvpolicy.dsl.execute.combination import is_combination
 from kvpolicy.dsl.execute.entropy import distribution
 from kvpolicy.dsl.execute.evaluate import reduces_past
@@ -19,8 +20,6 @@ from kvpolicy.dsl.ir.written import described
 from kvpolicy.dsl.ops.operations import Kind
 from kvpolicy.dsl.syntax.diagnostics import on_one_line
 
-# What `execute/kernels.py` names; merges and shares besides.
-_BY_HAND = frozenset("top fill rank split cascade mean var entropy any[past] var[past]".split())
 _LARGE = frozenset(("query", "dim"))  # axes of what is not small
 _LONGEST = 88
 
@@ -84,31 +83,35 @@ def reasons(found: Sequence[Fusion]) -> Iterator[str]:
     for each in found:
         for node, reason in each.reasons.items():
             yield f"torch   {_short(node)}: {reason}"
-    names = {name for each in found for name in _small(each)}
-    for by, chosen in (("kernel  hand-written,", names & _BY_HAND), ("torch  ", names - _BY_HAND)):
+    names = {pair for each in found for pair in _small(each)}
+    for by, by_hand in (("kernel  hand-written,", True), ("torch  ", False)):
+        chosen = sorted(name for name, own in names if own == by_hand)
         if chosen:
-            yield f"{by} on small tensors: {', '.join(sorted(chosen))}"
+            yield f"{by} on small tensors: {', '.join(chosen)}"
 
 
-def _small(found: Fusion) -> set[str]:
-    """Operations beside the generated kernels; what a kernel knows as one is one."""
+def _small(found: Fusion) -> set[tuple[str, bool]]:
+    """Operations beside the generated kernels, and whether a kernel is named for each.
+
+    What a kernel knows as one operation is one.
+    """
     left = [node for node in found.left() if node.when >= When.LAYER]
     read = {x for node in left if not reduces_past(node) for x in node.args}
     names = set()
     for node in left:
         row = node.operation
         if distribution(node) is not None:
-            names.add("entropy")
+            names.add(("entropy", True))
         elif reduces_past(node):
-            names.add(f"{node.op}[past]")
+            names.add((f"{node.op}[past]", node.op in OF_LAYERS))
         elif row.elementwise or row.reads_tensors or row.kind in (Kind.MERGE, Kind.REMEMBERED):
             continue
         elif row.is_reduction and (
-            node.op not in _BY_HAND or _LARGE & set(node.args[0].type.axes)  # its reason is given
+            not row.by_hand or _LARGE & set(node.args[0].type.axes)  # its reason is given
         ):
             continue
         elif node.op != "past" or node in read:
-            names.add(node.op)
+            names.add((node.op, row.by_hand))
     return names
 
 
@@ -124,13 +127,14 @@ _COUNTS = ("", "one pass", "two passes", "three passes")
 def _pass(bundle: Bundle, steps: bool) -> str:
     """How often a bundle reads the layer's tensors, in a prefill or at decode steps."""
     roles = {each.role for each in bundle.reductions}
-    ops = {node.op for each in bundle.reductions for node in each.node.walk()}
+    rows = [node.operation for each in bundle.reductions for node in each.node.walk()]
+    read = {name for row in rows for name in row.tensors}
     if bundle.window is None:
-        names = " and ".join(f"{name}s" for name in ("key", "value") if name in ops)
+        names = " and ".join(f"{name}s" for name in ("key", "value") if name in read)
         return f"one pass over the {names}"
-    passes, softmax = len(roles - {"vectors"}), "attn" in ops
+    passes, softmax = len(roles - {"vectors"}), any(row.softmax for row in rows)
     count = _COUNTS[passes + (softmax and steps)]
-    also = ", values read once," if "value" in ops else ""
+    also = ", values read once," if "value" in read else ""
     text = f"{count} over the keys{also} for {written_window(bundle.window)}"
     if not softmax or steps:
         return text
