@@ -176,6 +176,8 @@ class Evaluation:
         bound = self.frame.bound
         if bound.static.needs(node) is not None:
             return scalar(self.frame.number(node))
+        if self.frame.heads.divided and self.reaches(node):
+            return self.of_ranks(node)
         made = self.extra[node.op](node, self) if node.op in self.extra else None
         if made is not None:
             return made
@@ -197,8 +199,6 @@ class Evaluation:
         if node.across_layers or reduces_past(node):
             return self.others(node, self)
         if self.frame.heads.divided:
-            if self.reaches(node):
-                return self.of_ranks(node)
             self._ask(operands(node))
         if self.whole and self.generated is not None:
             bundle = self.generated.bundle(node, self.frame)

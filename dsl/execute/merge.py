@@ -22,7 +22,7 @@ from kvpolicy.dsl.execute.ops import reduce
 from kvpolicy.dsl.execute.values import Value, aligned, as_tensor, filled, sizes_of, union
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Merge, Node
-from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of
+from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
 from kvpolicy.dsl.ops.operations import Kind
 
 _DROPPED = ("kv", "dropped")
@@ -107,6 +107,8 @@ class Merging:
         made._find(most)
         made.evaluation.dropped = made._present
         made._compare()
+        decide = [node for node in (merge.accept, merge.weight) if node is not None]
+        made.evaluation.ask([*decide, *state_roots(updates.states)])
         made.states = {name: made.evaluation.state(name) for name in merge.states}
         made._weigh()
         return made
