@@ -262,10 +262,13 @@ class Runtime:
     def ends(self, req: Any) -> bool:
         """Whether a request that has ended, as SGLang has it, ends with an error instead.
 
-        Its policy may have failed on some rank since the ranks agreed last.
+        Its policy may have failed on some rank since the ranks agreed last. Stages have agreed
+        before they process a result.
         """
-        state, failures = state_of(req), self.services.failures
-        if self.services.ranks.size == 1 or state is None or state.failed or not req.finished():
+        state, services, failures = state_of(req), self.services, self.services.failures
+        if services.ranks.size == 1 or services.stages.size > 1:
+            return False
+        if state is None or state.failed or not req.finished():
             return False
         failures.agree([req])
         return req.to_finish is not None

@@ -820,12 +820,11 @@ class StageGroup:
     """The stages among which a model's layers are divided (`--pp-size`).
 
     Attributes:
-        stage: of this process.
-        ranks: of all stages, in their order, as `torch.distributed` counts processes.
+        stage: of this process; size: how many there are.
     """
 
     stage: int
-    ranks: list[int]
+    size: int
 
 
 def stage_group() -> StageGroup:
@@ -833,7 +832,7 @@ def stage_group() -> StageGroup:
     from sglang.srt.runtime_context import get_parallel
 
     group = get_parallel().pp_group
-    return StageGroup(group.rank_in_group, list(group.ranks))
+    return StageGroup(group.rank_in_group, group.world_size)
 
 
 def layers_of(pool: Any) -> range:

@@ -10,7 +10,8 @@ failed says so instead of leaving the others waiting in it.
 Stages cannot meet: when one computes a batch, the next one computes the batch before it. But each
 has computed a batch before any of them processes its result. So what a forward has found here is
 sent when it is over, and waited for where its result is processed, where nobody waits any longer
-than SGLang does.
+than SGLang does. Where stages have several ranks, all ranks of all stages send it. The ranks of one
+stage process a result at the same place, and may meet there.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ class Stages:
             found: int64, at least 0; as long on every stage.
 
         Returns:
-            What waits for the others, and gives the largest of every stage's numbers.
+            What waits for the others, and gives the largest of all numbers, of every rank of every
+            stage.
         """
         return lambda: found
 
@@ -142,11 +144,12 @@ class PipelineStages(Stages):
     """
 
     def __init__(self, group: StageGroup, own: range) -> None:
-        # Of its own: what SGLang sends between the same processes does not get in its way.
-        self._group = torch.distributed.new_group(group.ranks, backend="gloo")
-        ends = torch.zeros((len(group.ranks), 2), dtype=torch.int64)
+        # All processes of the model, and a group of its own: what SGLang sends between them does
+        # not get in its way.
+        self._group = torch.distributed.new_group(backend="gloo")
+        ends = torch.zeros((group.size, 2), dtype=torch.int64)
         ends[group.stage] = torch.tensor([own.start, own.stop])
-        torch.distributed.all_reduce(ends, group=self._group)
+        torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX, group=self._group)
         self.spans, self.own = tuple(range(*each) for each in ends.tolist()), own
 
     def send(self, found: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -108,11 +108,6 @@ def _check_with_stages(options: Any) -> None:
     """Refuse what stages (`--pp-size`) cannot be combined with."""
     for present, what, why in (
         (
-            options.tp_size > 1,
-            f"--tp-size {options.tp_size}",
-            "the ranks of a stage act on a policy's failure before other stages know of it",
-        ),
-        (
             experiment_file() is not None,
             "--kv-experiment",
             "one scheduler scores its requests again",

@@ -13,6 +13,7 @@ from kvpolicy.sglang_ext.request.request import Served, State
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
+    from kvpolicy.sglang_ext.memory.store import Store
 
 
 def compress(
@@ -37,14 +38,9 @@ def compress(
             stages.
         run: of the policy's program, finished.
     """
-    store, needed = services.store, services.store.slots_for(counts)
-    # Where tokens have left the prefill, the prompt's own slots lack entries of deeper layers.
-    left = state.progress.layer is not None
-    if int(counts.sum()) == counts.numel() * kept.shape[2] and not left:
-        _give_back(services, state)
-        return
-    if not state.folds and not left and needed >= state.prompt:
-        _give_back(services, state)
+    store, needed = services.store, slots_of_copy(services.store, state, counts)
+    if needed is None:
+        give_back(services, state)
         return
     row, name = request.kv.req_pool_idx, state.served.name
     first = request.kv.cache_protected_len
@@ -59,9 +55,9 @@ def compress(
     if state.private is None:
         state.private = store.allocate(row, name, 0, state.prompt, services.evict)
     if state.private is None or not store.grow(state.private, needed, services.evict):
-        if left:  # its own slots lack what deeper layers never computed
+        if state.progress.layer is not None:  # its own slots lack what deeper layers never computed
             raise RuntimeError(f"request {request.rid}: no slots are left for what is kept")
-        _give_back(services, state)
+        give_back(services, state)
         state.uncompressed = Reason.NO_SLOTS
         state.forget()
         return
@@ -70,7 +66,19 @@ def compress(
     copy_kept(services, state.served, state.compressed_copy, slots, kept, counts, run)
 
 
-def _give_back(services: Services, state: State) -> None:
+def slots_of_copy(store: Store, state: State, counts: torch.Tensor) -> int | None:
+    """How many slots a request's copy takes, [L, G] entries; None where it is to have none."""
+    # Where tokens have left the prefill, the prompt's own slots lack entries of deeper layers.
+    if state.progress.layer is not None:
+        return store.slots_for(counts)
+    if int(counts.sum()) == counts.numel() * state.prompt:
+        return None
+    needed = store.slots_for(counts)
+    return needed if state.folds or needed < state.prompt else None
+
+
+def give_back(services: Services, state: State) -> None:
+    """A request goes on without a copy."""
     if state.private is not None:
         services.store.release(state.private)
         state.private = None

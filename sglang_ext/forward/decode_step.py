@@ -156,7 +156,7 @@ class DecodeStep:
         groups: dict[tuple[Hashable, bool], list[Member]] = {}
         for row in ends:
             request, state, leaves = rows.requests[row], rows.states[row], row in leaving
-            if state is None or state.decoding is None or state.failed:
+            if state is None or state.decoding is None or state.broken:
                 continue
             memory, length = state.memory, int(lengths[row])
             with failures.contained(request, DECODING):
@@ -190,12 +190,19 @@ class DecodeStep:
         return [request for request, state in rows if state is not None]
 
     def _known_to_leave(self, rows: set[int]) -> list[Leaving]:
-        """Of these rows the requests of which something may leave, in order."""
+        """The requests of which something may leave, on any stage, in order.
+
+        Args:
+            rows: of which it may here.
+        """
         found = []
-        for row in sorted(rows):
-            state = self._rows.states[row]
-            if state is not None and state.goes_on:
-                found.append(Leaving(self._rows.requests[row], state, int(self._lengths[row])))
+        for row, state in enumerate(self._rows.states):
+            length = int(self._lengths[row])
+            leaves = row in rows and state is not None and state.goes_on
+            if state is not None and state.goes_on_elsewhere:
+                leaves = state.leaves_at(length - state.prompt)
+            if leaves and state is not None:
+                found.append(Leaving(self._rows.requests[row], state, length))
         return found
 
     def _leaving(self) -> set[int]:

@@ -10,7 +10,8 @@ what fails on one is noted there, and taken up by all where they next agree. Tha
 ends, where entries leave, every few decode steps, and where a request ends. A block in which ranks
 exchange tensors is joint: they agree where it ends, and none waits for one that has failed.
 Of stages (`--pp`) what has failed on any is taken up by all where they process the result of the
-forward in which it failed, or of the request's next one (stages.py).
+forward in which it failed, or of the request's next one (stages.py). The ranks of one stage agree
+before, so that all of them leave the request alone and none waits for another.
 """
 
 from __future__ import annotations
@@ -95,29 +96,38 @@ class Failures:
             state.failing = 1 + 2 * _STAGES.index(stage) + (not whole)
 
     def agree(self, requests: Iterable[Any]) -> None:
-        """Take up what has failed on any rank; all ranks call it for the same requests."""
+        """Take up what has failed on any rank; all ranks call it for the same requests.
+
+        In stages it is only known from then on, as `State.broken` on all ranks of this one.
+        """
         if self.ranks.size == 1:
             return
         known = [(req, state) for req in requests if (state := state_of(req)) is not None]
         worst = self.ranks.worst([state.failing for _, state in known])
         for (req, state), code in zip(known, worst, strict=True):
-            self.learn(req, state, code)
+            if not self._in_stages:
+                self.learn(req, state, code)
+            elif code and not state.failed:
+                self._hear(req, state, code, "rank")
+                state.failing = code
 
     def learn(self, req: Any, state: State, code: int) -> None:
         """Take up how a request's policy has failed on any rank or stage, `State.failing` there."""
         if not code or state.failed:
             return
-        stage = _STAGES[(code - 1) // 2]
+        self._hear(req, state, code, "stage" if self._in_stages else "rank")
+        # Since it failed its prompt may have been given up.
+        self._take_up(req, state, _stage(code), whole=code % 2 == 1 and state.is_whole)
+
+    def _hear(self, req: Any, state: State, code: int, where: str) -> None:
         if not state.failing:
             logger.warning(
                 "KV-cache policy %s failed at %s on another %s, whose log says why. rid=%s",
                 state.served.name,
-                stage,
-                "stage" if self._in_stages else "rank",
+                _stage(code),
+                where,
                 req.rid,
             )
-        # Since it failed its prompt may have been given up.
-        self._take_up(req, state, stage, whole=code % 2 == 1 and state.is_whole)
 
     def due(self) -> bool:
         """Whether ranks agree at this decode step, which is said to each at each step."""
@@ -196,6 +206,11 @@ class Failures:
             served.name,
             standing.failures,
         )
+
+
+def _stage(code: int) -> str:
+    """At what a policy failed, of `State.failing`."""
+    return _STAGES[(code - 1) // 2]
 
 
 class Contained:

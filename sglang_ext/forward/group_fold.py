@@ -175,6 +175,7 @@ class GroupFold:
         self._left = {place: left for place, left in known if left is not None}
         slots = {place: self._slots_after(place) for place, x in self._left.items() if x.left}
         self._write([], time.perf_counter())
+        self._services.failures.agree(each.request for each in self.members)
         for place, number in slots.items():
             if self.members[place].state.failing:
                 self._keep_pace(place, number)
@@ -197,7 +198,7 @@ class GroupFold:
                     (known if stays else moving if moves else others).append(place)
         failures.agree(each.request for each in members)
         for places in (fixed, known, moving, others):
-            places[:] = [place for place in places if not members[place].state.failed]
+            places[:] = [place for place in places if not members[place].state.broken]
         if fixed:
             self._contained(fixed, partial(self._launch, fixed, staying.proceed))
         if known or moving:

@@ -57,7 +57,7 @@ class Part(ABC):
 
     @abstractmethod
     def choose(self) -> tuple[torch.Tensor, Known]:
-        """bool [l, G, N] that the layers here keep, and what is known of them; after `counts`."""
+        """bool [l, g, N] that is kept here, and what is known of it; after `counts`."""
 
     def positions(self, said: torch.Tensor) -> torch.Tensor | None:
         """bool [L, G, N] that all layers keep, where the answer is to say it."""
@@ -69,19 +69,21 @@ class Chosen(Part):
     """The stage has chosen.
 
     Attributes:
-        kept: bool [l, G, N] of its layers.
-        own: int64 [l, G] entries of each list, on the host.
+        kept: bool [l, g, N] of the layers and KV heads that are here.
+        own: int64 [l, G] entries of each list of these layers, on the host.
         known: of its layers, where the policy goes on.
+        shown: bool [l, G, N] that all ranks keep of them, where the answer is to say it.
     """
 
     kept: torch.Tensor
     own: torch.Tensor
     known: Known
+    shown: torch.Tensor | None
 
     def said(self) -> torch.Tensor:
-        if not self.state.told.shows_kept:
+        if self.shown is None:
             return self.own
-        return torch.cat([self.own, self.kept.cpu().flatten(1).long()], 1)
+        return torch.cat([self.own, self.shown.cpu().flatten(1).long()], 1)
 
     def counts(self, said: torch.Tensor) -> torch.Tensor:
         counts = said[:, : self.own.shape[1]]
@@ -91,7 +93,7 @@ class Chosen(Part):
         return self.kept, self.known
 
     def positions(self, said: torch.Tensor) -> torch.Tensor | None:
-        if not self.state.told.shows_kept:
+        if self.shown is None:
             return None
         return said[:, self.own.shape[1] :].view(len(said), -1, self.state.prompt).bool()
 
@@ -128,4 +130,6 @@ class Comparing(Part):
                 f"stages hold room for {wanted[:, 0].tolist()}"
             )
         layers = [Held(positions, bool(alike)) for positions, alike in held.tolist()]
-        return kept, Known(layers, max(x.positions for x in layers))
+        widest = held[:, 0].max().to(kept.device)
+        (of_ranks,) = to_host([run.program.heads.everyone(widest)])
+        return kept, Known(layers, int(of_ranks.max()))

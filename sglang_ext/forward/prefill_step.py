@@ -27,8 +27,9 @@ from kvpolicy.dsl.execute.layout import Held
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.host import to_host
 from kvpolicy.sglang_ext.forward import share
-from kvpolicy.sglang_ext.forward.compress import compress, timed
+from kvpolicy.sglang_ext.forward.compress import compress, give_back, slots_of_copy, timed
 from kvpolicy.sglang_ext.forward.failures import CHOOSING, COMPACTION, SCORING
+from kvpolicy.sglang_ext.forward.fold import begun
 from kvpolicy.sglang_ext.forward.frame import Frame
 from kvpolicy.sglang_ext.forward.parts import Chosen, Comparing, Part
 from kvpolicy.sglang_ext.report.kept import described
@@ -258,21 +259,21 @@ class PrefillStep:
         failures, found = self._services.failures, []
         failures.agree(self._concerned)
         for each in self.scored:
-            if each.state.failed:
-                continue
-            if each.run.program.exchanged:
-                with failures.contained(each.request, CHOOSING), timed(each.state):
-                    self.parts[id(each.request)] = self._comparing(each)
+            if each.state.broken:  # on any rank
                 continue
             with failures.contained(each.request, CHOOSING, joint=True), timed(each.state):
-                found.append((each, self._choose(each)))
-        chosen = [(each, own) for each, own in found if not each.state.failed]
+                if each.run.program.exchanged:
+                    self.parts[id(each.request)] = self._comparing(each)
+                else:
+                    found.append((each, self._choose(each)))
+        chosen = [(each, own) for each, own in found if not each.state.broken]
         # All have been asked before the host waits for the first one's numbers.
         numbers = self._numbers([own for _, own in chosen])
         if self._services.stages.size > 1:
             for (each, own), (counts, widest, held, finite) in zip(chosen, numbers, strict=True):
+                shown = self._of_all_heads(own.kept) if each.state.told.shows_kept else None
                 given = (each.state, each.run, bool(finite), own.kept, counts)
-                self.parts[id(each.request)] = Chosen(*given, _known(held, widest))
+                self.parts[id(each.request)] = Chosen(*given, _known(held, widest), shown)
             return
         for (each, own), (counts, widest, held, finite) in zip(chosen, numbers, strict=True):
             with failures.contained(each.request, COMPACTION, joint=True):
@@ -281,7 +282,7 @@ class PrefillStep:
                     self._compress(each, own.kept, counts)
                     each.state.remember(each.run, _known(held, widest))
                 self._describe(each, own.kept)
-            if not each.state.failed:  # on any rank
+            if not each.state.broken:  # on any rank
                 with failures.contained(each.request, COMPACTION):
                     self._note(each, int(counts.sum()))
 
@@ -296,7 +297,8 @@ class PrefillStep:
     def settle(self, request: Any, said: torch.Tensor, *, finite: bool) -> None:
         """Carry out what the stages have found of a request.
 
-        Slots are taken by what all stages know; what fails on one alone fails after that.
+        A request for which it fails here holds as many slots as on other stages, and reads its
+        newest token, until all know.
 
         Args:
             said: [L, `numbers_of_layer`] of all stages' layers, on the host.
@@ -308,21 +310,22 @@ class PrefillStep:
         table = self._services.tree.req_to_token_pool.req_to_token
         # The radix cache may have had the same prompt, and given up these slots for its own.
         scored.prompt_slots = table[request.kv.req_pool_idx, : state.prompt].to(torch.int64)
-        with failures.contained(request, COMPACTION):
-            with timed(state):
-                scored.run.settle(finite=finite)
-                counts = part.counts(said)
-                chosen = None
-                with failures.contained(request, CHOOSING, whole=False):
-                    chosen = part.choose()
-                if chosen is None:  # other stages take as many slots; all will know
-                    own = self._services.store.here(counts)
-                    there = torch.arange(state.prompt) < own[..., None]
-                    self._compress(scored, there.to(scored.slots.device), counts)
-                    return
+        counts = None
+        with failures.contained(request, COMPACTION, whole=False, joint=True), timed(state):
+            scored.run.settle(finite=finite)
+            counts = part.counts(said)
+            chosen = None
+            with failures.contained(request, CHOOSING, whole=False, joint=True):
+                chosen = part.choose()
+            if chosen is not None and not state.broken:
                 kept, known = chosen
                 self._compress(scored, kept, counts)
                 state.remember(scored.run, known)
+        if state.broken:
+            self._keep_pace(request, state, counts, finite=finite)
+        if state.broken or counts is None:
+            return
+        with failures.contained(request, COMPACTION, whole=False):
             positions = part.positions(said)
             if positions is not None and state.private is not None and not state.told.counted:
                 state.told.kept = described(positions, None, state.prompt)
@@ -331,6 +334,27 @@ class PrefillStep:
             # What it computes next is not offered to the radix cache, which might take other slots
             # for it before all stages know what stays.
             request.skip_radix_cache_insert = state.progress.barred = True
+
+    def _keep_pace(
+        self, request: Any, state: State, counts: torch.Tensor | None, *, finite: bool
+    ) -> None:
+        """Hold what a request holds on other stages, and nothing in it.
+
+        Args:
+            counts: as of `Part.counts`; None where that has failed.
+        """
+        services = self._services
+        if not finite:
+            state.forget()  # nothing leaves on other stages, either
+        if counts is None:
+            return
+        slots = slots_of_copy(services.store, state, counts)
+        with services.failures.contained(request, COMPACTION, whole=False):
+            if slots is None:
+                give_back(services, state)
+            else:
+                private = begun(services, request, state, state.prompt)
+                services.store.hold(private, slots, services.evict)
 
     def _choose(self, scored: Scored) -> _Chosen:
         kept = torch.stack(scored.run.finish(wait=False))
@@ -369,8 +393,12 @@ class PrefillStep:
         state, told = scored.state, scored.state.told
         paired = bool(state.served.upper_layers)  # they hold everything
         if told.shows_kept and not told.counted and state.private is not None and not paired:
-            (kept,) = self._services.ranks.heads.gathered([(kept, 1)])
-            told.kept = described(kept, scored.origin, state.prompt)
+            told.kept = described(self._of_all_heads(kept), scored.origin, state.prompt)
+
+    def _of_all_heads(self, kept: torch.Tensor) -> torch.Tensor:
+        """bool [l, G, N], what all ranks keep, of [l, g, N]."""
+        (whole,) = self._services.ranks.heads.gathered([(kept, 1)])
+        return whole
 
     def _note(self, scored: Scored, kept: int) -> None:
         progress = scored.state.progress

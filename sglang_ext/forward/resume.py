@@ -75,7 +75,8 @@ class ResumeStep:
                 continue
             self._concerned.append(request)
             length = prefix + rows.stop - rows.start
-            if in_stages and state.goes_on and state.leaves_at(length - state.prompt):
+            goes_on = state.goes_on or state.goes_on_elsewhere
+            if in_stages and goes_on and state.leaves_at(length - state.prompt):
                 self.leaving.append(Leaving(request, state, length))
             with services.failures.contained(request, READING):
                 reader = Reader.of(arena, self._table, request, state, length)
@@ -120,15 +121,14 @@ class ResumeStep:
         if self._concerned:
             failures.agree(self._concerned)
         for each in self._resumed:
-            decoding = each.state.decoding
-            if decoding is None:
+            if each.state.decoding is None or each.state.broken:
                 continue
             fold = None
             with failures.contained(each.request, DECODING, joint=True):
                 fold = self._advance(each, room)
             if fold is not None and self._services.stages.size > 1:
                 self.folds.append(fold)
-            elif fold is not None and not each.state.failed:
+            elif fold is not None and not each.state.broken:
                 fold.finish()
         if self._concerned:
             failures.agree(self._concerned)

@@ -100,8 +100,7 @@ class Services:
 
     def divide(self, group: StageGroup, layers: range) -> None:
         """Say which of the model's layers this stage has."""
-        several = len(group.ranks) > 1
-        self.stages = PipelineStages(group, layers) if several else Stages(layers)
+        self.stages = PipelineStages(group, layers) if group.size > 1 else Stages(layers)
 
     def start(self, metrics: Metrics, max_failures: int) -> None:
         """The server is about to serve.

@@ -349,6 +349,11 @@ class State:
         return self.decoding is not None and not self.decoding.memory.not_finite
 
     @property
+    def goes_on_elsewhere(self) -> bool:
+        """Whether its policy goes on on other stages, which do not know yet that it failed here."""
+        return self.failing > 0 and self.decoding is None and self.folds
+
+    @property
     def _present(self) -> Decoding:
         if self.decoding is None:
             raise RuntimeError("the request's policy does not go on")

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_allocator import Allocator, no_cache
+from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.face.streams import Streams
+from kvpolicy.sglang_ext.forward.failures import Failures
 from kvpolicy.sglang_ext.forward.leaving import Leaving
 from kvpolicy.sglang_ext.forward.stages import Outcome
 from kvpolicy.sglang_ext.memory.arena import create_arena
@@ -129,6 +131,43 @@ def test_nothing_is_written_of_what_has_failed_on_one_stage():
     for each in run(before=fail):
         assert each.state.failed
         assert (each.folded, each.told) == ([], [])
+
+
+class OneOfTwo(Ranks):
+    """The other rank says a number."""
+
+    size = 2
+
+    def __init__(self, other):
+        self.other = other
+
+    def worst(self, numbers):
+        return [max(each, self.other) for each in numbers]
+
+
+@pytest.mark.parametrize("in_stages", [False, True])
+def test_ranks_of_a_stage_know_and_wait_for_the_other_stages(in_stages, monkeypatch, caplog):
+    """Without stages what fails on one rank is taken up where they agree."""
+
+    def take_up(self, req, state, stage, *, whole):
+        taken.append((stage, whole))
+        state.failed, state.failing = True, 0
+
+    taken = []
+    monkeypatch.setattr(Failures, "_take_up", take_up)
+    failures = Failures(*[SimpleNamespace()] * 3, OneOfTwo(3), 0, in_stages=in_stages)
+    request = Stage(0, Meeting(), [[5, 6], [7, 20]]).request
+    request.rid = "r"
+    state = request.kv_policy_state
+    failures.agree([request])
+    assert state.broken
+    assert taken == ([] if in_stages else [("scoring", True)])
+    assert "failed at scoring on another rank, whose log says why" in caplog.text
+    failures.agree([request])
+    if in_stages:
+        failures.learn(request, state, 4)  # a stage says it was worse
+    assert taken == [("scoring", not in_stages)]
+    assert caplog.text.count("on another") == 1
 
 
 @pytest.mark.parametrize("how", ["retracted", "aborted"])

@@ -14,6 +14,7 @@ from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
 from kvpolicy.sglang_ext.face.ranks import Ranks
+from kvpolicy.sglang_ext.forward import compress
 from kvpolicy.sglang_ext.forward.failures import Failures
 from kvpolicy.sglang_ext.forward.parts import Chosen, Comparing, numbers_of_layer
 from kvpolicy.sglang_ext.forward.prefill_step import PrefillStep, Scored
@@ -41,7 +42,7 @@ class Stage:
             name=name, bound=bound, program=program, kernels=in_use(torch.device("cpu")),
             upper_layers=frozenset(), in_stages=True, standing=SimpleNamespace(failures=0),
         )  # fmt: skip
-        self.state = State(served, PROMPT, SLOTS)
+        self.state = State(served, PROMPT, SLOTS, folds=bound.folded.decode is not None)
         self.request = SimpleNamespace(rid="r", kv=SimpleNamespace(req_pool_idx=ROW))
         self.request.kv.cache_protected_len = PROMPT
         self.request.kv_policy_state = self.state
@@ -152,6 +153,46 @@ def test_a_stage_that_fails_to_choose_holds_as_many_slots_as_the_others(caplog):
     failures._take_up = lambda *given, whole: None
     failures.learn(other.request, other.state, stages[1].state.failing)
     assert "failed at choosing on another stage, whose log says why. rid=r" in caplog.text
+
+
+@pytest.mark.parametrize("point", ["Store.fill", "Store.grow_together", "copy_kept", "remember"])
+@pytest.mark.parametrize(("name", "given", "kind"), CASES)
+def test_a_stage_that_fails_to_copy_holds_as_many_slots_as_the_others(name, given, kind, point):
+    """And nothing in them, wherever that was; the request ends when all know."""
+
+    def fail(stages):
+        def raising(*given, **more):
+            raise RuntimeError("on purpose")
+
+        owner, _, attribute = point.rpartition(".")
+        failing = stages[1]
+        if owner == "Store":
+            original = getattr(failing.store, attribute)
+            setattr(failing.store, attribute, once(raising, original))
+        elif attribute == "remember":
+            object.__setattr__(failing.state, attribute, raising)
+        else:
+            original = compress.copy_kept
+            patches.setattr(compress, attribute, lambda services, *rest: (
+                raising() if services is failing.step._services else original(services, *rest)
+            ))  # fmt: skip
+
+    with pytest.MonkeyPatch.context() as patches:
+        stages = settled(name, before=fail, **given)
+    assert [bool(each.state.failing) for each in stages] == [False, True, False]
+    assert len({each.state.private.slots.numel() for each in stages}) == 1
+    assert len({each.store.allocator.free_slots.numel() for each in stages}) == 1
+    assert {each.state.private.tail_start for each in stages} == {PROMPT}
+    assert all(each.state.private.ready for each in stages)  # so all leave the prompt to others
+    assert int(stages[1].state.private.counts.sum()) == 0
+    assert stages[1].state.failing % 2 == 0
+    assert stages[1].state.goes_on_elsewhere == (stages[0].state.decoding is not None)
+
+
+def once(first, then):
+    """What is called the first time, and after that."""
+    calls = iter([first])
+    return lambda *given, **more: next(calls, then)(*given, **more)
 
 
 def test_everything_stays_where_tensors_of_one_stage_are_not_finite():

@@ -1,5 +1,6 @@
 """A model divided over stages (`--pp-size`): the same entries stay as in one process."""
 
+import json
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from counted import assert_counted_once
+from faults_of_process import VARIABLE, installed
 
 pytestmark = pytest.mark.server
 POLICIES = Path(__file__).parents[2] / "policies"
@@ -51,10 +53,10 @@ FLAGS = {
 }  # fmt: skip
 
 
-def stages(number):
+def stages(number, ranks=1):
     """Options of a server with so many stages, all on one core: a machine may have no more."""
-    env = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * number)}
-    return {"pp_size": number, "env": ENVIRONMENT | env}
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * number * ranks)}
+    return {"pp_size": number, "tp_size": ranks, "env": ENVIRONMENT | env}
 
 
 @pytest.fixture(scope="module")
@@ -178,15 +180,15 @@ def test_policies_do_not_change_while_the_server_runs(server):
     assert ask(server, prompt(1, 9), "mine").status_code == 400
 
 
-@pytest.mark.parametrize("number", [2, 3])
-def test_what_is_retracted_goes_on_as_it_was(model, files, expected, number):
-    """Of three stages one has more layers than the others.
+@pytest.mark.parametrize(("number", "ranks"), [(2, 2), (3, 1)])
+def test_what_is_retracted_goes_on_as_it_was(model, files, expected, number, ranks):
+    """Stages of two ranks each; and three stages, of which one has more layers than the others.
 
     The pool is small: now and then a fold finds no room and is skipped, or a retracted request
     finds none for its copy and goes on in full. Its facts say so, and it answers otherwise; all
     others answer as alone.
     """
-    retracting = stages(number)
+    retracting = stages(number, ranks)
     retracting["env"] |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
     with start(model, files, **retracting, max_total_tokens=900) as server:
         found, retractions = answers(server, sorted(expected), alone=False)
@@ -195,6 +197,43 @@ def test_what_is_retracted_goes_on_as_it_was(model, files, expected, number):
         others = {i: (own, expected[i]) for i, own in whole.items() if own != expected[i]}
         assert not others, str(others)
         assert retractions > 10
+        assert_nothing_is_left(server)
+
+
+# Of a prompt: scoring, choosing, taking slots, copying, remembering. While decoding: reading, the
+# policy's steps, writing what stays in place and elsewhere.
+POINTS = {
+    "scoring": 60, "choosing": 9, "layout": 11, "copy": 13, "memory": 11, "attention": 90,
+    "following": 17, "fold in place": 9, "fold elsewhere": 3, "fold anew": 2,
+}  # fmt: skip
+
+
+def test_what_fails_in_one_process_fails_for_one_request(model, files, expected, tmp_path):
+    """Of stages of two ranks: all others answer as alone, and the server goes on, no slot lost."""
+    faulty = stages(2, 2)
+    faults = {"stage": 1, "rank": 0, "points": POINTS}
+    faulty["env"] |= {"PYTHONPATH": installed(tmp_path), VARIABLE: json.dumps(faults)}
+    listed = list(requests())
+
+    def answer(i):
+        name, tokens = listed[i]
+        found = ask(server, tokens, name, kv_policy_kept=name not in COMPARING)
+        if not found.ok:
+            assert f"KV-cache policy `{name}` failed at " in found.text
+            return "ended"
+        meta = found.json()["meta_info"]["kv_policy"] if name != "none" else {}
+        if meta.get("uncompressed") == "policy_error":
+            return "in full"
+        assert found.json()["output_ids"] == expected[i][1], (i, name, meta)
+        return "as alone"
+
+    with start(model, files, **faulty, kv_policy_max_failures=0) as server:
+        with ThreadPoolExecutor(8) as pool:
+            outcomes = set(pool.map(answer, range(len(listed))))
+        assert outcomes == {"ended", "in full", "as alone"}
+        log = server.log_text()
+        missed = {point for point in POINTS if f"{point} on purpose" not in log}
+        assert missed <= {"fold elsewhere", "fold anew"}  # which few requests come to
         assert_nothing_is_left(server)
 
 

@@ -54,13 +54,13 @@ def test_flashinfer_reads_only_where_sglang_decodes_by_it(monkeypatch):
 def test_harmless_options_are_served():
     refusals.check_options(options())
     refusals.check_options(options(dp_size=2, enable_mixed_chunk=True))
+    refusals.check_options(options(pp_size=2, tp_size=2))
     refusals.check_options(options(disaggregation_mode=None))
 
 
 @pytest.mark.parametrize(
     ("what", "change"),
     [
-        ("--tp-size 2", {"tp_size": 2}),
         ("--enable-mixed-chunk", {"enable_mixed_chunk": True}),
         ("--enable-hierarchical-cache", {"enable_hierarchical_cache": True}),
     ],

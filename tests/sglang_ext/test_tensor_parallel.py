@@ -218,6 +218,7 @@ ENTRIES = {
     "adakv": ["capacity=40", "window=8"],
     "h2o": ["heavy=12", "window=10"],
     "d2o": ["rate=0.4", "minmax_heads=true"],
+    "d2o-code": ["rate=0.4"],
     "roco": ["capacity=4", "newest=2"],
     "minicache": ["start=0", "t=0.6", "gamma=0.05"],
 }
@@ -305,7 +306,6 @@ MIXED = {
 @pytest.mark.parametrize(
     ("number", "kv_heads", "more"),
     [
-        (2, 2, {}),
         (2, 2, {"SGLANG_TEST_RETRACT": "1"}),
         (2, 1, {"SGLANG_TEST_RETRACT": "1"}),
         (4, 2, {}),

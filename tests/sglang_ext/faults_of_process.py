@@ -1,0 +1,50 @@
+"""A plugin of SGLang for tests: policies fail in one process of a server, now and then.
+
+KVPOLICY_TEST_FAULTS is JSON: the `stage` and the `rank` of that process, and `points`, of
+`scenarios_faults`, each with a number: one in so many calls raises.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "KVPOLICY_TEST_FAULTS"
+_HERE = Path(__file__).resolve()
+_FAILING = ExitStack()  # as long as the process lives
+
+
+def installed(folder: Path) -> str:
+    """A PYTHONPATH by which SGLang finds this plugin, as of an installed package."""
+    own = folder / "faults_of_process-0.dist-info"
+    own.mkdir()
+    (own / "METADATA").write_text("Metadata-Version: 2.1\nName: faults-of-process\nVersion: 0\n")
+    (own / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nfaults = {_HERE.stem}:register\n")
+    return os.pathsep.join([str(folder), str(_HERE.parent)])
+
+
+def register() -> None:
+    """Has the points raise, in a scheduler once it knows which one it is."""
+    from kvpolicy.sglang_ext.face import compat
+    from scenarios_faults import failing
+
+    given: dict[str, Any] = json.loads(os.environ[VARIABLE])
+    numbers = {point: itertools.count(1) for point in given["points"]}
+
+    def is_the_one() -> bool:
+        try:
+            own = compat.stage_group().stage, compat.tensor_group().rank
+        except Exception:  # no scheduler, or none yet
+            return False
+        return own == (given["stage"], given["rank"])
+
+    def raises(point: str) -> bool:
+        return is_the_one() and next(numbers[point]) % given["points"][point] == 0
+
+    for point in given["points"]:
+        _FAILING.enter_context(failing(point, partial(raises, point)))
