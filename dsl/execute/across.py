@@ -282,9 +282,9 @@ class Layers(Evaluation):
     def reaches(self, node: Node) -> bool:
         return across_heads(node) and self._is_found_here(node)
 
-    def is_asked_below(self, node: Node, done: dict[int, bool]) -> bool:
+    def ask_below(self, node: Node, done: dict[int, bool]) -> bool:
         # All else is a layer's own.
-        return not self._is_found_here(node) or super().is_asked_below(node, done)
+        return not self._is_found_here(node) or super().ask_below(node, done)
 
     def _is_found_here(self, node: Node) -> bool:
         """Whether a node is computed of all layers at once."""

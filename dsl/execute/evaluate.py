@@ -232,9 +232,9 @@ class Evaluation:
         if self.frame.heads.divided:
             done: dict[int, bool] = {}
             for root in roots:
-                self.is_asked_below(root, done)
+                self.ask_below(root, done)
 
-    def is_asked_below(self, node: Node, done: dict[int, bool]) -> bool:
+    def ask_below(self, node: Node, done: dict[int, bool]) -> bool:
         """Asks for what a node needs of other ranks; whether that is nothing.
 
         Args:
@@ -245,7 +245,7 @@ class Evaluation:
         if id(node) not in done:
             taken = self._taken(node)
             read = operands(node) if taken is None else (taken,)
-            below = [self.is_asked_below(x, done) for x in read]
+            below = [self.ask_below(x, done) for x in read]
             done[id(node)] = all(below) and not across_heads(node)
             if all(below):
                 self._ask([node])

@@ -219,7 +219,9 @@ class Run:
         chosen = None
         if evaluation.holds(propagate.moment):
             # One exchange with other ranks for what goes deeper and for what stays.
-            evaluation.ask([propagate.tokens, *([] if self.program.bound.restarts else self._now)])
+            evaluation.ask(
+                [propagate.tokens, *([] if self.program.bound.restarts else self._computed_here)]
+            )
             chosen = evaluation.tensor(propagate.tokens, ("token",))
         for x, numbers in prefill.early_looks:
             self._history.record(x, evaluation, _read(numbers, evaluation))
@@ -253,8 +255,8 @@ class Run:
     # What a layer keeps for later.
 
     @property
-    def _now(self) -> list[Node]:
-        """What a layer computes before it is left."""
+    def _computed_here(self) -> list[Node]:
+        """What each layer computes as long as its tensors are there."""
         states = state_roots(self._prefill.updates.states)
         return [*self._prefill.handed, *states]
 
@@ -262,7 +264,7 @@ class Run:
         """Computes what needs the layer's tensors, and lets go of these."""
         prefill, frame = self._prefill, evaluation.frame
         known = dict(self._planned(frame.device).values[frame.layer])
-        evaluation.ask(self._now)
+        evaluation.ask(self._computed_here)
         known.update({id(node): evaluation.value(node) for node in prefill.handed})
         evaluation.advance(self.program.bound.lowered.prefill)
         for x, numbers in prefill.looks:
