@@ -5,8 +5,10 @@ retraction, a pool too small for all. First every request is served alone (one a
 again, many at once. Each greedy answer must equal the one served alone; at the end no slot may be
 in use. SGLang's strict memory checks run at every step and kill the server when a sum is off.
 
-With `--tp` the model is divided over ranks for the second part, and for the first one it is not.
-Every rank is a scheduler of its own, with its own checks: what one rank leaked kills the server.
+With `--tp` and `--pp` the model is divided over ranks and stages for the second part, and for the
+first one it is not. Each of them is a scheduler of its own, with its own checks: what one leaked
+kills the server. With stages only policies are asked for that they can decide apart; where there is
+no room for what stays, nothing leaves, and such answers, which say so, are not compared.
 Ranks add up in another order than one process does, and where two entries score alike to the last
 digits another one may leave. So an answer that differs is asked for once more, alone, of the ranks:
 if it is the same again, no other request has changed it, and it counts apart: at most
@@ -15,19 +17,28 @@ one answer of 200.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import report
 import requests
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.bind.model_config import read_config
+from kvpolicy.dsl.bind.stages import apart
+from kvpolicy.dsl.check.policy import load
 from kvpolicy.evaluation.serving import Server, serve
+from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 CHECKS = {
@@ -61,7 +72,6 @@ POLICIES = {
     "minicache": ["start=0"],
     "asl-lava-d2o": ["capacity=48", "window=8", "tau=0.9"],
 }
-SETTINGS = [f"{name}.{value}" for name, values in POLICIES.items() for value in values]
 # Deeper layers read a cached prefix of theirs as it was computed for others, in full: what is in
 # the cache decides their answers, so that each of their requests has a cache of its own here.
 APART = ("fastkv", "asl", "pyramidinfer", "asl-lava-d2o")
@@ -78,8 +88,8 @@ class Request:
     abort_after: float | None  # seconds, or None
 
 
-def draw(count: int, rng: np.random.Generator, longest: int) -> list[Request]:
-    """Random requests; one in three starts with one of a few shared texts."""
+def draw(count: int, rng: np.random.Generator, longest: int, names: list[str]) -> list[Request]:
+    """Random requests for these policies; one in three starts with one of a few shared texts."""
     shared = [rng.integers(20, 500, longest // 2) for _ in range(4)]
     drawn = []
     for _ in range(count):
@@ -91,7 +101,7 @@ def draw(count: int, rng: np.random.Generator, longest: int) -> list[Request]:
         drawn.append(
             Request(
                 prompt=tuple(int(t) for t in prompt),
-                policy=str(rng.choice([*POLICIES, "none"])),
+                policy=str(rng.choice([*names, "none"])),
                 new_tokens=int(rng.integers(1, 25) if rng.random() < 0.7 else rng.integers(25, 80)),
                 abort_after=float(rng.exponential(0.3)) if rng.random() < 0.08 else None,
             )
@@ -106,6 +116,7 @@ class Answer:
     ids: list[int]
     compressed: bool
     retractions: int
+    had_room: bool
 
 
 def body(request: Request, number: int, new_tokens: int) -> dict:
@@ -130,7 +141,8 @@ def ask(server: Server, request: Request, number: int) -> Answer:
     meta = answer["meta_info"]
     facts = meta.get("kv_policy", {})
     compressed = "entries_kept" in facts or facts.get("folds", 0) > 0
-    return Answer(answer["output_ids"], compressed, meta["num_retractions"])
+    had_room = not facts.get("skipped_folds") and facts.get("uncompressed") != "no_slots"
+    return Answer(answer["output_ids"], compressed, meta["num_retractions"], had_room)
 
 
 def ask_and_abort(server: Server, request: Request, number: int) -> None:
@@ -148,7 +160,36 @@ def ask_and_abort(server: Server, request: Request, number: int) -> None:
         timer.join()
 
 
-def bound(ranks: int) -> dict[str, str]:
+def names_for(model: str, stages: int) -> list[str]:
+    """Of the policies those that so many stages serve."""
+    shape = read_config(model).shape
+    programs = {name: load(name).require() for name in POLICIES}
+    return [
+        name for name, program in programs.items()
+        if stages == 1 or apart(bind(program, shape, settings_of(name))) is None
+    ]  # fmt: skip
+
+
+def untied(model: str, folder: Path) -> str:
+    """The same model with an output layer of its own: stages of SGLang need it where they end."""
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not config.get("tie_word_embeddings"):
+        return model
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    report.write_json(folder / "config.json", config | {"tie_word_embeddings": False})
+    return str(folder)
+
+
+def settings_of(name: str) -> dict[str, str]:
+    """Values of parameters by name."""
+    pairs = (each.split("=") for each in POLICIES[name])
+    return dict(pairs)
+
+
+def cores_of(ranks: int) -> dict[str, str]:
     """The environment in which each rank has a core of a CPU; a machine may have fewer."""
     cores = [str(rank % (os.cpu_count() or 1)) for rank in range(ranks)]
     return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(cores)}
@@ -180,7 +221,7 @@ def answered(
 ) -> list[tuple[int, Answer, Answer]]:
     """The requests that were not aborted, with both answers."""
     both = enumerate(zip(alone, together, strict=True))
-    return [(i, a, b) for i, (a, b) in both if a and b]
+    return [(i, a, b) for i, (a, b) in both if a and b and a.had_room and b.had_room]
 
 
 def leaked(server: Server) -> dict[str, float]:
@@ -201,28 +242,33 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=2000, help="prompt tokens")
     parser.add_argument("--at-once", type=int, default=24)
     parser.add_argument("--tp", type=int, default=1, help="--tp-size; on a CPU a core for each")
+    parser.add_argument("--pp", type=int, default=1, help="--pp-size, of so many ranks each")
     parser.add_argument("--pool", type=int, default=8000, help="--max-total-tokens")
     options = parser.parse_args()
-    drawn = draw(options.requests, np.random.default_rng(options.seed), options.longest)
-    policies = [report.ROOT / "policies" / f"{p}.yaml" for p in POLICIES]
+    names, parts = names_for(options.model, options.pp), options.tp * options.pp
+    drawn = draw(options.requests, np.random.default_rng(options.seed), options.longest, names)
+    policies = [report.ROOT / "policies" / f"{name}.yaml" for name in names]
+    settings = [f"{name}.{value}" for name in names for value in POLICIES[name]]
     flags = {
         "max_total_tokens": options.pool,
         "chunked_prefill_size": 256,
         "skip_tokenizer_init": True,
         "enable_metrics": True,
     }
-    start = partial(serve, options.model, policies, SETTINGS, progress=True, **flags)
     started = time.perf_counter()
-    with ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        model = options.model if options.pp == 1 else untied(options.model, Path(folder))
+        start = partial(serve, model, policies, settings, progress=True, **flags)
         server = stack.enter_context(start(env=CHECKS))
         alone = one_at_a_time(server, drawn)
-        if options.tp > 1:
+        if parts > 1:
             stack.close()
-            server = stack.enter_context(start(env=CHECKS | bound(options.tp), tp_size=options.tp))
+            sizes = {"tp_size": options.tp, "pp_size": options.pp}
+            server = stack.enter_context(start(env=CHECKS | cores_of(parts), **sizes))
         together = storm(server, drawn, options.at_once)
         leaks = leaked(server)
         of_ranks = {}
-        if options.tp > 1:
+        if parts > 1:
             differ = [i for i, a, b in answered(alone, together) if a.ids != b.ids]
             of_ranks = {i: ask(server, drawn[i], i) for i in differ}
     pairs = answered(alone, together)
@@ -237,21 +283,24 @@ def main() -> None:
         "of these compressed": sum(b.compressed for _, _, b in pairs),
         "of these retracted": sum(b.retractions > 0 for _, _, b in pairs),
         "different": len(different),
-        "aborted": len(drawn) - len(pairs),
+        "aborted": sum(x is None for x in together),
         "slots leaked": int(sum(leaks.values())),
         "minutes": round((time.perf_counter() - started) / 60, 1),
     }
     text = report.table(list(counts), [list(counts.values())])
     data = {**counts, "which differ": different, "leaks": leaks}
-    if options.tp > 1:
+    if parts > 1:
         listed = [f"`{drawn[i].policy}`, {len(drawn[i].prompt)} tokens" for i in rounded]
         text += (
-            f"\n\n{len(rounded)} answers differ from those of one rank and are the same of "
-            f"{options.tp} ranks one at a time: {'; '.join(listed) or 'none'}."
+            f"\n\n{len(rounded)} answers differ from those of one process and are the same of "
+            f"these {parts} one at a time: {'; '.join(listed) or 'none'}."
         )
         data["which differ of one rank"] = rounded
     name, title = "soak", "Soak"
-    if options.tp > 1:
+    if options.pp > 1:
+        name = f"soak_pp{options.pp}_tp{options.tp}"
+        title = f"Soak, {options.pp} stages of {options.tp} ranks each"
+    elif options.tp > 1:
         name, title = f"soak_tp{options.tp}", f"Soak, {options.tp} ranks"
     report.publish(name, title, text, data, options.save)
     sys.exit(bool(different or leaks or len(rounded) > ROUNDED * len(pairs)))

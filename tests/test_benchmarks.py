@@ -189,9 +189,10 @@ def test_propagation():
     assert 50 < float(fastkv[3]) < 70
 
 
-def test_soak():
+@pytest.mark.parametrize("more", [(), ("--pp", "2", "--tp", "2")])
+def test_soak(more):
     words = ("--requests", "24", "--longest", "400", "--pool", "2000", "--at-once", "12")
-    [row] = rows(run("benchmarks/soak.py", *words))
+    [row] = rows(run("benchmarks/soak.py", *words, *more))
     requests, compared, compressed, _, different, _, leaked, _ = row
     assert (requests, different, leaked) == ("24", "0", "0")
     assert int(compared) > 12
