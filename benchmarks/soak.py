@@ -8,7 +8,8 @@ in use. SGLang's strict memory checks run at every step and kill the server when
 With `--tp` and `--pp` the model is divided over ranks and stages for the second part, and for the
 first one it is not. Each of them is a scheduler of its own, with its own checks: what one leaked
 kills the server. With stages only policies are asked for that they can decide apart; where there is
-no room for what stays, nothing leaves, and such answers, which say so, are not compared.
+no room for what stays, or where one stage saves nothing, nothing leaves: such answers, which say
+so, are not compared with one by which something left.
 Ranks add up in another order than one process does, and where two entries score alike to the last
 digits another one may leave. So an answer that differs is asked for once more, alone, of the ranks:
 if it is the same again, no other request has changed it, and it counts apart: at most
@@ -116,7 +117,7 @@ class Answer:
     ids: list[int]
     compressed: bool
     retractions: int
-    had_room: bool
+    as_asked: bool  # nothing stayed for want of room, or because that would have saved no slots
 
 
 def body(request: Request, number: int, new_tokens: int) -> dict:
@@ -141,8 +142,9 @@ def ask(server: Server, request: Request, number: int) -> Answer:
     meta = answer["meta_info"]
     facts = meta.get("kv_policy", {})
     compressed = "entries_kept" in facts or facts.get("folds", 0) > 0
-    had_room = not facts.get("skipped_folds") and facts.get("uncompressed") != "no_slots"
-    return Answer(answer["output_ids"], compressed, meta["num_retractions"], had_room)
+    stayed = facts.get("uncompressed") in ("no_slots", "nothing_saved")
+    stayed |= facts.get("skipped_folds", 0) > 0
+    return Answer(answer["output_ids"], compressed, meta["num_retractions"], not stayed)
 
 
 def ask_and_abort(server: Server, request: Request, number: int) -> None:
@@ -221,7 +223,7 @@ def answered(
 ) -> list[tuple[int, Answer, Answer]]:
     """The requests that were not aborted, with both answers."""
     both = enumerate(zip(alone, together, strict=True))
-    return [(i, a, b) for i, (a, b) in both if a and b and a.had_room and b.had_room]
+    return [(i, a, b) for i, (a, b) in both if a and b and a.as_asked == b.as_asked]
 
 
 def leaked(server: Server) -> dict[str, float]:
