@@ -166,10 +166,9 @@ def ask_and_abort(server: Server, request: Request, number: int) -> None:
 def names_for(model: str, stages: int) -> list[str]:
     """Of the policies those that so many stages serve."""
     shape = read_config(model).shape
-    programs = {name: load(name).require() for name in POLICIES}
     return [
-        name for name, program in programs.items()
-        if stages == 1 or apart(bind(program, shape, settings_of(name))) is None
+        name for name in POLICIES
+        if stages == 1 or apart(bind(load(name).require(), shape, settings_of(name))) is None
     ]  # fmt: skip
 
 

@@ -209,7 +209,7 @@ class Evaluation:
             done = in_blocks(node, self.frame, self.value, self._within)
             if done is not None:
                 return done
-        return operation(node)(node, self.frame, *(self.value(x) for x in operands(node)))
+        return operation(node)(node, self.frame, *self.given(node))
 
     def _taken(self, node: Node) -> Node | None:
         """Of a choice that the host knows what it takes."""
