@@ -146,7 +146,10 @@ def turned(keys: torch.Tensor, shift: torch.Tensor, inv_freq: np.ndarray) -> tor
 def _stored(run: Run, recording: _Recording, inv_freq: np.ndarray | None) -> Vectors:
     """Float64 keys and values [G, n, D] of every layer, as they are cached."""
     stored: Vectors = []
-    layers = zip(run.program.layers, recording.k, recording.v, strict=True)
+    layers = list(zip(run.program.layers, recording.k, recording.v, strict=True))
+    if run.merges_meet:
+        for layer, k, v in layers:
+            run.begin_merge(layer, k, v)
     for place, (layer, k, v) in enumerate(layers):
         keys, values = run.merged(layer, k, v)
         shift = run.shift(layer)

@@ -51,7 +51,7 @@ class Receivers:
 
 @dataclass
 class Merging:
-    """The merge of one layer.
+    """The merge of one layer: `begun`, then `finished`.
 
     Attributes:
         states: states of the merge after it.
@@ -69,7 +69,7 @@ class Merging:
     _divide: torch.Tensor | None = field(init=False)
 
     @classmethod
-    def of(
+    def begun(
         cls,
         merge: Merge,
         evaluation: Evaluation,
@@ -78,7 +78,7 @@ class Merging:
         before: Mapping[str, Value],
         most: int | None = None,
     ) -> Merging:
-        """Finds receivers and weights.
+        """Finds receivers, and asks other ranks for what weights need of their KV heads.
 
         Args:
             merge: the section.
@@ -109,9 +109,26 @@ class Merging:
         made._compare()
         decide = [node for node in (merge.accept, merge.weight) if node is not None]
         made.evaluation.ask([*decide, *state_roots(updates.states)])
-        made.states = {name: made.evaluation.state(name) for name in merge.states}
-        made._weigh()
         return made
+
+    def waiting(self) -> Merging:
+        """The same, which holds no keys, values or other vectors until it is `finished`."""
+        frame = replace(self.evaluation.frame, vectors={})
+        known = {name: x for name, x in self.evaluation.known.items() if "dim" not in x.axes}
+        self.evaluation.frame, self.evaluation.known = frame, known
+        return self
+
+    def finished(self, vectors: Mapping[str, Keys] | None = None) -> Merging:
+        """Finds weights.
+
+        Args:
+            vectors: the layer's keys and values, after `waiting`.
+        """
+        if vectors is not None:
+            self.evaluation.frame = replace(self.evaluation.frame, vectors=dict(vectors))
+        self.states = {name: self.evaluation.state(name) for name in self.merge.states}
+        self._weigh()
+        return self
 
     def of_layers(self, before: Mapping[str, Value], heads: int) -> dict[str, Value]:
         """Its states, per KV head, of layers with so many KV heads each.

@@ -38,6 +38,7 @@ class Prefill:
             of layers of `past`, or None where any layer may be read. `early_looks` are those that
             the propagation reads, for as long as it is tested.
         meets: whether layers look across KV heads, or tokens leave, before the last one is there.
+        merges_meet: whether merges look across KV heads.
         sums: per sum state (`name + R`), its reduction R over all queries so far.
 
     Raises:
@@ -57,6 +58,7 @@ class Prefill:
         self.updates, self.merge_updates = Updates.of(rules.states), Updates.of(merge_states)
         early = propagate_roots(bound.lowered.propagate)
         merge = merge_roots(rules.merge)
+        self.merges_meet = any(map(across_heads, nodes_of(merge)))
         every = list(nodes_of([*self.roots, *state_roots(rules.states), *merge, *early]))
         self._check(every)
         self._later: dict[int, bool] = {}

@@ -440,7 +440,7 @@ class _Following:
         before = {name: lists.part(x) for name, x in block.merge_states.items()}
         # On another rank lists may have more columns.
         given = (decision.kept, steps.merge_updates, before, min(most, decision.kept.shape[1]))
-        made = Merging.of(merge, evaluation, *given)
+        made = Merging.begun(merge, evaluation, *given).finished()
         made.keep_links()
         kept = [frame.vectors[name] for name in merge.apply]
         return Merges(made, [x for x in kept if isinstance(x, Entries)], lists)

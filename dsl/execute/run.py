@@ -6,6 +6,7 @@ D head size, W window.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -76,6 +77,7 @@ class Run:
     _layers: Layers | None = None
     _kept: list[torch.Tensor] = field(default_factory=list)
     _tails: dict[int, torch.Tensor] = field(default_factory=dict)
+    _merging: dict[int, Merging | None] = field(default_factory=dict)
     _merge_states: dict[int, dict[str, Value]] = field(default_factory=dict)
 
     @cached_property
@@ -439,6 +441,22 @@ class Run:
         # Tokens that did not reach the layer take no slot there either.
         return shift_of(kept, torch.ones_like(kept))
 
+    @property
+    def merges_meet(self) -> bool:
+        """Whether merges look at KV heads of other ranks: `begin_merge` of all layers is first."""
+        return self.program.heads.divided and self._prefill.merges_meet
+
+    def begin_merge(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, most: int | None = None
+    ) -> None:
+        """Asks other ranks for what `merged` of all layers needs, which goes in one exchange.
+
+        Args:
+            layer, k, v, most: as of `merged`.
+        """
+        begun = self._begun_merge(layer, self._own_rows(layer, k, v), most)
+        self._merging[layer] = None if begun is None else begun.waiting()
+
     def merged(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, most: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -450,31 +468,49 @@ class Run:
             most: how many entries the KV head drops that drops most; None: the host waits for the
                 device.
         """
-        rules = self.program.bound.lowered.prefill
-        if rules.merge is None or self.not_finite:
+        vectors = self._own_rows(layer, k, v)
+        if layer in self._merging:
+            merging = self._merging.pop(layer)
+        else:
+            merging = self._begun_merge(layer, vectors, most)
+        if merging is None:
             return k.double(), v.double()
-        evaluation, kept = self._evaluations[layer], self._kept_at(layer)
-        places, own_k, own_v = evaluation.frame.positions, k, v
+        merging.finished(vectors)
+        self._merge_states[layer] = merging.states
+        made, places = [], self._evaluations[layer].frame.positions
+        for name, whole in (("key", k), ("value", v)):
+            if name not in merging.merge.apply:
+                made.append(whole.double())
+            elif places is None:
+                made.append(merging.rows(vectors[name]))
+            else:
+                made.append(whole.double().index_copy(1, places, merging.rows(vectors[name])))
+        return made[0], made[1]
+
+    def _own_rows(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Keys and values [G, n, D] of the tokens that reached a layer."""
+        places = self._evaluations[layer].frame.positions
         if places is not None:
-            kept, own_k, own_v = kept[:, places], k[:, places], v[:, places]
+            k, v = k[:, places], v[:, places]
+        return {"key": k, "value": v}
+
+    def _begun_merge(
+        self, layer: int, vectors: Mapping[str, Keys], most: int | None
+    ) -> Merging | None:
+        """A layer's merge; None where nothing is merged."""
+        merge = self.program.bound.lowered.prefill.merge
+        if merge is None or self.not_finite:
+            return None
+        evaluation, kept = self._evaluations[layer], self._kept_at(layer)
+        if evaluation.frame.positions is not None:
+            kept = kept[:, evaluation.frame.positions]
         if most is None:
             most = int(self.program.heads.everyone((~kept).sum(-1).max()).max())
         if not most:
-            return k.double(), v.double()
+            return None
+        frame = replace(evaluation.frame, vectors=dict(vectors))
         updates = self._prefill.merge_updates
-        vectors = {"key": own_k, "value": own_v}
-        evaluation = replace(evaluation, frame=replace(evaluation.frame, vectors=vectors))
-        merging = Merging.of(rules.merge, evaluation, kept, updates, {}, most)
-        self._merge_states[layer] = merging.states
-        made = []
-        for name, whole, rows in (("key", k, own_k), ("value", v, own_v)):
-            if name not in rules.merge.apply:
-                made.append(whole.double())
-            elif places is None:
-                made.append(merging.rows(rows))
-            else:
-                made.append(whole.double().index_copy(1, places, merging.rows(rows)))
-        return made[0], made[1]
+        return Merging.begun(merge, replace(evaluation, frame=frame), kept, updates, {}, most)
 
     def shared(
         self,

@@ -13,6 +13,7 @@ from kvpolicy.sglang_ext.request.request import Served, State
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
+    from kvpolicy.sglang_ext.memory.arena import Arena
     from kvpolicy.sglang_ext.memory.store import Store
 
 
@@ -99,14 +100,18 @@ def copy_kept(
         kernels.compact_layers(arena.storage, slots, kept, private.slots, layout.first_page)
         return
     pages = arena.pages(private.slots)
-    for place, start in enumerate(layout.layer_starts):
+    leaving = [0] * len(layout.layer_starts)
+    if bound.folded.prefill.merge is not None:
+        there = [run.there(layer).numel() for layer in arena.own]
+        leaving = [n - int(counts[layer].min()) for n, layer in zip(there, arena.own, strict=True)]
+    for place, most in enumerate(leaving):
+        if most and run.merges_meet:
+            run.begin_merge(arena.own[place], *_numbers(arena, place, slots), most)
+    for place, (start, most) in enumerate(zip(layout.layer_starts, leaving, strict=True)):
         layer = arena.own[place]
-        most = 0
-        if bound.folded.prefill.merge is not None:
-            most = run.there(layer).numel() - int(counts[layer].min())
         if most:
-            numbers = [x.dense() for x in arena.at_slots(place, slots)]
-            k, v = arena.unscaled(place, *run.merged(layer, *numbers, most))
+            merged = run.merged(layer, *_numbers(arena, place, slots), most)
+            k, v = arena.unscaled(place, *merged)
         else:
             k, v = arena.storage[place][:, slots].transpose(1, 2)  # each [G, N, D]
         shift = run.shift(layer)
@@ -114,6 +119,12 @@ def copy_kept(
             k = services.rotary.move(k, shift, kernels.rotate)
         own = pages[start:]
         kernels.place(arena.entries, k, v, kept[place], own, value_offset=arena.value_offset)
+
+
+def _numbers(arena: Arena, place: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [G, N, D] at slots of a layer, as numbers."""
+    k, v = arena.at_slots(place, slots)
+    return k.dense(), v.dense()
 
 
 class timed:

@@ -57,13 +57,15 @@ def bound_to(name):
 def kept(bound, recording, steps, program, done=lambda: None):
     """What every list holds after the prefill and after each fold, each of which is then `done`.
 
-    Positions, and keys and values where entries are merged while decoding.
+    Positions, and keys and values where entries are merged.
     """
+    if bound.folded.decode is None:
+        found = [_alone(bound, recording, program)]
+        done()
+        return found
     store = Store(bound, recording, steps, program=program)
     done()
-    if store.memory is None:
-        return [(_alone(bound, recording, program), [])]
-    merges = bound.folded.decode is not None and bound.folded.decode.merge is not None
+    merges = any(each.merge is not None for each in (bound.folded.prefill, bound.folded.decode))
     found = [(store.held(), store.vectors() if merges else [])]
     for number in stretches(bound, store.memory.prompt, len(steps[0])):
         store.follow(number)
@@ -76,7 +78,12 @@ def _alone(bound, recording, program):
     from kvpolicy.dsl.execute.apply import prefilled
 
     made = prefilled(program, *recording)
-    return [[made.chosen[own].tolist() for own in layer] for layer in made.run.finish()]
+    kept = made.run.finish()
+    held = [[made.chosen[own].tolist() for own in layer] for layer in kept]
+    if bound.folded.prefill.merge is None:
+        return held, []
+    stored = zip(kept, *zip(*made.vectors, strict=True), strict=True)
+    return held, [[(k[i, own], v[i, own]) for i, own in enumerate(layer)] for layer, k, v in stored]
 
 
 def assert_same(bound, tokens, number, seed, ties=False, shape=SHAPE, **more):
@@ -162,7 +169,10 @@ def test_what_is_exchanged(name):
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("name", shipped())
 def test_no_layer_and_no_fold_has_a_second_exchange(name, monkeypatch, tmp_path):
-    """Where kernels read the queries, as on a GPU; the layers' comparison has three at most."""
+    """Where kernels read the queries, as on a GPU.
+
+    The layers' comparison has three at most, the merges of all of them have one.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     here, exchange, seen = threading.local(), Divided._all, {}
 
@@ -179,18 +189,20 @@ def test_no_layer_and_no_fold_has_a_second_exchange(name, monkeypatch, tmp_path)
 
         return counting
 
-    def merged(run, layer, k, v):
-        return merge(run, layer, k, v, len(run.there(layer)))  # a server knows how many leave
+    def begun(run, layer, k, v):
+        return begin(run, layer, k, v, len(run.there(layer)))  # a server knows how many leave
 
-    merge = Run.merged
+    begin, ranks = Run.begin_merge, 2
     monkeypatch.setattr(Divided, "_all", exchanged)
     monkeypatch.setattr(Run, "observe", counted(Run.observe))
     monkeypatch.setattr(Run, "finish", counted(Run.finish))
-    monkeypatch.setattr(Run, "merged", counted(merged))
+    monkeypatch.setattr(Run, "begin_merge", begun)
+    monkeypatch.setattr(Run, "merged", counted(Run.merged))
     kernels = REFERENCE | {"generated": TRITON["generated"]}
-    _, folds = assert_same(bound_to(name), 41, 2, 0, kernels=kernels)
-    most = {"observe": 1, "merged": 1, "finish": 3}
+    _, folds = assert_same(bound_to(name), 41, ranks, 0, kernels=kernels)
+    most = {"observe": 1, "finish": 3}
     assert {method: max(seen[method]) for method in most if max(seen[method]) > most[method]} == {}
+    assert sum(seen["merged"]) in (0, ranks)
     assert all(len(each) <= 1 for each in folds)
 
 

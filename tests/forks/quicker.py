@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import time
 from dataclasses import replace
 from math import prod
@@ -52,6 +53,7 @@ def kernels() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
+    _launch_one_at_a_time(interpreter)
     _replace_once(interpreter, tl)
     find, found = interpreter._get_np_dtype, {}
 
@@ -68,6 +70,17 @@ def kernels() -> None:
     # Whether 32 bits overflow is computed at each sum and product, for an assertion that is off.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _launch_one_at_a_time(interpreter: Any) -> None:
+    """Threads share the interpreter, and with it the program that it is at."""
+    launch, one = interpreter.GridExecutor.__call__, threading.RLock()
+
+    def launch_alone(self: Any, *given: Any, **named: Any) -> Any:
+        with one:
+            return launch(self, *given, **named)
+
+    interpreter.GridExecutor.__call__ = launch_alone
 
 
 def _replace_once(interpreter: Any, tl: Any) -> None:
