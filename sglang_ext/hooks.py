@@ -274,12 +274,12 @@ def _around_add_one(runtime: Runtime) -> Function:
 def _around_add_chunked(runtime: Runtime) -> Function:
     def around(original: Function, adder: Any, req: Any) -> Any:
         """Around PrefillAdder.add_chunked_req; returns the request while it is not finished."""
-        if runtime.awaits(req):
-            adder.rem_chunk_tokens = 0
-            return req
         if adder.rem_chunk_tokens is None:
             # Chunked prefill is off: this is a resumed request, and its last chunk has no limit.
             adder.rem_chunk_tokens = max(adder.rem_input_tokens, req.seqlen)
+        if runtime.awaits(adder, req):
+            adder.rem_chunk_tokens = 0
+            return req
         with compat.uncounted(adder) if asked.scores(req) else nullcontext():
             unfinished = original(adder, req)
         if not runtime.end_early(req):

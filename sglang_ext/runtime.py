@@ -241,12 +241,16 @@ class Runtime:
         if self.services.stages.size > 1:
             self._under_way.popleft().take_up(batch)
 
-    def awaits(self, req: Any) -> bool:
-        """Whether a request in chunks cannot go on: stages do not know yet what stays of it."""
+    def awaits(self, adder: Any, req: Any) -> bool:
+        """Whether a request in chunks cannot go on in a pass.
+
+        Stages do not know yet what stays of it, or it has no room.
+        """
         state = state_of(req)
-        if state is None or not state.resumes:
-            return False
-        return state.under_way > 0 and req.prefix_len >= state.prompt
+        if state is not None and state.resumes:
+            if state.under_way > 0 and req.prefix_len >= state.prompt:
+                return True
+        return not admission.fits_chunk(adder, req, waits=self.services.stages.size > 1)
 
     # Published, retracted.
 

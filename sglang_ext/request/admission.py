@@ -93,6 +93,30 @@ def _reserve_chunk(adder: Any, req: Any, state: State, slots: int, extend: int |
     return max(min(slots + missing, room), 0)
 
 
+def fits_chunk(adder: Any, req: Any, *, waits: bool) -> bool:
+    """Whether a prompt's next chunk has room; the pass is made as small as the room is.
+
+    SGLang has a prompt that it has begun go on whatever room there is, and its server ends where
+    there is none. Requests that run may have taken what it reckoned with: their copies, or those of
+    other stages' batches, which it does not see. The prompt waits for them.
+
+    Args:
+        adder: SGLang's prefill adder; its chunk size may be lowered.
+        waits: whether other requests run besides those of the adder's batch.
+    """
+    running = 0 if adder.running_batch is None else len(adder.running_batch.reqs)
+    page = adder.per_req_token_overhead
+    free = int(adder.memory_budget.remaining_current) // page * page
+    wanted = min(len(req.full_untruncated_fill_ids) - req.prefix_len, adder.rem_chunk_tokens)
+    if wanted <= free:
+        return True
+    free -= adder.ceil_paged_tokens(IN_FLIGHT) * running  # they go on
+    if free <= 0:
+        return not (running or waits)
+    adder.rem_chunk_tokens = free
+    return True
+
+
 def _for_a_moment(adder: Any, req: Any, now: int, later: int) -> int | None:
     """Slots that are left in a pass for a request alone that borrows from the output of others.
 

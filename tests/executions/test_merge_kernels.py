@@ -106,9 +106,10 @@ def test_receivers_are_the_same(into, dtype):
     results = []
     for kernels, most in ((REFERENCE, None), (TRITON, None), (TRITON, int((~kept).sum(-1).max()))):
         frame.kernels = kernels
-        merging = Merging.of(
+        merging = Merging.begun(
             bound.lowered.prefill.merge, Evaluation(frame), kept, Updates({}), {}, most
         )
+        merging.finished()
         results.append(tuple(merging.rows(frame.read(name)) for name in ("key", "value")))
     weights = frame.read("value").double().norm(dim=-1)
     assert weights.amax() / weights.amin() < 6
@@ -138,7 +139,8 @@ def test_nothing_waits_for_the_device(name, given):
             heat = Value(torch.empty(2, 30, dtype=torch.float64), ("kv", "token"))
             evaluation = Evaluation(frame, before={"heat": heat}, after={"heat": heat})
             kept = torch.empty(2, 30, dtype=torch.bool)
-            merging = Merging.of(merge, evaluation, kept, updates, {}, most)
+            merging = Merging.begun(merge, evaluation, kept, updates, {}, most)
+            merging.finished()
             return merging.rows(k), merging.rows(v)
 
     assert [x.shape for x in made(17)] == [(2, 30, 8)] * 2

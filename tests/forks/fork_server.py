@@ -32,6 +32,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+import collectives
 import forked
 import quicker
 from messages import place, receive, send
@@ -296,6 +297,7 @@ if __name__ == "__main__":
     quicker.hooks()
     quicker.starts()
     quicker.kernels()
+    collectives.quicker()
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         sys.exit(f"fork_server: {threads} threads run after the imports; a fork has one")

@@ -301,6 +301,29 @@ def evicted(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     return result | driver.left_over()
 
 
+def starved(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """A prompt in chunks whose room is gone after the first one, while another request runs."""
+    driver = start(model, flags)
+    scheduler, rnd = driver.scheduler, random.Random(5)
+    allocator, long = scheduler.token_to_kv_pool_allocator, prompt(rnd, 200)
+    driver.send("alone", long, policy="snapkv", max_new_tokens=4)
+    driver.finish()
+    driver.flush()
+    driver.send("runs", prompt(rnd, 30), policy="snapkv", max_new_tokens=40)
+    driver.run_until(lambda: driver.answers["runs"].tokens or scheduler.running_batch.reqs)
+    driver.send("long", long, policy="snapkv", max_new_tokens=4)
+    driver.run_until(lambda: scheduler.chunked_req is not None)
+    taken = allocator.alloc(allocator.available_size() - 24)
+    seen = []
+    for _ in range(3):
+        driver.step()
+        seen.append(scheduler.chunked_req.prefix_len)
+    allocator.free(taken)
+    driver.finish()
+    tokens = {rid: answer.tokens for rid, answer in driver.answers.items()}
+    return {"seen": seen, "tokens": tokens, **driver.left_over()}
+
+
 def _found(driver: Driver, tokens: list[int]) -> int:
     """Tokens of a prompt that are in the radix cache."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -317,6 +340,7 @@ SCENARIOS = {
     "tight": tight,
     "within": within,
     "evicted": evicted,
+    "starved": starved,
 }
 
 

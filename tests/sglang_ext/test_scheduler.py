@@ -118,6 +118,17 @@ def test_a_prompt_is_compacted_within_its_slots_where_there_is_no_room_for_a_cop
     assert (seen["used"], seen["private"], seen["missing_after_flush"]) == (0, 0, 0)
 
 
+def test_a_prompt_in_chunks_waits_for_room(run):
+    """SGLang by itself would go on without, and its server would end."""
+    loose = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "0"}  # slots are taken behind its back
+    seen = run("starved", loose, chunked_prefill_size=64, max_total_tokens=500)
+    assert 64 < seen["seen"][-1] < 64 + 24
+    assert seen["seen"][-1] == seen["seen"][-2]
+    assert seen["tokens"]["long"] == seen["tokens"]["alone"]
+    assert len(seen["tokens"]["runs"]) == 40
+    assert (seen["used"], seen["private"], seen["missing_after_flush"]) == (0, 0, 0)
+
+
 def test_many_more_requests_decode_at_once(run):
     seen = run("capacity")  # at 12.5 % kept
     assert seen["none"] == 3

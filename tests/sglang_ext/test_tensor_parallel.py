@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from collectives import GLOO
 from counted import assert_counted_once
 from served_policies import GROWING, trial
 
@@ -306,7 +307,7 @@ MIXED = {
 @pytest.mark.parametrize(
     ("number", "kv_heads", "more"),
     [
-        (2, 2, {"SGLANG_TEST_RETRACT": "1"}),
+        (2, 2, {"SGLANG_TEST_RETRACT": "1", GLOO: "1"}),  # with no shortcut between ranks
         (2, 1, {"SGLANG_TEST_RETRACT": "1"}),
         (4, 2, {}),
     ],

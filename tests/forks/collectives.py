@@ -1,0 +1,159 @@
+"""Collectives of ranks through memory that they share, as SGLang's kernels for CPUs have them.
+
+Those kernels are not installed with the tests. Gloo, which stands in for them, wakes a thread for
+each of dozens of messages, for which ranks that share a core wait. Each rank writes what it has
+to its own place, counts one up, and waits until the others have: the results are the same on all,
+in the order of ranks. What is large, or is not waited for, still goes through gloo.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+GLOO = "KVPOLICY_TEST_GLOO"  # variable: everything goes through gloo
+_BYTES = 1 << 16  # of a rank, at once
+_FUTEX, _WAIT, _WAKE, _ALL = 202, 0, 1, 1 << 30  # of Linux on x86-64
+_PATH = 256  # characters
+_PATIENCE = 300  # seconds until a rank that does not come is an error
+_syscall = ctypes.CDLL(None, use_errno=True).syscall
+
+
+class _Pause(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class _Room:
+    """Memory of one group of ranks: two halves, used in turn, so that none is written while read.
+
+    A rank that writes a half for the second time has seen all others begin the other one, and they
+    had read the first before.
+    """
+
+    def __init__(self, group: Any, gather: Callable[..., Any]) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        path = ""
+        if self.rank == 0:
+            file, path = tempfile.mkstemp(prefix="kvpolicy-ranks-", dir="/dev/shm")
+            os.ftruncate(file, 64 * self.size + 2 * self.size * _BYTES)
+            os.close(file)
+        paths = [torch.zeros(_PATH, dtype=torch.uint8) for _ in range(self.size)]
+        gather(paths, torch.tensor(list(path.encode().ljust(_PATH)), dtype=torch.uint8), group)
+        with open(bytes(paths[0].tolist()).decode().strip(), "r+b") as opened:
+            memory = mmap.mmap(opened.fileno(), 0)
+        gather(paths, paths[0], group)  # all have opened it
+        if self.rank == 0:
+            os.unlink(path)
+        self._counts = [ctypes.c_int.from_buffer(memory, 64 * i) for i in range(self.size)]
+        whole = torch.frombuffer(memory, dtype=torch.uint8, offset=64 * self.size)
+        self._places = whole.view(2, self.size, _BYTES)
+        self._round = 0
+
+    def exchange(self, x: torch.Tensor | None, like: torch.Tensor) -> list[torch.Tensor]:
+        """What every rank has, until the exchange after the next.
+
+        Args:
+            x: as large on all; None: this one has nothing.
+            like: of its type and shape.
+        """
+        number = like.numel() * like.element_size()
+        self._round += 1
+        places = self._places[self._round % 2, :, :number]
+        if x is not None:
+            places[self.rank].copy_(x.detach().contiguous().view(-1).view(torch.uint8))
+        own = self._counts[self.rank]
+        own.value = self._round
+        _syscall(_FUTEX, ctypes.byref(own), _WAKE, _ALL, None, None, 0)
+        for other in self._counts:
+            self._wait(other)
+        return [each.view(like.dtype).view(like.shape) for each in places]
+
+    def _wait(self, other: ctypes.c_int) -> None:
+        pause = _Pause(_PATIENCE, 0)
+        while (seen := other.value) < self._round:
+            if _syscall(_FUTEX, ctypes.byref(other), _WAIT, seen, ctypes.byref(pause), None, 0):
+                if ctypes.get_errno() == 110:  # ETIMEDOUT
+                    raise RuntimeError(f"a rank has not come within {_PATIENCE} s")
+
+
+def quicker() -> None:
+    """Has torch's collectives of small tensors of the host use shared memory."""
+    rooms: dict[str, _Room] = {}
+    reduce, gather = dist.all_reduce, dist.all_gather
+    into, broadcast = dist.all_gather_into_tensor, dist.broadcast
+    results = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
+
+    def room(group: Any, x: torch.Tensor, is_async: bool) -> _Room | None:
+        group = dist.group.WORLD if group is None else group
+        small = x.device.type == "cpu" and 0 < x.numel() * x.element_size() <= _BYTES
+        if is_async or not small or os.environ.get(GLOO):
+            return None
+        if dist.get_rank(group) < 0:
+            return None
+        name = f"{os.getpid()} {group.group_name}"
+        if name not in rooms:
+            rooms[name] = _Room(group, gather)
+        return rooms[name]
+
+    def all_reduce(
+        tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        found = room(group, tensor, async_op) if op in results else None
+        if found is None:
+            return reduce(tensor, op, group, async_op)
+        first, *rest = found.exchange(tensor, tensor)
+        made = first.clone()
+        for each in rest:
+            made = results[op](made, each)
+        tensor.copy_(made)
+        return None
+
+    def all_gather(
+        tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, group: Any = None,
+        async_op: bool = False,
+    ) -> Any:  # fmt: skip
+        found = room(group, tensor, async_op)
+        if found is None:
+            return gather(tensor_list, tensor, group, async_op)
+        for each, own in zip(tensor_list, found.exchange(tensor, tensor), strict=True):
+            each.copy_(own)
+        return None
+
+    def all_gather_into_tensor(
+        output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None,
+        async_op: bool = False,
+    ) -> Any:  # fmt: skip
+        found = room(group, input_tensor, async_op)
+        if found is None:
+            return into(output_tensor, input_tensor, group, async_op)
+        parts = output_tensor.view(found.size, *input_tensor.shape)
+        for each, own in zip(parts, found.exchange(input_tensor, input_tensor), strict=True):
+            each.copy_(own)
+        return None
+
+    def broadcast_small(
+        tensor: torch.Tensor, src: int | None = None, group: Any = None, async_op: bool = False,
+        group_src: int | None = None,
+    ) -> Any:  # fmt: skip
+        found = room(group, tensor, async_op)
+        if found is None:
+            return broadcast(tensor, src, group, async_op, group_src)
+        if group_src is None:
+            group_src = src if group is None else dist.get_group_rank(group, src)
+        own = found.rank == group_src
+        made = found.exchange(tensor if own else None, tensor)
+        if not own:
+            tensor.copy_(made[group_src])
+        return None
+
+    for module in (dist, distributed_c10d):
+        module.all_reduce, module.all_gather = all_reduce, all_gather
+        module.all_gather_into_tensor, module.broadcast = all_gather_into_tensor, broadcast_small
