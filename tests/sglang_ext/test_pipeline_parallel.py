@@ -134,8 +134,16 @@ def server(model, files):
         yield server
 
 
+def longer_than(tokens, expected):
+    """Numbers of the requests with longer prompts."""
+    listed = list(requests())
+    return [i for i in sorted(expected) if len(listed[i][1]) > tokens]
+
+
 def test_answers_and_what_is_kept_are_those_of_one_process(server, expected):
-    assert answers(server, sorted(expected), alone=True)[0] == expected
+    """One after the other, at most one of many stages has work."""
+    order = longer_than(128, expected)
+    assert answers(server, order, alone=True)[0] == {i: expected[i] for i in order}
 
 
 def test_requests_in_flight_together_and_in_another_order(server, expected):
@@ -191,7 +199,7 @@ def test_what_is_retracted_goes_on_as_it_was(model, files, expected, number, ran
     retracting = stages(number, ranks)
     retracting["env"] |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
     with start(model, files, **retracting, max_total_tokens=900) as server:
-        found, retractions = answers(server, sorted(expected), alone=False)
+        found, retractions = answers(server, longer_than(90, expected), alone=False)
         whole = {i: own for i, own in found.items() if not found_no_room(own[2])}
         assert len(whole) >= len(found) - 5, str(sorted(set(found) - set(whole)))
         others = {i: (own, expected[i]) for i, own in whole.items() if own != expected[i]}
