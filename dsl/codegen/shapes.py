@@ -62,7 +62,8 @@ class TileShape:
         width = fit if whole else max(least, rows // group)
         rows = group * width
         large = not (whole or few) and simple and dim <= 128
-        block = 32 if single or few or rows > _LONG_ROWS else (128 if large else 64)
+        small = single or few or rows > _LONG_ROWS or (dim > 128 and not simple)
+        block = 32 if small else 128 if large else 64
         warps = 8 if rows * block >= 8192 else 4
         stages = max(1, min(_STAGES, (_ALL - rows * size) // (block * size)))
         row_pass = (width, warps, stages)
