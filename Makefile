@@ -4,13 +4,13 @@ SGLANG ?= 0.5.23
 VENV := $(if $(filter 0.5.23,$(SGLANG)),.venv,.venv-$(SGLANG))
 # -P keeps the project's folder off sys.path: `kernels/` would shadow a package of that name.
 PYTHON := $(VENV)/bin/python -P
-# A file in one process; twice as many of them as two cores where some wait for servers.
+# A file in one process; one more of them than two cores, since some wait for servers.
 # PYTEST_ARGS= takes one, as for a debugger.
 PYTEST_ARGS ?= -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 CHECKED := $(addprefix tests/,dsl conformance commands run executions golden kernels)
 # Linting takes one core for a minute: tests begin beside it.
 TOGETHER := @$(MAKE) --no-print-directory --jobs=2 pytest lint
-PROCESSES := 4
+PROCESSES := 3
 
 .PHONY: setup test check pytest demo demo-experiment lint docs fuzz train gpu-report bench-kernels tune-kernels clean
 

@@ -3,26 +3,32 @@
 Those kernels are not installed with the tests. Gloo, which stands in for them, wakes a thread for
 each of dozens of messages, for which ranks that share a core wait. Each rank writes what it has
 to its own place, counts one up, and waits until the others have: the results are the same on all,
-in the order of ranks. What is large, or is not waited for, still goes through gloo.
+in the order of ranks. What one rank sends to another goes through a pipe. What is large, and a
+collective that is not waited for, still go through gloo.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
+import select
 import tempfile
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import FOLDER
 from torch.distributed import distributed_c10d
 
 GLOO = "KVPOLICY_TEST_GLOO"  # variable: everything goes through gloo
 _BYTES = 1 << 16  # of a rank, at once
 _FUTEX, _WAIT, _WAKE, _ALL = 202, 0, 1, 1 << 30  # of Linux on x86-64
 _PATH = 256  # characters
+_PIPE = 1 << 20  # bytes that a rank sends before the other one has to read
 _PATIENCE = 300  # seconds until a rank that does not come is an error
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 
@@ -84,8 +90,148 @@ class _Room:
                     raise RuntimeError(f"a rank has not come within {_PATIENCE} s")
 
 
+class _Sent:
+    """A message that is in the pipe."""
+
+    def wait(self, timeout: object = None) -> bool:
+        """It has been sent."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has been sent."""
+        return True
+
+
+class _Line:
+    """A pipe from one rank of a group to another, whose messages arrive in their order.
+
+    Args:
+        sends: whether this is the end that makes it; the other one finds it in the group's store.
+    """
+
+    def __init__(self, group: Any, source: int, target: int, *, sends: bool) -> None:
+        store, name = distributed_c10d._world.pg_map[group][1], f"line {source} {target}"
+        if sends:
+            folder = tempfile.mkdtemp(prefix="line-", dir=os.environ.get(FOLDER))
+            path = os.path.join(folder, "pipe")
+            os.mkfifo(path)
+            store.set(name, path)
+        else:
+            path = store.get(name).decode()
+        self._file = os.open(path, os.O_RDWR)  # neither end waits for the other
+        fcntl.fcntl(self._file, fcntl.F_SETPIPE_SZ, _PIPE)
+        self._waiting: deque[_Received] = deque()
+
+    def send(self, x: torch.Tensor) -> _Sent:
+        """Send a tensor."""
+        left = memoryview(x.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        while left:
+            left = left[os.write(self._file, left) :]
+        return _Sent()
+
+    def receive(self, x: torch.Tensor) -> _Received:
+        """Receive into a tensor, when it is waited for."""
+        message = _Received(self, x)
+        self._waiting.append(message)
+        return message
+
+    def read_until(self, message: _Received) -> None:
+        """Read messages up to this one."""
+        while not message.is_completed():
+            self._waiting.popleft().read(self._file)
+
+
+class _Received:
+    """A message that is to be read."""
+
+    def __init__(self, line: _Line, x: torch.Tensor) -> None:
+        self._line, self._x, self._done = line, x, False
+
+    def wait(self, timeout: object = None) -> bool:
+        """Until it is there."""
+        self._line.read_until(self)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has been read."""
+        return self._done
+
+    def read(self, file: int) -> None:
+        """Read it."""
+        made = torch.empty(self._x.numel() * self._x.element_size(), dtype=torch.uint8)
+        left = memoryview(made.numpy())
+        while left:
+            if not select.select([file], [], [], _PATIENCE)[0]:
+                raise RuntimeError(f"a rank has sent nothing for {_PATIENCE} s")
+            left = left[os.readv(file, [left]) :]
+        self._x.copy_(made.view(self._x.dtype).view(self._x.shape))
+        self._done = True
+
+
 def quicker() -> None:
-    """Has torch's collectives of small tensors of the host use shared memory."""
+    """Has torch's collectives and messages of small tensors of the host use shared memory."""
+    _collectives()
+    _messages()
+
+
+def _is_small(x: torch.Tensor) -> bool:
+    here = x.device.type == "cpu" and not os.environ.get(GLOO)
+    return here and 0 < x.numel() * x.element_size() <= _BYTES
+
+
+def _messages() -> None:
+    lines: dict[tuple[int, str, int, int], _Line] = {}
+    isend, irecv, send, recv = dist.isend, dist.irecv, dist.send, dist.recv
+
+    def line(group: Any, other: int | None, in_group: int | None, *, sends: bool) -> _Line:
+        group = dist.group.WORLD if group is None else group
+        peer = dist.get_group_rank(group, other) if in_group is None else in_group
+        ends = (dist.get_rank(group), peer) if sends else (peer, dist.get_rank(group))
+        name = (os.getpid(), group.group_name, *ends)
+        if name not in lines:
+            lines[name] = _Line(group, *ends, sends=sends)
+        return lines[name]
+
+    def isend_small(
+        tensor: torch.Tensor, dst: int | None = None, group: Any = None, tag: int = 0,
+        group_dst: int | None = None,
+    ) -> Any:  # fmt: skip
+        if tag or not _is_small(tensor):
+            return isend(tensor, dst, group, tag, group_dst)
+        return line(group, dst, group_dst, sends=True).send(tensor)
+
+    def irecv_small(
+        tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: int = 0,
+        group_src: int | None = None,
+    ) -> Any:  # fmt: skip
+        if tag or not _is_small(tensor) or (src is None and group_src is None):
+            return irecv(tensor, src, group, tag, group_src)
+        return line(group, src, group_src, sends=False).receive(tensor)
+
+    def send_small(
+        tensor: torch.Tensor, dst: int | None = None, group: Any = None, tag: int = 0,
+        group_dst: int | None = None,
+    ) -> None:  # fmt: skip
+        if tag or not _is_small(tensor):
+            send(tensor, dst, group, tag, group_dst)
+        else:
+            isend_small(tensor, dst, group, tag, group_dst)
+
+    def recv_small(
+        tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: int = 0,
+        group_src: int | None = None,
+    ) -> int:  # fmt: skip
+        if tag or not _is_small(tensor) or src is None:
+            return recv(tensor, src, group, tag, group_src)
+        irecv_small(tensor, src, group, tag, group_src).wait()
+        return src
+
+    for module in (dist, distributed_c10d):
+        module.isend, module.irecv = isend_small, irecv_small
+        module.send, module.recv = send_small, recv_small
+
+
+def _collectives() -> None:
     rooms: dict[str, _Room] = {}
     reduce, gather = dist.all_reduce, dist.all_gather
     into, broadcast = dist.all_gather_into_tensor, dist.broadcast
@@ -93,10 +239,7 @@ def quicker() -> None:
 
     def room(group: Any, x: torch.Tensor, is_async: bool) -> _Room | None:
         group = dist.group.WORLD if group is None else group
-        small = x.device.type == "cpu" and 0 < x.numel() * x.element_size() <= _BYTES
-        if is_async or not small or os.environ.get(GLOO):
-            return None
-        if dist.get_rank(group) < 0:
+        if is_async or not _is_small(x) or dist.get_rank(group) < 0:
             return None
         name = f"{os.getpid()} {group.group_name}"
         if name not in rooms:
