@@ -112,3 +112,20 @@ def test_one_at_a_time():
     adder = Adder(NOW + MEANWHILE + 1, running=4)
     adder.can_run_list.append(request())
     assert not admits(adder, request())[0]
+
+
+@pytest.mark.parametrize(
+    ("free", "running", "waits", "goes", "chunk"),
+    [
+        (64, 3, False, True, 64),  # all of it fits
+        (50, 3, False, True, 50 - 3 * admission.IN_FLIGHT),  # those that run go on
+        (6, 3, False, False, 64),  # it waits for them
+        (0, 0, True, False, 64),  # or for those of other stages' batches
+        (0, 0, False, True, 64),  # for nobody: what follows is SGLang's
+    ],
+)
+def test_a_further_chunk_takes_what_is_free(free, running, waits, goes, chunk):
+    adder = Adder(free, running)
+    adder.rem_chunk_tokens = 64
+    assert admission.fits_chunk(adder, request(prefix=20), waits=waits) == goes
+    assert adder.rem_chunk_tokens == chunk
