@@ -247,10 +247,14 @@ class Runtime:
         Stages do not know yet what stays of it, or it has no room.
         """
         state = state_of(req)
-        if state is not None and state.resumes:
-            if state.under_way > 0 and req.prefix_len >= state.prompt:
-                return True
-        return not admission.fits_chunk(adder, req, waits=self.services.stages.size > 1)
+        if (
+            state is not None
+            and state.resumes
+            and state.under_way > 0
+            and req.prefix_len >= state.prompt
+        ):
+            return True
+        return not admission.fits_chunk(adder, req, others=self.services.stages.size > 1)
 
     # Published, retracted.
 

@@ -93,7 +93,7 @@ def _reserve_chunk(adder: Any, req: Any, state: State, slots: int, extend: int |
     return max(min(slots + missing, room), 0)
 
 
-def fits_chunk(adder: Any, req: Any, *, waits: bool) -> bool:
+def fits_chunk(adder: Any, req: Any, *, others: bool) -> bool:
     """Whether a prompt's next chunk has room; the pass is made as small as the room is.
 
     SGLang has a prompt that it has begun go on whatever room there is, and its server ends where
@@ -102,7 +102,7 @@ def fits_chunk(adder: Any, req: Any, *, waits: bool) -> bool:
 
     Args:
         adder: SGLang's prefill adder; its chunk size may be lowered.
-        waits: whether other requests run besides those of the adder's batch.
+        others: whether requests may run besides those of the adder's batch.
     """
     running = 0 if adder.running_batch is None else len(adder.running_batch.reqs)
     page = adder.per_req_token_overhead
@@ -112,7 +112,7 @@ def fits_chunk(adder: Any, req: Any, *, waits: bool) -> bool:
         return True
     free -= adder.ceil_paged_tokens(IN_FLIGHT) * running  # they go on
     if free <= 0:
-        return not (running or waits)
+        return not (running or others)
     adder.rem_chunk_tokens = free
     return True
 

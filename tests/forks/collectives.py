@@ -97,10 +97,6 @@ class _Sent:
         """It has been sent."""
         return True
 
-    def is_completed(self) -> bool:
-        """Whether it has been sent."""
-        return True
-
 
 class _Line:
     """A pipe from one rank of a group to another, whose messages arrive in their order.
@@ -137,24 +133,20 @@ class _Line:
 
     def read_until(self, message: _Received) -> None:
         """Read messages up to this one."""
-        while not message.is_completed():
+        while not message.done:
             self._waiting.popleft().read(self._file)
 
 
 class _Received:
-    """A message that is to be read."""
+    """A message that is to be read, or has been: `done`."""
 
     def __init__(self, line: _Line, x: torch.Tensor) -> None:
-        self._line, self._x, self._done = line, x, False
+        self._line, self._x, self.done = line, x, False
 
     def wait(self, timeout: object = None) -> bool:
         """Until it is there."""
         self._line.read_until(self)
         return True
-
-    def is_completed(self) -> bool:
-        """Whether it has been read."""
-        return self._done
 
     def read(self, file: int) -> None:
         """Read it."""
@@ -165,7 +157,7 @@ class _Received:
                 raise RuntimeError(f"a rank has sent nothing for {_PATIENCE} s")
             left = left[os.readv(file, [left]) :]
         self._x.copy_(made.view(self._x.dtype).view(self._x.shape))
-        self._done = True
+        self.done = True
 
 
 def quicker() -> None:
@@ -181,7 +173,7 @@ def _is_small(x: torch.Tensor) -> bool:
 
 def _messages() -> None:
     lines: dict[tuple[int, str, int, int], _Line] = {}
-    isend, irecv, send, recv = dist.isend, dist.irecv, dist.send, dist.recv
+    isend, irecv, recv = dist.isend, dist.irecv, dist.recv
 
     def line(group: Any, other: int | None, in_group: int | None, *, sends: bool) -> _Line:
         group = dist.group.WORLD if group is None else group
@@ -208,22 +200,13 @@ def _messages() -> None:
             return irecv(tensor, src, group, tag, group_src)
         return line(group, src, group_src, sends=False).receive(tensor)
 
-    def send_small(
-        tensor: torch.Tensor, dst: int | None = None, group: Any = None, tag: int = 0,
-        group_dst: int | None = None,
-    ) -> None:  # fmt: skip
-        if tag or not _is_small(tensor):
-            send(tensor, dst, group, tag, group_dst)
-        else:
-            isend_small(tensor, dst, group, tag, group_dst)
+    def send_small(tensor: torch.Tensor, *where: Any, **named: Any) -> None:
+        isend_small(tensor, *where, **named).wait()
 
-    def recv_small(
-        tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: int = 0,
-        group_src: int | None = None,
-    ) -> int:  # fmt: skip
-        if tag or not _is_small(tensor) or src is None:
-            return recv(tensor, src, group, tag, group_src)
-        irecv_small(tensor, src, group, tag, group_src).wait()
+    def recv_small(tensor: torch.Tensor, src: int | None = None, *where: Any, **named: Any) -> int:
+        if src is None:
+            return recv(tensor, src, *where, **named)
+        irecv_small(tensor, src, *where, **named).wait()
         return src
 
     for module in (dist, distributed_c10d):

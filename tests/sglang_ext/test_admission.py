@@ -115,7 +115,7 @@ def test_one_at_a_time():
 
 
 @pytest.mark.parametrize(
-    ("free", "running", "waits", "goes", "chunk"),
+    ("free", "running", "others", "goes", "chunk"),
     [
         (64, 3, False, True, 64),  # all of it fits
         (50, 3, False, True, 50 - 3 * admission.IN_FLIGHT),  # those that run go on
@@ -124,8 +124,8 @@ def test_one_at_a_time():
         (0, 0, False, True, 64),  # for nobody: what follows is SGLang's
     ],
 )
-def test_a_further_chunk_takes_what_is_free(free, running, waits, goes, chunk):
+def test_a_further_chunk_takes_what_is_free(free, running, others, goes, chunk):
     adder = Adder(free, running)
     adder.rem_chunk_tokens = 64
-    assert admission.fits_chunk(adder, request(prefix=20), waits=waits) == goes
+    assert admission.fits_chunk(adder, request(prefix=20), others=others) == goes
     assert adder.rem_chunk_tokens == chunk
