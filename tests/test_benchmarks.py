@@ -189,6 +189,12 @@ def test_propagation():
     assert 50 < float(fastkv[3]) < 70
 
 
+def test_architectures():
+    [row] = rows(run("benchmarks/architectures.py", "ernie-4.5", "--each", "1"))
+    assert row[:4] == ["`ernie-4.5`", "`Ernie4_5ForCausalLM`", "20", "23"]
+    assert (row[4], row[-1]) == ("0", "0")
+
+
 @pytest.mark.parametrize("more", [(), ("--pp", "2", "--tp", "2")])
 def test_soak(more):
     words = ("--requests", "24", "--longest", "400", "--pool", "2000", "--at-once", "12")

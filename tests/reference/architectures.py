@@ -5,6 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from methods import METHODS
+
+OPERATORS = Path(__file__).parents[2] / "docs" / "operators.md"
+SLOTS = ("streamingllm", "cam")  # methods whose keys turn
+PROPAGATING = ("fastkv", "gemfilter", "pyramidinfer", "asl", "fastkv-adakv", "asl-lava-d2o")
 SMALL = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -83,6 +88,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-4": ("llama4_text", {}),
     "qwen3-next": ("qwen3_next", {}),
 }
+
+
+def rows(title: str) -> dict[str, list[str]]:
+    """Rows of a table in docs/operators.md, by their first column."""
+    table = OPERATORS.read_text(encoding="utf-8").split(f"\n| {title} |")[1].split("\n\n")[0]
+    cells = [[x.strip(" `") for x in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    return {first: rest for first, *rest in cells}
+
+
+def served_with(name: str) -> list[str]:
+    """Methods that an architecture is served with, as its row says."""
+    *_, propagates, slots = rows("model")[name]
+    without = {*(PROPAGATING if propagates == "no" else ()), *(SLOTS if slots == "no" else ())}
+    return [method for method in METHODS if method not in without]
 
 
 def config_of(name: str) -> Any:

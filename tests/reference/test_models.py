@@ -1,41 +1,38 @@
 """Architectures of production: served, each beside the plain model, or refused."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
 
-from architectures import REFUSED, SERVED, config_of, make
+from architectures import (
+    PROPAGATING,
+    REFUSED,
+    SERVED,
+    SLOTS,
+    config_of,
+    make,
+    rows,
+    served_with,
+)
 from kvpolicy.sglang_ext.face import compat, refusals
 from kvpolicy.sglang_ext.face.errors import Refused
 from methods import METHODS
 
-ROOT = Path(__file__).parents[2]
-SLOTS = ("streamingllm", "cam")  # their keys turn
-PROPAGATING = ("fastkv", "gemfilter", "pyramidinfer", "asl", "fastkv-adakv", "asl-lava-d2o")
 WHEN_LOADED = ("cohere-2", "gemma-2", "gemma-3")  # of the models that are refused
 OTHERS = sorted(set(METHODS) - {*SLOTS, *PROPAGATING})
 
 
-def rows(title):
-    """Rows of a table in docs/operators.md, by their first column."""
-    text = (ROOT / "docs" / "operators.md").read_text()
-    table = text.split(f"\n| {title} |")[1].split("\n\n")[0]
-    cells = [[x.strip(" `") for x in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
-    return {first: rest for first, *rest in cells}
-
-
 def chosen(name):
-    """Methods for an architecture: all architectures together have all."""
-    number, row = list(SERVED).index(name), rows("model")[name]
+    """Methods for an architecture: all architectures together have all.
+
+    `python benchmarks/architectures.py` has each with each.
+    """
+    number, served = list(SERVED).index(name), served_with(name)
     found = [OTHERS[(4 * number + i) % len(OTHERS)] for i in range(4)]
-    if row[2] == "yes":
-        found.append(PROPAGATING[number % len(PROPAGATING)])
-    if row[3] == "yes":
-        found.append(SLOTS[number % len(SLOTS)])
-    return found
+    others = (each[number % len(each)] for each in (PROPAGATING, SLOTS))
+    return [*found, *(method for method in others if method in served)]
 
 
 def test_each_architecture_is_a_row():
