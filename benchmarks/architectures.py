@@ -9,8 +9,6 @@ policies of each architecture.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import tempfile
 import time
@@ -20,12 +18,11 @@ from typing import Any
 import report
 from tqdm import tqdm
 
-TESTS = report.ROOT / "tests"
-REFERENCE = TESTS / "reference"
 PATIENCE = 900  # seconds for the requests of one architecture
-sys.path[:0] = [str(REFERENCE), str(TESTS / "forks")]
+EVERY_STEP = {"SGLANG_KV_POLICY_FOLD_INTERVAL": "1"}
+sys.path[:0] = [str(report.ROOT / "tests" / name) for name in ("reference", "forks")]
 
-import forked  # noqa: E402
+import scenario  # noqa: E402
 from architectures import SERVED, config_of, make, served_with  # noqa: E402
 from comparison import compare  # noqa: E402
 
@@ -41,18 +38,13 @@ def served(name: str, each: int, folder: Path) -> dict[str, Any]:
     Raises:
         RuntimeError: the server has ended.
     """
-    model, out = make(name, folder / "model"), folder / "out.json"
-    flags = {"methods": served_with(name), "each": each, "pause": 2}
-    command = [sys.executable, "-P", str(REFERENCE / "served.py"), str(out), model]
-    command.append(json.dumps(flags))
-    done = forked.run(command, timeout=PATIENCE, env=environment())
-    if not out.exists():
-        raise RuntimeError(f"{name}: {done.stderr[-3000:]}")
-    seen = json.loads(out.read_text(encoding="utf-8"))
+    model, methods = make(name, folder / "model"), served_with(name)
+    flags = {"methods": methods, "each": each, "pause": 2, "timeout": PATIENCE}
+    seen = scenario.run(folder / "out.json", model, EVERY_STEP, **flags)
     different, ties, changed = compare(model, seen["answers"], 1)
     return {
         "class": config_of(name).architectures[0],
-        "policies": flags["methods"],
+        "policies": methods,
         "changed": sorted(changed),
         "requests": len(seen["answers"]),
         "different": different,
@@ -60,12 +52,6 @@ def served(name: str, each: int, folder: Path) -> dict[str, Any]:
         "aborted": seen["aborted"],
         "left": seen["left"],
     }
-
-
-def environment() -> dict[str, str]:
-    """Of a scheduler that folds at every step."""
-    paths = os.pathsep.join([str(REFERENCE), str(TESTS / "sglang_ext")])
-    return {**os.environ, "PYTHONPATH": paths, "SGLANG_KV_POLICY_FOLD_INTERVAL": "1"}
 
 
 def row(name: str, found: dict[str, Any]) -> list[object]:
@@ -94,7 +80,7 @@ def text(found: dict[str, dict[str, Any]], each: int) -> str:
 
 
 def main() -> None:
-    parser = report.arguments(__doc__)
+    parser = report.saving(__doc__)
     parser.add_argument("--each", type=int, default=2, help="requests of each policy")
     parser.add_argument("architectures", nargs="*", default=list(SERVED), help="all by default")
     options = parser.parse_args()

@@ -162,7 +162,7 @@ def _at_once(cells: Sequence[dict], kernel: str) -> str:
 
 
 def parse() -> argparse.Namespace:
-    parser = report.arguments(__doc__)
+    parser = report.saving(__doc__)
     parser.add_argument("--targets", default="80,89,90,100", help="compute capabilities")
     parser.add_argument("--heads", default="64,80,96,128,256", help="sizes of a head")
     parser.add_argument("--groups", default="1,2,4,5,7,8,32", help="query heads of a KV head")

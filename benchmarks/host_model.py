@@ -105,7 +105,7 @@ def line(
 
 
 def parse() -> argparse.Namespace:
-    parser = report.arguments(__doc__)
+    parser = report.saving(__doc__)
     parser.add_argument("--prefills", default=PREFILLS, help="policies")
     parser.add_argument("--folds", default=FOLDS, help="policies")
     parser.add_argument("--sizes", default="32x8,32x2,8x2", help="layers and KV heads")

@@ -63,10 +63,16 @@ def write_json(path: Path, data: dict) -> None:
 
 
 def arguments(doc: str) -> argparse.ArgumentParser:
-    """A parser with what all benchmarks share."""
-    parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
+    """A parser with what benchmarks of a model share."""
+    parser = saving(doc)
     parser.add_argument("--model", default=str(ROOT / "examples" / "model-tiny"))
     parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def saving(doc: str) -> argparse.ArgumentParser:
+    """A parser with what all benchmarks share."""
+    parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
     parser.add_argument(
         "--save", type=Path, nargs="?", const=RESULTS, metavar="FOLDER",
         help="write the results as well, into docs/results/ unless a folder is named",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from methods import METHODS
+from methods import METHODS, PROPAGATING
 
 OPERATORS = Path(__file__).parents[2] / "docs" / "operators.md"
 SLOTS = ("streamingllm", "cam")  # methods whose keys turn
-PROPAGATING = ("fastkv", "gemfilter", "pyramidinfer", "asl", "fastkv-adakv", "asl-lava-d2o")
+TOKENS_LEAVE = (*PROPAGATING, "gemfilter")  # between layers, or before a second prefill
 SMALL = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -55,7 +55,8 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee", {}),
     "cohere": ("cohere", {}),
     "ernie-4.5": ("ernie4_5", {}),
-    "gemma": ("gemma", group(4, 1)),
+    # SGLang computes this class with GELU itself, transformers with an approximation by default.
+    "gemma": ("gemma", {**group(4, 1), "hidden_act": "gelu_python"}),
     "glm-4": ("glm4", HALF),
     "glm-4-moe": ("glm4_moe", {**HALF, **EXPERTS, "n_routed_experts": 4, "use_qk_norm": True}),
     "granite": ("granite", {**GRANITE, "logits_scaling": 2.0}),
@@ -100,7 +101,7 @@ def rows(title: str) -> dict[str, list[str]]:
 def served_with(name: str) -> list[str]:
     """Methods that an architecture is served with, as its row says."""
     *_, propagates, slots = rows("model")[name]
-    without = {*(PROPAGATING if propagates == "no" else ()), *(SLOTS if slots == "no" else ())}
+    without = {*(TOKENS_LEAVE if propagates == "no" else ()), *(SLOTS if slots == "no" else ())}
     return [method for method in METHODS if method not in without]
 
 

@@ -1,13 +1,11 @@
 """The plain model stands beside its tests."""
 
-import json
-import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 
 HERE = Path(__file__).parent
@@ -54,19 +52,6 @@ def embedded():
 @pytest.fixture
 def serve(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Runs the scenario of served.py, or another, with a checkpoint, in a process of its own."""
+    import scenario
 
-    def serve(
-        model: str, environment: dict[str, str], script: str = "served.py", **flags: Any
-    ) -> dict[str, Any]:
-        out = tmp_path / "out.json"
-        paths = os.pathsep.join([str(HERE), str(HERE.parent / "sglang_ext")])
-        done = forked.run(
-            [sys.executable, "-P", str(HERE / script), str(out), model, json.dumps(flags)],
-            timeout=400,
-            env={**os.environ, **environment, "PYTHONPATH": paths},
-        )
-        if not out.exists():
-            raise RuntimeError((done.stdout + done.stderr)[-5000:])
-        return json.loads(out.read_text())
-
-    return serve
+    return partial(scenario.run, tmp_path / "out.json")

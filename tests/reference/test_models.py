@@ -7,10 +7,10 @@ import pytest
 pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
 
 from architectures import (
-    PROPAGATING,
     REFUSED,
     SERVED,
     SLOTS,
+    TOKENS_LEAVE,
     config_of,
     make,
     rows,
@@ -21,7 +21,7 @@ from kvpolicy.sglang_ext.face.errors import Refused
 from methods import METHODS
 
 WHEN_LOADED = ("cohere-2", "gemma-2", "gemma-3")  # of the models that are refused
-OTHERS = sorted(set(METHODS) - {*SLOTS, *PROPAGATING})
+OTHERS = sorted(set(METHODS) - {*SLOTS, *TOKENS_LEAVE})
 
 
 def chosen(name):
@@ -31,7 +31,7 @@ def chosen(name):
     """
     number, served = list(SERVED).index(name), served_with(name)
     found = [OTHERS[(4 * number + i) % len(OTHERS)] for i in range(4)]
-    others = (each[number % len(each)] for each in (PROPAGATING, SLOTS))
+    others = (each[number % len(each)] for each in (TOKENS_LEAVE, SLOTS))
     return [*found, *(method for method in others if method in served)]
 
 
