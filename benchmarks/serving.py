@@ -7,21 +7,24 @@
 
 Servers run one after the other with the same options, except that the first does not load the
 plugin and the last has --kv-policy: each policy once per share and, where its parameters need it,
-per length. Prompts of every length are sent at a fixed concurrency that all serve at once; the
-shortest also as a crowd for which the pool is too small. Cells for which --seconds leave no time,
-starts of servers included, are listed. On a GPU the results go to docs/performance/, of some
-policies only under a name of their own.
+per length. With --together all of them start at once, which a GPU has to hold, and are asked one
+at a time, of each size before the next. Prompts of every length are sent at a fixed concurrency
+that all serve at once; the shortest also as a crowd for which the pool is too small. Cells for
+which --seconds leave no time, starts of servers included, are listed. On a GPU the results go to
+docs/performance/, of some policies only under a name of their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +90,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--most", type=int, default=64, help="requests that a server runs at once")
     parser.add_argument("--plugin-off", action="store_true", help="also without --kv-policy")
+    parser.add_argument("--together", action="store_true", help="all servers start at once")
     parser.add_argument("--rounds", type=int, default=2, help="at equal batch; a crowd is one")
     parser.add_argument("--seconds", type=float, default=540, help="limit for the whole run")
     parser.add_argument("--server-args", default="", help="further options of both servers")
@@ -228,24 +232,26 @@ def crowded(options: argparse.Namespace, tokens: int, pool: int) -> int:
     return max(options.at_once + 1, int(options.crowd * pool / (tokens + options.new)))
 
 
-def serve_cells(server: Server, asked: list[tuple], options, facts: dict, until: float) -> None:
-    """Fills in the cells for which there is time."""
-    warm: set[str | None] = set()
-    for chosen, tokens, number in (bar := tqdm(asked, desc="cells", mininterval=1)):
-        bar.set_postfix_str(f"{chosen.label}, {number} x {tokens}")
-        if time.monotonic() > until:
-            facts["left_out"].append(f"{chosen.label}, {number} x {tokens}")
+def serve_cells(
+    asked: list[tuple[Server, tuple]], options: argparse.Namespace, facts: dict, until: float
+) -> None:
+    """Fills in the cells for which there is time, one after the other."""
+    warm: set[tuple[str, str | None]] = set()
+    for server, (chosen, tokens, number) in (bar := tqdm(asked, desc="cells", mininterval=1)):
+        what = f"{chosen.label}, {number} x {tokens}"
+        bar.set_postfix_str(what)
+        if time.monotonic() > until or server.process.poll() is not None:
+            facts["left_out"].append(what)
             continue
         try:
-            if chosen.name not in warm:  # what is compiled for a policy, is compiled now
-                warm.add(chosen.name)
+            if (server.url, chosen.name) not in warm:  # what a policy compiles, it compiles now
+                warm.add((server.url, chosen.name))
                 crowd(server, [[20 + n % 400 for n in range(tokens)]], chosen.name, 2)
             made = cell(server, chosen, tokens, number, options, facts)
         except (Wrong, requests.RequestException) as error:  # the others' figures stand
-            facts["failed"].append(f"{chosen.label}, {number} x {tokens}: {error}")
+            facts["failed"].append(f"{what}: {error}")
             if server.process.poll() is not None:
                 facts["failed"].append(f"the server stopped: {server.log_text()[-2000:]}")
-                return
         else:
             facts["cells"].append(made)
         save(options, facts)
@@ -278,7 +284,7 @@ def asked_of(options: argparse.Namespace, chosen: list, pool: int) -> dict[str, 
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict:
-    """All servers, one after the other."""
+    """All servers, one after the other or, with --together, at once."""
     model = model_of(options.model, folder)
     files, given, chosen = policies(options, folder)
     flags, started = server_flags(options, model), time.monotonic()
@@ -299,27 +305,72 @@ def run(options: argparse.Namespace, folder: Path) -> dict:
     }
     servers = asked_of(options, chosen, pool)
     until = started + options.seconds
+    print(f"all servers: {shlex.join(f'{k}={v}' for k, v in facts['flags'].items())}",
+          file=sys.stderr)  # fmt: skip
+
+    @contextlib.contextmanager
+    def started_server(label: str) -> Iterator[Server]:
+        begun = time.monotonic()
+        words = (files, given) if label == "policies" else ((), ())
+        env = NO_PLUGIN if label == STOCK else {}
+        patience = min(600, max(until - begun, 1))
+        asking = {"env": env, "progress": True, "start_timeout": patience, **flags}
+        with serve(model.folder, *words, **asking) as server:
+            facts["starts"][label] = time.monotonic() - begun
+            print(f"{label}: log in {server.log}", file=sys.stderr)
+            yield server
+
+    if options.together:
+        ask_together(servers, started_server, options, facts, until)
+    else:
+        ask_in_turn(servers, started_server, options, facts, until)
+    facts["seconds"] = time.monotonic() - started
+    return facts
+
+
+Start = Callable[[str], contextlib.AbstractContextManager[Server]]
+
+
+def ask_in_turn(
+    servers: dict[str, list[tuple]], start: Start, options, facts: dict, until: float
+) -> None:
+    """Each server runs by itself."""
     for label, asked in servers.items():
         begun = time.monotonic()
         # Stock has fewer cells; what a server leaves of its time the others have.
         part = 1.0 if label == "policies" else 0.4 if label == STOCK else 0.25
         end = begun + part * (until - begun)
-        words = (files, given) if label == "policies" else ((), ())
-        env = NO_PLUGIN if label == STOCK else {}
-        print(f"{label}: {shlex.join(f'{k}={v}' for k, v in facts['flags'].items())}",
-              file=sys.stderr)  # fmt: skip
-        patience = min(600, max(until - begun, 1))
-        asking = {"env": env, "progress": True, "start_timeout": patience, **flags}
         try:
-            with serve(model.folder, *words, **asking) as server:
-                facts["starts"][label] = time.monotonic() - begun
-                print(f"{label}: log in {server.log}", file=sys.stderr)
-                serve_cells(server, asked, options, facts, end)
+            with start(label) as server:
+                serve_cells([(server, each) for each in asked], options, facts, end)
         except ServerFailed as error:
             facts["failed"].append(f"{label}: {error}")
         save(options, facts)
-    facts["seconds"] = time.monotonic() - started
-    return facts
+
+
+def ask_together(
+    servers: dict[str, list[tuple]], start: Start, options, facts: dict, until: float
+) -> None:
+    """All servers run; of each size every one is asked before any is of the next."""
+    with contextlib.ExitStack() as stack:
+        # A server ends with the thread that started it, so the threads stay until all is done.
+        pool = stack.enter_context(ThreadPoolExecutor(len(servers)))
+        running: dict[str, Server] = {}
+        entered = {
+            label: (manager, pool.submit(manager.__enter__))
+            for label, manager in ((label, start(label)) for label in servers)
+        }
+        for label, (manager, begun) in entered.items():
+            try:
+                running[label] = begun.result()
+            except ServerFailed as error:
+                facts["failed"].append(f"{label}: {error}")
+            else:
+                stack.push(manager.__exit__)
+        cells = [(server, each) for label, server in running.items() for each in servers[label]]
+        sizes = list(dict.fromkeys(each[1:] for asked in servers.values() for each in asked))
+        cells.sort(key=lambda cell: sizes.index(cell[1][1:]))
+        serve_cells(cells, options, facts, until)
 
 
 def main() -> None:

@@ -29,6 +29,8 @@ from kvpolicy.kernels.merging.following import following
 from kvpolicy.kernels.merging.merge_rows import merge_mass, merge_rows
 from kvpolicy.kernels.merging.nearest import nearest
 from kvpolicy.kernels.scoring.select import ABSENT, top
+from kvpolicy.kernels.table import REFERENCE
+from kvpolicy.kernels.table_triton import TRITON
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,9 +40,14 @@ SHAPE = ModelShape(layers=3, heads=8, kv_heads=2, head_dim=64)
 SMALL = {"capacity": "40", "window": "8", "start": "2", "queries": "8", "reach": "30"}
 
 
+# What programs compute with on the GPU; on the CPU always the first, which the others equal.
+KERNELS = pytest.mark.parametrize("kernels", [REFERENCE, TRITON], ids=["torch", "triton"])
+
+
+@KERNELS
 @pytest.mark.parametrize("tokens", [1, 8, 9, 63, 1000])
 @pytest.mark.parametrize("name", shipped())
-def test_programs_keep_the_same_entries(name, tokens):
+def test_programs_keep_the_same_entries(name, tokens, kernels):
     program = load(name).require()
     bound = bind(program, SHAPE, {k: v for k, v in SMALL.items() if k in program.params})
     generator = torch.Generator().manual_seed(tokens)
@@ -48,18 +55,20 @@ def test_programs_keep_the_same_entries(name, tokens):
     q = torch.randn(3, 8, bound.queries(tokens), 64, generator=generator)
     k, v = torch.randn(2, 3, 2, tokens, 64, generator=generator)
     for device in ("cpu", "cuda"):
-        run = TorchProgram(bound).start(tokens)
+        chosen = kernels if device == "cuda" else REFERENCE
+        run = TorchProgram(bound, kernels=chosen).start(tokens)
         for layer in range(3):
             run.observe(layer, *(x[layer].to(device) for x in (q, k, v)))
         kept[device] = torch.stack(list(run.finish())).cpu()
     assert torch.equal(kept["cpu"], kept["cuda"])
 
 
-def _kept_while_decoding(bound, prompt, device: str) -> list:
+def _kept_while_decoding(bound, prompt, device: str, kernels) -> list:
     """Positions per layer and KV head after a prefill and twelve steps."""
     q, k, v = (x.to(device) for x in prompt)
     tokens = k.shape[2]
-    run, there = TorchProgram(bound).start(tokens), torch.arange(tokens, device=device)
+    run = TorchProgram(bound, kernels=kernels).start(tokens)
+    there = torch.arange(tokens, device=device)
     for layer in range(3):
         rows = (x[layer][:, there] for x in (q, k, v))
         deeper = run.observe(layer, *rows, None if len(there) == tokens else there)
@@ -91,15 +100,17 @@ def _kept_while_decoding(bound, prompt, device: str) -> list:
     return [(x.positions.tolist(), None if x.there is None else x.there.tolist()) for x in layouts]
 
 
+@KERNELS
 @pytest.mark.parametrize("name", shipped())
-def test_decode_steps_keep_the_same_entries(name):
+def test_decode_steps_keep_the_same_entries(name, kernels):
     program = load(name).require()
     given = {**SMALL, "heavy": "20", "rate": "0.3", "lookback": "2"}
     bound = bind(program, SHAPE, {k: v for k, v in given.items() if k in program.params})
     generator = torch.Generator().manual_seed(2)
     shapes = [(3, 8, 90, 64), (3, 2, 90, 64), (3, 2, 90, 64)]
     prompt = [torch.randn(shape, generator=generator) for shape in shapes]
-    kept = [_kept_while_decoding(bound, prompt, device) for device in ("cpu", "cuda")]
+    pairs = (("cpu", REFERENCE), ("cuda", kernels))
+    kept = [_kept_while_decoding(bound, prompt, *pair) for pair in pairs]
     assert kept[0] == kept[1]
 
 
@@ -253,7 +264,7 @@ def test_flashinfer_reads_private_pages_in_a_graph_and_without(dtype, group):
         tail = tails.run(q[order], tuple(storage[1].unsqueeze(2)), return_lse=True)
         atol = 4 * torch.finfo(dtype).eps * float(storage.abs().max())
         for captured in (4, None):
-            private.plan(tables, own, counts[:, own.cpu()], captured=captured)
+            private.plan(tables, own, counts[:, own.cpu().numpy()], captured=captured)
             if captured is None:
                 found = private.attend(q[order], layer=1, scale=scale)
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_MOST = torch.finfo(torch.float8_e4m3fn).max
 _NARROW = (torch.float16, torch.bfloat16, *FLOAT8)
 
 
@@ -24,6 +25,10 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         x: any float dtype.
         dtype: float64, float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
     """
+    if x.dtype == dtype:
+        return x
+    if dtype == torch.float8_e4m3fn:  # torch 2.11 makes NaN of what is too large
+        x = (x if x.dtype not in FLOAT8 else x.float()).clamp(-_MOST, _MOST)
     if x.dtype != torch.float64 or dtype not in _NARROW:
         return x.to(dtype)
     nearest = x.to(torch.float32)

@@ -36,7 +36,7 @@ def random(heads, size, dim, dtype, seed, unused=0.1):
 
 
 def by_definition(x, places, real, kept):
-    result = torch.zeros(places.shape, dtype=torch.int64)
+    result = torch.zeros(places.shape, dtype=torch.int64, device=x.device)
     for head, p in (real & kept.any(1, keepdim=True)).nonzero().tolist():
         best, vector = -torch.inf, x[head, places[head, p]].double()
         for c in kept[head].nonzero()[:, 0].tolist():
@@ -50,7 +50,7 @@ def by_definition(x, places, real, kept):
 
 def same(made, expected):
     """Receivers, and where there is one."""
-    return all(torch.equal(*pair) for pair in zip(made, expected, strict=True))
+    return all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(made, expected, strict=True))
 
 
 def pooled(x, given):

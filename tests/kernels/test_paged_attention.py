@@ -12,8 +12,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def paged_triton(*tensors, **options):
     """The kernel where it runs, from and to the CPU."""
-    given = [t.to(DEVICE) for t in tensors]
-    moved = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+
+    def moved_there(x):
+        return x.to(DEVICE) if isinstance(x, torch.Tensor) else x
+
+    given = [moved_there(t) for t in tensors]
+    moved = {name: moved_there(x) for name, x in options.items()}
+    if "apart" in options:
+        moved["apart"] = Apart(*map(moved_there, options["apart"]))
     return paged_attention_triton.paged_attention(*given, **moved).cpu()
 
 

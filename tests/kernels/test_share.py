@@ -32,7 +32,7 @@ def test_gram(heads, tokens, dim, dtype):
     made, expected = share_triton.gram(below, own), share.gram(below, own)
     # Sums of D products in two orders.
     error = (made - expected).abs()
-    assert (error <= 2 * dim * EPS * share.gram(below.abs(), own.abs())).all()
+    assert (error <= 2 * dim * EPS * share.gram(below.double().abs(), own.double().abs())).all()
     for i, pair in enumerate(((below, below), (below, own), (own, own))):
         by_definition = torch.einsum("gnd,gnd->gn", *(x.double() for x in pair))
         assert torch.allclose(expected[i], by_definition, rtol=1e-12, atol=1e-12)
@@ -45,7 +45,7 @@ def test_blend(heads, tokens, dim, dtype):
     a, b = torch.randn(2, heads, tokens, generator=generator, dtype=torch.float64).to(DEVICE)
     made, expected = share_triton.blend(below, own, a, b), share.blend(below, own, a, b)
     # Two products and their sum, which a GPU may round as one.
-    most = share.blend(below.abs(), own.abs(), a.abs(), b.abs())
+    most = share.blend(below.double().abs(), own.double().abs(), a.abs(), b.abs())
     assert ((made - expected).abs() <= 3 * EPS * most).all()
     by_definition = a[..., None] * below.double() + b[..., None] * own.double()
     assert torch.allclose(expected, by_definition, rtol=1e-12, atol=1e-12)
