@@ -343,12 +343,15 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, *, q_data_type
     ):
         self._starts = qo_indptr.tolist()
+        if len(self._starts) == 1:
+            raise RuntimeError("a plan for no request")
 
     def forward_return_lse(
         self, q, k, v, causal=False, pos_encoding_mode="NONE", use_fp16_qk_reduction=False,
         window_left=-1, logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None,
     ):  # fmt: skip
         assert causal
+        assert len(q) == self._starts[-1], f"{len(q)} rows, planned were {self._starts[-1]}"
         rows = [slice(*both) for both in zip(self._starts, self._starts[1:], strict=False)]
         parts = [attend(q[r], k[r], v[r], sm_scale, 1) for r in rows]
         return tuple(map(torch.cat, zip(*parts, strict=True)))

@@ -393,17 +393,25 @@ def put_stream(batch: Any, output: torch.Tensor, residual: torch.Tensor, update:
     return hidden
 
 
-def view_of(runner: Any, batch: Any, fields: dict[str, Any]) -> Any:
-    """A forward batch like `batch` but for some fields, ready for the attention backend."""
-    from sglang.srt.model_executor.forward_context import get_attn_backend
-
+def view_of(batch: Any, fields: dict[str, Any]) -> Any:
+    """A forward batch like `batch` but for some fields; `prepare` readies layers for it."""
     view = copy.copy(batch)
     for name, value in fields.items():
         setattr(view, name, value)
-    runner.kv_index_translator.bind_own_plan(view)
-    get_attn_backend().init_forward_metadata(view)
-    adapt_rows(runner, view)
     return view
+
+
+def prepare(runner: Any, batch: Any) -> None:
+    """Have attention and LoRA adapters run on the rows of a batch from now on, or of a view.
+
+    Args:
+        batch: with rows; backends cannot plan for none.
+    """
+    from sglang.srt.model_executor.forward_context import get_attn_backend
+
+    runner.kv_index_translator.bind_own_plan(batch)
+    get_attn_backend().init_forward_metadata(batch)
+    adapt_rows(runner, batch)
 
 
 def adapt_rows(runner: Any, batch: Any) -> None:

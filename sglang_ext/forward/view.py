@@ -73,7 +73,10 @@ def make(
         "lora_ids": [batch.lora_ids[e.index] for e in extents],
         "return_logprob": False,  # logits are taken from the whole batch
     }
-    return compat.view_of(runner, batch, fields)
+    view = compat.view_of(batch, fields)
+    if extents:  # no layer runs without rows
+        compat.prepare(runner, view)
+    return view
 
 
 def rows_of(hidden: Any, batch: Any) -> tuple[Rows, Any]:

@@ -17,6 +17,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import flashinfer_stand_in as stand_in
 from scenarios_propagate import prompt, start
 
 
@@ -57,11 +60,13 @@ POINTS = {
     "restart": ("sglang_ext.forward.prefill_step", "Scored.restart"),
     "second prefill": ("sglang_ext.face.compat", "embed"),
     "view": ("sglang_ext.forward.view", "make"),
+    "planned view": ("sglang_ext.forward.view", "make"),
     "resumed pass": ("sglang_ext.request.request", "State.next_end"),
     "resumed reader": ("sglang_ext.forward.reader", "Reader.of"),
     "resumed attention": ("sglang_ext.forward.resume", "attend"),
     "resumed following": ("sglang_ext.forward.resume", "Group"),
 }
+AFTERWARDS = ("planned view",)  # it is raised once the function has done its work
 
 
 @contextmanager
@@ -78,9 +83,10 @@ def failing(point: str, fails: Callable[[], bool]) -> Iterator[None]:
 
     @wraps(function)
     def faulty(*args: Any, **options: Any) -> Any:
+        made = function(*args, **options) if point in AFTERWARDS else None
         if fails():
             raise Fault(f"{point} on purpose")
-        return function(*args, **options)
+        return made if point in AFTERWARDS else function(*args, **options)
 
     wrapped = kind(faulty) if kind in (property, classmethod, staticmethod) else faulty
     setattr(owner, name, wrapped)
@@ -95,6 +101,8 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     policies, points = flags.pop("policies"), flags.pop("points")
     count, chance, output = flags.pop("count"), flags.pop("chance"), flags.pop("output", 12)
     common, together = flags.pop("common", 60), flags.pop("together", count)
+    if flags.get("attention_backend") == "flashinfer":
+        stand_in.install()
     driver = start(model, policies, flags)
     driver.each_step.append(driver.poison)
     stages = _record_failures()
