@@ -33,7 +33,8 @@ class Figures:
 
     def cells(self) -> list[dict]:
         """Of servers at equal batch."""
-        return self.of("serving").get("serving", {}).get("cells", [])
+        run = self.of("serving").get("serving", {"cells": []})
+        return [cell for cell in run["cells"] if cell["requests"] == run["at_once"]]
 
     def pools(self) -> list[dict]:
         """Runs of tight pools, the smallest pool first."""

@@ -20,6 +20,8 @@ from kvpolicy.kernels.table_triton import TRITON
 from recordings import tensors
 from stores import Store, assert_alike, begun, finished
 
+pytestmark = pytest.mark.interpreted
+
 SHAPES = [(3, 4, 2, 8), (2, 2, 2, 4), (2, 4, 1, 6), (3, 8, 2, 4), (2, 8, 4, 4)]
 SETTINGS = {
     "capacity": "9", "window": "4", "start": "1", "reach": "4", "heavy": "5", "rate": "0.4",

@@ -220,6 +220,7 @@ def test_what_was_added_up_over_queries_is_there_for_all(inner):
     torch.testing.assert_close(a, b, rtol=bar, atol=0.0)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", ["h2o", "cake", "asl", "d2o", "simlayerkv-prefill"])
 def test_what_follows_a_prefill(name, monkeypatch):
     """States, merges and decode steps go on from the kernels' values."""
@@ -536,6 +537,7 @@ def test_unsupported_expressions_stay_with_torch(score, reason):
     assert any(reason in line for line in kernels(bound))
 
 
+@pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_random_policies(seed, monkeypatch):

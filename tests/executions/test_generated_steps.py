@@ -281,6 +281,7 @@ class Pool(Store):
         return tuple(in_pool(x, there, i) for i, x in enumerate(self.rows[layer]))
 
 
+@pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in DECODING if has_kernels(name)])
 def test_shipped_policies_keep_the_same(name):

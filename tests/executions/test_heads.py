@@ -165,6 +165,7 @@ def test_what_is_exchanged(name):
     assert max(itertools.chain([0], *folds)) < 2 * 41 * NUMBER
 
 
+@pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("name", shipped())
@@ -211,6 +212,7 @@ def test_without_kernels_entries_are_compared_layer_by_layer():
     assert [len(each) for each in folds if each] == [SHAPE[0]] * (STEPS // EVERY)
 
 
+@pytest.mark.interpreted
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("ties", [False, True])
 def test_only_what_competes_is_exchanged(ties, monkeypatch, tmp_path):

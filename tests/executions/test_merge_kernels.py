@@ -22,7 +22,7 @@ from kvpolicy.kernels.table_triton import TRITON
 from recordings import assert_same, tensors
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.interpreted, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 MERGING = ("nearest", "pairs", "following", "links", "target", "merge_rows", "members")
 SETTINGS = {
     "d2o": {"rate": "0.4", "start": "2"},

@@ -18,6 +18,8 @@ from kvpolicy.kernels.table import REFERENCE
 from recordings import tensors
 from stores import TABLE, Store, assert_alike, begun, states_of, together
 
+pytestmark = pytest.mark.interpreted
+
 SHAPE = (3, 4, 2, 16)
 SETTINGS = {
     "h2o": {"heavy": "5", "window": "4"}, "tova": {"capacity": "9"},

@@ -26,7 +26,10 @@ from kvpolicy.kernels.table_triton import TRITON
 from recordings import assert_same, tensors
 
 # What is computed beside the numbers that count.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
+]
 SHAPE = (5, 4, 2, 8)
 NAMES = ("keys", "rank", "mean", "var", "entropy", "var_of_layers", "any_of_layers")
 ASL = {"capacity": "9", "window": "3", "kernel": "3", "start": "2", "tau": "0.9"}

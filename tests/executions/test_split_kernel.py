@@ -14,6 +14,8 @@ from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
 from recordings import tensors
 
+pytestmark = pytest.mark.interpreted
+
 SHAPE = (4, 4, 2, 8)
 HEADER = "policy: a-test\nlanguage: 1\nabout: a test\n"
 SCORE = "score: sum[query, group](attn(recent(2)))\nkeep: recent(2) then top(score)\n"

@@ -15,6 +15,8 @@ from kvpolicy.kernels.table import REFERENCE
 from recordings import tensors
 from stores import TABLE, Store, assert_alike, begun
 
+pytestmark = pytest.mark.interpreted
+
 SHAPE = (5, 4, 2, 4)
 LARGE = (5, 4, 2, 16)  # of heads that kernels read
 APART = (range(2), range(2, 3), range(3, 5))

@@ -13,6 +13,8 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
 
+pytestmark = pytest.mark.interpreted
+
 SHAPE = (3, 4, 2, 4)
 SMALL = {"capacity": "9", "window": "3", "kernel": "3", "heavy": "4", "tsp_layer": "1"}
 # Per head with one number; flat over heads, and over layers as well; numbers that differ by head;

@@ -198,6 +198,7 @@ def launched(monkeypatch):
     return options_of
 
 
+@pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("choice", "splits"),
