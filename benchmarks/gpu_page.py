@@ -90,7 +90,7 @@ def _smoke(found: Facts) -> list[str]:
     bad = [case for case in found["cases"] if case["state"] != "passed"]
     checker = found["checker"] or "there is no compute-sanitizer here"
     said = f"{len(found['cases']) - len(bad)} of {len(found['cases'])} passed; memory: {checker}."
-    rows = [[case["case"], case["run"], case["state"], case["tail"][-1:]] for case in bad]
+    rows = [[case["case"], case["run"], case["state"], "".join(case["tail"][-1:])] for case in bad]
     table = [report.table(("case", "run", "ended", "last line"), rows)] if bad else []
     return [said, *table]
 

@@ -170,7 +170,7 @@ def test_verdicts(goals):
         {"target": "over as many entries", "value": None},
     ]}  # fmt: skip
     results = {
-        "serving a": {"serving": {"cells": equal}},
+        "serving a": {"serving": {"cells": equal, "at_once": 12}},
         "pools a": {"pool-2": {"cells": crowd, "flags": {"max_total_tokens": 9}}},
         "serving b": {},
         "targets": {"kernels": {"cases": [attention]}},
