@@ -104,7 +104,8 @@ def version() -> str:
 def run(options: argparse.Namespace) -> Report:
     """All sections for which there is time."""
     until = time.monotonic() + options.budget
-    setting = Setting(options.toy, tuple(options.models.split(",")), options.server_args)
+    models = tuple(options.models.split(","))
+    setting = Setting(options.toy, models, options.server_args, options.together)
     options.out.mkdir(parents=True, exist_ok=True)
     page = Report(options.out, setting, options.resume)
     chosen = options.sections.split(",")
@@ -144,6 +145,10 @@ def parse(words: list[str] | None) -> argparse.Namespace:
         help="configurations with random weights, or checkpoints' folders",
     )  # fmt: skip
     parser.add_argument("--server-args", default="", help="further options of every server")
+    parser.add_argument(
+        "--together", action="store_true",
+        help="servers that are compared start at once; the GPU has to hold them all",
+    )  # fmt: skip
     parser.add_argument("--toy", action="store_true", help="small sizes on a CPU, no verdict")
     options = parser.parse_args(words)
     if unknown := set(options.sections.split(",")) - set(names):

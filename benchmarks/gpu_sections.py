@@ -25,16 +25,22 @@ class Setting:
         toy: small sizes on a CPU.
         models: names and folders as of serving.py; the first is that of the server and the host.
         server_args: further options of every server.
+        together: servers that are compared start at once.
     """
 
     toy: bool
     models: tuple[str, ...]
     server_args: str = ""
+    together: bool = False
 
     def script(self, name: str, *words: object) -> list[str]:
         """The command of a benchmark."""
         toy = ["--toy"] if self.toy else []
         return [sys.executable, str(BENCHMARKS / name), *toy, *map(str, words)]
+
+    def compared(self, model: str | None) -> list[str]:
+        """What benchmarks that compare servers are told."""
+        return [*self.served(model), *(["--together"] if self.together else [])]
 
     def served(self, model: str | None) -> list[str]:
         """What every benchmark with servers is told."""
@@ -125,7 +131,7 @@ def _serving(
         sizes = ["--policies", "snapkv,fastkv", "--shares", "0.25", "--lengths", "200,300"]
         sizes += ["--at-once", "2", "--rounds", "1", "--new", "8"]
     words = ["--name", "serving", "--cells", "equal", "--plugin-off", *sizes]
-    words += ["--seconds", str(int(0.9 * seconds)), *setting.served(model), "--out", str(out)]
+    words += ["--seconds", str(int(0.9 * seconds)), *setting.compared(model), "--out", str(out)]
     return {"serving": setting.script("serving.py", *words)}
 
 
@@ -139,7 +145,7 @@ def _pools(setting: Setting, model: str | None, seconds: float, out: Path) -> di
     for pool in pools:
         words = ["--name", f"pool-{pool:g}", "--cells", "crowd", "--pool", pool, "--crowd", crowd]
         words += ["--policies", "snapkv", "--shares", shares, "--lengths", prompt, "--new", answer]
-        words += ["--seconds", int(0.9 * seconds * (pool + 8) / whole), *setting.served(model)]
+        words += ["--seconds", int(0.9 * seconds * (pool + 8) / whole), *setting.compared(model)]
         made[f"pool-{pool:g}"] = setting.script("serving.py", *words, "--out", out)
     return made
 

@@ -21,7 +21,7 @@ import checkout  # noqa: F401
 import numpy as np
 import report
 from gpu_checks import compiled
-from kvpolicy.evaluation.serving import Server, serve
+from kvpolicy.evaluation.serving import Server, ServerFailed, serve, together
 from serving_report import PLUGIN_OFF, STOCK
 from serving_setup import EMBEDDED, NO_PLUGIN, Model, flags_of, gpu_flags, model_of
 from soak import leaked
@@ -57,7 +57,7 @@ def alone(server: Server, prompts: list, policy: str | None, new: int) -> list[l
     return made
 
 
-def together(server: Server, prompts: list, new: int) -> dict[str, list[list[int]]]:
+def at_once(server: Server, prompts: list, new: int) -> dict[str, list[list[int]]]:
     """The same of all policies and none, everything at once."""
     server.flush()
     asked = [(policy, prompt) for prompt in prompts for policy in ("none", *POLICIES)]
@@ -102,18 +102,25 @@ def run(options: argparse.Namespace, model: Model) -> dict:
         facts["equal"][label] = sum(a == b for a, b in zip(found, wanted, strict=True))
         report.write_json(options.out / "server.json", facts)
 
-    with serve(model.folder, env=NO_PLUGIN, progress=True, **flags) as server:
-        wanted = alone(server, prompts, None, options.new)
-        equal(f"{STOCK}, once more", alone(server, prompts, None, options.new))
-    with serve(model.folder, progress=True, **flags) as server:
-        equal(PLUGIN_OFF, alone(server, prompts, None, options.new))
     given = [f"{name}.{value}" for name, values in POLICIES.items() for value in values]
     files = [report.ROOT / "policies" / f"{name}.yaml" for name in POLICIES]
-    with serve(model.folder, files, given, progress=True, **flags) as server:
+    starting = {
+        STOCK: serve(model.folder, env=NO_PLUGIN, **flags),
+        PLUGIN_OFF: serve(model.folder, **flags),
+        "policies": serve(model.folder, files, given, **flags),
+    }
+    with together(starting) as servers:
+        for server in servers.values():
+            if isinstance(server, ServerFailed):
+                raise server
+        wanted = alone(servers[STOCK], prompts, None, options.new)
+        equal(f"{STOCK}, once more", alone(servers[STOCK], prompts, None, options.new))
+        equal(PLUGIN_OFF, alone(servers[PLUGIN_OFF], prompts, None, options.new))
+        server = servers["policies"]
         before = compiled()
         equal("with policies, none asked for", alone(server, prompts, "none", options.new))
         singly = {name: alone(server, prompts, name, options.new) for name in POLICIES}
-        mixed = together(server, prompts, options.new)
+        mixed = at_once(server, prompts, options.new)
         for policy, found in mixed.items():
             facts["agreement"][policy] = agreement(found, singly.get(policy, wanted))
         facts["compiled_after_ready"] = len(compiled() - before)

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import report
+from serving_setup import NO_PLUGIN
 from tqdm import tqdm
 
 SERVERS = ("stock", "none", "snapkv", "lava", "h2o")
@@ -65,8 +66,7 @@ def of_queue(options: argparse.Namespace) -> Rows:
     for server in tqdm(options.servers.split(","), desc="queue"):
         words = [sys.executable, __file__, "--one", server, "--queued", options.queued]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        # Only the plugin by which the tests' SGLang runs on a CPU.
-        env |= {"SGLANG_PLUGINS": "cpu_torch"} if server == "stock" else {}
+        env |= NO_PLUGIN if server == "stock" else {}
         result = subprocess.run(
             [*words, "--rounds", str(options.rounds), "--model", options.model],
             env=env, capture_output=True, text=True,

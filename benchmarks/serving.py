@@ -37,7 +37,7 @@ import requests
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.syntax.library import read_source
 from kvpolicy.evaluation.asking.facts import held, lists_of
-from kvpolicy.evaluation.serving import Server, ServerFailed, has_gpu, serve
+from kvpolicy.evaluation.serving import Server, ServerFailed, has_gpu, serve, together
 from serving_report import PLUGIN_OFF, STOCK, text
 from serving_setup import EMBEDDED, NO_PLUGIN, Model, flags_of, gpu_flags, model_of
 from shipped import settings
@@ -352,22 +352,13 @@ def ask_together(
     servers: dict[str, list[tuple]], start: Start, options, facts: dict, until: float
 ) -> None:
     """All servers run; of each size every one is asked before any is of the next."""
-    with contextlib.ExitStack() as stack:
-        # A server ends with the thread that started it, so the threads stay until all is done.
-        pool = stack.enter_context(ThreadPoolExecutor(len(servers)))
-        running: dict[str, Server] = {}
-        entered = {
-            label: (manager, pool.submit(manager.__enter__))
-            for label, manager in ((label, start(label)) for label in servers)
-        }
-        for label, (manager, begun) in entered.items():
-            try:
-                running[label] = begun.result()
-            except ServerFailed as error:
-                facts["failed"].append(f"{label}: {error}")
+    with together({label: start(label) for label in servers}) as running:
+        cells = []
+        for label, server in running.items():
+            if isinstance(server, ServerFailed):
+                facts["failed"].append(f"{label}: {server}")
             else:
-                stack.push(manager.__exit__)
-        cells = [(server, each) for label, server in running.items() for each in servers[label]]
+                cells += [(server, each) for each in servers[label]]
         sizes = list(dict.fromkeys(each[1:] for asked in servers.values() for each in asked))
         cells.sort(key=lambda cell: sizes.index(cell[1][1:]))
         serve_cells(cells, options, facts, until)

@@ -68,8 +68,9 @@ WITHOUT_FA3: dict[str, object] = {
     "grammar_backend": "none",
     "disable_flashinfer_autotune": True,
 }
-# SGLang loads the plugins named here, and without this variable all.
-NO_PLUGIN = {"SGLANG_PLUGINS": "none"}
+# SGLang loads the plugins named here, and without this variable all. This one, where it is
+# installed, lets it run without a GPU.
+NO_PLUGIN = {"SGLANG_PLUGINS": "cpu_torch"}
 
 
 @dataclass(frozen=True)

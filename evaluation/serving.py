@@ -19,7 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -209,6 +210,34 @@ def serve(
         yield server
     finally:
         _stop(process)
+
+
+@contextlib.contextmanager
+def together(
+    starting: Mapping[str, contextlib.AbstractContextManager[Server]],
+) -> Iterator[dict[str, Server | ServerFailed]]:
+    """Start servers at the same time, for the time of a `with` block.
+
+    Args:
+        starting: calls of `serve`, by name.
+
+    Returns:
+        Each server, or why it did not start; the others go on.
+    """
+
+    def begun(server: contextlib.AbstractContextManager[Server]) -> Server | ServerFailed:
+        try:
+            return server.__enter__()
+        except ServerFailed as error:
+            return error
+
+    # A server ends with the thread that started it: these stay until the end.
+    with ThreadPoolExecutor(max(len(starting), 1)) as pool, contextlib.ExitStack() as stack:
+        made = dict(zip(starting, pool.map(begun, starting.values()), strict=True))
+        for name, server in made.items():
+            if isinstance(server, Server):
+                stack.push(starting[name].__exit__)
+        yield made
 
 
 def _wait_until_ready(server: Server, timeout: float, progress: bool) -> None:

@@ -32,7 +32,8 @@ gpu_sections.SECTIONS.clear()
 @pytest.mark.slow
 def test_every_section(tmp_path):
     """Each runs to its end, its figures are on the page, and a CPU gets no verdict."""
-    command = [sys.executable, "benchmarks/gpu_report.py", "--toy", "--out", str(tmp_path)]
+    command = [sys.executable, "benchmarks/gpu_report.py", "--toy", "--together"]
+    command += ["--out", str(tmp_path)]
     result = forked.run(command, cwd=ROOT, timeout=600)
     assert result.returncode == 0, f"{result.stdout[-6000:]}\n{result.stderr[-3000:]}"
     assert {path.name for path in tmp_path.iterdir()} == {"report.json", "report.md", *PICTURES}

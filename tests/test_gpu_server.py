@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvpolicy.evaluation.serving import serve
+from kvpolicy.evaluation.serving import ServerFailed, serve, together
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,6 +27,8 @@ POLICIES = {
     "h2o": ["heavy=32", "window=16"],
     "sinks-recent": ["capacity=4096"],  # a budget for everything
 }
+DEFINITION = "torch_native"
+SERVED = ("triton-auto", "flashinfer-auto", "flashinfer-flashinfer")
 FLAGS = {
     "dtype": "bfloat16",  # and heads of 128, as FlashInfer is built for beforehand
     "skip_tokenizer_init": True,
@@ -110,24 +112,40 @@ def compared(found, wanted):
 
 
 @pytest.fixture(scope="module")
-def defined(checkpoint):
+def servers(checkpoint):
+    """All servers, started at once: by backend and reader, and the one that defines answers.
+
+    Graphs, overlap and radix cache are as by default, but for that one.
+    """
+    torch_only = {"attention_backend": DEFINITION, "kv_policy_kernels": "torch"}
+    starting = {DEFINITION: start(checkpoint, **torch_only, disable_cuda_graph=True)}
+    for name in SERVED:
+        backend, reader = name.split("-")
+        chosen = {"attention_backend": backend, "kv_policy_attention": reader}
+        starting[name] = start(checkpoint, **chosen, disable_cuda_graph=None)
+    with together(starting) as servers:
+        yield servers
+
+
+def running(servers, name):
+    """The server, or why it did not start."""
+    found = servers[name]
+    if isinstance(found, ServerFailed):
+        raise found
+    return found
+
+
+@pytest.fixture(scope="module")
+def defined(servers):
     """Answers by policy of the implementation that defines them."""
-    torch_only = {"attention_backend": "torch_native", "kv_policy_kernels": "torch"}
-    with start(checkpoint, **torch_only, disable_cuda_graph=True) as server:
-        return {policy: answers(server, policy) for policy in (*POLICIES, "none")}
+    server = running(servers, DEFINITION)
+    return {policy: answers(server, policy) for policy in (*POLICIES, "none")}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[("triton", "auto"), ("flashinfer", "auto"), ("flashinfer", "flashinfer")],
-    ids="-".join,
-)
-def server(request, checkpoint):
-    """A server with one backend and reader; graphs, overlap and radix cache as by default."""
-    backend, reader = request.param
-    chosen = {"attention_backend": backend, "kv_policy_attention": reader}
-    with start(checkpoint, **chosen, disable_cuda_graph=None) as server:
-        yield server
+@pytest.fixture(scope="module", params=SERVED)
+def server(request, servers):
+    """A server with one backend and reader."""
+    return running(servers, request.param)
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "none"])
