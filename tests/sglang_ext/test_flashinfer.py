@@ -59,12 +59,13 @@ def test_answers_are_those_by_triton(served, by_triton, graphs):
 @pytest.mark.server
 def test_no_plan_is_made_where_all_tokens_wait(served):
     """Of a prompt in chunks no row goes deeper before the last; FlashInfer cannot plan for none."""
-    policies = {"fastkv": ["tsp_layer=1"]}
+    policies = {"fastkv": ["tsp_layer=1"], "gemfilter": ["filter=1", "capacity=40"]}
     whole = served("triton", policies=policies)
     found = served("triton", policies=policies, chunked_prefill_size=32)
-    each = found["policies"]["fastkv"]
-    assert each["tokens"] == whole["policies"]["fastkv"]["tokens"]
-    assert len(each["answers"]) == 3
-    for _, facts in each["answers"]:
-        assert facts["propagated_tokens"] < facts["prompt_tokens"]
-        assert "uncompressed" not in facts
+    for name in policies:
+        each = found["policies"][name]
+        assert each["tokens"] == whole["policies"][name]["tokens"]
+        assert len(each["answers"]) == 3
+        for _, facts in each["answers"]:
+            assert facts["propagated_tokens"] < facts["prompt_tokens"]
+            assert "uncompressed" not in facts
