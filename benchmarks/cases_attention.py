@@ -241,6 +241,8 @@ def by_sglang(cache: Cache) -> Callable:
     from sglang.kernels.ops.attention.metadata import get_num_kv_splits_triton
 
     shape, device, batch, length = cache.model.shape, cache.model.device, cache.batch, cache.uniform
+    if device.type == "cuda" and cache.q.dtype == torch.float32:
+        raise TypeError("it multiplies float32 as TF32, which no bound here allows for")
     inside = torch.arange(PAGE, device=device)
     pages = cache.slots_of_uniform(length).long()
     indices = (pages[:, :, None] * PAGE + inside).flatten(1)[:, :length].flatten().contiguous()
