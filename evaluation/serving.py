@@ -225,19 +225,18 @@ def together(
         Each server, or why it did not start; the others go on.
     """
 
-    def begun(server: contextlib.AbstractContextManager[Server]) -> Server | ServerFailed:
-        try:
-            return server.__enter__()
-        except ServerFailed as error:
-            return error
-
     # A server ends with the thread that started it: these stay until the end.
     with ThreadPoolExecutor(max(len(starting), 1)) as pool, contextlib.ExitStack() as stack:
-        made = dict(zip(starting, pool.map(begun, starting.values()), strict=True))
-        for name, server in made.items():
-            if isinstance(server, Server):
-                stack.push(starting[name].__exit__)
-        yield made
+
+        def begun(server: contextlib.AbstractContextManager[Server]) -> Server | ServerFailed:
+            try:
+                made = server.__enter__()
+            except ServerFailed as error:
+                return error
+            stack.push(server.__exit__)
+            return made
+
+        yield dict(zip(starting, pool.map(begun, starting.values()), strict=True))
 
 
 def _wait_until_ready(server: Server, timeout: float, progress: bool) -> None:

@@ -1,13 +1,15 @@
-"""Ports that servers are started on: nobody else finds one that is waited for."""
+"""Ports that servers are started on, which nobody else finds; servers that start together."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import random
 import socket
+import threading
 
 import pytest
-from kvpolicy.evaluation.serving import free_port
+from kvpolicy.evaluation.serving import Server, ServerFailed, free_port, together
 
 
 def test_a_port_is_kept_until_a_server_listens_there():
@@ -37,3 +39,26 @@ def test_processes_that_were_forked_from_one_find_different_ports():
         process.join()
     # Those who have ended keep nothing: equal ports are as likely as among 2,768 by chance.
     assert len(set(ports)) > 10
+
+
+def test_servers_that_start_together_end_together():
+    """At once, and whether or not one of them starts; each is ended from outside its thread."""
+    waiting, running = threading.Barrier(3, timeout=20), []
+
+    @contextlib.contextmanager
+    def starting(name):
+        waiting.wait()  # none would come by if they started one after the other
+        if name == "b":
+            raise ServerFailed("it did not answer")
+        running.append(name)
+        try:
+            yield Server(name, None, None)
+        finally:
+            running.remove(name)
+
+    with together({name: starting(name) for name in "abc"}) as servers:
+        assert [*servers] == ["a", "b", "c"]
+        assert (servers["a"].url, servers["c"].url) == ("a", "c")
+        assert str(servers["b"]) == "it did not answer"
+        assert sorted(running) == ["a", "c"]
+    assert running == []
