@@ -402,13 +402,11 @@ def view_of(batch: Any, fields: dict[str, Any]) -> Any:
 
 
 def prepare(runner: Any, batch: Any) -> None:
-    """Have attention and LoRA adapters run on the rows of a batch from now on, or of a view.
-
-    Args:
-        batch: with rows; backends cannot plan for none.
-    """
+    """Have attention and LoRA adapters run on the rows of a batch from now on, or of a view."""
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
+    if not batch.batch_size:  # no layer runs without rows, and FlashInfer cannot plan for none
+        return
     runner.kv_index_translator.bind_own_plan(batch)
     get_attn_backend().init_forward_metadata(batch)
     adapt_rows(runner, batch)
@@ -416,7 +414,7 @@ def prepare(runner: Any, batch: Any) -> None:
 
 def adapt_rows(runner: Any, batch: Any) -> None:
     """Have LoRA adapters applied to the rows of a batch from now on, or of a view."""
-    if runner.lora_manager is not None and batch.batch_size:
+    if runner.lora_manager is not None:
         runner.lora_manager.prepare_lora_batch(batch)
 
 

@@ -188,8 +188,8 @@ class PropagateStep:
             part.lost = True
             self._services.failures.note(part.request, PROPAGATION, error, whole=False)
         self._services.failures.agree(part.request for part in lost)
-        if self._rows:  # what failed may have planned attention for others
-            compat.prepare(self._services.runner, batch)
+        # What failed may have planned attention for other rows.
+        compat.prepare(self._services.runner, batch)
         return compat.put_stream(batch, rows.hidden, rows.residual, update)
 
     def _pieces(self, layer: int, rows: Rows) -> list[tuple[_Part, Rows]]:

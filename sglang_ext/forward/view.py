@@ -74,8 +74,7 @@ def make(
         "return_logprob": False,  # logits are taken from the whole batch
     }
     view = compat.view_of(batch, fields)
-    if extents:  # no layer runs without rows
-        compat.prepare(runner, view)
+    compat.prepare(runner, view)
     return view
 
 

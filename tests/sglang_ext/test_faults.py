@@ -62,6 +62,7 @@ def changing(tmp_path_factory):
 def run(scenario):
     """Runs a scenario of scenarios_faults.py, with folds at every second step."""
     env = {"SGLANG_KV_POLICY_FOLD_INTERVAL": "2", "SGLANG_KV_POLICY_MAX_FAILURES": "0"}
+    env["TRITON_INTERPRET"] = "1"  # read where attention is not torch's own
     return lambda name, more=None, **flags: scenario(
         "scenarios_faults.py", name, {**env, **(more or {})}, **flags
     )
@@ -82,8 +83,7 @@ def test_what_fails_for_one_request_leaves_the_others_as_they_were(run, changing
     policies, points, flags = CASES[case]
     policies = policies | (changing if case == "decode" else {})
     flags = {"count": 10, "chance": 0.3, **flags}
-    env = {"TRITON_INTERPRET": "1"} if case == "plans" else {}
-    check(run("mixed", env, policies=policies, points=points, **flags), points)
+    check(run("mixed", policies=policies, points=points, **flags), points)
 
 
 def test_what_fails_for_a_retracted_request_leaves_the_others_as_they_were(run):
